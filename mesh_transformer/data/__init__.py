@@ -1,0 +1,1 @@
+"""Records, loaders, tokenizers and data preparation."""

@@ -1,0 +1,11 @@
+"""The one exception that means "the user can mend this"."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Bad input: the message says what was given, what is allowed and what to change.
+
+    Entry points print the message alone and exit with code 2; every other exception is a bug or a failure
+    of the machine and keeps its traceback.
+    """

@@ -1,0 +1,1 @@
+"""Model families: one file each, plain Haiku, nothing about devices."""

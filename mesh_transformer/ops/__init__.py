@@ -1,0 +1,1 @@
+"""Pure array functions: no parameters, no state, no devices."""

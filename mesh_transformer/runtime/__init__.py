@@ -1,0 +1,1 @@
+"""The side effects: the training job, sampling, signals, metrics."""

@@ -1,0 +1,1 @@
+"""The training step: optimizer, gradients, statistics. Pure."""
