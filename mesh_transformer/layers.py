@@ -1,0 +1,177 @@
+"""Haiku modules shared by the model families. They name their parameters' dimensions and nothing else.
+
+Shapes: B sequences, T positions, D residual width, H heads, K dims of a head, F feed-forward width,
+V vocabulary rows. Parameters are float32 and are cast to the compute dtype before `apply`.
+"""
+
+from __future__ import annotations
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from mesh_transformer.ops.attention import KVCache, attend, causal_mask, t5_buckets
+from mesh_transformer.ops.rotary import angles, rotate
+from mesh_transformer.parallel.sharding import constrain, with_axes
+
+_ones, _zeros = hk.initializers.Constant(1.0), hk.initializers.Constant(0.0)
+
+
+def _parameter(name: str, shape: tuple[int, ...], init: hk.initializers.Initializer, *axes: str | None) -> jax.Array:
+    return hk.get_parameter(name, shape, jnp.float32, init=with_axes(init, *axes))
+
+
+class Linear(hk.Module):
+    """x @ w (+ b): (..., D_in) -> (..., D_out), weights truncated normal with `stddev` (1/sqrt(D_in) if absent)."""
+
+    def __init__(
+        self,
+        d_out: int,
+        axes: tuple[str, str],
+        *,
+        bias: bool = False,
+        stddev: float | None = None,
+        name: str,
+    ):
+        super().__init__(name)
+        self.d_out, self.axes, self.bias, self.stddev = d_out, axes, bias, stddev
+
+    def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        d_in = x.shape[-1]
+        init = hk.initializers.TruncatedNormal(self.stddev or 1 / np.sqrt(d_in))
+        y = jnp.matmul(x, _parameter("w", (d_in, self.d_out), init, *self.axes), preferred_element_type=out_dtype or x.dtype)
+        return y + _parameter("b", (self.d_out,), _zeros, self.axes[1]) if self.bias else y
+
+
+class Bias(hk.Module):
+    """x + b, for a bias that must be added after a sum over tensor-parallel shards. (B, T, D)."""
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD + _parameter("b", x_BTD.shape[-1:], _zeros, "embed")
+
+
+class Embedding(hk.Module):
+    """Rows of a vocabulary table, plus a bias: tokens (B, T) -> (B, T, D)."""
+
+    def __init__(self, rows: int, d_model: int, stddev: float, name: str):
+        super().__init__(name)
+        self.rows, self.d_model, self.stddev = rows, d_model, stddev
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        init = hk.initializers.TruncatedNormal(self.stddev)
+        w_VD = _parameter("w", (self.rows, self.d_model), init, "vocab", "embed")
+        x_BTD = constrain(jnp.take(w_VD, tokens_BT, axis=0), "batch", "seq", "act_embed")
+        return x_BTD + _parameter("b", (self.d_model,), _zeros, "embed")
+
+
+class PositionTable(hk.Module):
+    """A learned vector for each position, added to the embedding: positions (B, T) -> (B, T, D)."""
+
+    def __init__(self, n_positions: int, d_model: int, name: str):
+        super().__init__(name)
+        self.shape = (n_positions, d_model)
+
+    def __call__(self, positions_BT: jax.Array) -> jax.Array:
+        table = _parameter("w", self.shape, hk.initializers.TruncatedNormal(0.02), None, "embed")
+        return jnp.take(table, positions_BT, axis=0)
+
+
+class T5Bias(hk.Module):
+    """A learned bias for each head and bucket of distances: positions (B, T) -> (B, H, T, S)."""
+
+    def __init__(self, n_heads: int, n_positions: int, name: str):
+        super().__init__(name)
+        self.n_heads, self.bucket_of = n_heads, t5_buckets(n_positions)
+
+    def __call__(self, positions_BT: jax.Array, n_keys: int) -> jax.Array:
+        init = hk.initializers.TruncatedNormal(0.02)
+        table_HN = _parameter("w", (self.n_heads, 32), init, "heads", None)
+        distance = jnp.clip(positions_BT[:, :, None] - jnp.arange(n_keys), 0, len(self.bucket_of) - 1)
+        bias = jnp.take(table_HN, jnp.asarray(self.bucket_of)[distance], axis=1)  # (H, B, T, S)
+        return bias.transpose(1, 0, 2, 3)
+
+
+class Norm(hk.Module):
+    """The classic normalisations, in float32; the result has x's dtype. (..., D) -> (..., D).
+
+    layernorm: epsilon 1e-5, biased variance; layernorm-nobias: without offset. rmsnorm: x / (|x| + 1e-5) times
+    a scale that starts at sqrt(D) (the norm, not the mean square); scalenorm: the same with one scale for
+    all dims (Nguyen and Salazar 2019); "-bias" adds an offset of the scale's shape.
+    """
+
+    def __init__(self, kind: str, name: str):
+        super().__init__(name)
+        self.kind = kind
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        d_model, x32 = x.shape[-1], x.astype(jnp.float32)
+        if self.kind.startswith("layernorm"):
+            centred = x32 - x32.mean(-1, keepdims=True)
+            y = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5)
+            start, offset = 1.0, self.kind == "layernorm"
+        else:
+            y = x32 / (jnp.sqrt(jnp.square(x32).sum(-1, keepdims=True)) + 1e-5)
+            start, offset = np.sqrt(d_model), self.kind.endswith("-bias")
+        shape: tuple[int, ...] = () if self.kind.startswith("scalenorm") else (d_model,)
+        axes = ("embed",) * len(shape)
+        y = y * _parameter("scale", shape, hk.initializers.Constant(start), *axes)
+        if offset:
+            y = y + _parameter("offset", shape, _zeros, *axes)
+        return y.astype(x.dtype)
+
+
+class Attention(hk.Module):
+    """Causal self-attention without biases and without its sum over shards: (B, T, D) -> (B, T, D).
+
+    With a cache, the keys and values of these T positions are written to it at `layer` and the queries attend
+    to everything in it up to their own position.
+    """
+
+    def __init__(self, n_heads: int, d_head: int, rotary: tuple[int, int] | None, out_stddev: float, name: str):
+        super().__init__(name)
+        self.n_heads, self.d_head, self.out_stddev = n_heads, d_head, out_stddev
+        self.angles = angles(*rotary) if rotary else None  # rotary: (positions, dims)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        bias_BHTS: jax.Array | None,
+        cache: KVCache | None,
+        layer: jax.Array,
+    ) -> tuple[jax.Array, KVCache | None]:
+        q, k, v = (constrain(self._heads(x_BTD, name), "batch", "seq", "heads", None) for name in "qkv")
+        if self.angles is not None:
+            sin, cos = (jnp.asarray(table)[positions_BT] for table in self.angles)
+            q, k = rotate(q, sin, cos), rotate(k, sin, cos)
+        if cache is None:
+            k_BHSK, v_BHSK = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        else:
+            cache = cache.write(layer, positions_BT, k, v)
+            k_BHSK, v_BHSK = cache.read(layer)
+        mask = causal_mask(positions_BT, k_BHSK.shape[2])
+        mixed = constrain(attend(q, k_BHSK, v_BHSK, mask, bias_BHTS), "batch", "seq", "heads", None)
+        d_model = x_BTD.shape[-1]
+        o = Linear(d_model, ("heads", "embed"), stddev=self.out_stddev, name="o")
+        return o(mixed.reshape(*mixed.shape[:2], -1)), cache
+
+    @hk.transparent
+    def _heads(self, x_BTD: jax.Array, name: str) -> jax.Array:
+        y = Linear(self.n_heads * self.d_head, ("embed", "heads"), name=name)(x_BTD)
+        return y.reshape(*y.shape[:2], self.n_heads, self.d_head)
+
+
+class FeedForward(hk.Module):
+    """gelu(x w_in + b) w_out, the tanh gelu, without the output's bias and its sum over shards."""
+
+    def __init__(self, d_ff: int, out_stddev: float, name: str):
+        super().__init__(name)
+        self.d_ff, self.out_stddev = d_ff, out_stddev
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        hidden = Linear(self.d_ff, ("embed", "mlp"), bias=True, name="in")(x_BTD)
+        hidden = checkpoint_name(constrain(hidden, "batch", "seq", "mlp"), "mlp_hidden")
+        out = Linear(x_BTD.shape[-1], ("mlp", "embed"), stddev=self.out_stddev, name="out")
+        return out(jax.nn.gelu(hidden, approximate=True))

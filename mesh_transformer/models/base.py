@@ -1,0 +1,194 @@
+"""What every model family is made of: three Haiku stages, and the loop that runs them.
+
+A family is one file that defines its stages and one line in `mesh_transformer.models.registry`. The stages are
+separate `hk.transform`s so that the layers' parameters stack and one compiled block serves them all:
+compile time does not grow with the number of layers.
+
+Shapes: B sequences (or cache slots), T positions, S key positions, D residual width, V padded vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mesh_transformer.config import ModelConfig
+from mesh_transformer.ops.attention import KVCache
+from mesh_transformer.parallel.sharding import active, collect_axes, constrain, gather_weights, map_axes
+
+Params = dict[str, Any]
+"""{"embed": ..., "blocks": ..., "head": ...}; the arrays of "blocks" have a leading layer dimension."""
+
+
+class Stages(NamedTuple):
+    """The three parts of a decoder, as functions that make Haiku modules.
+
+    embed(tokens_BT, positions_BT, n_keys) -> (x_BTD, bias_BHTS or None)
+    block(x_BTD, positions_BT, bias_BHTS, cache, layer) -> (x_BTD, cache)
+    head(x_BTD) -> logits_BTV, float32
+    """
+
+    embed: Callable[..., Any]
+    block: Callable[..., Any]
+    head: Callable[..., Any]
+
+
+class _Transformed(NamedTuple):
+    embed: hk.Transformed
+    block: hk.Transformed
+    head: hk.Transformed
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A model of any family: `init`, `apply`, and the names of its parameters' dimensions.
+
+    `config.compute_dtype` and `config.remat` are resolved, not "auto" (see `mesh_transformer.platforms`).
+    """
+
+    config: ModelConfig
+    functions: Stages
+
+    @functools.cached_property
+    def stages(self) -> _Transformed:
+        """The three stages with their `init` and `apply`."""
+        return _Transformed(*(hk.transform(function) for function in self.functions))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the arithmetic and of the cache."""
+        return jnp.dtype(self.config.compute_dtype)
+
+    def init(self, key: jax.Array) -> Params:
+        """Float32 parameters. The values depend on the key alone, not on the mesh."""
+        embed_key, block_key, head_key = jax.random.split(key, 3)
+        tokens, x, positions = self._example()
+        block_keys = jax.random.split(block_key, self.config.layers)
+        return {
+            "embed": self.stages.embed.init(embed_key, tokens, positions, 1),
+            "blocks": jax.vmap(lambda k: self.stages.block.init(k, x, positions, None, None, 0))(block_keys),
+            "head": self.stages.head.init(head_key, x),
+        }
+
+    @functools.cached_property
+    def axes(self) -> Params:
+        """The dimension names of each parameter: a tree like the parameters', its leaves tuples of names."""
+        block = map_axes(lambda axes: ("layers", *axes), self._stage_axes["block"])
+        return {"embed": self._stage_axes["embed"], "blocks": block, "head": self._stage_axes["head"]}
+
+    @functools.cached_property
+    def _stage_axes(self) -> Params:
+        tokens, x, positions = self._example()
+        return {
+            "embed": collect_axes(lambda: self.functions.embed(tokens, positions, 1)),
+            "block": collect_axes(lambda: self.functions.block(x, positions, None, None, 0)),
+            "head": collect_axes(lambda: self.functions.head(x)),
+        }
+
+    def _example(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        return tokens, jnp.zeros((1, 1, self.config.d_model), jnp.float32), tokens
+
+    def cast(self, params: Params) -> Params:
+        """Parameters in the compute dtype: done once a step, while they are still sharded."""
+        return jax.tree.map(lambda p: p.astype(self.dtype), params)
+
+    def new_cache(self, slots: int, length: int) -> KVCache:
+        """An empty cache for `slots` sequences of up to `length` positions."""
+        c = self.config
+        return KVCache.zeros(c.layers, slots, c.n_heads, length, c.d_head, self.dtype)
+
+    def apply(
+        self,
+        params: Params,
+        tokens_BT: jax.Array,
+        cache: KVCache | None = None,
+        start_B: jax.Array | None = None,
+        select_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Logits of the next token, for training, prefill and decode alike.
+
+        Args:
+            params: in the compute dtype.
+            tokens_BT: int32 tokens; at positions 0 .. T-1, or start_B + 0 .. T-1.
+            cache: keys and values of earlier positions; the new ones are added to it.
+            start_B: int32 position of each sequence's first token; needs a cache.
+            select_B: int32 index into T; only that position of each sequence goes through the head.
+
+        Returns:
+            logits (B, T, V), or (B, 1, V) with select_B; float32, -inf in the rows beyond n_vocab; and the cache.
+        """
+        positions_BT = jnp.arange(tokens_BT.shape[1])[None]
+        if start_B is not None:
+            positions_BT = positions_BT + start_B[:, None]
+        elif cache is not None:
+            positions_BT = jnp.broadcast_to(positions_BT, tokens_BT.shape)
+        n_keys = tokens_BT.shape[1] if cache is None else cache.length
+        embed_params = gather_weights(params["embed"], self._stage_axes["embed"])
+        x_BTD, bias = self.stages.embed.apply(embed_params, None, tokens_BT, positions_BT, n_keys)
+        x_BTD, cache = self._blocks(params["blocks"], x_BTD.astype(self.dtype), positions_BT, bias, cache)
+        if select_B is not None:
+            x_BTD = jnp.take_along_axis(x_BTD, select_B[:, None, None], axis=1)
+        head_params = gather_weights(params["head"], self._stage_axes["head"])
+        logits_BTV = constrain(self.stages.head.apply(head_params, None, x_BTD), "batch", "seq", "vocab")
+        return _mask_padding(logits_BTV, self.config.n_vocab), cache
+
+    def _blocks(
+        self, params: Params, x_BTD: jax.Array, positions: jax.Array, bias: jax.Array | None, cache: KVCache | None
+    ) -> tuple[jax.Array, KVCache | None]:
+        def body(carry: Any, layer: Any) -> tuple[Any, None]:
+            x_BTD, cache = carry
+            block_params, index = layer
+            block_params = gather_weights(block_params, self._stage_axes["block"])
+            x_BTD = checkpoint_name(constrain_residual(x_BTD), "block_in")
+            return self.stages.block.apply(block_params, None, x_BTD, positions, bias, cache, index), None
+
+        if cache is None:
+            body = rematerialise(body, self.config.remat)
+        layers = jnp.arange(self.config.layers)
+        (x_BTD, cache), _ = jax.lax.scan(body, (x_BTD, cache), (params, layers), unroll=self.config.scan_unroll)
+        return constrain_residual(x_BTD), cache
+
+
+def constrain_residual(x_BTD: jax.Array) -> jax.Array:
+    """The sharding of the residual stream between blocks."""
+    return constrain(x_BTD, "batch", "block_seq", "act_embed")
+
+
+def rematerialise(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """Wrap a layer so that the backward pass keeps what the named policy says and recomputes the rest.
+
+    Gathered weights are never kept, whatever the policy: that would undo fsdp.
+    """
+    policies = jax.checkpoint_policies
+    if policy == "none":
+        partition = active()
+        if partition is None or not partition.splits_weights:
+            return body
+        return jax.checkpoint(body, policy=_everything_but_constrained)
+    return jax.checkpoint(
+        body,
+        policy={
+            "full": policies.save_only_these_names("block_in"),
+            "save_attn": policies.save_only_these_names("block_in", "attn_out"),
+            "save_matmuls": policies.save_only_these_names("block_in", "attn_out", "mlp_hidden"),
+        }[policy],
+    )
+
+
+def _everything_but_constrained(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name != "sharding_constraint"
+
+
+def _mask_padding(logits_BTV: jax.Array, n_vocab: int) -> jax.Array:
+    if logits_BTV.shape[-1] == n_vocab:
+        return logits_BTV
+    rows = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, 2)
+    return jnp.where(rows < n_vocab, logits_BTV, -jnp.inf)

@@ -1,0 +1,62 @@
+"""The GPT-J family (Wang and Komatsuzaki 2021), with the classic switches for position encoding and norm.
+
+Attention and feed-forward run in parallel from one norm; the head is untied, with a bias. Parameter names say
+what each array is; checkpoint/classic.py and checkpoint/hf.py translate them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from mesh_transformer.config import ModelConfig
+from mesh_transformer.layers import (
+    Attention,
+    Bias,
+    Embedding,
+    FeedForward,
+    Linear,
+    Norm,
+    PositionTable,
+    T5Bias,
+)
+from mesh_transformer.models.base import Stages
+from mesh_transformer.ops.attention import KVCache
+from mesh_transformer.parallel.sharding import constrain
+
+
+def stages(config: ModelConfig) -> Stages:
+    """The embedding, block and head of a GPT-J-style model."""
+    c = config
+    out_stddev = 2 / c.layers / np.sqrt(c.d_model)
+
+    def embed(tokens_BT: jax.Array, positions_BT: jax.Array, n_keys: int) -> tuple[jax.Array, jax.Array | None]:
+        x_BTD = Embedding(c.padded_vocab, c.d_model, 1 / np.sqrt(c.n_vocab), name="tokens")(tokens_BT)
+        if c.pe == "fixed":
+            x_BTD = x_BTD + PositionTable(c.seq, c.d_model, name="positions")(positions_BT)
+        bias = T5Bias(c.n_heads, c.seq, name="relative")(positions_BT, n_keys) if c.pe == "t5" else None
+        return x_BTD, bias
+
+    def block(
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        bias_BHTS: jax.Array | None,
+        cache: KVCache | None,
+        layer: jax.Array,
+    ) -> tuple[jax.Array, KVCache | None]:
+        y_BTD = constrain(Norm(c.norm, name="norm")(x_BTD), "batch", "seq", "act_embed")
+        rotary = (c.seq, c.pe_rotary_dims) if c.pe == "rotary" else None
+        attention = Attention(c.n_heads, c.d_head, rotary, out_stddev, name="attention")
+        attn_BTD, cache = attention(y_BTD, positions_BT, bias_BHTS, cache, layer)
+        attn_BTD = checkpoint_name(attn_BTD, "attn_out")
+        ff_BTD = FeedForward(c.d_ff, out_stddev, name="ff")(y_BTD)
+        # One sum over tensor-parallel shards: of the two branches together, before the bias.
+        return x_BTD + Bias(name="ff_out")(attn_BTD + ff_BTD), cache
+
+    def head(x_BTD: jax.Array) -> jax.Array:
+        y_BTD = Norm(c.norm, name="norm")(x_BTD)
+        return Linear(c.padded_vocab, ("embed", "vocab"), bias=True, name="logits")(y_BTD, jnp.float32)
+
+    return Stages(embed, block, head)

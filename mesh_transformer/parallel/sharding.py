@@ -1,0 +1,184 @@
+"""Dimension names, and the table that says which mesh axis shards which name.
+
+Models name the dimensions of their parameters (`with_axes`) and activations (`constrain`) and know nothing
+else about devices. A way of parallelising is a table from names to mesh axes; without an active `Partition`
+every function here is the identity, which is how one model file serves one CPU and a pod.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import haiku as hk
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mesh_transformer.config import MeshConfig
+
+Axes = tuple[str | None, ...]
+MeshAxes = str | tuple[str, ...] | None
+Rules = Mapping[str, MeshAxes]
+
+# Parameters: layers, embed, heads, mlp, vocab. Activations: batch, seq, block_seq (the residual stream's
+# sequence between blocks), act_embed; heads, mlp and vocab are shared with the parameters.
+_RULES: Rules = {
+    "batch": ("dp", "fsdp"),
+    "seq": None,
+    "block_seq": None,
+    "act_embed": None,
+    "layers": None,
+    "embed": "fsdp",
+    "heads": "tp",
+    "mlp": "tp",
+    "vocab": "tp",
+}
+
+
+def training_rules(mesh: MeshConfig) -> Rules:
+    """The table for training: batch over dp and fsdp, weights over fsdp and tp."""
+    return {**_RULES, "block_seq": "tp" if mesh.shard_activations else None}
+
+
+def moment_rules(mesh: MeshConfig) -> Rules:
+    """The table for gradients and optimizer state: as the weights, and also over dp under ZeRO-1."""
+    return {**_RULES, "embed": ("fsdp", "dp") if mesh.zero1 else "fsdp"}
+
+
+def inference_rules() -> Rules:
+    """The table for sampling: weights as in training, every sequence on every data-parallel replica."""
+    return {**_RULES, "batch": None}
+
+
+class WithAxes:
+    """An initialiser that carries the names of its parameter's dimensions."""
+
+    def __init__(self, init: hk.initializers.Initializer, axes: Axes):
+        self.init, self.axes = init, axes
+
+    def __call__(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+        if len(shape) != len(self.axes):
+            raise AssertionError(f"a parameter of shape {tuple(shape)} cannot have dimensions {self.axes}")
+        return self.init(shape, dtype)
+
+
+def with_axes(init: hk.initializers.Initializer, *axes: str | None) -> WithAxes:
+    """Name the dimensions of the parameter that `init` makes."""
+    return WithAxes(init, axes)
+
+
+def collect_axes(function: Callable[[], Any]) -> dict[str, dict[str, Axes]]:
+    """The dimension names of every parameter that a function of Haiku modules creates.
+
+    Returns a tree like the parameters' whose leaves are tuples of names. Nothing is computed.
+
+    Raises:
+        AssertionError: a parameter has no names; the message gives its path.
+    """
+    axes: dict[str, dict[str, Axes]] = {}
+
+    def creator(make: Any, shape: Any, dtype: Any, initialise: Any, context: Any) -> Any:
+        if not isinstance(initialise, WithAxes):
+            raise AssertionError(f"parameter {context.full_name} has no dimension names: wrap its initialiser in with_axes")
+        axes.setdefault(context.module_name or "~", {})[context.name] = initialise.axes
+        return make(shape, dtype, initialise)
+
+    def named() -> Any:
+        with hk.custom_creator(creator, state=False):
+            return function()
+
+    jax.eval_shape(hk.transform(named).init, jax.eval_shape(lambda: jax.random.key(0)))
+    return axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """A mesh and a table: turns dimension names into shardings."""
+
+    mesh: Mesh
+    rules: Rules
+
+    def spec(self, axes: Axes) -> PartitionSpec:
+        """The PartitionSpec of dimensions `axes`; `None` is a dimension that is never split."""
+        return PartitionSpec(*(None if name is None else self.rules[name] for name in axes))
+
+    def sharding(self, *axes: str | None) -> NamedSharding:
+        """The sharding of an array with dimensions `axes`."""
+        return NamedSharding(self.mesh, self.spec(axes))
+
+    def shardings(self, axes_tree: Any) -> Any:
+        """The shardings of a tree of dimension names."""
+        return map_axes(lambda axes: self.sharding(*axes), axes_tree)
+
+    def with_rules(self, **rules: MeshAxes) -> Partition:
+        """The same mesh with some names sharded otherwise."""
+        return Partition(self.mesh, {**self.rules, **rules})
+
+    @property
+    def splits_weights(self) -> bool:
+        """Whether weights must be gathered over a data axis before they are used."""
+        return self.mesh.shape["fsdp"] > 1
+
+
+_ACTIVE: contextvars.ContextVar[Partition | None] = contextvars.ContextVar("partition", default=None)
+
+
+@contextlib.contextmanager
+def use(partition: Partition | None) -> Iterator[None]:
+    """Trace the enclosed model code for `partition`."""
+    token = _ACTIVE.set(partition)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def active() -> Partition | None:
+    """The partition that is being traced for, if any."""
+    return _ACTIVE.get()
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Fix the sharding of activation `x` by its dimension names; the identity without a partition."""
+    partition = active()
+    if partition is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition.sharding(*axes))
+
+
+def constrain_tree(tree: Any, partition: Partition, axes_tree: Any) -> Any:
+    """Fix the shardings of a tree of parameters, gradients or moments."""
+    return jax.lax.with_sharding_constraint(tree, partition.shardings(axes_tree))
+
+
+def gather_weights(params: Any, axes_tree: Any) -> Any:
+    """Gather parameters that are split over fsdp, just before their use; tp stays split.
+
+    The gradients are summed and scattered back at once: cotangents are constrained to the whole layout and
+    then to the split one (a sum and a slice, which compilers fuse into a reduce-scatter), so that neither a
+    weight nor its gradient is whole for longer than one layer, and the split does not spread to activations.
+    The identity without such a split.
+    """
+    partition = active()
+    if partition is None or not partition.splits_weights:
+        return params
+    whole, split = partition.with_rules(embed=None).shardings(axes_tree), partition.shardings(axes_tree)
+
+    @jax.custom_vjp
+    def gather(params: Any) -> Any:
+        return jax.lax.with_sharding_constraint(params, whole)
+
+    def backward(_: None, gradients: Any) -> tuple[Any]:
+        summed = jax.lax.with_sharding_constraint(gradients, whole)
+        return (jax.lax.with_sharding_constraint(summed, split),)
+
+    gather.defvjp(lambda params: (gather(params), None), backward)
+    return gather(params)
+
+
+def map_axes(function: Callable[[Axes], Any], axes_tree: Any) -> Any:
+    """`jax.tree.map` over a tree whose leaves are tuples of dimension names."""
+    return jax.tree.map(function, axes_tree, is_leaf=lambda node: isinstance(node, tuple))

@@ -1,0 +1,172 @@
+"""The training step and the evaluation step, compiled for a partition.
+
+Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mesh_transformer.config import Config
+from mesh_transformer.models.base import Model, Params
+from mesh_transformer.ops.loss import token_loss
+from mesh_transformer.parallel.sharding import Partition, constrain_tree, moment_rules, training_rules, use
+from mesh_transformer.train import noise
+from mesh_transformer.train.optim import learning_rate, make_optimizer
+
+Metrics = dict[str, jax.Array]
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes and a checkpoint keeps."""
+
+    step: jax.Array  # int32: updates done, skipped ones included
+    params: Params  # float32
+    opt_state: Any
+    noise: noise.NoiseAverages
+    skipped: jax.Array  # int32: updates skipped because something was not finite
+
+
+class TrainProgram:
+    """The functions of one run on one mesh: `init`, `train_step`, `eval_step`, all jitted.
+
+    In- and out-shardings come from `state_shardings`; the state is donated.
+    """
+
+    def __init__(self, config: Config, model: Model, mesh: jax.sharding.Mesh):
+        self.config, self.model = config, model
+        self.partition = Partition(mesh, training_rules(config.mesh))
+        self.moments = Partition(mesh, moment_rules(config.mesh))
+        self.optimizer = make_optimizer(config.optimizer, model.axes)
+        self.state_shardings = self._state_shardings()
+        whole = self.partition.sharding()
+        self.batch_sharding = self.partition.sharding(None, "batch", None)
+        self.eval_sharding = self.partition.sharding("batch", None)
+        self.init = jax.jit(self._init, out_shardings=self.state_shardings)
+        self.fresh_optimizer = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)
+        self.train_step = jax.jit(
+            self._train_step,
+            in_shardings=(self.state_shardings, self.batch_sharding),
+            out_shardings=(self.state_shardings, whole),
+            donate_argnums=0,
+        )
+        self.eval_step = jax.jit(
+            self._eval_step, in_shardings=(self.state_shardings.params, self.eval_sharding), out_shardings=whole
+        )
+
+    @property
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, as a checkpoint is restored into."""
+        shapes = jax.eval_shape(self._init, jax.random.key(0))
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, self.state_shardings
+        )
+
+    def _state_shardings(self) -> TrainState:
+        whole: Any = self.partition.sharding()
+        axes = self.model.axes
+        abstract = jax.eval_shape(self._init, jax.random.key(0))
+        opt_state = optax.tree.map_params(
+            self.optimizer,
+            lambda _, sharding: sharding,
+            abstract.opt_state,
+            self.moments.shardings(axes),
+            transform_non_params=lambda _: whole,
+        )
+        return TrainState(
+            whole, self.partition.shardings(axes), opt_state, noise.NoiseAverages(whole, whole), whole
+        )
+
+    def _init(self, key: jax.Array) -> TrainState:
+        params = self.model.init(key)
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, params, self.optimizer.init(params), noise.NoiseAverages.empty(), zero)
+
+    def _train_step(self, state: TrainState, tokens_ABT: jax.Array) -> tuple[TrainState, Metrics]:
+        """One update from tokens (A, B, T + 1) int32. Metrics are float32 scalars named as they are logged."""
+        with use(self.partition):
+            gradients, metrics, squares = self._gradients(state.params, tokens_ABT)
+        norm = optax.tree.norm(gradients)
+        updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        averages = state.noise
+        if len(tokens_ABT) > 1:
+            a, b = tokens_ABT.shape[:2]
+            alpha = self.config.optimizer.noise_scale_alpha
+            averages, scale = noise.update(averages, alpha, b, squares.mean(), a * b, jnp.square(norm))
+            metrics.update({f"noise/{name}": value for name, value in scale.items()})
+        new = TrainState(state.step + 1, params, opt_state, averages, state.skipped)
+        metrics |= {
+            "train/grad_norm": norm,
+            "train/grad_norm_micro": jnp.sqrt(squares).mean(),
+            "train/learning_rate": learning_rate(self.config.optimizer, _schedule_count(state.opt_state)),
+            "finite": jnp.isfinite(metrics["train/loss"]) & jnp.isfinite(norm),
+        }
+        if self.config.optimizer.nonfinite == "skip":
+            new = _keep_if(metrics["finite"], new, state)
+        return new, metrics | {"skipped": new.skipped}
+
+    def _gradients(self, params: Params, tokens_ABT: jax.Array) -> tuple[Params, Metrics, jax.Array]:
+        """The mean gradient in float32, the mean metrics, and each microbatch's squared gradient norm (A,)."""
+        params = constrain_tree(self.model.cast(params), self.partition, self.model.axes)
+        if self.config.mesh.gather_weights == "per_step":
+            params = constrain_tree(params, self.partition.with_rules(embed=None), self.model.axes)
+        loss_and_gradient = jax.value_and_grad(self._loss, has_aux=True)
+
+        def microbatch(total: Params, tokens_BT: jax.Array) -> tuple[Params, tuple[Metrics, jax.Array]]:
+            (_, metrics), gradient = loss_and_gradient(params, tokens_BT)
+            gradient = constrain_tree(optax.tree.cast(gradient, jnp.float32), self.moments, self.model.axes)
+            total = constrain_tree(optax.tree.add(total, gradient), self.moments, self.model.axes)
+            return total, (metrics, optax.tree.norm(gradient, squared=True))
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        if len(tokens_ABT) == 1:
+            total, (metrics, square) = microbatch(zeros, tokens_ABT[0])
+            return total, metrics, square[None]
+        total, (metrics, squares) = jax.lax.scan(microbatch, zeros, tokens_ABT)
+        return optax.tree.scale(1 / len(tokens_ABT), total), jax.tree.map(lambda m: m.mean(0), metrics), squares
+
+    def _loss(self, params: Params, tokens_BT: jax.Array) -> tuple[jax.Array, Metrics]:
+        """Mean loss with the z-loss, which is averaged over a sequence's positions and added to each."""
+        logits_BTV, _ = self.model.apply(params, tokens_BT[:, :-1])
+        per_token = token_loss(logits_BTV, tokens_BT[:, 1:])
+        optimizer = self.config.optimizer
+        log_z = per_token.shifted_log_z if optimizer.z_loss_kind == "classic" else per_token.log_z
+        z_loss = optimizer.z_loss * jnp.square(log_z).mean(-1, keepdims=True)
+        loss_BT = per_token.nll + z_loss
+        return loss_BT.mean(), {"train/loss": loss_BT.mean(), "train/last_loss": loss_BT[:, -1].mean()}
+
+    def _eval_step(self, params: Params, tokens_BT: jax.Array) -> Metrics:
+        """Mean loss without z-loss, last-token loss and accuracy of tokens (B, T + 1)."""
+        with use(self.partition):
+            params = constrain_tree(self.model.cast(params), self.partition, self.model.axes)
+            logits_BTV, _ = self.model.apply(params, tokens_BT[:, :-1])
+            per_token = token_loss(logits_BTV, tokens_BT[:, 1:])
+        return {
+            "loss": per_token.nll.mean(),
+            "last_loss": per_token.nll[:, -1].mean(),
+            "accuracy": per_token.correct.mean(),
+        }
+
+
+def _schedule_count(opt_state: Any) -> jax.Array:
+    """Updates that the schedule has counted: steps less the skipped ones."""
+    return optax.tree.get(opt_state, "count", filtering=lambda path, _: "ScaleByScheduleState" in str(path))
+
+
+def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
+    """`new` where the step was finite; else `old` with the step and the skip counted."""
+    kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    return kept._replace(step=new.step, skipped=old.skipped + (~finite).astype(jnp.int32))
+
+
+def compile_step(program: TrainProgram, accumulation: int, batch: int) -> jax.stages.Compiled:
+    """The train step compiled ahead of time, for its memory, shardings and collectives. Nothing is allocated."""
+    tokens = jax.ShapeDtypeStruct((accumulation, batch, program.config.seq + 1), jnp.int32)
+    step: Callable[..., Any] = program.train_step
+    return step.lower(program.abstract_state, tokens).compile()  # type: ignore[attr-defined]

@@ -1,0 +1,104 @@
+"""Numbers from the original program (../shared/golden), as test code reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_BLOCK = {
+    "linear/w": ("attention/q", "w"),
+    "linear_1/w": ("attention/v", "w"),
+    "linear_2/w": ("attention/k", "w"),
+    "linear_3/w": ("attention/o", "w"),
+    "linear_4/w": ("ff/in", "w"),
+    "linear_4/b": ("ff/in", "b"),
+    "linear_5/w": ("ff/out", "w"),
+    "linear_5/b": ("ff_out", "b"),
+    "replicated_layer_norm/scale": ("norm", "scale"),
+    "replicated_layer_norm/offset": ("norm", "offset"),
+    "rms_norm/scale": ("norm", "scale"),
+    "rms_norm/offset": ("norm", "offset"),
+}
+_OTHER = {
+    "embedding_shard/~/linear/w": ("embed", "tokens", "w"),
+    "embedding_shard/~/linear/b": ("embed", "tokens", "b"),
+    "embedding_shard/pos_embs": ("embed", "positions", "w"),
+    "relative_position_embs/rel_embedding": ("embed", "relative", "w"),
+    "projection_shard/~/linear/w": ("head", "logits", "w"),
+    "projection_shard/~/linear/b": ("head", "logits", "b"),
+    "projection_shard/~/replicated_layer_norm/scale": ("head", "norm", "scale"),
+    "projection_shard/~/replicated_layer_norm/offset": ("head", "norm", "offset"),
+    "projection_shard/~/rms_norm/scale": ("head", "norm", "scale"),
+    "projection_shard/~/rms_norm/offset": ("head", "norm", "offset"),
+}
+_COLUMNS = ("linear/w", "linear_1/w", "linear_2/w", "linear_4/w", "linear_4/b", "projection_shard/~/linear/w",
+            "projection_shard/~/linear/b", "pos_embs")  # fmt: skip
+_ROWS = ("linear_3/w", "linear_5/w", "embedding_shard/~/linear/w", "rel_embedding")
+_SUMMED = ("embedding_shard/~/linear/b", "linear_5/b")
+
+
+def config(path: Path) -> dict[str, Any]:
+    """A classic config, as a dictionary."""
+    return json.loads(path.read_text())
+
+
+def checkpoint_names(layers: int, norm: str, pe: str) -> list[str]:
+    """Parameter names in the order of the original's leaves."""
+    norm_module = "replicated_layer_norm" if norm.startswith("layernorm") else "rms_norm"
+    fields = ["offset", "scale"] if norm.startswith("layernorm") or norm.endswith("-bias") else ["scale"]
+    norms = [f"{norm_module}/{field}" for field in fields]
+    names = ["embedding_shard/pos_embs"] if pe == "fixed" else []
+    names += ["embedding_shard/~/linear/b", "embedding_shard/~/linear/w"]
+    for layer in sorted(str(i) for i in range(layers)):
+        parts = ["linear/w", "linear_1/w", "linear_2/w", "linear_3/w", "linear_4/b", "linear_4/w", "linear_5/b"]
+        names += [f"layer_{layer}/~/{part}" for part in [*parts, "linear_5/w", *norms]]
+    names += ["projection_shard/~/linear/b", "projection_shard/~/linear/w"]
+    names += [f"projection_shard/~/{norm}" for norm in norms]
+    return names + (["relative_position_embs/rel_embedding"] if pe == "t5" else [])
+
+
+def read_checkpoint(step_dir: Path, names: list[str]) -> dict[str, np.ndarray]:
+    """The float32 parameters of a classic step folder, merged over its shards, by original name."""
+    shards = []
+    for shard in sorted(step_dir.glob("shard_*"), key=lambda path: int(path.name.removeprefix("shard_"))):
+        files = [np.load(shard / f"{i}.npz", allow_pickle=False) for i in range(16)]
+        leaves = [file[f"arr_{i}"] for file in files for i in range(len(file.files))]
+        first = len(leaves) - 1 - len(names)  # parameters and the step come last
+        shards.append(dict(zip(names, leaves[first:-1], strict=True)))
+    return {name: merge(name, np.stack([shard[name] for shard in shards])) for name in names}
+
+
+def merge(name: str, shards: np.ndarray) -> np.ndarray:
+    """The whole of a parameter given (shards, ...)."""
+    if name.endswith(_SUMMED):
+        return shards.sum(0)
+    if name.endswith(_ROWS):
+        return np.concatenate(list(shards), axis=0)
+    if name.endswith(_COLUMNS):
+        return np.concatenate(list(shards), axis=-1)
+    if "rms_norm" in name:
+        return shards.mean(0)
+    return shards[0]
+
+
+def to_params(arrays: dict[str, np.ndarray], padded_vocab: int, *, offset: bool = True) -> dict[str, Any]:
+    """Our parameter tree from whole arrays by original name; vocabulary rows are padded with zeros."""
+    params: dict[str, Any] = {"embed": {}, "blocks": {}, "head": {}}
+    layers = 1 + max(int(name.split("/")[0].removeprefix("layer_")) for name in arrays if name.startswith("layer_"))
+    for name, (stage, module, field) in _OTHER.items():
+        if name in arrays:
+            array = arrays[name]
+            vocab_axis = {"tokens/w": 0, "logits/w": 1, "logits/b": 0}.get(f"{module}/{field}")
+            if vocab_axis is not None:
+                padding = [(0, 0)] * array.ndim
+                padding[vocab_axis] = (0, padded_vocab - array.shape[vocab_axis])
+                array = np.pad(array, padding)
+            params[stage].setdefault(module, {})[field] = array
+    for name, (module, field) in _BLOCK.items():
+        if f"layer_0/~/{name}" in arrays:
+            stacked = np.stack([arrays[f"layer_{i}/~/{name}"] for i in range(layers)])
+            params["blocks"].setdefault(module, {})[field] = stacked
+    return params
