@@ -9,3 +9,10 @@ class UserError(ValueError):
     Entry points print the message alone and exit with code 2; every other exception is a bug or a failure
     of the machine and keeps its traceback.
     """
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on for a reason that is no bug, such as a loss that is not finite.
+
+    Entry points print the message alone and exit with code 1.
+    """

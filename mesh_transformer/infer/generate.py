@@ -26,7 +26,8 @@ class Generation(NamedTuple):
 
 
 class _Decoding(NamedTuple):
-    cache: KVCache
+    n_new: jax.Array  # int32: new tokens so far
+    cache: KVCache | None
     logits_BV: jax.Array
     written: Generation
     done_B: jax.Array
@@ -71,13 +72,13 @@ class Generator:
         """
         with use(self.partition):
             n = prompt_BP.shape[0]
-            cache = _constrain_cache(self.model.new_cache(n, cache_length))
-            logits, cache = self.model.apply(params, prompt_BP, cache, select_B=length_B - 1)
+            empty = _constrain_cache(self.model.new_cache(n, cache_length))
+            logits, cache = self.model.apply(params, prompt_BP, empty, select_B=length_B - 1)
             tokens = jnp.zeros((n, cache_length), jnp.int32)
             written = Generation(tokens, jnp.zeros(tokens.shape, jnp.float32), jnp.zeros((n,), jnp.int32))
-            state = _Decoding(cache, logits[:, 0], written, jnp.zeros((n,), bool))
+            state = _Decoding(jnp.int32(0), cache, logits[:, 0], written, jnp.zeros((n,), bool))
             step = functools.partial(self._step, params, length_B, seed_B, options, eos)
-            return jax.lax.fori_loop(0, max_new, lambda i, s: jax.lax.cond(s.done_B.all(), _same, step, s, i), state).written
+            return jax.lax.while_loop(lambda s: (s.n_new < max_new) & ~s.done_B.all(), step, state).written
 
     def _step(
         self,
@@ -87,23 +88,18 @@ class Generator:
         options: SamplingOptions,
         eos: jax.Array,
         state: _Decoding,
-        index: jax.Array,
     ) -> _Decoding:
-        position_B = length_B + index
+        position_B = length_B + state.n_new
         keys_B = jax.vmap(jax.random.fold_in)(seed_B, position_B)
         token_B = sample(state.logits_BV, keys_B, options)
         logprob_B = jnp.take_along_axis(jax.nn.log_softmax(state.logits_BV), token_B[:, None], axis=-1)[:, 0]
         written = Generation(
-            state.written.tokens_BS.at[:, index].set(token_B),
-            state.written.logprobs_BS.at[:, index].set(logprob_B),
+            state.written.tokens_BS.at[:, state.n_new].set(token_B),
+            state.written.logprobs_BS.at[:, state.n_new].set(logprob_B),
             state.written.count_B + ~state.done_B,
         )
         logits, cache = self.model.apply(params, token_B[:, None], state.cache, start_B=position_B)
-        return _Decoding(_constrain_cache(cache), logits[:, 0], written, state.done_B | (token_B == eos))
-
-
-def _same(state: _Decoding, _: jax.Array) -> _Decoding:
-    return state
+        return _Decoding(state.n_new + 1, _constrain_cache(cache), logits[:, 0], written, state.done_B | (token_B == eos))
 
 
 def _constrain_cache(cache: Any) -> KVCache:

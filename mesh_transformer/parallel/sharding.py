@@ -167,15 +167,16 @@ def gather_weights(params: Any, axes_tree: Any) -> Any:
         return params
     whole, split = partition.with_rules(embed=None).shardings(axes_tree), partition.shardings(axes_tree)
 
-    @jax.custom_vjp
-    def gather(params: Any) -> Any:
+    def forward(params: Any) -> Any:
         return jax.lax.with_sharding_constraint(params, whole)
 
     def backward(_: None, gradients: Any) -> tuple[Any]:
         summed = jax.lax.with_sharding_constraint(gradients, whole)
         return (jax.lax.with_sharding_constraint(summed, split),)
 
-    gather.defvjp(lambda params: (gather(params), None), backward)
+    gather = jax.custom_vjp(forward)
+    # Not `gather` again: a rematerialisation policy sees the primitives of the forward rule.
+    gather.defvjp(lambda params: (forward(params), None), backward)
     return gather(params)
 
 

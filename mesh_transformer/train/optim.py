@@ -52,3 +52,17 @@ def _stored_as(dtype: jnp.dtype, adam: optax.GradientTransformation) -> optax.Gr
         return updates, cast(state, dtype)
 
     return optax.GradientTransformation(lambda params: cast(adam.init(params), dtype), update)
+
+
+def schedule_count(opt_state: Any) -> jax.Array:
+    """Updates that the schedule has counted: steps less the skipped ones. Int32 scalar."""
+    return optax.tree.get(opt_state, "count", filtering=_in_schedule)
+
+
+def restart_schedule(opt_state: Any) -> Any:
+    """The optimizer state with its schedule at 0; Adam's moments and its own count stay, as in the original."""
+    return optax.tree.set(opt_state, filtering=_in_schedule, count=jnp.zeros((), jnp.int32))
+
+
+def _in_schedule(path: Any, _: Any) -> bool:
+    return any(getattr(key, "tuple_name", None) == "ScaleByScheduleState" for key in path)

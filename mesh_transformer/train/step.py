@@ -17,7 +17,7 @@ from mesh_transformer.models.base import Model, Params
 from mesh_transformer.ops.loss import token_loss
 from mesh_transformer.parallel.sharding import Partition, constrain_tree, moment_rules, training_rules, use
 from mesh_transformer.train import noise
-from mesh_transformer.train.optim import learning_rate, make_optimizer
+from mesh_transformer.train.optim import learning_rate, make_optimizer, schedule_count
 
 Metrics = dict[str, jax.Array]
 
@@ -104,7 +104,7 @@ class TrainProgram:
         metrics |= {
             "train/grad_norm": norm,
             "train/grad_norm_micro": jnp.sqrt(squares).mean(),
-            "train/learning_rate": learning_rate(self.config.optimizer, _schedule_count(state.opt_state)),
+            "train/learning_rate": learning_rate(self.config.optimizer, schedule_count(state.opt_state)),
             "finite": jnp.isfinite(metrics["train/loss"]) & jnp.isfinite(norm),
         }
         if self.config.optimizer.nonfinite == "skip":
@@ -152,11 +152,6 @@ class TrainProgram:
             "last_loss": per_token.nll[:, -1].mean(),
             "accuracy": per_token.correct.mean(),
         }
-
-
-def _schedule_count(opt_state: Any) -> jax.Array:
-    """Updates that the schedule has counted: steps less the skipped ones."""
-    return optax.tree.get(opt_state, "count", filtering=lambda path, _: "ScaleByScheduleState" in str(path))
 
 
 def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:

@@ -1,0 +1,23 @@
+"""Train or fine-tune on the devices of this machine (or of every process that runs this together).
+
+The run resumes by itself when its model_dir holds a checkpoint. See docs/finetune.md.
+"""
+
+from __future__ import annotations
+
+from mesh_transformer.runtime import cli
+
+
+def main() -> int:
+    """Parse the arguments and run the training job."""
+    parser = cli.parser(__doc__.split("\n")[0])
+    parser.add_argument("--tune-model-path", help="start from the parameters of this checkpoint, at step 0")
+    parser.add_argument("--fresh-opt", action="store_true", help="with --tune-model-path: leave its Adam moments")
+    arguments = parser.parse_args()
+    from mesh_transformer.runtime import trainer
+
+    return trainer.run(arguments.config, arguments.overrides, arguments.tune_model_path, arguments.fresh_opt)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,177 @@
+"""What a run tells people: log lines, a progress bar, metric files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from mesh_transformer.config import LoggingConfig
+
+log = logging.getLogger("mesh_transformer")
+Scalars = Mapping[str, float]
+
+
+def set_up(level: int = logging.INFO) -> None:
+    """Log lines of this package to standard error, with the time of day; other libraries only warn."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_BarFriendly("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    log.setLevel(level)
+
+
+class _BarFriendly(logging.Formatter):
+    """Clears the line first on a terminal, where a progress bar may stand."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return "\r\x1b[K" + text if sys.stderr.isatty() else text
+
+
+class Progress:
+    """A bar with rate and ETA on a terminal, a plain line every few seconds otherwise (standard error)."""
+
+    def __init__(self, what: str, total: int, *, done: int = 0, quiet: bool = False, every_s: float = 10.0):
+        from tqdm import tqdm
+
+        self._plain = not sys.stderr.isatty()
+        self._what, self._total, self._start, self._every_s = what, total, done, every_s
+        self._began = self._printed = time.monotonic()
+        self._quiet = quiet
+        self._bar = tqdm(total=total, initial=done, desc=what, disable=quiet or self._plain, dynamic_ncols=True)
+
+    def update(self, done: int, **shown: str) -> None:
+        """`done` units are finished; `shown` stands beside the count."""
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update(done - self._bar.n if not self._bar.disable else 0)
+        now = time.monotonic()
+        last = done >= self._total
+        if self._plain and not self._quiet and (now - self._printed >= self._every_s or last):
+            self._printed = now
+            rate = (done - self._start) / max(now - self._began, 1e-9)
+            eta = _duration((self._total - done) / rate) if rate else "?"
+            details = "".join(f"  {name} {value}" for name, value in shown.items())
+            log.info("%s %d/%d%s  eta %s", self._what, done, self._total, details, eta)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._bar.close()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+class Sink(Protocol):
+    """Somewhere that metrics go."""
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        """Record the metrics of one step."""
+
+    def close(self) -> None:
+        """Write what is still held back."""
+
+
+class JsonLines:
+    """One JSON object a step, appended to a file and flushed at once; a value that is not finite is null."""
+
+    def __init__(self, path: str):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        torn = _ends_in_mid_line(path)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
+        if torn:
+            self._file.write("\n")
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        values = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _ends_in_mid_line(path: str) -> bool:
+    """Whether a killed run left half a line at the end of its file."""
+    if not os.path.exists(path) or not os.path.getsize(path):
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def read_json_lines(path: str) -> list[dict[str, Any]]:
+    """The records of a metrics file, oldest first; lines that a kill cut short are left out."""
+    records = []
+    if os.path.exists(path):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    records.append(record)
+    return records
+
+
+class TensorBoard:
+    """TensorBoard event files."""
+
+    def __init__(self, folder: str):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(folder)
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases; without an account WANDB_MODE=offline keeps the run on disk."""
+
+    def __init__(self, config: LoggingConfig, whole_config: dict[str, Any], folder: str, run_id: str):
+        import wandb
+
+        self._run = wandb.init(
+            project=config.wandb_project,
+            name=config.name,
+            notes=config.comment,
+            config=whole_config,
+            dir=folder,
+            id=run_id,
+            resume="allow",
+        )
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_sinks(config: LoggingConfig, whole_config: dict[str, Any], folder: str, run_id: str) -> list[Sink]:
+    """The metric sinks of a run: always metrics.jsonl; TensorBoard and W&B as configured.
+
+    W&B missing or logged out is a warning: the run goes on without it.
+    """
+    sinks: list[Sink] = [JsonLines(os.path.join(folder, "metrics.jsonl"))]
+    if config.tensorboard:
+        sinks.append(TensorBoard(os.path.join(folder, "tensorboard")))
+    if config.wandb_project:
+        try:
+            sinks.append(WandB(config, whole_config, folder, run_id))
+        except Exception as error:  # noqa: BLE001  (wandb raises its own kinds; none may stop the run)
+            log.warning("Weights & Biases is not available (%s): going on without it", str(error).split("\n")[0])
+    return sinks

@@ -1,0 +1,152 @@
+"""The metrics of a run: read one step late, written to every sink, shown on the bar and as a plot."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from mesh_transformer.errors import RunError
+from mesh_transformer.logs import Progress, Scalars, Sink, log, read_json_lines
+
+
+@dataclasses.dataclass
+class _Pending:
+    step: int
+    metrics: Any  # on the device until settled
+    settled: dict[str, float] | None = None
+    extra: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Report:
+    """Takes the device's metrics of each step and writes those of the step before.
+
+    So the device never waits for the host, but for `settle`, which a validation or a save calls first.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], progress: Progress, tokens_per_step: int, stop_if_not_finite: bool):
+        self._sinks, self._progress = sinks, progress
+        self._tokens_per_step, self._stop = tokens_per_step, stop_if_not_finite
+        self._pending: _Pending | None = None
+        self._ready = time.monotonic()
+        self.constant: dict[str, float] = {}
+
+    def push(self, step: int, metrics: Any) -> None:
+        """The metrics of `step`, whose computation has been dispatched."""
+        before, self._pending = self._pending, _Pending(step, metrics)
+        if before is not None:
+            self._write(before)
+
+    def add(self, scalars: Scalars) -> None:
+        """More numbers about the newest step, such as its validation."""
+        if self._pending is None:
+            raise AssertionError("add() before push()")
+        self._pending.extra.update(scalars)
+
+    def settle(self) -> None:
+        """Wait for the newest step and check that it is finite.
+
+        Raises:
+            RunError: it is not, and the run is to stop for that.
+        """
+        if self._pending is not None:
+            self._settle(self._pending)
+
+    def flush(self) -> None:
+        """Write everything."""
+        before, self._pending = self._pending, None
+        if before is not None:
+            self._write(before)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time that does not count as training, such as a validation."""
+        began = time.monotonic()
+        yield
+        self._ready += time.monotonic() - began
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Write what is pending unless the run failed, and close the sinks."""
+        if kind is None:
+            self.flush()
+        self._progress.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _settle(self, pending: _Pending) -> None:
+        if pending.settled is not None:
+            return
+        values = jax.device_get(pending.metrics)
+        now = time.monotonic()
+        rate = self._tokens_per_step / max(now - self._ready, 1e-9)
+        self._ready = now
+        finite, skipped = bool(values.pop("finite")), int(values.pop("skipped"))
+        pending.settled = {name: float(value) for name, value in sorted(values.items())}
+        pending.settled["train/tokens_per_sec"] = rate
+        if skipped:
+            pending.settled["train/skipped_steps"] = skipped
+        if not finite:
+            self._not_finite(pending)
+
+    def _not_finite(self, pending: _Pending) -> None:
+        what = f"step {pending.step}: loss {pending.settled['train/loss']}, " if pending.settled else ""
+        what += f"gradient norm {pending.settled['train/grad_norm']}" if pending.settled else ""
+        if not self._stop:
+            log.warning("%s is not finite: update skipped", what)
+            return
+        self._pending = None
+        self._emit(pending)
+        raise RunError(
+            f"{what} is not finite; the last checkpoint is untouched. Lower optimizer.lr, or skip such steps "
+            f"with --set optimizer.nonfinite=skip, and start again to go on from that checkpoint"
+        )
+
+    def _write(self, pending: _Pending) -> None:
+        self._settle(pending)
+        self._emit(pending)
+
+    def _emit(self, pending: _Pending) -> None:
+        scalars = {**(pending.settled or {}), **self.constant, **pending.extra}
+        for sink in self._sinks:
+            sink.write(pending.step, scalars)
+        shown = {"loss": f"{scalars['train/loss']:.4f}", "tokens/s": f"{scalars['train/tokens_per_sec']:,.0f}"}
+        shown |= {name: f"{value:.4f}" for name, value in pending.extra.items() if name.startswith("val/")}
+        self._progress.update(pending.step, **shown)
+
+
+def plot_losses(folder: str) -> str:
+    """Draw the training and validation losses of `folder`/metrics.jsonl as `folder`/loss.png; returns its path."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = {record["step"]: record for record in read_json_lines(os.path.join(folder, "metrics.jsonl"))}
+    names = sorted({name for record in records.values() for name in record if name.startswith("val/loss")})
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for name in ["train/loss", *names]:
+        points = [(step, r[name]) for step, r in sorted(records.items()) if _is_number(r.get(name))]
+        marker = "" if name == "train/loss" else "o"
+        axes.plot(*zip(*points, strict=True), label=name, marker=marker, linewidth=1) if points else None
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title="Training")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = os.path.join(folder, "loss.png")
+    figure.savefig(path + ".tmp", dpi=120, format="png")
+    pyplot.close(figure)
+    os.replace(path + ".tmp", path)
+    return path
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

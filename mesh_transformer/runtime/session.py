@@ -1,0 +1,71 @@
+"""A config brought to the devices at hand: the mesh, the model and its compiled functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from mesh_transformer import platforms
+from mesh_transformer.config import Config, MeshShape
+from mesh_transformer.models import registry
+from mesh_transformer.parallel.mesh import make_mesh
+from mesh_transformer.train.step import TrainProgram
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What a job needs to compute: nothing is compiled or allocated yet."""
+
+    config: Config
+    shape: MeshShape
+    program: TrainProgram
+    microbatch: int  # sequences of one microbatch over the whole mesh
+
+    @classmethod
+    def open(cls, config: Config) -> Session:
+        """Check the config against the devices, and prepare the functions.
+
+        Raises:
+            UserError: the devices do not fit the mesh or the batch.
+        """
+        shape = config.check_devices(jax.device_count())
+        model = registry.build(platforms.resolve(config.model, jax.default_backend()))
+        program = TrainProgram(config, model, make_mesh(shape, jax.devices()))
+        return cls(config, shape, program, config.microbatch(shape))
+
+    def rows(self, batch: int) -> slice:
+        """The sequences of a global batch that this process's devices hold."""
+        index = self.program.eval_sharding.addressable_devices_indices_map((batch, 1))
+        spans = [rows.indices(batch) for rows, _ in filter(None, index.values())]
+        return slice(min(start for start, _, _ in spans), max(stop for _, stop, _ in spans))
+
+    def place_batch(self, tokens: np.ndarray) -> jax.Array:
+        """This process's (A, rows, T + 1) of a training batch, as part of the global array."""
+        return jax.make_array_from_process_local_data(self.program.batch_sharding, tokens)
+
+    def place_eval(self, tokens: np.ndarray) -> jax.Array:
+        """This process's (rows, T + 1) of a validation batch, as part of the global array."""
+        return jax.make_array_from_process_local_data(self.program.eval_sharding, tokens)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one step trains on, over the whole mesh."""
+        return self.microbatch * self.config.optimizer.gradient_accumulation_steps * self.config.seq
+
+    def describe(self) -> str:
+        """One line: size, devices, mesh, tokens a step."""
+        axes = " x ".join(f"{name} {size}" for name, size in self.shape._asdict().items())
+        device = jax.devices()[0].device_kind
+        return (
+            f"{count_parameters(self.program.abstract_state.params):,} parameters; {jax.device_count()} x {device} "
+            f"in {jax.process_count()} process(es): {axes}; {self.program.model.config.compute_dtype}; "
+            f"{self.tokens_per_step:,} tokens a step"
+        )
+
+
+def count_parameters(params: Any) -> int:
+    """Elements of all arrays of a tree, abstract or not."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))

@@ -1,0 +1,120 @@
+"""Where a run begins: its own newest checkpoint, another run's parameters, or fresh ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.errors import UserError
+from mesh_transformer.logs import log
+from mesh_transformer.runtime.session import Session
+from mesh_transformer.train.noise import NoiseAverages
+from mesh_transformer.train.optim import restart_schedule
+from mesh_transformer.train.step import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The --tune-model-path and --fresh-opt of a fine-tuning run."""
+
+    tune_model_path: str | None = None
+    fresh_opt: bool = False
+
+
+class Counters(NamedTuple):
+    """Counts that outlive a restart."""
+
+    tokens: int = 0
+    steps_redone: int = 0
+
+
+class Begun(NamedTuple):
+    """The state to go on from."""
+
+    state: TrainState
+    step: int
+    counters: Counters
+    loader_state: dict[str, Any] | None  # None: read from the beginning
+
+
+def begin(session: Session, store: CheckpointStore, source: Source, logged_step: int) -> Begun:
+    """Resume from `store` if it holds a checkpoint; else fine-tune from `source`, or start afresh.
+
+    `logged_step` is the last step that the metrics file knows: those after the checkpoint are done again.
+
+    Raises:
+        UserError: a checkpoint does not fit the config, or none can be read.
+    """
+    program = session.program
+    checkpoint = store.restore(program.abstract_state)
+    if checkpoint is not None:
+        if source.tune_model_path:
+            log.info("going on with the run in %s; --tune-model-path was read when it began", store.root)
+        return _resume(session, checkpoint.state, checkpoint.step, checkpoint.extra, logged_step)
+    if source.tune_model_path:
+        return Begun(_tuned(session, source.tune_model_path, source.fresh_opt), 0, Counters(), None)
+    return Begun(program.init(jax.random.key(session.config.model.seed)), 0, Counters(), None)
+
+
+def data_identity(session: Session) -> dict[str, Any]:
+    """What must be unchanged for a saved position in the data to mean the same."""
+    config = session.config
+    return {
+        **config.data.model_dump(include={"train_set", "shuffle", "shuffle_window", "seed", "batch_across_files"}),
+        "seq": config.seq,
+        "batch": session.microbatch,
+        "accumulation": config.optimizer.gradient_accumulation_steps,
+    }
+
+
+def _resume(session: Session, state: TrainState, step: int, extra: dict[str, Any], logged_step: int) -> Begun:
+    counters = Counters(**extra["counters"])
+    redone = max(0, logged_step - step)
+    counters = counters._replace(steps_redone=counters.steps_redone + redone)
+    log.info("resuming after step %d; %d steps that were done after it are done again", step, redone)
+    loader_state = extra["loader"]
+    saved, now = extra["data"], data_identity(session)
+    if saved != now:
+        changed = sorted(key for key in now if saved.get(key) != now[key])
+        log.warning("the data changed (%s): reading it from the beginning", ", ".join(changed))
+        loader_state = None
+    return Begun(state, step, counters, loader_state)
+
+
+def _tuned(session: Session, path: str, fresh_opt: bool) -> TrainState:
+    """Parameters (and moments, unless dropped) of another run, at step 0 with its schedule at 0."""
+    program = session.program
+    store, step = open_checkpoint(path)
+    zero = jnp.zeros((), jnp.int32)
+    if fresh_opt:
+        params = store.restore_params(program.abstract_state.params, step).state
+        opt_state = program.fresh_optimizer(params)
+    else:
+        restored = store.restore(program.abstract_state, step)
+        if restored is None:
+            raise UserError(f"--tune-model-path {path} holds no checkpoint")
+        params, opt_state = restored.state.params, restart_schedule(restored.state.opt_state)
+    store.close()
+    state = TrainState(zero, params, opt_state, NoiseAverages.empty(), zero)
+    return jax.device_put(state, program.state_shardings)
+
+
+def open_checkpoint(path: str) -> tuple[CheckpointStore, int | None]:
+    """The store and step that a path names: a run's folder (its newest step) or one `step_N` folder in it.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    path = path.rstrip("/")
+    match = re.fullmatch(r"(.*/)?step_(\d+)", path)
+    root, step = ((match[1] or ".").rstrip("/"), int(match[2])) if match else (path, None)
+    store = CheckpointStore(root, read_only=True)
+    steps = store.steps()
+    if not steps or (step is not None and step not in steps):
+        raise UserError(f"no checkpoint in {path}: expected a folder with step_N folders, or one of those")
+    return store, step

@@ -1,0 +1,153 @@
+"""The training job: the same for one process, several processes and the workers of a pod."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+
+import jax
+
+from mesh_transformer import files, logs, platforms
+from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.config import load_config
+from mesh_transformer.errors import UserError
+from mesh_transformer.logs import Progress, log
+from mesh_transformer.runtime import start
+from mesh_transformer.runtime.feeds import open_train_feed
+from mesh_transformer.runtime.interrupt import Interrupt
+from mesh_transformer.runtime.report import Report, plot_losses
+from mesh_transformer.runtime.session import Session
+from mesh_transformer.runtime.validation import Validation
+from mesh_transformer.train.step import TrainState
+
+
+def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None, fresh_opt: bool) -> int:
+    """Train as device_train.py's arguments say. Returns the process's exit code.
+
+    Raises:
+        UserError: the config, the devices, the data or a checkpoint cannot be used.
+        RunError: the loss or a gradient is not finite.
+    """
+    config = load_config(config_path, overrides)
+    if fresh_opt and not tune_model_path:
+        raise UserError("--fresh-opt drops the Adam moments of --tune-model-path: give that too")
+    logs.set_up()
+    platforms.start_distributed()
+    return TrainingRun(Session.open(config), start.Source(tune_model_path, fresh_opt)).train()
+
+
+class TrainingRun:
+    """One run of the loop, from its start or resume to its last step or an interruption."""
+
+    def __init__(self, session: Session, source: start.Source):
+        self.session, self.config, self.source = session, session.config, source
+        self.feed = open_train_feed(session)
+        self.validation = Validation(session)
+        self.folder = self.config.checkpoint.model_dir
+        self.is_first = jax.process_index() == 0
+        if self.is_first:
+            _fetch_metrics(self.config.checkpoint.root, self.folder)
+        if self.config.data.eval_harness_tasks:
+            log.warning("eval_harness_tasks: evaluation with the harness is not part of this version; skipped")
+
+    def train(self) -> int:
+        """Run to total_steps, or until interrupted. Returns the exit code: 0, or 128 + the signal."""
+        settings = self.config.checkpoint
+        log.info("%s", self.session.describe())
+        with Interrupt() as interrupt:
+            store = CheckpointStore(settings.root, keep_every=settings.keep_every, keep_latest=settings.keep_latest)
+            try:
+                begun = start.begin(self.session, store, self.source, self._last_logged_step())
+                if begun.loader_state is not None:
+                    self.feed.set_state(begun.loader_state)
+                with self._open_report(begun) as report:
+                    code = self._loop(begun, store, report, interrupt)
+            finally:
+                store.close()
+        self._publish()
+        return code
+
+    def _loop(self, begun: start.Begun, store: CheckpointStore, report: Report, interrupt: Interrupt) -> int:
+        total, data, state = self.config.optimizer.total_steps, self.config.data, begun.state
+        if begun.step >= total:
+            log.info("the run in %s is complete: %d of %d steps", store.root, begun.step, total)
+        for step in range(begun.step + 1, total + 1):
+            tokens = self.session.place_batch(next(self.feed))
+            state, metrics = self.session.program.train_step(state, tokens)
+            report.push(step, metrics)
+            if data.val_set and (step % data.val_every == 0 or step == total):
+                self._validate(step, state, report)
+            code = interrupt.exit_code(step)
+            if step % self.config.checkpoint.ckpt_every == 0 or step == total or code is not None:
+                self._save(step, state, begun, store, report)
+            if code is not None:
+                log.info("saved after step %d; the same command goes on from there", step)
+                return code
+        return 0
+
+    def _validate(self, step: int, state: TrainState, report: Report) -> None:
+        report.settle()
+        with report.pause():
+            report.add(self.validation.run(state.params, step))
+
+    def _save(self, step: int, state: TrainState, begun: start.Begun, store: CheckpointStore, report: Report) -> None:
+        """Save the state after `step`, once that step is known to be finite."""
+        report.settle()
+        with report.pause():
+            tokens = begun.counters.tokens + (step - begun.step) * self.session.tokens_per_step
+            extra = {
+                "loader": self.feed.get_state(),
+                "data": start.data_identity(self.session),
+                "counters": begun.counters._replace(tokens=tokens)._asdict(),
+                "config": self.config.model_dump(mode="json"),
+            }
+            store.save(step, state, extra)
+            self._publish()
+
+    def _open_report(self, begun: start.Begun) -> Report:
+        optimizer = self.config.optimizer
+        progress = Progress("training", optimizer.total_steps, done=begun.step, quiet=not self.is_first)
+        sinks: list[logs.Sink] = []
+        if self.is_first:
+            whole = self.config.model_dump(mode="json")
+            sinks = logs.open_sinks(self.config.logging, whole, self.folder, _run_id(self.folder))
+        report = Report(sinks, progress, self.session.tokens_per_step, optimizer.nonfinite == "stop")
+        report.constant["train/steps_redone"] = begun.counters.steps_redone
+        return report
+
+    def _last_logged_step(self) -> int:
+        records = logs.read_json_lines(os.path.join(self.folder, "metrics.jsonl")) if self.is_first else []
+        return records[-1]["step"] if records else 0
+
+    def _publish(self) -> None:
+        """Redraw the loss curve; for a run in a bucket, copy it and the metrics there."""
+        if not self.is_first or not os.path.exists(os.path.join(self.folder, "metrics.jsonl")):
+            return
+        plot_losses(self.folder)
+        if files.is_remote(self.config.checkpoint.root):
+            for name in ("metrics.jsonl", "loss.png"):
+                files.upload(os.path.join(self.folder, name), files.join(self.config.checkpoint.root, name))
+
+
+def _fetch_metrics(root: str, folder: str) -> None:
+    """On a fresh machine, go on with the metrics file that the bucket holds."""
+    local = os.path.join(folder, "metrics.jsonl")
+    remote = files.join(root, "metrics.jsonl")
+    if not files.is_remote(root) or os.path.exists(local) or not files.exists(remote):
+        return
+    os.makedirs(folder, exist_ok=True)
+    with files.open_binary(remote) as source, open(local + ".tmp", "wb") as target:
+        target.write(source.read())
+    os.replace(local + ".tmp", local)
+
+
+def _run_id(folder: str) -> str:
+    """A name for the run that survives restarts, for W&B; kept in `folder`/run_id."""
+    path = os.path.join(folder, "run_id")
+    if not os.path.exists(path):
+        os.makedirs(folder, exist_ok=True)
+        with open(path, "w", encoding="ascii") as file:
+            file.write(uuid.uuid4().hex[:8])
+    with open(path, encoding="ascii") as file:
+        return file.read(64).strip()

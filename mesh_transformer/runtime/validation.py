@@ -1,0 +1,44 @@
+"""The mean loss on each validation set."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import numpy as np
+
+from mesh_transformer.logs import Progress
+from mesh_transformer.runtime.feeds import open_val_feed
+from mesh_transformer.runtime.session import Session
+from mesh_transformer.train.step import Params
+
+
+class Validation:
+    """Reads val_batches batches of every set, from its beginning each time.
+
+    Raises:
+        UserError: on construction, if a set cannot be read.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._feeds = {name: open_val_feed(session, source) for name, source in session.config.data.val_set.items()}
+
+    def run(self, params: Params, step: int) -> dict[str, float]:
+        """{"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": share of right predictions}."""
+        scalars = {}
+        for name, feed in self._feeds.items():
+            results = self._evaluate(name, iter(feed), params, step)
+            scalars[f"val/loss_{name}"] = float(np.mean([result["loss"] for result in results]))
+            scalars[f"val/accuracy_{name}"] = float(np.mean([result["accuracy"] for result in results]))
+        return scalars
+
+    def _evaluate(self, name: str, batches, params: Params, step: int) -> list[dict[str, float]]:  # type: ignore[no-untyped-def]
+        n = self._session.config.data.val_batches
+        progress = Progress(f"validating {name} after step {step}", n, quiet=jax.process_index() > 0)
+        results = []
+        for i, tokens in enumerate(itertools.islice(batches, n), start=1):
+            results.append(self._session.program.eval_step(params, self._session.place_eval(tokens)))
+            progress.update(i)
+        progress.close()
+        return jax.device_get(results)
