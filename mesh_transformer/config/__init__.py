@@ -1,16 +1,11 @@
 """Typed, frozen configuration. `load_config(path, overrides)` reads both spellings; see docs/config.md."""
 
 from mesh_transformer.config.load import load_config, parse_config
-from mesh_transformer.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LoggingConfig,
-    MeshConfig,
-    MeshShape,
-    ModelConfig,
-    OptimizerConfig,
-)
+from mesh_transformer.config.mesh import MeshConfig, MeshShape
+from mesh_transformer.config.model import ModelConfig
+from mesh_transformer.config.optimizer import OptimizerConfig
+from mesh_transformer.config.run import CheckpointConfig, DataConfig, LoggingConfig
+from mesh_transformer.config.schema import Config
 
 __all__ = [
     "CheckpointConfig",

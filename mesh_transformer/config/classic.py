@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-# classic key -> (group, field). Keys that need more than a new name are handled in `to_grouped`.
+from mesh_transformer.config.describe import short
+from mesh_transformer.errors import UserError
+
+# classic key -> (group, field). Keys that need more than a new name are SWITCHES.
 RENAMED: dict[str, tuple[str, str]] = {
     **{key: ("model", key) for key in ("layers", "d_model", "n_heads", "d_head", "n_vocab", "norm", "pe", "pe_rotary_dims", "seq")},
     "cores_per_replica": ("mesh", "tp"),
@@ -26,22 +29,41 @@ RENAMED: dict[str, tuple[str, str]] = {
     **{key: ("checkpoint", key) for key in ("bucket", "model_dir", "ckpt_every", "keep_every")},
     **{key: ("logging", key) for key in ("name", "wandb_project", "comment")},
 }  # fmt: skip
-SWITCHES = ("early_cast", "early_collect", "bf16_optimizer")
+
+# classic switch -> (group, field, value when off, value when on). `early_cast` needs no field: parameters
+# are always cast to the compute dtype once a step.
+SWITCHES: dict[str, tuple[str, str, str, str] | None] = {
+    "early_cast": None,
+    "early_collect": ("mesh", "gather_weights", "per_layer", "per_step"),
+    "bf16_optimizer": ("optimizer", "moments_dtype", "float32", "bfloat16"),
+}
 KEYS = (*RENAMED, *SWITCHES)
+
+CLASSIC_KEY: dict[tuple[str, str], str] = {place: key for key, place in RENAMED.items()} | {
+    switch[:2]: key for key, switch in SWITCHES.items() if switch
+}
+
+
+def place(grouped: dict[str, dict[str, Any]], key: str, value: Any) -> None:
+    """Write the value of one known classic key where the grouped spelling has it.
+
+    Raises:
+        UserError: a switch is neither true nor false.
+    """
+    if key in RENAMED:
+        group, field = RENAMED[key]
+        grouped.setdefault(group, {})[field] = value
+        return
+    if value not in (True, False, None):
+        raise UserError(f"{key} = {short(value)}: expected true or false")
+    if switch := SWITCHES[key]:
+        group, field, off, on = switch
+        grouped.setdefault(group, {})[field] = on if value else off
 
 
 def to_grouped(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Translate a classic config whose keys are all known into the grouped spelling.
-
-    `early_cast` needs no field: parameters are always cast to the compute dtype once a step.
-    """
+    """Translate a classic config whose keys are all known into the grouped spelling."""
     grouped: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
-        if key in RENAMED and value is not None:
-            group, field = RENAMED[key]
-            grouped.setdefault(group, {})[field] = value
-    if flat.get("early_collect"):
-        grouped.setdefault("mesh", {})["gather_weights"] = "per_step"
-    if flat.get("bf16_optimizer"):
-        grouped.setdefault("optimizer", {})["moments_dtype"] = "bfloat16"
+        place(grouped, key, value)
     return grouped

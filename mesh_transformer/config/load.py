@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mesh_transformer import files
-from mesh_transformer.config import classic
-from mesh_transformer.config.schema import Config
+from mesh_transformer.config import classic, names, strict_json
+from mesh_transformer.config.describe import allowed, kind_of, short
+from mesh_transformer.config.overrides import apply_override
+from mesh_transformer.config.schema import GROUPS, Config
 from mesh_transformer.errors import UserError
 
-GROUPS: dict[str, tuple[str, ...]] = {
-    name: tuple(field.annotation.model_fields)
-    for name, field in Config.model_fields.items()  # type: ignore[union-attr]
-}
+MAX_FILE_BYTES = 1 << 20
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Read `path` (local or gs://), apply `group.key=value` overrides in order, and validate.
+    """Read `path` (local or gs://), apply `NAME=VALUE` overrides in order, and validate.
 
     Raises:
         UserError: the file, a key, a value or a combination of values is not usable.
     """
-    with files.open_binary(path) as stream:
-        text = stream.read(1 << 20)
+    text = _read(path)
     try:
-        raw = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(raw).__name__}")
-    try:
-        return parse_config(raw, overrides)
+        if not text.strip():
+            raise UserError("the file is empty: a config is a JSON object, see the files under configs/")
+        return parse_config(strict_json.parse(text), overrides)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -49,69 +42,83 @@ def parse_config(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     """
     grouped = _grouped(raw)
     for override in overrides:
-        _apply(grouped, override)
+        apply_override(grouped, override)
     try:
         return Config.model_validate(grouped)
     except ValidationError as error:
-        raise UserError("; ".join(_explain(detail) for detail in error.errors())) from error
+        raise UserError(_explain_all(error.errors())) from error
 
 
-def _grouped(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    if raw.keys() & GROUPS.keys():
-        _reject_unknown("", raw, GROUPS)
-        for group, values in raw.items():
-            if not isinstance(values, dict):
-                raise UserError(f"group {group} must be a JSON object, not {values!r}")
-            _reject_unknown(f"{group}.", values, GROUPS[group])
-        return {group: dict(values) for group, values in raw.items()}
-    _reject_unknown("", raw, classic.KEYS)
-    return classic.to_grouped(raw)
-
-
-def _reject_unknown(prefix: str, given: Iterable[str], known: Iterable[str]) -> None:
-    known = list(known)
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise UserError(f"unknown key {prefix}{key}: did you mean {prefix}{near[0]}?")
-
-
-def _apply(grouped: dict[str, dict[str, Any]], override: str) -> None:
-    name, separator, text = override.partition("=")
-    if not separator:
-        raise UserError(f"--set {override}: expected group.key=value")
-    group, key, *rest = (*_full_name(name.strip()).split("."),)
-    values = grouped.setdefault(group, {})
-    for part in rest:  # an entry of a dictionary, such as data.val_set.pile
-        inner = values.get(key)
-        values[key] = dict(inner) if isinstance(inner, dict) else {}
-        values, key = values[key], part
+def _read(path: str) -> str:
     try:
-        values[key] = json.loads(text)
-    except ValueError:
-        values[key] = text
+        with files.open_binary(path) as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a folder: name the config file in it") from error
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        if files.is_remote(path):
+            raise
+        raise UserError(f"{short(path)} cannot be read: {error}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise UserError(f"{path} is over {MAX_FILE_BYTES} bytes: a config is a small JSON file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8 JSON") from error
 
 
-def _full_name(name: str) -> str:
-    """`group.key` of a dotted name, of a classic key or of a field name that only one group has."""
-    if "." not in name:
-        if name in classic.RENAMED:
-            return ".".join(classic.RENAMED[name])
-        owners = [group for group, keys in GROUPS.items() if name in keys]
-        if len(owners) != 1:
-            _reject_unknown("", [name], [f"{group}.{key}" for group, keys in GROUPS.items() for key in keys])
-        return f"{owners[0]}.{name}"
-    group, key = name.split(".")[:2]
-    _reject_unknown("", [group], GROUPS)
-    _reject_unknown(f"{group}.", [key], GROUPS[group])
-    return name
+def _grouped(raw: Any) -> dict[str, dict[str, Any]]:
+    if not isinstance(raw, dict):
+        raise UserError(f"a config must be a JSON object ({{...}}), not {short(raw)}")
+    if not raw.keys() & GROUPS.keys():
+        names.check_flat_keys(raw)
+        return classic.to_grouped(raw)
+    names.check_groups(raw)
+    grouped = {group: values for group, values in raw.items() if values is not None}
+    for group, values in grouped.items():
+        if not isinstance(values, dict):
+            raise UserError(f"{group} = {short(values)}: expected an object of fields ({{...}})")
+        names.check_fields(group, values)
+    return {group: dict(values) for group, values in grouped.items()}
+
+
+def _explain_all(details: list[ErrorDetails]) -> str:
+    missing = [_missing(detail["loc"]) for detail in details if detail["type"] == "missing"]
+    faults = [_explain(detail) for detail in details if detail["type"] != "missing"]
+    if missing:
+        faults.append(f"without a default and not given: {', '.join(missing)}")
+    return "; ".join(dict.fromkeys(faults))
+
+
+def _missing(place: tuple[int | str, ...]) -> str:
+    if len(place) > 1:
+        return names.spelled(str(place[0]), str(place[1]))
+    required = [name for name, field in GROUPS[str(place[0])].model_fields.items() if field.is_required()]
+    return ", ".join(names.spelled(str(place[0]), name) for name in required)
 
 
 def _explain(detail: ErrorDetails) -> str:
-    name = ".".join(str(part) for part in detail["loc"])
     cause = detail.get("ctx", {}).get("error")
+    place = tuple(str(part) for part in detail["loc"])
+    if len(place) < 2:
+        return str(cause or detail["msg"])
+    group, field, *inner = place
+    where = ".".join([names.spelled(group, field), *(part for part in inner if part != "[key]")])
     if isinstance(cause, UserError):
-        return str(cause)
-    if detail["type"] == "missing":
-        return f"{name} is missing: it has no default"
-    return f"{name} = {detail['input']!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}"
+        return f"{where} = {short(detail['input'])}: {cause}"
+    expected = "a string that is not empty" if inner else allowed(GROUPS[group], field)
+    if detail["type"] == "less_than_equal":
+        expected += f", and at most {detail['ctx']['le']}"
+    if detail["type"] == "finite_number":
+        expected += ", and finite"
+    return f"{where} = {short(detail['input'])}: expected {expected}{_nearest_choice(group, field, detail)}"
+
+
+def _nearest_choice(group: str, field: str, detail: ErrorDetails) -> str:
+    base = kind_of(GROUPS[group], field).base
+    if get_origin(base) is not Literal or not isinstance(detail["input"], str):
+        return ""
+    close = difflib.get_close_matches(detail["input"][:100], get_args(base), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

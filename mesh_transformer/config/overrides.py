@@ -1,0 +1,63 @@
+"""`--set NAME=VALUE`: one change on top of a config file."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_origin
+
+from mesh_transformer.config import classic, names, strict_json
+from mesh_transformer.config.describe import kind_of, short
+from mesh_transformer.config.schema import GROUPS
+from mesh_transformer.errors import UserError
+
+USAGE = "write --set NAME=VALUE, such as --set optimizer.total_steps=20"
+
+
+def apply_override(grouped: dict[str, dict[str, Any]], override: str) -> None:
+    """Write one `NAME=VALUE` into a config in the grouped spelling.
+
+    NAME is `group.field`, `data.val_set.ENTRY`, a classic key or a field name that only one group has.
+    VALUE is JSON (null: as if absent) and otherwise a string; for a field of text it is the text itself.
+
+    Raises:
+        UserError: the override is malformed or names nothing.
+    """
+    name, separator, text = (part.strip() for part in override.partition("="))
+    try:
+        if not separator or not name:
+            raise UserError(USAGE)
+        _write(grouped, name, text)
+    except UserError as error:
+        raise UserError(f"--set {short(override)[1:-1]}: {error}") from error
+
+
+def _write(grouped: dict[str, dict[str, Any]], name: str, text: str) -> None:
+    if name in classic.SWITCHES:
+        classic.place(grouped, name, _value(text))
+        return
+    group, field, entry = (*classic.RENAMED[name], "") if name in classic.RENAMED else names.resolve(name)
+    values = grouped.setdefault(group, {})
+    if entry:
+        given = values.get(field)
+        before = given if isinstance(given, dict) else {"val": given} if given else {}
+        values[field] = {**before, entry: _text(text)}
+        return
+    kind = kind_of(GROUPS[group], field)
+    if kind.base is str or get_origin(kind.base) is Literal:
+        values[field] = _text(text)
+    elif get_origin(kind.base) is dict:
+        values[field] = value if isinstance(value := _value(text), (dict, list)) else _text(text)
+    else:
+        values[field] = _value(text)
+
+
+def _value(text: str) -> Any:
+    try:
+        return strict_json.parse(text)
+    except UserError:
+        return text
+
+
+def _text(text: str) -> str | None:
+    """The text itself: 1e5, 007 and true stay as written; null and a quoted string are JSON."""
+    value = _value(text)
+    return value if value is None or isinstance(value, str) else text

@@ -1,0 +1,130 @@
+"""The groups `data`, `checkpoint` and `logging`: what a run reads and where it writes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from mesh_transformer.config.base import (
+    Count,
+    CountOrZero,
+    Derived,
+    Group,
+    Name,
+    OptionalText,
+    Sequences,
+    Steps,
+    Switch,
+    Text,
+    Tokens,
+    Unit,
+)
+from mesh_transformer.errors import UserError
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class DataConfig(Group):
+    """What is read: training, validation, batches."""
+
+    train_set: OptionalText = Field(
+        None,
+        description="index file (one record file a line), .tfrecords or .txt file; a path, gs:// or a name under data/",
+    )
+    val_set: dict[Name, Name] = Field(
+        default_factory=dict,
+        description="validation sets: name to file, as train_set; one file alone is called val",
+    )
+    per_replica_batch: Annotated[Sequences | None, Derived("1 if batch_size is absent too")] = Field(
+        None, description="one microbatch on each data-parallel replica"
+    )
+    batch_size: Sequences | None = Field(
+        None, description="one microbatch over the whole mesh (instead of per_replica_batch)"
+    )
+    seq: Annotated[Tokens | None, Derived("model.seq")] = Field(None, description="training sequence length")
+    tokenizer: OptionalText = Field(
+        None,
+        description="`bytes`, a folder with tokenizer files, or a hub name such as gpt2; for .txt files and samples",
+    )
+    shuffle: Switch = Field(False, description="shuffle files and records; off: index order and record order")
+    shuffle_window: Annotated[Count, Unit("records")] = Field(16384, description="records held for shuffling")
+    batch_across_files: Switch = Field(
+        False,
+        description="batches may span record files; off: what does not fill a batch at the end of a file is dropped, "
+        "as the original",
+    )
+    seed: CountOrZero = Field(0, description="seed of the shuffling")
+    val_batches: Annotated[CountOrZero, Unit("batches")] = Field(
+        100, description="length of one validation, for each set; 0: no validation"
+    )
+    val_batch_multiplier: Annotated[Count, Unit("microbatches")] = Field(
+        1, description="size of a validation batch"
+    )
+    val_every: Steps = Field(500, description="distance of validations")
+    eval_harness_tasks: Annotated[tuple[Name, ...], BeforeValidator(_listed)] = Field(
+        (), description="lm-evaluation-harness tasks run with each validation"
+    )
+
+    @classmethod
+    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A validation file alone gets the name `val`; an entry that is null is dropped."""
+        val_set = values.get("val_set")
+        if isinstance(val_set, str):
+            values["val_set"] = {"val": val_set} if val_set else {}
+        if isinstance(val_set, dict):
+            values["val_set"] = {name: file for name, file in val_set.items() if file is not None}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        if self.per_replica_batch is not None and self.batch_size is not None:
+            raise UserError(
+                f"data.per_replica_batch {self.per_replica_batch} and data.batch_size {self.batch_size} are both set: "
+                f"keep one (--set data.per_replica_batch=null or --set data.batch_size=null)"
+            )
+        return self
+
+
+class CheckpointConfig(Group):
+    """Where the run lives and what is kept."""
+
+    bucket: Text = Field("", description="Google Cloud Storage bucket; empty: model_dir is a local path")
+    model_dir: Name = Field("runs/model", description="the run's folder: checkpoints, metrics, plots")
+    ckpt_every: Steps = Field(500, description="distance of checkpoints; the last step is always saved")
+    keep_every: Steps | None = Field(
+        None, description="checkpoints at multiples of this are never deleted; absent: only the latest stay"
+    )
+    keep_latest: Annotated[Count, Unit("checkpoints")] = Field(
+        1, description="newest checkpoints kept besides those of keep_every"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> CheckpointConfig:
+        if "/" in self.bucket:
+            raise UserError(
+                f"checkpoint.bucket {self.bucket!r} must be a bucket's name without gs:// and folders: "
+                f"the folders go into checkpoint.model_dir"
+            )
+        if self.bucket and ("://" in self.model_dir or not self.model_dir.strip("/")):
+            raise UserError(
+                f"checkpoint.model_dir {self.model_dir!r} must be a folder inside checkpoint.bucket {self.bucket!r}: "
+                f"write the folder alone, or leave the bucket empty (--set checkpoint.bucket=)"
+            )
+        return self
+
+    @property
+    def root(self) -> str:
+        """The folder of the checkpoints: local, or gs://bucket/model_dir."""
+        return f"gs://{self.bucket}/{self.model_dir.strip('/')}" if self.bucket else self.model_dir
+
+
+class LoggingConfig(Group):
+    """Names and sinks of the metrics."""
+
+    name: OptionalText = Field(None, description="name of the run")
+    comment: Text = Field("", description="free text, kept with the run")
+    wandb_project: OptionalText = Field(None, description="Weights & Biases project; absent: not used")
+    tensorboard: Switch = Field(True, description="write TensorBoard event files into model_dir/tensorboard")
