@@ -1,0 +1,53 @@
+"""Eight virtual CPU devices and a compile cache, set before any test module imports jax."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+DEVICES_FLAG = "--xla_force_host_platform_device_count"
+CACHE_BYTES = 1 << 30
+
+
+def set_up_devices(environment: dict[str, str] | os._Environ[str]) -> None:
+    """Ask for eight CPU devices, keeping flags that are there; a count that is there wins."""
+    environment["JAX_PLATFORMS"] = "cpu"
+    flags = environment.get("XLA_FLAGS", "")
+    if DEVICES_FLAG not in flags:
+        environment["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}=8".strip()
+
+
+def set_up_compile_cache(environment: dict[str, str] | os._Environ[str]) -> None:
+    """Keep compiled programs between sessions in the user's own cache folder.
+
+    The key is JAX's (program, flags, versions, devices). A size limit makes JAX take a file lock for each access, so
+    parallel sessions are safe. JAX_ENABLE_COMPILATION_CACHE=false switches it off.
+    """
+    home = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(home, "mesh-transformer-tests"))
+    environment.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(CACHE_BYTES))
+    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before tests/conftest.py could choose the devices: which plugin did it?")
+set_up_devices(os.environ)
+set_up_compile_cache(os.environ)
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The root of the checkout."""
+    return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared(repo: Path) -> Path:
+    """The folder `shared` beside the checkout: golden numbers and data sets that are not shipped."""
+    folder = repo.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("the folder ../shared is not here: the comparison with its golden data was not made")
+    return folder
