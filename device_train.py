@@ -12,7 +12,9 @@ def main() -> int:
     """Parse the arguments and run the training job."""
     parser = cli.parser(__doc__.split("\n")[0])
     parser.add_argument("--tune-model-path", help="start from the parameters of this checkpoint, at step 0")
-    parser.add_argument("--fresh-opt", action="store_true", help="with --tune-model-path: leave its Adam moments")
+    parser.add_argument(
+        "--fresh-opt", action="store_true", help="with --tune-model-path: leave its Adam moments"
+    )
     arguments = parser.parse_args()
     from mesh_transformer.runtime import trainer
 

@@ -24,7 +24,9 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if jax.process_count() == 1:
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._before = {
+                number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
+            }
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

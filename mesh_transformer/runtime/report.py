@@ -31,7 +31,9 @@ class Report:
     So the device never waits for the host, but for `settle`, which a validation or a save calls first.
     """
 
-    def __init__(self, sinks: Sequence[Sink], progress: Progress, tokens_per_step: int, stop_if_not_finite: bool):
+    def __init__(
+        self, sinks: Sequence[Sink], progress: Progress, tokens_per_step: int, stop_if_not_finite: bool
+    ):
         self._sinks, self._progress = sinks, progress
         self._tokens_per_step, self._stop = tokens_per_step, stop_if_not_finite
         self._pending: _Pending | None = None
@@ -119,7 +121,10 @@ class Report:
         scalars = {**(pending.settled or {}), **self.constant, **pending.extra}
         for sink in self._sinks:
             sink.write(pending.step, scalars)
-        shown = {"loss": f"{scalars['train/loss']:.4f}", "tokens/s": f"{scalars['train/tokens_per_sec']:,.0f}"}
+        shown = {
+            "loss": f"{scalars['train/loss']:.4f}",
+            "tokens/s": f"{scalars['train/tokens_per_sec']:,.0f}",
+        }
         shown |= {name: f"{value:.4f}" for name, value in pending.extra.items() if name.startswith("val/")}
         self._progress.update(pending.step, **shown)
 

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
+from mesh_transformer.models.base import Params
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.train.noise import NoiseAverages
 from mesh_transformer.train.optim import restart_schedule
@@ -54,7 +55,7 @@ def begin(session: Session, store: CheckpointStore, source: Source, logged_step:
     checkpoint = store.restore(program.abstract_state)
     if checkpoint is not None:
         if source.tune_model_path:
-            log.info("going on with the run in %s; --tune-model-path was read when it began", store.root)
+            log.info("going on with this run; --tune-model-path was read when it began")
         return _resume(session, checkpoint.state, checkpoint.step, checkpoint.extra, logged_step)
     if source.tune_model_path:
         return Begun(_tuned(session, source.tune_model_path, source.fresh_opt), 0, Counters(), None)
@@ -62,14 +63,9 @@ def begin(session: Session, store: CheckpointStore, source: Source, logged_step:
 
 
 def data_identity(session: Session) -> dict[str, Any]:
-    """What must be unchanged for a saved position in the data to mean the same."""
-    config = session.config
-    return {
-        **config.data.model_dump(include={"train_set", "shuffle", "shuffle_window", "seed", "batch_across_files"}),
-        "seq": config.seq,
-        "batch": session.microbatch,
-        "accumulation": config.optimizer.gradient_accumulation_steps,
-    }
+    """What must be unchanged for a saved position in the data to mean the same; the batch may change."""
+    data = session.config.data.model_dump(include={"train_set", "shuffle", "shuffle_window", "seed"})
+    return {**data, "seq": session.config.seq}
 
 
 def _resume(session: Session, state: TrainState, step: int, extra: dict[str, Any], logged_step: int) -> Begun:
@@ -89,19 +85,41 @@ def _resume(session: Session, state: TrainState, step: int, extra: dict[str, Any
 def _tuned(session: Session, path: str, fresh_opt: bool) -> TrainState:
     """Parameters (and moments, unless dropped) of another run, at step 0 with its schedule at 0."""
     program = session.program
-    store, step = open_checkpoint(path)
     zero = jnp.zeros((), jnp.int32)
     if fresh_opt:
-        params = store.restore_params(program.abstract_state.params, step).state
+        params = read_params(session, path).params
         opt_state = program.fresh_optimizer(params)
     else:
-        restored = store.restore(program.abstract_state, step)
-        if restored is None:
-            raise UserError(f"--tune-model-path {path} holds no checkpoint")
+        store, step = open_checkpoint(path)
+        restored = _found(store.restore(program.abstract_state, step), path)
         params, opt_state = restored.state.params, restart_schedule(restored.state.opt_state)
-    store.close()
     state = TrainState(zero, params, opt_state, NoiseAverages.empty(), zero)
     return jax.device_put(state, program.state_shardings)
+
+
+class Weights(NamedTuple):
+    """The parameters of a checkpoint, float32, on their devices."""
+
+    params: Params
+    step: int
+
+
+def read_params(session: Session, path: str) -> Weights:
+    """The parameters alone, without the moments, of the checkpoint that `path` names.
+
+    Raises:
+        UserError: there is no checkpoint, or it is of another model or damaged.
+    """
+    store, step = open_checkpoint(path)
+    abstract = {"params": session.program.abstract_state.params}
+    restored = _found(store.restore_part(abstract, step), path)
+    return Weights(restored.state["params"], restored.step)
+
+
+def _found(checkpoint: Checkpoint | None, path: str) -> Checkpoint:
+    if checkpoint is None:
+        raise UserError(f"no checkpoint in {path}")
+    return checkpoint
 
 
 def open_checkpoint(path: str) -> tuple[CheckpointStore, int | None]:

@@ -49,14 +49,18 @@ class TrainingRun:
         if self.is_first:
             _fetch_metrics(self.config.checkpoint.root, self.folder)
         if self.config.data.eval_harness_tasks:
-            log.warning("eval_harness_tasks: evaluation with the harness is not part of this version; skipped")
+            log.warning(
+                "eval_harness_tasks: evaluation with the harness is not part of this version; skipped"
+            )
 
     def train(self) -> int:
         """Run to total_steps, or until interrupted. Returns the exit code: 0, or 128 + the signal."""
         settings = self.config.checkpoint
         log.info("%s", self.session.describe())
         with Interrupt() as interrupt:
-            store = CheckpointStore(settings.root, keep_every=settings.keep_every, keep_latest=settings.keep_latest)
+            store = CheckpointStore(
+                settings.root, keep_every=settings.keep_every, keep_latest=settings.keep_latest
+            )
             try:
                 begun = start.begin(self.session, store, self.source, self._last_logged_step())
                 if begun.loader_state is not None:
@@ -71,7 +75,7 @@ class TrainingRun:
     def _loop(self, begun: start.Begun, store: CheckpointStore, report: Report, interrupt: Interrupt) -> int:
         total, data, state = self.config.optimizer.total_steps, self.config.data, begun.state
         if begun.step >= total:
-            log.info("the run in %s is complete: %d of %d steps", store.root, begun.step, total)
+            log.info("the run is complete: %d of %d steps", begun.step, total)
         for step in range(begun.step + 1, total + 1):
             tokens = self.session.place_batch(next(self.feed))
             state, metrics = self.session.program.train_step(state, tokens)
@@ -91,7 +95,9 @@ class TrainingRun:
         with report.pause():
             report.add(self.validation.run(state.params, step))
 
-    def _save(self, step: int, state: TrainState, begun: start.Begun, store: CheckpointStore, report: Report) -> None:
+    def _save(
+        self, step: int, state: TrainState, begun: start.Begun, store: CheckpointStore, report: Report
+    ) -> None:
         """Save the state after `step`, once that step is known to be finite."""
         report.settle()
         with report.pause():

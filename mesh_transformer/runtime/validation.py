@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -10,11 +11,11 @@ import numpy as np
 from mesh_transformer.logs import Progress
 from mesh_transformer.runtime.feeds import open_val_feed
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.train.step import Params
+from mesh_transformer.models.base import Params
 
 
 class Validation:
-    """Reads val_batches batches of every set, from its beginning each time.
+    """Reads val_batches batches of every set, or one whole pass if it has fewer, from its beginning each time.
 
     Raises:
         UserError: on construction, if a set cannot be read.
@@ -22,18 +23,22 @@ class Validation:
 
     def __init__(self, session: Session):
         self._session = session
-        self._feeds = {name: open_val_feed(session, source) for name, source in session.config.data.val_set.items()}
+        self._feeds = {
+            name: open_val_feed(session, source) for name, source in session.config.data.val_set.items()
+        }
 
     def run(self, params: Params, step: int) -> dict[str, float]:
         """{"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": share of right predictions}."""
         scalars = {}
         for name, feed in self._feeds.items():
-            results = self._evaluate(name, iter(feed), params, step)
+            results = self._evaluate(name, feed, params, step)
             scalars[f"val/loss_{name}"] = float(np.mean([result["loss"] for result in results]))
             scalars[f"val/accuracy_{name}"] = float(np.mean([result["accuracy"] for result in results]))
         return scalars
 
-    def _evaluate(self, name: str, batches, params: Params, step: int) -> list[dict[str, float]]:  # type: ignore[no-untyped-def]
+    def _evaluate(
+        self, name: str, batches: Iterable[np.ndarray], params: Params, step: int
+    ) -> list[dict[str, float]]:
         n = self._session.config.data.val_batches
         progress = Progress(f"validating {name} after step {step}", n, quiet=jax.process_index() > 0)
         results = []

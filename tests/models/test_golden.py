@@ -39,7 +39,9 @@ def test_losses_equal_the_original(shared, checkpoint, numbers):
         np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("variant", ["fixed_layernorm", "rotary_layernorm", "rotary_rmsnorm-bias", "t5_layernorm"])
+@pytest.mark.parametrize(
+    "variant", ["fixed_layernorm", "rotary_layernorm", "rotary_rmsnorm-bias", "t5_layernorm"]
+)
 def test_variants_equal_the_original(shared, variant):
     model = program(golden.config(shared / f"golden/configs/variant_{variant}.json"), "mesh.tp=1").model
     params = golden.read_variant(shared / "golden/variants" / variant, model.config)

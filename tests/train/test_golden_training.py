@@ -27,7 +27,9 @@ def test_five_steps_equal_the_original(shared):
             ("train/grad_norm", "grad_norm", 1 / accumulation),  # the original's is of the summed gradient
             ("train/grad_norm_micro", "grad_norm_micro", 1),
         ]:
-            np.testing.assert_allclose(metrics[ours], scale * expected[theirs][step], rtol=1e-4, err_msg=f"{ours} {step}")
+            np.testing.assert_allclose(
+                metrics[ours], scale * expected[theirs][step], rtol=1e-4, err_msg=f"{ours} {step}"
+            )
         np.testing.assert_allclose(metrics["train/learning_rate"], expected["lr_applied"][step], rtol=1e-6)
 
     final = np.load(shared / "golden/mp1/f32/final_params.npz")

@@ -1,0 +1,57 @@
+"""Sample from a trained model: one prompt, or prompts from standard input."""
+
+from __future__ import annotations
+
+from mesh_transformer.runtime import cli
+
+
+def main() -> int:
+    """Parse the arguments and sample."""
+    parser = cli.parser(__doc__)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompt", metavar="TEXT", help="the prompt; without it, one prompt a line of standard input"
+    )
+    source.add_argument(
+        "--prompt-tokens", metavar="1,2,3", help="the prompt as token ids; needs no tokenizer"
+    )
+    parser.add_argument(
+        "--ckpt", metavar="DIR", help="a run's folder or one step_N folder in it (the config's run if absent)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="256, or what the context has room for, if absent"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default %(default)s)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="keep the likeliest tokens of this total probability"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="completions of each prompt")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed and prompt give the same samples")
+    parser.add_argument("--truncate", action="store_true", help="cut a prompt that is too long on its left")
+    parser.add_argument("--json", action="store_true", help="one JSON object a sample, one a line")
+    arguments = parser.parse_args()
+    from mesh_transformer.runtime import sampler
+
+    request = sampler.Request(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        num_samples=arguments.num_samples,
+        seed=arguments.seed,
+        truncate=arguments.truncate,
+    )
+    return sampler.run(
+        arguments.config,
+        arguments.overrides,
+        request,
+        checkpoint=arguments.ckpt,
+        prompt=arguments.prompt,
+        prompt_tokens=arguments.prompt_tokens,
+        as_json=arguments.json,
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,57 @@
+"""The data of a session: this process's rows of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from mesh_transformer.data.loader import Loader, make_train_loader, make_val_loader
+from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.session import Session
+
+
+def open_train_feed(session: Session) -> Loader:
+    """Training batches without end, each (A, rows, T + 1) int32, with a position that goes into checkpoints.
+
+    Raises:
+        UserError: no training set is configured, or it cannot be read.
+    """
+    config, data = session.config, session.config.data
+    if data.train_set is None:
+        raise UserError("data.train_set is not set: name an index file, a .tfrecords file or a .txt file")
+    return make_train_loader(
+        data.train_set,
+        seq=config.seq,
+        batch=session.microbatch,
+        rows=session.rows(session.microbatch),
+        accumulation=config.optimizer.gradient_accumulation_steps,
+        shuffle=data.shuffle,
+        shuffle_window=data.shuffle_window,
+        seed=data.seed,
+        batch_across_files=data.batch_across_files,
+        tokenizer=data.tokenizer,
+    )
+
+
+def open_val_feed(session: Session, source: str) -> Iterable[np.ndarray]:
+    """One pass over a validation set, each time from its beginning: batches (rows, T + 1) int32.
+
+    Raises:
+        UserError: it cannot be read, or does not fill one batch.
+    """
+    batch = session.microbatch * session.config.data.val_batch_multiplier
+    feed = make_val_loader(
+        source,
+        seq=session.config.seq,
+        batch=batch,
+        rows=session.rows(batch),
+        repeat=False,
+        tokenizer=session.config.data.tokenizer,
+    )
+    if next(iter(feed), None) is None:
+        raise UserError(
+            f"the validation set {source} does not fill one batch of {batch} sequences: "
+            f"lower data.val_batch_multiplier or the batch, or give it more data"
+        )
+    return feed

@@ -1,0 +1,83 @@
+"""Running the entry points as a user would: real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).parent.parent
+
+# Byte tokens of a text file; small enough to compile in seconds, with validation, accumulation and shuffling on.
+CONFIG: dict[str, Any] = {
+    "model": {"layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 257, "seq": 32, "pe_rotary_dims": 8},
+    "optimizer": {
+        "lr": 1e-2, "end_lr": 1e-3, "warmup_steps": 5, "anneal_steps": 100, "total_steps": 12,
+        "gradient_accumulation_steps": 2,
+    },
+    "data": {
+        "train_set": "text.txt", "val_set": {"held": "text.txt"}, "tokenizer": "bytes", "batch_size": 8, "shuffle": True,
+        "val_every": 5, "val_batches": 2,
+    },
+    "checkpoint": {"model_dir": "run", "ckpt_every": 5, "keep_every": 5},
+}  # fmt: skip
+
+
+def write_run(folder: Path, **groups: dict[str, Any]) -> Path:
+    """A folder with a text and `config.json`: CONFIG with some values changed. Returns the config's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "text.txt").write_text("".join(f"{i} bottles of beer on the wall, {i * i}.\n" for i in range(500)))
+    config = {group: {**values, **groups.get(group, {})} for group, values in CONFIG.items()}
+    config |= {group: values for group, values in groups.items() if group not in CONFIG}
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def start(program: str, *arguments: str, cwd: Path, devices: int = 1, **environment: str) -> subprocess.Popen[str]:
+    """Start an entry point of the project on forced CPU devices, with its output captured."""
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XDG_CACHE_HOME": str(cwd / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        **environment,
+    }
+    command = [sys.executable, str(REPO / program), *arguments]
+    return subprocess.Popen(
+        command, cwd=cwd, env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 120) -> tuple[str, str]:
+    """Wait; returns standard output and standard error, which are shown if the exit code is another one."""
+    output, errors = process.communicate(timeout=timeout_s)
+    assert process.returncode == code, f"exit code {process.returncode}, not {code}\n{output}\n{errors[-4000:]}"
+    return output, errors
+
+
+def run(program: str, *arguments: str, cwd: Path, code: int = 0, devices: int = 1, **environment: str) -> tuple[str, str]:
+    """Run an entry point to its end."""
+    return finish(start(program, *arguments, cwd=cwd, devices=devices, **environment), code)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics file; every line must be whole."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, timeout_s: float = 90) -> None:
+    """Return as soon as the metrics file knows `step`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        path = folder / "metrics.jsonl"
+        if path.exists() and any(f'"step": {step},' in line for line in path.read_text().splitlines()[-50:]):
+            return
+        assert process.poll() is None, process.communicate()[1][-4000:]
+        time.sleep(0.005)
+    raise AssertionError(f"no step {step} within {timeout_s} s")

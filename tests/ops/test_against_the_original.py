@@ -1,0 +1,67 @@
+"""Pure functions against the original's numbers."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from mesh_transformer.config import OptimizerConfig
+from mesh_transformer.ops.attention import t5_buckets
+from mesh_transformer.ops.rotary import angles, rotate
+from mesh_transformer.train.optim import learning_rate
+
+FUNCTIONS = "golden/fn_misc.npz"
+
+
+def test_rotary(shared):
+    expected = np.load(shared / FUNCTIONS)
+    x_THK = expected["rotary/x"]
+    sin, cos = angles(len(x_THK), x_THK.shape[-1])
+    np.testing.assert_allclose(sin, expected["rotary/sin"], rtol=0, atol=1e-7)  # float64 there, float32 here
+    np.testing.assert_allclose(cos, expected["rotary/cos"], rtol=0, atol=1e-7)
+    y_BTHK = rotate(x_THK[None], sin[None], cos[None])
+    np.testing.assert_allclose(y_BTHK[0], expected["rotary/y"], rtol=0, atol=1e-6)
+
+
+def test_rotary_leaves_the_other_dims_alone():
+    x_BTHK = np.random.default_rng(0).normal(size=(1, 5, 2, 8)).astype(np.float32)
+    sin, cos = angles(5, 4)
+    y_BTHK = rotate(x_BTHK, sin[None], cos[None])
+    np.testing.assert_array_equal(y_BTHK[..., 4:], x_BTHK[..., 4:])
+    assert np.abs(y_BTHK[:, 1:, :, :4] - x_BTHK[:, 1:, :, :4]).max() > 0.1
+
+
+def test_t5_buckets(shared):
+    expected = np.load(shared / FUNCTIONS)
+    ahead = expected["t5_bucket/memory_minus_context"]
+    ours = t5_buckets(int(-ahead.min()) + 1)
+    np.testing.assert_array_equal(ours[np.maximum(-ahead, 0)], expected["t5_bucket/bucket"])
+
+
+def test_gelu_is_the_tanh_form(shared):
+    expected = np.load(shared / FUNCTIONS)
+    np.testing.assert_allclose(
+        jax.nn.gelu(expected["gelu/x"], approximate=True), expected["gelu/y"], rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("sched_tiny", {"lr": 1.2e-3, "end_lr": 1.2e-4, "warmup_steps": 3, "anneal_steps": 300}),
+        ("sched_6b", {"lr": 1.2e-4, "end_lr": 1.2e-5, "warmup_steps": 3000, "anneal_steps": 300000}),
+    ],
+)
+def test_schedule(shared, name, config):
+    expected = np.load(shared / FUNCTIONS)
+    ours = [learning_rate(OptimizerConfig(**config), step) for step in expected[f"{name}/step"]]
+    # float32 of the schedule's own arithmetic, against the original's float32
+    np.testing.assert_allclose(ours, expected[f"{name}/lr"], rtol=2e-6, atol=1e-12)
+
+
+def test_schedule_without_warmup_starts_at_the_peak():
+    config = OptimizerConfig(lr=1e-3, end_lr=1e-4, warmup_steps=0, anneal_steps=10)
+    assert float(learning_rate(config, 0)) == pytest.approx(1e-3)
+    assert float(learning_rate(config, 10)) == pytest.approx(1e-4)
+    assert float(learning_rate(config, 1000)) == pytest.approx(1e-4)

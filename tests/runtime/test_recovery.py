@@ -1,0 +1,119 @@
+"""Killed and started again, a run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from commands import finish, metrics, run, start, wait_for_step, write_run
+
+STEPS = 240
+SAME = ("train/loss", "train/grad_norm", "train/learning_rate", "noise/B_simple", "noise/G_noise", "val/loss_held")
+
+
+def _write(folder):
+    return write_run(
+        folder,
+        optimizer={"total_steps": STEPS, "anneal_steps": STEPS},
+        data={"val_every": 120},
+        checkpoint={"ckpt_every": 60, "keep_every": None},
+    )
+
+
+def test_killed_three_times_a_run_ends_as_if_it_were_not(tmp_path):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    _write(straight), _write(killed)
+    run("device_train.py", "--config", "config.json", cwd=straight)
+    redone = []
+    for number, step, code in [
+        (signal.SIGKILL, 75, -signal.SIGKILL),
+        (signal.SIGTERM, 140, 143),
+        (signal.SIGKILL, 200, -signal.SIGKILL),
+    ]:
+        process = start("device_train.py", "--config", "config.json", cwd=killed)
+        wait_for_step(process, killed / "run", step)
+        process.send_signal(number)
+        finish(process, code)
+        redone.append(metrics(killed / "run")[-1]["step"])
+    run("device_train.py", "--config", "config.json", cwd=killed)
+
+    expected = {record["step"]: record for record in metrics(straight / "run")}
+    records = metrics(killed / "run")
+    last = {record["step"]: record for record in records}
+    assert last.keys() == expected.keys()
+    for record in records:  # those that were done twice too: the same both times
+        for name in SAME:
+            assert record.get(name) == expected[record["step"]].get(name), (record["step"], name)
+
+    repeated = len(records) - STEPS
+    assert repeated > 0
+    assert records[-1]["train/steps_redone"] == repeated
+    steps = [record["step"] for record in records]
+    after_sigterm = steps[steps.index(redone[1], steps.index(redone[0])) + 1]
+    assert after_sigterm == redone[1] + 1  # SIGTERM saved: nothing was lost
+
+
+def test_a_damaged_newest_checkpoint_falls_back(tmp_path):
+    write_run(tmp_path, checkpoint={"ckpt_every": 4, "keep_every": 4}, data={"val_set": {}})
+    run("device_train.py", "--config", "config.json", cwd=tmp_path)
+    expected = {record["step"]: record["train/loss"] for record in metrics(tmp_path / "run")}
+    damaged = [path for path in (tmp_path / "run/step_12").rglob("*") if path.is_file() and path.stat().st_size > 1000]
+    assert damaged
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    _, errors = run("device_train.py", "--config", "config.json", cwd=tmp_path)
+    assert "step 12" in errors
+    assert "damaged" in errors
+    redone = metrics(tmp_path / "run")[12:]
+    assert [record["step"] for record in redone] == [9, 10, 11, 12]
+    for record in redone:
+        assert record["train/loss"] == expected[record["step"]]
+    assert redone[-1]["train/steps_redone"] == 4
+
+
+def test_another_mesh_goes_on_with_the_same_run(tmp_path):
+    """Saved on one device, resumed on dp 2 x fsdp 2 x tp 2: float32 sums differ in their order only."""
+    write_run(tmp_path, data={"val_set": {}})
+    run("device_train.py", "--config", "config.json", "--set", "checkpoint.model_dir=one", cwd=tmp_path)
+    stop = ["--set", "checkpoint.model_dir=many", "--set", "optimizer.total_steps=5"]
+    run("device_train.py", "--config", "config.json", *stop, cwd=tmp_path)
+    mesh = ["--set", "checkpoint.model_dir=many", "--set", "mesh.fsdp=2", "--set", "mesh.tp=2"]
+    run("device_train.py", "--config", "config.json", *mesh, cwd=tmp_path, devices=8)
+    one, many = metrics(tmp_path / "one"), metrics(tmp_path / "many")
+    assert [record["step"] for record in many] == list(range(1, 13))
+    for a, b in zip(one, many, strict=True):
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
+
+
+@pytest.mark.multiprocess
+def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path, free_port):
+    """The same numbers; a SIGTERM to one of them stops both after the same step, and both go on."""
+    mesh = ["--set", "mesh.fsdp=2", "--set", "mesh.tp=2", "--set", "optimizer.total_steps=60", "--set", "data.val_every=30"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    write_run(one), write_run(two)
+    run("device_train.py", "--config", "config.json", *mesh, cwd=one, devices=8)
+
+    def start_both(port):
+        shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+        return [
+            start("device_train.py", "--config", "config.json", *mesh, cwd=two, devices=4, JAX_PROCESS_ID=str(i), **shared)
+            for i in range(2)
+        ]
+
+    processes = start_both(free_port())
+    wait_for_step(processes[0], two / "run", 12)
+    processes[1].send_signal(signal.SIGTERM)
+    for process in processes:
+        finish(process, 143)
+    stopped = metrics(two / "run")[-1]["step"]
+    assert 12 <= stopped < 60
+    assert (two / f"run/step_{stopped}").exists()
+    for process in start_both(free_port()):
+        finish(process)
+    expected, records = metrics(one / "run"), metrics(two / "run")
+    assert [record["step"] for record in records] == list(range(1, 61))
+    for a, b in zip(expected, records, strict=True):
+        # float32 sums in another order, over 60 steps
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-4)
+        assert ("val/loss_held" in a) == ("val/loss_held" in b)

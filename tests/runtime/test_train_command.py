@@ -1,0 +1,178 @@
+"""device_train.py and device_sample.py as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from commands import CONFIG, metrics, run, write_run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The folder of a finished run of 12 steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_run(folder)
+    output, errors = run("device_train.py", "--config", "config.json", cwd=folder)
+    assert output == ""
+    assert "training 12/12" in errors
+    return folder
+
+
+def test_metrics_have_one_record_a_step(trained):
+    records = metrics(trained / "run")
+    assert [record["step"] for record in records] == list(range(1, 13))
+    for record in records:
+        for name in ("loss", "last_loss", "grad_norm", "learning_rate", "tokens_per_sec"):
+            assert math.isfinite(record[f"train/{name}"]), name
+        assert {"noise/G_noise", "noise/S_noise", "noise/B_simple"} <= record.keys()
+        assert ("val/loss_held" in record) == (record["step"] in (5, 10, 12))
+    assert records[0]["train/learning_rate"] == 0
+    assert records[5]["train/learning_rate"] == pytest.approx(1e-2)  # the peak, after 5 steps of warm-up
+    assert records[0]["train/loss"] == pytest.approx(math.log(257), abs=0.3)
+    assert records[-1]["train/loss"] < records[0]["train/loss"] - 1
+
+
+def test_the_run_leaves_checkpoints_plots_and_events(trained):
+    folder = trained / "run"
+    assert sorted(path.name for path in folder.glob("step_*")) == ["step_10", "step_12", "step_5"]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard").glob("events*"))
+
+
+def test_a_finished_run_does_nothing_more(trained):
+    before = (trained / "run/metrics.jsonl").read_bytes()
+    _, errors = run("device_train.py", "--config", "config.json", cwd=trained)
+    assert "complete" in errors
+    assert (trained / "run/metrics.jsonl").read_bytes() == before
+
+
+def _samples(folder: Path, *arguments: str, **options):
+    output, errors = run("device_sample.py", "--config", "config.json", "--json", *arguments, cwd=folder, **options)
+    return [json.loads(line) for line in output.splitlines()], errors
+
+
+def test_sampling_text(trained):
+    samples, _ = _samples(trained, "--prompt", "99 bottles", "--max-new-tokens", "12", "--num-samples", "3", "--seed", "4")
+    assert len(samples) == 3
+    for sample in samples:
+        assert set(sample) == {"prompt", "completion", "tokens", "logprobs", "seconds"}
+        assert sample["prompt"] == "99 bottles"
+        assert len(sample["tokens"]) == len(sample["logprobs"]) == 12
+        assert bytes(t for t in sample["tokens"] if t < 256).decode(errors="replace") == sample["completion"]
+        assert all(logprob <= 0 for logprob in sample["logprobs"])
+    assert len({tuple(sample["tokens"]) for sample in samples}) > 1
+    again, _ = _samples(trained, "--prompt", "99 bottles", "--max-new-tokens", "12", "--num-samples", "3", "--seed", "4")
+    assert [s["tokens"] for s in again] == [s["tokens"] for s in samples]
+
+
+def test_sampling_tokens_needs_no_tokenizer_and_greedy_takes_the_largest(trained):
+    prompt = ",".join(str(byte) for byte in b"99 bottles")
+    greedy, _ = _samples(
+        trained, "--prompt-tokens", prompt, "--max-new-tokens", "6", "--temperature", "0",
+        "--set", "data.tokenizer=/nonexistent",
+    )  # fmt: skip
+    assert greedy[0]["completion"] is None
+    assert greedy[0]["prompt"] is None
+    likely, _ = _samples(trained, "--prompt-tokens", prompt, "--max-new-tokens", "6", "--top-k", "1", "--seed", "9")
+    assert likely[0]["tokens"] == greedy[0]["tokens"]
+
+
+def test_sampling_on_eight_devices_gives_the_same_tokens(trained):
+    options = ["--prompt", "12 bottles", "--max-new-tokens", "8", "--temperature", "0"]
+    one, _ = _samples(trained, *options)
+    eight, _ = _samples(trained, *options, "--set", "mesh.tp=4", "--set", "mesh.fsdp=2", devices=8)
+    assert eight[0]["tokens"] == one[0]["tokens"]
+    np.testing.assert_allclose(eight[0]["logprobs"], one[0]["logprobs"], atol=1e-5)
+
+
+def test_a_prompt_beyond_the_context(trained):
+    prompt = ",".join(["65"] * 40)
+    _, errors = run(
+        "device_sample.py", "--config", "config.json", "--prompt-tokens", prompt, "--max-new-tokens", "4", cwd=trained, code=2
+    )
+    assert "40 tokens" in errors
+    assert "--truncate" in errors
+    samples, errors = _samples(trained, "--prompt-tokens", prompt, "--max-new-tokens", "4", "--truncate")
+    assert len(samples[0]["tokens"]) == 4
+    assert "cut" in errors
+
+
+def test_fine_tuning_starts_at_step_zero_with_other_weights(trained, tmp_path):
+    write_run(tmp_path, optimizer={"total_steps": 2}, data={"val_set": {}})
+    losses = {}
+    for name, extra in {"tuned": [], "fresh": ["--fresh-opt"]}.items():
+        run(
+            "device_train.py", "--config", "config.json", "--tune-model-path", str(trained / "run"), *extra,
+            "--set", f"checkpoint.model_dir={name}", "--set", "optimizer.warmup_steps=1", cwd=tmp_path,
+        )  # fmt: skip
+        records = metrics(tmp_path / name)
+        assert [record["step"] for record in records] == [1, 2]
+        assert [record["train/learning_rate"] for record in records] == [0, pytest.approx(1e-2)]
+        losses[name] = records[0]["train/loss"]
+    assert losses["tuned"] == losses["fresh"]
+    assert losses["tuned"] < math.log(257) - 1  # it did not start from random weights
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "model.n_head=4"], "model.n_heads"),
+        (["--set", "mesh.tp=8"], "--set mesh.tp=1"),
+        (["--set", "data.batch_size=6", "--set", "mesh.dp=4"], "data.batch_size 6"),
+        (["--set", "data.seq=64"], "model.seq 32"),
+        (["--set", "data.train_set=absent.txt"], "absent.txt"),
+        (["--set", "data.val_set.x=absent.index"], "absent.index"),
+        (["--fresh-opt"], "--tune-model-path"),
+        (["--tune-model-path", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(trained, arguments, message):
+    _, errors = run(
+        "device_train.py", "--config", "config.json", "--set", "checkpoint.model_dir=other", *arguments, cwd=trained, code=2
+    )
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "Traceback" not in errors
+    assert not list(trained.glob("other/step_*"))
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(trained, tmp_path):
+    write_run(tmp_path, optimizer={"lr": 1e30, "end_lr": 1e30, "warmup_steps": 2, "clip_norm": 1e30, "weight_decay": 0})
+    _, errors = run("device_train.py", "--config", "config.json", "--set", "checkpoint.ckpt_every=1", cwd=tmp_path, code=1)
+    assert "not finite" in errors
+    assert "Traceback" not in errors
+    records = metrics(tmp_path / "run")
+    assert records[-1]["train/loss"] is None or records[-1]["train/grad_norm"] is None
+    saved = [int(path.name.removeprefix("step_")) for path in (tmp_path / "run").glob("step_*")]
+    assert max(saved) == records[-1]["step"] - 1
+
+
+def test_classic_spelling_trains(tmp_path):
+    """A flat config as people had in 2021, but for its sizes; a W&B project is no obstacle."""
+    write_run(tmp_path)
+    classic = {
+        "layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 257, "norm": "layernorm", "pe": "rotary", "pe_rotary_dims": 8,
+        "seq": 32, "cores_per_replica": 4, "per_replica_batch": 1, "gradient_accumulation_steps": 2, "warmup_steps": 2,
+        "anneal_steps": 10, "lr": 1e-3, "end_lr": 1e-4, "weight_decay": 0.1, "total_steps": 4, "tpu_size": 256,
+        "model_dir": "classic", "train_set": "text.txt", "val_set": {"held": "text.txt"}, "val_batches": 1, "val_every": 2,
+        "ckpt_every": 2, "keep_every": 4, "eval_harness_tasks": ["piqa"], "name": "old", "wandb_project": "mesh", "comment": "",
+    }  # fmt: skip
+    (tmp_path / "classic.json").write_text(json.dumps(classic))
+    _, errors = run(
+        "device_train.py", "--config", "classic.json", "--set", "data.tokenizer=bytes", cwd=tmp_path, devices=8,
+        WANDB_MODE="offline",
+    )  # fmt: skip
+    assert "dp 2 x fsdp 1 x tp 4" in errors
+    records = metrics(tmp_path / "classic")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [("val/loss_held" in record) for record in records] == [False, True, False, True]
+    assert [path.name for path in (tmp_path / "classic").glob("step_*")] == ["step_4"]
+
+
+assert CONFIG["checkpoint"]["ckpt_every"] == 5  # the tests above count on it

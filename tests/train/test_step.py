@@ -1,0 +1,168 @@
+"""The training step's parts against plain definitions."""
+
+from __future__ import annotations
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from builders import TINY, program
+from mesh_transformer.config import OptimizerConfig
+from mesh_transformer.ops.loss import token_loss
+from mesh_transformer.train import noise
+from mesh_transformer.train.optim import make_optimizer, restart_schedule, schedule_count
+
+TOKENS = np.random.default_rng(0).integers(0, 512, (2, 8, 41)).astype(np.int32)
+
+
+def _one_step(*overrides, tokens=TOKENS, **options):
+    run = program(TINY, *overrides, **options)
+    state = run.init(jax.random.key(0))
+    before = jax.device_get(state)
+    after, metrics = run.train_step(state, tokens)
+    return before, jax.device_get(after), jax.device_get(metrics)
+
+
+def test_microbatches_add_up_to_one_batch():
+    _, split, split_metrics = _one_step("optimizer.warmup_steps=0")
+    _, whole, whole_metrics = _one_step("optimizer.warmup_steps=0", tokens=TOKENS.reshape(1, 16, 41))
+    np.testing.assert_allclose(split_metrics["train/loss"], whole_metrics["train/loss"], rtol=1e-6)
+    np.testing.assert_allclose(split_metrics["train/grad_norm"], whole_metrics["train/grad_norm"], rtol=1e-5)
+    moments = [state.opt_state[1].mu for state in (split, whole)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), *moments)
+    assert "noise/B_simple" in split_metrics
+    assert "noise/B_simple" not in whole_metrics
+
+
+def test_accumulation_is_float32_under_bfloat16_compute():
+    before, after, metrics = _one_step("optimizer.warmup_steps=0", dtype="bfloat16")
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves((after.params, after.opt_state[1].mu)))
+    _, _, exact = _one_step("optimizer.warmup_steps=0")
+    np.testing.assert_allclose(metrics["train/loss"], exact["train/loss"], rtol=1e-2)  # bfloat16 has 8 bits
+    assert metrics["train/loss"] != exact["train/loss"]
+
+
+def test_a_step_that_is_not_finite_is_reported_or_skipped():
+    for policy in ("stop", "skip"):
+        run = program(TINY, f"optimizer.nonfinite={policy}", "optimizer.warmup_steps=0")
+        state = run.init(jax.random.key(0))
+        state.params["head"]["logits"]["b"] = state.params["head"]["logits"]["b"].at[3].set(jnp.inf)
+        kept = jax.device_get(state)
+        after, metrics = run.train_step(state, TOKENS)
+        assert not metrics["finite"]
+        if policy == "skip":
+            jax.tree.map(np.testing.assert_array_equal, dict(after.params), dict(kept.params))
+            jax.tree.map(np.testing.assert_array_equal, after.opt_state, kept.opt_state)
+            assert (int(after.step), int(after.skipped), int(metrics["skipped"])) == (1, 1, 1)
+            assert np.isnan(after.noise.g)  # nothing entered the averages
+
+
+def test_noise_scale_equals_its_definition():
+    """Appendix A.1 of McCandlish et al.: |G|^2 and tr(Sigma) from two batch sizes, then averages."""
+    rng = np.random.default_rng(0)
+    averages, expected_g, expected_s = noise.NoiseAverages.empty(), None, None
+    for _ in range(3):
+        small_square, big_square = rng.uniform(2, 3), rng.uniform(1, 2)
+        averages, metrics = noise.update(averages, 0.1, 8, small_square, 32, big_square)
+        g = (32 * big_square - 8 * small_square) / (32 - 8)
+        s = (small_square - big_square) / (1 / 8 - 1 / 32)
+        expected_g = g if expected_g is None else 0.9 * expected_g + 0.1 * g
+        expected_s = s if expected_s is None else 0.9 * expected_s + 0.1 * s
+        np.testing.assert_allclose([metrics["G_noise"], metrics["S_noise"]], [g, s], rtol=1e-5)
+        np.testing.assert_allclose(metrics["B_simple"], expected_s / expected_g, rtol=1e-5)
+
+
+def test_noise_scale_estimates_a_known_gaussian():
+    """Gradients drawn as G + N(0, Sigma): the estimates average to |G|^2 and tr(Sigma)."""
+    rng = np.random.default_rng(0)
+    mean, sigma, small, micro = rng.normal(size=50), 2.0, 4, 8
+    totals = np.zeros(2)
+    for _ in range(400):
+        batches = mean + sigma * rng.normal(size=(micro, small, 50)).mean(1)
+        squares = np.square(batches).sum(-1).mean(), np.square(batches.mean(0)).sum()
+        _, metrics = noise.update(
+            noise.NoiseAverages.empty(), 0.1, small, squares[0], micro * small, squares[1]
+        )
+        totals += metrics["G_noise"], metrics["S_noise"]
+    np.testing.assert_allclose(totals / 400, [np.square(mean).sum(), sigma**2 * 50], rtol=0.02)
+
+
+def test_only_matrices_decay():
+    run = program(
+        TINY,
+        "optimizer.weight_decay=0.5",
+        "optimizer.warmup_steps=0",
+        "optimizer.lr=1.0",
+        "optimizer.end_lr=1.0",
+    )
+    params = jax.tree.map(jnp.ones_like, run.init(jax.random.key(0)).params)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = run.optimizer.update(zero, run.optimizer.init(params), params)
+    flat, _ = jax.tree_util.tree_flatten_with_path(updates)
+    for path, update in flat:
+        is_matrix = jax.tree_util.keystr(path).endswith("['w']")
+        np.testing.assert_array_equal(update, np.full(update.shape, -0.5 if is_matrix else 0.0))
+
+
+def test_bfloat16_moments_follow_the_float32_ones():
+    axes = {"layer": {"w": (None, None)}}
+    params = {"layer": {"w": np.ones((4, 4), np.float32)}}
+    gradient = {"layer": {"w": np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)}}
+    updates = {}
+    for dtype in ("float32", "bfloat16"):
+        optimizer = make_optimizer(OptimizerConfig(moments_dtype=dtype, warmup_steps=0, lr=1e-2), axes)
+        state = optimizer.init(params)
+        for _ in range(3):
+            updates[dtype], state = optimizer.update(gradient, state, params)
+        assert state[1].mu["layer"]["w"].dtype == dtype
+        assert state[1].nu["layer"]["w"].dtype == dtype
+    np.testing.assert_allclose(updates["bfloat16"]["layer"]["w"], updates["float32"]["layer"]["w"], rtol=0.02)
+
+
+def test_restarting_the_schedule_keeps_adam():
+    run = program(TINY)
+    state, _ = run.train_step(run.init(jax.random.key(0)), TOKENS)
+    assert int(schedule_count(state.opt_state)) == 1
+    restarted = restart_schedule(state.opt_state)
+    assert int(schedule_count(restarted)) == 0
+    assert int(restarted[1].count) == 1
+    jax.tree.map(np.testing.assert_array_equal, restarted[1].mu, state.opt_state[1].mu)
+
+
+@pytest.mark.parametrize("kind", ["classic", "log_z"])
+def test_the_two_z_losses(kind):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(2, 5, 30)).astype(np.float32) + 3
+    losses = token_loss(logits, rng.integers(0, 30, (2, 5)).astype(np.int32))
+    log_z = np.log(np.exp(logits.astype(np.float64)).sum(-1))
+    if kind == "classic":
+        np.testing.assert_allclose(losses.shifted_log_z, log_z - logits.max(-1), rtol=1e-5)
+    else:
+        np.testing.assert_allclose(losses.log_z, log_z, rtol=1e-6)
+
+
+def test_the_kind_of_z_loss_reaches_the_training_loss():
+    _, _, classic = _one_step("optimizer.z_loss=0.1")
+    _, _, exact = _one_step("optimizer.z_loss=0.1", "optimizer.z_loss_kind=log_z")
+    _, _, none = _one_step("optimizer.z_loss=0")
+    assert none["train/loss"] < classic["train/loss"]
+    assert abs(classic["train/loss"] - exact["train/loss"]) > 1e-4
+
+
+def test_loss_of_uniform_logits_is_the_log_of_the_vocabulary():
+    losses = token_loss(np.zeros((1, 2, 64), np.float32), np.array([[3, 5]], np.int32))
+    np.testing.assert_allclose(losses.nll, np.log(64), rtol=1e-6)
+
+
+def test_evaluation_has_no_z_loss():
+    raw = copy.deepcopy(TINY)
+    run = program(raw, "optimizer.z_loss=1.0")
+    params = run.init(jax.random.key(0)).params
+    result = run.eval_step(params, TOKENS[0])
+    logits, _ = run.model.apply(params, TOKENS[0][:, :-1])
+    expected = token_loss(logits, TOKENS[0][:, 1:]).nll
+    np.testing.assert_allclose(result["loss"], expected.mean(), rtol=1e-6)
+    np.testing.assert_allclose(result["last_loss"], expected[:, -1].mean(), rtol=1e-6)
