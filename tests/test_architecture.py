@@ -1,0 +1,249 @@
+"""The rules of docs/architecture.md that the source itself can show, each also shown to fail on a snippet."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "mesh_transformer"
+RANKS = [
+    {"config", "logs", "errors", "files"},
+    {"platforms", "parallel"},
+    {"ops"},
+    {"layers"},
+    {"models"},
+    {"train", "infer"},
+    {"checkpoint"},
+    {"data"},
+    {"runtime"},
+    {"cluster"},
+]
+RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
+STRANGERS = {"train", "infer", "checkpoint", "data"}  # runtime puts them together
+PURE = {name for name, rank in RANK.items() if RANK["platforms"] <= rank <= RANK["train"]} - {"platforms"}
+CHECKS_INPUT = {"config", "data", "checkpoint", "runtime", "cluster", "entry"}
+MAY_IMPORT = {
+    "ray": {"cluster/ray_cluster.py"},
+    "haiku": {"layers.py", "parallel/sharding.py", "models/"},
+}
+MAY_SHARD_MAP = {"ops/", "parallel/", "models/base.py"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
+
+# a checker takes a parsed file and its path inside the package ("entry.py" for an entry point) and yields faults
+Checker = Callable[[ast.Module, str], Iterator[str]]
+
+
+def part_of(path: str) -> str:
+    """`train` of `train/step.py`, `layers` of `layers.py`."""
+    return path.split("/")[0].removesuffix(".py")
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{module}.{name.name}") for name in node.names)
+
+
+def dotted(node: ast.AST) -> str:
+    """`jax.devices` of the expression `jax.devices`; empty where it is no such chain."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}".lstrip(".")
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def ranks(tree: ast.Module, path: str) -> Iterator[str]:
+    own = part_of(path)
+    for line, name in imports(tree):
+        if name.startswith("."):
+            yield f"{line}: relative import {name}"
+        pieces = name.split(".")
+        if pieces[0] != PACKAGE or len(pieces) < 2 or own not in RANK:
+            continue
+        other = pieces[1]
+        if other not in RANK and other != "__version__":
+            yield f"{line}: {PACKAGE}.{other} has no rank: add it to RANKS"
+        elif other != own and (
+            RANK.get(other, 0) >= RANK[own] if own not in RANKS[0] else other not in RANKS[0]
+        ):
+            yield f"{line}: {own} imports {other}, which is not below it"
+        if {own, other} <= STRANGERS and own != other:
+            yield f"{line}: {own} and {other} must not know each other"
+
+
+def few_importers(tree: ast.Module, path: str) -> Iterator[str]:
+    for line, name in imports(tree):
+        allowed = MAY_IMPORT.get(name.split(".")[0])
+        if allowed is not None and not path.startswith(tuple(allowed)):
+            yield f"{line}: {name} may be imported only in {sorted(allowed)}"
+
+
+def few_shard_maps(tree: ast.Module, path: str) -> Iterator[str]:
+    if path.startswith(tuple(MAY_SHARD_MAP)):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Name)) and dotted(node).split(".")[-1] == "shard_map":
+            yield f"{node.lineno}: shard_map may be used only in {sorted(MAY_SHARD_MAP)}"
+    for line, name in imports(tree):
+        if name.split(".")[-1] == "shard_map":
+            yield f"{line}: shard_map may be used only in {sorted(MAY_SHARD_MAP)}"
+
+
+def pure(tree: ast.Module, path: str) -> Iterator[str]:
+    if part_of(path) not in PURE:
+        return
+    for line, name in imports(tree):
+        if name.split(".")[0] in {"time", "logging", "datetime"}:
+            yield f"{line}: {name}: device code has no clock and no log"
+        if name in {"jax.devices", "jax.local_devices"}:
+            yield f"{line}: {name}: the mesh is an argument"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) == "open":
+            yield f"{node.lineno}: open: device code has no files"
+        if isinstance(node, ast.Attribute) and dotted(node) in {"jax.devices", "jax.local_devices"}:
+            yield f"{node.lineno}: {dotted(node)}: the mesh is an argument"
+
+
+def no_print(tree: ast.Module, path: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) == "print":
+            yield f"{node.lineno}: print: use logs"
+
+
+def no_bare_except(tree: ast.Module, path: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield f"{node.lineno}: bare except: name the exception"
+
+
+def no_assert(tree: ast.Module, path: str) -> Iterator[str]:
+    if part_of(path) in CHECKS_INPUT:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assert):
+                yield f"{node.lineno}: assert where users' input is handled: raise UserError"
+
+
+def short_functions(tree: ast.Module, path: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                yield f"{node.lineno}: {node.name} has {lines} lines, more than {MAX_FUNCTION_LINES}"
+
+
+CHECKERS: list[Checker] = [
+    ranks,
+    few_importers,
+    few_shard_maps,
+    pure,
+    no_print,
+    no_bare_except,
+    no_assert,
+    short_functions,
+]
+
+
+def sources() -> Iterator[tuple[Path, str]]:
+    """Each file of the package and each entry point, with its path as the checkers name it."""
+    package = ROOT / PACKAGE
+    yield from ((file, file.relative_to(package).as_posix()) for file in sorted(package.rglob("*.py")))
+    yield from ((file, "entry.py") for file in sorted(ROOT.glob("*.py")))
+
+
+@pytest.mark.parametrize("checker", CHECKERS, ids=lambda checker: checker.__name__)
+def test_rule_holds(checker: Checker) -> None:
+    faults = [
+        f"{file.relative_to(ROOT)}:{fault}"
+        for file, path in sources()
+        for fault in checker(ast.parse(file.read_text(encoding="utf-8")), path)
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_files_are_short() -> None:
+    lengths = {
+        file.relative_to(ROOT): len(file.read_text(encoding="utf-8").splitlines()) for file, _ in sources()
+    }
+    assert len(lengths) > 20
+    assert not {file: lines for file, lines in lengths.items() if lines > MAX_FILE_LINES}
+
+
+VIOLATIONS: list[tuple[Checker, str, str]] = [
+    (ranks, "ops/loss.py", "from mesh_transformer.models import gptj"),
+    (ranks, "ops/loss.py", "import mesh_transformer.train.step"),
+    (ranks, "ops/loss.py", "from mesh_transformer import layers"),
+    (ranks, "parallel/mesh.py", "def f():\n    from mesh_transformer import platforms"),
+    (ranks, "config/load.py", "from mesh_transformer.parallel.mesh import make_mesh"),
+    (ranks, "train/step.py", "from . import optim"),
+    (ranks, "data/loader.py", "from mesh_transformer.checkpoint.store import CheckpointStore"),
+    (ranks, "checkpoint/store.py", "from mesh_transformer.infer import cache"),
+    (ranks, "runtime/trainer.py", "from mesh_transformer.cluster import local"),
+    (ranks, "runtime/trainer.py", "from mesh_transformer.unheard_of import x"),
+    (few_importers, "runtime/jobs.py", "import ray"),
+    (few_importers, "ops/loss.py", "from haiku.initializers import Constant"),
+    (few_shard_maps, "train/step.py", "from jax.experimental.shard_map import shard_map"),
+    (few_shard_maps, "train/step.py", "import jax\njax.shard_map(f)"),
+    (pure, "models/gptj.py", "import time"),
+    (pure, "train/step.py", "from logging import getLogger"),
+    (pure, "ops/loss.py", "open('x')"),
+    (pure, "parallel/mesh.py", "import jax\njax.devices()"),
+    (pure, "infer/cache.py", "from jax import local_devices"),
+    (no_print, "data/loader.py", "print(1)"),
+    (no_bare_except, "entry.py", "try:\n    f()\nexcept:\n    pass"),
+    (no_assert, "config/load.py", "assert raw"),
+    (no_assert, "entry.py", "def main():\n    assert raw"),
+    (short_functions, "ops/loss.py", "def f():\n" + "    x = 1\n" * 60),
+]
+PERMITTED: list[tuple[Checker, str, str]] = [
+    (
+        ranks,
+        "models/gptj.py",
+        "from mesh_transformer.ops import loss\nfrom mesh_transformer.models.base import Model",
+    ),
+    (
+        ranks,
+        "runtime/trainer.py",
+        "from mesh_transformer.data import loader\nfrom mesh_transformer import files",
+    ),
+    (ranks, "config/load.py", "from mesh_transformer import files"),
+    (few_importers, "cluster/ray_cluster.py", "import ray"),
+    (few_importers, "models/gptj.py", "import haiku as hk"),
+    (few_shard_maps, "parallel/pipeline.py", "import jax\njax.shard_map(f)"),
+    (pure, "runtime/trainer.py", "import time\nopen('x')"),
+    (no_assert, "ops/loss.py", "assert x.ndim == 3"),
+    (short_functions, "ops/loss.py", "def f():\n" + "    x = 1\n" * 59),
+]
+
+
+@pytest.mark.parametrize(("checker", "path", "source"), VIOLATIONS)
+def test_rule_can_fail(checker: Checker, path: str, source: str) -> None:
+    assert list(checker(ast.parse(source), path))
+
+
+@pytest.mark.parametrize(("checker", "path", "source"), PERMITTED)
+def test_rule_permits(checker: Checker, path: str, source: str) -> None:
+    assert not list(checker(ast.parse(source), path))
+
+
+@pytest.mark.parametrize(
+    ("module", "banned"),
+    [
+        (PACKAGE, ["jax", "numpy", "pydantic"]),
+        (f"{PACKAGE}.config", ["jax", "numpy", "haiku"]),
+        (f"{PACKAGE}.files", ["jax", "smart_open", "google.cloud.storage"]),
+    ],
+)
+def test_import_is_light(module: str, banned: list[str]) -> None:
+    code = f"import sys, {module}; print([name for name in {banned} if name in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
