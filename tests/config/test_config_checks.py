@@ -1,0 +1,113 @@
+"""Sizes that do not fit each other are refused before anything is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mesh_transformer.config import Config, MeshShape, parse_config
+from mesh_transformer.errors import UserError
+
+MODEL = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 512, "seq": 32}
+
+
+def config(model: dict[str, Any] | None = None, **groups: dict[str, Any]) -> Config:
+    return parse_config({"model": {**MODEL, **(model or {})}, **groups})
+
+
+@pytest.mark.parametrize(
+    ("groups", "parts"),
+    [
+        ({"model": {"d_model": 65}}, ["model.d_model 65", "model.n_heads 8", "set model.d_head"]),
+        ({"model": {"pe_rotary_dims": 10}}, ["pe_rotary_dims 10", "at most model.d_head 8", "to 8 or less"]),
+        ({"model": {"pe_rotary_dims": 3}}, ["must be even"]),
+        ({"model": {"n_heads": 64}}, ["model.d_head 1 is too narrow", "lower model.n_heads"]),
+        ({"mesh": {"tp": 3}}, ["model.n_heads 8", "mesh.tp 3", "6 or 9"]),
+        ({"model": {"d_ff": 6}, "mesh": {"tp": 4}}, ["model.d_ff 6", "mesh.tp 4", "4 or 8"]),
+        ({"model": {"vocab_multiple": 1, "n_vocab": 257}, "mesh": {"tp": 2}}, ["257", "vocab_multiple to 2"]),
+        ({"mesh": {"fsdp": 3}}, ["model.d_model 64", "mesh.fsdp 3"]),
+        ({"data": {"seq": 33}}, ["data.seq 33", "model.seq 32"]),
+        ({"data": {"seq": 10}, "mesh": {"tp": 4, "shard_activations": True}}, ["data.seq 10", "=false"]),
+        ({"data": {"batch_size": 3}, "mesh": {"dp": 2}}, ["data.batch_size 3", "2 or 4"]),
+        ({"data": {"batch_size": 2, "per_replica_batch": 1}}, ["keep one", "data.per_replica_batch=null"]),
+        ({"data": {"tokenizer": "bytes"}, "model": {"n_vocab": 256}}, ["n_vocab 256", "257"]),
+        (
+            {"checkpoint": {"bucket": "b", "model_dir": "gs://b/x"}},
+            ["folder inside", "--set checkpoint.bucket="],
+        ),
+        ({"checkpoint": {"bucket": "b", "model_dir": "/"}}, ["folder inside"]),
+    ],
+)
+def test_combination_is_refused(groups: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        config(**groups)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_edges_that_are_allowed() -> None:
+    assert config({"pe": "fixed", "pe_rotary_dims": 640}).model.pe_rotary_dims == 640
+    assert config({"pe": "t5", "n_heads": 64}).model.d_head == 1
+    assert config({"n_vocab": 257}, data={"tokenizer": "bytes"}).model.n_vocab == 257
+    assert config(optimizer={"warmup_steps": 0}).optimizer.warmup_steps == 0
+    assert config(data={"seq": 32}).seq == 32
+    assert config().seq == 32
+    assert config(checkpoint={"model_dir": "gs://b/x"}).checkpoint.root == "gs://b/x"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "n_devices", "shape"),
+    [
+        ({}, 1, (1, 1, 1)),
+        ({}, 8, (8, 1, 1)),
+        ({"tp": 4}, 8, (2, 1, 4)),
+        ({"fsdp": 2, "tp": 2}, 8, (2, 2, 2)),
+        ({"dp": 2, "fsdp": 4}, 8, (2, 4, 1)),
+    ],
+)
+def test_mesh_shape(mesh: dict[str, int], n_devices: int, shape: tuple[int, int, int]) -> None:
+    assert config(mesh=mesh).check_devices(n_devices) == MeshShape(*shape)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "n_devices", "ways_out"),
+    [
+        ({"tp": 8}, 1, ["--set mesh.tp=1"]),
+        ({"tp": 8}, 4, ["--set mesh.tp=1"]),
+        ({"tp": 8}, 12, ["--set mesh.tp=1"]),
+        ({"fsdp": 2, "tp": 4}, 2, ["--set mesh.fsdp=1", "--set mesh.tp=1"]),
+        ({"dp": 2, "tp": 2}, 1, ["--set mesh.dp=null", "--set mesh.tp=1"]),
+        ({"dp": 2}, 1, ["--set mesh.dp=null"]),
+        ({"dp": 2}, 3, ["--set mesh.dp=null"]),
+    ],
+)
+def test_the_way_out_of_too_few_devices_works(
+    mesh: dict[str, int], n_devices: int, ways_out: list[str]
+) -> None:
+    raw = {"model": MODEL, "mesh": mesh}
+    with pytest.raises(UserError, match=f"found {n_devices}") as caught:
+        parse_config(raw).check_devices(n_devices)
+    for way_out in ways_out:
+        assert way_out in str(caught.value)
+    changes = [way_out.removeprefix("--set ") for way_out in ways_out]
+    assert parse_config(raw, changes).check_devices(n_devices) == MeshShape(n_devices, 1, 1)
+
+
+def test_microbatch() -> None:
+    shape = MeshShape(2, 2, 2)
+    assert config().microbatch(shape) == 4
+    assert config(data={"per_replica_batch": 3}).microbatch(shape) == 12
+    assert config(data={"batch_size": 8}).microbatch(shape) == 8
+    with pytest.raises(
+        UserError, match="data.batch_size 6 is not divisible by mesh.dp x mesh.fsdp 4: make it 4 or 8"
+    ):
+        config(data={"batch_size": 6}).microbatch(shape)
+
+
+def test_checks_that_need_the_devices() -> None:
+    with pytest.raises(UserError, match="data.batch_size 4"):
+        config(data={"batch_size": 4}).check_devices(8)
+    with pytest.raises(UserError, match="mesh.zero1=false"):
+        config(mesh={"zero1": True}).check_devices(3)
+    assert config(mesh={"zero1": True}).check_devices(4).dp == 4

@@ -1,0 +1,83 @@
+"""The shipped configs load, fit their devices, and docs/config.md is what its generator writes."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from mesh_transformer.config import load_config
+from mesh_transformer.config.schema import GROUPS
+
+# file -> (devices it is meant for, sequences a step)
+INTENDED = {
+    "6B_roto_256.json": (256, 512),
+    "6B_finetune_v3-8.json": (8, 16),
+    "125M.json": (8, 256),
+    "350M.json": (8, 256),
+    "1.3B.json": (8, 512),
+    "2.7B.json": (8, 512),
+    "tiny_shakespeare.json": (1, 16),
+}
+# GPT-3's table 2.1: layers, width, heads, learning rate
+GPT3 = {
+    "125M.json": (12, 768, 12, 6e-4),
+    "350M.json": (24, 1024, 16, 3e-4),
+    "1.3B.json": (24, 2048, 16, 2e-4),
+    "2.7B.json": (32, 2560, 32, 1.6e-4),
+}
+
+
+def test_every_shipped_config_is_listed(repo: Path) -> None:
+    assert {path.name for path in (repo / "configs").glob("*")} == INTENDED.keys()
+
+
+@pytest.mark.parametrize("name", INTENDED)
+def test_shipped_config_fits_its_devices(repo: Path, name: str) -> None:
+    devices, sequences = INTENDED[name]
+    config = load_config(str(repo / "configs" / name))
+    shape = config.check_devices(devices)
+    assert shape.dp * shape.fsdp * shape.tp == devices
+    assert config.microbatch(shape) * config.optimizer.gradient_accumulation_steps == sequences
+    assert config.optimizer.end_lr < config.optimizer.lr
+    assert config.optimizer.warmup_steps + config.optimizer.anneal_steps <= config.optimizer.total_steps
+
+
+@pytest.mark.parametrize("name", GPT3)
+def test_gpt3_sizes(repo: Path, name: str) -> None:
+    config = load_config(str(repo / "configs" / name))
+    model = config.model
+    assert (model.layers, model.d_model, model.n_heads, config.optimizer.lr) == GPT3[name]
+    assert (model.n_vocab, model.seq, model.pe) == (50400, 2048, "rotary")
+
+
+def test_the_quickstart_needs_nothing_that_is_not_shipped(repo: Path) -> None:
+    config = load_config(str(repo / "configs" / "tiny_shakespeare.json"))
+    assert config.data.tokenizer == "bytes"
+    assert config.checkpoint.bucket == ""
+    assert config.optimizer.warmup_steps + config.optimizer.anneal_steps == config.optimizer.total_steps
+    for file in (config.data.train_set, *config.data.val_set.values()):
+        assert file is not None
+        text = (repo / file).read_bytes()
+        assert text.isascii()
+        assert text.endswith(b"\n")
+        assert len(text) > 100_000
+    for devices in (1, 2, 4, 8):
+        config.check_devices(devices)
+
+
+def test_the_shipped_text_is_the_original(repo: Path, shared: Path) -> None:
+    folder = repo / "data" / "tiny_shakespeare"
+    shipped = (folder / "train.txt").read_bytes() + (folder / "val.txt").read_bytes()
+    assert shipped == (shared / "data" / "tinyshakespeare" / "input.txt").read_bytes()
+
+
+def test_docs_are_what_the_generator_writes(repo: Path) -> None:
+    written = runpy.run_path(str(repo / "scripts" / "config_docs.py"))["render"]()
+    committed = (repo / "docs" / "config.md").read_text(encoding="utf-8")
+    assert committed == written, "run scripts/config_docs.py and commit docs/config.md"
+    for name, group in GROUPS.items():
+        for field in group.model_fields:
+            assert f"`{name}.{field}`" in written
+            assert group.model_fields[field].description
