@@ -1,12 +1,22 @@
-"""Paths that may be local or on Google Cloud Storage (`gs://bucket/name`)."""
+"""Paths that may be local or on Google Cloud Storage (`gs://bucket/name`).
+
+Calls to the cloud are repeated with growing pauses, for two minutes, after answers 408, 429 and 5xx and after cut
+connections; then the library's own exception is raised.
+"""
 
 from __future__ import annotations
 
 import os
 import posixpath
+import shutil
+from functools import lru_cache
 from typing import IO, Any
 
 from mesh_transformer.errors import UserError
+
+RETRY_FIRST_S = 0.2
+RETRY_MAX_S = 20.0
+RETRY_TOTAL_S = 120.0
 
 
 def is_remote(path: str) -> bool:
@@ -31,24 +41,118 @@ def open_binary(path: str, mode: str = "rb") -> IO[bytes]:
         except FileNotFoundError as error:
             raise UserError(f"no such file: {path}") from error
     import smart_open
+    from google.api_core.exceptions import NotFound
 
+    params = {"client": _gcs_client(), "blob_open_kwargs": {"retry": _retry()}}
     try:
-        return smart_open.open(path, mode, compression="disable", transport_params={"client": _gcs_client()})
-    except Exception as error:
-        if getattr(error, "code", None) == 404 or "404" in str(error):
-            raise UserError(f"no such object: {path}") from error
-        raise
+        return smart_open.open(path, mode, compression="disable", transport_params=params)
+    except NotFound as error:
+        raise UserError(f"no such object: {path}") from error
 
 
 def exists(path: str) -> bool:
     """Whether a file (local or `gs://`) exists."""
     if not is_remote(path):
         return os.path.exists(path)
+    return bool(_blob(path).exists(retry=_retry()))
+
+
+def list_dir(path: str) -> list[str]:
+    """Names of the files and folders right under a folder, sorted; empty if there is no such folder."""
+    if not is_remote(path):
+        return sorted(os.listdir(path)) if os.path.isdir(path) else []
+    bucket, prefix = _split_folder(path)
+    pages = _gcs_client().list_blobs(bucket, prefix=prefix, delimiter="/", retry=_retry())
+    names = {blob.name.removeprefix(prefix) for blob in pages} | {
+        folder.removeprefix(prefix).rstrip("/") for folder in pages.prefixes
+    }
+    return sorted(names - {""})
+
+
+def upload(source: str, target: str) -> None:
+    """Copy a local file whole to a local or `gs://` file, replacing it; a reader sees the old one or the new one.
+
+    Raises:
+        UserError: there is no file `source`.
+    """
+    if not os.path.isfile(source):
+        raise UserError(f"no such file: {source}")
+    if is_remote(target):
+        _blob(target).upload_from_filename(source, retry=_retry())
+        return
+    os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+    shutil.copyfile(source, f"{target}.tmp")
+    os.replace(f"{target}.tmp", target)
+
+
+def remove_tree(path: str) -> None:
+    """Delete a folder with all that is in it; on `gs://` objects that vanish meanwhile are no error."""
+    if is_remote(path):
+        _remove_blobs(_blobs_under(path))
+    else:
+        shutil.rmtree(path)
+
+
+def move_tree(source: str, target: str) -> None:
+    """Move a folder within the local disk (one rename) or a bucket (a copy of each object, then deletion).
+
+    In a bucket, an interrupted move leaves the source whole, or the target whole.
+    """
+    if not is_remote(source):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.rename(source, target)
+        return
+    (_, old), (bucket, new) = _split_folder(source), _split_folder(target)
+    blobs = _blobs_under(source)
+    for blob in blobs:
+        copy = _gcs_client().bucket(bucket).blob(new + blob.name.removeprefix(old))
+        token = None
+        while True:  # a large object may take several calls
+            token, _, _ = copy.rewrite(blob, token=token, retry=_retry())
+            if token is None:
+                break
+    _remove_blobs(blobs)
+
+
+def _blobs_under(path: str) -> list[Any]:
+    bucket, prefix = _split_folder(path)
+    return list(_gcs_client().list_blobs(bucket, prefix=prefix, retry=_retry()))
+
+
+def _remove_blobs(blobs: list[Any]) -> None:
+    from google.api_core.exceptions import NotFound
+
+    for blob in blobs:
+        try:
+            blob.delete(retry=_retry())
+        except NotFound:
+            continue
+
+
+def _blob(path: str) -> Any:
     bucket, _, name = path.removeprefix("gs://").partition("/")
-    return bool(_gcs_client().bucket(bucket).blob(name).exists())
+    return _gcs_client().bucket(bucket).blob(name)
+
+
+def _split_folder(path: str) -> tuple[str, str]:
+    bucket, _, name = path.removeprefix("gs://").partition("/")
+    name = name.strip("/")
+    return bucket, f"{name}/" if name else ""
+
+
+def _retry() -> Any:
+    from google.cloud.storage.retry import DEFAULT_RETRY
+
+    return DEFAULT_RETRY.with_delay(initial=RETRY_FIRST_S, maximum=RETRY_MAX_S).with_timeout(RETRY_TOTAL_S)
 
 
 def _gcs_client() -> Any:
+    return _cached_client(os.environ.get("GOOGLE_CLOUD_PROJECT"), os.environ.get("STORAGE_EMULATOR_HOST"))
+
+
+@lru_cache(maxsize=1)
+def _cached_client(project: str | None, emulator: str | None) -> Any:
+    """One client a process: making one looks up credentials. `emulator` is read by the library itself."""
     from google.cloud import storage
 
-    return storage.Client(project=os.environ.get("GOOGLE_CLOUD_PROJECT"))
+    return storage.Client(project=project)

@@ -1,0 +1,78 @@
+"""Small states on meshes, and comparisons, for the checkpoint tests."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+class State(NamedTuple):
+    """The shape of a training state: nested dicts, three dtypes, scalars."""
+
+    params: dict[str, Any]
+    moments: dict[str, Any]
+    step: Any
+
+
+def mesh(dp: int = 1, tp: int = 1) -> Mesh:
+    """The first dp * tp devices of all processes."""
+    return Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), ("dp", "tp"))
+
+
+def shardings(on: Mesh, *, rows: str | None = None, columns: str | None = None) -> State:
+    """Matrices split by rows and columns over mesh axes; the rest replicated."""
+    matrix, rest = NamedSharding(on, P(rows, columns)), NamedSharding(on, P())
+    return State({"block/~/linear": {"w": matrix, "b": rest}, "scale": rest}, {"w": matrix}, rest)
+
+
+def tp8() -> State:
+    """Columns over eight devices."""
+    return shardings(mesh(tp=8), columns="tp")
+
+
+def state(seed: int, on: State | None = None, width: int = 24) -> State:
+    """A state of random numbers with the given shardings."""
+    random = np.random.default_rng(seed)
+    host = State(
+        {
+            "block/~/linear": {
+                "w": random.standard_normal((16, width), np.float32),
+                "b": random.standard_normal(width).astype(jnp.bfloat16),
+            },
+            "scale": np.float32(seed),
+        },
+        {"w": random.standard_normal((16, width)).astype(jnp.bfloat16)},
+        np.int32(seed),
+    )
+    return jax.tree.map(_place, host, on or tp8())
+
+
+def _place(value: Any, sharding: NamedSharding) -> jax.Array:
+    value = np.asarray(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def abstract(of: Any, on: Any = None) -> Any:
+    """What `restore` wants: shapes, dtypes, and the shardings of `on` (or those of `of`)."""
+    on = on or jax.tree.map(lambda x: x.sharding, of)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), of, on)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Same structure, dtypes and bits in every shard of this process."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        assert local(x) == local(y)
+
+
+def local(x: jax.Array) -> bytes:
+    """The bits of an array, or of this process' part of one."""
+    if x.is_fully_addressable:
+        return np.asarray(x).tobytes()
+    return b"".join(np.asarray(shard.data).tobytes() for shard in x.addressable_shards)

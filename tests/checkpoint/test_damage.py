@@ -1,0 +1,138 @@
+"""Checkpoints that cannot be read back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from states import abstract, assert_equal, state
+
+from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.errors import UserError
+
+# Orbax reads all tensors at once and drops the errors after the first
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """A run with finished steps 1 and 2."""
+    store = CheckpointStore(str(tmp_path), keep_latest=3)
+    for step in (1, 2):
+        store.save(step, state(step, width=512), {"seen": step})
+    store.close()
+    yield tmp_path
+    gc.collect()  # so that those errors are reported here
+
+
+def biggest(folder: Path) -> Path:
+    """The file with the tensors' bytes."""
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def widen(path: Path) -> None:
+    """A manifest that tells of another shape, which must not be taken for another configuration."""
+    path.write_text(path.read_text().replace("512", "516"))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty folder": lambda step: (shutil.rmtree(step), step.mkdir()),
+    "no manifest": lambda step: (step / "manifest/metadata").unlink(),
+    "cut manifest": lambda step: truncate(step / "manifest/metadata"),
+    "changed manifest": lambda step: widen(step / "manifest/metadata"),
+    "manifest of something else": lambda step: (step / "manifest/metadata").write_text('{"a": 1}'),
+    "no state": lambda step: shutil.rmtree(step / "state"),
+    "no tensors": lambda step: shutil.rmtree(step / "state/ocdbt.process_0"),
+    "no index": lambda step: (step / "state/manifest.ocdbt").unlink(),
+    "cut index": lambda step: truncate(step / "state/manifest.ocdbt"),
+    "no tree": lambda step: (step / "state/_METADATA").unlink(),
+    "cut tree": lambda step: truncate(step / "state/_METADATA"),
+    "cut tensors": lambda step: truncate(biggest(step)),
+    "no tensor file": lambda step: biggest(step).unlink(),
+    "a flipped bit": lambda step: flip(biggest(step)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=[name.replace(" ", "-") for name in DAMAGES])
+def test_fall_back_to_the_step_before(
+    root: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(root / "step_2")
+    store = CheckpointStore(str(root), keep_latest=3)
+    wanted = abstract(state(0, width=512))
+    found = store.restore(wanted)
+    assert found is not None
+    assert (found.step, found.extra) == (1, {"seen": 1})
+    assert_equal(found.state, state(1, width=512))
+    warnings = [
+        record.getMessage() for record in caplog.records if record.name.startswith("mesh_transformer")
+    ]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"checkpoint step 2 in {root} is damaged, passed over: ")
+    assert len(warnings[0].split("over: ")[1]) > 10
+    with pytest.raises(UserError, match=r"(?s)can be restored:\n  step 2: "):
+        store.restore(wanted, step=2)
+    # training does step 2 again
+    store.save(2, state(20, width=512), {"again": True})
+    again = store.restore(wanted)
+    assert again is not None
+    assert (again.step, again.extra) == (2, {"again": True})
+    assert_equal(again.state, state(20, width=512))
+    assert store.steps() == [1, 2]
+    assert (root / "set_aside" / "step_2").is_dir()
+    store.close()
+
+
+def test_damage_of_what_is_not_asked_for_does_not_matter(root: Path) -> None:
+    shutil.rmtree(root / "step_1")
+    found = CheckpointStore(str(root), read_only=True).restore(abstract(state(0, width=512)), step=2)
+    assert found is not None
+    with pytest.raises(UserError, match=r"no checkpoint of step 1 in .*: there are \[2\]"):
+        CheckpointStore(str(root), read_only=True).restore(abstract(state(0, width=512)), step=1)
+
+
+def test_all_damaged_is_an_error_that_lists_them(root: Path) -> None:
+    (root / "step_1/manifest/metadata").unlink()
+    flip(biggest(root / "step_2"))
+    with pytest.raises(UserError, match=r"(?s)step 2: wrong checksum of .*/w.*\n  step 1: .*no such file"):
+        CheckpointStore(str(root), read_only=True).restore(abstract(state(0, width=512)))
+
+
+def test_what_a_broken_off_save_left_is_removed_by_the_next_writer_only(root: Path) -> None:
+    left = root / "step_3.orbax-checkpoint-tmp"
+    shutil.copytree(root / "step_2", left)
+    reader = CheckpointStore(str(root), read_only=True)
+    assert reader.steps() == [1, 2]
+    assert reader.restore(abstract(state(0, width=512))).step == 2  # type: ignore[union-attr]
+    assert left.exists()
+    CheckpointStore(str(root)).close()
+    assert not left.exists()
+    assert reader.steps() == [1, 2]
+
+
+def test_going_back_sets_the_abandoned_steps_aside(root: Path) -> None:
+    store = CheckpointStore(str(root), keep_latest=1)
+    for n in range(2):  # the second time the name in set_aside/ is taken
+        store.save(2, state(n, width=512), {"n": n})
+        store.wait()
+    store.save(1, state(9, width=512), {})
+    store.close()
+    assert store.steps() == [1]
+    assert sorted(os.listdir(root / "set_aside")) == ["step_2", "step_2.1", "step_2.2"]
+    moved = CheckpointStore(str(root), read_only=True)
+    shutil.move(root / "set_aside" / "step_2", root / "step_2")
+    assert moved.restore(abstract(state(0, width=512))).extra == {"seen": 2}  # type: ignore[union-attr]

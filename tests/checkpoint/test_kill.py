@@ -1,0 +1,59 @@
+"""kill -9 at any moment loses no finished checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from states import abstract, assert_equal, state
+
+from mesh_transformer.checkpoint.store import CheckpointStore
+
+WIDTH = 20_000  # 2 MB: long enough in writing to be hit
+SAVER = f"""
+import sys
+from states import abstract, state
+from mesh_transformer.checkpoint.store import CheckpointStore
+store = CheckpointStore(sys.argv[1], keep_latest=2, keep_every=5)
+found = store.restore(abstract(state(0, width={WIDTH})))
+step = 0 if found is None else found.step
+while True:
+    step += 1
+    store.save(step, state(step, width={WIDTH}), {{"step": step}})
+    print(step - 1, flush=True)  # the save before is finished, or this one could not have begun
+"""
+
+
+def run_and_kill(root: Path, after_s: float) -> int:
+    """Save in a loop, kill `after_s` after the second save began; returns the last step told to be finished."""
+    program = [sys.executable, "-c", SAVER, str(root)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as child:
+        assert child.stdout is not None
+        told = [child.stdout.readline(), child.stdout.readline()]
+        time.sleep(after_s)
+        child.kill()
+        told += child.stdout.read().splitlines()
+    return max(int(line) for line in told if line.strip())
+
+
+def test_kill(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for after_s in (0.0, 0.01, 0.023, 0.037, 0.05, 0.11):
+        finished = run_and_kill(tmp_path, after_s)
+        reader = CheckpointStore(str(tmp_path), read_only=True)
+        wanted = abstract(state(0, width=WIDTH))
+        found = reader.restore(wanted)
+        assert found is not None
+        assert found.step >= finished
+        assert found.extra == {"step": found.step}
+        assert_equal(found.state, state(found.step, width=WIDTH))
+        forever = [step for step in reader.steps() if step % 5 == 0 and step != found.step]
+        assert forever == list(range(5, found.step, 5))
+        for step in forever:
+            kept = reader.restore(wanted, step=step)
+            assert kept is not None
+            assert_equal(kept.state, state(step, width=WIDTH))
+    assert found.step >= 6
+    assert "passed over" not in caplog.text

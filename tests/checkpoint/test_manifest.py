@@ -1,0 +1,58 @@
+"""Checksums and the manifest's own form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from states import abstract, mesh, shardings, state, tp8
+
+from mesh_transformer.checkpoint import manifest as manifests
+from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
+from mesh_transformer.errors import UserError
+
+
+def test_checksums_do_not_depend_on_the_mesh() -> None:
+    layouts = [tp8(), shardings(mesh(dp=4, tp=2), rows="dp", columns="tp"), shardings(mesh())]
+    first, *others = [manifests.describe(state(7, on), {}) for on in layouts]
+    assert others == [first, first]
+    assert manifests.describe(state(8), {}) != first
+    on_two_meshes = tp8()._replace(step=shardings(mesh(tp=2)).step)
+    assert manifests.describe(state(7, on_two_meshes), {}) == first
+    assert manifests.describe(jax.tree.map(np.asarray, state(7)), {}) == first
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.int8, jnp.bool_])
+def test_any_flipped_bit_changes_the_checksum(dtype: Any) -> None:
+    good = np.arange(6).astype(dtype)
+    expected = manifests.describe({"x": good}, {})
+    manifests.verify(expected, {"x": good})
+    bits = 1 if dtype == jnp.bool_ else 8 * good.dtype.itemsize
+    for bit in range(bits):
+        bad = good.copy()
+        word = bad.view(f"u{good.dtype.itemsize}")
+        word[3] ^= word.dtype.type(1 << bit)
+        with pytest.raises(DamagedCheckpoint, match="wrong checksum of x"):
+            manifests.verify(expected, {"x": bad})
+
+
+def test_encode_and_decode() -> None:
+    manifest = manifests.describe(state(1), {"a": [1, {"b": None}], "tuple": (1, 2)})
+    found = manifests.decode(json.loads(json.dumps(manifests.encode(manifest))))
+    assert found.tensors == manifest.tensors
+    assert found.extra == {"a": [1, {"b": None}], "tuple": [1, 2]}
+    assert found.tensors["params/block/~/linear/w"][:2] == ((16, 24), "float32")
+
+
+def test_many_differences_are_counted() -> None:
+    manifest = manifests.describe({str(n): np.zeros(2) for n in range(9)}, {})
+    wanted = {str(n): jax.ShapeDtypeStruct((3,), "float64") for n in range(9)}
+    with pytest.raises(UserError) as wrong:
+        manifests.check_fits(manifest, wanted, part=False, where="it")
+    assert str(wrong.value).count("expected (3,)") == 5
+    assert "and 4 more" in str(wrong.value)
+    manifests.check_fits(manifests.describe(state(1), {}), abstract(state(2)), part=False, where="it")

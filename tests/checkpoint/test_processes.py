@@ -1,0 +1,86 @@
+"""Two processes of two devices each, one shared folder."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import os, sys
+root, port, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+from jax.experimental import multihost_utils
+from mesh_transformer import files
+from mesh_transformer.checkpoint.store import CheckpointStore
+from states import abstract, assert_equal, mesh, shardings, state
+
+by_columns, by_rows = shardings(mesh(tp=4), columns="tp"), shardings(mesh(dp=4), rows="dp")
+store = CheckpointStore(root, keep_latest=2)
+for step in (1, 2, 3):
+    store.save(step, state(step, by_columns), {"step": step})
+store.wait()
+assert store.steps() == [2, 3]
+
+def check(expected_step, expected_state):
+    found = store.restore(abstract(state(0, by_rows)))
+    assert found.step == expected_step, found.step
+    assert_equal(found.state, expected_state)
+
+check(3, state(3, by_rows))
+part = store.restore_part({"params": abstract(state(0, by_rows)).params})
+assert_equal(part.state, {"params": state(3, by_rows).params})
+
+# one process cannot read step 3: both turn to step 2
+if process == 1:
+    honest = files.open_binary
+    def broken(path, mode="rb"):
+        if "step_3" in path:
+            raise OSError("this machine's disk")
+        return honest(path, mode)
+    files.open_binary = broken
+check(2, state(2, by_rows))
+if process == 1:
+    files.open_binary = honest
+
+# and both do step 3 again
+store.save(3, state(30, by_columns), {})
+check(3, state(30, by_rows))
+assert os.path.isdir(os.path.join(root, "set_aside", "step_3"))
+store.close()
+print("done", process)
+"""
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """About 6 s."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), port]
+    children = [
+        subprocess.Popen(
+            [*command, str(n)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parent,
+        )
+        for n in range(2)
+    ]
+    try:
+        outputs = [child.communicate(timeout=60)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for n, (child, output) in enumerate(zip(children, outputs, strict=True)):
+        assert child.returncode == 0, output
+        assert f"done {n}" in output
+    passed_over = [line for line in "".join(outputs).splitlines() if "passed over" in line]
+    assert len(passed_over) == 2
+    assert any("this machine's disk" in line for line in passed_over)
+    assert any("unreadable in processes [1]" in line for line in passed_over)
