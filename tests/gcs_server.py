@@ -21,7 +21,8 @@ from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
-from gcs_handler import CUT, Blob, Handler, Key, Upload
+from gcs_handler import Handler
+from gcs_types import CUT, Blob, Key, Upload
 
 __all__ = ["CUT", "GcsServer"]
 
