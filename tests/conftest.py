@@ -33,7 +33,9 @@ def set_up_compile_cache(environment: dict[str, str] | os._Environ[str]) -> None
 
 
 if "jax" in sys.modules:
-    raise RuntimeError("jax was imported before tests/conftest.py could choose the devices: which plugin did it?")
+    raise RuntimeError(
+        "jax was imported before tests/conftest.py could choose the devices: which plugin did it?"
+    )
 set_up_devices(os.environ)
 set_up_compile_cache(os.environ)
 
