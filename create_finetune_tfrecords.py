@@ -1,0 +1,63 @@
+"""Turn text into record files for training and fine-tuning."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from mesh_transformer import logs
+from mesh_transformer.data.prepare import Options, prepare
+from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.runtime import cli
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("input", help="file or folder: .txt, .jsonl, .tar, also with .gz, .xz or .zst behind it")
+    add("name", help="the output is NAME_SEQUENCES.tfrecords")
+    add("--output-dir", default=".", help="folder of the output, local or gs:// (default: the current one)")
+    add(
+        "--seq",
+        type=int,
+        default=2048,
+        help="tokens of a sequence; a record holds one more (default: %(default)s)",
+    )
+    add("--tokenizer", default="gpt2", help="hub name, folder or `bytes` (default: %(default)s)")
+    add("--normalize-with-ftfy", action="store_true", help="repair broken Unicode")
+    add("--normalize-with-wikitext-detokenize", action="store_true", help="undo the spacing of WikiText")
+    add("--treat-eot-as-text", action="store_true", help="<|endoftext|> in the text does not end a document")
+    add(
+        "--min-unique-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="drop sequences with fewer distinct tokens",
+    )
+    add(
+        "--n-repack-epochs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="passes over the documents, cut differently",
+    )
+    add("--seed", type=int, default=0, help="seed of the shuffling (default: %(default)s)")
+    add("--preserve-data-order", action="store_true", help="do not shuffle documents and sequences")
+    add("--verbose", action="store_true", help="say more on standard error")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the arguments and write the records."""
+    args = vars(parse(arguments))
+    logs.set_up(logging.DEBUG if args.pop("verbose") else logging.INFO)
+    source, name, folder, spec = (args.pop(key) for key in ("input", "name", "output_dir", "tokenizer"))
+    written = prepare(source, name, folder, load_tokenizer(spec), Options(**args))
+    sys.stdout.write(f"{written.path}: {written.sequences} sequences, {written.tokens} tokens\n")
+
+
+if __name__ == "__main__":
+    cli.run(main)

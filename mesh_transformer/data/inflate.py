@@ -1,0 +1,114 @@
+"""Compressed files as plain byte streams: gzip, zlib, xz and Zstandard, several members in a row included.
+
+The streams notice a file that ends early, which some of the libraries behind them pass over in silence, and
+hand out no more than was asked for, so that a small file which expands without end cannot fill the memory.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+import zlib
+from collections.abc import Callable
+from typing import IO, Any, Literal
+
+import zstandard
+
+from mesh_transformer.errors import UserError
+
+Compression = Literal["gzip", "zlib", "xz", "zst"]
+
+_CHUNK_BYTES = 1 << 16
+_ZST_CHUNK_BYTES = 1 << 10  # its decompressor takes no output limit: few bytes in bound the bytes out
+_XZ_MEMORY_BYTES = 1 << 28
+_MAGIC: tuple[tuple[bytes, Compression], ...] = (
+    (b"\x1f\x8b\x08", "gzip"),
+    (b"\xfd7zXZ\x00", "xz"),
+    (b"\x28\xb5\x2f\xfd", "zst"),
+)
+
+
+def detect(head: bytes) -> Compression | None:
+    """What the first bytes of a file say: a compression, or None for anything else."""
+    for magic, kind in _MAGIC:
+        if head.startswith(magic):
+            return kind
+    is_zlib = (
+        len(head) >= 2 and head[0] & 0x0F == 8 and head[0] >> 4 <= 7 and (head[0] << 8 | head[1]) % 31 == 0
+    )
+    return "zlib" if is_zlib else None
+
+
+class Inflated(io.RawIOBase):
+    """The decompressed bytes of `file`, readable from start to end.
+
+    Raises (from `read`):
+        UserError: the compressed data is damaged or ends early.
+    """
+
+    def __init__(self, file: IO[bytes], kind: Compression, path: str):
+        self._file, self._kind, self._path = file, kind, path
+        self._decoder: Any = None
+        self._input = b""
+        self._output = memoryview(b"")
+        self._at_end = False
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        while not self._output and not self._at_end:
+            try:
+                self._output = memoryview(self._step(len(view)))
+            except (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError) as error:
+                raise UserError(f"{self._path}: damaged {self._kind} data: {error}") from error
+        n = min(len(view), len(self._output))
+        view[:n] = self._output[:n]
+        self._output = self._output[n:]
+        return n
+
+    def _step(self, limit: int) -> bytes:
+        """Some decompressed bytes, perhaps none; sets `_at_end` behind the last member."""
+        if self._decoder is not None and self._decoder.eof:
+            self._input = self._decoder.unused_data.lstrip(b"\0")  # padding between members
+            self._decoder = None
+        waits = self._decoder is not None and not getattr(self._decoder, "needs_input", True)
+        if not self._input and not waits:
+            self._input = self._file.read(_ZST_CHUNK_BYTES if self._kind == "zst" else _CHUNK_BYTES)
+            if not self._input:
+                if self._decoder is not None:
+                    raise EOFError("the file ends early (cut short while copying?)")
+                self._at_end = True
+                return b""
+        if self._decoder is None:
+            self._input = self._input.lstrip(b"\0") if self._kind != "zlib" else self._input
+            if not self._input:
+                return b""
+            self._decoder = _DECODERS[self._kind]()
+        return self._decompress(limit)
+
+    def _decompress(self, limit: int) -> bytes:
+        data, self._input = self._input, b""
+        if self._kind == "zst":
+            return self._decoder.decompress(data)
+        output = self._decoder.decompress(data, limit)
+        self._input = getattr(self._decoder, "unconsumed_tail", b"")
+        return output
+
+
+_DECODERS: dict[Compression, Callable[[], Any]] = {
+    "gzip": lambda: zlib.decompressobj(31),
+    "zlib": lambda: zlib.decompressobj(15),
+    "xz": lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES),
+    "zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj(),
+}
+
+
+def inflated(file: IO[bytes], kind: Compression, path: str) -> IO[bytes]:
+    """A buffered reader of the decompressed bytes of `file`; closing it closes `file`."""
+    return io.BufferedReader(Inflated(file, kind, path), _CHUNK_BYTES)

@@ -1,0 +1,253 @@
+"""Batches of token sequences for training and validation, read ahead by a Grain thread.
+
+Every host walks the whole stream and decodes its own rows; what is stored to resume is the stream's position
+(`stream.py`). Importing this module imports Grain, and with it JAX.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grain
+import grain.experimental
+import numpy as np
+
+from mesh_transformer.data.records import Record, RecordReader
+from mesh_transformer.data.sources import find_source, is_text, record_files
+from mesh_transformer.data.stream import Ordered, Shuffled, Stream
+from mesh_transformer.data.text_cache import cached_records
+from mesh_transformer.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+class Loader(Iterator[np.ndarray], Protocol):
+    """Batches without end, from a position that can be stored."""
+
+    def get_state(self) -> dict[str, Any]:
+        """The position behind the last batch given out: JSON values, the same on every host."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue behind the batch after which `state` was taken.
+
+        Raises:
+            UserError: the state does not belong to this data set or this order.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop reading ahead and release the files."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batching:
+    """The shape of what is given out: (accumulation, rows of this host, seq + 1)."""
+
+    seq: int
+    accumulation: int
+    batch: int
+    rows: slice
+
+    def __post_init__(self) -> None:
+        if min(self.seq, self.accumulation, self.batch) < 1:
+            raise ValueError(f"seq, accumulation and batch must be positive: {self}")
+        if self.rows.step not in (None, 1) or not 0 <= self.first < self.last <= self.batch:
+            raise ValueError(f"rows must be a part of 0..{self.batch}: {self.rows}")
+
+    @property
+    def first(self) -> int:
+        return self.rows.start or 0
+
+    @property
+    def last(self) -> int:
+        return self.batch if self.rows.stop is None else int(self.rows.stop)
+
+    @property
+    def records(self) -> int:
+        """Records of one step over all hosts."""
+        return self.accumulation * self.batch
+
+
+def make_train_loader(
+    source: str,
+    *,
+    seq: int,
+    batch: int,
+    rows: slice,
+    accumulation: int = 1,
+    shuffle: bool = False,
+    shuffle_window: int = 16384,
+    seed: int = 0,
+    batch_across_files: bool = False,
+    tokenizer: str | None = None,
+    cache_dir: str | None = None,
+    prefetch: int = 2,
+) -> Loader:
+    """Training batches without end: int32 arrays (accumulation, rows, seq + 1).
+
+    Args:
+        source: an index file, a .tfrecords file or a .txt file; a path, gs:// or a name under data/.
+        seq: tokens of a sequence; records hold one more.
+        batch: sequences of one microbatch over all hosts.
+        rows: the part of 0..batch that this host takes.
+        accumulation: microbatches of a step.
+        shuffle: permute files and records by `seed` within `shuffle_window`; batches then span files.
+        batch_across_files: without shuffling, carry what does not fill a batch into the next file and epoch.
+        tokenizer: for .txt sources, see `load_tokenizer`.
+        cache_dir: where the records of .txt sources are kept; the user's cache folder if absent.
+        prefetch: steps read ahead.
+
+    Raises:
+        UserError: a file is missing, or its first record does not hold seq + 1 tokens. Later, from `next`: a
+            damaged record, or a whole pass that fills no batch.
+    """
+    shape = Batching(seq, accumulation, batch, rows)
+    files = _files(source, seq, tokenizer, cache_dir)
+
+    def stream() -> Stream:
+        return Shuffled(files, shuffle_window, seed) if shuffle else Ordered(files, batch_across_files)
+
+    return iter(_prefetched(_Batches(stream, shape, len(files), source), prefetch))
+
+
+def make_val_loader(
+    source: str,
+    *,
+    seq: int,
+    batch: int,
+    rows: slice,
+    repeat: bool = True,
+    tokenizer: str | None = None,
+    cache_dir: str | None = None,
+    prefetch: int = 2,
+) -> Iterable[np.ndarray]:
+    """Validation batches, int32 arrays (rows, seq + 1); each iteration starts with the first record.
+
+    What does not fill a batch at the end of a file is dropped. With `repeat` an iteration never ends, without it
+    it ends with the last file. Arguments and errors as in `make_train_loader`.
+    """
+    shape = Batching(seq, 1, batch, rows)
+    files = _files(source, seq, tokenizer, cache_dir)
+    batches = _Batches(lambda: Ordered(files, across_files=False), shape, len(files), source, repeat)
+    return _prefetched(batches.map(_first), prefetch)
+
+
+def _first(microbatches: np.ndarray) -> np.ndarray:
+    return microbatches[0]
+
+
+def _prefetched(batches: grain.IterDataset, steps: int) -> grain.IterDataset:
+    return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=steps)
+
+
+def _files(source: str, seq: int, tokenizer: str | None, cache_dir: str | None) -> tuple[str, ...]:
+    """The record files of `source`, the first record checked."""
+    path = find_source(source)
+    files = (cached_records(path, seq, tokenizer, cache_dir),) if is_text(path) else record_files(path)
+    for file in files:
+        with RecordReader(file) as reader:
+            record = reader.read()
+        if record is not None:
+            _tokens(record, seq)
+            return files
+    raise UserError(f"{path}: no record in {len(files)} record file(s): make them again")
+
+
+class _Batches(grain.IterDataset):
+    """A Grain data set of steps (accumulation, rows, seq + 1); each iterator has its own stream."""
+
+    def __init__(
+        self,
+        stream: Callable[[], Stream],
+        shape: Batching,
+        n_files: int,
+        source: str,
+        repeat: bool = True,
+    ):
+        super().__init__()
+        self._make = lambda: _BatchIterator(stream(), shape, n_files, source, repeat)
+
+    def __iter__(self) -> _BatchIterator:
+        return self._make()
+
+
+class _BatchIterator(grain.DatasetIterator):
+    def __init__(self, stream: Stream, shape: Batching, n_files: int, source: str, repeat: bool):
+        super().__init__()
+        self._stream, self._shape, self._n_files = stream, shape, n_files
+        self._source, self._repeat = source, repeat
+        self._first_epoch = stream.epoch
+        self._dropped: list[int] = []  # records left over at the end of each file since the last batch
+        self._told, self._fruitful = False, False
+
+    def __next__(self) -> np.ndarray:
+        shape = self._shape
+        out = np.empty((shape.accumulation, shape.last - shape.first, shape.seq + 1), np.int32)
+        filled = 0
+        while filled < shape.records:
+            micro, row = divmod(filled, shape.batch)
+            mine = shape.first <= row < shape.last
+            record = self._stream.draw(mine)
+            if record is None:
+                self._drop(filled)
+                filled = 0
+                continue
+            if mine:
+                out[micro, row - shape.first] = _tokens(record, shape.seq)
+            filled += 1
+        self._dropped.clear()
+        self._fruitful = True
+        return out
+
+    def get_state(self) -> dict[str, Any]:
+        return self._stream.position()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._stream.go_to(state)
+        self._dropped.clear()
+
+    def close(self) -> None:
+        super().close()
+        self._stream.close()
+
+    def _drop(self, records: int) -> None:
+        """A file has ended with `records` that fill no step."""
+        self._dropped.append(records)
+        at_end = not self._repeat and self._stream.epoch > self._first_epoch
+        if len(self._dropped) > self._n_files or (at_end and not self._fruitful):
+            raise UserError(self._too_few())
+        if records and not self._told:
+            self._told = True
+            _log.info(
+                "%s: the last %d records of a file fill no step of %d and are dropped, and so in later files",
+                *(self._source, records, self._shape.records),
+            )
+        if at_end:
+            raise StopIteration
+
+    def _too_few(self) -> str:
+        s, training = self._shape, self._repeat
+        return (
+            f"{self._source}: a whole pass fills no batch: {self._n_files} record file(s), the longest with "
+            f"{max(self._dropped)} records, and a step takes {s.records} (batch {s.batch} x {s.accumulation} "
+            f"microbatches) from one file: "
+            + ("set data.batch_across_files, lower " if training else "lower ")
+            + "the batch (data.per_replica_batch, optimizer.gradient_accumulation_steps, "
+            "data.val_batch_multiplier) or add data"
+        )
+
+
+def _tokens(record: Record, seq: int) -> np.ndarray:
+    tokens = record.tokens()
+    if len(tokens) != seq + 1:
+        raise UserError(
+            f"{record.path}: record {record.number} at byte {record.offset} has {len(tokens)} tokens, "
+            f"sequences of {seq} need {seq + 1}: set data.seq to {len(tokens) - 1}, or make the records again "
+            f"with create_finetune_tfrecords.py --seq {seq}"
+        )
+    return tokens

@@ -1,0 +1,199 @@
+"""Text to record files: documents are tokenised, shuffled, joined and cut into sequences of equal length.
+
+The tokens wait in a temporary file, so memory holds a few numbers a document and a sequence, whatever the size of the text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from mesh_transformer.data.cleaning import make_cleaner
+from mesh_transformer.data.corpus import Piece, file_pieces, input_files
+from mesh_transformer.data.records import write_records
+from mesh_transformer.data.token_store import Packing, TokenStore
+from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer
+from mesh_transformer.errors import UserError
+from mesh_transformer.files import is_remote, join, open_binary
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_BATCH_CHARS = 1 << 18
+_LINE_EVERY = 10_000
+
+
+@dataclass(frozen=True)
+class Options:
+    """How text becomes sequences.
+
+    Args:
+        seq: tokens the model sees; a record holds one more.
+        seed: of all shuffling.
+        preserve_data_order: shuffle neither documents nor sequences.
+        min_unique_tokens: sequences with fewer distinct tokens are dropped; 0 keeps all.
+        n_repack_epochs: passes over the documents, each cut at other places.
+        treat_eot_as_text: `<|endoftext|>` in a text is ordinary characters; otherwise it ends a document.
+        normalize_with_ftfy: repair broken Unicode, NFKC.
+        normalize_with_wikitext_detokenize: undo the spacing of the WikiText corpora.
+    """
+
+    seq: int = 2048
+    seed: int = 0
+    preserve_data_order: bool = False
+    min_unique_tokens: int = 0
+    n_repack_epochs: int = 1
+    treat_eot_as_text: bool = False
+    normalize_with_ftfy: bool = False
+    normalize_with_wikitext_detokenize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.seq < 1 or self.n_repack_epochs < 1 or self.min_unique_tokens < 0 or self.seed < 0:
+            raise UserError(
+                f"the sequence length ({self.seq}) and the repack epochs ({self.n_repack_epochs}) must be at least 1, "
+                f"the minimum of unique tokens ({self.min_unique_tokens}) and the seed ({self.seed}) at least 0"
+            )
+
+
+@dataclass(frozen=True)
+class Written:
+    """What `prepare` wrote."""
+
+    path: str
+    sequences: int
+    tokens: int
+    documents: int
+    source_tokens: int
+
+
+def prepare(source: str, name: str, output_dir: str, tokenizer: Tokenizer, options: Options) -> Written:
+    """Write `{name}_{sequences}.tfrecords` into `output_dir` from a file or a folder of files.
+
+    Raises:
+        UserError: bad input, or less text than one sequence; nothing is left behind then.
+    """
+    if not name or os.path.basename(name) != name:
+        raise UserError(
+            f"the output's name {name!r} is no plain file name: choose its folder with --output-dir"
+        )
+    files = input_files(source)
+    local = None if is_remote(output_dir) else output_dir
+    if local is not None:
+        os.makedirs(local, exist_ok=True)
+    with scratch_file(local or ".") as scratch:
+        written = write_corpus(files, scratch, tokenizer, options)
+        path = join(output_dir, f"{name}_{written.sequences}.tfrecords")
+        _publish(scratch, path)
+    return Written(path, written.sequences, written.tokens, written.documents, written.source_tokens)
+
+
+def write_corpus(files: list[str], path: str, tokenizer: Tokenizer, options: Options) -> Written:
+    """Write the sequences of `files` to the local `path`.
+
+    Raises:
+        UserError: bad input, or less text than one sequence.
+    """
+    with TokenStore(os.path.dirname(path) or ".", tokenizer.n_vocab) as store:
+        _tokenise(files, store, tokenizer, options)
+        length = options.seq + 1
+        if store.n_tokens * options.n_repack_epochs < length:
+            raise UserError(
+                f"{files[0]}{' and others' if len(files) > 1 else ''}: {store.n_documents} documents with "
+                f"{store.n_tokens} tokens do not fill one sequence of {length}: add text or choose a shorter --seq"
+            )
+        total = store.n_tokens * options.n_repack_epochs // length
+        count = write_records(path, _track(sequences(store, options), "sequences", total))
+        if not count:
+            raise UserError(
+                f"none of {total} sequences has {options.min_unique_tokens} distinct tokens: lower --min-unique-tokens"
+            )
+        return Written(path, count, count * length, store.n_documents, store.n_tokens)
+
+
+def sequences(store: TokenStore, options: Options) -> Iterator[np.ndarray]:
+    """The full sequences of all passes, int32 (seq + 1,); the tail of a pass goes in front of the next."""
+    rng = np.random.default_rng(options.seed)
+    length = options.seq + 1
+    carried = np.empty(0, np.int32)
+    for _ in range(options.n_repack_epochs):
+        keep = options.preserve_data_order
+        stream = Packing(store, None if keep else rng.permutation(store.n_documents), carried)
+        n_full = len(stream) // length
+        for i in range(n_full) if keep else rng.permutation(n_full):
+            tokens = stream.read(int(i) * length, (int(i) + 1) * length)
+            if options.min_unique_tokens and len(np.unique(tokens)) < options.min_unique_tokens:
+                _log.debug("dropped a sequence with too few distinct tokens: %s ...", tokens[:16].tolist())
+                continue
+            yield tokens
+        carried = stream.read(n_full * length, len(stream))
+    _log.debug("the last %d tokens fill no sequence and are dropped", len(carried))
+
+
+@contextlib.contextmanager
+def scratch_file(folder: str) -> Iterator[str]:
+    """A name in `folder` that nobody else uses; what is left under it is deleted in the end."""
+    path = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)
+
+
+def _publish(scratch: str, path: str) -> None:
+    if not is_remote(path):
+        os.replace(scratch, path)
+        return
+    with open(scratch, "rb") as source, open_binary(path, "wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+
+
+def _tokenise(files: list[str], store: TokenStore, tokenizer: Tokenizer, options: Options) -> None:
+    clean = make_cleaner(options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize)
+    separator = None if options.treat_eot_as_text else EOT_TEXT
+    for batch in _batches(_track(_all_pieces(files, separator), "pieces of text")):
+        encoded = tokenizer.encode_literal([clean(piece.text) for piece in batch])
+        for piece, tokens in zip(batch, encoded, strict=True):
+            store.add(tokens)
+            if piece.ends:
+                store.end_document(tokenizer.eot)
+
+
+def _all_pieces(files: list[str], separator: str | None) -> Iterator[Piece]:
+    for file in files:
+        _log.debug("reading %s", file)
+        yield from file_pieces(file, separator)
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    chars = 0
+    for piece in pieces:
+        batch.append(piece)
+        chars += len(piece.text) + 64
+        if chars >= _BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def _track(items: Iterable[_T], what: str, total: int | None = None) -> Iterator[_T]:
+    """Pass `items` through, with a bar on a terminal and a line every so often elsewhere."""
+    if sys.stderr.isatty():
+        yield from tqdm(items, total=total, unit=f" {what}")
+        return
+    for count, item in enumerate(items, 1):
+        yield item
+        if count % _LINE_EVERY == 0:
+            _log.info("%d%s %s", count, f" of {total}" if total else "", what)

@@ -1,0 +1,204 @@
+"""TFRecord files: length (u64), checksum of the length, data, checksum of the data; little-endian, masked crc32c.
+
+A file may be compressed as a whole (gzip or zlib). That is seen from its content, not from its name: a file whose
+first twelve bytes are a valid record header is plain. Offsets count decompressed bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from typing import IO, NamedTuple
+
+import google_crc32c
+import numpy as np
+
+from mesh_transformer.data.example import decode_example, encode_example
+from mesh_transformer.data.inflate import detect, inflated
+from mesh_transformer.errors import UserError
+from mesh_transformer.files import is_remote, open_binary
+
+MAX_RECORD_BYTES = 64 << 20
+_HEADER = struct.Struct("<QI")
+_CHECKSUM = struct.Struct("<I")
+_SKIP_BYTES = 1 << 20
+
+
+class Record(NamedTuple):
+    """One record: its bytes and where they came from."""
+
+    path: str
+    number: int
+    offset: int
+    data: bytes
+
+    def tokens(self) -> np.ndarray:
+        """The tokens of the record, int32 (n,).
+
+        Raises:
+            UserError: the record holds no tokens; names the file, the record and its offset.
+        """
+        try:
+            return decode_example(self.data)
+        except UserError as error:
+            raise UserError(f"{_place(self.path, self.number, self.offset)}: {error}") from error
+
+
+class RecordReader:
+    """Reads or passes over one record at a time; `number` and `offset` say which comes next.
+
+    Going to an offset costs one seek in a plain file; a compressed one is read up to it.
+
+    Raises (from every method):
+        UserError: the file is missing, cut short or damaged; names the file, the record and its offset.
+    """
+
+    def __init__(self, path: str, number: int = 0, offset: int = 0):
+        self.path, self.number, self.offset = path, number, offset
+        self._file, self._size = _open(path)
+        if offset:
+            self._go_to(offset)
+
+    def __enter__(self) -> RecordReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the file."""
+        self._file.close()
+
+    def read(self, keep: bool = True) -> Record | None:
+        """The next record, its checksums verified; None at the end of the file.
+
+        Without `keep` the record is passed over: its data is neither verified nor returned (empty).
+        """
+        length = self._length()
+        if length is None:
+            return None
+        data = self._data(length) if keep else self._pass_over(length)
+        record = Record(self.path, self.number, self.offset, data)
+        self.number += 1
+        self.offset += _HEADER.size + length + _CHECKSUM.size
+        return record
+
+    def _length(self) -> int | None:
+        header = self._file.read(_HEADER.size)
+        if not header:
+            return None
+        if len(header) < _HEADER.size:
+            raise self._damaged("the file ends inside it")
+        length, checksum = _HEADER.unpack(header)
+        if masked_crc32c(header[:8]) != checksum:
+            raise self._damaged("the checksum of its length does not match")
+        if length > MAX_RECORD_BYTES:
+            raise self._damaged(f"it claims {length} bytes, at most {MAX_RECORD_BYTES} are allowed")
+        if self._size is not None and self.offset + _HEADER.size + length + _CHECKSUM.size > self._size:
+            raise self._damaged("the file ends inside it")
+        return length
+
+    def _data(self, length: int) -> bytes:
+        body = self._exactly(length + _CHECKSUM.size)
+        data = body[:length]
+        if masked_crc32c(data) != _CHECKSUM.unpack(body[length:])[0]:
+            raise self._damaged("the checksum of its data does not match")
+        return data
+
+    def _pass_over(self, length: int) -> bytes:
+        if self._size is not None:
+            self._file.seek(length, os.SEEK_CUR)
+        else:
+            self._discard(length)
+        self._exactly(_CHECKSUM.size)
+        return b""
+
+    def _exactly(self, n: int) -> bytes:
+        data = self._file.read(n)
+        if len(data) < n:
+            raise self._damaged("the file ends inside it")
+        return data
+
+    def _go_to(self, offset: int) -> None:
+        if self._size is None:
+            self._discard(offset)
+        elif offset > self._size:
+            raise self._damaged(f"the file has only {self._size} bytes")
+        else:
+            self._file.seek(offset)
+
+    def _discard(self, n: int) -> None:
+        while n > 0:
+            n -= len(self._exactly(min(n, _SKIP_BYTES)))
+
+    def _damaged(self, why: str) -> UserError:
+        return UserError(
+            f"{_place(self.path, self.number, self.offset)}: {why}; "
+            f"fetch or make the file again, or take it out of the index"
+        )
+
+
+def read_records(path: str) -> Iterator[np.ndarray]:
+    """The token arrays (int32) of a record file in order.
+
+    Raises:
+        UserError: the file is missing, cut short or damaged.
+    """
+    with RecordReader(path) as reader:
+        while (record := reader.read()) is not None:
+            yield record.tokens()
+
+
+def write_record(file: IO[bytes], tokens: np.ndarray) -> int:
+    """Append one record of `tokens` to `file`; returns the bytes written."""
+    data = encode_example(tokens)
+    header = struct.pack("<Q", len(data))
+    file.write(b"".join((header, _checksum(header), data, _checksum(data))))
+    return _HEADER.size + len(data) + _CHECKSUM.size
+
+
+def write_records(path: str, sequences: Iterable[np.ndarray]) -> int:
+    """Write a plain record file (local or `gs://`); returns how many records it holds."""
+    count = 0
+    with open_binary(path, "wb") as file:
+        for tokens in sequences:
+            write_record(file, tokens)
+            count += 1
+    return count
+
+
+def masked_crc32c(data: bytes) -> int:
+    """The checksum of the format: crc32c rotated right by 15 bits plus a constant, modulo 2**32."""
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _checksum(data: bytes) -> bytes:
+    return _CHECKSUM.pack(masked_crc32c(data))
+
+
+def _place(path: str, number: int, offset: int) -> str:
+    return f"{path}: record {number} at byte {offset}"
+
+
+def _open(path: str) -> tuple[IO[bytes], int | None]:
+    """The file decompressed, and its size in bytes if it is plain (and so can seek)."""
+    if not is_remote(path) and os.path.isdir(path):
+        raise UserError(f"{path} is a folder, not a record file")
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open_binary(path))
+        head = file.read(_HEADER.size)
+        kind = None if _is_header(head) else detect(head)
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        stack.pop_all()
+    if kind is None:
+        return file, size
+    return inflated(file, kind, path), None
+
+
+def _is_header(head: bytes) -> bool:
+    return len(head) == _HEADER.size and masked_crc32c(head[:8]) == _HEADER.unpack(head)[1]

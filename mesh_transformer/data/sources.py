@@ -1,0 +1,94 @@
+"""From the name of a data set to its record files."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from concurrent.futures import ThreadPoolExecutor
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.files import exists, is_remote, join, open_binary
+
+_MAX_INDEX_BYTES = 16 << 20
+_LOOKUPS_AT_ONCE = 16
+
+
+def find_source(source: str) -> str:
+    """The path behind `source`: as given, or under `data/`.
+
+    Raises:
+        UserError: neither exists; names both.
+    """
+    tried = [source]
+    if not is_remote(source) and not os.path.isabs(source):
+        tried.append(os.path.join("data", source))
+    for path in tried:
+        if _is_file(path):
+            return path
+    raise UserError(
+        f"data set not found, tried {' and '.join(tried)}: give an index file (one record file a line), "
+        f"a .tfrecords file or a .txt file, by its path, its gs:// address or its name under data/"
+    )
+
+
+def is_text(path: str) -> bool:
+    """Whether the name says plain text."""
+    return path.endswith(".txt")
+
+
+def record_files(path: str) -> tuple[str, ...]:
+    """The record files of an index file, or the record file itself.
+
+    A relative line is looked for in the current folder, in the index's own folder and in the folder above it.
+
+    Raises:
+        UserError: the index is empty, is no text, or names a file that does not exist.
+    """
+    if ".tfrecord" in posixpath.basename(path.replace(os.sep, "/")):
+        return (path,)
+    lines = _index_lines(path)
+    with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
+        return tuple(pool.map(lambda line: _find_listed(path, *line), lines))
+
+
+def _index_lines(path: str) -> list[tuple[int, str]]:
+    """The line numbers (from 1) and texts of the lines that are not blank."""
+    with open_binary(path) as file:
+        content = file.read(_MAX_INDEX_BYTES + 1)
+    if len(content) > _MAX_INDEX_BYTES or b"\0" in content:
+        raise UserError(_not_an_index(path))
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(_not_an_index(path)) from error
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"the index file {path} is empty: write the path of one record file on each line")
+    return lines
+
+
+def _not_an_index(path: str) -> str:
+    return (
+        f"{path} is not an index file (a text with one record file a line): "
+        f"record files end in .tfrecords, text files in .txt"
+    )
+
+
+def _find_listed(index: str, number: int, line: str) -> str:
+    folder = posixpath.dirname(index) if is_remote(index) else os.path.dirname(index)
+    if is_remote(line) or os.path.isabs(line):
+        tried = [line]
+    elif is_remote(index):
+        tried = [join(folder, line), join(posixpath.dirname(folder), line)]
+    else:
+        tried = list(
+            dict.fromkeys([line, join(folder, line), join(os.path.dirname(os.path.abspath(folder)), line)])
+        )
+    for path in tried:
+        if _is_file(path):
+            return path
+    raise UserError(f"{index}, line {number}: record file not found, tried {', '.join(tried)}")
+
+
+def _is_file(path: str) -> bool:
+    return exists(path) if is_remote(path) else os.path.isfile(path)

@@ -1,0 +1,234 @@
+"""The endless stream of records: the files in order or shuffled, with a position that can be stored.
+
+A position is a small dict of plain numbers and strings. It counts records, never batches or hosts, so it is the
+same on every host and holds after the batch or the number of hosts changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mesh_transformer.data.records import Record, RecordReader
+from mesh_transformer.errors import UserError
+
+Position = dict[str, Any]
+
+_NUMBERS = ("epoch", "file", "record", "offset", "taken")
+
+
+class Stream(Protocol):
+    """What batches are made of."""
+
+    @property
+    def epoch(self) -> int:
+        """Whole passes behind the next record."""
+        ...
+
+    def draw(self, keep: bool) -> Record | None:
+        """The next record; None where a batch must not go on (a file has ended). Without `keep` its data may be
+        empty: another host takes it."""
+        ...
+
+    def position(self) -> Position: ...
+
+    def go_to(self, position: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Walk:
+    """Record after record, file after file, epoch after epoch; `seed` permutes the files of each epoch."""
+
+    def __init__(self, files: Sequence[str], seed: int | None = None):
+        self._files, self._seed = tuple(files), seed
+        self._epoch, self._place = 0, 0
+        self._reader: RecordReader | None = None
+        self._barren = 0
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def read(self, keep: bool = True) -> Record | None:
+        """The next record; None where a file ends, behind which the next file follows.
+
+        Raises:
+            UserError: a file is damaged, or a whole pass met no record.
+        """
+        if self._reader is None:
+            self._reader = RecordReader(self._path())
+        record = self._reader.read(keep)
+        if record is not None:
+            self._barren = 0
+            return record
+        self._barren += 1
+        if self._barren > len(self._files):
+            raise UserError(f"there is no record in {_some(self._files)}: make the files again")
+        self.close()
+        self._place += 1
+        if self._place == len(self._files):
+            self._epoch, self._place = self._epoch + 1, 0
+        return None
+
+    def position(self) -> Position:
+        """Where the next record lies. `file` is its place in the epoch's order, `offset` in bytes."""
+        number, offset = (self._reader.number, self._reader.offset) if self._reader else (0, 0)
+        return {
+            "epoch": self._epoch,
+            "file": self._place,
+            "name": os.path.basename(self._path()),
+            "record": number,
+            "offset": offset,
+        }
+
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        """Continue at a stored position.
+
+        Raises:
+            UserError: the files are not those that the position was taken from.
+        """
+        epoch, place = position["epoch"], position["file"]
+        if place >= len(self._files) or os.path.basename(self._path(epoch, place)) != position["name"]:
+            raise UserError(
+                f"the stored data position is in {position['name']}, number {place + 1} of its data set, "
+                f"which does not fit {_some(self._files)}: bring back the former data set (same files, same order), "
+                f"or start its reading anew"
+            )
+        self.close()
+        self._epoch, self._place, self._barren = epoch, place, 0
+        self._reader = RecordReader(self._path(), position["record"], position["offset"])
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _path(self, epoch: int | None = None, place: int | None = None) -> str:
+        epoch = self._epoch if epoch is None else epoch
+        place = self._place if place is None else place
+        if self._seed is not None:
+            place = int(np.random.default_rng([self._seed, epoch, 1]).permutation(len(self._files))[place])
+        return self._files[place]
+
+
+class Ordered:
+    """Records in the order of the files; batches end with a file unless `across_files`."""
+
+    def __init__(self, files: Sequence[str], across_files: bool):
+        self._walk, self._across = Walk(files), across_files
+
+    @property
+    def epoch(self) -> int:
+        return self._walk.epoch
+
+    def draw(self, keep: bool) -> Record | None:
+        record = self._walk.read(keep)
+        while record is None and self._across:
+            record = self._walk.read(keep)
+        return record
+
+    def position(self) -> Position:
+        return {"version": 1, "order": "index", **self._walk.position(), "taken": 0}
+
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        _check(position, "index")
+        self._walk.go_to(position)
+
+    def close(self) -> None:
+        self._walk.close()
+
+
+class Shuffled:
+    """Records shuffled within a window, files shuffled within an epoch; every epoch holds each record once.
+
+    The window has two halves: one is drawn from in random order while the other is filled, a record for a record.
+    A position is the place where the half that is drawn from began, and how many were taken of it.
+    """
+
+    def __init__(self, files: Sequence[str], window: int, seed: int):
+        self._walk, self._seed = Walk(files, seed), seed
+        self._window, self._half = window, max(1, window // 2)
+        self._begin(self._walk.position())
+        self._open_next()
+
+    @property
+    def epoch(self) -> int:
+        return int(self._start["epoch"])
+
+    def draw(self, keep: bool) -> Record | None:
+        if self._taken == len(self._current):
+            self._turn()
+        at = self._order[self._taken]
+        record = self._current[at]
+        assert record is not None
+        self._current[at] = None  # give the memory back
+        self._taken += 1
+        self._fill_one()
+        return record
+
+    def position(self) -> Position:
+        return {"version": 1, "order": self._name(), **self._start, "taken": self._taken}
+
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        _check(position, self._name())
+        self._walk.go_to(position)
+        self._begin(self._walk.position())
+        self._open_next()
+        if position["taken"]:
+            self._turn()
+            self._taken = min(position["taken"], len(self._current))
+
+    def close(self) -> None:
+        self._walk.close()
+
+    def _name(self) -> str:
+        return f"shuffle, seed {self._seed}, window {self._window}"
+
+    def _begin(self, start: Position, records: Sequence[Record] = ()) -> None:
+        self._start, self._taken = start, 0
+        self._current: list[Record | None] = list(records)
+        seed = [self._seed, start["epoch"], start["file"], start["record"], 2]
+        self._order = np.random.default_rng(seed).permutation(len(records))
+
+    def _open_next(self) -> None:
+        self._next: list[Record] = []
+        self._next_start, self._next_full = self._walk.position(), False
+
+    def _turn(self) -> None:
+        while not self._next_full:
+            self._fill_one()
+        self._begin(self._next_start, self._next)
+        self._open_next()
+
+    def _fill_one(self) -> None:
+        """Read one record into the half that is filled; it is full at its size or at the end of the epoch."""
+        while not self._next_full:
+            record = self._walk.read()
+            if record is not None:
+                self._next.append(record)
+                self._next_full = len(self._next) == self._half
+                return
+            if self._walk.epoch != self._next_start["epoch"]:
+                if self._next:
+                    self._next_full = True
+                else:
+                    self._next_start = self._walk.position()
+
+
+def _check(position: Mapping[str, Any], order: str) -> None:
+    whole = all(type(position.get(key)) is int and position[key] >= 0 for key in _NUMBERS)
+    if position.get("version") != 1 or not whole or not isinstance(position.get("name"), str):
+        raise UserError(f"the stored data position cannot be read: {dict(position)!r}"[:500])
+    if position.get("order") != order:
+        raise UserError(
+            f"the stored data position was taken with the order '{position.get('order')}', this run asks for "
+            f"'{order}': set data.shuffle, data.seed and data.shuffle_window as they were"
+        )
+
+
+def _some(files: Sequence[str]) -> str:
+    return ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")

@@ -1,0 +1,186 @@
+"""Text to tokens and back: GPT-2's and other Hugging Face tokenizers, or plain bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from mesh_transformer.errors import UserError
+
+EOT_TEXT = "<|endoftext|>"
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+)
+
+
+class Tokenizer(Protocol):
+    """What the rest of the program needs of a tokenizer."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Ids are 0..n_vocab - 1."""
+        ...
+
+    @property
+    def eot(self) -> int:
+        """The id that ends a document."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for tokenizers that give the same ids."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`; the names of special tokens in it become their ids."""
+        ...
+
+    def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, names of special tokens taken as ordinary characters."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, without special tokens and ids outside the vocabulary."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0..255, and 256 for the end of a document."""
+
+    n_vocab = 257
+    eot = 256
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "replace"))
+
+    def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in map(int, ids) if 0 <= i < self.eot).decode("utf-8", "replace")
+
+
+class HubTokenizer:
+    """A fast Hugging Face tokenizer, without the start and end tokens some add by themselves."""
+
+    def __init__(self, tokenizer: Any, name: str):
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.n_vocab = len(tokenizer)
+        self.eot = _eot_id(self._backend, tokenizer, name)
+        self.fingerprint = hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        self._backend.encode_special_tokens = False
+        return self._backend.encode(_valid(text), add_special_tokens=False).ids
+
+    def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
+        self._backend.encode_special_tokens = True
+        try:
+            encoded = self._backend.encode_batch_fast(
+                [_valid(text) for text in texts], add_special_tokens=False
+            )
+        finally:
+            self._backend.encode_special_tokens = False
+        return [e.ids for e in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        known = [i for i in map(int, ids) if 0 <= i < self.n_vocab]
+        return self._backend.decode(known, skip_special_tokens=True)
+
+
+def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
+    """The tokenizer that `spec` names.
+
+    Args:
+        spec: `bytes`, a folder with tokenizer files, or a name on the Hugging Face hub; None: `folder` if it holds
+            tokenizer files, else gpt2 from the hub.
+        folder: where a model keeps its tokenizer, perhaps.
+
+    Raises:
+        UserError: there is no such tokenizer, or the hub cannot be reached.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    if spec is None and folder is not None and _has_tokenizer(folder):
+        spec = folder
+    spec = spec or "gpt2"
+    if os.path.isdir(spec):
+        return _from_folder(spec, spec)
+    if spec.startswith((".", "/", "~")):
+        raise UserError(f"no such tokenizer folder: {spec}; {_WAY_OUT}")
+    return _from_folder(_download(spec), spec)
+
+
+_WAY_OUT = (
+    "give a folder that holds tokenizer.json, or vocab.json and merges.txt (--set data.tokenizer=FOLDER; "
+    "--tokenizer FOLDER for create_finetune_tfrecords.py), or `bytes`"
+)
+
+
+def _has_tokenizer(folder: str) -> bool:
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ("tokenizer.json", "vocab.json"))
+
+
+def _download(name: str) -> str:
+    """The folder with the tokenizer files of hub repository `name`."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.snapshot_download(name, allow_patterns=list(_FILES))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise UserError(
+            f"tokenizer {name!r} is no folder here and could not be fetched from the Hugging Face hub ({reason}): {_WAY_OUT}"
+        ) from error
+
+
+def _from_folder(folder: str, name: str) -> HubTokenizer:
+    import transformers
+
+    if not _has_tokenizer(folder):
+        raise UserError(f"{name}: no tokenizer files in it; {_WAY_OUT}")
+    has = {file for file in _FILES if os.path.isfile(os.path.join(folder, file))}
+    if has & {"tokenizer_config.json", "config.json"}:
+        kind: Any = transformers.AutoTokenizer
+    elif "tokenizer.json" in has:
+        kind = transformers.PreTrainedTokenizerFast
+    else:
+        kind = getattr(transformers, "GPT2TokenizerFast")  # noqa: B009  (an alias the stubs do not list)
+    try:
+        tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001  (the Rust library raises plain Exceptions)
+        raise UserError(f"{name}: its tokenizer files cannot be read ({error}); {_WAY_OUT}"[:800]) from error
+    if not getattr(tokenizer, "is_fast", False) or len(tokenizer) <= 1:
+        raise UserError(f"{name}: its tokenizer is empty or of a kind that is not supported; {_WAY_OUT}")
+    return HubTokenizer(tokenizer, name)
+
+
+def _eot_id(backend: Any, tokenizer: Any, name: str) -> int:
+    """`<|endoftext|>` where the vocabulary has it, else the tokenizer's own end of a sequence."""
+    eot = backend.token_to_id(EOT_TEXT)
+    eot = tokenizer.eos_token_id if eot is None else eot
+    if eot is None:
+        raise UserError(
+            f"{name}: its tokenizer has no end-of-text token: add an eos_token to its tokenizer_config.json"
+        )
+    return int(eot)
+
+
+def _valid(text: str) -> str:
+    """`text` with lone surrogates, which no encoding can write, replaced."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

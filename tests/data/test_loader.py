@@ -1,0 +1,272 @@
+"""Batches: equal to the original's, and the same whatever the hosts, the read-ahead and the interruptions."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import logging
+import threading
+import zlib
+
+import numpy as np
+import pytest
+
+from mesh_transformer.data.loader import make_train_loader, make_val_loader
+from mesh_transformer.data.records import write_records
+from mesh_transformer.errors import UserError
+
+MODES = [
+    {},
+    {"batch_across_files": True},
+    {"shuffle": True, "shuffle_window": 6, "seed": 3},
+    {"shuffle": True, "shuffle_window": 1, "seed": 3},
+    {"shuffle": True, "shuffle_window": 1000, "seed": 4},
+]
+
+
+def train(index, *, rows=slice(0, 2), prefetch=2, **kwargs):
+    return make_train_loader(
+        str(index), seq=4, batch=2, accumulation=2, rows=rows, prefetch=prefetch, **kwargs
+    )
+
+
+def take(loader, n):
+    return [next(loader)[..., 0].tolist() for _ in range(n)]
+
+
+@pytest.mark.parametrize(("case", "accumulation", "batch"), [("train_2x2", 2, 2), ("train_3x1", 3, 1)])
+def test_golden_training_batches(golden, case, accumulation, batch):
+    want = np.load(golden / "loader_golden.npz")[f"{case}/batches"]
+    index = str(golden / "tiny.train.index")
+    loader = make_train_loader(index, seq=64, accumulation=accumulation, batch=batch, rows=slice(0, batch))
+    got = np.stack([next(loader) for _ in want])
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, want)
+
+
+def test_golden_validation_batches(golden):
+    want = np.load(golden / "loader_golden.npz")
+    index = str(golden / "tiny.val.index")
+    val = make_val_loader(index, seq=64, batch=2, rows=slice(0, 2))
+    for _ in range(2):
+        np.testing.assert_array_equal(np.stack(list(itertools.islice(val, 5))), want["val_2/batches"])
+    once = make_val_loader(index, seq=64, batch=2, rows=slice(0, 2), repeat=False)
+    np.testing.assert_array_equal(np.stack(list(once)), want["val_2/sample_once"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_resume_at_every_step(dataset, mode, prefetch):
+    straight = train(dataset, prefetch=prefetch, **mode)
+    states, batches = [straight.get_state()], []
+    for _ in range(16):
+        batches += take(straight, 1)
+        states.append(straight.get_state())
+    for at, state in enumerate(states[:-2]):
+        resumed = train(dataset, prefetch=prefetch, **mode)
+        resumed.set_state(json.loads(json.dumps(state)))
+        assert resumed.get_state() == state
+        assert take(resumed, 16 - at) == batches[at:]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hosts_split_the_rows_and_share_the_position(dataset, mode):
+    whole = train(dataset, **mode)
+    hosts = [train(dataset, rows=slice(k, k + 1), **mode) for k in range(2)]
+    for _ in range(9):
+        parts = [next(host) for host in hosts]
+        np.testing.assert_array_equal(np.concatenate(parts, 1), next(whole))
+        assert hosts[0].get_state() == hosts[1].get_state() == whole.get_state()
+    other = train(dataset, **mode)
+    other.set_state(hosts[1].get_state())
+    assert take(other, 5) == take(whole, 5)
+
+
+def test_a_host_decodes_only_its_rows(dataset, monkeypatch):
+    from mesh_transformer.data import records
+
+    decoded = []
+    original = records.decode_example
+    loader = train(dataset, rows=slice(1, 2), prefetch=0)
+    monkeypatch.setattr(records, "decode_example", lambda data: decoded.append(1) or original(data))
+    next(loader)
+    assert len(decoded) == 2
+
+
+def test_files_end_batches_unless_asked(dataset, caplog):
+    with caplog.at_level(logging.INFO):
+        assert np.array(take(train(dataset), 5)).reshape(5, 4).tolist() == [
+            *([4 * k + i for i in range(4)] for k in range(2)),
+            [14, 15, 16, 17],
+            [18, 19, 20, 21],
+            [0, 1, 2, 3],
+        ]
+    assert len([r for r in caplog.records if "dropped" in r.message]) == 1
+    across = np.array(take(train(dataset, batch_across_files=True), 11)).reshape(-1)
+    assert across.tolist() == [k % 22 for k in range(44)]
+
+
+@pytest.mark.parametrize("window", [1, 2, 6, 1000])
+def test_shuffled_epochs_hold_every_record_once(dataset, window):
+    drawn = np.array(take(train(dataset, shuffle=True, shuffle_window=window), 11)).reshape(2, 22)
+    for epoch in drawn:
+        assert sorted(epoch) == list(range(22))
+    assert drawn[0].tolist() != drawn[1].tolist()
+
+
+def test_seeds_shuffle_differently(dataset):
+    orders = [take(train(dataset, shuffle=True, seed=seed), 4) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_compressed_records_give_the_same_batches(dataset):
+    want = take(train(dataset), 6)
+    for name in "abc":
+        path = dataset.with_name(f"{name}.tfrecords")
+        path.write_bytes(zlib.compress(path.read_bytes()))
+    loader = train(dataset)
+    assert take(loader, 3) == want[:3]
+    resumed = train(dataset)
+    resumed.set_state(loader.get_state())
+    assert take(resumed, 3) == want[3:]
+
+
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_object_storage_gives_the_same_batches(dataset, mode, monkeypatch):
+    from gcs_server import GcsServer
+
+    want = take(train(dataset, **mode), 6)
+    with GcsServer() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        server.put(
+            "bucket", "sets/all.index", b"records/a.tfrecords\nb.tfrecords\ngs://bucket/sets/c.tfrecords\n"
+        )
+        for name, key in (("a", "records/a"), ("b", "sets/b"), ("c", "sets/c")):
+            data = dataset.with_name(f"{name}.tfrecords").read_bytes()
+            server.put("bucket", f"{key}.tfrecords", data)
+        loader = train("gs://bucket/sets/all.index", **mode)
+        assert take(loader, 2) == want[:2]
+        resumed = train(dataset, **mode)
+        resumed.set_state(loader.get_state())
+        assert take(resumed, 4) == want[2:]
+        loader.close()
+        for missing in ("gs://bucket/none.index", "gs://bucket/none.tfrecords"):
+            with pytest.raises(UserError, match="not found, tried gs://bucket/none"):
+                train(missing)
+
+
+def test_names_are_looked_up_under_data(dataset, monkeypatch, tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    (home / "data").mkdir()
+    dataset.with_name("a.tfrecords").rename(home / "data" / "a.tfrecords")
+    (home / "data" / "one.index").write_text("data/a.tfrecords\n")
+    monkeypatch.chdir(home)
+    want = take(train("a.tfrecords"), 2)
+    assert take(train("one.index"), 2) == want
+    monkeypatch.chdir("/")
+    assert take(train(home / "data" / "one.index"), 2) == want
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda i: i.unlink(), "not found, tried .*all.index"),
+        (lambda i: i.write_text(" \n"), "is empty"),
+        (lambda i: i.write_bytes(b"\0\1"), "not an index file"),
+        (lambda i: i.write_text("a.tfrecords\nmissing.tfrecords\n"), r"line 2: .*missing\.tfrecords"),
+        (lambda i: i.with_name("a.tfrecords").write_bytes(b"x" * 40), "record 0 at byte 0"),
+        (
+            lambda i: write_records(str(i.with_name("a.tfrecords")), [np.arange(9)]),
+            "has 9 tokens.*need 5.*data.seq to 8",
+        ),
+        (lambda i: [i.with_name(f"{n}.tfrecords").write_bytes(b"") for n in "abc"], "no record in 3"),
+    ],
+)
+def test_bad_input_is_refused_at_once(dataset, change, message):
+    change(dataset)
+    with pytest.raises(UserError, match=message):
+        train(dataset)
+    with pytest.raises(UserError, match=message):
+        make_val_loader(str(dataset), seq=4, batch=1, rows=slice(0, 1))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_damage_surfaces_where_it_is_reached(dataset, prefetch):
+    path = dataset.with_name("c.tfrecords")
+    path.write_bytes(path.read_bytes()[:-3])
+    loader = train(dataset, prefetch=prefetch)
+    take(loader, 3)
+    with pytest.raises(UserError, match=r"c\.tfrecords: record 7 at byte"):
+        next(loader)
+
+
+def test_a_pass_without_a_batch(dataset):
+    for make in (
+        lambda: iter(make_val_loader(str(dataset), seq=4, batch=12, rows=slice(0, 1))),
+        lambda: iter(make_val_loader(str(dataset), seq=4, batch=12, rows=slice(0, 1), repeat=False)),
+        lambda: make_train_loader(str(dataset), seq=4, batch=12, rows=slice(3, 4)),
+    ):
+        with pytest.raises(
+            UserError, match="fills no batch: 3 record file.*longest with 11 records.*takes 12"
+        ):
+            next(make())
+    across = make_train_loader(str(dataset), seq=4, batch=50, rows=slice(0, 50), batch_across_files=True)
+    assert np.array(take(across, 1)).tolist() == [[[k % 22 for k in range(50)]]]
+
+
+def test_states_of_another_data_set_are_refused(dataset):
+    loader = train(dataset)
+    take(loader, 3)
+    state = loader.get_state()
+    for change, message in (
+        ({"name": "z.tfrecords"}, "does not fit"),
+        ({"file": 7}, "does not fit"),
+        ({"offset": 10**12}, "has only"),
+        ({"record": -1}, "cannot be read"),
+        ({"epoch": "x"}, "cannot be read"),
+        ({"order": "?"}, "data.shuffle"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(dataset).set_state({**state, **change})
+    with pytest.raises(UserError, match=r"data\.shuffle"):
+        train(dataset, shuffle=True).set_state(state)
+    with pytest.raises(UserError, match="cannot be read"):
+        train(dataset).set_state({})
+
+
+def test_dropped_iterators_leave_no_threads(dataset):
+    before = threading.active_count()
+    val = make_val_loader(str(dataset), seq=4, batch=1, rows=slice(0, 1))
+    for _ in range(3):
+        next(iter(val))
+    gc.collect()
+    assert threading.active_count() <= before
+
+
+def test_text_is_tokenised_once(tmp_path, monkeypatch):
+    from mesh_transformer.data import text_cache
+
+    text = "To be, or not to be. " * 20
+    (tmp_path / "play.txt").write_text(text)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = str(tmp_path / "play.txt")
+
+    def first():
+        loader = make_train_loader(source, seq=16, batch=3, rows=slice(0, 3), tokenizer="bytes")
+        return bytes(next(loader).astype(np.uint8).reshape(-1)).decode()
+
+    assert first() == text[:51]
+    folder = tmp_path / "cache" / "mesh_transformer" / "datasets"
+    assert len(list(folder.iterdir())) == 1
+    with monkeypatch.context() as context:
+        context.setattr(text_cache, "write_corpus", lambda *_: pytest.fail("tokenised again"))
+        assert first() == text[:51]
+    (tmp_path / "play.txt").write_text("x" + text)
+    assert first() == ("x" + text)[:51]
+    assert len(list(folder.iterdir())) == 2
+    (tmp_path / "play.txt").write_text("short")
+    with pytest.raises(UserError, match="do not fill one sequence of 17"):
+        first()
+    assert len(list(folder.iterdir())) == 2

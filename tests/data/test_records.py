@@ -1,0 +1,184 @@
+"""Record files: TensorFlow's bytes, and damage that is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh_transformer.data import records
+from mesh_transformer.data.example import decode_example, encode_example
+from mesh_transformer.data.records import (
+    RecordReader,
+    masked_crc32c,
+    read_records,
+    write_record,
+    write_records,
+)
+from mesh_transformer.errors import UserError
+
+ROWS = [np.arange(k, k + 9) * 1000 for k in range(4)]
+
+
+def written(rows: list[np.ndarray] = ROWS) -> bytes:
+    file = io.BytesIO()
+    for row in rows:
+        write_record(file, row)
+    return file.getvalue()
+
+
+def read_all(path: Path) -> list[list[int]]:
+    return [row.tolist() for row in read_records(str(path))]
+
+
+@pytest.mark.parametrize("name", ["full_6", "tiny_40", "tinyb_7"])
+def test_golden_records_both_ways(golden, name):
+    tokens = np.load(golden / f"{name}.npz")["tokens"]
+    np.testing.assert_array_equal(np.stack(list(read_records(str(golden / f"{name}.tfrecords")))), tokens)
+    assert written(list(tokens)) == (golden / f"{name}.tfrecords").read_bytes()
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=40))
+def test_example_round_trip(tokens):
+    decoded = decode_example(encode_example(np.array(tokens, np.int64)))
+    assert decoded.dtype == np.int32
+    assert decoded.tolist() == tokens
+
+
+def test_unpacked_numbers_and_other_features():
+    def field(number, value):
+        return bytes([number << 3 | 2, len(value)]) + value
+
+    unpacked = field(3, bytes([1 << 3, 7, 1 << 3, 0x80, 1]))
+    other = field(1, field(1, b"meta") + field(2, field(1, field(1, b"x"))))
+    example = field(1, other + field(1, field(1, b"text") + field(2, unpacked)))
+    assert decode_example(example).tolist() == [7, 128]
+
+
+def test_example_without_text():
+    with pytest.raises(UserError, match="no feature `text` .*texu"):
+        decode_example(encode_example(np.arange(3)).replace(b"text", b"texu"))
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_decode_or_are_refused(data):
+    with contextlib.suppress(UserError):
+        assert decode_example(data).dtype == np.int32
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_mutated_examples_decode_or_are_refused(data):
+    raw = bytearray(encode_example(ROWS[2]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(UserError):
+        decode_example(bytes(raw))
+
+
+@settings(max_examples=150, deadline=None)
+@given(at=st.integers(0, 10_000), value=st.integers(1, 255), kind=st.sampled_from(["plain", "gzip", "zlib"]))
+def test_a_changed_byte_is_refused_or_harmless(tmp_path_factory, at, value, kind):
+    pack = {"plain": bytes, "gzip": lambda d: gzip.compress(d, mtime=0), "zlib": zlib.compress}[kind]
+    raw = bytearray(pack(written()))
+    raw[at % len(raw)] ^= value
+    path = tmp_path_factory.mktemp("mutated") / "x.tfrecords"
+    path.write_bytes(raw)
+    with contextlib.suppress(UserError):
+        assert read_all(path) == [row.tolist() for row in ROWS]
+
+
+@pytest.mark.parametrize("kind", ["plain", "gzip", "zlib"])
+def test_every_cut_is_noticed(tmp_path, kind):
+    pack = {"plain": bytes, "gzip": gzip.compress, "zlib": zlib.compress}[kind]
+    raw, path = pack(written()), tmp_path / "x.tfrecords"
+    boundaries = {0} | {len(written(ROWS[:k])) for k in range(5)} if kind == "plain" else {0, len(raw)}
+    for size in range(len(raw)):
+        path.write_bytes(raw[:size])
+        if size in boundaries:
+            assert read_all(path) == [row.tolist() for row in ROWS[: len(read_all(path))]]
+        else:
+            with pytest.raises(UserError, match="record|damaged"):
+                read_all(path)
+
+
+def test_the_error_names_file_record_and_offset(tmp_path):
+    path = tmp_path / "x.tfrecords"
+    path.write_bytes(written()[:-5])
+    offset = len(written(ROWS[:3]))
+    with pytest.raises(UserError, match=rf"x\.tfrecords: record 3 at byte {offset}: .*ends inside"):
+        read_all(path)
+
+
+@pytest.mark.parametrize("pack", [bytes, zlib.compress])
+def test_a_huge_length_allocates_nothing(tmp_path, pack, monkeypatch):
+    length = struct.pack("<Q", 1 << 62)
+    path = tmp_path / "x.tfrecords"
+    path.write_bytes(pack(length + struct.pack("<I", masked_crc32c(length)) + b"abc"))
+    monkeypatch.setattr(RecordReader, "_exactly", lambda *_: pytest.fail("reads the data"))
+    with pytest.raises(UserError, match="record 0 at byte 0: it claims 4611686018427387904 bytes, at most"):
+        read_all(path)
+
+
+def test_a_plain_file_that_looks_compressed(tmp_path):
+    """The first bytes of a length may be those of gzip or zlib: the header's checksum decides."""
+    path = tmp_path / "x.tfrecords"
+    row = np.full(30_800, 1)
+    while len(encode_example(row)) < 0x7801:
+        row = np.append(row, 1)
+    row = row[: len(row) - (len(encode_example(row)) - 0x7801)]
+    write_records(str(path), [row])
+    assert 0x0178 != 0x7801  # little-endian: the file starts with 01 78
+    assert read_all(path) == [row.tolist()]
+
+
+@pytest.mark.parametrize(
+    "pack", [bytes, gzip.compress, zlib.compress, lambda d: gzip.compress(d[:100]) + gzip.compress(d[100:])]
+)
+def test_going_on_from_any_record(tmp_path, pack):
+    path = tmp_path / "x.tfrecords"
+    path.write_bytes(pack(written()))
+    for k in range(5):
+        with RecordReader(str(path)) as reader:
+            for _ in range(k):
+                assert reader.read(keep=False) is not None
+            place = reader.number, reader.offset
+        assert place == (k, len(written(ROWS[:k])))
+        with RecordReader(str(path), *place) as reader:
+            rest = []
+            while (record := reader.read()) is not None:
+                rest.append(record.tokens().tolist())
+        assert rest == [row.tolist() for row in ROWS[k:]]
+
+
+def test_passing_over_notices_the_end(tmp_path):
+    path = tmp_path / "x.tfrecords"
+    path.write_bytes(written()[:-2])
+    with (
+        RecordReader(str(path), 3, len(written(ROWS[:3]))) as reader,
+        pytest.raises(UserError, match="ends inside"),
+    ):
+        reader.read(keep=False)
+
+
+def test_a_compressed_bomb_is_read_in_bounded_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
+    length = struct.pack("<Q", 2000)
+    path = tmp_path / "x.tfrecords"
+    path.write_bytes(zlib.compress(length + struct.pack("<I", masked_crc32c(length)) + bytes(1 << 24)))
+    with pytest.raises(UserError, match="at most 1000"):
+        read_all(path)
+
+
+def test_missing_and_folder(tmp_path):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(UserError, match=str(path)):
+            read_all(path)

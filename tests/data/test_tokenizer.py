@@ -1,0 +1,120 @@
+"""Tokenizers: known ids, and a clear way out where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh_transformer.data.tokenizer import ByteTokenizer, load_tokenizer
+from mesh_transformer.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def gpt2(shared_data):
+    return load_tokenizer(str(shared_data / "gpt2_tokenizer"))
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+    text = text.encode("utf-8", "replace").decode()
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert tokenizer.encode_literal([text, ""]) == [ids, []]
+    assert tokenizer.decode([*ids, tokenizer.eot, 300]) == text
+
+
+def test_bytes_vocabulary():
+    tokenizer = load_tokenizer("bytes")
+    assert (tokenizer.n_vocab, tokenizer.eot) == (257, 256)
+    assert tokenizer.decode([0xC3]) == "\ufffd"
+
+
+def test_gpt2_known_ids(gpt2):
+    assert gpt2.encode("hello\n\nhello") == [31373, 198, 198, 31373]
+    assert (gpt2.n_vocab, gpt2.eot) == (50257, 50256)
+    assert gpt2.encode("a<|endoftext|>") == [64, 50256]
+    assert gpt2.encode_literal(["a<|endoftext|>"]) == [[64, 27, 91, 437, 1659, 5239, 91, 29]]
+    assert gpt2.encode("a<|endoftext|>") == [64, 50256]
+
+
+def test_gpt2_decodes_what_a_padded_vocabulary_samples(gpt2):
+    assert gpt2.decode([31373, 50256, 50257, 50399, 198]) == "hello\n"
+
+
+def test_no_warning_on_long_text(gpt2, recwarn, caplog, capfd):
+    assert len(gpt2.encode("word " * 5000)) > 4096
+    assert not recwarn.list
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+
+
+def test_lone_surrogates_do_not_crash(gpt2):
+    assert gpt2.decode(gpt2.encode("a\ud800b")) == "a\ufffdb"
+    assert load_tokenizer("bytes").encode("\ud800") == [63]
+
+
+@pytest.mark.parametrize("keep", [{"tokenizer.json"}, {"tokenizer.json", "tokenizer_config.json"}])
+def test_other_spellings_of_a_folder(shared_data, tmp_path, gpt2, keep):
+    from transformers import AutoTokenizer, GPT2TokenizerFast  # noqa: F401
+
+    GPT2TokenizerFast.from_pretrained(str(shared_data / "gpt2_tokenizer")).save_pretrained(str(tmp_path))
+    for path in tmp_path.iterdir():
+        if path.name not in keep:
+            path.unlink()
+    loaded = load_tokenizer(None, folder=str(tmp_path))
+    assert loaded.encode("hello\n\nhello<|endoftext|>") == [31373, 198, 198, 31373, 50256]
+    assert (loaded.n_vocab, loaded.eot) == (50257, 50256)
+
+
+def test_the_fingerprint_tells_tokenizers_apart(shared_data, gpt2):
+    again = load_tokenizer(None, folder=str(shared_data / "gpt2_tokenizer"))
+    assert again.fingerprint == gpt2.fingerprint != load_tokenizer("bytes").fingerprint
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"tokenizer.json": "{"}, {"vocab.json": "[]", "merges.txt": ""}, {"vocab.json": "{}"}]
+)
+def test_folders_without_a_tokenizer(tmp_path, content):
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=r"--set data\.tokenizer=FOLDER"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_an_unreachable_hub_names_the_way_out(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    def fail(*_, **__):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    for spec in (None, "gpt2", "some/name"):
+        with pytest.raises(UserError, match=r"no connection.*--set data\.tokenizer=FOLDER"):
+            load_tokenizer(spec, folder=str(tmp_path))
+    with pytest.raises(UserError, match="no such tokenizer folder"):
+        load_tokenizer("./nowhere")
+
+
+def test_the_hub_is_asked_for_gpt2(monkeypatch, shared_data):
+    import huggingface_hub
+
+    asked = []
+    folder = str(shared_data / "gpt2_tokenizer")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or folder)
+    assert load_tokenizer(None).n_vocab == 50257
+    assert asked == ["gpt2"]
+
+
+def test_nothing_is_run_from_a_folder(tmp_path, shared_data):
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copyfile(shared_data / "gpt2_tokenizer" / name, tmp_path / name)
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": ["evil.X", "evil.X"]}, "tokenizer_class": "X"}'
+    )
+    with contextlib.suppress(UserError):
+        load_tokenizer(str(tmp_path))
