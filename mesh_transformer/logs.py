@@ -36,14 +36,32 @@ class _BarFriendly(logging.Formatter):
 class Progress:
     """A bar with rate and ETA on a terminal, a plain line every few seconds otherwise (standard error)."""
 
-    def __init__(self, what: str, total: int, *, done: int = 0, quiet: bool = False, every_s: float = 10.0):
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        *,
+        unit: str,
+        done: int = 0,
+        quiet: bool = False,
+        leave: bool = True,
+        every_s: float = 10.0,
+    ):
         from tqdm import tqdm
 
         self._plain = not sys.stderr.isatty()
         self._what, self._total, self._start, self._every_s = what, total, done, every_s
         self._began = self._printed = time.monotonic()
         self._quiet = quiet
-        self._bar = tqdm(total=total, initial=done, desc=what, disable=quiet or self._plain, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            desc=what,
+            unit=unit,
+            disable=quiet or self._plain,
+            dynamic_ncols=True,
+            leave=leave,
+        )
 
     def update(self, done: int, **shown: str) -> None:
         """`done` units are finished; `shown` stands beside the count."""
@@ -144,6 +162,8 @@ class WandB:
     def __init__(self, config: LoggingConfig, whole_config: dict[str, Any], folder: str, run_id: str):
         import wandb
 
+        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
+            raise RuntimeError("not logged in; `wandb login` does that, WANDB_MODE=offline does without")
         self._run = wandb.init(
             project=config.wandb_project,
             name=config.name,
@@ -173,5 +193,7 @@ def open_sinks(config: LoggingConfig, whole_config: dict[str, Any], folder: str,
         try:
             sinks.append(WandB(config, whole_config, folder, run_id))
         except Exception as error:  # noqa: BLE001  (wandb raises its own kinds; none may stop the run)
-            log.warning("Weights & Biases is not available (%s): going on without it", str(error).split("\n")[0])
+            log.warning(
+                "Weights & Biases is not available (%s): going on without it", str(error).split("\n")[0]
+            )
     return sinks

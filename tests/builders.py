@@ -13,12 +13,20 @@ from mesh_transformer.train.step import TrainProgram
 
 TINY: dict[str, Any] = {
     "model": {"layers": 3, "d_model": 64, "n_heads": 8, "n_vocab": 512, "seq": 40, "pe_rotary_dims": 4},
-    "optimizer": {"warmup_steps": 2, "anneal_steps": 10, "lr": 1e-2, "total_steps": 12, "gradient_accumulation_steps": 2},
+    "optimizer": {
+        "warmup_steps": 2,
+        "anneal_steps": 10,
+        "lr": 1e-2,
+        "total_steps": 12,
+        "gradient_accumulation_steps": 2,
+    },
     "data": {"batch_size": 8},
 }
 
 
-def program(raw: dict[str, Any], *overrides: str, devices: int = 1, remat: str = "none", dtype: str = "float32") -> TrainProgram:
+def program(
+    raw: dict[str, Any], *overrides: str, devices: int = 1, remat: str = "none", dtype: str = "float32"
+) -> TrainProgram:
     """The compiled-on-first-use functions of a config on the first `devices` CPU devices."""
     config = parse_config(raw, overrides)
     model = build(config.model.model_copy(update={"compute_dtype": dtype, "remat": remat}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -30,7 +31,9 @@ CONFIG: dict[str, Any] = {
 def write_run(folder: Path, **groups: dict[str, Any]) -> Path:
     """A folder with a text and `config.json`: CONFIG with some values changed. Returns the config's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "text.txt").write_text("".join(f"{i} bottles of beer on the wall, {i * i}.\n" for i in range(500)))
+    (folder / "text.txt").write_text(
+        "".join(f"{i} bottles of beer on the wall, {i * i}.\n" for i in range(500))
+    )
     config = {group: {**values, **groups.get(group, {})} for group, values in CONFIG.items()}
     config |= {group: values for group, values in groups.items() if group not in CONFIG}
     path = folder / "config.json"
@@ -38,7 +41,9 @@ def write_run(folder: Path, **groups: dict[str, Any]) -> Path:
     return path
 
 
-def start(program: str, *arguments: str, cwd: Path, devices: int = 1, **environment: str) -> subprocess.Popen[str]:
+def start(
+    program: str, *arguments: str, cwd: Path, devices: int = 1, **environment: str
+) -> subprocess.Popen[str]:
     """Start an entry point of the project on forced CPU devices, with its output captured."""
     env = {
         **os.environ,
@@ -50,18 +55,28 @@ def start(program: str, *arguments: str, cwd: Path, devices: int = 1, **environm
     }
     command = [sys.executable, str(REPO / program), *arguments]
     return subprocess.Popen(
-        command, cwd=cwd, env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=cwd,
+        env=env,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
 def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 120) -> tuple[str, str]:
     """Wait; returns standard output and standard error, which are shown if the exit code is another one."""
     output, errors = process.communicate(timeout=timeout_s)
-    assert process.returncode == code, f"exit code {process.returncode}, not {code}\n{output}\n{errors[-4000:]}"
+    assert process.returncode == code, (
+        f"exit code {process.returncode}, not {code}\n{output}\n{errors[-4000:]}"
+    )
     return output, errors
 
 
-def run(program: str, *arguments: str, cwd: Path, code: int = 0, devices: int = 1, **environment: str) -> tuple[str, str]:
+def run(
+    program: str, *arguments: str, cwd: Path, code: int = 0, devices: int = 1, **environment: str
+) -> tuple[str, str]:
     """Run an entry point to its end."""
     return finish(start(program, *arguments, cwd=cwd, devices=devices, **environment), code)
 
@@ -81,3 +96,10 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, timeo
         assert process.poll() is None, process.communicate()[1][-4000:]
         time.sleep(0.005)
     raise AssertionError(f"no step {step} within {timeout_s} s")
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

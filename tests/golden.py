@@ -53,7 +53,15 @@ def checkpoint_names(layers: int, norm: str, pe: str) -> list[str]:
     names = ["embedding_shard/pos_embs"] if pe == "fixed" else []
     names += ["embedding_shard/~/linear/b", "embedding_shard/~/linear/w"]
     for layer in sorted(str(i) for i in range(layers)):
-        parts = ["linear/w", "linear_1/w", "linear_2/w", "linear_3/w", "linear_4/b", "linear_4/w", "linear_5/b"]
+        parts = [
+            "linear/w",
+            "linear_1/w",
+            "linear_2/w",
+            "linear_3/w",
+            "linear_4/b",
+            "linear_4/w",
+            "linear_5/b",
+        ]
         names += [f"layer_{layer}/~/{part}" for part in [*parts, "linear_5/w", *norms]]
     names += ["projection_shard/~/linear/b", "projection_shard/~/linear/w"]
     names += [f"projection_shard/~/{norm}" for norm in norms]
@@ -87,7 +95,9 @@ def merge(name: str, shards: np.ndarray) -> np.ndarray:
 def to_params(arrays: dict[str, np.ndarray], padded_vocab: int, *, offset: bool = True) -> dict[str, Any]:
     """Our parameter tree from whole arrays by original name; vocabulary rows are padded with zeros."""
     params: dict[str, Any] = {"embed": {}, "blocks": {}, "head": {}}
-    layers = 1 + max(int(name.split("/")[0].removeprefix("layer_")) for name in arrays if name.startswith("layer_"))
+    layers = 1 + max(
+        int(name.split("/")[0].removeprefix("layer_")) for name in arrays if name.startswith("layer_")
+    )
     for name, (stage, module, field) in _OTHER.items():
         if name in arrays:
             array = arrays[name]

@@ -43,9 +43,9 @@ class OptimizerConfig(Group):
         "float32", description="dtype in which Adam's moments are stored (classic bf16_optimizer: bfloat16)"
     )
     z_loss: NonNegative = Field(1e-4, description="weight of the squared log-normaliser in the training loss")
-    z_loss_kind: Literal["classic", "true"] = Field(
+    z_loss_kind: Literal["classic", "log_z"] = Field(
         "classic",
-        description="classic: log-sum-exp after subtracting the maximum, as the original; true: log Z",
+        description="classic: log-sum-exp after subtracting the maximum, as the original; log_z: the true normaliser",
     )
     noise_scale_alpha: Annotated[Positive, Le(1)] = Field(
         0.01, description="weight of the newest step in the gradient-noise-scale averages"

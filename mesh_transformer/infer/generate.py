@@ -99,7 +99,9 @@ class Generator:
             state.written.count_B + ~state.done_B,
         )
         logits, cache = self.model.apply(params, token_B[:, None], state.cache, start_B=position_B)
-        return _Decoding(state.n_new + 1, _constrain_cache(cache), logits[:, 0], written, state.done_B | (token_B == eos))
+        return _Decoding(
+            state.n_new + 1, _constrain_cache(cache), logits[:, 0], written, state.done_B | (token_B == eos)
+        )
 
 
 def _constrain_cache(cache: Any) -> KVCache:

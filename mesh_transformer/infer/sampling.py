@@ -19,7 +19,9 @@ class SamplingOptions(NamedTuple):
     def same(cls, n: int, temperature: float, top_p: float, top_k: int) -> SamplingOptions:
         """The same options for `n` sequences."""
         return cls(
-            jnp.full((n,), temperature, jnp.float32), jnp.full((n,), top_p, jnp.float32), jnp.full((n,), top_k, jnp.int32)
+            jnp.full((n,), temperature, jnp.float32),
+            jnp.full((n,), top_p, jnp.float32),
+            jnp.full((n,), top_k, jnp.int32),
         )
 
 

@@ -141,7 +141,12 @@ class Model:
         return _mask_padding(logits_BTV, self.config.n_vocab), cache
 
     def _blocks(
-        self, params: Params, x_BTD: jax.Array, positions: jax.Array, bias: jax.Array | None, cache: KVCache | None
+        self,
+        params: Params,
+        x_BTD: jax.Array,
+        positions: jax.Array,
+        bias: jax.Array | None,
+        cache: KVCache | None,
     ) -> tuple[jax.Array, KVCache | None]:
         def body(carry: Any, layer: Any) -> tuple[Any, None]:
             x_BTD, cache = carry
@@ -153,7 +158,9 @@ class Model:
         if cache is None:
             body = rematerialise(body, self.config.remat)
         layers = jnp.arange(self.config.layers)
-        (x_BTD, cache), _ = jax.lax.scan(body, (x_BTD, cache), (params, layers), unroll=self.config.scan_unroll)
+        (x_BTD, cache), _ = jax.lax.scan(
+            body, (x_BTD, cache), (params, layers), unroll=self.config.scan_unroll
+        )
         return constrain_residual(x_BTD), cache
 
 

@@ -32,7 +32,9 @@ def stages(config: ModelConfig) -> Stages:
     c = config
     out_stddev = 2 / c.layers / np.sqrt(c.d_model)
 
-    def embed(tokens_BT: jax.Array, positions_BT: jax.Array, n_keys: int) -> tuple[jax.Array, jax.Array | None]:
+    def embed(
+        tokens_BT: jax.Array, positions_BT: jax.Array, n_keys: int
+    ) -> tuple[jax.Array, jax.Array | None]:
         x_BTD = Embedding(c.padded_vocab, c.d_model, 1 / np.sqrt(c.n_vocab), name="tokens")(tokens_BT)
         if c.pe == "fixed":
             x_BTD = x_BTD + PositionTable(c.seq, c.d_model, name="positions")(positions_BT)

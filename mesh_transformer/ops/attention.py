@@ -24,7 +24,9 @@ class KVCache(NamedTuple):
     v_LBHSK: jax.Array
 
     @classmethod
-    def zeros(cls, layers: int, slots: int, heads: int, length: int, d_head: int, dtype: jnp.dtype) -> KVCache:
+    def zeros(
+        cls, layers: int, slots: int, heads: int, length: int, d_head: int, dtype: jnp.dtype
+    ) -> KVCache:
         """An empty cache."""
         return cls(*(jnp.zeros((layers, slots, heads, length, d_head), dtype) for _ in range(2)))
 
@@ -33,7 +35,9 @@ class KVCache(NamedTuple):
         """Positions a slot has room for."""
         return self.k_LBHSK.shape[3]
 
-    def write(self, layer: jax.Array, positions_BT: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array) -> KVCache:
+    def write(
+        self, layer: jax.Array, positions_BT: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array
+    ) -> KVCache:
         """Put the keys and values of one layer at each slot's positions, in place when donated."""
         slots = jnp.arange(positions_BT.shape[0])[:, None]
         at = (layer, slots, slice(None), positions_BT)

@@ -82,7 +82,9 @@ def collect_axes(function: Callable[[], Any]) -> dict[str, dict[str, Axes]]:
 
     def creator(make: Any, shape: Any, dtype: Any, initialise: Any, context: Any) -> Any:
         if not isinstance(initialise, WithAxes):
-            raise AssertionError(f"parameter {context.full_name} has no dimension names: wrap its initialiser in with_axes")
+            raise AssertionError(
+                f"parameter {context.full_name} has no dimension names: wrap its initialiser in with_axes"
+            )
         axes.setdefault(context.module_name or "~", {})[context.name] = initialise.axes
         return make(shape, dtype, initialise)
 

@@ -80,7 +80,7 @@ class TrainingRun:
             tokens = self.session.place_batch(next(self.feed))
             state, metrics = self.session.program.train_step(state, tokens)
             report.push(step, metrics)
-            if data.val_set and (step % data.val_every == 0 or step == total):
+            if self.validation and (step % data.val_every == 0 or step == total):
                 self._validate(step, state, report)
             code = interrupt.exit_code(step)
             if step % self.config.checkpoint.ckpt_every == 0 or step == total or code is not None:
@@ -113,7 +113,9 @@ class TrainingRun:
 
     def _open_report(self, begun: start.Begun) -> Report:
         optimizer = self.config.optimizer
-        progress = Progress("training", optimizer.total_steps, done=begun.step, quiet=not self.is_first)
+        progress = Progress(
+            "training", optimizer.total_steps, unit="step", done=begun.step, quiet=not self.is_first
+        )
         sinks: list[logs.Sink] = []
         if self.is_first:
             whole = self.config.model_dump(mode="json")

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from mesh_transformer.logs import Progress
+from mesh_transformer.models.base import Params
 from mesh_transformer.runtime.feeds import open_val_feed
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.models.base import Params
 
 
 class Validation:
@@ -40,7 +40,13 @@ class Validation:
         self, name: str, batches: Iterable[np.ndarray], params: Params, step: int
     ) -> list[dict[str, float]]:
         n = self._session.config.data.val_batches
-        progress = Progress(f"validating {name} after step {step}", n, quiet=jax.process_index() > 0)
+        progress = Progress(
+            f"validating {name} after step {step}",
+            n,
+            unit="batch",
+            leave=False,
+            quiet=jax.process_index() > 0,
+        )
         results = []
         for i, tokens in enumerate(itertools.islice(batches, n), start=1):
             results.append(self._session.program.eval_step(params, self._session.place_eval(tokens)))

@@ -21,7 +21,12 @@ class NoiseAverages(NamedTuple):
 
 
 def update(
-    averages: NoiseAverages, alpha: float, small: int, small_square: jax.Array, big: int, big_square: jax.Array
+    averages: NoiseAverages,
+    alpha: float,
+    small: int,
+    small_square: jax.Array,
+    big: int,
+    big_square: jax.Array,
 ) -> tuple[NoiseAverages, dict[str, jax.Array]]:
     """Add one step: mean squared gradient norms over batches of `small` sequences and of all `big` of them.
 

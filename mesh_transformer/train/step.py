@@ -56,7 +56,9 @@ class TrainProgram:
             donate_argnums=0,
         )
         self.eval_step = jax.jit(
-            self._eval_step, in_shardings=(self.state_shardings.params, self.eval_sharding), out_shardings=whole
+            self._eval_step,
+            in_shardings=(self.state_shardings.params, self.eval_sharding),
+            out_shardings=whole,
         )
 
     @property
@@ -64,7 +66,9 @@ class TrainProgram:
         """Shapes, dtypes and shardings of the state, as a checkpoint is restored into."""
         shapes = jax.eval_shape(self._init, jax.random.key(0))
         return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, self.state_shardings
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            self.state_shardings,
         )
 
     def _state_shardings(self) -> TrainState:
@@ -129,7 +133,11 @@ class TrainProgram:
             total, (metrics, square) = microbatch(zeros, tokens_ABT[0])
             return total, metrics, square[None]
         total, (metrics, squares) = jax.lax.scan(microbatch, zeros, tokens_ABT)
-        return optax.tree.scale(1 / len(tokens_ABT), total), jax.tree.map(lambda m: m.mean(0), metrics), squares
+        return (
+            optax.tree.scale(1 / len(tokens_ABT), total),
+            jax.tree.map(lambda m: m.mean(0), metrics),
+            squares,
+        )
 
     def _loss(self, params: Params, tokens_BT: jax.Array) -> tuple[jax.Array, Metrics]:
         """Mean loss with the z-loss, which is averaged over a sequence's positions and added to each."""

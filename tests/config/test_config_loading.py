@@ -93,7 +93,7 @@ def value_of(config: Config, name: str) -> Any:
         ("bf16_optimizer=true", "optimizer.moments_dtype", "bfloat16"),
         ("early_collect=false", "mesh.gather_weights", "per_layer"),
         ("lr=3", "optimizer.lr", 3.0),
-        ("z_loss_kind=true", "optimizer.z_loss_kind", "true"),
+        ("logging.name=true", "logging.name", "true"),
         ("checkpoint.bucket=", "checkpoint.bucket", ""),
         ("checkpoint.model_dir=2021", "checkpoint.model_dir", "2021"),
         ("logging.name=123", "logging.name", "123"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
+import golden
 import jax
 import numpy as np
 import pytest
-
-import golden
 from builders import TINY, program
+
 from mesh_transformer.infer.generate import Generator, bucket
 from mesh_transformer.infer.sampling import SamplingOptions
 from mesh_transformer.parallel.sharding import Partition, inference_rules

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import golden
 import jax
 import numpy as np
 import pytest
-
-import golden
 from builders import program
+
 from mesh_transformer.models.base import Params
 from mesh_transformer.ops.loss import token_loss
 

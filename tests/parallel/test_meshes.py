@@ -11,8 +11,8 @@ import re
 import jax
 import numpy as np
 import pytest
-
 from builders import TINY, program
+
 from mesh_transformer.parallel.sharding import use
 from mesh_transformer.train.step import TrainProgram, compile_step
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import signal
 
 import pytest
-
-from commands import finish, metrics, run, start, wait_for_step, write_run
+from commands import finish, free_port, metrics, run, start, wait_for_step, write_run
 
 STEPS = 240
-SAME = ("train/loss", "train/grad_norm", "train/learning_rate", "noise/B_simple", "noise/G_noise", "val/loss_held")
+SAME = (
+    "train/loss",
+    "train/grad_norm",
+    "train/learning_rate",
+    "noise/B_simple",
+    "noise/G_noise",
+    "val/loss_held",
+)
 
 
 def _write(folder):
@@ -58,7 +64,11 @@ def test_a_damaged_newest_checkpoint_falls_back(tmp_path):
     write_run(tmp_path, checkpoint={"ckpt_every": 4, "keep_every": 4}, data={"val_set": {}})
     run("device_train.py", "--config", "config.json", cwd=tmp_path)
     expected = {record["step"]: record["train/loss"] for record in metrics(tmp_path / "run")}
-    damaged = [path for path in (tmp_path / "run/step_12").rglob("*") if path.is_file() and path.stat().st_size > 1000]
+    damaged = [
+        path
+        for path in (tmp_path / "run/step_12").rglob("*")
+        if path.is_file() and path.stat().st_size > 1000
+    ]
     assert damaged
     for path in damaged:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -87,9 +97,18 @@ def test_another_mesh_goes_on_with_the_same_run(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path, free_port):
+def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path):
     """The same numbers; a SIGTERM to one of them stops both after the same step, and both go on."""
-    mesh = ["--set", "mesh.fsdp=2", "--set", "mesh.tp=2", "--set", "optimizer.total_steps=60", "--set", "data.val_every=30"]
+    mesh = [
+        "--set",
+        "mesh.fsdp=2",
+        "--set",
+        "mesh.tp=2",
+        "--set",
+        "optimizer.total_steps=60",
+        "--set",
+        "data.val_every=30",
+    ]
     one, two = tmp_path / "one", tmp_path / "two"
     write_run(one), write_run(two)
     run("device_train.py", "--config", "config.json", *mesh, cwd=one, devices=8)
@@ -97,7 +116,16 @@ def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path, free_port):
     def start_both(port):
         shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
         return [
-            start("device_train.py", "--config", "config.json", *mesh, cwd=two, devices=4, JAX_PROCESS_ID=str(i), **shared)
+            start(
+                "device_train.py",
+                "--config",
+                "config.json",
+                *mesh,
+                cwd=two,
+                devices=4,
+                JAX_PROCESS_ID=str(i),
+                **shared,
+            )
             for i in range(2)
         ]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from commands import CONFIG, metrics, run, write_run
 
 
@@ -52,12 +51,16 @@ def test_a_finished_run_does_nothing_more(trained):
 
 
 def _samples(folder: Path, *arguments: str, **options):
-    output, errors = run("device_sample.py", "--config", "config.json", "--json", *arguments, cwd=folder, **options)
+    output, errors = run(
+        "device_sample.py", "--config", "config.json", "--json", *arguments, cwd=folder, **options
+    )
     return [json.loads(line) for line in output.splitlines()], errors
 
 
 def test_sampling_text(trained):
-    samples, _ = _samples(trained, "--prompt", "99 bottles", "--max-new-tokens", "12", "--num-samples", "3", "--seed", "4")
+    samples, _ = _samples(
+        trained, "--prompt", "99 bottles", "--max-new-tokens", "12", "--num-samples", "3", "--seed", "4"
+    )
     assert len(samples) == 3
     for sample in samples:
         assert set(sample) == {"prompt", "completion", "tokens", "logprobs", "seconds"}
@@ -66,7 +69,9 @@ def test_sampling_text(trained):
         assert bytes(t for t in sample["tokens"] if t < 256).decode(errors="replace") == sample["completion"]
         assert all(logprob <= 0 for logprob in sample["logprobs"])
     assert len({tuple(sample["tokens"]) for sample in samples}) > 1
-    again, _ = _samples(trained, "--prompt", "99 bottles", "--max-new-tokens", "12", "--num-samples", "3", "--seed", "4")
+    again, _ = _samples(
+        trained, "--prompt", "99 bottles", "--max-new-tokens", "12", "--num-samples", "3", "--seed", "4"
+    )
     assert [s["tokens"] for s in again] == [s["tokens"] for s in samples]
 
 
@@ -78,7 +83,9 @@ def test_sampling_tokens_needs_no_tokenizer_and_greedy_takes_the_largest(trained
     )  # fmt: skip
     assert greedy[0]["completion"] is None
     assert greedy[0]["prompt"] is None
-    likely, _ = _samples(trained, "--prompt-tokens", prompt, "--max-new-tokens", "6", "--top-k", "1", "--seed", "9")
+    likely, _ = _samples(
+        trained, "--prompt-tokens", prompt, "--max-new-tokens", "6", "--top-k", "1", "--seed", "9"
+    )
     assert likely[0]["tokens"] == greedy[0]["tokens"]
 
 
@@ -93,7 +100,15 @@ def test_sampling_on_eight_devices_gives_the_same_tokens(trained):
 def test_a_prompt_beyond_the_context(trained):
     prompt = ",".join(["65"] * 40)
     _, errors = run(
-        "device_sample.py", "--config", "config.json", "--prompt-tokens", prompt, "--max-new-tokens", "4", cwd=trained, code=2
+        "device_sample.py",
+        "--config",
+        "config.json",
+        "--prompt-tokens",
+        prompt,
+        "--max-new-tokens",
+        "4",
+        cwd=trained,
+        code=2,
     )
     assert "40 tokens" in errors
     assert "--truncate" in errors
@@ -133,7 +148,14 @@ def test_fine_tuning_starts_at_step_zero_with_other_weights(trained, tmp_path):
 )
 def test_bad_input_is_one_line_and_exit_code_2(trained, arguments, message):
     _, errors = run(
-        "device_train.py", "--config", "config.json", "--set", "checkpoint.model_dir=other", *arguments, cwd=trained, code=2
+        "device_train.py",
+        "--config",
+        "config.json",
+        "--set",
+        "checkpoint.model_dir=other",
+        *arguments,
+        cwd=trained,
+        code=2,
     )
     lines = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
@@ -143,8 +165,13 @@ def test_bad_input_is_one_line_and_exit_code_2(trained, arguments, message):
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(trained, tmp_path):
-    write_run(tmp_path, optimizer={"lr": 1e30, "end_lr": 1e30, "warmup_steps": 2, "clip_norm": 1e30, "weight_decay": 0})
-    _, errors = run("device_train.py", "--config", "config.json", "--set", "checkpoint.ckpt_every=1", cwd=tmp_path, code=1)
+    write_run(
+        tmp_path,
+        optimizer={"lr": 1e30, "end_lr": 1e30, "warmup_steps": 2, "clip_norm": 1e30, "weight_decay": 0},
+    )
+    _, errors = run(
+        "device_train.py", "--config", "config.json", "--set", "checkpoint.ckpt_every=1", cwd=tmp_path, code=1
+    )
     assert "not finite" in errors
     assert "Traceback" not in errors
     records = metrics(tmp_path / "run")

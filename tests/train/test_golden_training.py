@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import golden
 import jax
 import numpy as np
-
-import golden
 from builders import program
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from builders import TINY, program
+
 from mesh_transformer.config import OptimizerConfig
 from mesh_transformer.ops.loss import token_loss
 from mesh_transformer.train import noise
