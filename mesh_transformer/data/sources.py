@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary
 
+_RECORD_FILE = re.compile(r"\.tfrecords?(\.(gz|gzip|zlib|z))?$")
 _MAX_INDEX_BYTES = 16 << 20
 _LOOKUPS_AT_ONCE = 16
 
@@ -44,7 +46,7 @@ def record_files(path: str) -> tuple[str, ...]:
     Raises:
         UserError: the index is empty, is no text, or names a file that does not exist.
     """
-    if ".tfrecord" in posixpath.basename(path.replace(os.sep, "/")):
+    if _RECORD_FILE.search(path):
         return (path,)
     lines = _index_lines(path)
     with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:

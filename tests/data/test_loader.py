@@ -6,6 +6,8 @@ import gc
 import itertools
 import json
 import logging
+import subprocess
+import sys
 import threading
 import zlib
 
@@ -270,3 +272,24 @@ def test_text_is_tokenised_once(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="do not fill one sequence of 17"):
         first()
     assert len(list(folder.iterdir())) == 2
+
+
+def test_several_processes_may_fill_the_cache(tmp_path):
+    (tmp_path / "play.txt").write_text("All the world's a stage. " * 400)
+    code = (
+        "from mesh_transformer.data.text_cache import cached_records\n"
+        "print(cached_records('play.txt', 16, 'bytes', 'cache'))"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert len({process.communicate(timeout=60)[0] for process in started}) == 1
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_an_index_may_have_record_in_its_name(dataset):
+    named = dataset.with_name("my.tfrecords.index")
+    dataset.rename(named)
+    assert take(train(named), 1) == [[[0, 1], [2, 3]]]

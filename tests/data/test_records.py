@@ -6,16 +6,19 @@ import contextlib
 import gzip
 import io
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh_transformer.data import records
 from mesh_transformer.data.example import decode_example, encode_example
+from mesh_transformer.data.inflate import detect, inflated
 from mesh_transformer.data.records import (
     RecordReader,
     masked_crc32c,
@@ -129,15 +132,24 @@ def test_a_huge_length_allocates_nothing(tmp_path, pack, monkeypatch):
 
 
 def test_a_plain_file_that_looks_compressed(tmp_path):
-    """The first bytes of a length may be those of gzip or zlib: the header's checksum decides."""
+    """The first bytes of a length may be those of zlib: the header's checksum decides."""
     path = tmp_path / "x.tfrecords"
-    row = np.full(30_800, 1)
-    while len(encode_example(row)) < 0x7801:
-        row = np.append(row, 1)
-    row = row[: len(row) - (len(encode_example(row)) - 0x7801)]
+    row = np.ones(0x178, np.int64)
+    while len(encode_example(row)) > 0x178:
+        row = row[1:]
     write_records(str(path), [row])
-    assert 0x0178 != 0x7801  # little-endian: the file starts with 01 78
+    assert detect(path.read_bytes()[:12]) == "zlib"
     assert read_all(path) == [row.tolist()]
+
+
+def test_an_expanding_zst_file_fills_no_memory():
+    bomb = zstandard.compress(bytes(1 << 28), 19)
+    tracemalloc.start()
+    with inflated(io.BytesIO(bomb), "zst", "bomb.zst") as stream:
+        assert stream.read(1 << 16) == bytes(1 << 16)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 80 << 20
 
 
 @pytest.mark.parametrize(
