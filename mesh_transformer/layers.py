@@ -19,7 +19,9 @@ from mesh_transformer.parallel.sharding import constrain, with_axes
 _ones, _zeros = hk.initializers.Constant(1.0), hk.initializers.Constant(0.0)
 
 
-def _parameter(name: str, shape: tuple[int, ...], init: hk.initializers.Initializer, *axes: str | None) -> jax.Array:
+def _parameter(
+    name: str, shape: tuple[int, ...], init: hk.initializers.Initializer, *axes: str | None
+) -> jax.Array:
     return hk.get_parameter(name, shape, jnp.float32, init=with_axes(init, *axes))
 
 
@@ -41,7 +43,11 @@ class Linear(hk.Module):
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         d_in = x.shape[-1]
         init = hk.initializers.TruncatedNormal(self.stddev or 1 / np.sqrt(d_in))
-        y = jnp.matmul(x, _parameter("w", (d_in, self.d_out), init, *self.axes), preferred_element_type=out_dtype or x.dtype)
+        y = jnp.matmul(
+            x,
+            _parameter("w", (d_in, self.d_out), init, *self.axes),
+            preferred_element_type=out_dtype or x.dtype,
+        )
         return y + _parameter("b", (self.d_out,), _zeros, self.axes[1]) if self.bias else y
 
 
@@ -129,7 +135,9 @@ class Attention(hk.Module):
     to everything in it up to their own position.
     """
 
-    def __init__(self, n_heads: int, d_head: int, rotary: tuple[int, int] | None, out_stddev: float, name: str):
+    def __init__(
+        self, n_heads: int, d_head: int, rotary: tuple[int, int] | None, out_stddev: float, name: str
+    ):
         super().__init__(name)
         self.n_heads, self.d_head, self.out_stddev = n_heads, d_head, out_stddev
         self.angles = angles(*rotary) if rotary else None  # rotary: (positions, dims)

@@ -7,14 +7,12 @@ import re
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 from mesh_transformer.models.base import Params
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.train.noise import NoiseAverages
 from mesh_transformer.train.optim import restart_schedule
 from mesh_transformer.train.step import TrainState
 
@@ -85,7 +83,6 @@ def _resume(session: Session, state: TrainState, step: int, extra: dict[str, Any
 def _tuned(session: Session, path: str, fresh_opt: bool) -> TrainState:
     """Parameters (and moments, unless dropped) of another run, at step 0 with its schedule at 0."""
     program = session.program
-    zero = jnp.zeros((), jnp.int32)
     if fresh_opt:
         params = read_params(session, path).params
         opt_state = program.fresh_optimizer(params)
@@ -93,8 +90,7 @@ def _tuned(session: Session, path: str, fresh_opt: bool) -> TrainState:
         store, step = open_checkpoint(path)
         restored = _found(store.restore(program.abstract_state, step), path)
         params, opt_state = restored.state.params, restart_schedule(restored.state.opt_state)
-    state = TrainState(zero, params, opt_state, NoiseAverages.empty(), zero)
-    return jax.device_put(state, program.state_shardings)
+    return program.begin(params, opt_state)
 
 
 class Weights(NamedTuple):

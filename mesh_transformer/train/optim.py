@@ -56,13 +56,18 @@ def _stored_as(dtype: jnp.dtype, adam: optax.GradientTransformation) -> optax.Gr
 
 def schedule_count(opt_state: Any) -> jax.Array:
     """Updates that the schedule has counted: steps less the skipped ones. Int32 scalar."""
-    return optax.tree.get(opt_state, "count", filtering=_in_schedule)
+    (state,) = [state for state in jax.tree.leaves(opt_state, is_leaf=_is_schedule) if _is_schedule(state)]
+    return state.count
 
 
 def restart_schedule(opt_state: Any) -> Any:
     """The optimizer state with its schedule at 0; Adam's moments and its own count stay, as in the original."""
-    return optax.tree.set(opt_state, filtering=_in_schedule, count=jnp.zeros((), jnp.int32))
+    return jax.tree.map(
+        lambda node: optax.ScaleByScheduleState(jnp.zeros_like(node.count)) if _is_schedule(node) else node,
+        opt_state,
+        is_leaf=_is_schedule,
+    )
 
 
-def _in_schedule(path: Any, _: Any) -> bool:
-    return any(getattr(key, "tuple_name", None) == "ScaleByScheduleState" for key in path)
+def _is_schedule(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)

@@ -33,7 +33,7 @@ class TrainState(NamedTuple):
 
 
 class TrainProgram:
-    """The functions of one run on one mesh: `init`, `train_step`, `eval_step`, all jitted.
+    """The functions of one run on one mesh, all jitted: `init`, `begin`, `train_step`, `eval_step`.
 
     In- and out-shardings come from `state_shardings`; the state is donated.
     """
@@ -48,6 +48,7 @@ class TrainProgram:
         self.batch_sharding = self.partition.sharding(None, "batch", None)
         self.eval_sharding = self.partition.sharding("batch", None)
         self.init = jax.jit(self._init, out_shardings=self.state_shardings)
+        self.begin = jax.jit(_begin, out_shardings=self.state_shardings, donate_argnums=(0, 1))
         self.fresh_optimizer = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)
         self.train_step = jax.jit(
             self._train_step,
@@ -88,8 +89,7 @@ class TrainProgram:
 
     def _init(self, key: jax.Array) -> TrainState:
         params = self.model.init(key)
-        zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, params, self.optimizer.init(params), noise.NoiseAverages.empty(), zero)
+        return _begin(params, self.optimizer.init(params))
 
     def _train_step(self, state: TrainState, tokens_ABT: jax.Array) -> tuple[TrainState, Metrics]:
         """One update from tokens (A, B, T + 1) int32. Metrics are float32 scalars named as they are logged."""
@@ -160,6 +160,12 @@ class TrainProgram:
             "last_loss": per_token.nll[:, -1].mean(),
             "accuracy": per_token.correct.mean(),
         }
+
+
+def _begin(params: Params, opt_state: Any) -> TrainState:
+    """The state at step 0 of a run that begins with these parameters and moments."""
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, params, opt_state, noise.NoiseAverages.empty(), zero)
 
 
 def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:

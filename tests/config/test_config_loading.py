@@ -99,7 +99,6 @@ def value_of(config: Config, name: str) -> Any:
         ("logging.name=123", "logging.name", "123"),
         ("logging.name=1e5", "logging.name", "1e5"),
         ("logging.name=007", "logging.name", "007"),
-        ("logging.name=true", "logging.name", "true"),
         ('logging.name="a b"', "logging.name", "a b"),
         ("logging.name=a=b", "logging.name", "a=b"),
         ("logging.name=null", "logging.name", None),
