@@ -19,7 +19,7 @@ done
 
 .venv/bin/python device_train.py --config "$config" "$@"
 .venv/bin/python device_sample.py --config "$config" ${overrides[@]+"${overrides[@]}"} \
-    --prompt "ROMEO:" --max-new-tokens 200 --temperature 0.8 --seed 0
+    --prompt "ROMEO:" --max-new-tokens 100 --temperature 0.8 --seed 0
 
 .venv/bin/python - "$config" ${overrides[@]+"${overrides[@]}"} <<'PY'
 import os, sys

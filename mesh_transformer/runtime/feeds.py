@@ -40,7 +40,7 @@ def open_val_feed(session: Session, source: str) -> Iterable[np.ndarray]:
     Raises:
         UserError: it cannot be read, or does not fill one batch.
     """
-    batch = session.microbatch * session.config.data.val_batch_multiplier
+    batch = session.val_batch
     feed = make_val_loader(
         source,
         seq=session.config.seq,

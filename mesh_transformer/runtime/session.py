@@ -44,11 +44,18 @@ class Session:
 
     def place_batch(self, tokens: np.ndarray) -> jax.Array:
         """This process's (A, rows, T + 1) of a training batch, as part of the global array."""
-        return jax.make_array_from_process_local_data(self.program.batch_sharding, tokens)
+        shape = (len(tokens), self.microbatch, tokens.shape[-1])
+        return jax.make_array_from_process_local_data(self.program.batch_sharding, tokens, shape)
 
     def place_eval(self, tokens: np.ndarray) -> jax.Array:
         """This process's (rows, T + 1) of a validation batch, as part of the global array."""
-        return jax.make_array_from_process_local_data(self.program.eval_sharding, tokens)
+        shape = (self.val_batch, tokens.shape[-1])
+        return jax.make_array_from_process_local_data(self.program.eval_sharding, tokens, shape)
+
+    @property
+    def val_batch(self) -> int:
+        """Sequences of one validation batch over the whole mesh."""
+        return self.microbatch * self.config.data.val_batch_multiplier
 
     @property
     def tokens_per_step(self) -> int:

@@ -5,6 +5,7 @@ Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T posit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ class TrainProgram:
             out_shardings=whole,
         )
 
-    @property
+    @functools.cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, as a checkpoint is restored into."""
         shapes = jax.eval_shape(self._init, jax.random.key(0))

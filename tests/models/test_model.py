@@ -1,0 +1,75 @@
+"""What every family promises, whatever its numbers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from builders import TINY, program
+
+from mesh_transformer.config import ModelConfig
+from mesh_transformer.models.registry import FAMILIES
+from mesh_transformer.parallel.sharding import collect_axes, map_axes
+
+TOKENS = np.random.default_rng(0).integers(0, 512, (1, 8, 41)).astype(np.int32)
+NORMS = ["layernorm", "layernorm-nobias", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias"]
+
+
+def test_the_program_does_not_grow_with_the_number_of_layers():
+    def size(layers: int) -> int:
+        run = program(TINY, f"model.layers={layers}")
+        tokens = jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32)
+        return run.train_step.lower(run.abstract_state, tokens).as_text().count("\n")
+
+    assert size(24) == size(2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_names_its_dimensions(family):
+    run = program(TINY, f"model.family={family}")
+    shapes = run.abstract_state.params
+    axes = run.model.axes
+    assert jax.tree.structure(map_axes(lambda _: 0, axes)) == jax.tree.structure(shapes)
+    ranks = map_axes(len, axes)
+    jax.tree.map(lambda rank, shape: np.testing.assert_equal(rank, shape.ndim), ranks, shapes)
+
+
+def test_a_parameter_without_names_is_an_error_that_gives_its_path():
+    import haiku as hk
+
+    with pytest.raises(AssertionError, match="linear/w"):
+        collect_axes(lambda: hk.Linear(3)(jnp.zeros((1, 2))))
+
+
+@pytest.mark.parametrize(
+    ("norm", "pe"), [*((norm, "rotary") for norm in NORMS), ("layernorm", "fixed"), ("scalenorm", "t5")]
+)
+def test_every_switch_gives_a_model_of_unit_scale(norm, pe):
+    """A fresh model is near uniform, and its norms have the parameters that their names promise."""
+    run = program(TINY, f"model.norm={norm}", f"model.pe={pe}", "model.layers=1")
+    params = run.init(jax.random.key(0)).params
+    fields = set(params["blocks"]["norm"])
+    assert fields == ({"scale", "offset"} if norm == "layernorm" or norm.endswith("-bias") else {"scale"})
+    assert params["blocks"]["norm"]["scale"].shape == ((1,) if norm.startswith("scalenorm") else (1, 64))
+    logits, _ = jax.jit(run.model.apply)(params, TOKENS[0, :, :-1])
+    assert abs(float(jnp.std(logits)) - 1) < 0.3
+
+
+@pytest.mark.parametrize("remat", ["full", "save_attn", "save_matmuls"])
+def test_recomputing_changes_no_gradient(remat):
+    def gradient(policy: str):
+        run = program(TINY, remat=policy)
+        params = run.init(jax.random.key(0)).params
+        return jax.jit(jax.grad(lambda p: run._loss(p, TOKENS[0])[0]))(params)
+
+    def close(a, b):
+        # float32; the recomputed values may be fused otherwise
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
+
+    jax.tree.map(close, gradient(remat), gradient("none"))
+
+
+def test_derived_sizes():
+    config = ModelConfig(layers=1, d_model=96, n_heads=4, n_vocab=50257)
+    assert (config.d_head, config.d_ff, config.padded_vocab) == (24, 384, 50304)
