@@ -10,6 +10,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.ops.attention import KVCache, attend, causal_mask, t5_buckets
@@ -95,8 +96,8 @@ class T5Bias(hk.Module):
         init = hk.initializers.TruncatedNormal(0.02)
         table_HN = _parameter("w", (self.n_heads, 32), init, "heads", None)
         distance = jnp.clip(positions_BT[:, :, None] - jnp.arange(n_keys), 0, len(self.bucket_of) - 1)
-        bias = jnp.take(table_HN, jnp.asarray(self.bucket_of)[distance], axis=1)  # (H, B, T, S)
-        return bias.transpose(1, 0, 2, 3)
+        bias_HBTS = jnp.take(table_HN, jnp.asarray(self.bucket_of)[distance], axis=1)
+        return rearrange(bias_HBTS, "h b t s -> b h t s")
 
 
 class Norm(hk.Module):
@@ -155,7 +156,7 @@ class Attention(hk.Module):
             sin, cos = (jnp.asarray(table)[positions_BT] for table in self.angles)
             q, k = rotate(q, sin, cos), rotate(k, sin, cos)
         if cache is None:
-            k_BHSK, v_BHSK = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+            k_BHSK, v_BHSK = (rearrange(x, "b s h k -> b h s k") for x in (k, v))
         else:
             cache = cache.write(layer, positions_BT, k, v)
             k_BHSK, v_BHSK = cache.read(layer)
@@ -163,12 +164,12 @@ class Attention(hk.Module):
         mixed = constrain(attend(q, k_BHSK, v_BHSK, mask, bias_BHTS), "batch", "seq", "heads", None)
         d_model = x_BTD.shape[-1]
         o = Linear(d_model, ("heads", "embed"), stddev=self.out_stddev, name="o")
-        return o(mixed.reshape(*mixed.shape[:2], -1)), cache
+        return o(rearrange(mixed, "b t h k -> b t (h k)")), cache
 
     @hk.transparent
     def _heads(self, x_BTD: jax.Array, name: str) -> jax.Array:
         y = Linear(self.n_heads * self.d_head, ("embed", "heads"), name=name)(x_BTD)
-        return y.reshape(*y.shape[:2], self.n_heads, self.d_head)
+        return rearrange(y, "b t (h k) -> b t h k", k=self.d_head)
 
 
 class FeedForward(hk.Module):

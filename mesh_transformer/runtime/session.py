@@ -22,19 +22,23 @@ class Session:
     config: Config
     shape: MeshShape
     program: TrainProgram
-    microbatch: int  # sequences of one microbatch over the whole mesh
 
     @classmethod
     def open(cls, config: Config) -> Session:
-        """Check the config against the devices, and prepare the functions.
+        """Lay the mesh over all devices, and prepare the functions.
 
         Raises:
-            UserError: the devices do not fit the mesh or the batch.
+            UserError: the devices do not fit the mesh.
         """
-        shape = config.check_devices(jax.device_count())
+        shape = config.mesh.shape(jax.device_count())
         model = registry.build(platforms.resolve(config.model, jax.default_backend()))
         program = TrainProgram(config, model, make_mesh(shape, jax.devices()))
-        return cls(config, shape, program, config.microbatch(shape))
+        return cls(config, shape, program)
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences of one microbatch over the whole mesh."""
+        return self.config.microbatch(self.shape)
 
     def rows(self, batch: int) -> slice:
         """The sequences of a global batch that this process's devices hold."""

@@ -42,6 +42,7 @@ class TrainingRun:
 
     def __init__(self, session: Session, source: start.Source):
         self.session, self.config, self.source = session, session.config, source
+        self.config.check_devices(jax.device_count())
         self.feed = open_train_feed(session)
         self.validation = Validation(session)
         self.folder = self.config.checkpoint.model_dir
