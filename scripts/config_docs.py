@@ -56,7 +56,7 @@ devices / (fsdp * tp), so the same file runs on any multiple of fsdp * tp device
 and names the change, such as `--set mesh.tp=1`; the parameters of a checkpoint do not depend on the mesh.
 
 The batch is split over dp * fsdp. One microbatch has `data.batch_size` sequences, or `data.per_replica_batch` on each of
-those replicas; one step has `optimizer.gradient_accumulation_steps` microbatches:
+those replicas (`--set` of one takes the place of the other); one step has `optimizer.gradient_accumulation_steps` microbatches:
 
     tokens a step = microbatch * gradient_accumulation_steps * data.seq
 

@@ -9,6 +9,8 @@ from mesh_transformer.config.describe import kind_of, short
 from mesh_transformer.config.schema import GROUPS
 from mesh_transformer.errors import UserError
 
+# Two ways to give one size: setting one on the command line takes the place of the other in the file.
+INSTEAD = {"batch_size": "per_replica_batch", "per_replica_batch": "batch_size"}
 USAGE = "write --set NAME=VALUE, such as --set optimizer.total_steps=20"
 
 
@@ -48,6 +50,8 @@ def _write(grouped: dict[str, dict[str, Any]], name: str, text: str) -> None:
         values[field] = value if isinstance(value := _value(text), (dict, list)) else _text(text)
     else:
         values[field] = _value(text)
+        if group == "data" and field in INSTEAD and values[field] is not None:
+            values.pop(INSTEAD[field], None)
 
 
 def _value(text: str) -> Any:

@@ -277,3 +277,13 @@ def test_a_config_is_frozen() -> None:
     config = parse_config(FLAT)
     with pytest.raises(ValueError, match="frozen"):
         config.model.layers = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "microbatch"),
+    [("batch_size=12", 12), ("data.per_replica_batch=3", 6), ("batch_size=null", 2)],
+)
+def test_either_batch_size_on_the_command_line_replaces_the_other(override, microbatch):
+    raw = {"layers": 1, "d_model": 8, "n_heads": 2, "n_vocab": 16, "per_replica_batch": 1}
+    config = parse_config(raw, [override])
+    assert config.microbatch(config.mesh.shape(2)) == microbatch
