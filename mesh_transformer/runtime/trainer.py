@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ from mesh_transformer.runtime.report import Report, plot_losses
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.validation import Validation
 from mesh_transformer.train.step import TrainState
+
+DRAW_EVERY_S = 30.0
 
 
 def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None, fresh_opt: bool) -> int:
@@ -47,6 +50,7 @@ class TrainingRun:
         self.validation = Validation(session)
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
+        self.drawn = time.monotonic()
         if self.is_first:
             _fetch_metrics(self.config.checkpoint.root, self.folder)
         if self.config.data.eval_harness_tasks:
@@ -70,7 +74,7 @@ class TrainingRun:
                     code = self._loop(begun, store, report, interrupt)
             finally:
                 store.close()
-        self._publish()
+        self._publish(last=True)
         return code
 
     def _loop(self, begun: start.Begun, store: CheckpointStore, report: Report, interrupt: Interrupt) -> int:
@@ -110,7 +114,7 @@ class TrainingRun:
                 "config": self.config.model_dump(mode="json"),
             }
             store.save(step, state, extra)
-            self._publish()
+            self._publish(last=False)
 
     def _open_report(self, begun: start.Begun) -> Report:
         optimizer = self.config.optimizer
@@ -129,14 +133,19 @@ class TrainingRun:
         records = logs.read_json_lines(os.path.join(self.folder, "metrics.jsonl")) if self.is_first else []
         return records[-1]["step"] if records else 0
 
-    def _publish(self) -> None:
-        """Redraw the loss curve; for a run in a bucket, copy it and the metrics there."""
+    def _publish(self, *, last: bool) -> None:
+        """Redraw the loss curve, not too often; for a run in a bucket, copy it and the metrics there."""
         if not self.is_first or not os.path.exists(os.path.join(self.folder, "metrics.jsonl")):
             return
-        plot_losses(self.folder)
+        if last or time.monotonic() - self.drawn > DRAW_EVERY_S:
+            plot_losses(self.folder)
+            self.drawn = time.monotonic()
         if files.is_remote(self.config.checkpoint.root):
             for name in ("metrics.jsonl", "loss.png"):
-                files.upload(os.path.join(self.folder, name), files.join(self.config.checkpoint.root, name))
+                if os.path.exists(os.path.join(self.folder, name)):
+                    files.upload(
+                        os.path.join(self.folder, name), files.join(self.config.checkpoint.root, name)
+                    )
 
 
 def _fetch_metrics(root: str, folder: str) -> None:

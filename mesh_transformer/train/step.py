@@ -125,9 +125,9 @@ class TrainProgram:
 
         def microbatch(total: Params, tokens_BT: jax.Array) -> tuple[Params, tuple[Metrics, jax.Array]]:
             (_, metrics), gradient = loss_and_gradient(params, tokens_BT)
-            gradient = constrain_tree(optax.tree.cast(gradient, jnp.float32), self.moments, self.model.axes)
-            total = constrain_tree(optax.tree.add(total, gradient), self.moments, self.model.axes)
-            return total, (metrics, optax.tree.norm(gradient, squared=True))
+            gradient = constrain_tree(gradient, self.moments, self.model.axes)
+            square = optax.tree.norm(optax.tree.cast(gradient, jnp.float32), squared=True)
+            return optax.tree.add(total, gradient), (metrics, square)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
         if len(tokens_ABT) == 1:
