@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from mesh_transformer import logs
+from mesh_transformer.data.corpus import input_files
 from mesh_transformer.data.prepare import Options, prepare
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.runtime import cli
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = vars(parse(arguments))
     logs.set_up(logging.DEBUG if args.pop("verbose") else logging.INFO)
     source, name, folder, spec = (args.pop(key) for key in ("input", "name", "output_dir", "tokenizer"))
+    input_files(source)  # a missing input is told before a tokenizer is fetched
     written = prepare(source, name, folder, load_tokenizer(spec), Options(**args))
     sys.stdout.write(f"{written.path}: {written.sequences} sequences, {written.tokens} tokens\n")
 

@@ -162,6 +162,7 @@ class Attention(hk.Module):
             k_BHSK, v_BHSK = cache.read(layer)
         mask = causal_mask(positions_BT, k_BHSK.shape[2])
         mixed = constrain(attend(q, k_BHSK, v_BHSK, mask, bias_BHTS), "batch", "seq", "heads", None)
+        mixed = checkpoint_name(mixed, "attn_out")
         d_model = x_BTD.shape[-1]
         o = Linear(d_model, ("heads", "embed"), stddev=self.out_stddev, name="o")
         return o(rearrange(mixed, "b t h k -> b t (h k)")), cache

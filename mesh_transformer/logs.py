@@ -52,7 +52,7 @@ class Progress:
         self._plain = not sys.stderr.isatty()
         self._what, self._total, self._start, self._every_s = what, total, done, every_s
         self._began = self._printed = time.monotonic()
-        self._quiet = quiet
+        self._quiet, self._leave = quiet, leave
         self._bar = tqdm(
             total=total,
             initial=done,
@@ -68,7 +68,7 @@ class Progress:
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(done - self._bar.n if not self._bar.disable else 0)
         now = time.monotonic()
-        last = done >= self._total
+        last = done >= self._total and self._leave
         if self._plain and not self._quiet and (now - self._printed >= self._every_s or last):
             self._printed = now
             rate = (done - self._start) / max(now - self._began, 1e-9)

@@ -68,6 +68,7 @@ class CheckpointStore:
         self._root = root if files.is_remote(root) else os.path.abspath(root)
         self._keep = (keep_every, keep_latest)
         self._save_failed = False
+        self._damaged: set[int] = set()  # steps that `restore` passed over
         self._manager = None if read_only else self._open()
 
     def steps(self) -> list[int]:
@@ -82,8 +83,8 @@ class CheckpointStore:
         """Write a pytree of arrays and some JSON; returns once the arrays are copied to the host.
 
         The step appears, whole, when the writing is done: `wait` tells. Steps not kept are deleted after that.
-        Finished steps with this number or a greater one (a damaged one that `restore` passed over, or an
-        abandoned branch of the run) are first moved to `set_aside/`.
+        Damaged steps that `restore` passed over, and finished ones with this number or a greater one (an
+        abandoned branch of the run), are first moved to `set_aside/`: they count for nothing that is kept.
 
         Raises:
             TypeError: `extra` is not JSON.
@@ -92,7 +93,8 @@ class CheckpointStore:
         self.wait()
         manager = self._writer()
         document = manifests.encode(manifests.describe(state, extra))
-        self._set_aside([old for old in manager.all_steps() if old >= step])
+        self._set_aside([old for old in manager.all_steps() if old >= step or old in self._damaged])
+        self._damaged.clear()
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), manifest=ocp.args.JsonSave(document))
         manager.save(step, args=args, force=True)
 
@@ -144,6 +146,7 @@ class CheckpointStore:
                 return self._load(candidate, abstract, part=part)
             except DamagedCheckpoint as damage:
                 tried[candidate] = str(damage)
+                self._damaged.add(candidate)
                 if step is None:
                     log.warning(
                         "checkpoint step %d in %s is damaged, passed over: %s", candidate, self._root, damage

@@ -92,8 +92,9 @@ def check_divides(what: str, value: int, by_what: str, by: int, also: str = "") 
     """
     if value % by:
         below, above = value // by * by, (value // by + 1) * by
+        divisor = next(d for d in range(by - 1, 0, -1) if value % d == 0)
         sizes = f"{below} or {above}" if below else f"{above}"
         raise UserError(
-            f"{what} {value} is not divisible by {by_what} {by}: make it {sizes}, or change {by_what}"
+            f"{what} {value} is not divisible by {by_what} {by}: make it {sizes}, or {by_what} {divisor}"
             + (f", or set {also}" if also else "")
         )

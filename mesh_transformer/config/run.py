@@ -56,6 +56,9 @@ class DataConfig(Group):
         description="batches may span record files; off: what does not fill a batch at the end of a file is dropped, "
         "as the original",
     )
+    restart: bool = Field(
+        False, description="a resumed run reads the training data from its beginning, not from where it was"
+    )
     seed: CountOrZero = Field(0, description="seed of the shuffling")
     val_batches: Annotated[CountOrZero, Unit("batches")] = Field(
         100, description="length of one validation, for each set; 0: no validation"

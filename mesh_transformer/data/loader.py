@@ -52,6 +52,7 @@ class Batching:
     accumulation: int
     batch: int
     rows: slice
+    n_vocab: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.seq, self.accumulation, self.batch) < 1:
@@ -84,6 +85,7 @@ def make_train_loader(
     shuffle_window: int = 16384,
     seed: int = 0,
     batch_across_files: bool = False,
+    n_vocab: int | None = None,
     tokenizer: str | None = None,
     cache_dir: str | None = None,
     prefetch: int = 2,
@@ -98,6 +100,7 @@ def make_train_loader(
         accumulation: microbatches of a step.
         shuffle: permute files and records by `seed` within `shuffle_window`; batches then span files.
         batch_across_files: without shuffling, carry what does not fill a batch into the next file and epoch.
+        n_vocab: tokens must be below it; not checked if absent.
         tokenizer: for .txt sources, see `load_tokenizer`.
         cache_dir: where the records of .txt sources are kept; the user's cache folder if absent.
         prefetch: steps read ahead.
@@ -106,8 +109,8 @@ def make_train_loader(
         UserError: a file is missing, or its first record does not hold seq + 1 tokens. Later, from `next`: a
             damaged record, or a whole pass that fills no batch.
     """
-    shape = Batching(seq, accumulation, batch, rows)
-    files = _files(source, seq, tokenizer, cache_dir)
+    shape = Batching(seq, accumulation, batch, rows, n_vocab)
+    files = _files(source, shape, tokenizer, cache_dir)
 
     def stream() -> Stream:
         return Shuffled(files, shuffle_window, seed) if shuffle else Ordered(files, batch_across_files)
@@ -122,6 +125,7 @@ def make_val_loader(
     batch: int,
     rows: slice,
     repeat: bool = True,
+    n_vocab: int | None = None,
     tokenizer: str | None = None,
     cache_dir: str | None = None,
     prefetch: int = 2,
@@ -131,8 +135,8 @@ def make_val_loader(
     What does not fill a batch at the end of a file is dropped. With `repeat` an iteration never ends, without it
     it ends with the last file. Arguments and errors as in `make_train_loader`.
     """
-    shape = Batching(seq, 1, batch, rows)
-    files = _files(source, seq, tokenizer, cache_dir)
+    shape = Batching(seq, 1, batch, rows, n_vocab)
+    files = _files(source, shape, tokenizer, cache_dir)
     batches = _Batches(lambda: Ordered(files, across_files=False), shape, len(files), source, repeat)
     return _prefetched(batches.map(_first), prefetch)
 
@@ -145,15 +149,15 @@ def _prefetched(batches: grain.IterDataset, steps: int) -> grain.IterDataset:
     return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=steps)
 
 
-def _files(source: str, seq: int, tokenizer: str | None, cache_dir: str | None) -> tuple[str, ...]:
+def _files(source: str, shape: Batching, tokenizer: str | None, cache_dir: str | None) -> tuple[str, ...]:
     """The record files of `source`, the first record checked."""
     path = find_source(source)
-    files = (cached_records(path, seq, tokenizer, cache_dir),) if is_text(path) else record_files(path)
+    files = (cached_records(path, shape.seq, tokenizer, cache_dir),) if is_text(path) else record_files(path)
     for file in files:
         with RecordReader(file) as reader:
             record = reader.read()
         if record is not None:
-            _tokens(record, seq)
+            _tokens(record, shape)
             return files
     raise UserError(f"{path}: no record in {len(files)} record file(s): make them again")
 
@@ -198,7 +202,7 @@ class _BatchIterator(grain.DatasetIterator):
                 filled = 0
                 continue
             if mine:
-                out[micro, row - shape.first] = _tokens(record, shape.seq)
+                out[micro, row - shape.first] = _tokens(record, shape)
             filled += 1
         self._dropped.clear()
         self._fruitful = True
@@ -242,12 +246,18 @@ class _BatchIterator(grain.DatasetIterator):
         )
 
 
-def _tokens(record: Record, seq: int) -> np.ndarray:
-    tokens = record.tokens()
+def _tokens(record: Record, shape: Batching) -> np.ndarray:
+    tokens, seq = record.tokens(), shape.seq
     if len(tokens) != seq + 1:
         raise UserError(
             f"{record.path}: record {record.number} at byte {record.offset} has {len(tokens)} tokens, "
             f"sequences of {seq} need {seq + 1}: set data.seq to {len(tokens) - 1}, or make the records again "
             f"with create_finetune_tfrecords.py --seq {seq}"
+        )
+    if shape.n_vocab is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < shape.n_vocab:
+        raise UserError(
+            f"{record.path}: record {record.number} at byte {record.offset} has the token "
+            f"{tokens.max() if tokens.max() >= shape.n_vocab else tokens.min()}, and model.n_vocab is "
+            f"{shape.n_vocab}: raise model.n_vocab, or make the records with the model's tokenizer (data.tokenizer)"
         )
     return tokens

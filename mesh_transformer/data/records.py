@@ -87,7 +87,7 @@ class RecordReader:
         return record
 
     def _length(self) -> int | None:
-        header = self._file.read(_HEADER.size)
+        header = self._read(_HEADER.size)
         if not header:
             return None
         if len(header) < _HEADER.size:
@@ -117,10 +117,16 @@ class RecordReader:
         return b""
 
     def _exactly(self, n: int) -> bytes:
-        data = self._file.read(n)
+        data = self._read(n)
         if len(data) < n:
             raise self._damaged("the file ends inside it")
         return data
+
+    def _read(self, n: int) -> bytes:
+        try:
+            return self._file.read(n)
+        except UserError as error:  # the decompressor's
+            raise self._damaged(str(error).removeprefix(f"{self.path}: ")) from error
 
     def _go_to(self, offset: int) -> None:
         if self._size is None:

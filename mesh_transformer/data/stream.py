@@ -96,7 +96,7 @@ class Walk:
             raise UserError(
                 f"the stored data position is in {position['name']}, number {place + 1} of its data set, "
                 f"which does not fit {_some(self._files)}: bring back the former data set (same files, same order), "
-                f"or start its reading anew"
+                f"or read the data from its beginning with --set data.restart=true"
             )
         self.close()
         self._epoch, self._place, self._barren = epoch, place, 0

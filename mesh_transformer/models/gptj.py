@@ -9,7 +9,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.layers import (
@@ -52,7 +51,6 @@ def stages(config: ModelConfig) -> Stages:
         rotary = (c.seq, c.pe_rotary_dims) if c.pe == "rotary" else None
         attention = Attention(c.n_heads, c.d_head, rotary, out_stddev, name="attention")
         attn_BTD, cache = attention(y_BTD, positions_BT, bias_BHTS, cache, layer)
-        attn_BTD = checkpoint_name(attn_BTD, "attn_out")
         ff_BTD = FeedForward(c.d_ff, out_stddev, name="ff")(y_BTD)
         # One sum over tensor-parallel shards: of the two branches together, before the bias.
         return x_BTD + Bias(name="ff_out")(attn_BTD + ff_BTD), cache

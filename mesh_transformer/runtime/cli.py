@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -27,6 +28,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run an entry point. Exit code 0, or its own; 2 for bad input and 1 for a failed run, with one line why."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until a run saves first
     try:
         code = main() or 0
     except UserError as error:

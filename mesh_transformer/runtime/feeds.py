@@ -30,6 +30,7 @@ def open_train_feed(session: Session) -> Loader:
         shuffle_window=data.shuffle_window,
         seed=data.seed,
         batch_across_files=data.batch_across_files,
+        n_vocab=config.model.n_vocab,
         tokenizer=data.tokenizer,
     )
 
@@ -47,6 +48,7 @@ def open_val_feed(session: Session, source: str) -> Iterable[np.ndarray]:
         batch=batch,
         rows=session.rows(batch),
         repeat=False,
+        n_vocab=session.config.model.n_vocab,
         tokenizer=session.config.data.tokenizer,
     )
     if next(iter(feed), None) is None:

@@ -15,7 +15,7 @@ class Interrupt:
     """While active, SIGTERM and Ctrl-C ask the run to stop instead of ending the process.
 
     In a job of several processes any one's SIGTERM stops all of them, after the same step: JAX's coordination
-    service agrees on it. A second signal ends a single process at once.
+    service agrees on it. A second Ctrl-C ends a single process at once; schedulers repeat SIGTERM, so that does not.
     """
 
     def __init__(self) -> None:
@@ -34,9 +34,17 @@ class Interrupt:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+        if self._signal is None:
+            again = "; once more to stop at once" if number == signal.SIGINT else ""
+            log.warning("%s: saving after this step%s", signal.Signals(number).name, again)
         self._signal = number
-        signal.signal(number, signal.SIG_DFL)
-        log.warning("%s: saving after this step; once more to stop at once", signal.Signals(number).name)
+
+    @property
+    def noted(self) -> bool:
+        """Whether this process was asked to stop. Processes may differ: use `exit_code` to act on it together."""
+        return self._signal is not None
 
     def exit_code(self, step: int) -> int | None:
         """128 + the signal if the run must save after `step` and leave, else None. Call at every step."""

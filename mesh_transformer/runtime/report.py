@@ -101,15 +101,18 @@ class Report:
             self._not_finite(pending)
 
     def _not_finite(self, pending: _Pending) -> None:
-        what = f"step {pending.step}: loss {pending.settled['train/loss']}, " if pending.settled else ""
-        what += f"gradient norm {pending.settled['train/grad_norm']}" if pending.settled else ""
+        values = pending.settled or {}
+        what = f"step {pending.step}: " + ", ".join(
+            f"{name.removeprefix('train/')} {values[name]}"
+            for name in ("train/loss", "train/grad_norm", "train/update_norm")
+        )
         if not self._stop:
-            log.warning("%s is not finite: update skipped", what)
+            log.warning("%s: not finite, update skipped", what)
             return
         self._pending = None
         self._emit(pending)
         raise RunError(
-            f"{what} is not finite; the last checkpoint is untouched. Lower optimizer.lr, or skip such steps "
+            f"{what}: not finite; the last checkpoint is untouched. Lower optimizer.lr, or skip such steps "
             f"with --set optimizer.nonfinite=skip, and start again to go on from that checkpoint"
         )
 

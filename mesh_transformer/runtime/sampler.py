@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from mesh_transformer import logs, platforms
-from mesh_transformer.config import load_config
+from mesh_transformer.config import ModelConfig, load_config
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.generate import Generator, bucket
@@ -20,7 +21,7 @@ from mesh_transformer.infer.sampling import SamplingOptions
 from mesh_transformer.logs import log
 from mesh_transformer.parallel.sharding import Partition, inference_rules
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.start import read_params
+from mesh_transformer.runtime.start import read_params, split_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Sample:
 
     def to_json(self) -> str:
         """One JSON object on one line."""
-        return json.dumps(dataclasses.asdict(self))
+        logprobs = [value if math.isfinite(value) else None for value in self.logprobs]  # NaN is not JSON
+        return json.dumps({**dataclasses.asdict(self), "logprobs": logprobs})
 
 
 class Sampler:
@@ -83,43 +85,11 @@ class Sampler:
         self.params = jax.jit(self.model.cast, donate_argnums=0)(weights.params)
         self.generator = Generator(self.model, partition)
 
-    def fit(self, prompt: Sequence[int], request: Request) -> tuple[list[int], int]:
-        """The prompt and the number of new tokens, made to fit the context.
-
-        Raises:
-            UserError: they do not, and --truncate was not given; or a token is not in the vocabulary.
-        """
-        c, prompt = self.model.config, list(prompt)
-        if not prompt:
-            raise UserError("the prompt is empty: give at least one token")
-        if min(prompt) < 0 or max(prompt) >= c.n_vocab:
-            raise UserError(
-                f"prompt tokens must be 0 to {c.n_vocab - 1} (model.n_vocab); found {min(prompt)} to {max(prompt)}"
-            )
-        new = (
-            request.max_new_tokens
-            if request.max_new_tokens is not None
-            else min(256, max(1, c.seq - len(prompt)))
-        )
-        room = c.seq - new
-        if new >= c.seq:
-            raise UserError(
-                f"--max-new-tokens {new} leaves no room for a prompt: the context is {c.seq} tokens"
-            )
-        if len(prompt) > room and not request.truncate:
-            raise UserError(
-                f"the prompt has {len(prompt)} tokens; with {new} new ones that is over the context of {c.seq}: "
-                f"shorten it to {room}, lower --max-new-tokens, or pass --truncate to cut it on the left"
-            )
-        if len(prompt) > room:
-            log.warning("the prompt has %d tokens: its first %d are cut", len(prompt), len(prompt) - room)
-        return prompt[-room:], new
-
     def sample(
         self, prompt: Sequence[int], request: Request, eos: int | None
     ) -> tuple[list[list[int]], list[list[float]]]:
         """`num_samples` completions: their new tokens (the end-of-text token included) and log-probabilities."""
-        tokens, new = self.fit(prompt, request)
+        tokens, new = fit(self.model.config, prompt, request)
         n, limit = request.num_samples, self.model.config.seq
         padded = np.zeros((n, bucket(len(tokens), limit)), np.int32)
         padded[:, : len(tokens)] = tokens
@@ -142,6 +112,36 @@ class Sampler:
             [generation.tokens_BS[i, : counts[i]].tolist() for i in rows],
             [generation.logprobs_BS[i, : counts[i]].tolist() for i in rows],
         )
+
+
+def fit(config: ModelConfig, prompt: Sequence[int], request: Request) -> tuple[list[int], int]:
+    """The prompt and the number of new tokens, made to fit the context.
+
+    Raises:
+        UserError: they do not, and --truncate was not given; or a token is not in the vocabulary.
+    """
+    c, prompt = config, list(prompt)
+    if not prompt:
+        raise UserError("the prompt is empty: give at least one token")
+    if min(prompt) < 0 or max(prompt) >= c.n_vocab:
+        raise UserError(
+            f"prompt tokens must be 0 to {c.n_vocab - 1} (model.n_vocab); found {min(prompt)} to {max(prompt)}"
+        )
+    left = c.seq - len(prompt)
+    if left < 1 and request.truncate:
+        left = c.seq // 2
+    new = min(256, max(1, left)) if request.max_new_tokens is None else request.max_new_tokens
+    room = c.seq - new
+    if new >= c.seq:
+        raise UserError(f"--max-new-tokens {new} leaves no room for a prompt: the context is {c.seq} tokens")
+    if len(prompt) > room and not request.truncate:
+        raise UserError(
+            f"the prompt has {len(prompt)} tokens; with {new} new ones that is over the context of {c.seq}: "
+            f"shorten it to {room}, lower --max-new-tokens, or pass --truncate to cut it on the left"
+        )
+    if len(prompt) > room:
+        log.warning("the prompt has %d tokens: its first %d are cut", len(prompt), len(prompt) - room)
+    return prompt[-room:], new
 
 
 def run(
@@ -167,7 +167,9 @@ def run(
     platforms.start_distributed()
     session = Session.open(config)
     source = checkpoint or config.checkpoint.root
-    tokenizer = None if ids is not None else load_tokenizer(config.data.tokenizer, source)
+    tokenizer = None if ids is not None else load_tokenizer(config.data.tokenizer, split_step(source)[0])
+    if prompt is not None or ids is not None:  # told before the weights are read
+        fit(config.model, ids if ids is not None else _encode(tokenizer, prompt or ""), request)
     sampler = Sampler(session, source)
     for text in [prompt] if prompt is not None or ids is not None else _interactive():
         tokens = ids if ids is not None else _encode(tokenizer, text or "")

@@ -32,6 +32,13 @@ class Counters(NamedTuple):
     steps_redone: int = 0
 
 
+class Logged(NamedTuple):
+    """The end of the metrics file: its last step, and the steps that had been done again by then."""
+
+    step: int = 0
+    steps_redone: int = 0
+
+
 class Begun(NamedTuple):
     """The state to go on from."""
 
@@ -41,10 +48,10 @@ class Begun(NamedTuple):
     loader_state: dict[str, Any] | None  # None: read from the beginning
 
 
-def begin(session: Session, store: CheckpointStore, source: Source, logged_step: int) -> Begun:
+def begin(session: Session, store: CheckpointStore, source: Source, logged: Logged) -> Begun:
     """Resume from `store` if it holds a checkpoint; else fine-tune from `source`, or start afresh.
 
-    `logged_step` is the last step that the metrics file knows: those after the checkpoint are done again.
+    Steps that the metrics file knows and the checkpoint does not are done again, and counted.
 
     Raises:
         UserError: a checkpoint does not fit the config, or none can be read.
@@ -54,30 +61,20 @@ def begin(session: Session, store: CheckpointStore, source: Source, logged_step:
     if checkpoint is not None:
         if source.tune_model_path:
             log.info("going on with this run; --tune-model-path was read when it began")
-        return _resume(session, checkpoint.state, checkpoint.step, checkpoint.extra, logged_step)
+        return _resume(session, checkpoint.state, checkpoint.step, checkpoint.extra, logged)
     if source.tune_model_path:
         return Begun(_tuned(session, source.tune_model_path, source.fresh_opt), 0, Counters(), None)
     return Begun(program.init(jax.random.key(session.config.model.seed)), 0, Counters(), None)
 
 
-def data_identity(session: Session) -> dict[str, Any]:
-    """What must be unchanged for a saved position in the data to mean the same; the batch may change."""
-    data = session.config.data.model_dump(include={"train_set", "shuffle", "shuffle_window", "seed"})
-    return {**data, "seq": session.config.seq}
-
-
-def _resume(session: Session, state: TrainState, step: int, extra: dict[str, Any], logged_step: int) -> Begun:
+def _resume(session: Session, state: TrainState, step: int, extra: dict[str, Any], logged: Logged) -> Begun:
+    redone = max(0, logged.step - step)
     counters = Counters(**extra["counters"])
-    redone = max(0, logged_step - step)
-    counters = counters._replace(steps_redone=counters.steps_redone + redone)
+    counters = counters._replace(steps_redone=max(counters.steps_redone, logged.steps_redone) + redone)
     log.info("resuming after step %d; %d steps that were done after it are done again", step, redone)
-    loader_state = extra["loader"]
-    saved, now = extra["data"], data_identity(session)
-    if saved != now:
-        changed = sorted(key for key in now if saved.get(key) != now[key])
-        log.warning("the data changed (%s): reading it from the beginning", ", ".join(changed))
-        loader_state = None
-    return Begun(state, step, counters, loader_state)
+    if session.config.data.restart:
+        log.warning("data.restart: reading the training data from its beginning")
+    return Begun(state, step, counters, None if session.config.data.restart else extra["loader"])
 
 
 def _tuned(session: Session, path: str, fresh_opt: bool) -> TrainState:
@@ -118,15 +115,20 @@ def _found(checkpoint: Checkpoint | None, path: str) -> Checkpoint:
     return checkpoint
 
 
+def split_step(path: str) -> tuple[str, int | None]:
+    """The run's folder and the step of `run/step_N`; for any other path, itself and None."""
+    path = path.rstrip("/")
+    match = re.fullmatch(r"(.*/)?step_(\d+)", path)
+    return ((match[1] or "./").rstrip("/"), int(match[2])) if match else (path, None)
+
+
 def open_checkpoint(path: str) -> tuple[CheckpointStore, int | None]:
     """The store and step that a path names: a run's folder (its newest step) or one `step_N` folder in it.
 
     Raises:
         UserError: there is no checkpoint.
     """
-    path = path.rstrip("/")
-    match = re.fullmatch(r"(.*/)?step_(\d+)", path)
-    root, step = ((match[1] or ".").rstrip("/"), int(match[2])) if match else (path, None)
+    root, step = split_step(path)
     store = CheckpointStore(root, read_only=True)
     steps = store.steps()
     if not steps or (step is not None and step not in steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Sequence
@@ -37,21 +38,25 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
         raise UserError("--fresh-opt drops the Adam moments of --tune-model-path: give that too")
     logs.set_up()
     platforms.start_distributed()
-    return TrainingRun(Session.open(config), start.Source(tune_model_path, fresh_opt)).train()
+    with Interrupt() as interrupt:
+        session = Session.open(config)
+        return TrainingRun(session, start.Source(tune_model_path, fresh_opt), interrupt).train()
 
 
 class TrainingRun:
     """One run of the loop, from its start or resume to its last step or an interruption."""
 
-    def __init__(self, session: Session, source: start.Source):
+    def __init__(self, session: Session, source: start.Source, interrupt: Interrupt):
+        self.interrupt = interrupt
         self.session, self.config, self.source = session, session.config, source
         self.config.check_devices(jax.device_count())
         self.feed = open_train_feed(session)
         self.validation = Validation(session)
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
-        self.drawn = time.monotonic()
+        self.draw_at = time.monotonic() + DRAW_EVERY_S
         if self.is_first:
+            _check_writable(self.folder)
             _fetch_metrics(self.config.checkpoint.root, self.folder)
         if self.config.data.eval_harness_tasks:
             log.warning(
@@ -62,22 +67,21 @@ class TrainingRun:
         """Run to total_steps, or until interrupted. Returns the exit code: 0, or 128 + the signal."""
         settings = self.config.checkpoint
         log.info("%s", self.session.describe())
-        with Interrupt() as interrupt:
-            store = CheckpointStore(
-                settings.root, keep_every=settings.keep_every, keep_latest=settings.keep_latest
-            )
-            try:
-                begun = start.begin(self.session, store, self.source, self._last_logged_step())
-                if begun.loader_state is not None:
-                    self.feed.set_state(begun.loader_state)
-                with self._open_report(begun) as report:
-                    code = self._loop(begun, store, report, interrupt)
-            finally:
-                store.close()
+        store = CheckpointStore(
+            settings.root, keep_every=settings.keep_every, keep_latest=settings.keep_latest
+        )
+        try:
+            begun = start.begin(self.session, store, self.source, self._logged())
+            if begun.loader_state is not None:
+                self.feed.set_state(begun.loader_state)
+            with self._open_report(begun) as report:
+                code = self._loop(begun, store, report)
+        finally:
+            store.close()
         self._publish(last=True)
         return code
 
-    def _loop(self, begun: start.Begun, store: CheckpointStore, report: Report, interrupt: Interrupt) -> int:
+    def _loop(self, begun: start.Begun, store: CheckpointStore, report: Report) -> int:
         total, data, state = self.config.optimizer.total_steps, self.config.data, begun.state
         if begun.step >= total:
             log.info("the run is complete: %d of %d steps", begun.step, total)
@@ -87,7 +91,7 @@ class TrainingRun:
             report.push(step, metrics)
             if self.validation and (step % data.val_every == 0 or step == total):
                 self._validate(step, state, report)
-            code = interrupt.exit_code(step)
+            code = self.interrupt.exit_code(step)
             if step % self.config.checkpoint.ckpt_every == 0 or step == total or code is not None:
                 self._save(step, state, begun, store, report)
             if code is not None:
@@ -98,7 +102,7 @@ class TrainingRun:
     def _validate(self, step: int, state: TrainState, report: Report) -> None:
         report.settle()
         with report.pause():
-            report.add(self.validation.run(state.params, step))
+            report.add(self.validation.run(state.params, step, lambda: self.interrupt.noted))
 
     def _save(
         self, step: int, state: TrainState, begun: start.Begun, store: CheckpointStore, report: Report
@@ -109,7 +113,6 @@ class TrainingRun:
             tokens = begun.counters.tokens + (step - begun.step) * self.session.tokens_per_step
             extra = {
                 "loader": self.feed.get_state(),
-                "data": start.data_identity(self.session),
                 "counters": begun.counters._replace(tokens=tokens)._asdict(),
                 "config": self.config.model_dump(mode="json"),
             }
@@ -129,23 +132,50 @@ class TrainingRun:
         report.constant["train/steps_redone"] = begun.counters.steps_redone
         return report
 
-    def _last_logged_step(self) -> int:
+    def _logged(self) -> start.Logged:
         records = logs.read_json_lines(os.path.join(self.folder, "metrics.jsonl")) if self.is_first else []
-        return records[-1]["step"] if records else 0
+        if not records:
+            return start.Logged()
+        return start.Logged(records[-1]["step"], int(records[-1].get("train/steps_redone") or 0))
+
+    def _draw(self) -> None:
+        """Redraw the loss curve, which must neither stop the run nor take more than a twentieth of its time."""
+        began = time.monotonic()
+        try:
+            plot_losses(self.folder)
+        except Exception as error:  # noqa: BLE001  (a picture is not worth a run)
+            log.warning("the loss curve was not drawn: %s", error)
+        now = time.monotonic()
+        self.draw_at = now + max(DRAW_EVERY_S, 20 * (now - began))
 
     def _publish(self, *, last: bool) -> None:
         """Redraw the loss curve, not too often; for a run in a bucket, copy it and the metrics there."""
         if not self.is_first or not os.path.exists(os.path.join(self.folder, "metrics.jsonl")):
             return
-        if last or time.monotonic() - self.drawn > DRAW_EVERY_S:
-            plot_losses(self.folder)
-            self.drawn = time.monotonic()
+        if last or time.monotonic() > self.draw_at:
+            self._draw()
         if files.is_remote(self.config.checkpoint.root):
             for name in ("metrics.jsonl", "loss.png"):
                 if os.path.exists(os.path.join(self.folder, name)):
                     files.upload(
                         os.path.join(self.folder, name), files.join(self.config.checkpoint.root, name)
                     )
+
+
+def _check_writable(folder: str) -> None:
+    """Make the run's folder, and a file in it.
+
+    Raises:
+        UserError: that is not possible.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.model_dir {folder} cannot be written ({error}): choose another folder"
+        ) from error
 
 
 def _fetch_metrics(root: str, folder: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
@@ -23,21 +23,31 @@ class Validation:
 
     def __init__(self, session: Session):
         self._session = session
-        self._feeds = {
-            name: open_val_feed(session, source) for name, source in session.config.data.val_set.items()
-        }
+        data = session.config.data
+        sources = data.val_set if data.val_batches else {}
+        self._feeds = {name: open_val_feed(session, source) for name, source in sources.items()}
 
-    def run(self, params: Params, step: int) -> dict[str, float]:
-        """{"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": share of right predictions}."""
+    def __bool__(self) -> bool:
+        """Whether there is anything to validate on."""
+        return bool(self._feeds)
+
+    def run(self, params: Params, step: int, stop: Callable[[], bool]) -> dict[str, float]:
+        """{"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": share of right predictions}.
+
+        Sets that are not done when `stop()` says so are left out. It is asked before each batch, in a job of one
+        process: several cannot leave a batch apart.
+        """
         scalars = {}
         for name, feed in self._feeds.items():
-            results = self._evaluate(name, feed, params, step)
+            results = self._evaluate(name, feed, params, step, stop)
+            if not results:
+                break
             scalars[f"val/loss_{name}"] = float(np.mean([result["loss"] for result in results]))
             scalars[f"val/accuracy_{name}"] = float(np.mean([result["accuracy"] for result in results]))
         return scalars
 
     def _evaluate(
-        self, name: str, batches: Iterable[np.ndarray], params: Params, step: int
+        self, name: str, batches: Iterable[np.ndarray], params: Params, step: int, stop: Callable[[], bool]
     ) -> list[dict[str, float]]:
         n = self._session.config.data.val_batches
         progress = Progress(
@@ -49,6 +59,8 @@ class Validation:
         )
         results = []
         for i, tokens in enumerate(itertools.islice(batches, n), start=1):
+            if jax.process_count() == 1 and stop():
+                return []
             results.append(self._session.program.eval_step(params, self._session.place_eval(tokens)))
             progress.update(i)
         progress.close()

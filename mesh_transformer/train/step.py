@@ -99,6 +99,8 @@ class TrainProgram:
         norm = optax.tree.norm(gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        update_norm = optax.tree.norm(updates)
+        finite = jnp.isfinite(metrics["train/loss"] + norm + update_norm)
         averages = state.noise
         if len(tokens_ABT) > 1:
             a, b = tokens_ABT.shape[:2]
@@ -108,12 +110,13 @@ class TrainProgram:
         new = TrainState(state.step + 1, params, opt_state, averages, state.skipped)
         metrics |= {
             "train/grad_norm": norm,
+            "train/update_norm": update_norm,
             "train/grad_norm_micro": jnp.sqrt(squares).mean(),
             "train/learning_rate": learning_rate(self.config.optimizer, schedule_count(state.opt_state)),
-            "finite": jnp.isfinite(metrics["train/loss"]) & jnp.isfinite(norm),
+            "finite": finite,
         }
         if self.config.optimizer.nonfinite == "skip":
-            new = _keep_if(metrics["finite"], new, state)
+            new = _keep_if(finite, new, state)
         return new, metrics | {"skipped": new.skipped}
 
     def _gradients(self, params: Params, tokens_ABT: jax.Array) -> tuple[Params, Metrics, jax.Array]:

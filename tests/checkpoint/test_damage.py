@@ -136,3 +136,16 @@ def test_going_back_sets_the_abandoned_steps_aside(root: Path) -> None:
     moved = CheckpointStore(str(root), read_only=True)
     shutil.move(root / "set_aside" / "step_2", root / "step_2")
     assert moved.restore(abstract(state(0, width=512))).extra == {"seen": 2}  # type: ignore[union-attr]
+
+
+def test_a_damaged_step_does_not_count_as_kept(root: Path) -> None:
+    """Two are to be kept: after falling back from 2 to 1 and saving 3, those are 1 and 3."""
+    flip(biggest(root / "step_2"))
+    store = CheckpointStore(str(root), keep_latest=2)
+    restored = store.restore(abstract(state(0, width=512)))
+    assert restored is not None
+    assert restored.step == 1
+    store.save(3, state(3, width=512), {})
+    store.close()
+    assert store.steps() == [1, 3]
+    assert (root / "set_aside/step_2").is_dir()

@@ -293,3 +293,11 @@ def test_an_index_may_have_record_in_its_name(dataset):
     named = dataset.with_name("my.tfrecords.index")
     dataset.rename(named)
     assert take(train(named), 1) == [[[0, 1], [2, 3]]]
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("abc" * 100)
+    options = {"seq": 8, "batch": 2, "rows": slice(0, 2), "tokenizer": "bytes", "cache_dir": str(tmp_path)}
+    make_train_loader(str(tmp_path / "text.txt"), n_vocab=257, **options)
+    with pytest.raises(UserError, match=r"token 99, and model.n_vocab is 99"):
+        make_train_loader(str(tmp_path / "text.txt"), n_vocab=99, **options)

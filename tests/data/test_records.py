@@ -194,3 +194,13 @@ def test_missing_and_folder(tmp_path):
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(UserError, match=str(path)):
             read_all(path)
+
+
+def test_a_compressed_file_that_is_cut_short_names_the_record(tmp_path):
+    rng = np.random.default_rng(0)
+    plain = tmp_path / "plain.tfrecords"
+    write_records(str(plain), [rng.integers(0, 50000, 50) for _ in range(40)])
+    cut = tmp_path / "cut.tfrecords"
+    cut.write_bytes(gzip.compress(plain.read_bytes())[:-1000])
+    with pytest.raises(UserError, match=r"cut.tfrecords.*record \d+ at byte \d+"):
+        list(read_records(str(cut)))

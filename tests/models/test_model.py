@@ -70,6 +70,16 @@ def test_recomputing_changes_no_gradient(remat):
     jax.tree.map(close, gradient(remat), gradient("none"))
 
 
+def test_policies_differ_in_what_they_recompute():
+    def flops(policy: str) -> float:
+        run = program(TINY, "model.scan_unroll=3", remat=policy)  # a loop's body would be counted once
+        params = jax.eval_shape(run.model.init, jax.random.key(0))
+        gradient = jax.jit(jax.grad(lambda p: run._loss(p, TOKENS[0])[0]))
+        return gradient.lower(params).compile().cost_analysis()["flops"]
+
+    assert flops("none") < flops("save_matmuls") < flops("save_attn") < flops("full")
+
+
 def test_derived_sizes():
     config = ModelConfig(layers=1, d_model=96, n_heads=4, n_vocab=50257)
     assert (config.d_head, config.d_ff, config.padded_vocab) == (24, 384, 50304)

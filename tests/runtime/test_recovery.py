@@ -34,12 +34,14 @@ def test_killed_three_times_a_run_ends_as_if_it_were_not(tmp_path):
     redone = []
     for number, step, code in [
         (signal.SIGKILL, 75, -signal.SIGKILL),
+        (signal.SIGKILL, 100, -signal.SIGKILL),  # twice between the same two checkpoints
         (signal.SIGTERM, 140, 143),
-        (signal.SIGKILL, 200, -signal.SIGKILL),
     ]:
         process = start("device_train.py", "--config", "config.json", cwd=killed)
         wait_for_step(process, killed / "run", step)
         process.send_signal(number)
+        if number == signal.SIGTERM:
+            process.send_signal(number)  # schedulers repeat it
         finish(process, code)
         redone.append(metrics(killed / "run")[-1]["step"])
     run("device_train.py", "--config", "config.json", cwd=killed)
@@ -56,8 +58,8 @@ def test_killed_three_times_a_run_ends_as_if_it_were_not(tmp_path):
     assert repeated > 0
     assert records[-1]["train/steps_redone"] == repeated
     steps = [record["step"] for record in records]
-    after_sigterm = steps[steps.index(redone[1], steps.index(redone[0])) + 1]
-    assert after_sigterm == redone[1] + 1  # SIGTERM saved: nothing was lost
+    after_sigterm = steps[len(steps) - 1 - steps[::-1].index(redone[2]) + 1]
+    assert after_sigterm == redone[2] + 1  # SIGTERM saved: nothing was lost
 
 
 def test_a_damaged_newest_checkpoint_falls_back(tmp_path):
@@ -94,6 +96,19 @@ def test_another_mesh_goes_on_with_the_same_run(tmp_path):
     assert [record["step"] for record in many] == list(range(1, 13))
     for a, b in zip(one, many, strict=True):
         assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
+
+
+def test_changed_data_is_refused_or_read_anew(tmp_path):
+    write_run(tmp_path, data={"val_set": {}})
+    command = ["device_train.py", "--config", "config.json"]
+    run(*command, "--set", "optimizer.total_steps=5", cwd=tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text(text.read_text() + "One more line, and the text is another one.\n")
+    _, errors = run(*command, cwd=tmp_path, code=2)
+    assert "--set data.restart=true" in errors
+    _, errors = run(*command, "--set", "data.restart=true", cwd=tmp_path)
+    assert "from its beginning" in errors
+    assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, 13))
 
 
 @pytest.mark.multiprocess

@@ -117,6 +117,8 @@ def test_a_prompt_beyond_the_context(trained):
     samples, errors = _samples(trained, "--prompt-tokens", prompt, "--max-new-tokens", "4", "--truncate")
     assert len(samples[0]["tokens"]) == 4
     assert "cut" in errors
+    samples, _ = _samples(trained, "--prompt-tokens", prompt, "--truncate")
+    assert len(samples[0]["tokens"]) == 16  # half of the context, where no number was asked for
 
 
 def test_fine_tuning_starts_at_step_zero_with_other_weights(trained, tmp_path):
@@ -144,6 +146,7 @@ def test_fine_tuning_starts_at_step_zero_with_other_weights(trained, tmp_path):
         (["--set", "data.seq=64"], "model.seq 32"),
         (["--set", "data.train_set=absent.txt"], "absent.txt"),
         (["--set", "data.val_set.x=absent.index"], "absent.index"),
+        (["--set", "checkpoint.model_dir=text.txt"], "model_dir text.txt"),
         (["--fresh-opt"], "--tune-model-path"),
         (["--tune-model-path", "nowhere"], "nowhere"),
     ],
@@ -177,9 +180,30 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(trained, tmp_p
     assert "not finite" in errors
     assert "Traceback" not in errors
     records = metrics(tmp_path / "run")
-    assert records[-1]["train/loss"] is None or records[-1]["train/grad_norm"] is None
+    assert None in [records[-1][f"train/{name}"] for name in ("loss", "grad_norm", "update_norm")]
     saved = [int(path.name.removeprefix("step_")) for path in (tmp_path / "run").glob("step_*")]
     assert max(saved) == records[-1]["step"] - 1
+
+
+def test_an_update_that_is_not_finite_is_never_saved(tmp_path):
+    """The loss is still finite when the parameters overflow; the checkpoint before must survive that."""
+    write_run(tmp_path, optimizer={"warmup_steps": 1}, checkpoint={"ckpt_every": 1, "keep_every": None})
+    _, errors = run(
+        "device_train.py", "--config", "config.json", "--set", "optimizer.lr=1e38", cwd=tmp_path, code=1
+    )
+    assert "not finite" in errors
+    run("device_train.py", "--config", "config.json", cwd=tmp_path)
+    records = metrics(tmp_path / "run")
+    assert records[-1]["step"] == 12
+    assert records[-1]["train/loss"] < 6
+
+
+def test_no_validation_batches_mean_no_validation(tmp_path):
+    write_run(
+        tmp_path, optimizer={"total_steps": 2}, data={"val_batches": 0, "val_set": {"held": "absent.txt"}}
+    )
+    run("device_train.py", "--config", "config.json", cwd=tmp_path)
+    assert not any("val/" in name for record in metrics(tmp_path / "run") for name in record)
 
 
 def test_classic_spelling_trains(tmp_path):
