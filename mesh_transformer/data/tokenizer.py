@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.files import exists, is_remote, join, open_binary
 
 EOT_TEXT = "<|endoftext|>"
 _FILES = (
@@ -115,6 +118,10 @@ def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
     if spec is None and folder is not None and _has_tokenizer(folder):
         spec = folder
     spec = spec or "gpt2"
+    if is_remote(spec):
+        with tempfile.TemporaryDirectory() as copy:
+            _fetch(spec, copy)
+            return _from_folder(copy, spec)
     if os.path.isdir(spec):
         return _from_folder(spec, spec)
     if spec.startswith((".", "/", "~")):
@@ -129,7 +136,15 @@ _WAY_OUT = (
 
 
 def _has_tokenizer(folder: str) -> bool:
-    return any(os.path.isfile(os.path.join(folder, name)) for name in ("tokenizer.json", "vocab.json"))
+    return any(exists(join(folder, name)) for name in ("tokenizer.json", "vocab.json"))
+
+
+def _fetch(folder: str, target: str) -> None:
+    """Copy the tokenizer files of a `gs://` folder."""
+    for name in _FILES:
+        if exists(join(folder, name)):
+            with open_binary(join(folder, name)) as source, open(os.path.join(target, name), "wb") as copy:
+                shutil.copyfileobj(source, copy)
 
 
 def _download(name: str) -> str:

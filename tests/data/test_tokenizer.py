@@ -6,6 +6,7 @@ import contextlib
 import shutil
 
 import pytest
+from gcs_server import GcsServer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,3 +119,16 @@ def test_nothing_is_run_from_a_folder(tmp_path, shared_data):
     )
     with contextlib.suppress(UserError):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_in_a_bucket(monkeypatch, shared_data):
+    """Beside a run's checkpoints, or named in the config."""
+    with GcsServer() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        for name in ("vocab.json", "merges.txt"):
+            server.put("models", f"run/{name}", (shared_data / "gpt2_tokenizer" / name).read_bytes())
+        found = [load_tokenizer(None, "gs://models/run"), load_tokenizer("gs://models/run")]
+    for tokenizer in found:
+        assert tokenizer.encode("hello\n\nhello") == [31373, 198, 198, 31373]
+        assert tokenizer.decode([31373]) == "hello"
