@@ -17,7 +17,7 @@ from mesh_transformer.ops.attention import KVCache, attend, causal_mask, t5_buck
 from mesh_transformer.ops.rotary import angles, rotate
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
-_ones, _zeros = hk.initializers.Constant(1.0), hk.initializers.Constant(0.0)
+_zeros = hk.initializers.Constant(0.0)
 
 
 def _parameter(

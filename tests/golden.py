@@ -92,7 +92,7 @@ def merge(name: str, shards: np.ndarray) -> np.ndarray:
     return shards[0]
 
 
-def to_params(arrays: dict[str, np.ndarray], padded_vocab: int, *, offset: bool = True) -> dict[str, Any]:
+def to_params(arrays: dict[str, np.ndarray], padded_vocab: int) -> dict[str, Any]:
     """Our parameter tree from whole arrays by original name; vocabulary rows are padded with zeros."""
     params: dict[str, Any] = {"embed": {}, "blocks": {}, "head": {}}
     layers = 1 + max(
