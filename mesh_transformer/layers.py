@@ -13,7 +13,8 @@ import numpy as np
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer.ops.attention import KVCache, attend, causal_mask, t5_buckets
+from mesh_transformer.ops.attention import KVCache, attend, causal_attend, causal_mask, t5_buckets
+from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.ops.rotary import angles, rotate
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
@@ -44,19 +45,15 @@ class Linear(hk.Module):
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         d_in = x.shape[-1]
         init = hk.initializers.TruncatedNormal(self.stddev or 1 / np.sqrt(d_in))
-        y = jnp.matmul(
-            x,
-            _parameter("w", (d_in, self.d_out), init, *self.axes),
-            preferred_element_type=out_dtype or x.dtype,
-        )
-        return y + _parameter("b", (self.d_out,), _zeros, self.axes[1]) if self.bias else y
+        y = matmul(x, _parameter("w", (d_in, self.d_out), init, *self.axes), out_dtype or x.dtype)
+        return add_bias(y, _parameter("b", (self.d_out,), _zeros, self.axes[1])) if self.bias else y
 
 
 class Bias(hk.Module):
     """x + b, for a bias that must be added after a sum over tensor-parallel shards. (B, T, D)."""
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return x_BTD + _parameter("b", x_BTD.shape[-1:], _zeros, "embed")
+        return add_bias(x_BTD, _parameter("b", x_BTD.shape[-1:], _zeros, "embed"))
 
 
 class Embedding(hk.Module):
@@ -70,7 +67,7 @@ class Embedding(hk.Module):
         init = hk.initializers.TruncatedNormal(self.stddev)
         w_VD = _parameter("w", (self.rows, self.d_model), init, "vocab", "embed")
         x_BTD = constrain(jnp.take(w_VD, tokens_BT, axis=0), "batch", "seq", "act_embed")
-        return x_BTD + _parameter("b", (self.d_model,), _zeros, "embed")
+        return add_bias(x_BTD, _parameter("b", (self.d_model,), _zeros, "embed"))
 
 
 class PositionTable(hk.Module):
@@ -156,12 +153,12 @@ class Attention(hk.Module):
             sin, cos = (jnp.asarray(table)[positions_BT] for table in self.angles)
             q, k = rotate(q, sin, cos), rotate(k, sin, cos)
         if cache is None:
-            k_BHSK, v_BHSK = (rearrange(x, "b s h k -> b h s k") for x in (k, v))
+            mixed = causal_attend(q, k, v, bias_BHTS)
         else:
             cache = cache.write(layer, positions_BT, k, v)
             k_BHSK, v_BHSK = cache.read(layer)
-        mask = causal_mask(positions_BT, k_BHSK.shape[2])
-        mixed = constrain(attend(q, k_BHSK, v_BHSK, mask, bias_BHTS), "batch", "seq", "heads", None)
+            mixed = attend(q, k_BHSK, v_BHSK, causal_mask(positions_BT, cache.length), bias_BHTS)
+        mixed = constrain(mixed, "batch", "seq", "heads", None)
         mixed = checkpoint_name(mixed, "attn_out")
         d_model = x_BTD.shape[-1]
         o = Linear(d_model, ("heads", "embed"), stddev=self.out_stddev, name="o")

@@ -38,9 +38,11 @@ def start_distributed() -> None:
 def resolve(model: ModelConfig, platform: str) -> ModelConfig:
     """The config with each "auto" replaced by what suits `platform` (cpu, gpu or tpu)."""
     cpu = platform == "cpu"
-    changes: dict[str, str] = {}
+    changes: dict[str, str | int] = {}
     if model.compute_dtype == "auto":
         changes["compute_dtype"] = "float32" if cpu else "bfloat16"
     if model.remat == "auto":
         changes["remat"] = "none" if cpu else "full"
+    if model.logits_mib == "auto":
+        changes["logits_mib"] = 128 if cpu else 1024
     return model.model_copy(update=changes)

@@ -54,6 +54,7 @@ Rows = Annotated[Count, Unit("rows")]
 Devices = Annotated[Count, Unit("devices")]
 Steps = Annotated[Count, Unit("steps")]
 Sequences = Annotated[Count, Unit("sequences")]
+Mebibytes = Annotated[Count, Unit("MiB")]
 
 Real = Annotated[float, Strict()]
 Positive = Annotated[Real, Gt(0)]

@@ -14,6 +14,7 @@ from mesh_transformer.config.base import (
     Group,
     Heads,
     Layers,
+    Mebibytes,
     Rows,
     Tokens,
     whole,
@@ -60,6 +61,11 @@ class ModelConfig(Group):
     )
     scan_unroll: Layers = Field(
         1, description="layers unrolled per scan iteration; more is faster to run, slower to compile"
+    )
+    logits_mib: Literal["auto"] | Mebibytes = Field(
+        "auto",
+        description="float32 logits that a device holds at a time in training and validation, in MiB: the head and the "
+        "loss run over the positions in that many parts; auto: 128 on CPU, 1024 elsewhere",
     )
     seed: CountOrZero = Field(0, description="seed of the initial parameters; they do not depend on the mesh")
 

@@ -125,6 +125,19 @@ class Model:
         Returns:
             logits (B, T, V), or (B, 1, V) with select_B; float32, -inf in the rows beyond n_vocab; and the cache.
         """
+        x_BTD, cache = self.hidden(params, tokens_BT, cache, start_B)
+        if select_B is not None:
+            x_BTD = jnp.take_along_axis(x_BTD, select_B[:, None, None], axis=1)
+        return self.logits(self.gathered_head(params), x_BTD), cache
+
+    def hidden(
+        self,
+        params: Params,
+        tokens_BT: jax.Array,
+        cache: KVCache | None = None,
+        start_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """The residual stream (B, T, D) after the last block, and the cache: `apply` without its head."""
         positions_BT = jnp.arange(tokens_BT.shape[1])[None]
         if start_B is not None:
             positions_BT = positions_BT + start_B[:, None]
@@ -133,12 +146,16 @@ class Model:
         n_keys = tokens_BT.shape[1] if cache is None else cache.length
         embed_params = gather_weights(params["embed"], self._stage_axes["embed"])
         x_BTD, bias = self.stages.embed.apply(embed_params, None, tokens_BT, positions_BT, n_keys)
-        x_BTD, cache = self._blocks(params["blocks"], x_BTD.astype(self.dtype), positions_BT, bias, cache)
-        if select_B is not None:
-            x_BTD = jnp.take_along_axis(x_BTD, select_B[:, None, None], axis=1)
-        head_params = gather_weights(params["head"], self._stage_axes["head"])
+        return self._blocks(params["blocks"], x_BTD.astype(self.dtype), positions_BT, bias, cache)
+
+    def gathered_head(self, params: Params) -> Params:
+        """The head's parameters as `logits` takes them: whole over fsdp."""
+        return gather_weights(params["head"], self._stage_axes["head"])
+
+    def logits(self, head_params: Params, x_BTD: jax.Array) -> jax.Array:
+        """The head on any positions: (B, T, D) -> (B, T, V) float32, -inf in the rows beyond n_vocab."""
         logits_BTV = constrain(self.stages.head.apply(head_params, None, x_BTD), "batch", "seq", "vocab")
-        return _mask_padding(logits_BTV, self.config.n_vocab), cache
+        return _mask_padding(logits_BTV, self.config.n_vocab)
 
     def _blocks(
         self,

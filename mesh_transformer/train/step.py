@@ -6,6 +6,7 @@ Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T posit
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import optax
 
 from mesh_transformer.config import Config
 from mesh_transformer.models.base import Model, Params
-from mesh_transformer.ops.loss import token_loss
+from mesh_transformer.ops.loss import TokenLoss, mean_loss
 from mesh_transformer.parallel.sharding import Partition, constrain_tree, moment_rules, training_rules, use
 from mesh_transformer.train import noise
 from mesh_transformer.train.optim import learning_rate, make_optimizer, schedule_count
@@ -145,22 +146,43 @@ class TrainProgram:
 
     def _loss(self, params: Params, tokens_BT: jax.Array) -> tuple[jax.Array, Metrics]:
         """Mean loss with the z-loss, which is averaged over a sequence's positions and added to each."""
-        logits_BTV, _ = self.model.apply(params, tokens_BT[:, :-1])
-        per_token = token_loss(logits_BTV, tokens_BT[:, 1:])
+        loss, per_token = self._mean_loss(params, tokens_BT, self._objective)
+        last_loss = per_token.nll[:, -1] + self._z_loss(per_token).mean(-1)
+        return loss, {"train/loss": loss, "train/last_loss": last_loss.mean()}
+
+    def _objective(self, per_token: TokenLoss) -> jax.Array:
+        return per_token.nll + self._z_loss(per_token)
+
+    def _z_loss(self, per_token: TokenLoss) -> jax.Array:
         optimizer = self.config.optimizer
         log_z = per_token.shifted_log_z if optimizer.z_loss_kind == "classic" else per_token.log_z
-        z_loss = optimizer.z_loss * jnp.square(log_z).mean(-1, keepdims=True)
-        loss_BT = per_token.nll + z_loss
-        return loss_BT.mean(), {"train/loss": loss_BT.mean(), "train/last_loss": loss_BT[:, -1].mean()}
+        return optimizer.z_loss * jnp.square(log_z)
+
+    def _mean_loss(
+        self, params: Params, tokens_BT: jax.Array, objective: Callable[[TokenLoss], jax.Array]
+    ) -> tuple[jax.Array, TokenLoss]:
+        x_BTD, _ = self.model.hidden(params, tokens_BT[:, :-1])
+        chunks = self.loss_chunks(*x_BTD.shape[:2])
+        head = self.model.gathered_head(params)
+        return mean_loss(self.model.logits, objective, chunks, head, x_BTD, tokens_BT[:, 1:])
+
+    def loss_chunks(self, batch: int, positions: int) -> int:
+        """Parts in which `positions` go through the head, so that a device holds `model.logits_mib` of logits."""
+        rows = self.partition.sharding("batch", "seq", "vocab").shard_shape(
+            (batch, positions, self.config.model.padded_vocab)
+        )
+        needed = math.prod(rows) * 4 / 2**20 / int(self.model.config.logits_mib)
+        return next(
+            n for n in range(1, positions + 1) if positions % n == 0 and (n >= needed or n == positions)
+        )
 
     def _eval_step(self, params: Params, tokens_BT: jax.Array) -> Metrics:
         """Mean loss without z-loss, last-token loss and accuracy of tokens (B, T + 1)."""
         with use(self.partition):
             params = constrain_tree(self.model.cast(params), self.partition, self.model.axes)
-            logits_BTV, _ = self.model.apply(params, tokens_BT[:, :-1])
-            per_token = token_loss(logits_BTV, tokens_BT[:, 1:])
+            loss, per_token = self._mean_loss(params, tokens_BT, lambda per_token: per_token.nll)
         return {
-            "loss": per_token.nll.mean(),
+            "loss": loss,
             "last_loss": per_token.nll[:, -1].mean(),
             "accuracy": per_token.correct.mean(),
         }
