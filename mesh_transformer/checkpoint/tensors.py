@@ -1,0 +1,59 @@
+"""What a checkpoint of any form looks like to the rest: named whole tensors that are read in slices.
+
+The names and shapes are those of our own parameter tree, its path joined by "/": `params/blocks/attention/q/w` is
+(layers, d_model, heads * d_head), `params/embed/tokens/w` is (padded_vocab, d_model). Adam's moments are `mu/...` and
+`nu/...` with the same tails. A form that stores something else (one array a layer, shards, other axes, no padding)
+translates as it reads. A reader holds the slice that was asked for and no more than one tensor besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Index = tuple[slice, ...]
+"""One slice of step 1 for each dimension; `slice(None)` is the whole of it."""
+
+
+class TensorInfo(NamedTuple):
+    """A whole tensor: its shape, and the dtype it is stored in (ml_dtypes.bfloat16 for bfloat16)."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Counts(NamedTuple):
+    """Updates done: by the run, by Adam and by the schedule. The last two are None where there are no moments."""
+
+    step: int
+    adam: int | None = None
+    schedule: int | None = None
+
+
+class TensorSource(Protocol):
+    """An open checkpoint. Reading is thread-safe; nothing is held between reads."""
+
+    @property
+    def where(self) -> str:
+        """The path that was opened, for messages."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by name; moments only if the checkpoint has them."""
+
+    @property
+    def counts(self) -> Counts:
+        """Step and optimizer counts."""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """JSON that the form keeps beside the tensors: loader position, config, tokenizer. May be empty."""
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """The slice of a tensor, in its stored dtype.
+
+        Raises:
+            DamagedCheckpoint: the bytes are missing or not what they should be.
+        """
