@@ -1,0 +1,141 @@
+"""Operations with gradient rules or orders of their own, against the plain form that JAX differentiates."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mesh_transformer.ops.attention import attend, causal_attend, causal_mask
+from mesh_transformer.ops.linear import add_bias, matmul
+from mesh_transformer.ops.loss import TokenLoss, mean_loss, token_loss
+
+# Float32 sums of up to a thousand terms in another order: a few units in the last place of the largest value.
+CLOSE = {"rtol": 0, "atol": 5e-6}
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def assert_same(ours: object, plain: object) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a / jnp.abs(b).max(), b / jnp.abs(b).max(), **CLOSE),
+        ours,
+        plain,
+    )
+
+
+@pytest.mark.parametrize(("d_in", "d_out"), [(24, 40), (40, 24)])  # either factor may be the smaller one
+def test_matmul_and_its_gradients(d_in, d_out):
+    x, w, dy = normal(0, 3, 5, d_in), normal(1, d_in, d_out), normal(2, 3, 5, d_out)
+    y, ours = jax.vjp(lambda x, w: matmul(x, w, x.dtype), x, w)
+    expected, plain = jax.vjp(jnp.matmul, x, w)
+    assert_same(y, expected)
+    assert_same(ours(dy), plain(dy))
+
+
+def test_matmul_keeps_the_dtypes_of_its_gradients():
+    x, w = normal(0, 3, 8).astype(jnp.bfloat16), normal(1, 8, 4).astype(jnp.bfloat16)
+    y, gradients = jax.vjp(lambda x, w: matmul(x, w, jnp.float32), x, w)
+    assert y.dtype == jnp.float32
+    assert [g.dtype for g in gradients(y)] == [jnp.bfloat16, jnp.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
+    x, b, dy = (a.astype(dtype) for a in (normal(0, 4, 300, 7), normal(1, 7), normal(2, 4, 300, 7)))
+    y, gradients = jax.vjp(add_bias, x, b)
+    np.testing.assert_array_equal(y, x + b)
+    dx, db = gradients(dy)
+    np.testing.assert_array_equal(dx, dy)
+    expected = np.asarray(dy, np.float64).sum((0, 1))
+    assert db.dtype == dtype
+    # one rounding to the dtype: 2^-8 of the value in bfloat16
+    np.testing.assert_allclose(
+        np.asarray(db, np.float64), expected, rtol=4e-3 if dtype == jnp.bfloat16 else 1e-5
+    )
+
+
+@pytest.mark.parametrize(("length", "with_bias"), [(256, True), (128, False), (100, False)])
+def test_attention_in_parts_is_attention(length, with_bias):
+    q, k, v = (normal(i, 2, length, 3, 8) for i in range(3))
+    bias = normal(3, 1, 3, length, length) if with_bias else jnp.zeros((1, 3, length, length))
+    dy = normal(4, 2, length, 3, 8)
+    mask = causal_mask(jnp.arange(length)[None], length)
+
+    def plain(q, k, v, bias):
+        k_BHSK, v_BHSK = (x.transpose(0, 2, 1, 3) for x in (k, v))
+        return attend(q, k_BHSK, v_BHSK, mask, bias)
+
+    y, ours = jax.vjp(causal_attend, q, k, v, bias)
+    expected, theirs = jax.vjp(plain, q, k, v, bias)
+    assert_same(y, expected)
+    assert_same(ours(dy), theirs(dy))
+
+
+def test_attention_in_parts_leaves_out_what_is_masked_anyway():
+    q = jax.ShapeDtypeStruct((1, 256, 2, 8), jnp.float32)
+    flops = [
+        jax.jit(f).lower(q, q, q).compile().cost_analysis()["flops"]
+        for f in (lambda *x: causal_attend(*x, None), _whole)
+    ]
+    assert flops[0] < 0.68 * flops[1]  # 5/8 with four parts
+
+
+def _whole(q, k, v):
+    k_BHSK, v_BHSK = (x.transpose(0, 2, 1, 3) for x in (k, v))
+    return attend(q, k_BHSK, v_BHSK, causal_mask(jnp.arange(256)[None], 256), None)
+
+
+PARAMS = {"w": normal(5, 16, 40) / 4, "b": normal(6, 40)}
+X_BTD, TARGETS_BT = normal(7, 3, 12, 16), jax.random.randint(jax.random.key(8), (3, 12), 0, 40)
+
+
+def logits_of(params, x_BTD):
+    return x_BTD @ params["w"] + params["b"]
+
+
+def objective(per_token: TokenLoss) -> jax.Array:
+    return per_token.nll + 0.1 * jnp.square(per_token.log_z)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 12])
+def test_the_loss_in_parts_is_the_loss(chunks):
+    def ours(params, x):
+        loss, per_token = mean_loss(logits_of, objective, chunks, params, x, TARGETS_BT)
+        return 3 * loss, per_token  # a cotangent that is not one
+
+    def plain(params, x):
+        per_token = token_loss(logits_of(params, x), TARGETS_BT)
+        return 3 * objective(per_token).mean(), per_token
+
+    (value, per_token), gradients = jax.value_and_grad(ours, (0, 1), has_aux=True)(PARAMS, X_BTD)
+    (expected, expected_tokens), expected_gradients = jax.value_and_grad(plain, (0, 1), has_aux=True)(
+        PARAMS, X_BTD
+    )
+    assert_same(value, expected)
+    assert_same(gradients, expected_gradients)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), per_token, expected_tokens)
+    undifferentiated, tokens = ours(PARAMS, X_BTD)
+    assert_same(undifferentiated, expected)
+    np.testing.assert_allclose(tokens.nll, expected_tokens.nll, rtol=1e-5)
+
+
+def test_the_loss_in_parts_holds_only_a_part_of_the_logits():
+    params = {
+        "w": jax.ShapeDtypeStruct((16, 4096), jnp.float32),
+        "b": jax.ShapeDtypeStruct((4096,), jnp.float32),
+    }
+    x, targets = jax.ShapeDtypeStruct((1, 512, 16), jnp.float32), jax.ShapeDtypeStruct((1, 512), jnp.int32)
+
+    def temporaries(chunks: int) -> int:
+        def loss(params, x, targets):
+            return mean_loss(logits_of, objective, chunks, params, x, targets)[0]
+
+        return (
+            jax.jit(jax.grad(loss)).lower(params, x, targets).compile().memory_analysis().temp_size_in_bytes
+        )
+
+    assert temporaries(8) < temporaries(1) / 4
