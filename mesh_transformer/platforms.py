@@ -1,4 +1,4 @@
-"""What differs between CPU, GPU and TPU: precision, recomputation, and how processes find each other."""
+"""What differs between CPU, GPU and TPU, and what JAX needs before its first use: processes, compile cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ import jax
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 
+_CACHE_BYTES = 8 << 30
+_CACHE_SETTINGS = {
+    "jax_compilation_cache_max_size": _CACHE_BYTES,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
 _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -33,6 +39,36 @@ def start_distributed() -> None:
     if "cpu" in os.environ.get("JAX_PLATFORMS", ""):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(values["JAX_COORDINATOR_ADDRESS"], count, index)
+
+
+class CompileCache:
+    """Keeps compiled programs on disk, so that an unchanged run compiles nothing at its second start.
+
+    The folder is JAX_COMPILATION_CACHE_DIR, or mesh-transformer/compiled in the user's cache folder; the oldest
+    programs go when it holds more than JAX_COMPILATION_CACHE_MAX_SIZE bytes (8 GiB). JAX decides what "unchanged" is:
+    program, flags, versions and devices. JAX_ENABLE_COMPILATION_CACHE=false switches it off.
+    """
+
+    def __init__(self) -> None:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        self.requests = self.read = 0
+        self.folder = os.environ.get(
+            "JAX_COMPILATION_CACHE_DIR", os.path.join(home, "mesh-transformer", "compiled")
+        )
+        jax.config.update("jax_compilation_cache_dir", self.folder)
+        for name, value in _CACHE_SETTINGS.items():
+            if name.upper() not in os.environ:
+                jax.config.update(name, value)
+        jax.monitoring.register_event_listener(self._count)
+
+    def _count(self, event: str, **_: object) -> None:
+        self.requests += event == "/jax/compilation_cache/compile_requests_use_cache"
+        self.read += event == "/jax/compilation_cache/cache_hits"
+
+    def __str__(self) -> str:
+        if not self.requests:
+            return "the compile cache is off"
+        return f"{self.requests - self.read} programs compiled, {self.read} read from {self.folder}"
 
 
 def resolve(model: ModelConfig, platform: str) -> ModelConfig:

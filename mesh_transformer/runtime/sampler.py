@@ -164,6 +164,7 @@ def run(
     config = load_config(config_path, overrides)
     ids = None if prompt_tokens is None else parse_tokens(prompt_tokens)
     logs.set_up()
+    platforms.CompileCache()
     platforms.start_distributed()
     session = Session.open(config)
     source = checkpoint or config.checkpoint.root

@@ -37,10 +37,13 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
     if fresh_opt and not tune_model_path:
         raise UserError("--fresh-opt drops the Adam moments of --tune-model-path: give that too")
     logs.set_up()
+    compiled = platforms.CompileCache()
     platforms.start_distributed()
     with Interrupt() as interrupt:
         session = Session.open(config)
-        return TrainingRun(session, start.Source(tune_model_path, fresh_opt), interrupt).train()
+        code = TrainingRun(session, start.Source(tune_model_path, fresh_opt), interrupt).train()
+    log.info("%s", compiled)
+    return code
 
 
 class TrainingRun:
