@@ -104,7 +104,7 @@ class Report:
         values = pending.settled or {}
         what = f"step {pending.step}: " + ", ".join(
             f"{name.removeprefix('train/')} {values[name]}"
-            for name in ("train/loss", "train/grad_norm", "train/update_norm")
+            for name in ("train/loss", "train/grad_norm", "train/param_norm")
         )
         if not self._stop:
             log.warning("%s: not finite, update skipped", what)

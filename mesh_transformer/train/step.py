@@ -100,8 +100,8 @@ class TrainProgram:
         norm = optax.tree.norm(gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        update_norm = optax.tree.norm(updates)
-        finite = jnp.isfinite(metrics["train/loss"] + norm + update_norm)
+        param_norm = optax.tree.norm(params)  # of the sum, which exists anyway: XLA would compute the updates twice
+        finite = jnp.isfinite(metrics["train/loss"] + norm + param_norm)
         averages = state.noise
         if len(tokens_ABT) > 1:
             a, b = tokens_ABT.shape[:2]
@@ -111,7 +111,7 @@ class TrainProgram:
         new = TrainState(state.step + 1, params, opt_state, averages, state.skipped)
         metrics |= {
             "train/grad_norm": norm,
-            "train/update_norm": update_norm,
+            "train/param_norm": param_norm,
             "train/grad_norm_micro": jnp.sqrt(squares).mean(),
             "train/learning_rate": learning_rate(self.config.optimizer, schedule_count(state.opt_state)),
             "finite": finite,

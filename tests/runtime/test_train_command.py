@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(trained, tmp_p
     assert "not finite" in errors
     assert "Traceback" not in errors
     records = metrics(tmp_path / "run")
-    assert None in [records[-1][f"train/{name}"] for name in ("loss", "grad_norm", "update_norm")]
+    assert None in [records[-1][f"train/{name}"] for name in ("loss", "grad_norm", "param_norm")]
     saved = [int(path.name.removeprefix("step_")) for path in (tmp_path / "run").glob("step_*")]
     assert max(saved) == records[-1]["step"] - 1
 
