@@ -1,0 +1,205 @@
+"""Where a train step's time goes on CPU: by part of the model and by kind of work, with the rate of the products.
+
+    python benchmarks/profile_step.py [--config C] [--set k=v] [--plot profile.png] [--top 15]
+
+Traces one step of the trainer's own program with JAX's profiler and joins each executed operation with the
+optimised HLO. XLA for CPU runs independent operations on several threads at once, so that thread seconds add up
+to more than the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import glob
+import math
+import re
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+from common import REPO, emit, machine, say
+
+PARTS = ["head and loss", "attention", "layers: q, k, v, o, ff", "embedding and rest", "optimizer"]
+KINDS = ["matrix products", "element by element", "sums and maxima", "copies and transposes"]
+COLOURS = ["#4c72b0", "#dd8452", "#55a868", "#c44e52"]
+
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (\S+) ([\w\-]+)\((.*)$")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
+
+
+class Operation(NamedTuple):
+    """One instruction of the optimised program."""
+
+    part: str
+    kind: str
+    flops: int  # of its products, each time it runs
+
+
+def main() -> None:
+    arguments = _arguments()
+    operations, events, seconds = trace(arguments.config, arguments.overrides)
+    table: dict[str, dict[str, float]] = {part: dict.fromkeys(KINDS, 0.0) for part in PARTS}
+    flops: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    for name, durations in events.items():
+        operation = operations[name]
+        table[operation.part][operation.kind] += sum(durations)
+        flops[operation.part] += operation.flops * len(durations)
+    total = sum(sum(row.values()) for row in table.values())
+    for name, durations in sorted(events.items(), key=lambda item: -sum(item[1]))[: arguments.top]:
+        o = operations[name]
+        say(f"{1e3 * sum(durations):9.1f} ms  {len(durations):4d} x  {o.part}: {o.kind}: {name}")
+    result = {
+        "benchmark": "profile_step",
+        "config": arguments.config,
+        "step_seconds": round(seconds, 3),
+        "thread_seconds": round(total, 3),
+        "shares": {
+            part: {kind: round(s / total, 4) for kind, s in row.items()} for part, row in table.items()
+        },
+        "product_gflops_per_thread_second": {
+            part: round(flops[part] / 1e9 / table[part][KINDS[0]], 1) for part in PARTS if flops[part]
+        },
+        "gflops_per_second_of_the_step": round(sum(flops.values()) / 1e9 / seconds, 1),
+        "machine": machine(),
+    }
+    if arguments.plot:
+        plot(table, result, arguments.plot)
+    emit(result)
+
+
+def trace(
+    config_path: str, overrides: list[str]
+) -> tuple[dict[str, Operation], dict[str, list[float]], float]:
+    """Operations by name, the seconds of each of their executions in one traced step, and that of an untraced step."""
+    import jax
+
+    from mesh_transformer.config import load_config
+    from mesh_transformer.runtime.session import Session
+
+    config = load_config(config_path, overrides)
+    session = Session.open(config)
+    program = session.program
+    state = program.init(jax.random.key(0))
+    shape = (config.optimizer.gradient_accumulation_steps, session.microbatch, config.seq + 1)
+    tokens = session.place_batch(
+        np.random.default_rng(0).integers(0, config.model.n_vocab, shape, dtype=np.int32)
+    )
+    operations = read_program(program.train_step.lower(state, tokens).compile().as_text())
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        state, metrics = program.train_step(state, tokens)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - began)
+    events: dict[str, list[float]] = collections.defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            state, metrics = program.train_step(state, tokens)
+            jax.block_until_ready(metrics)
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            for line in plane.lines:
+                for event in line.events:
+                    if event.name in operations:
+                        events[event.name].append(event.duration_ns / 1e9)
+    return operations, events, float(np.median(seconds[1:]))
+
+
+def read_program(text: str) -> dict[str, Operation]:
+    """The instructions that run on their own: those of the entry and of loop bodies."""
+    bodies: dict[str, list[tuple[str, str, str, str]]] = {}
+    current: list[tuple[str, str, str, str]] = []
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            current = bodies.setdefault(header[1], [])
+        elif match := _INSTRUCTION.match(line):
+            current.append((match[1], match[2], match[3], match[4]))
+    return {
+        name: _operation(name, shape, opcode, rest, bodies)
+        for body in bodies.values()
+        for name, shape, opcode, rest in body
+        if opcode not in ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call")
+    }
+
+
+def _operation(name: str, shape: str, opcode: str, rest: str, bodies: dict[str, Any]) -> Operation:
+    path = match[1] if (match := re.search(r'op_name="([^"]*)"', rest)) else ""
+    inner = [(name, shape, opcode, rest)]
+    if opcode == "fusion" and (called := re.search(r"calls=%([\w.\-]+)", rest)):
+        inner = bodies[called[1]]
+    opcodes = {code for _, _, code, _ in inner}
+    shapes = {n: s for n, s, _, _ in inner} | {n: s for body in bodies.values() for n, s, _, _ in body}
+    flops = sum(_dot_flops(s, r, shapes) for _, s, code, r in inner if code == "dot")
+    if flops:
+        kind = KINDS[0]
+    elif "reduce" in opcodes:
+        kind = KINDS[2]
+    elif opcodes <= {"copy", "transpose", "slice", "bitcast", "parameter", "concatenate", "broadcast", "constant",
+                     "dynamic-slice", "dynamic-update-slice", "pad", "reshape", "iota"}:  # fmt: skip
+        kind = KINDS[3]
+    else:
+        kind = KINDS[1]
+    return Operation(_part(path), kind, flops)
+
+
+def _part(path: str) -> str:
+    if "jvp" not in path:
+        return PARTS[4]
+    if "logits" in path or "while/body" in path:
+        return PARTS[0]
+    if re.search(r"attention/(?![qkvo]/)", path):
+        return PARTS[1]
+    if "closed_call" in path:
+        return PARTS[2]
+    return PARTS[3]
+
+
+def _dot_flops(shape: str, rest: str, shapes: dict[str, str]) -> int:
+    left = re.match(r"%([\w.\-]+)", rest)
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
+    if left is None or contracted is None or left[1] not in shapes:
+        return 0
+    sizes = _sizes(shapes[left[1]])
+    return 2 * math.prod(_sizes(shape)) * math.prod(sizes[int(d)] for d in contracted[1].split(",") if d)
+
+
+def _sizes(shape: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", shape[shape.index("[") : shape.index("]")])]
+
+
+def plot(table: dict[str, dict[str, float]], result: dict[str, Any], path: str) -> None:
+    """One bar a part, coloured by kind; its length is the share of the thread seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    left = np.zeros(len(PARTS))
+    for kind, colour in zip(KINDS, COLOURS, strict=True):
+        widths = np.array([100 * result["shares"][part][kind] for part in PARTS])
+        axes.barh(PARTS, widths, left=left, label=kind, color=colour)
+        left += widths
+    axes.invert_yaxis()
+    axes.set_xlabel(f"% of thread time; the step takes {result['step_seconds']} s")
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    say(f"plot: {path}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default=str(REPO / "configs/70M.json"))
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="group.key=value")
+    parser.add_argument("--plot", help="write a picture")
+    parser.add_argument("--top", type=int, default=12, help="longest operations to list")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

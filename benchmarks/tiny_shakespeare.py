@@ -1,0 +1,51 @@
+"""Validation loss of configs/tiny_shakespeare.json, trained by the command that the README gives, and how long it took.
+
+python benchmarks/tiny_shakespeare.py [--plot loss.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import REPO, emit, machine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plot", help="where to copy the run's loss curve")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "device_train.py", "--config", "configs/tiny_shakespeare.json",
+            "--set", f"checkpoint.model_dir={folder}/run",
+        ]  # fmt: skip
+        began = time.perf_counter()
+        subprocess.run(command, cwd=REPO, check=True)
+        seconds = time.perf_counter() - began
+        records = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+        if arguments.plot:
+            shutil.copy(f"{folder}/run/loss.png", arguments.plot)
+    losses = {r["step"]: round(r["val/loss_shakespeare"], 4) for r in records if "val/loss_shakespeare" in r}
+    emit(
+        {
+            "benchmark": "tiny_shakespeare",
+            "val_loss_nats_per_character": losses[max(losses)],
+            "minutes": round(seconds / 60, 2),  # of the whole process, start and compiling included
+            "steps": max(losses),
+            "val_losses": losses,
+            "machine": machine(),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

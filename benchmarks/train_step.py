@@ -1,0 +1,188 @@
+"""Tokens per second of the trainer's own step, against Hugging Face GPT-J in torch, in turn.
+
+    python benchmarks/train_step.py                                   # configs/70M.json on this machine, 5 rounds
+    python benchmarks/train_step.py --peer none --config C --set k=v  # without a peer, such as on a GPU
+
+Each run is a process of its own: two warm-up steps, then timed ones. The peer is GPTJForCausalLM with the fused
+AdamW and no dropout, eager and compiled; the ratio is against the faster of the two. The matrix rate is that of
+the fastest of some large float32 products in either library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from common import REPO, emit, in_turn, machine, median, peak_memory_mib, this_script
+
+WARM_UP = 2
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.worker:
+        emit(WORKERS[arguments.worker](arguments))
+        return
+    workers = ["ours", "matmul"] if arguments.peer == "none" else list(WORKERS)
+    rest = ["--config", arguments.config, "--steps", str(arguments.steps)]
+    rest += [part for item in arguments.overrides for part in ("--set", item)]
+    commands = {name: this_script(__file__, "--worker", name, *rest) for name in workers}
+    runs = in_turn(commands, arguments.rounds)
+    emit(summary(runs, arguments))
+
+
+def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Medians over the rounds, and the ratios."""
+    result: dict[str, Any] = {
+        "benchmark": "train_step",
+        "config": arguments.config,
+        "set": arguments.overrides,
+    }
+    for name, records in runs.items():
+        result[name] = {key: median([record[key] for record in records]) for key in records[0]}
+        result[name]["runs"] = [round(next(iter(record.values())), 1) for record in records]
+    ours = result["ours"]
+    rate = 1e12 * arguments.peak_tflops if arguments.peak_tflops else 1e9 * result["matmul"]["gflops"]
+    ours["share_of_matrix_rate"] = round(ours["tokens_per_s"] * ours["flops_per_token"] / rate, 3)
+    peers = [name for name in runs if name.startswith("torch")]
+    if peers:
+        best = max(peers, key=lambda name: result[name]["tokens_per_s"])
+        result["peer"] = best
+        share = result[best]["tokens_per_s"] * ours["flops_per_token"] / rate
+        result[best]["share_of_matrix_rate"] = round(share, 3)
+        result["speed_ratio"] = round(ours["tokens_per_s"] / result[best]["tokens_per_s"], 3)
+        result["memory_ratio"] = round(ours["peak_memory_mib"] / result[best]["peak_memory_mib"], 3)
+    return {**result, "machine": machine()}
+
+
+def ours(arguments: argparse.Namespace) -> dict[str, float]:
+    """The config's own step, as the trainer builds it."""
+    import jax
+
+    from mesh_transformer import platforms
+    from mesh_transformer.config import load_config
+    from mesh_transformer.runtime.session import Session, count_parameters
+
+    config = load_config(arguments.config, arguments.overrides)
+    platforms.CompileCache()
+    session = Session.open(config)
+    program = session.program
+    state = program.init(jax.random.key(0))
+    accumulation = config.optimizer.gradient_accumulation_steps
+    tokens = session.place_batch(_tokens(config, accumulation, session.microbatch))
+
+    def step() -> None:
+        nonlocal state
+        state, metrics = program.train_step(state, tokens)
+        jax.block_until_ready(metrics)
+
+    seconds = _time(step, arguments.steps)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    memory = stats["peak_bytes_in_use"] / 2**20 if "peak_bytes_in_use" in stats else peak_memory_mib()
+    embedding = config.model.padded_vocab * config.model.d_model
+    matrices = count_parameters(state.params) - embedding
+    return {
+        "tokens_per_s": session.tokens_per_step / seconds / jax.device_count(),
+        "peak_memory_mib": memory,
+        "parameters": matrices + embedding,
+        # Chowdhery et al. 2022, appendix B: forward and backward of the matrices and of the attention, not causal
+        "flops_per_token": 6 * matrices
+        + 12 * config.model.layers * config.model.n_heads * config.model.d_head * config.seq,
+    }
+
+
+def torch_step(arguments: argparse.Namespace, compiled: bool) -> dict[str, float]:
+    """The same model and batch in transformers, with its own loss."""
+    import torch
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    from mesh_transformer.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    m = config.model
+    torch.manual_seed(0)
+    model = GPTJForCausalLM(
+        GPTJConfig(
+            vocab_size=m.n_vocab, n_positions=m.seq, n_embd=m.d_model, n_layer=m.layers, n_head=m.n_heads,
+            n_inner=m.d_ff, rotary_dim=m.pe_rotary_dims, use_cache=False, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        )
+    ).train()  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    run = torch.compile(model) if compiled else model
+    batch = config.microbatch(config.mesh.shape(1))
+    tokens = torch.from_numpy(_tokens(config, 1, batch)[0, :, : m.seq].astype(np.int64))
+
+    def step() -> None:
+        run(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seconds = _time(step, arguments.steps)
+    return {"tokens_per_s": tokens.numel() / seconds, "peak_memory_mib": peak_memory_mib()}
+
+
+def matmul(arguments: argparse.Namespace) -> dict[str, float]:
+    """The rate of large float32 products: the best shape and library of a few."""
+    import jax
+    import jax.numpy as jnp
+
+    rates = []
+    for rows, inner, columns in [(2048, 2048, 2048), (2048, 512, 2048), (512, 512, 50432)]:
+        left = jnp.ones((rows, inner))
+        for right, spec in [
+            (jnp.ones((inner, columns)), "mk,kn->mn"),
+            (jnp.ones((columns, inner)), "mk,nk->mn"),
+        ]:
+            product = jax.jit(lambda a, b, spec=spec: jnp.einsum(spec, a, b))
+            seconds = _time(lambda p=product, a=left, b=right: jax.block_until_ready(p(a, b)), 9)
+            rates.append(2 * rows * inner * columns / seconds / 1e9)
+    return {"gflops": max(rates)}
+
+
+def _tokens(config: Any, accumulation: int, batch: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    shape = (accumulation, batch, config.seq + 1)
+    return rng.integers(0, min(config.model.n_vocab, 50257), shape, dtype=np.int32)
+
+
+def _time(step: Callable[[], object], count: int) -> float:
+    """Seconds of one step: the median of `count` after a warm-up."""
+    for _ in range(WARM_UP):
+        step()
+    seconds = []
+    for _ in range(count):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    return float(np.median(seconds))
+
+
+WORKERS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
+    "ours": ours,
+    "torch_eager": lambda arguments: torch_step(arguments, compiled=False),
+    "torch_compiled": lambda arguments: torch_step(arguments, compiled=True),
+    "matmul": matmul,
+}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default=str(REPO / "configs/70M.json"))
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="group.key=value")
+    parser.add_argument("--peer", choices=["torch", "none"], default="torch")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each run")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="of a device, for the share; default: measured products"
+    )
+    parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
