@@ -137,6 +137,17 @@ def upload(source: str, target: str) -> None:
     os.replace(f"{target}.tmp", target)
 
 
+def replace(path: str, content: bytes) -> None:
+    """Write a small file whole, replacing it; a reader sees the old one or the new one."""
+    if is_remote(path):
+        _blob(path).upload_from_string(content, content_type="application/octet-stream", retry=_retry())
+        return
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(f"{path}.tmp", "wb") as file:
+        file.write(content)
+    os.replace(f"{path}.tmp", path)
+
+
 def remove(path: str) -> None:
     """Delete one file; on `gs://` one that is gone is no error."""
     if is_remote(path):

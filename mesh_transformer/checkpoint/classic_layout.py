@@ -102,6 +102,7 @@ def leaves(config: ModelConfig, *, full: bool) -> list[Leaf]:
             leaf._replace(
                 name=leaf.name.replace("params/", start, 1),
                 tensor=leaf.tensor and leaf.tensor.replace("params/", f"{kind}/", 1),
+                split=Split.MEAN if leaf.split is Split.SUM else leaf.split,  # all shards have one gradient
             )
             for leaf in params
         ]
@@ -136,16 +137,19 @@ def _count(name: str) -> Leaf:
 def _parameters(config: ModelConfig) -> Iterator[Leaf]:
     c = config
     sizes = {"V": c.n_vocab, "D": c.d_model, "F": c.d_ff, "S": c.seq, "H": c.n_heads, "N": 32}
-    roles = {(module, field): (None, role) for (module, field), role in _outside(config).items()}
+    roles: dict[tuple[str, str], tuple[int | None, Role]] = {
+        place: (None, role) for place, role in _outside(config).items()
+    }
     for layer in range(c.layers):
         roles |= {
             (f"layer_{layer}/~/{module}", field): (layer, role)
             for (module, field), role in _block(config).items()
         }
-    for (module, field), (layer, role) in sorted(roles.items(), key=lambda item: item[0]):
+    for module, field in sorted(roles):
+        number, role = roles[module, field]
         tensor = role.tensor and f"params/{role.tensor}"
         shape = tuple(sizes[letter] for letter in role.dims)
-        yield Leaf(f"params/{PREFIX}{module}/{field}", tensor, layer, role.dims, shape, role.split)
+        yield Leaf(f"params/{PREFIX}{module}/{field}", tensor, number, role.dims, shape, role.split)
 
 
 def _outside(config: ModelConfig) -> dict[tuple[str, str], Role]:

@@ -89,7 +89,7 @@ class NpzReader:
         """
         handle = _Handle(path)
         try:
-            with zipfile.ZipFile(handle) as archive:  # type: ignore[arg-type]
+            with zipfile.ZipFile(handle) as archive:
                 infos = archive.infolist()
                 members = [_member(path, handle, archive, info) for info in infos]
         except _DAMAGES as error:
@@ -143,7 +143,7 @@ def _whole(member: Member) -> np.ndarray:
     if member.compressed:
         try:
             handle = _Handle(member.path)
-            with zipfile.ZipFile(handle) as archive:  # type: ignore[arg-type]
+            with zipfile.ZipFile(handle) as archive:
                 content = _inflate(archive, f"{member.key}.npy", size)
         except _DAMAGES as error:
             raise DamagedCheckpoint(f"{member}: damaged: {error}") from error
