@@ -103,6 +103,21 @@ def read_range(path: str, start: int, length: int) -> bytes:
         raise UserError(f"no such object: {path}") from error
 
 
+def read_into(path: str, start: int, buffer: memoryview) -> int:
+    """Fill a buffer of bytes from position `start` of a file (local or `gs://`); returns how many there were.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if is_remote(path):
+        content = read_range(path, start, len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+    with open_binary(path) as file:
+        file.seek(start)
+        return file.readinto(buffer)  # type: ignore[attr-defined]
+
+
 def make_folder(path: str) -> None:
     """Make a local folder and those above it; on `gs://` there is nothing to make."""
     if not is_remote(path):

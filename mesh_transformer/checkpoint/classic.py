@@ -31,7 +31,8 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 
 OPEN_AT_ONCE = 16
-VOCABULARY = "V"
+DIFFERS = "differs between shards, which the original does not write: its sum or mean is read, the shards get equal shares"
+UNUSED = "has values in shards that are never used, which the original does not write: they are not kept"
 
 
 class ClassicSource:
@@ -106,9 +107,9 @@ class ClassicSource:
         """The whole of a replicated or summed array. Equal shares are multiplied, not added in turn: one rounding."""
         values = np.stack([self._all(member) for member in self._members[leaf]])
         whole = values.astype(np.float64)
-        agree = bool((values[1:] == values[:1]).all())
+        agree = all(value.tobytes() == values[0].tobytes() for value in values)
         if not agree:
-            self._warn(leaf, "differs between shards")
+            self._warn(leaf, DIFFERS)
         if leaf.split is Split.SUM:
             total = whole[0] * len(whole) if agree else whole.sum(0)
             return np.asarray(total, values.dtype)
@@ -116,17 +117,18 @@ class ClassicSource:
 
     def _compare_unused(self, leaf: Leaf) -> None:
         """Say when arrays that nothing uses are not as the original leaves them: they are written back as it would."""
-        if leaf.name in self._warned:
+        if UNUSED in self._warned:
             return
         for member in self._members[leaf][1:]:
             if (self._all(member) != leaf.unused).any():
-                self._warn(leaf, "has values in shards that are never used; they are not kept")
+                self._warn(leaf, UNUSED)
                 return
 
     def _warn(self, leaf: Leaf, what: str) -> None:
-        if leaf.name not in self._warned:
-            self._warned.add(leaf.name)
-            log.warning("%s: %s %s; the original did not write this", self.where, leaf.name, what)
+        """Once for each kind, with the first example."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s: %s %s", self.where, leaf.name, what)
 
     def _all(self, member: Member) -> np.ndarray:
         out = np.empty(member.shape, member.dtype)
@@ -177,7 +179,7 @@ class ClassicSource:
                 raise UserError(f"{member}: expected {first.dtype} as in {first}, found {member.dtype}")
         leaf = parts[0]
         shape = [
-            self._padded_vocab if letter == VOCABULARY else size
+            self._padded_vocab if letter == "V" else size
             for letter, size in zip(leaf.dims, leaf.shape, strict=True)
         ]
         return TensorInfo(tuple(shape if leaf.layer is None else [len(parts), *shape]), first.dtype)

@@ -1,10 +1,11 @@
-"""Writes any checkpoint in the original program's form, in any number of shards, one whole array at a time."""
+"""Writes any checkpoint in the original program's form, in any number of shards, two whole arrays in memory at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +29,7 @@ from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 1 << 20
 DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16))
 
 
@@ -57,6 +58,7 @@ def write_classic(
     for shard in range(shards):
         files.make_folder(files.join(folder, f"shard_{shard}"))
     with Transfer("writing classic shards", total) as transfer:
+        wholes = _read_ahead(source, order)
         for number, arrays in enumerate(pieces(order)):
             with contextlib.ExitStack() as stack:
                 writers = []
@@ -65,7 +67,7 @@ def write_classic(
                     writers.append(stack.enter_context(contextlib.closing(NpzWriter(file))))
                 for leaf in arrays:
                     to = _dtype(source, leaf, dtype)
-                    _write_leaf(source, leaf, writers, to)
+                    _write_leaf(leaf, next(wholes), writers, to)
                     transfer.add(math.prod(leaf.shape) * to.itemsize)
 
 
@@ -109,8 +111,18 @@ def _dtype(source: TensorSource, leaf: Leaf, dtype: np.dtype | None) -> np.dtype
     return dtype if dtype is not None and leaf.name.startswith("params/") else stored
 
 
-def _write_leaf(source: TensorSource, leaf: Leaf, writers: list[NpzWriter], dtype: np.dtype) -> None:
-    whole = _whole(source, leaf)
+def _read_ahead(source: TensorSource, order: list[Leaf]) -> Iterator[np.ndarray]:
+    """The whole of each leaf in turn; the next one is read while the last one is written."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(_whole, source, order[0])
+        for following in order[1:]:
+            whole = coming.result()
+            coming = pool.submit(_whole, source, following)
+            yield whole
+        yield coming.result()
+
+
+def _write_leaf(leaf: Leaf, whole: np.ndarray, writers: list[NpzWriter], dtype: np.dtype) -> None:
     shape = leaf.shard_shape(len(writers))
     for shard, writer in enumerate(writers):
         if leaf.split in (Split.ROWS, Split.COLUMNS):
@@ -151,7 +163,7 @@ def _converted(leaf: Leaf, part: np.ndarray, dtype: np.dtype) -> Iterator[np.nda
     for start in range(0, len(rows), step):
         block = rows[start : start + step]
         with np.errstate(over="ignore"):
-            written = block.astype(dtype)
+            written = block.astype(dtype, copy=False)
         if dtype == np.float16 and block.dtype != dtype and (np.isinf(written) & np.isfinite(block)).any():
             raise UserError(f"{leaf.name} has values beyond the range of float16: write bfloat16 instead")
         yield written

@@ -23,7 +23,8 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
 from mesh_transformer.checkpoint.tensors import Index
 
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 1 << 20  # stays in the processor's cache between reading, checking and copying
+REMOTE_BLOCK_BYTES = 16 << 20  # one request each
 MAX_DIRECTORY_BYTES = 1 << 20  # a piece holds some dozens of arrays, at about 100 bytes each
 MAX_HEADER_BYTES = 4096
 MAX_DIMENSIONS = 8
@@ -125,17 +126,20 @@ class NpzReader:
         self._checked.add((member.path, member.key))
 
 
-def _blocks(member: Member, rows: range) -> Iterator[tuple[int, bytes]]:
-    """The bytes of some rows at a time, with the number of the first of them."""
+def _blocks(member: Member, rows: range) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of some rows at a time, valid until the next, with the number of the first of them."""
     row_bytes = member.n_bytes // member.shape[0] if member.shape[0] else 0
-    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    if not row_bytes:
+        return
+    limit = REMOTE_BLOCK_BYTES if files.is_remote(member.path) else BLOCK_BYTES
+    step = max(1, min(limit // row_bytes, len(rows)))
     data = member.start + len(member.header)
-    for start in rows[::step] if row_bytes else ():
-        count = min(step, rows.stop - start)
-        content = files.read_range(member.path, data + start * row_bytes, count * row_bytes)
-        if len(content) != count * row_bytes:
+    buffer = memoryview(bytearray(step * row_bytes))
+    for start in rows[::step]:
+        block = buffer[: min(step, rows.stop - start) * row_bytes]
+        if files.read_into(member.path, data + start * row_bytes, block) != len(block):
             raise DamagedCheckpoint(f"{member}: the file ends early")
-        yield start, content
+        yield start, block
 
 
 def _whole(member: Member) -> np.ndarray:
