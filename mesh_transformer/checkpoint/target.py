@@ -105,7 +105,8 @@ class Transfer:
     """Progress of so many bytes: done, rate and time left. `add` may be called from any thread."""
 
     def __init__(self, what: str, total_bytes: int) -> None:
-        self._progress = Progress(what, max(1, total_bytes // MEGABYTE), unit="MB")
+        self._total = max(1, total_bytes)
+        self._progress = Progress(what, -(-self._total // MEGABYTE), unit="MB")
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self._done = 0
@@ -121,4 +122,6 @@ class Transfer:
         with self._lock:
             self._done += n_bytes
             rate = self._done / max(time.monotonic() - self._began, 1e-9) / MEGABYTE
-            self._progress.update(self._done // MEGABYTE, rate=f"{rate:.0f} MB/s")
+            whole = self._done >= self._total
+            shown = -(-self._total // MEGABYTE) if whole else self._done // MEGABYTE
+            self._progress.update(shown, rate=f"{rate:.0f} MB/s")

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import commands
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
-
 from classic_folders import TINY, model_config, stored, write
 
 from mesh_transformer.checkpoint.classic import ClassicSource
@@ -81,8 +77,11 @@ def test_resharding_there_and_back(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shards-out", "3", "--out", "out"], "3 shards do not divide model.n_heads 4"),
-        (["--shards-out", "1", "--out", "out", "--set", "model.layers=3"], "found 75"),
+        (["--shards-out", "3", "--out", "out"], "model.n_heads 4 is not divisible by mesh.tp 3"),
+        (
+            ["--shards-out", "1", "--out", "out", "--set", "model.layers=3"],
+            "found 81; a full checkpoint of 2 layers has as many",
+        ),
         (["--shards-out", "1"], "nothing to do"),
         (["--shards-out", "1", "--out", "run"], "is there already"),
     ],
@@ -99,8 +98,8 @@ def test_resharding_that_cannot_be(run, arguments, message):
 def test_a_killed_conversion_leaves_no_folder_and_can_be_repeated(run):
     """Killed in the middle: what the next run finds under the temporary name goes."""
     shutil.rmtree(run / "run")
-    write(run / "run/step_7", 2, full=True, d_model=512, n_vocab=2048, layers=8)
-    config = {**TINY, "d_model": 512, "n_vocab": 2048, "layers": 8, "model_dir": "run"}
+    write(run / "run/step_7", 2, full=True, d_model=384, layers=4)
+    config = {**TINY, "d_model": 384, "layers": 4, "model_dir": "run"}
     (run / "config.json").write_text(json.dumps(config))
     arguments = ["--config", "config.json", "--ckpt", "run", "--shards-out", "1", "--out", "out"]
     process = commands.start("resharding_example.py", *arguments, cwd=run)
@@ -114,4 +113,4 @@ def test_a_killed_conversion_leaves_no_folder_and_can_be_repeated(run):
     _, errors = commands.run("resharding_example.py", *arguments, cwd=run)
     assert "cut short" in errors
     assert not (run / "out.tmp").exists()
-    ClassicSource(str(run / "out"), model_config(d_model=512, n_vocab=2048, layers=8))
+    ClassicSource(str(run / "out"), model_config(d_model=384, layers=4))
