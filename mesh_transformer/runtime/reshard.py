@@ -18,7 +18,6 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.files import join
 from mesh_transformer.logs import log
 from mesh_transformer.runtime import sampler
-from mesh_transformer.runtime.start import split_step
 
 
 def slim(
@@ -74,9 +73,8 @@ def reshard(
     logs.set_up()
     source = open_classic(checkpoint, config.model)
     if prompt is not None:
-        load_tokenizer(
-            config.data.tokenizer, split_step(out or checkpoint)[0]
-        )  # what is wrong with it is told before the work
+        folder, _ = sampler.split_step(out or checkpoint)
+        load_tokenizer(config.data.tokenizer, folder)  # what is wrong with it is told before the work
     if out is not None:
         check_writable(source, config.model, shards_out, full=source.form.full)
         check_free(out, overwrite=overwrite)
