@@ -57,6 +57,73 @@ def exists(path: str) -> bool:
     return bool(_blob(path).exists(retry=_retry()))
 
 
+def size(path: str) -> int:
+    """Bytes of a file (local or `gs://`).
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if not is_remote(path):
+        if not os.path.isfile(path):
+            raise UserError(f"no such file: {path}")
+        return os.path.getsize(path)
+    from google.api_core.exceptions import NotFound
+
+    blob = _blob(path)
+    try:
+        blob.reload(retry=_retry())
+    except NotFound as error:
+        raise UserError(f"no such object: {path}") from error
+    return int(blob.size)
+
+
+def read_range(path: str, start: int, length: int) -> bytes:
+    """Bytes `start` to `start + length` of a file (local or `gs://`); fewer where the file ends before.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if length <= 0:
+        return b""
+    if not is_remote(path):
+        with open_binary(path) as file:
+            file.seek(start)
+            return file.read(length)
+    from google.api_core.exceptions import NotFound, RequestRangeNotSatisfiable
+
+    try:
+        return bytes(
+            _blob(path).download_as_bytes(
+                start=start, end=start + length - 1, raw_download=True, checksum=None, retry=_retry()
+            )
+        )
+    except RequestRangeNotSatisfiable:
+        return b""
+    except NotFound as error:
+        raise UserError(f"no such object: {path}") from error
+
+
+def read_into(path: str, start: int, buffer: memoryview) -> int:
+    """Fill a buffer of bytes from position `start` of a file (local or `gs://`); returns how many there were.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if is_remote(path):
+        content = read_range(path, start, len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+    with open_binary(path) as file:
+        file.seek(start)
+        return file.readinto(buffer)  # type: ignore[attr-defined]
+
+
+def make_folder(path: str) -> None:
+    """Make a local folder and those above it; on `gs://` there is nothing to make."""
+    if not is_remote(path):
+        os.makedirs(path, exist_ok=True)
+
+
 def list_dir(path: str) -> list[str]:
     """Names of the files and folders right under a folder, sorted; empty if there is no such folder."""
     if not is_remote(path):
@@ -83,6 +150,25 @@ def upload(source: str, target: str) -> None:
     os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
     shutil.copyfile(source, f"{target}.tmp")
     os.replace(f"{target}.tmp", target)
+
+
+def replace(path: str, content: bytes) -> None:
+    """Write a small file whole, replacing it; a reader sees the old one or the new one."""
+    if is_remote(path):
+        _blob(path).upload_from_string(content, content_type="application/octet-stream", retry=_retry())
+        return
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(f"{path}.tmp", "wb") as file:
+        file.write(content)
+    os.replace(f"{path}.tmp", path)
+
+
+def remove(path: str) -> None:
+    """Delete one file; on `gs://` one that is gone is no error."""
+    if is_remote(path):
+        _remove_blobs([_blob(path)])
+    else:
+        os.remove(path)
 
 
 def remove_tree(path: str) -> None:

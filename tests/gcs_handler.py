@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import google_crc32c
-from gcs_types import CUT, Blob, HttpError, Key, Upload, split_multipart
+from gcs_types import CUT, HALF, Blob, HttpError, Key, Upload, split_multipart
 
 if TYPE_CHECKING:
     from gcs_server import GcsServer
@@ -42,11 +42,12 @@ class Handler(BaseHTTPRequestHandler):
         self.query = dict(parse_qsl(url.query, keep_blank_values=True))
         self.body = self.read_body()
         status = self.gcs.next_fault(self.command, self.path)
+        self.half = status == HALF
         if status == CUT:
             self.close_connection = True
             return
         try:
-            if status is not None:
+            if status not in (None, HALF):
                 raise HttpError(status, "injected")
             for pattern, name in self.ROUTES:
                 if match := re.fullmatch(pattern, url.path):
@@ -81,6 +82,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         with self.gcs.lock:
             self.gcs.bytes_read += len(payload)
+        if self.half:
+            self.close_connection = True
+            payload = payload[: len(payload) // 2]
         if self.command != "HEAD":
             self.wfile.write(payload)
 

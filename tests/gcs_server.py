@@ -22,9 +22,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from gcs_handler import Handler
-from gcs_types import CUT, Blob, Key, Upload
+from gcs_types import CUT, HALF, Blob, Key, Upload
 
-__all__ = ["CUT", "GcsServer"]
+__all__ = ["CUT", "HALF", "GcsServer"]
 
 
 @dataclass
@@ -72,7 +72,8 @@ class GcsServer:
         }
 
     def fail(self, status: int, *, method: str = ".*", path: str = ".*", times: int = 1) -> None:
-        """Answer `status`, or close the connection (`CUT`), to the next requests that match the two patterns."""
+        """Answer `status` to the next requests that match the two patterns, or close the connection: at once (`CUT`),
+        or halfway through the answer (`HALF`)."""
         with self.lock:
             self.faults.append(Fault(status, method, re.compile(path), times))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 CUT = 0  # the "status" of a connection closed without an answer
+HALF = -1  # of one closed after half of the answer's body
 
 Key = tuple[str, str]  # bucket, object name
 

@@ -82,7 +82,7 @@ def read_checkpoint(step_dir: Path, names: list[str]) -> dict[str, np.ndarray]:
 def merge(name: str, shards: np.ndarray) -> np.ndarray:
     """The whole of a parameter given (shards, ...)."""
     if name.endswith(_SUMMED):
-        return shards.sum(0)
+        return shards.sum(0, dtype=np.float64).astype(shards.dtype)
     if name.endswith(_ROWS):
         return np.concatenate(list(shards), axis=0)
     if name.endswith(_COLUMNS):

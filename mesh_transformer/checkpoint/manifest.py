@@ -20,7 +20,7 @@ from mesh_transformer.errors import UserError
 SHOWN = 5  # differences named in an error message
 
 
-class DamagedCheckpoint(Exception):
+class DamagedCheckpoint(UserError):
     """A checkpoint cannot be read back as it was written; the message gives the reason."""
 
 

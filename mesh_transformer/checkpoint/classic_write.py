@@ -1,0 +1,169 @@
+"""Writes any checkpoint in the original program's form, in any number of shards, two whole arrays in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+
+from mesh_transformer import files
+from mesh_transformer.checkpoint.classic_folder import piece
+from mesh_transformer.checkpoint.classic_layout import (
+    ADAM_COUNT,
+    SCHEDULE_COUNT,
+    STEP,
+    Leaf,
+    Split,
+    check_config,
+    check_shards,
+    leaves,
+    pieces,
+)
+from mesh_transformer.checkpoint.npz import NpzWriter
+from mesh_transformer.checkpoint.target import Transfer
+from mesh_transformer.checkpoint.tensors import TensorSource
+from mesh_transformer.config import ModelConfig
+from mesh_transformer.errors import UserError
+
+BLOCK_BYTES = 1 << 20
+DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16))
+
+
+def write_classic(
+    source: TensorSource,
+    config: ModelConfig,
+    folder: str,
+    shards: int,
+    *,
+    full: bool | None = None,
+    dtype: np.dtype | None = None,
+) -> None:
+    """Write `folder/shard_K/{0..15}.npz`, that is: `folder` is a step_N.
+
+    Args:
+        full: with Adam's moments; without it, if `source` has them.
+        dtype: of the parameters: float32, float16 or bfloat16; as stored without it. Moments stay as stored.
+
+    Raises:
+        UserError: before anything is written: the model, the shards or the dtype do not fit, or moments are missing.
+    """
+    full = source.counts.adam is not None if full is None else full
+    order = leaves(config, full=full)
+    check_writable(source, config, shards, full=full)
+    total = sum(math.prod(leaf.shape) * _dtype(source, leaf, dtype).itemsize for leaf in order)
+    for shard in range(shards):
+        files.make_folder(files.join(folder, f"shard_{shard}"))
+    with Transfer("writing classic shards", total) as transfer:
+        wholes = _read_ahead(source, order)
+        for number, arrays in enumerate(pieces(order)):
+            with contextlib.ExitStack() as stack:
+                writers = []
+                for shard in range(shards):
+                    file = stack.enter_context(files.open_binary(piece(folder, shard, number), "wb"))
+                    writers.append(stack.enter_context(contextlib.closing(NpzWriter(file))))
+                for leaf in arrays:
+                    to = _dtype(source, leaf, dtype)
+                    _write_leaf(leaf, next(wholes), writers, to)
+                    transfer.add(math.prod(leaf.shape) * to.itemsize)
+
+
+def check_writable(source: TensorSource, config: ModelConfig, shards: int, *, full: bool) -> None:
+    """Refuse what `write_classic` cannot write.
+
+    Raises:
+        UserError: the model or the shards do not fit, or tensors are missing.
+    """
+    check_config(config)
+    check_shards(config, shards, source.where)
+    for leaf in leaves(config, full=full):
+        if leaf.tensor is not None and leaf.tensor not in source.tensors:
+            raise UserError(
+                f"{source.where} has no {leaf.tensor}, which "
+                + ("a full classic checkpoint needs" if full else "this configuration needs")
+            )
+        info = source.tensors[leaf.tensor] if leaf.tensor is not None else None
+        if info is not None and info.dtype not in DTYPES:
+            raise UserError(f"{source.where}: {leaf.tensor} is {info.dtype}: expected one of {DTYPES}")
+        if info is not None and not _fits(leaf, info.shape, config):
+            raise UserError(
+                f"{source.where}: {leaf.tensor} is {info.shape}: expected {leaf.shape} of this configuration"
+            )
+
+
+def _fits(leaf: Leaf, shape: tuple[int, ...], config: ModelConfig) -> bool:
+    expected = leaf.shape if leaf.layer is None else (config.layers, *leaf.shape)
+    letters = leaf.dims if leaf.layer is None else f" {leaf.dims}"
+    return len(shape) == len(expected) and all(
+        found >= size if letter == "V" else found == size
+        for letter, found, size in zip(letters, shape, expected, strict=True)
+    )
+
+
+def _dtype(source: TensorSource, leaf: Leaf, dtype: np.dtype | None) -> np.dtype:
+    if leaf.split is Split.COUNT:
+        return np.dtype(np.int32)
+    example = "params/head/norm/scale" if leaf.tensor is None else leaf.tensor
+    stored = source.tensors[example].dtype
+    return dtype if dtype is not None and leaf.name.startswith("params/") else stored
+
+
+def _read_ahead(source: TensorSource, order: list[Leaf]) -> Iterator[np.ndarray]:
+    """The whole of each leaf in turn; the next one is read while the last one is written."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(_whole, source, order[0])
+        for following in order[1:]:
+            whole = coming.result()
+            coming = pool.submit(_whole, source, following)
+            yield whole
+        yield coming.result()
+
+
+def _write_leaf(leaf: Leaf, whole: np.ndarray, writers: list[NpzWriter], dtype: np.dtype) -> None:
+    shape = leaf.shard_shape(len(writers))
+    for shard, writer in enumerate(writers):
+        if leaf.split in (Split.ROWS, Split.COLUMNS):
+            width = shape[leaf.axis]
+            cut = slice(shard * width, (shard + 1) * width)
+            part = whole[cut] if leaf.axis == 0 else whole[..., cut]
+        elif leaf.split is Split.SUM:
+            part = (whole.astype(np.float64) / len(writers)).astype(whole.dtype)  # equal shares
+        elif leaf.split is Split.FIRST and shard > 0:
+            part = np.full(shape, leaf.unused, whole.dtype)
+        else:
+            part = whole
+        writer.add(shape, dtype, _converted(leaf, part, dtype))
+
+
+def _whole(source: TensorSource, leaf: Leaf) -> np.ndarray:
+    if leaf.split is Split.COUNT:
+        counts = {
+            STEP: source.counts.step,
+            ADAM_COUNT: source.counts.adam,
+            SCHEDULE_COUNT: source.counts.schedule,
+        }
+        return np.array(counts[leaf.name], np.int32)
+    if leaf.tensor is None:
+        return np.full(leaf.shape, leaf.unused, np.float32)
+    index = tuple(slice(0, size) for size in leaf.shape)  # without padding
+    if leaf.layer is None:
+        return source.read(leaf.tensor, index)
+    stacked = source.read(leaf.tensor, (slice(leaf.layer, leaf.layer + 1), *index))
+    return stacked.reshape(leaf.shape)
+
+
+def _converted(leaf: Leaf, part: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """The values in the dtype they are written in, some rows at a time."""
+    rows = part.reshape(part.shape or (1,))
+    row_bytes = max(1, math.prod(rows.shape[1:]) * rows.dtype.itemsize)
+    step = max(1, BLOCK_BYTES // row_bytes)
+    for start in range(0, len(rows), step):
+        block = rows[start : start + step]
+        with np.errstate(over="ignore"):
+            written = block.astype(dtype, copy=False)
+        if dtype == np.float16 and block.dtype != dtype and (np.isinf(written) & np.isfinite(block)).any():
+            raise UserError(f"{leaf.name} has values beyond the range of float16: write bfloat16 instead")
+        yield written

@@ -1,0 +1,27 @@
+"""Make a slim checkpoint of a classic full one: parameters alone, bfloat16, in {model_dir}_slim/step_N."""
+
+from __future__ import annotations
+
+from mesh_transformer.runtime import cli
+
+
+def main() -> int:
+    """Parse the arguments and convert."""
+    parser = cli.parser(__doc__)
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="the step; the newest if absent")
+    parser.add_argument("--f16", action="store_true", help="float16 instead, in {model_dir}_slim_f16")
+    parser.add_argument("--overwrite", action="store_true", help="replace a slim checkpoint that is there")
+    arguments = parser.parse_args()
+    from mesh_transformer.runtime import reshard
+
+    return reshard.slim(
+        arguments.config,
+        arguments.overrides,
+        step=arguments.ckpt_step,
+        f16=arguments.f16,
+        overwrite=arguments.overwrite,
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,136 @@
+"""A new folder appears whole or not at all, local and in a bucket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gcs_server import GcsServer
+
+from mesh_transformer import files
+from mesh_transformer.checkpoint.target import Transfer, new_folder
+from mesh_transformer.errors import UserError
+
+
+@pytest.fixture(params=["local", "gs"])
+def target(request: pytest.FixtureRequest, tmp_path: Path, gcs: GcsServer) -> str:
+    return str(tmp_path / "parent/out") if request.param == "local" else "gs://bucket/parent/out"
+
+
+def put(folder: str, content: bytes = b"new") -> None:
+    files.replace(files.join(folder, "part/file"), content)
+
+
+def content(folder: str) -> bytes:
+    with files.open_binary(files.join(folder, "part/file")) as file:
+        return file.read()
+
+
+def write_and_raise(target: str, error: BaseException, **options: bool) -> None:
+    with new_folder(target, **options) as folder:
+        put(folder)
+        raise error
+
+
+def write_folder(target: str) -> None:
+    with new_folder(target) as folder:
+        put(folder)
+
+
+def siblings(target: str) -> list[str]:
+    return files.list_dir(target.rpartition("/")[0])
+
+
+def test_it_appears_at_the_end(target):
+    with new_folder(target) as folder:
+        put(folder)
+        assert not files.list_dir(target)
+    assert content(target) == b"new"
+    assert siblings(target) == ["out"]
+
+
+def test_a_failure_leaves_nothing(target):
+    with pytest.raises(ZeroDivisionError):
+        write_and_raise(target, ZeroDivisionError())
+    assert siblings(target) == []
+
+
+def test_what_is_there_is_left_alone(target):
+    put(target, b"old")
+    with pytest.raises(UserError, match="is there already"), new_folder(target):
+        raise AssertionError("the block must not begin")
+    assert content(target) == b"old"
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_overwrite(target, slash):
+    put(target, b"old")
+    with new_folder(target + slash, overwrite=True) as folder:
+        put(folder)
+        assert content(target) == b"old"
+    assert content(target) == b"new"
+    assert siblings(target) == ["out"]
+
+
+def test_overwrite_that_fails_keeps_the_old(target):
+    put(target, b"old")
+    with pytest.raises(KeyboardInterrupt):
+        write_and_raise(target, KeyboardInterrupt(), overwrite=True)
+    assert content(target) == b"old"
+    assert siblings(target) == ["out"]
+
+
+def test_what_a_killed_run_left_is_put_right(target):
+    put(f"{target}.tmp", b"half")
+    files.replace(files.join(f"{target}.tmp", "part/other"), b"half")
+    with new_folder(target) as folder:
+        assert not files.list_dir(folder)
+        put(folder)
+    assert files.list_dir(files.join(target, "part")) == ["file"]
+    assert siblings(target) == ["out"]
+
+
+def test_a_swap_that_was_cut_short(tmp_path):
+    target = str(tmp_path / "out")
+    put(f"{target}.old", b"old")
+    put(f"{target}.tmp", b"new")
+    with pytest.raises(UserError, match="is there already"), new_folder(target):
+        raise AssertionError("the block must not begin")
+    assert content(target) == b"old"
+    assert siblings(target) == ["out"]
+
+
+def test_a_move_in_a_bucket_that_fails_leaves_its_marker(gcs):
+    target = "gs://bucket/parent/out"
+    gcs.fail(404, method="POST", path="rewriteTo")
+    with pytest.raises(Exception, match="404"):
+        write_folder(target)
+    assert siblings(target) == ["out.moving", "out.tmp"]
+    write_folder(target)
+    assert siblings(target) == ["out"]
+
+
+def test_a_move_in_a_bucket_that_was_cut_short(gcs):
+    target = "gs://bucket/parent/out"
+    gcs.put("bucket", "parent/out.tmp/part/other", b"new")
+    gcs.put("bucket", "parent/out.tmp/part/file", b"new")
+    gcs.put("bucket", "parent/out/part/other", b"new")
+    gcs.put("bucket", "parent/out.moving", b"")
+    with new_folder(target) as folder:
+        put(folder)
+    assert files.list_dir(files.join(target, "part")) == ["file"]
+    assert siblings(target) == ["out"]
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(UserError, match="is a file"), new_folder(str(tmp_path / "out"), overwrite=True):
+        raise AssertionError("the block must not begin")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_progress_tells_bytes_a_second(capsys, caplog):
+    with caplog.at_level("INFO", logger="mesh_transformer"), Transfer("copying", 5_000_000) as transfer:
+        transfer.add(5_000_000)
+    assert "copying 5/5  rate " in caplog.text
+    assert "MB/s" in caplog.text
