@@ -6,9 +6,11 @@ it does not depend on the mesh, is computed where the shards lie, and any single
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +47,7 @@ class Manifest(NamedTuple):
 def describe(state: Any, extra: dict[str, Any]) -> Manifest:
     """The manifest of `state`, a pytree of arrays; waits for the arrays. In several processes all must call it."""
     leaves = flatten(state)
-    sums = _checksums(leaves)
+    sums = _checksums(leaves, {name: str(x.dtype) for name, x in leaves.items()})
     return Manifest(
         {name: TensorSpec(tuple(x.shape), str(x.dtype), sums[name]) for name, x in leaves.items()}, extra
     )
@@ -78,8 +80,10 @@ def decode(document: dict[str, Any]) -> Manifest:
         raise DamagedCheckpoint(f"the manifest is incomplete: {error!r}") from error
 
 
-def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str) -> None:
+def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str, any_float: bool = False) -> None:
     """Refuse a checkpoint of another shape of model; `part`: tensors that `abstract` does not name may be there.
+
+    A parameter may be stored in a narrower float than it is wanted in; with `any_float` every tensor in any float.
 
     Raises:
         UserError: a tensor is missing, superfluous or of another shape or dtype; the message names it.
@@ -92,7 +96,7 @@ def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str) -> 
             TensorSpec(tuple(wanted[name].shape), str(wanted[name].dtype), 0) if name in wanted else None
         )
         found = manifest.tensors.get(name)
-        if expected is None or found is None or expected[:2] != found[:2]:
+        if expected is None or found is None or not _fits(name, expected, found, any_float):
             differences.append(f"{name}: expected {expected or 'nothing'}, found {found or 'nothing'}")
     if differences:
         more = f"\n  and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
@@ -104,13 +108,28 @@ def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str) -> 
         )
 
 
+def _fits(name: str, expected: TensorSpec, found: TensorSpec, any_float: bool) -> bool:
+    if expected.shape != found.shape or expected.dtype == found.dtype:
+        return expected.shape == found.shape
+    stored, wanted = jnp.dtype(found.dtype), jnp.dtype(expected.dtype)
+    floats = jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)
+    return floats and (any_float or (name.startswith("params/") and _is_wider(wanted, stored)))
+
+
+def _is_wider(wide: jnp.dtype, narrow: jnp.dtype) -> bool:
+    """Whether each value of one float dtype is one of the other."""
+    return jnp.promote_types(wide, narrow) == wide
+
+
 def verify(manifest: Manifest, state: Any) -> None:
     """Compare the checksums of restored arrays. In several processes all must call it, and all get the same result.
+
+    Arrays that were widened are compared as they were stored, which is exact.
 
     Raises:
         DamagedCheckpoint: a tensor is not what was saved.
     """
-    sums = _checksums(flatten(state))
+    sums = _checksums(flatten(state), {name: spec.dtype for name, spec in manifest.tensors.items()})
     wrong = [name for name, value in sums.items() if value != manifest.tensors[name].checksum]
     if wrong:
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
@@ -123,18 +142,28 @@ def flatten(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
+def sum_bits(array: np.ndarray) -> int:
+    """The checksum of an array, or its part of one: the parts' sums add up, modulo 2**32."""
+    if array.dtype == np.bool_:
+        return int(array.sum(dtype=np.uint32))
+    word = {1: np.uint8, 2: np.uint16}.get(array.dtype.itemsize, np.uint32)
+    return int(np.ascontiguousarray(array).view(word).sum(dtype=np.uint32))
+
+
 def _crc(body: Any) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def _checksums(leaves: dict[str, Any]) -> dict[str, int]:
-    """One computation for each mesh: those on different meshes cannot share one."""
+def _checksums(leaves: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, int]:
+    """The checksums of arrays in the given dtypes. One computation for each mesh: different ones cannot share it."""
     groups: dict[Any, list[str]] = defaultdict(list)
     for name, leaf in leaves.items():
         groups[_devices(leaf)].append(name)
     sums: dict[str, int] = {}
     for names in groups.values():
-        values = jax.device_get(_sum_bits([leaves[name] for name in names]))
+        values = jax.device_get(
+            _sum_bits([leaves[name] for name in names], tuple(dtypes[name] for name in names))
+        )
         sums.update({name: int(np.asarray(value)) for name, value in zip(names, values, strict=True)})
     return sums
 
@@ -148,9 +177,11 @@ def _devices(leaf: Any) -> Any:
     )
 
 
-@jax.jit
-def _sum_bits(leaves: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.sum(_bits(x), dtype=jnp.uint32) for x in leaves]
+@functools.partial(jax.jit, static_argnums=1)
+def _sum_bits(leaves: list[jax.Array], dtypes: tuple[str, ...]) -> list[jax.Array]:
+    return [
+        jnp.sum(_bits(x.astype(dtype)), dtype=jnp.uint32) for x, dtype in zip(leaves, dtypes, strict=True)
+    ]
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -5,8 +5,8 @@
     {root}/set_aside/step_1000/  what a later save found in its way: damaged, or of an abandoned branch of the run
 
 A step is finished once its folder was renamed from its temporary name (local) or holds `commit_success.txt`
-(`gs://`, where nothing can be renamed). Other files under the root are never read or deleted. One run writes to a
-root at a time; any number may read.
+(`gs://`, where nothing can be renamed). Other files under the root, steps of the original program (`forms.py`) among
+them, are never read or deleted. One run writes to a root at a time; any number may read.
 
 Several processes: the root must be one shared folder, and all processes call every method alike. Process 0 lists the
 folder and the others take its list. Each reads the manifest and its own shards, then all exchange whether they could:
@@ -15,32 +15,28 @@ if one failed, all fail, and all turn to the same earlier step.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import fsspec
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint import manifest as manifests
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint, Manifest
+from mesh_transformer.checkpoint import orbax
+from mesh_transformer.checkpoint.agree import agreed
+from mesh_transformer.checkpoint.forms import COMMIT_MARKER, is_classic_step
+from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
+from mesh_transformer.checkpoint.native import read_manifest
 from mesh_transformer.errors import UserError
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-COMMIT_MARKER = "commit_success.txt"
 TEMPORARY = ".orbax-checkpoint-tmp"
-SAVE_TIMEOUT_S = 3600
 
 
 class Checkpoint(NamedTuple):
@@ -79,6 +75,14 @@ class CheckpointStore:
             if (match := re.fullmatch(r"step_(\d+)", name)) and self._finished(name)
         )
 
+    def names(self, step: int | None = None) -> list[str]:
+        """The tensors of the newest step, or of `step`; empty if that is not there or its manifest is damaged."""
+        newest = self.steps()[-1:] if step is None else [step]
+        try:
+            return [name for n in newest for name in read_manifest(self._folder(n)).tensors]
+        except UserError:
+            return []
+
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Write a pytree of arrays and some JSON; returns once the arrays are copied to the host.
 
@@ -92,10 +96,14 @@ class CheckpointStore:
         """
         self.wait()
         manager = self._writer()
+        in_the_way = [step] if is_classic_step(self._folder(step)) else []  # before all meet in `describe`
         document = manifests.encode(manifests.describe(state, extra))
-        self._set_aside([old for old in manager.all_steps() if old >= step or old in self._damaged])
+        self._set_aside(
+            in_the_way + [old for old in manager.all_steps() if old >= step or old in self._damaged]
+        )
         self._damaged.clear()
-        args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), manifest=ocp.args.JsonSave(document))
+        tensors = ocp.args.PyTreeSave(state, save_args=jax.tree.map(orbax.save_args, state))
+        args = ocp.args.Composite(state=tensors, manifest=ocp.args.JsonSave(document))
         manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
@@ -170,16 +178,19 @@ class CheckpointStore:
         return None if newest < 0 else newest
 
     def _load(self, step: int, abstract: Any, *, part: bool) -> Checkpoint:
-        folder = files.join(self._root, f"step_{step}")
-        manifest = _agreed(lambda: _read_manifest(folder))
+        folder = self._folder(step)
+        manifest = agreed(lambda: read_manifest(folder))
         manifests.check_fits(manifest, abstract, part=part, where=f"checkpoint step {step} in {self._root}")
-        state = _agreed(lambda: _read_tensors(files.join(folder, "state"), abstract, part=part))
+        state = agreed(lambda: orbax.read_tensors(files.join(folder, "state"), abstract, part=part))
         manifests.verify(manifest, state)
         return Checkpoint(step, state, manifest.extra)
 
+    def _folder(self, step: int) -> str:
+        return files.join(self._root, f"step_{step}")
+
     def _open(self) -> ocp.CheckpointManager:
         self._delete_unfinished()
-        return _manager(self._root, *self._keep)
+        return orbax.manager(self._root, *self._keep)
 
     def _writer(self) -> ocp.CheckpointManager:
         if self._manager is None:
@@ -201,15 +212,18 @@ class CheckpointStore:
                 raise
 
     def _finished(self, name: str) -> bool:
-        return not files.is_remote(self._root) or files.exists(files.join(self._root, name, COMMIT_MARKER))
+        if files.is_remote(self._root):
+            return files.exists(files.join(self._root, name, COMMIT_MARKER))
+        return not is_classic_step(files.join(self._root, name))
 
     def _delete_unfinished(self) -> None:
         """Process 0 only; the manager's construction waits for it. Orbax's own clean-up would take every folder
         without a commit marker on gs://, such as tensorboard/."""
         for name in files.list_dir(self._root) if jax.process_index() == 0 else ():
             match = re.fullmatch(rf"step_\d+({re.escape(TEMPORARY)}.*)?", name)
-            if match and (match[1] or not self._finished(name)):
-                files.remove_tree(files.join(self._root, name))
+            folder = files.join(self._root, name)
+            if match and (match[1] or not (self._finished(name) or is_classic_step(folder))):
+                files.remove_tree(folder)
 
     def _set_aside(self, steps: list[int]) -> None:
         if not steps:
@@ -217,71 +231,9 @@ class CheckpointStore:
         for step in steps if jax.process_index() == 0 else ():
             target = _unused(files.join(self._root, "set_aside"), f"step_{step}")
             log.warning("checkpoint step %d in %s is in the way: moved to %s", step, self._root, target)
-            files.move_tree(files.join(self._root, f"step_{step}"), target)
+            files.move_tree(self._folder(step), target)
         multihost_utils.sync_global_devices("mesh_transformer: set aside")
         self._writer().reload()
-
-
-def _manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.CheckpointManager:
-    policies: list[Any] = [preservation_policy.LatestN(keep_latest)]
-    if keep_every is not None:
-        policies.append(preservation_policy.EveryNSteps(keep_every))
-    options = ocp.CheckpointManagerOptions(
-        step_prefix="step",
-        preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
-        single_host_load_and_broadcast=True,
-        save_root_metadata=False,
-        lightweight_initialize=True,
-        async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S),
-    )
-    # gcsfs remembers listings for ever, also of folders that were moved or deleted by other means than itself
-    fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
-    handlers = {"state": ocp.PyTreeCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()}
-    return ocp.CheckpointManager(root, options=options, item_handlers=handlers)
-
-
-def _read_manifest(folder: str) -> Manifest:
-    with files.open_binary(files.join(folder, "manifest", "metadata")) as file:
-        return manifests.decode(json.loads(file.read()))
-
-
-def _read_tensors(folder: str, abstract: Any, *, part: bool) -> Any:
-    """Each device's part of each tensor, straight to the device."""
-    handler = ocp.PyTreeCheckpointHandler()
-    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-    args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=part)
-    try:
-        return jax.block_until_ready(handler.restore(epath.Path(folder), args=args))
-    finally:
-        handler.close()
-
-
-def _agreed(read: Callable[[], T]) -> T:
-    """The result of `read`, if it succeeded in every process.
-
-    Raises:
-        DamagedCheckpoint: it failed in this process or in another.
-    """
-    reason = ""
-    try:
-        result = read()
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        raise  # the machine's fault, not the checkpoint's
-    except Exception as error:  # noqa: BLE001  (Orbax and TensorStore raise all sorts for a damaged file)
-        reason = _first_cause(error)
-    failed = multihost_utils.process_allgather(np.bool_(reason))
-    if np.any(failed):
-        raise DamagedCheckpoint(reason or f"unreadable in processes {np.flatnonzero(failed).tolist()}")
-    return result
-
-
-def _first_cause(error: BaseException) -> str:
-    """The first line of the innermost error, without TensorStore's dump of its settings."""
-    ours = (DamagedCheckpoint, UserError)
-    while error.__cause__ is not None and not isinstance(error, ours):
-        error = error.__cause__
-    text = str(error).partition(" [tensorstore_spec")[0].partition("\n")[0]
-    return text if isinstance(error, ours) else f"{type(error).__name__}: {text}"[:500]
 
 
 def _unused(folder: str, name: str) -> str:

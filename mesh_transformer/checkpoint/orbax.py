@@ -1,0 +1,74 @@
+"""How we use Orbax: names of steps, chunks, what is kept, concurrency."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from mesh_transformer.checkpoint.forms import is_classic_step
+
+SAVE_TIMEOUT_S = 3600
+CHUNK_BYTES = 64 << 20
+RESTORE_GB = 1  # read at a time beside what is on the devices already
+
+
+class _StepNames:
+    """Orbax's `step_N`, without the folders of the original program: Orbax would count them and delete them."""
+
+    single_host_load_and_broadcast = True
+
+    def __init__(self) -> None:
+        self._standard = ocp.path.step.standard_name_format(
+            step_prefix="step", single_host_load_and_broadcast=True
+        )
+
+    def build_name(self, step: int) -> str:
+        return self._standard.build_name(step)
+
+    def find_all(self, base_path: Any) -> Iterator[Any]:
+        return iter([m for m in self._standard.find_all(base_path) if not is_classic_step(str(m.path))])
+
+    def find_step(self, base_path: Any, step: int) -> Any:
+        return self._standard.find_step(base_path, step)
+
+
+def save_args(leaf: Any) -> ocp.SaveArgs:
+    """Matrices layer by layer and in bounded chunks, so that a slice is read without the whole tensor."""
+    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if np.ndim(leaf) == 3 else ())
+
+
+def manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.CheckpointManager:
+    """What writes the steps under `root` and deletes those that are not kept."""
+    policies: list[Any] = [preservation_policy.LatestN(keep_latest)]
+    if keep_every is not None:
+        policies.append(preservation_policy.EveryNSteps(keep_every))
+    options = ocp.CheckpointManagerOptions(
+        step_name_format=_StepNames(),
+        preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+        single_host_load_and_broadcast=True,
+        save_root_metadata=False,
+        lightweight_initialize=True,
+        async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S),
+    )
+    # gcsfs remembers listings for ever, also of folders that were moved or deleted by other means than itself
+    fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
+    handlers = {"state": ocp.PyTreeCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()}
+    return ocp.CheckpointManager(root, options=options, item_handlers=handlers)
+
+
+def read_tensors(folder: str, abstract: Any, *, part: bool) -> Any:
+    """Each device's part of each tensor, straight to the device."""
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=RESTORE_GB)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=part)
+    try:
+        return jax.block_until_ready(handler.restore(epath.Path(folder), args=args))
+    finally:
+        handler.close()
