@@ -1,0 +1,156 @@
+"""config.json of a Hugging Face GPT-J, to and from our ModelConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from mesh_transformer import files
+from mesh_transformer.checkpoint.hf_layout import check_exports
+from mesh_transformer.config import ModelConfig, strict_json
+from mesh_transformer.config.base import INT32_MAX
+from mesh_transformer.errors import UserError
+
+MAX_JSON_BYTES = 16 << 20  # of config.json and of an index
+EPSILON = 1e-5
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # three programs of one formula
+END_OF_TEXT = 50256  # GPT-2's
+
+# their name, its alias, and the default of GPTJConfig
+_SIZES = {
+    "layers": ("n_layer", "num_hidden_layers", 28),
+    "d_model": ("n_embd", "hidden_size", 4096),
+    "n_heads": ("n_head", "num_attention_heads", 16),
+    "n_vocab": ("vocab_size", "vocab_size", 50400),
+    "seq": ("n_positions", "max_position_embeddings", 2048),
+    "pe_rotary_dims": ("rotary_dim", "rotary_dim", 64),
+}
+_ARCHITECTURE = ("layers", "d_model", "n_heads", "d_head", "d_ff", "n_vocab", "pe", "pe_rotary_dims", "norm")
+
+
+def model_config_from_hf(folder: str) -> ModelConfig:
+    """The architecture that a folder's config.json describes.
+
+    Raises:
+        UserError: config.json is missing or unreadable, or describes something other than a GPT-J that we compute.
+    """
+    raw = read_json(files.join(folder, "config.json"))
+    try:
+        return _to_model(raw)
+    except UserError as error:
+        raise UserError(f"{files.join(folder, 'config.json')}: {error}") from error
+
+
+def is_tied(folder: str) -> bool:
+    """Whether the head's matrix is the table of embeddings, which is then all that the folder must hold."""
+    return read_json(files.join(folder, "config.json")).get("tie_word_embeddings") is True
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON object of at most MAX_JSON_BYTES.
+
+    Raises:
+        UserError: there is no such file, it is too large, or no JSON object.
+    """
+    data = files.read_range(path, 0, MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise UserError(f"{path} is over {MAX_JSON_BYTES} bytes")
+    try:
+        value = strict_json.parse(data.decode())
+    except (UserError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return value
+
+
+def _to_model(raw: dict[str, Any]) -> ModelConfig:
+    _check_kind(raw)
+    values: dict[str, Any] = {ours: _size(raw, *theirs) for ours, theirs in _SIZES.items()}
+    if raw.get("n_inner") is not None:
+        values["d_ff"] = _size(raw, "n_inner", "n_inner", 0)
+    try:
+        return ModelConfig(**values)
+    except ValidationError as error:
+        reasons = [str(detail.get("ctx", {}).get("error", detail["msg"])) for detail in error.errors()]
+        raise UserError("; ".join(reasons)) from error
+
+
+def _check_kind(raw: dict[str, Any]) -> None:
+    if raw.get("model_type") != "gptj":
+        raise UserError(f"model_type is {raw.get('model_type')!r:.60}: only gptj is read")
+    if raw.get("quantization_config"):
+        raise UserError("the weights are quantized (quantization_config): save them in float first")
+    activation = raw.get("activation_function", "gelu_new")
+    if activation not in TANH_GELUS:
+        raise UserError(
+            f"activation_function is {activation!r:.60}: only the tanh gelu is computed ({', '.join(TANH_GELUS)})"
+        )
+    epsilon = raw.get("layer_norm_epsilon", EPSILON)
+    if epsilon != EPSILON:
+        raise UserError(f"layer_norm_epsilon is {epsilon!r:.60}: only {EPSILON} is computed")
+
+
+def _size(raw: dict[str, Any], name: str, alias: str, default: int) -> int:
+    value = raw.get(name, raw.get(alias, default))
+    if type(value) is not int or not 1 <= value <= INT32_MAX:
+        why = ", and transformers needs one" if name == "rotary_dim" else ""
+        raise UserError(f"{name} is {value!r:.60}: expected a whole number of 1 or more{why}")
+    return value
+
+
+def check_same(asked: ModelConfig, found: ModelConfig, where: str) -> None:
+    """Refuse a checkpoint of another architecture than the config's.
+
+    Raises:
+        UserError: names every field that differs.
+    """
+    differences = [
+        f"model.{name}: the config has {getattr(asked, name)}, the checkpoint {getattr(found, name)}"
+        for name in _ARCHITECTURE
+        if getattr(asked, name) != getattr(found, name)
+    ]
+    if differences:
+        raise UserError(f"{where} does not fit this configuration:\n  " + "\n  ".join(differences))
+
+
+def to_hf(model: ModelConfig, dtype: np.dtype, end_of_text: int | None = None) -> dict[str, Any]:
+    """The config.json of a model stored in `dtype`.
+
+    Without `end_of_text` it is GPT-2's, or null where the vocabulary does not reach so far.
+
+    Raises:
+        UserError: the model is none that GPTJForCausalLM computes.
+    """
+    check_exports(model)
+    return {
+        "architectures": ["GPTJForCausalLM"],
+        "model_type": "gptj",
+        "vocab_size": model.n_vocab,
+        "n_positions": model.seq,
+        "n_embd": model.d_model,
+        "n_layer": model.layers,
+        "n_head": model.n_heads,
+        "rotary_dim": model.pe_rotary_dims,
+        "n_inner": None if model.d_ff == 4 * model.d_model else model.d_ff,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": EPSILON,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "tie_word_embeddings": False,
+        **to_hf_generation(model, end_of_text),
+        "dtype": str(dtype),
+        "torch_dtype": str(dtype),  # its name before transformers 4.56
+    }
+
+
+def to_hf_generation(model: ModelConfig, end_of_text: int | None = None) -> dict[str, Any]:
+    """The generation_config.json: where a text ends."""
+    if end_of_text is None and model.n_vocab > END_OF_TEXT:
+        end_of_text = END_OF_TEXT
+    return {"bos_token_id": end_of_text, "eos_token_id": end_of_text}

@@ -1,0 +1,151 @@
+"""The safetensors container: an 8-byte header length, a JSON header, then the tensors' bytes without gaps.
+
+A header comes from strangers: its size is bounded, and every offset is checked against the file before anything is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from mesh_transformer import files
+from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
+from mesh_transformer.checkpoint.tensors import Index
+from mesh_transformer.config import strict_json
+from mesh_transformer.errors import UserError
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+READ_BYTES = 32 << 20  # held at a time where only some columns of the rows are wanted
+
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class SafetensorsTensor(NamedTuple):
+    """One tensor of a file, read in slices; `start` is the byte of the file where it begins."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    start: int
+
+    def read(self, index: Index) -> np.ndarray:
+        """A slice: (sizes of `index`), possibly read-only.
+
+        Raises:
+            DamagedCheckpoint: the file has become shorter.
+        """
+        first, stop, _ = index[0].indices(self.shape[0])
+        columns = index[1:]
+        lengths = [len(range(*s.indices(n))) for s, n in zip(columns, self.shape[1:], strict=True)]
+        if tuple(lengths) == self.shape[1:]:
+            return self._rows(first, stop)
+        out = np.empty((stop - first, *lengths), self.dtype)
+        step = max(1, READ_BYTES // self._row_bytes)
+        for at in range(first, stop, step):
+            end = min(at + step, stop)
+            out[at - first : end - first] = self._rows(at, end)[(slice(None), *columns)]
+        return out
+
+    @property
+    def _row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def _rows(self, first: int, stop: int) -> np.ndarray:
+        wanted = (stop - first) * self._row_bytes
+        data = files.read_range(self.path, self.start + first * self._row_bytes, wanted)
+        if len(data) != wanted:
+            raise DamagedCheckpoint(f"{self.path}: {self.name}: {wanted} bytes expected, {len(data)} found")
+        return np.frombuffer(data, self.dtype).reshape(stop - first, *self.shape[1:])
+
+
+def read_header(path: str) -> dict[str, SafetensorsTensor]:
+    """The tensors of a file by name.
+
+    Raises:
+        UserError: there is no such file, or it is cut short or is no safetensors file; the message says where.
+    """
+    size = files.size(path)
+    length = int.from_bytes(files.read_range(path, 0, 8), "little")
+    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        raise UserError(
+            f"{path}: its {size} bytes cannot hold a header of the {length} bytes it announces (at most "
+            f"{MAX_HEADER_BYTES}): it is cut short, or no safetensors file; download it again"
+        )
+    header = _parse(path, files.read_range(path, 8, length))
+    header.pop("__metadata__", None)
+    tensors = [_tensor(path, name, entry, 8 + length) for name, entry in header.items()]
+    _check_without_gaps(path, tensors, 8 + length, size)
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _parse(path: str, raw: bytes) -> dict[str, Any]:
+    try:
+        header = strict_json.parse(raw.decode())
+    except (UserError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: its header cannot be read: {error}") from error
+    if not isinstance(header, dict):
+        raise UserError(f"{path}: its header is no JSON object")
+    return header
+
+
+def _tensor(path: str, name: str, entry: Any, data_start: int) -> SafetensorsTensor:
+    try:
+        code, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: {name}: its header entry is incomplete") from error
+    if not isinstance(shape, list) or not all(_is_count(n) for n in (*shape, start, stop)):
+        raise UserError(f"{path}: {name}: its shape or offsets are no whole numbers of 0 or more")
+    if not isinstance(code, str) or code not in DTYPES:
+        raise UserError(f"{path}: {name}: dtype {code!r:.40} is not supported, only {', '.join(DTYPES)}")
+    expected = math.prod(shape) * DTYPES[code].itemsize
+    if stop - start != expected:
+        raise UserError(f"{path}: {name}: {code} {tuple(shape)} takes {expected} bytes, not {stop - start}")
+    return SafetensorsTensor(path, name, tuple(shape), DTYPES[code], data_start + start)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _check_without_gaps(path: str, tensors: Iterable[SafetensorsTensor], start: int, size: int) -> None:
+    """The tensors cover the data exactly: one wrong offset is noticed, and none points outside."""
+    for tensor in sorted(tensors, key=lambda t: (t.start, math.prod(t.shape))):
+        if tensor.start != start:
+            raise UserError(f"{path}: {tensor.name} begins at byte {tensor.start}, expected {start}")
+        start += math.prod(tensor.shape) * tensor.dtype.itemsize
+    if start != size:
+        raise UserError(
+            f"{path}: {size} bytes, but its tensors end at byte {start}: it is cut short or damaged; "
+            "download it again"
+        )
+
+
+def encode_header(tensors: Iterable[tuple[str, tuple[int, ...], np.dtype]]) -> bytes:
+    """The start of a file that holds tensors (name, shape, dtype) in this order; their bytes follow it."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+    at = 0
+    for name, shape, dtype in tensors:
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
