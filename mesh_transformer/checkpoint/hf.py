@@ -18,6 +18,7 @@ from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 
 FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
+TABLE, HEAD = "transformer.wte.weight", "lm_head.weight"
 _BUFFERS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)")  # in files before 2023
 
 
@@ -38,8 +39,8 @@ class HFSource:
         self.where, self.model = folder, model or found
         self.counts, self.extra = Counts(0), dict[str, Any]()
         self._stored = open_tensors(folder)
-        if is_tied(folder) and "transformer.wte.weight" in self._stored:
-            self._stored["lm_head.weight"] = self._stored["transformer.wte.weight"]
+        if is_tied(folder) and HEAD not in self._stored and TABLE in self._stored:
+            self._stored[HEAD] = self._stored[TABLE]  # where both are there, transformers does not tie either
         self._entries = {entry.name: entry for entry in entries(self.model)}
         self._check_names()
         infos = {name: self._info(entry) for name, entry in self._entries.items()}

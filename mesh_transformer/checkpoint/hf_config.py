@@ -44,7 +44,7 @@ def model_config_from_hf(folder: str) -> ModelConfig:
 
 
 def is_tied(folder: str) -> bool:
-    """Whether the head's matrix is the table of embeddings, which is then all that the folder must hold."""
+    """Whether the table of embeddings serves as the head's matrix too, if the folder has none."""
     return read_json(files.join(folder, "config.json")).get("tie_word_embeddings") is True
 
 
@@ -54,11 +54,11 @@ def read_json(path: str) -> dict[str, Any]:
     Raises:
         UserError: there is no such file, it is too large, or no JSON object.
     """
-    data = files.read_range(path, 0, MAX_JSON_BYTES + 1)
-    if len(data) > MAX_JSON_BYTES:
+    size = files.size(path)
+    if size > MAX_JSON_BYTES:
         raise UserError(f"{path} is over {MAX_JSON_BYTES} bytes")
     try:
-        value = strict_json.parse(data.decode())
+        value = strict_json.parse(files.read_range(path, 0, size).decode())
     except (UserError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):

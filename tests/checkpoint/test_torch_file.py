@@ -1,0 +1,200 @@
+"""pytorch_model.bin, whole and in shards."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import hf_folders as hf
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mesh_transformer.checkpoint.hf import HFSource
+from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
+from mesh_transformer.errors import UserError
+
+MODEL = hf.model_config(layers=2, d_model=12, n_vocab=7, vocab_multiple=8, seq=8, pe_rotary_dims=4)
+
+
+def write_bin(folder: Path, dtype: str = "float32", shards: int = 1) -> dict[str, torch.Tensor]:
+    """A folder as transformers wrote it before safetensors, with the buffers of that time."""
+    state = dict(hf.their_model(folder, MODEL, dtype=dtype).state_dict())
+    (folder / "model.safetensors").unlink()
+    for layer in range(MODEL.layers):
+        state[f"transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8).tril().to(torch.bool)
+        state[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e9)
+    if shards == 1:
+        torch.save(OrderedDict(state), folder / "pytorch_model.bin")
+        return state
+    weight_map = {name: f"pytorch_model-{i % shards}.bin" for i, name in enumerate(state)}
+    for file in set(weight_map.values()):
+        torch.save({n: state[n] for n, f in weight_map.items() if f == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return state
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_values_are_those_of_torch(tmp_path, dtype, shards) -> None:
+    state = write_bin(tmp_path, dtype, shards)
+    source = HFSource(str(tmp_path), MODEL)
+    found = hf.read_all(source)
+    for name, theirs in [("attention/o/w", "attn.out_proj.weight"), ("ff/in/b", "mlp.fc_in.bias")]:
+        for layer in range(MODEL.layers):
+            expected = hf.to_numpy(state[f"transformer.h.{layer}.{theirs}"])
+            ours = found[f"params/blocks/{name}"][layer]
+            assert ours.dtype == expected.dtype
+            assert np.ascontiguousarray(ours.T).tobytes() == np.ascontiguousarray(expected).tobytes()
+    index = (slice(3, 9), slice(2, 8))
+    np.testing.assert_array_equal(
+        source.read("params/head/logits/w", index), found["params/head/logits/w"][index]
+    )
+
+
+def test_safetensors_are_preferred(tmp_path) -> None:
+    write_bin(tmp_path)
+    hf.their_model(tmp_path, MODEL, seed=1)
+    from_safetensors = hf.read_all(HFSource(str(tmp_path)))
+    (tmp_path / "model.safetensors").unlink()
+    from_bin = hf.read_all(HFSource(str(tmp_path)))
+    assert not np.array_equal(from_safetensors["params/embed/tokens/w"], from_bin["params/embed/tokens/w"])
+
+
+class Malice:
+    """Unpickling it would write to standard output."""
+
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_pickle_that_calls_something_is_refused_unread(tmp_path, capsys, protocol) -> None:
+    write_bin(tmp_path)
+    torch.save({"a": Malice()}, tmp_path / "pytorch_model.bin", pickle_protocol=protocol)
+    with pytest.raises(UserError, match="is no plain dictionary of tensors, its pickle names"):
+        HFSource(str(tmp_path))
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_a_pickle_that_allocates_is_refused(tmp_path) -> None:
+    write_bin(tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "a") as archive:
+        prefix = archive.namelist()[0].split("/")[0]
+    pickled = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x7f\x85R."  # bytearray(2130706432)
+    assert not list(rewrite(path, f"{prefix}/data.pkl", pickled))
+    with pytest.raises(UserError, match="its pickle names 'builtins bytearray'"):
+        HFSource(str(tmp_path))
+
+
+def rewrite(path: Path, name: str, content: bytes) -> list[str]:
+    """Replace one member of an archive; returns the names that went missing."""
+    with zipfile.ZipFile(path) as archive:
+        members = {item: archive.read(item) for item in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for item, data in {**members, name: content}.items():
+            archive.writestr(item, data)
+        return sorted(set(members) - set(archive.namelist()))
+
+
+def other_contents() -> list[tuple[str, Any, str]]:
+    expanded = torch.zeros(1).expand(7)
+    return [
+        ("list", [torch.zeros(1)], "holds a list, not a dictionary"),
+        ("number", {"a": 3}, "'a' is a int, not a tensor"),
+        ("key", {3: torch.zeros(1)}, "3 is a Tensor, not a tensor|3 is"),
+        ("stride", {"lm_head.bias": expanded}, "lm_head.bias: its bytes are not all there, or not in order"),
+    ]
+
+
+@pytest.mark.parametrize(("content", "reason"), [c[1:] for c in other_contents()])
+def test_what_is_no_dictionary_of_whole_tensors_is_refused(tmp_path, content, reason) -> None:
+    write_bin(tmp_path)
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=reason):
+        HFSource(str(tmp_path))
+
+
+def test_files_that_are_no_archives_are_refused(tmp_path) -> None:
+    state = write_bin(tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(UserError, match=r"older than torch 1.6; in that case load it with torch and save it again"):
+        HFSource(str(tmp_path))
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match="cannot be read"):
+        HFSource(str(tmp_path))
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with zipfile.ZipFile(buffer) as whole, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in whole.namelist():
+            packed.writestr(name, whole.read(name))
+    with pytest.raises(UserError, match="not laid out as torch.save does it"):
+        HFSource(str(tmp_path))
+
+
+def test_without_torch_the_message_names_the_extra(tmp_path) -> None:
+    write_bin(tmp_path)
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from mesh_transformer.checkpoint.hf import HFSource\n"
+        f"HFSource({str(tmp_path)!r})"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "UserError" in found.stderr
+    assert "pip install -e '.[torch]'" in found.stderr
+
+
+def test_a_bin_in_a_bucket_is_refused(gcs) -> None:
+    gcs.put("bucket", "m/pytorch_model.bin", b"x")
+    gcs.put("bucket", "m/config.json", json.dumps({"model_type": "gptj"}).encode())
+    with pytest.raises(UserError, match="copy the folder there first"):
+        HFSource("gs://bucket/m")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bin")
+    write_bin(path)
+    return path
+
+
+@settings(max_examples=100, deadline=3000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    edits=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=3),
+    tail=st.sampled_from([0, 0, 0, 1, 200]),
+)
+def test_any_mutation_is_read_or_refused(folder, edits, tail) -> None:
+    """Torch checks no sums: a changed byte of data may go unnoticed; nothing else may."""
+    path = folder / "pytorch_model.bin"
+    raw = path.read_bytes()
+    data = bytearray(raw)
+    for place, value in edits:
+        data[min(int(place * len(data)), len(data) - 1)] = value
+    path.write_bytes(data[: len(data) - tail])
+    try:
+        found = hf.read_all(HFSource(str(folder), MODEL))
+    except (UserError, DamagedCheckpoint):
+        return
+    finally:
+        path.write_bytes(raw)
+    expected = hf.read_all(HFSource(str(folder), MODEL))
+    changed = sum(
+        int((found[n].view(np.uint8) != array.view(np.uint8)).sum()) for n, array in expected.items()
+    )
+    assert changed <= len(edits)
+
+
+def test_pickle_bytes_are_real() -> None:
+    """The hand-written pickle above does what it says, so that refusing it means something."""
+    assert pickle.loads(b"\x80\x02cbuiltins\nbytearray\nK\x05\x85R.") == bytearray(5)  # noqa: S301
