@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import enum
-import json
 import re
 from typing import Any, NamedTuple
 
 from mesh_transformer import files
+from mesh_transformer.checkpoint import classic_folder
 from mesh_transformer.errors import UserError
 
 COMMIT_MARKER = "commit_success.txt"
-MAX_META_BYTES = 16 << 20
-MAX_STEP = 2**31 - 1  # steps are int32
 SHOWN = 8  # names listed in an error message
+_WEIGHTS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?")
 
 
 class Form(enum.Enum):
@@ -32,10 +31,9 @@ class Found(NamedTuple):
 
 
 class ClassicRun(NamedTuple):
-    """The folder of a run of the original program, by its meta.json: the newest step and what is kept beside it."""
+    """A run of the original program: its newest step, and what its meta.json notes of that step."""
 
-    step: int
-    folder: str  # that step's
+    folder: str
     aux: dict[str, Any]
 
 
@@ -49,16 +47,17 @@ def recognise(path: str) -> Found:
     """
     path = path.rstrip("/") or "/"
     names = files.list_dir(path)
-    if found := _direct(path, names):
-        return found
-    steps = {name: files.list_dir(files.join(path, name)) for name in _step_names(names)}
-    native = [name for name, inside in steps.items() if _is_native(inside, files.is_remote(path))]
-    if native:
+    if is_native_step(path, names):
+        return Found(Form.NATIVE, path)
+    if native := [name for name in _step_names(names) if is_native_step(files.join(path, name))]:
         return Found(Form.NATIVE, files.join(path, native[-1]))
-    if any(_is_classic(inside) for inside in steps.values()):
-        return Found(Form.CLASSIC, _newest_classic(path, [n for n, i in steps.items() if _is_classic(i)]))
-    for inside in [names, *steps.values()]:
-        _refuse_v2(path, inside)
+    if classic := classic_folder.find_step(path):
+        return Found(Form.CLASSIC, classic)
+    weights = [name for name in names if _WEIGHTS.fullmatch(name)]
+    if weights and "config.json" not in names:
+        raise UserError(f"{path} holds {_some(weights)} but no config.json: put it back beside the weights")
+    if weights:
+        return Found(Form.HUGGING_FACE, path)
     raise UserError(
         f"no checkpoint in {path}: expected a run's folder or one of its step_N folders, a classic step_N folder "
         f"with shard_0 in it, or a Hugging Face folder with config.json and weights; found {_some(names)}"
@@ -71,92 +70,34 @@ def classic_run(root: str) -> ClassicRun | None:
     Raises:
         UserError: there are classic steps, and no meta.json that names one of them.
     """
-    names = files.list_dir(root)
-    if not any(is_classic_step(files.join(root, name)) for name in _step_names(names)):
+    if not any(is_classic_step(files.join(root, name)) for name in _step_names(files.list_dir(root))):
         return None
-    if "meta.json" not in names:
+    meta = classic_folder.read_meta(root)
+    if meta is None:
         raise UserError(
-            f"{root} holds steps of the original program but not its meta.json, so that its run cannot be gone on with: "
-            f"put meta.json back, or start from one step with --tune-model-path and another checkpoint.model_dir"
+            f"{root} holds steps of the original program but not its meta.json, so that its run cannot go on: put "
+            f"meta.json back, or start from one step with --tune-model-path and another checkpoint.model_dir"
         )
-    meta = read_meta(root)
-    folder = files.join(root, f"step_{meta['step']}")
-    if not is_classic_step(folder):
-        raise UserError(
-            f"{files.join(root, 'meta.json')} names step {meta['step']}, and {folder} is not there"
-        )
-    aux = meta.get("aux")
-    aux = aux.get(str(meta["step"])) if isinstance(aux, dict) else None
-    return ClassicRun(meta["step"], folder, aux if isinstance(aux, dict) else {})
-
-
-def read_meta(root: str) -> dict[str, Any]:
-    """The meta.json of a classic run; its `step` is a whole number.
-
-    Raises:
-        UserError: it is missing or something else.
-    """
-    path = files.join(root, "meta.json")
-    with files.open_binary(path) as file:
-        content = file.read(MAX_META_BYTES + 1)
-    try:
-        meta = json.loads(content) if len(content) <= MAX_META_BYTES else None
-    except (ValueError, RecursionError):
-        meta = None
-    step = meta.get("step") if isinstance(meta, dict) else None
-    if not isinstance(meta, dict) or type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise UserError(f'{path} is not the original\'s: expected {{"step": N, "checkpoints": [...], ...}}')
-    return meta
+    folder = classic_folder.find_step(root, meta.step)
+    aux = meta.aux.get(str(meta.step))
+    return ClassicRun(folder or root, aux if isinstance(aux, dict) else {})
 
 
 def is_classic_step(folder: str) -> bool:
     """Whether a step folder is of the original program."""
-    return _is_classic(files.list_dir(folder))
+    return "shard_0" in files.list_dir(folder)
 
 
-def _direct(path: str, names: list[str]) -> Found | None:
-    if _is_classic(names):
-        return Found(Form.CLASSIC, path)
-    if _is_native(names, files.is_remote(path)):
-        return Found(Form.NATIVE, path)
-    weights = [name for name in names if re.search(r"\.(safetensors|bin)(\.index\.json)?$", name)]
-    if weights and "config.json" in names:
-        return Found(Form.HUGGING_FACE, path)
-    if weights and re.search(r"^(model|pytorch_model)", weights[0]):
-        raise UserError(f"{path} holds {_some(weights)} but no config.json: put it back beside the weights")
-    return None
-
-
-def _newest_classic(root: str, steps: list[str]) -> str:
-    """The step that meta.json names, which the original writes last; without meta.json the greatest."""
-    if files.exists(files.join(root, "meta.json")):
-        named = f"step_{read_meta(root)['step']}"
-        if named not in steps:
-            raise UserError(f"{files.join(root, 'meta.json')} names {named}, and there are {_some(steps)}")
-        return files.join(root, named)
-    return files.join(root, steps[-1])
+def is_native_step(folder: str, names: list[str] | None = None) -> bool:
+    """Whether a folder, with `names` in it, is a native step that was finished."""
+    inside = set(files.list_dir(folder) if names is None else names)
+    return {"state", "manifest"} <= inside and (not files.is_remote(folder) or COMMIT_MARKER in inside)
 
 
 def _step_names(names: list[str]) -> list[str]:
     """The step_N among names, ascending by N."""
     steps = [name for name in names if re.fullmatch(r"step_\d+", name)]
     return sorted(steps, key=lambda name: int(name.removeprefix("step_")))
-
-
-def _is_classic(names: list[str]) -> bool:
-    return "shard_0" in names
-
-
-def _is_native(names: list[str], remote: bool) -> bool:
-    return {"state", "manifest"} <= set(names) and (not remote or COMMIT_MARKER in names)
-
-
-def _refuse_v2(path: str, names: list[str]) -> None:
-    if {"params", "opt_state", "meta.json"} <= set(names):
-        raise UserError(
-            f"{path} is of the original's TransformerV2 (params/shard_N.npz, one a host), a model that was never "
-            f"released and whose layout is not read: use a checkpoint with step_N/shard_K/0..15.npz"
-        )
 
 
 def _some(names: list[str]) -> str:

@@ -19,7 +19,9 @@ from mesh_transformer.errors import UserError
 
 FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
 TABLE, HEAD = "transformer.wte.weight", "lm_head.weight"
-_BUFFERS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)")  # in files before 2023
+_BUFFERS = re.compile(
+    r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
+)  # in files before 2023
 
 
 class HFSource:

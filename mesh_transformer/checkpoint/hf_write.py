@@ -12,7 +12,14 @@ import numpy as np
 from mesh_transformer import files
 from mesh_transformer.checkpoint.hf_config import to_hf, to_hf_generation
 from mesh_transformer.checkpoint.hf_files import SAFETENSORS
-from mesh_transformer.checkpoint.hf_layout import EMBEDDING, EMBEDDING_BIAS, Entry, check_exports, entries, padded
+from mesh_transformer.checkpoint.hf_layout import (
+    EMBEDDING,
+    EMBEDDING_BIAS,
+    Entry,
+    check_exports,
+    entries,
+    padded,
+)
 from mesh_transformer.checkpoint.safetensors_file import encode_header
 from mesh_transformer.checkpoint.tensors import Index, TensorSource
 from mesh_transformer.checkpoint.transpose import copy_transposed

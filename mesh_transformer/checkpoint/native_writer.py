@@ -48,7 +48,7 @@ def write_native(source: TensorSource, root: str, *, overwrite: bool = False) ->
     return folder
 
 
-def slices(info: TensorInfo, limit: int = CHUNK_BYTES) -> Iterator[Index]:
+def slices(info: TensorInfo, limit: int) -> Iterator[Index]:
     """The tensor in whole chunks of at most `limit` bytes, in order."""
     chunk = chunk_shape(info, limit)
     starts = itertools.product(*(range(0, size, step) for size, step in zip(info.shape, chunk, strict=True)))
@@ -56,7 +56,7 @@ def slices(info: TensorInfo, limit: int = CHUNK_BYTES) -> Iterator[Index]:
         yield tuple(slice(a, min(a + c, size)) for a, c, size in zip(start, chunk, info.shape, strict=True))
 
 
-def chunk_shape(info: TensorInfo, limit: int = CHUNK_BYTES) -> tuple[int, ...]:
+def chunk_shape(info: TensorInfo, limit: int) -> tuple[int, ...]:
     """The largest block of at most `limit` bytes that is contiguous in C order: layer after layer, row after row."""
     elements, shape = max(1, limit // info.dtype.itemsize), list(info.shape)
     for dim, size in enumerate(info.shape):
@@ -89,7 +89,7 @@ def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
 def _copy(source: TensorSource, name: str, array: Any, transfer: Transfer) -> int:
     """One tensor, the next slice being read while the one before is written. Returns its checksum."""
     checksum, writing = 0, None
-    for index in slices(source.tensors[name]):
+    for index in slices(source.tensors[name], CHUNK_BYTES):
         block = np.ascontiguousarray(source.read(name, index))
         checksum = (checksum + manifests.sum_bits(block)) % 2**32
         if writing is not None:
@@ -105,7 +105,7 @@ def _create(store: dict[str, Any], path: tuple[str, ...], info: TensorInfo, cont
     spec = {
         "driver": "zarr",
         "kvstore": {**store, "path": f"{'.'.join(path)}/"},
-        "metadata": {"chunks": list(chunk_shape(info)), "compressor": None},
+        "metadata": {"chunks": list(chunk_shape(info, CHUNK_BYTES)), "compressor": None},
     }
     return ts.open(
         spec, create=True, dtype=ts.dtype(info.dtype.name), shape=info.shape, context=context
@@ -114,7 +114,7 @@ def _create(store: dict[str, Any], path: tuple[str, ...], info: TensorInfo, cont
 
 def _scalars(counts: Counts, *, with_moments: bool) -> dict[tuple[str, ...], np.ndarray]:
     """The numbers of `train.step.TrainState`; without moments only the step."""
-    scalars = {("step",): np.int32(counts.step)}
+    scalars: dict[tuple[str, ...], Any] = {("step",): np.int32(counts.step)}
     if with_moments:
         adam, schedule = counts.adam or 0, counts.schedule or 0
         scalars |= {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,6 @@ from mesh_transformer.checkpoint.forms import is_classic_step
 
 SAVE_TIMEOUT_S = 3600
 CHUNK_BYTES = 64 << 20
-RESTORE_GB = 1  # read at a time beside what is on the devices already
 
 
 class _StepNames:
@@ -65,7 +65,8 @@ def manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.Checkpoi
 
 def read_tensors(folder: str, abstract: Any, *, part: bool) -> Any:
     """Each device's part of each tensor, straight to the device."""
-    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=RESTORE_GB)
+    largest = max((math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract)), default=0)
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + largest // 10**9)  # Orbax refuses less
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
     args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=part)
     try:

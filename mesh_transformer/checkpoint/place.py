@@ -45,8 +45,8 @@ def check_shapes(source: TensorSource, abstract: Any) -> None:
     manifests.check_fits(Manifest(specs, {}), abstract, part=True, where=source.where, any_float=True)
 
 
-def place_scalar(value: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """A number on every device of `like`."""
+def place_scalar(value: int, like: Any) -> jax.Array:
+    """A number with the dtype and sharding of `like`, a scalar or its `jax.ShapeDtypeStruct`."""
     scalar = np.asarray(value, like.dtype)
     return jax.make_array_from_callback((), like.sharding, lambda _: scalar)
 
@@ -54,8 +54,8 @@ def place_scalar(value: int, like: jax.ShapeDtypeStruct) -> jax.Array:
 def _place(source: TensorSource, name: str, leaf: jax.ShapeDtypeStruct, transfer: Transfer) -> jax.Array:
     read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # devices may hold the same slice
 
-    def shard(index: Index) -> np.ndarray:
-        key = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True))
+    def shard(index: Index | None) -> np.ndarray:
+        key = tuple(s.indices(n)[:2] for s, n in zip(index or (), leaf.shape, strict=True))
         if key not in read:
             read[key] = source.read(name, tuple(slice(*span) for span in key)).astype(leaf.dtype, copy=False)
         transfer.add(read[key].nbytes)

@@ -21,7 +21,7 @@ from mesh_transformer.infer.sampling import SamplingOptions
 from mesh_transformer.logs import log
 from mesh_transformer.parallel.sharding import Partition, inference_rules
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.start import read_params, split_step
+from mesh_transformer.runtime.weights import read_params, split_step
 
 
 @dataclasses.dataclass(frozen=True)

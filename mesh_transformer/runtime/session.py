@@ -62,9 +62,14 @@ class Session:
         return self.microbatch * self.config.data.val_batch_multiplier
 
     @property
+    def sequences_per_step(self) -> int:
+        """Sequences that one step trains on, over the whole mesh."""
+        return self.microbatch * self.config.optimizer.gradient_accumulation_steps
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that one step trains on, over the whole mesh."""
-        return self.microbatch * self.config.optimizer.gradient_accumulation_steps * self.config.seq
+        return self.sequences_per_step * self.config.seq
 
     def describe(self) -> str:
         """One line: size, devices, mesh, tokens a step."""

@@ -1,18 +1,22 @@
-"""Where a run begins: its own newest checkpoint, another run's parameters, or fresh ones."""
+"""Where a run begins: its own newest checkpoint (ours, or of the original program), another one's parameters, or fresh
+ones."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any, NamedTuple
 
 import jax
 
-from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
+from mesh_transformer.checkpoint.forms import ClassicRun, Form, Found, classic_run
+from mesh_transformer.checkpoint.open import open_found
+from mesh_transformer.checkpoint.place import place_scalar
+from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.data.classic_position import classic_position
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
-from mesh_transformer.models.base import Params
 from mesh_transformer.runtime.session import Session
+from mesh_transformer.runtime.weights import has_moments, place_weights, read_params, read_weights
 from mesh_transformer.train.optim import restart_schedule
 from mesh_transformer.train.step import TrainState
 
@@ -49,7 +53,8 @@ class Begun(NamedTuple):
 
 
 def begin(session: Session, store: CheckpointStore, source: Source, logged: Logged) -> Begun:
-    """Resume from `store` if it holds a checkpoint; else fine-tune from `source`, or start afresh.
+    """Resume from `store` if it holds a checkpoint, or from the classic run in its folder; else fine-tune from `source`,
+    or start afresh.
 
     Steps that the metrics file knows and the checkpoint does not are done again, and counted.
 
@@ -62,6 +67,8 @@ def begin(session: Session, store: CheckpointStore, source: Source, logged: Logg
         if source.tune_model_path:
             log.info("going on with this run; --tune-model-path was read when it began")
         return _resume(session, checkpoint.state, checkpoint.step, checkpoint.extra, logged)
+    if run := classic_run(session.config.checkpoint.root):
+        return _resume_classic(session, run, logged)
     if source.tune_model_path:
         return Begun(_tuned(session, source.tune_model_path, source.fresh_opt), 0, Counters(), None)
     return Begun(program.init(jax.random.key(session.config.model.seed)), 0, Counters(), None)
@@ -78,59 +85,44 @@ def _resume(session: Session, state: TrainState, step: int, extra: dict[str, Any
 
 
 def _tuned(session: Session, path: str, fresh_opt: bool) -> TrainState:
-    """Parameters (and moments, unless dropped) of another run, at step 0 with its schedule at 0."""
+    """Parameters (and moments, if there are any, unless dropped) of a checkpoint, at step 0 with its schedule at 0."""
     program = session.program
-    if fresh_opt:
-        params = read_params(session, path).params
-        opt_state = program.fresh_optimizer(params)
-    else:
-        store, step = open_checkpoint(path)
-        restored = _found(store.restore(program.abstract_state, step), path)
-        params, opt_state = restored.state.params, restart_schedule(restored.state.opt_state)
-    return program.begin(params, opt_state)
+    weights = read_params(session, path) if fresh_opt else read_weights(session, path)
+    log.info("starting from step %d of %s", weights.step, path)
+    if weights.opt_state is not None:
+        return program.begin(weights.params, restart_schedule(weights.opt_state))
+    if not fresh_opt:
+        log.info("%s has no Adam moments: they start from zero", path)
+    return program.begin(weights.params, program.fresh_optimizer(weights.params))
 
 
-class Weights(NamedTuple):
-    """The parameters of a checkpoint, float32, on their devices."""
-
-    params: Params
-    step: int
-
-
-def read_params(session: Session, path: str) -> Weights:
-    """The parameters alone, without the moments, of the checkpoint that `path` names.
-
-    Raises:
-        UserError: there is no checkpoint, or it is of another model or damaged.
-    """
-    store, step = open_checkpoint(path)
-    abstract = {"params": session.program.abstract_state.params}
-    restored = _found(store.restore_part(abstract, step), path)
-    return Weights(restored.state["params"], restored.step)
-
-
-def _found(checkpoint: Checkpoint | None, path: str) -> Checkpoint:
-    if checkpoint is None:
-        raise UserError(f"no checkpoint in {path}")
-    return checkpoint
+def _resume_classic(session: Session, run: ClassicRun, logged: Logged) -> Begun:
+    """Go on with a run of the original program: its step, moments, schedule and place in the data."""
+    source = open_found(Found(Form.CLASSIC, run.folder), session.config.model)
+    if not has_moments(source):
+        raise UserError(
+            f"{run.folder} is a slim checkpoint, without Adam's moments: its run cannot go on. Start from it with "
+            f"--tune-model-path {run.folder} and another checkpoint.model_dir"
+        )
+    log.info("going on with a run of the original program; new checkpoints are native, its own stay")
+    loader = _classic_loader(session, run)
+    weights, step = place_weights(session, source), source.counts.step
+    state = session.program.begin(weights.params, weights.opt_state)
+    skipped = max(0, step - (source.counts.schedule or 0))
+    abstract = session.program.abstract_state
+    state = state._replace(
+        step=place_scalar(step, abstract.step), skipped=place_scalar(skipped, abstract.skipped)
+    )
+    extra = {"counters": Counters(tokens=step * session.tokens_per_step)._asdict(), "loader": loader}
+    return _resume(session, state, step, extra, logged)
 
 
-def split_step(path: str) -> tuple[str, int | None]:
-    """The run's folder and the step of `run/step_N`; for any other path, itself and None."""
-    path = path.rstrip("/")
-    match = re.fullmatch(r"(.*/)?step_(\d+)", path)
-    return ((match[1] or "./").rstrip("/"), int(match[2])) if match else (path, None)
-
-
-def open_checkpoint(path: str) -> tuple[CheckpointStore, int | None]:
-    """The store and step that a path names: a run's folder (its newest step) or one `step_N` folder in it.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
-    root, step = split_step(path)
-    store = CheckpointStore(root, read_only=True)
-    steps = store.steps()
-    if not steps or (step is not None and step not in steps):
-        raise UserError(f"no checkpoint in {path}: expected a folder with step_N folders, or one of those")
-    return store, step
+def _classic_loader(session: Session, run: ClassicRun) -> dict[str, Any] | None:
+    """The position in the training data that the original noted, as one of ours."""
+    noted, data = run.aux.get("train_loader"), session.config.data
+    if data.restart or data.train_set is None:
+        return None
+    if noted is None:
+        log.warning("%s: meta.json has no data position: reading from the beginning", run.folder)
+        return None
+    return classic_position(data.train_set, noted, session.sequences_per_step)

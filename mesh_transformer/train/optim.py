@@ -69,5 +69,26 @@ def restart_schedule(opt_state: Any) -> Any:
     )
 
 
+def moments(opt_state: Any) -> dict[str, Params]:
+    """Adam's averages {"mu": ..., "nu": ...} of an optimizer state, abstract or not."""
+    (adam,) = [state for state in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(state)]
+    return {"mu": adam.mu, "nu": adam.nu}
+
+
+def with_moments(opt_state: Any, averages: dict[str, Params], adam_count: jax.Array, count: jax.Array) -> Any:
+    """The optimizer state with Adam's averages and count, and the schedule's count, replaced."""
+
+    def replaced(node: Any) -> Any:
+        if _is_adam(node):
+            return optax.ScaleByAdamState(adam_count, averages["mu"], averages["nu"])
+        return optax.ScaleByScheduleState(count) if _is_schedule(node) else node
+
+    return jax.tree.map(replaced, opt_state, is_leaf=lambda node: _is_adam(node) or _is_schedule(node))
+
+
+def _is_adam(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByAdamState)
+
+
 def _is_schedule(node: Any) -> bool:
     return isinstance(node, optax.ScaleByScheduleState)

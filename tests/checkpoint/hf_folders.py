@@ -101,7 +101,14 @@ def their_logits(folder: Path, tokens: np.ndarray, dtype: str = "float32") -> np
         return model.eval()(torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy()
 
 
-def their_model(folder: Path, model: ModelConfig, seed: int = 0, dtype: str = "float32", tied: bool = False, **options: Any) -> Any:
+def their_model(
+    folder: Path,
+    model: ModelConfig,
+    seed: int = 0,
+    dtype: str = "float32",
+    tied: bool = False,
+    **options: Any,
+) -> Any:
     """A random GPTJForCausalLM, saved to `folder` by transformers."""
     import torch
     from transformers import GPTJConfig, GPTJForCausalLM

@@ -92,9 +92,7 @@ def test_what_transformers_wrote_reads_exactly(tmp_path, dtype, shards) -> None:
     np.testing.assert_array_equal(
         found["params/blocks/ff/in/w"][2], state["transformer.h.2.mlp.fc_in.weight"].T
     )
-    np.testing.assert_array_equal(
-        found["params/blocks/norm/offset"][1], state["transformer.h.1.ln_1.bias"]
-    )
+    np.testing.assert_array_equal(found["params/blocks/norm/offset"][1], state["transformer.h.1.ln_1.bias"])
     np.testing.assert_array_equal(found["params/embed/tokens/w"][:131], state["transformer.wte.weight"])
     assert not found["params/embed/tokens/w"][131:].any()
     assert not found["params/embed/tokens/b"].any()
@@ -116,7 +114,9 @@ def test_a_round_trip_gives_back_every_bit(tmp_path, dtype) -> None:
     old = read_header(str(tmp_path / "theirs/model.safetensors"))
     index = json.loads((tmp_path / "ours/model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == old.keys()
-    assert index["metadata"]["total_size"] == sum(t.dtype.itemsize * int(np.prod(t.shape)) for t in old.values())
+    assert index["metadata"]["total_size"] == sum(
+        t.dtype.itemsize * int(np.prod(t.shape)) for t in old.values()
+    )
 
 
 def test_a_negative_zero_survives_where_there_is_no_bias(tmp_path) -> None:
@@ -157,7 +157,9 @@ def test_a_value_too_large_for_float16_is_refused(tmp_path) -> None:
 
 
 def test_slices_are_those_of_the_whole(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mesh_transformer.checkpoint.safetensors_file.READ_BYTES", 100)  # a few rows at a time
+    monkeypatch.setattr(
+        "mesh_transformer.checkpoint.safetensors_file.READ_BYTES", 100
+    )  # a few rows at a time
     model = hf.model_config()
     hf.their_model(tmp_path, model)
     source = HFSource(str(tmp_path))
@@ -205,9 +207,13 @@ def test_the_safetensors_library_reads_our_files(tmp_path) -> None:
 def test_another_model_is_refused(tmp_path) -> None:
     model = hf.model_config()
     hf.their_model(tmp_path / "theirs", model)
-    with pytest.raises(UserError, match=r"(?s)model.layers: the config has 4, the checkpoint 3.*pe_rotary_dims"):
+    with pytest.raises(
+        UserError, match=r"(?s)model.layers: the config has 4, the checkpoint 3.*pe_rotary_dims"
+    ):
         HFSource(str(tmp_path / "theirs"), hf.model_config(layers=4, pe_rotary_dims=8))
-    with pytest.raises(UserError, match=r"params/embed/tokens/w: expected shape \(384, 48\), found \(256, 48\)"):
+    with pytest.raises(
+        UserError, match=r"params/embed/tokens/w: expected shape \(384, 48\), found \(256, 48\)"
+    ):
         write_hf(HFSource(str(tmp_path / "theirs")), hf.model_config(n_vocab=300), str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 

@@ -33,7 +33,16 @@ def test_transformers_reads_what_we_write(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(to_hf(model, np.dtype(np.float16), end_of_text=130)))
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert type(theirs).__name__ == "GPTJConfig"
-    names = ("n_layer", "n_embd", "n_head", "n_inner", "vocab_size", "n_positions", "rotary_dim", "eos_token_id")
+    names = (
+        "n_layer",
+        "n_embd",
+        "n_head",
+        "n_inner",
+        "vocab_size",
+        "n_positions",
+        "rotary_dim",
+        "eos_token_id",
+    )
     assert [getattr(theirs, name) for name in names] == [3, 48, 3, 50, 131, 24, 6, 130]
     assert str(theirs.dtype) == "torch.float16"
     assert not theirs.tie_word_embeddings

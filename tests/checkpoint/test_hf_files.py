@@ -69,7 +69,19 @@ def refused(folder: Path, match: str, model: Any = MODEL) -> None:
 
 @pytest.mark.parametrize(
     "shard",
-    ["../{}", "/etc/{}", "sub/{}", "..\\{}", "..", ".safetensors/..", "config.json", "", 7, None, "x\0.safetensors"],
+    [
+        "../{}",
+        "/etc/{}",
+        "sub/{}",
+        "..\\{}",
+        "..",
+        ".safetensors/..",
+        "config.json",
+        "",
+        7,
+        None,
+        "x\0.safetensors",
+    ],
 )
 def test_an_index_cannot_lead_out_of_the_folder(sharded, tmp_path, shard) -> None:
     folder = copy(sharded, tmp_path)

@@ -129,7 +129,9 @@ def test_files_that_are_no_archives_are_refused(tmp_path) -> None:
     state = write_bin(tmp_path)
     path = tmp_path / "pytorch_model.bin"
     torch.save(state, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(UserError, match=r"older than torch 1.6; in that case load it with torch and save it again"):
+    with pytest.raises(
+        UserError, match=r"older than torch 1.6; in that case load it with torch and save it again"
+    ):
         HFSource(str(tmp_path))
     path.write_bytes(b"")
     with pytest.raises(UserError, match="cannot be read"):
