@@ -69,7 +69,7 @@ def classic_position(source: str, noted: Any, batch: int) -> Position:
 
 def _checked(noted: Any) -> tuple[list[str], int]:
     used, number = (noted.get("used"), noted.get("file_idx")) if isinstance(noted, dict) else (None, None)
-    names = used if isinstance(used, list) else [None]
+    names: list[Any] = used if isinstance(used, list) else [None]
     if all(isinstance(name, str) for name in names) and type(number) is int and number >= 0:
         return names, number
     raise UserError(
