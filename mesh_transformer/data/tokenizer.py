@@ -129,6 +129,19 @@ def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
     return _from_folder(_download(spec), spec)
 
 
+def save_tokenizer(spec: str, folder: str) -> None:
+    """Copy the tokenizer files of a folder or a hub repository to `folder`; both may be on gs://.
+
+    Raises:
+        UserError: there is no such tokenizer.
+    """
+    source = spec if is_remote(spec) or os.path.isdir(spec) else _download(spec)
+    for name in _FILES:
+        if name != "config.json" and exists(join(source, name)):
+            with open_binary(join(source, name)) as file, open_binary(join(folder, name), "wb") as copy:
+                shutil.copyfileobj(file, copy)
+
+
 _WAY_OUT = (
     "give a folder that holds tokenizer.json, or vocab.json and merges.txt (--set data.tokenizer=FOLDER; "
     "--tokenizer FOLDER for create_finetune_tfrecords.py), or `bytes`"

@@ -1,0 +1,41 @@
+"""Write a checkpoint of any form as a Hugging Face folder, for GPTJForCausalLM."""
+
+from __future__ import annotations
+
+from mesh_transformer.runtime import cli
+
+
+def main() -> None:
+    """Parse the arguments and convert."""
+    parser = cli.parser(__doc__)
+    parser.add_argument(
+        "--input-ckpt",
+        required=True,
+        metavar="DIR",
+        help="the checkpoint, local or gs://: a run's folder, one step_N folder (native or classic), or a Hugging Face "
+        "folder",
+    )
+    parser.add_argument("--output-path", required=True, metavar="DIR", help="the new folder, local or gs://")
+    parser.add_argument(
+        "--dtype", choices=["fp16", "fp32", "bf16"], help="of the weights written (default: as they are stored)"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="NAME", help="a folder or a name on the hub: its files are copied beside the weights"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it is there")
+    arguments = parser.parse_args()
+    from mesh_transformer.runtime import convert
+
+    convert.to_hf(
+        arguments.config,
+        arguments.overrides,
+        arguments.input_ckpt,
+        arguments.output_path,
+        dtype=arguments.dtype,
+        tokenizer=arguments.tokenizer,
+        overwrite=arguments.overwrite,
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main)
