@@ -24,7 +24,10 @@ def main() -> None:
         help="native: the root, in which step_0 is written; classic: the step folder itself; local or gs://",
     )
     parser.add_argument(
-        "--format", choices=["native", "classic"], default="native", help="form to write (default: %(default)s)"
+        "--format",
+        choices=["native", "classic"],
+        default="native",
+        help="form to write (default: %(default)s)",
     )
     parser.add_argument("--shards", type=int, metavar="K", help="shards of a classic checkpoint (default: 1)")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there already")

@@ -17,10 +17,14 @@ def main() -> None:
     )
     parser.add_argument("--output-path", required=True, metavar="DIR", help="the new folder, local or gs://")
     parser.add_argument(
-        "--dtype", choices=["fp16", "fp32", "bf16"], help="of the weights written (default: as they are stored)"
+        "--dtype",
+        choices=["fp16", "fp32", "bf16"],
+        help="of the weights written (default: as they are stored)",
     )
     parser.add_argument(
-        "--tokenizer", metavar="NAME", help="a folder or a name on the hub: its files are copied beside the weights"
+        "--tokenizer",
+        metavar="NAME",
+        help="a folder or a name on the hub: its files are copied beside the weights",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it is there")
     arguments = parser.parse_args()

@@ -3,6 +3,6 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-"$root/scripts/venv.sh" "$root/.venv-test" test
+"$root/scripts/venv.sh" "$root/.venv-test" test torch
 cd "$root"
 exec "$root/.venv-test/bin/python" -m pytest "$@"

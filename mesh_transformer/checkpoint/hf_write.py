@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -105,12 +106,11 @@ def n_bytes(model: ModelConfig, dtype: np.dtype) -> int:
 
 def _plan(model: ModelConfig) -> list[_Planned]:
     """In the order of the computation, layer by layer."""
-    before, blocks, after = [], [], []
-    for entry in entries(model):
-        part = blocks if entry.stacked else after if blocks else before
-        part.append(entry)
-    stacked = [_Planned(e.hf.format(layer), e, layer) for layer in range(model.layers) for e in blocks]
-    return [*(_Planned(e.hf, e, 0) for e in before), *stacked, *(_Planned(e.hf, e, 0) for e in after)]
+    plan: list[_Planned] = []
+    for stacked, group in itertools.groupby(entries(model), lambda entry: entry.stacked):
+        layers, members = range(model.layers if stacked else 1), list(group)
+        plan += [_Planned(entry.hf.format(layer), entry, layer) for layer in layers for entry in members]
+    return plan
 
 
 def _shards(plan: list[_Planned], dtype: np.dtype, limit: int) -> list[list[_Planned]]:
@@ -142,7 +142,7 @@ def _write_shard(
     file.write(encode_header((planned.hf, planned.entry.hf_shape, dtype) for planned in shard))
     for planned in shard:
         for block in _blocks(source, planned, dtype):
-            file.write(memoryview(block).cast("B"))
+            file.write(block.data.cast("B"))
             progress(block.nbytes)
 
 

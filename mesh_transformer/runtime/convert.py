@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from mesh_transformer import logs
+from mesh_transformer.checkpoint.classic_folder import write_meta
 from mesh_transformer.checkpoint.classic_write import check_writable, write_classic
 from mesh_transformer.checkpoint.hf import HFSource
 from mesh_transformer.checkpoint.hf_layout import check_exports
@@ -82,6 +83,7 @@ def from_hf(folder: str, output: str, *, form: str, shards: int = 1, overwrite: 
             check_writable(source, source.model, shards, full=False)
             with new_folder(output, overwrite=overwrite) as temporary:
                 write_classic(source, source.model, temporary, shards)
+            write_meta(output, source.counts.step)
     except DamagedCheckpoint as damage:
         raise UserError(f"{folder} is damaged: {damage}") from damage
     logs.log.info("%s: from %s", output, folder)

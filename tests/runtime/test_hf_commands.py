@@ -1,0 +1,164 @@
+"""to_hf_weights.py and from_hf_weights.py, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import commands
+import hf_folders as hf
+import numpy as np
+import pytest
+from gcs_server import GcsServer
+
+from mesh_transformer.checkpoint.hf import HFSource
+from mesh_transformer.checkpoint.hf_write import write_hf
+from mesh_transformer.checkpoint.open import open_source
+
+SIZES = {
+    **hf.ODD,
+    "d_model": 192,
+    "n_heads": 4,
+    "n_vocab": 132,
+}  # some megabytes, so that there is progress to show
+MODEL = hf.model_config(**SIZES)
+CONFIG = {"model": SIZES, "data": {"tokenizer": "gpt2"}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with config.json (ours) and `hf`, a random model as a Hugging Face folder."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_hf(hf.MemorySource(hf.random_params(MODEL)), MODEL, str(tmp_path / "hf"))
+    return tmp_path
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def assert_same_weights(found: Path | str, expected: Path | str) -> None:
+    ours, theirs = (hf.read_all(open_source(str(path), MODEL)) for path in (found, expected))
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        assert ours[name].dtype == array.dtype
+        np.testing.assert_array_equal(ours[name], array, err_msg=name)
+
+
+def from_hf(cwd: Path, *arguments: str, code: int = 0, **environment: str) -> str:
+    return commands.run("from_hf_weights.py", *arguments, cwd=cwd, code=code, **environment)[1]
+
+
+def to_hf(cwd: Path, *arguments: str, code: int = 0, **environment: str) -> str:
+    arguments = ("--config", "config.json", *arguments)
+    return commands.run("to_hf_weights.py", *arguments, cwd=cwd, code=code, **environment)[1]
+
+
+@pytest.mark.parametrize("form", ["native", "classic"])
+def test_there_and_back(folder, form) -> None:
+    output = "run/step_0" if form == "classic" else "run"
+    more = ["--format", form] + (["--shards", "4"] if form == "classic" else [])
+    told = from_hf(folder, "--input", "hf", "--output-path", output, *more)
+    assert "MB/s" in told
+    assert_same_weights(folder / "run/step_0", folder / "hf")
+    if form == "classic":
+        assert len(list((folder / "run/step_0").glob("shard_*/*.npz"))) == 4 * 16
+        assert json.loads((folder / "run/meta.json").read_text())["checkpoints"] == [0]
+    else:
+        assert_same_weights(folder / "run", folder / "hf")
+    told = to_hf(folder, "--input-ckpt", "run/step_0", "--output-path", "back")
+    assert "MB/s" in told
+    assert tree(folder / "back") == tree(folder / "hf")
+
+
+def test_dtype_and_tokenizer(folder, shared) -> None:
+    tokenizer = str(shared / "data/gpt2_tokenizer")
+    to_hf(folder, "--input-ckpt", "hf", "--output-path", "half", "--dtype", "fp16")
+    assert {str(i.dtype) for i in HFSource(str(folder / "half")).tensors.values()} == {"float16"}
+    errors = to_hf(folder, "--input-ckpt", "hf", "--output-path", "no", "--tokenizer", tokenizer, code=2)
+    assert "has 50257 tokens, the model 132" in errors
+    errors = to_hf(folder, "--input-ckpt", "hf", "--output-path", "no", "--tokenizer", "bytes", code=2)
+    assert "has no files" in errors
+    assert not (folder / "no").exists()
+
+    large = hf.model_config(n_vocab=50400, layers=1, d_model=8, n_heads=1)
+    write_hf(hf.MemorySource(hf.random_params(large)), large, str(folder / "large"))
+    sets = [f"model.{name}={getattr(large, name)}" for name in ("n_vocab", "layers", "d_model", "n_heads")]
+    sets = [part for value in sets for part in ("--set", value)]
+    to_hf(folder, *sets, "--input-ckpt", "large", "--output-path", "new", "--tokenizer", tokenizer)
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(folder / "new").encode("hello") == [31373]
+    assert json.loads((folder / "new/config.json").read_text())["eos_token_id"] == 50256
+    hf.their_logits(folder / "new", np.array([[1, 2]]))
+
+
+def test_what_is_there_is_left_alone(folder) -> None:
+    for name in ("run/step_0", "back"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "mine").write_text("mine")
+    before = tree(folder)
+    for arguments in (["--output-path", "run"], ["--output-path", "run/step_0", "--format", "classic"]):
+        assert "--overwrite" in from_hf(folder, "--input", "hf", *arguments, code=2)
+    assert "--overwrite" in to_hf(folder, "--input-ckpt", "hf", "--output-path", "back", code=2)
+    assert tree(folder) == before
+    to_hf(folder, "--input-ckpt", "hf", "--output-path", "back", "--overwrite")
+    from_hf(folder, "--input", "hf", "--output-path", "run", "--overwrite")
+    assert tree(folder / "back") == tree(folder / "hf")
+    assert_same_weights(folder / "run", folder / "hf")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--input", "nothing", "--output-path", "new"], "no such file: nothing/config.json"),
+        (["--input", "hf", "--output-path", "new", "--shards", "2"], "--shards is a number"),
+        (
+            ["--input", "hf", "--output-path", "new", "--format", "classic", "--shards", "0"],
+            "--shards is a number",
+        ),
+        (["--input", "hf", "--output-path", "new", "--format", "classic", "--shards", "7"], "7"),
+        (["--input", "hf", "--output-path", "config.json", "--format", "classic"], "config.json is a file"),
+    ],
+)
+def test_bad_input_is_one_line(folder, arguments, reason) -> None:
+    before = tree(folder)
+    errors = from_hf(folder, *arguments, code=2)
+    assert reason in errors
+    assert "Traceback" not in errors
+    assert tree(folder) == before
+
+
+def test_bad_checkpoints_leave_nothing_behind(folder) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    assert "model.layers: the config has 5" in to_hf(
+        folder, "--set", "model.layers=5", "--input-ckpt", "hf", "--output-path", "new", code=2
+    )
+    assert "model.pe is t5" in to_hf(
+        folder, "--set", "model.pe=t5", "--input-ckpt", "hf", "--output-path", "new", code=2
+    )
+    weights = folder / "hf/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    errors = to_hf(folder, "--input-ckpt", "hf", "--output-path", "new", code=2)
+    assert "cut short" in errors
+    assert "Traceback" not in errors
+    assert {path.name for path in folder.iterdir()} - {"cache"} == {"config.json", "hf"}
+    assert config == CONFIG
+
+
+def test_buckets(folder) -> None:
+    with GcsServer() as gcs:
+        _through_a_bucket(gcs, folder)
+
+
+def _through_a_bucket(gcs: GcsServer, folder: Path) -> None:
+    for name, content in tree(folder / "hf").items():
+        gcs.put("bucket", f"hf/{name}", content)
+    environment = gcs.environment()
+    gcs.fail(503, method="GET", path="model.safetensors")
+    from_hf(folder, "--input", "gs://bucket/hf", "--output-path", "gs://bucket/run", **environment)
+    gcs.fail(503, method="POST|PUT", path="/upload/")
+    to_hf(folder, "--input-ckpt", "gs://bucket/run", "--output-path", "gs://bucket/back", **environment)
+    found = {name: data for name, data in gcs.objects("bucket").items() if name.startswith("back")}
+    assert found == {f"back/{name}": data for name, data in tree(folder / "hf").items()}
+    assert [fault for fault in gcs.faults if fault.times] == []
