@@ -11,6 +11,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from mesh_transformer import files
+from mesh_transformer.checkpoint.ahead import ahead
 from mesh_transformer.checkpoint.hf_config import to_hf, to_hf_generation
 from mesh_transformer.checkpoint.hf_files import SAFETENSORS
 from mesh_transformer.checkpoint.hf_layout import (
@@ -28,7 +29,7 @@ from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 
 SHARD_BYTES = 5_000_000_000
-BLOCK_BYTES = 256 << 20  # converted and written at a time
+BLOCK_BYTES = 128 << 20  # read, converted and written at a time; four are held
 
 
 class _Planned(NamedTuple):
@@ -49,7 +50,7 @@ def write_hf(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write the parameters of `source` to a new `folder`, local or on gs://. One block of a tensor is held at a time.
+    """Write the parameters of `source` to a new `folder`, local or on gs://. A few blocks of tensors are held at a time.
 
     Args:
         dtype: of all tensors; None: as they are stored, or float32 if they differ.
@@ -140,25 +141,33 @@ def _write_shard(
     progress: Callable[[int], None],
 ) -> None:
     file.write(encode_header((planned.hf, planned.entry.hf_shape, dtype) for planned in shard))
+    for block in ahead(_converted(source, ahead(_blocks(source, shard, dtype)), dtype)):
+        file.write(block.data.cast("B"))
+        progress(block.nbytes)
+
+
+def _blocks(
+    source: TensorSource, shard: list[_Planned], dtype: np.dtype
+) -> Iterator[tuple[Entry, np.ndarray]]:
+    """Our parameters in the order of their tensors, some of their rows at a time."""
     for planned in shard:
-        for block in _blocks(source, planned, dtype):
-            file.write(block.data.cast("B"))
-            progress(block.nbytes)
+        entry, shape = planned.entry, planned.entry.hf_shape
+        row_bytes = math.prod(shape[1:]) * max(dtype.itemsize, source.tensors[entry.name].dtype.itemsize)
+        rows = max(1, BLOCK_BYTES // row_bytes)
+        for first in range(0, shape[0], rows):
+            theirs = (slice(first, min(first + rows, shape[0])), *(slice(0, n) for n in shape[1:]))
+            yield entry, _read(source, planned, theirs[::-1] if entry.transposed else theirs)
 
 
-def _blocks(source: TensorSource, planned: _Planned, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """The values of one tensor, some rows at a time, as unsigned integers of the same bits."""
-    entry, shape = planned.entry, planned.entry.hf_shape
-    row_bytes = math.prod(shape[1:]) * max(dtype.itemsize, source.tensors[entry.name].dtype.itemsize)
-    rows = max(1, BLOCK_BYTES // row_bytes)
-    for first in range(0, shape[0], rows):
-        theirs = (slice(first, min(first + rows, shape[0])), *(slice(0, n) for n in shape[1:]))
-        values = _read(source, planned, theirs[::-1] if entry.transposed else theirs)
+def _converted(
+    source: TensorSource, blocks: Iterator[tuple[Entry, np.ndarray]], dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    """The blocks as they are written, as unsigned integers of the same bits."""
+    for entry, values in blocks:
         values = _cast(values, dtype, f"{source.where}: {entry.name}")
         if entry.transposed:
-            turned = np.empty(values.shape[::-1], dtype)
-            copy_transposed(turned, values)
-            values = turned
+            matrix, values = values, np.empty(values.shape[::-1], dtype)
+            copy_transposed(values, matrix)
         yield np.ascontiguousarray(values).view(f"u{dtype.itemsize}")
 
 

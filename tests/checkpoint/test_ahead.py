@@ -1,0 +1,38 @@
+"""Working ahead changes neither the items nor the errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mesh_transformer.checkpoint.ahead import ahead
+
+
+def test_items_and_their_order() -> None:
+    assert list(ahead(iter([]))) == []
+    assert list(ahead(iter([1, None, 2]))) == [1, None, 2]
+
+
+def test_the_next_item_is_made_meanwhile() -> None:
+    second = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 1
+        second.set()
+        yield 2
+
+    for item in ahead(items()):
+        assert item == 2 or second.wait(timeout=20)
+
+
+def test_an_error_comes_in_its_place() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise ValueError("two")
+
+    found = ahead(items())
+    assert next(found) == 1
+    with pytest.raises(ValueError, match="two"):
+        next(found)
