@@ -106,8 +106,10 @@ def _load(path: str) -> dict[str, Any]:
 def _check_tensor(path: str, name: Any, tensor: Any) -> None:
     import torch
 
-    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-        raise UserError(f"{path}: {name!r:.80} is a {type(tensor).__name__}, not a tensor")
+    if not isinstance(name, str):
+        raise UserError(f"{path}: {name!r:.80} is no name of a tensor")
+    if not isinstance(tensor, torch.Tensor):
+        raise UserError(f"{path}: {name} is a {type(tensor).__name__}, not a tensor")
     end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() < end:
         raise UserError(f"{path}: {name}: its bytes are not all there, or not in order")

@@ -111,8 +111,8 @@ def other_contents() -> list[tuple[str, Any, str]]:
     expanded = torch.zeros(1).expand(7)
     return [
         ("list", [torch.zeros(1)], "holds a list, not a dictionary"),
-        ("number", {"a": 3}, "'a' is a int, not a tensor"),
-        ("key", {3: torch.zeros(1)}, "3 is a Tensor, not a tensor|3 is"),
+        ("number", {"a": 3}, ": a is a int, not a tensor"),
+        ("key", {3: torch.zeros(1)}, ": 3 is no name of a tensor"),
         ("stride", {"lm_head.bias": expanded}, "lm_head.bias: its bytes are not all there, or not in order"),
     ]
 
