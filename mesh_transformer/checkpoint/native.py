@@ -26,7 +26,7 @@ from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
 ADAM, SCHEDULE = "opt_state/1", "opt_state/3"
 PREFIXES = {"params/": "params/", f"{ADAM}/mu/": "mu/", f"{ADAM}/nu/": "nu/"}
 MAX_MANIFEST_BYTES = 64 << 20
-CACHE_BYTES = 32 << 20  # for the key-value store's index
+CACHE_BYTES = 1 << 20  # for the index of the key-value store; of tensors nothing is kept
 
 
 class NativeSource:
@@ -82,7 +82,7 @@ class NativeSource:
             array = self._array(stored)
             if (tuple(array.shape), array.dtype.numpy_dtype) != (spec.shape, _dtype(spec.dtype)):
                 raise DamagedCheckpoint(f"{stored}: expected {spec}, found {array.shape} {array.dtype.name}")
-            return np.asarray(array[index].read().result() if index else array.read().result())
+            return _read_chunks(array, index) if index else np.asarray(array.read().result())
         except (ValueError, OSError, KeyError) as error:
             raise DamagedCheckpoint(f"{self.where}: {stored}: {first_cause(error)}") from error
 
@@ -125,6 +125,17 @@ def ocdbt(folder: str) -> dict[str, Any]:
         return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{os.path.abspath(folder)}/"}}
     bucket, _, path = folder.removeprefix("gs://").partition("/")
     return {"driver": "ocdbt", "base": {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}}
+
+
+def _read_chunks(array: Any, index: Index) -> np.ndarray:
+    """The slice, a row of chunks at a time: TensorStore would hold all chunks that it touches at once."""
+    spans = [range(*s.indices(n)) for s, n in zip(index, array.shape, strict=True)]
+    out = np.empty([len(span) for span in spans], array.dtype.numpy_dtype)
+    step, first = array.chunk_layout.read_chunk.shape[0], spans[0]
+    for start in range(first.start - first.start % step, first.stop, step):
+        a, b = max(start, first.start), min(start + step, first.stop)
+        out[a - first.start : b - first.start] = array[(slice(a, b), *index[1:])].read().result()
+    return out
 
 
 def _our_name(stored: str) -> str:

@@ -23,7 +23,7 @@ from mesh_transformer.checkpoint.native import ADAM, SCHEDULE, ocdbt
 from mesh_transformer.checkpoint.target import Transfer, new_folder
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo, TensorSource
 
-CHUNK_BYTES = 64 << 20  # of a zarr chunk, and of what is read at a time
+CHUNK_BYTES = 16 << 20  # of a zarr chunk, and of what is read at a time
 EMPTY_NODES = (("opt_state", "0"), ("opt_state", "2", "inner_state"))  # of the optimizer: they hold no array
 
 

@@ -1,0 +1,131 @@
+"""Recognition by contents, and classic steps beside native ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from gcs_server import GcsServer
+from states import abstract, assert_equal, state
+
+from mesh_transformer.checkpoint.classic import ClassicSource
+from mesh_transformer.checkpoint.forms import Form, classic_run, recognise
+from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.open import open_source
+from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.config import load_config
+from mesh_transformer.errors import UserError
+
+
+def touch(*paths: Path, text: str = "{}") -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def native(root: Path | str, *steps: int) -> None:
+    store = CheckpointStore(str(root), keep_latest=9)
+    for step in steps:
+        store.save(step, state(step), {})
+    store.close()
+
+
+def test_native_folders(tmp_path: Path) -> None:
+    native(tmp_path / "run", 2, 10)
+    touch(tmp_path / "run/step_11.orbax-checkpoint-tmp/x", tmp_path / "run/step_x/state/y")
+    for path in ("run", "run/", "run/step_10"):
+        found = recognise(str(tmp_path / path))
+        assert found == (Form.NATIVE, str(tmp_path / "run/step_10"))
+    assert recognise(str(tmp_path / "run/step_2")).folder.endswith("step_2")
+
+
+def test_classic_folders(tmp_path: Path) -> None:
+    touch(*(tmp_path / f"run/step_{n}/shard_0/0.npz" for n in (2, 9, 10)))
+    for path, step in (("run", 10), ("run/step_2", 2), ("run/step_9/", 9)):
+        found = recognise(str(tmp_path / path))
+        assert found == (Form.CLASSIC, str(tmp_path / f"run/step_{step}"))
+    touch(tmp_path / "run/meta.json", text='{"step": 9, "checkpoints": [2, 9], "aux": {"9": {"a": 1}}}')
+    assert recognise(str(tmp_path / "run")).folder.endswith("step_9")  # step 10 was not finished
+    assert classic_run(str(tmp_path / "run")) == (str(tmp_path / "run/step_9"), {"a": 1})
+
+
+def test_hugging_face_folders(tmp_path: Path) -> None:
+    for name in (
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    ):
+        touch(tmp_path / name / name)
+        with pytest.raises(UserError, match="no config.json: put it back"):
+            recognise(str(tmp_path / name))
+        touch(tmp_path / name / "config.json")
+        assert recognise(str(tmp_path / name)) == (Form.HUGGING_FACE, str(tmp_path / name))
+
+
+def test_what_is_none_of_them(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match="no checkpoint in .*absent: expected a run's folder .* found nothing"
+    ):
+        recognise(str(tmp_path / "absent"))
+    touch(*(tmp_path / f"texts/{i}.txt" for i in range(12)), tmp_path / "texts/config.json")
+    with pytest.raises(UserError, match=r"found 0.txt, 1.txt, .* and 5 more"):
+        recognise(str(tmp_path / "texts"))
+    touch(tmp_path / "v2/params/shard_0.npz", tmp_path / "v2/meta.json")
+    with pytest.raises(UserError, match="unreleased V2 model"):
+        recognise(str(tmp_path / "v2"))
+
+
+def test_a_bucket_folder_counts_once_it_is_finished(gcs: GcsServer) -> None:
+    native("gs://bucket/run", 1, 2)
+    gcs.delete("bucket", "run/step_2/commit_success.txt")
+    assert recognise("gs://bucket/run") == (Form.NATIVE, "gs://bucket/run/step_1")
+    gcs.put("bucket", "old/step_4/shard_0/0.npz", b"")
+    assert recognise("gs://bucket/old") == (Form.CLASSIC, "gs://bucket/old/step_4")
+    with pytest.raises(UserError, match="no checkpoint in gs://bucket/none"):
+        recognise("gs://bucket/none")
+
+
+def test_opened(tmp_path: Path, shared: Path) -> None:
+    model = load_config(str(shared / "golden/configs/tiny_mp8.json")).model
+    native(tmp_path, 3)
+    assert isinstance(open_source(str(tmp_path), model), NativeSource)
+    assert isinstance(open_source(str(shared / "golden/mp8/ckpt_full"), model), ClassicSource)
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "bucket"])
+def test_classic_steps_outlive_the_native_ones_beside_them(
+    tmp_path: Path, gcs: GcsServer, remote: bool
+) -> None:
+    root = "gs://bucket/run" if remote else str(tmp_path)
+    names = [f"step_{n}/shard_0/0.npz" for n in (1, 3, 7, 10)] + ["meta.json"]
+    for name in names:
+        gcs.put("bucket", f"run/{name}", b"2021") if remote else touch(tmp_path / name, text="2021")
+    store = CheckpointStore(root, keep_latest=1)
+    assert store.steps() == []
+    for step in (4, 5, 7):  # of 7 there is a classic one: set aside
+        store.save(step, state(step), {})
+    store.close()
+    found = CheckpointStore(root, keep_latest=1).restore(abstract(state(0)))
+    assert found is not None
+    assert_equal(found.state, state(7))
+    assert store.steps() == [7]
+    assert recognise(root).form is Form.NATIVE
+
+    def there(name: str) -> bool:
+        return f"run/{name}" in gcs.objects("bucket") if remote else (tmp_path / name).exists()
+
+    kept = [name.replace("step_7", "set_aside/step_7") for name in names]
+    assert all(there(name) for name in kept)
+
+
+def test_a_classic_run_without_its_meta_json(tmp_path: Path, shared: Path) -> None:
+    shutil.copytree(shared / "golden/mp1/ckpt_full/step_5", tmp_path / "step_5")
+    with pytest.raises(UserError, match="not its meta.json"):
+        classic_run(str(tmp_path))
+    (tmp_path / "meta.json").write_text(json.dumps({"step": 6, "checkpoints": [5, 6], "aux": {}}))
+    with pytest.raises(UserError, match="step 6"):
+        classic_run(str(tmp_path))
+    assert classic_run(str(tmp_path / "elsewhere")) is None

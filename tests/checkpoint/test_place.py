@@ -1,0 +1,165 @@
+"""From a checkpoint straight onto a mesh."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from builders import TINY, program
+
+from mesh_transformer.checkpoint.classic import ClassicSource
+from mesh_transformer.checkpoint.manifest import DamagedCheckpoint, flatten
+from mesh_transformer.checkpoint.place import place
+from mesh_transformer.checkpoint.tensors import TensorInfo
+from mesh_transformer.errors import UserError
+
+GOLDEN = {
+    "model": {**TINY["model"], "seq": 64},
+    "data": {"batch_size": 8},
+}
+MESHES = [["mesh.tp=8"], ["mesh.fsdp=8"], ["mesh.fsdp=2", "mesh.tp=2"], ["mesh.dp=8", "mesh.zero1=true"]]
+
+
+def classic(shared: Path, run: Any) -> ClassicSource:
+    return ClassicSource(str(shared / "golden/mp8/ckpt_full/step_5"), run.model.config)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["-".join(mesh) for mesh in MESHES])
+def test_every_mesh_gets_the_values_of_one_device(shared: Path, mesh: list[str]) -> None:
+    one, many = program(GOLDEN), program(GOLDEN, *mesh, devices=8)
+    expected = place(classic(shared, one), {"params": one.abstract_state.params})["params"]
+    found = place(classic(shared, many), {"params": many.abstract_state.params})["params"]
+    assert jax.tree.map(lambda x: x.sharding, found) == many.state_shardings.params
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+class Counting:
+    """What is read of a source: the slices, by tensor."""
+
+    def __init__(self, source: ClassicSource):
+        self.source, self.where, self.tensors = source, source.where, dict(source.tensors)
+        self.read_shapes: list[tuple[str, tuple[int, ...]]] = []
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        array = self.source.read(name, index)
+        self.read_shapes.append((name, array.shape))
+        return array
+
+
+def test_each_slice_is_read_once_and_nothing_else(shared: Path) -> None:
+    run = program(GOLDEN, "mesh.tp=4", "mesh.fsdp=1", "mesh.dp=2", devices=8)
+    source = Counting(classic(shared, run))
+    abstract = {"params": run.abstract_state.params}
+    place(source, abstract)  # type: ignore[arg-type]
+    for name, leaf in flatten(abstract).items():
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        slices = int(np.prod(leaf.shape)) // int(np.prod(shard))
+        assert source.read_shapes.count((name, shard)) == slices, name  # not once more for the other replica
+    assert len({name for name, _ in source.read_shapes}) == len(flatten(abstract))
+
+
+def test_another_model_is_refused_before_anything_is_read(shared: Path) -> None:
+    run = program(GOLDEN)
+    source = Counting(classic(shared, run))
+    source.tensors["params/embed/tokens/w"] = TensorInfo((384, 64), np.dtype(np.float32))
+    del source.tensors["params/head/logits/b"]
+    with pytest.raises(UserError) as wrong:
+        place(source, {"params": run.abstract_state.params})  # type: ignore[arg-type]
+    assert "params/embed/tokens/w: expected (512, 64) float32, found (384, 64) float32" in str(wrong.value)
+    assert "params/head/logits/b: expected (512,) float32, found nothing" in str(wrong.value)
+    assert source.where in str(wrong.value)
+    assert source.read_shapes == []
+
+
+def test_what_cannot_be_read_is_told(shared: Path) -> None:
+    run = program(GOLDEN)
+
+    class Broken(Counting):
+        def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(DamagedCheckpoint, match="the disk is gone"):
+        place(Broken(classic(shared, run)), {"params": run.abstract_state.params})  # type: ignore[arg-type]
+
+
+PROCESS = """
+import os, sys
+folder, port, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, numpy as np
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+from jax.sharding import NamedSharding, PartitionSpec as P
+from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.place import place
+
+def peak_mib():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
+
+mesh = jax.make_mesh((8,), ("tp",))
+sharding = NamedSharding(mesh, P(None, None, "tp"))
+source = NativeSource(folder)
+wanted = {name: jax.ShapeDtypeStruct(info.shape, np.float32, sharding=sharding) for name, info in source.tensors.items()}
+small, *names = sorted(wanted)
+tree = lambda names: {n: wanted[n] for n in names}
+warm = place(source, tree([small]))  # threads and libraries are there from here on
+before = peak_mib()
+arrays = place(source, tree(names))
+grown = peak_mib() - before
+mine = sum(shard.data.nbytes for x in arrays.values() for shard in x.addressable_shards) / 2**20
+largest = max(x.nbytes for x in arrays.values()) / 2**20
+for x in arrays.values():
+    for shard in x.addressable_shards:
+        assert shard.data.nbytes * 8 == x.nbytes
+        np.testing.assert_array_equal(shard.data[0, :3, :3], np.arange(3)[None] + np.full((3, 1), shard.index[2].start))
+print("GROWN", grown, mine, largest, flush=True)
+"""
+
+WRITE = """
+import sys, numpy as np
+from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.tensors import Counts, TensorInfo
+
+class Ramp:
+    where, extra, counts = "ramp", {}, Counts(1)
+    tensors = {f"params/blocks/{n}/w": TensorInfo((32 if n != "a" else 1, 512, 2048), np.dtype(np.float32)) for n in "abcd"}
+    def read(self, name, index):
+        shape = [s.stop - s.start for s in index]
+        return np.broadcast_to(np.arange(index[2].start, index[2].stop, dtype=np.float32), shape).copy()
+
+write_native(Ramp(), sys.argv[1])
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells of memory")
+def test_two_processes_hold_their_shards_and_one_tensor(tmp_path: Path) -> None:
+    """384 MiB in three tensors on tp8: each process gets 192 MiB, and may hold one tensor of 128 MiB besides."""
+    where = {"cwd": Path(__file__).resolve().parents[2], "text": True}
+    subprocess.run([sys.executable, "-c", WRITE, str(tmp_path)], check=True, **where)  # type: ignore[call-overload]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", PROCESS, str(tmp_path / "step_1"), port]
+    children = [
+        subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)  # type: ignore[call-overload]
+        for n in range(2)
+    ]
+    try:
+        outputs = [child.communicate(timeout=120)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for child, output in zip(children, outputs, strict=True):
+        assert child.returncode == 0, output
+        (line,) = [line for line in output.splitlines() if line.startswith("GROWN")]
+        grown, mine, largest = map(float, line.split()[1:])
+        assert (mine, largest) == (192, 128)
+        assert grown <= mine + largest, line
