@@ -16,7 +16,9 @@ def main() -> int:
         "--prompt-tokens", metavar="1,2,3", help="the prompt as token ids; needs no tokenizer"
     )
     parser.add_argument(
-        "--ckpt", metavar="DIR", help="a run's folder or one step_N folder in it (the config's run if absent)"
+        "--ckpt",
+        metavar="DIR",
+        help="a run's folder or one step_N in it, of the original program too, or a Hugging Face folder (the config's run if absent)",
     )
     parser.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="256, or what the context has room for, if absent"

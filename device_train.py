@@ -11,7 +11,10 @@ from mesh_transformer.runtime import cli
 def main() -> int:
     """Parse the arguments and run the training job."""
     parser = cli.parser(__doc__.split("\n")[0])
-    parser.add_argument("--tune-model-path", help="start from the parameters of this checkpoint, at step 0")
+    parser.add_argument(
+        "--tune-model-path",
+        help="start at step 0 from this checkpoint: ours, of the original program or of Hugging Face",
+    )
     parser.add_argument(
         "--fresh-opt", action="store_true", help="with --tune-model-path: leave its Adam moments"
     )

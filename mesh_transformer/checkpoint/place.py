@@ -1,12 +1,13 @@
 """From a checkpoint of any form straight onto devices.
 
-A process reads the slices of its own devices, tensor after tensor: it never holds more than its devices' shards and
-one tensor, and no device more than its shards.
+A process reads the slices of its own devices, one after the other: beside its devices' shards it never holds more than
+one slice and what the source holds, and no device more than its shards.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from mesh_transformer.checkpoint import manifest as manifests
 from mesh_transformer.checkpoint.agree import agreed
 from mesh_transformer.checkpoint.manifest import Manifest, TensorSpec
 from mesh_transformer.checkpoint.target import Transfer
-from mesh_transformer.checkpoint.tensors import Index, TensorSource
+from mesh_transformer.checkpoint.tensors import TensorSource
 
 
 def place(source: TensorSource, abstract: Any) -> Any:
@@ -51,17 +52,18 @@ def place_scalar(value: int, like: Any) -> jax.Array:
     return jax.make_array_from_callback((), like.sharding, lambda _: scalar)
 
 
-def _place(source: TensorSource, name: str, leaf: jax.ShapeDtypeStruct, transfer: Transfer) -> jax.Array:
-    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # devices may hold the same slice
-
-    def shard(index: Index | None) -> np.ndarray:
-        key = tuple(s.indices(n)[:2] for s, n in zip(index or (), leaf.shape, strict=True))
-        if key not in read:
-            read[key] = source.read(name, tuple(slice(*span) for span in key)).astype(leaf.dtype, copy=False)
-        transfer.add(read[key].nbytes)
-        return read[key]
-
-    return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, leaf.sharding, shard))
+def _place(source: TensorSource, name: str, leaf: Any, transfer: Transfer) -> jax.Array:
+    """One tensor, slice after slice; a slice that several devices hold is read once."""
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = defaultdict(list)
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        bounds = (s.indices(n)[:2] for s, n in zip(index or (), leaf.shape, strict=True))
+        devices[tuple(bounds)].append(device)
+    shards = []
+    for spans, holders in devices.items():
+        values = source.read(name, tuple(slice(*span) for span in spans)).astype(leaf.dtype, copy=False)
+        shards += jax.block_until_ready([jax.device_put(values, device) for device in holders])
+        transfer.add(values.nbytes * len(holders))
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
