@@ -58,8 +58,10 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         counts = [int(count) for count in arguments.accumulation.split(",")]
-    except ValueError as error:
-        raise UserError(f"--accumulation {arguments.accumulation}: expected whole numbers") from error
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise UserError(f"--accumulation {arguments.accumulation}: expected whole numbers, 1 or more")
     fits = True
     for name in arguments.topology.split(","):
         for accumulation in counts:
