@@ -7,29 +7,22 @@ object a line on standard output, a table on standard error.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the devices that are here take no part
+import jax
+from common import REPO, emit, say
 
-import jax  # noqa: E402
-
-from mesh_transformer import platforms  # noqa: E402
-from mesh_transformer.config import Config, load_config  # noqa: E402
-from mesh_transformer.errors import UserError  # noqa: E402
-from mesh_transformer.models import registry  # noqa: E402
-from mesh_transformer.models.base import LAYER_LOOP  # noqa: E402
-from mesh_transformer.parallel.hlo import Collective, collectives  # noqa: E402
-from mesh_transformer.parallel.mesh import make_mesh  # noqa: E402
-from mesh_transformer.runtime import cli  # noqa: E402
-from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes  # noqa: E402
+from mesh_transformer import platforms
+from mesh_transformer.config import Config, load_config
+from mesh_transformer.errors import UserError
+from mesh_transformer.models import registry
+from mesh_transformer.models.base import LAYER_LOOP
+from mesh_transformer.parallel.hlo import Collective, collectives
+from mesh_transformer.parallel.mesh import make_mesh
+from mesh_transformer.runtime import cli
+from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes
 
 GIB = 2**30
 
@@ -37,7 +30,7 @@ GIB = 2**30
 def main() -> int:
     """Parse the arguments, compile, report. Exit code 1 if a program does not fit."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--config", default=str(ROOT / "configs" / "6B_finetune_v3-8.json"))
+    parser.add_argument("--config", default=str(REPO / "configs" / "6B_finetune_v3-8.json"))
     parser.add_argument(
         "--accumulation", default="16,1", metavar="A,...", help="microbatches (default %(default)s)"
     )
@@ -62,14 +55,14 @@ def main() -> int:
         counts = [0]
     if min(counts) < 1:
         raise UserError(f"--accumulation {arguments.accumulation}: expected whole numbers, 1 or more")
+    jax.config.update("jax_platforms", "cpu")  # the devices that are here take no part
     fits = True
     for name in arguments.topology.split(","):
         for accumulation in counts:
             report = measure(arguments.config, arguments.overrides, name, accumulation)
             fits &= report["fits"]
-            sys.stdout.write(json.dumps(report) + "\n")
-            sys.stdout.flush()
-            sys.stderr.write(_table(report))
+            emit(report)
+            say(_table(report))
     return 0 if fits else 1
 
 
@@ -146,7 +139,7 @@ def _place(loops: tuple[str, ...]) -> str:
 def _table(report: dict[str, Any]) -> str:
     head = f"{report['slice']:6} {report['accumulation']:3} microbatches: "
     if "refused" in report:
-        return f"{head}does not fit: {report['refused']}\n"
+        return f"{head}does not fit: {report['refused']}"
     sizes = ", ".join(
         f"{name} {report[key] / GIB:.2f}"
         for name, key in (("arguments", "arguments"), ("temporaries", "temporaries_alive"), ("code", "code"))
@@ -159,7 +152,7 @@ def _table(report: dict[str, Any]) -> str:
         f"  {row['where']:15} {row['count']:3} {row['kind']:19} {row['bytes'] / 2**20:9.2f} MiB"
         for row in report["collectives"]
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
