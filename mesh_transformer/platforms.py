@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import topologies
 
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
@@ -82,3 +87,43 @@ def resolve(model: ModelConfig, platform: str) -> ModelConfig:
     if model.logits_mib == "auto":
         changes["logits_mib"] = 128 if cpu else 1024
     return model.model_copy(update=changes)
+
+
+class Slice(NamedTuple):
+    """A TPU slice that programs can be compiled for with no TPU attached."""
+
+    topology: str
+    memory_gib: int  # HBM of one JAX device
+    usable_gib: (
+        float  # of it, what libtpu 0.0.42 gives a program: its refusal of a program that is too big names it
+    )
+    options: MappingProxyType[str, Any] = MappingProxyType({})
+
+
+SLICES = {
+    "v3-8": Slice("v3:2x2", 16, 15.48),
+    "v4-8": Slice("v4:2x2x1", 32, 30.75, MappingProxyType({"chip_config_name": "megacore"})),  # 4 devices
+    "v5e-8": Slice("v5e:2x4", 16, 15.75),
+    "v6e-8": Slice("v6e:2x4", 32, 31.25),
+}
+
+
+def slice_devices(name: str) -> Sequence[jax.Device]:
+    """The devices of a slice in SLICES, to compile for: libtpu describes them, nothing is attached.
+
+    Raises:
+        UserError: no such slice is known, or libtpu is not installed.
+    """
+    if name not in SLICES:
+        raise UserError(f"unknown TPU slice {name}: the known ones are {', '.join(SLICES)}")
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            "compiling for TPUs needs libtpu, which is not installed: pip install -e '.[tpu]' in an environment "
+            "of its own"
+        )
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud which TPU this machine has
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is opened: nothing to lock
+    chosen = SLICES[name]
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=chosen.topology, **chosen.options
+    ).devices

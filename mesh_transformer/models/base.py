@@ -27,6 +27,9 @@ Params = dict[str, Any]
 """{"embed": ..., "blocks": ..., "head": ...}; the arrays of "blocks" have a leading layer dimension."""
 
 
+LAYER_LOOP = "blocks"  # in the op_name of the loop over layers, in profiles and compiled programs
+
+
 class Stages(NamedTuple):
     """The three parts of a decoder, as functions that make Haiku modules.
 
@@ -175,9 +178,10 @@ class Model:
         if cache is None:
             body = rematerialise(body, self.config.remat)
         layers = jnp.arange(self.config.layers)
-        (x_BTD, cache), _ = jax.lax.scan(
-            body, (x_BTD, cache), (params, layers), unroll=self.config.scan_unroll
-        )
+        with jax.named_scope(LAYER_LOOP):
+            (x_BTD, cache), _ = jax.lax.scan(
+                body, (x_BTD, cache), (params, layers), unroll=self.config.scan_unroll
+            )
         return constrain_residual(x_BTD), cache
 
 

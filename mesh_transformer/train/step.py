@@ -207,3 +207,12 @@ def compile_step(program: TrainProgram, accumulation: int, batch: int) -> jax.st
     tokens = jax.ShapeDtypeStruct((accumulation, batch, program.config.seq + 1), jnp.int32)
     step: Callable[..., Any] = program.train_step
     return step.lower(program.abstract_state, tokens).compile()  # type: ignore[attr-defined]
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Memory that one device needs to run a program: all that is alive at the worst moment, and its code.
+
+    Not arguments + `temp_size_in_bytes`, which is more than libtpu's programs allocate (docs/architecture.md).
+    """
+    memory: Any = compiled.memory_analysis()
+    return memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes

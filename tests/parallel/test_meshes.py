@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from builders import TINY, program
 
+from mesh_transformer.parallel.hlo import collectives
 from mesh_transformer.parallel.sharding import use
 from mesh_transformer.train.step import TrainProgram, compile_step
 
@@ -124,6 +125,4 @@ def test_zero1_splits_moments_and_replicates_weights():
 
 def _gather_sizes(hlo: str) -> list[int]:
     """Elements of every array that an all-gather of a compiled program yields."""
-    results = re.findall(r"= (.*?) all-gather(?:-start)?\(", hlo)
-    shapes = [shape for result in results for shape in re.findall(r"[a-z]+\d+\[([\d,]*)\]", result)]
-    return [int(np.prod([int(d) for d in shape.split(",") if d])) for shape in shapes]
+    return [array.size for found in collectives(hlo) if found.kind == "all-gather" for array in found.arrays]

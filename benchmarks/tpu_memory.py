@@ -1,0 +1,159 @@
+"""Compile a config's training step for TPU slices, none attached, and report memory and collectives.
+
+Needs jax[tpu] (an environment of its own: pip install -e '.[tpu]') and about a minute for each program. One JSON
+object a line on standard output, a table on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from typing import Any
+
+import jax
+from common import REPO, emit, say
+
+from mesh_transformer import platforms
+from mesh_transformer.config import Config, load_config
+from mesh_transformer.errors import UserError
+from mesh_transformer.models import registry
+from mesh_transformer.models.base import LAYER_LOOP
+from mesh_transformer.parallel.hlo import Collective, collectives
+from mesh_transformer.parallel.mesh import make_mesh
+from mesh_transformer.runtime import cli
+from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes
+
+GIB = 2**30
+
+
+def main() -> int:
+    """Parse the arguments, compile, report. Exit code 1 if a program does not fit."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", default=str(REPO / "configs" / "6B_finetune_v3-8.json"))
+    parser.add_argument(
+        "--accumulation", default="16,1", metavar="A,...", help="microbatches (default %(default)s)"
+    )
+    parser.add_argument(
+        "--topology",
+        default=",".join(platforms.SLICES),
+        metavar="SLICE,...",
+        help="slices (default %(default)s)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="group.key=value",
+        help="as in training",
+    )
+    arguments = parser.parse_args()
+    try:
+        counts = [int(count) for count in arguments.accumulation.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise UserError(f"--accumulation {arguments.accumulation}: expected whole numbers, 1 or more")
+    jax.config.update("jax_platforms", "cpu")  # the devices that are here take no part
+    fits = True
+    for name in arguments.topology.split(","):
+        for accumulation in counts:
+            report = measure(arguments.config, arguments.overrides, name, accumulation)
+            fits &= report["fits"]
+            emit(report)
+            say(_table(report))
+    return 0 if fits else 1
+
+
+def measure(path: str, overrides: list[str], slice_name: str, accumulation: int) -> dict[str, Any]:
+    """Compile the step of a config for a slice. Sizes are bytes of one device, gib figures are rounded."""
+    devices = platforms.slice_devices(slice_name)
+    config = _for_devices(path, overrides, len(devices))
+    shape = config.check_devices(len(devices))
+    mesh, batch = make_mesh(shape, devices), config.microbatch(shape)
+    program = TrainProgram(config, registry.build(platforms.resolve(config.model, "tpu")), mesh)
+    target = platforms.SLICES[slice_name]
+    report: dict[str, Any] = {
+        "slice": slice_name,
+        "mesh": shape._asdict(),
+        "accumulation": accumulation,
+        "microbatch": batch,
+        "memory_gib": target.memory_gib,
+        "usable_gib": target.usable_gib,
+    }
+    start = time.monotonic()
+    try:
+        compiled = compile_step(program, accumulation, batch)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return report | {"fits": False, "refused": str(error)}
+    memory = compiled.memory_analysis()
+    peak = peak_bytes(compiled)
+    return report | {
+        "fits": peak <= target.usable_gib * GIB,
+        "peak_gib": round(peak / GIB, 2),
+        "peak": peak,
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "temporaries_alive": memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
+        "temp_size_in_bytes": memory.temp_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+        "compile_seconds": round(time.monotonic() - start, 1),
+        "collectives": _count(collectives(compiled.as_text())),
+    }
+
+
+def _for_devices(path: str, overrides: list[str], n_devices: int) -> Config:
+    """The config; with less tensor parallelism where the slice has fewer devices (the four of a v4-8) than it asks."""
+    config = load_config(path, overrides)
+    if config.mesh.fsdp * config.mesh.tp <= n_devices:
+        return config
+    return load_config(path, [*overrides, f"mesh.tp={max(n_devices // config.mesh.fsdp, 1)}"])
+
+
+def _count(found: list[Collective]) -> list[dict[str, Any]]:
+    """Collectives of one kind and place together; bytes are of one run of the innermost loop's body."""
+    count: Counter[tuple[str, str]] = Counter()
+    nbytes: Counter[tuple[str, str]] = Counter()
+    for one in found:
+        key = (_place(one.loops), one.kind)
+        count[key] += 1
+        nbytes[key] += one.nbytes
+    return [
+        {"where": where, "kind": kind, "count": count[where, kind], "bytes": nbytes[where, kind]}
+        for where, kind in sorted(count)
+    ]
+
+
+def _place(loops: tuple[str, ...]) -> str:
+    if not loops:
+        return "once"
+    if LAYER_LOOP in loops[-1]:
+        return "layer backward" if "transpose(" in loops[-1] else "layer forward"
+    return "microbatch"
+
+
+def _table(report: dict[str, Any]) -> str:
+    head = f"{report['slice']:6} {report['accumulation']:3} microbatches: "
+    if "refused" in report:
+        return f"{head}does not fit: {report['refused']}"
+    sizes = ", ".join(
+        f"{name} {report[key] / GIB:.2f}"
+        for name, key in (("arguments", "arguments"), ("temporaries", "temporaries_alive"), ("code", "code"))
+    )
+    lines = [
+        f"{head}peak {report['peak_gib']:.2f} GiB of {report['usable_gib']} ({sizes}); "
+        f"{'fits' if report['fits'] else 'does not fit'}; compiled in {report['compile_seconds']:.0f} s"
+    ]
+    lines += [
+        f"  {row['where']:15} {row['count']:3} {row['kind']:19} {row['bytes'] / 2**20:9.2f} MiB"
+        for row in report["collectives"]
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    cli.run(main)

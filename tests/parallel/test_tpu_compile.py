@@ -1,0 +1,73 @@
+"""The training step compiled for a TPU v3-8 with none attached: its collectives and its memory.
+
+Runs where libtpu is installed (docs/architecture.md says how); elsewhere it is skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import jax
+import pytest
+from builders import TINY
+
+from mesh_transformer import platforms
+from mesh_transformer.config import Config, load_config, parse_config
+from mesh_transformer.models.base import LAYER_LOOP
+from mesh_transformer.models.registry import build
+from mesh_transformer.parallel.hlo import collectives
+from mesh_transformer.parallel.mesh import make_mesh
+from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes
+
+pytest.importorskip(
+    "libtpu", reason="libtpu is not installed: nothing was compiled for a TPU (pip install -e '.[tpu,test]')"
+)
+pytestmark = pytest.mark.slow
+SLICE = "v3-8"
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "6B_finetune_v3-8.json"
+
+
+def _compile(config: Config) -> jax.stages.Compiled:
+    devices = platforms.slice_devices(SLICE)
+    shape = config.check_devices(len(devices))
+    model = build(platforms.resolve(config.model, "tpu"))
+    program = TrainProgram(config, model, make_mesh(shape, devices))
+    return compile_step(program, config.optimizer.gradient_accumulation_steps, config.microbatch(shape))
+
+
+def _forward(*overrides: str):
+    """The collectives of the loop that runs a small model's layers forward, tp 8."""
+    raw = copy.deepcopy(TINY)
+    raw["model"] |= {"d_model": 256, "seq": 128}
+    found = collectives(_compile(parse_config(raw, ["mesh.tp=8", *overrides])).as_text())
+    return [
+        one
+        for one in found
+        if one.loops and LAYER_LOOP in one.loops[-1] and "transpose(" not in one.loops[-1]
+    ]
+
+
+def test_the_forward_pass_of_a_layer_sums_one_activation_over_tp():
+    (one,) = _forward()
+    assert one.kind == "all-reduce"
+    assert [(array.dtype, array.size) for array in one.arrays] == [("bf16", 8 * 128 * 256)]
+
+
+def test_the_collective_check_can_fail():
+    """Sequence parallelism replaces the sum by a gather and a scatter, and the check sees it."""
+    assert {one.kind for one in _forward("mesh.shard_activations=true")} != {"all-reduce"}
+
+
+def test_the_6b_fine_tuning_step_fits_a_v3_core():
+    config = load_config(str(CONFIG))
+    assert config.mesh.tp == 8
+    assert config.optimizer.gradient_accumulation_steps == 16
+    peak = peak_bytes(_compile(config)) / 2**30
+    assert 8.4 < peak < platforms.SLICES[SLICE].usable_gib  # 8.4: parameters and moments alone
+
+
+def test_the_compiler_refuses_two_layers_more():
+    """Its own limit is the one of platforms.SLICES, and what it counts is what `peak_bytes` counts."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"exceeds available HBM \(15\.48G\)"):
+        _compile(load_config(str(CONFIG), ["model.layers=30"]))
