@@ -149,10 +149,8 @@ def _part(path: str) -> str:
         return PARTS[4]
     if "logits" in path or "while/body" in path:
         return PARTS[0]
-    if re.search(r"attention/(?![qkvo]/)", path):
-        return PARTS[1]
-    if "closed_call" in path:
-        return PARTS[2]
+    if "blocks" in path:
+        return PARTS[1] if re.search(r"attention/(?![qkvo]/)", path) else PARTS[2]
     return PARTS[3]
 
 
