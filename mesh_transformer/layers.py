@@ -6,6 +6,8 @@ V vocabulary rows. Parameters are float32 and are cast to the compute dtype befo
 
 from __future__ import annotations
 
+import functools
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,9 @@ from mesh_transformer.ops.rotary import angles, rotate
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
 _zeros = hk.initializers.Constant(0.0)
+_gelu = jax.checkpoint(
+    functools.partial(jax.nn.gelu, approximate=True)
+)  # else five tensors of its size are kept
 
 
 def _parameter(
@@ -181,4 +186,4 @@ class FeedForward(hk.Module):
         hidden = Linear(self.d_ff, ("embed", "mlp"), bias=True, name="in")(x_BTD)
         hidden = checkpoint_name(constrain(hidden, "batch", "seq", "mlp"), "mlp_hidden")
         out = Linear(x_BTD.shape[-1], ("mlp", "embed"), stddev=self.out_stddev, name="out")
-        return out(jax.nn.gelu(hidden, approximate=True))
+        return out(_gelu(hidden))

@@ -5,7 +5,7 @@ Shapes: B sequences (or slots), T query positions, S key positions, H heads, K d
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,32 +65,72 @@ def attend(
     q_BTHK: jax.Array, k_BHSK: jax.Array, v_BHSK: jax.Array, mask_B1TS: jax.Array, bias_BHTS: jax.Array | None
 ) -> jax.Array:
     """softmax(q k / sqrt(K) + bias) v with masked keys left out; softmax in float32. Returns (B, T, H, K)."""
-    logits = jnp.einsum("bthk,bhsk->bhts", q_BTHK, k_BHSK, preferred_element_type=jnp.float32)
-    logits = logits / np.sqrt(q_BTHK.shape[-1])
-    if bias_BHTS is not None:
-        logits = logits + bias_BHTS
-    weights = jax.nn.softmax(jnp.where(mask_B1TS, logits, _MASKED), axis=-1).astype(v_BHSK.dtype)
-    return jnp.einsum("bhts,bhsk->bthk", weights, v_BHSK)
+    return jnp.einsum("bhts,bhsk->bthk", _weights(q_BTHK, k_BHSK, mask_B1TS, bias_BHTS), v_BHSK)
 
 
+@jax.custom_vjp
 def causal_attend(
     q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, bias_BHTS: jax.Array | None
 ) -> jax.Array:
     """`attend` of a whole sequence to itself. Returns (B, T, H, K).
 
     The queries go in up to four parts, each with the keys up to its own end: with four, 5/8 of the products and
-    of the softmax remain.
+    of the softmax remain. For the backward pass only the softmax weights are kept, in q's dtype. `bias` is the same
+    for all sequences: its B is 1.
     """
-    length = q_BTHK.shape[1]
-    parts = next(n for n in (4, 2, 1) if n == 1 or length % (n * _SHORTEST_PART) == 0)
+    return _causal_attend_forward(q_BTHK, k_BTHK, v_BTHK, bias_BHTS)[0]
+
+
+def _causal_attend_forward(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, bias_BHTS: Any) -> Any:
     k_BHSK, v_BHSK = (rearrange(x, "b s h k -> b h s k") for x in (k_BTHK, v_BTHK))
-    mixed = []
-    for end in range(length // parts, length + 1, length // parts):
-        rows = slice(end - length // parts, end)
-        mask_B1TS = causal_mask(jnp.arange(rows.start, end)[None], end)
-        bias = None if bias_BHTS is None else bias_BHTS[:, :, rows, :end]
-        mixed.append(attend(q_BTHK[:, rows], k_BHSK[:, :, :end], v_BHSK[:, :, :end], mask_B1TS, bias))
-    return jnp.concatenate(mixed, axis=1)
+    mixed, kept = [], []
+    for rows in _parts(q_BTHK.shape[1]):
+        mask_B1TS = causal_mask(jnp.arange(rows.start, rows.stop)[None], rows.stop)
+        bias = None if bias_BHTS is None else bias_BHTS[:, :, rows, : rows.stop]
+        kept.append(_weights(q_BTHK[:, rows], k_BHSK[:, :, : rows.stop], mask_B1TS, bias))
+        mixed.append(jnp.einsum("bhts,bhsk->bthk", kept[-1], v_BHSK[:, :, : rows.stop]))
+    return jnp.concatenate(mixed, axis=1), (q_BTHK, k_BHSK, v_BHSK, bias_BHTS, kept)
+
+
+def _causal_attend_backward(saved: Any, dy_BTHK: jax.Array) -> tuple[Any, ...]:
+    q_BTHK, k_BHSK, v_BHSK, bias_BHTS, kept = saved
+    dq, dk, dv = [], jnp.zeros(k_BHSK.shape, jnp.float32), jnp.zeros(v_BHSK.shape, jnp.float32)
+    dbias = None if bias_BHTS is None else jnp.zeros(bias_BHTS.shape, jnp.float32)
+    for rows, weights in zip(_parts(q_BTHK.shape[1]), kept, strict=True):
+        keys, dy = slice(rows.stop), dy_BTHK[:, rows]
+        dweights = jnp.einsum("bthk,bhsk->bhts", dy, v_BHSK[:, :, keys], preferred_element_type=jnp.float32)
+        dlogits = weights * (dweights - (weights * dweights).sum(-1, keepdims=True))
+        if dbias is not None:
+            dbias = dbias.at[:, :, rows, keys].set(dlogits.sum(0, keepdims=True))
+        dlogits = (dlogits / np.sqrt(q_BTHK.shape[-1])).astype(q_BTHK.dtype)
+        dq.append(jnp.einsum("bhts,bhsk->bthk", dlogits, k_BHSK[:, :, keys]))
+        dk = dk.at[:, :, keys].add(jnp.einsum("bhts,bthk->bhsk", dlogits, q_BTHK[:, rows]))
+        dv = dv.at[:, :, keys].add(jnp.einsum("bhts,bthk->bhsk", weights, dy))
+    dk, dv = (rearrange(x, "b h s k -> b s h k").astype(dy_BTHK.dtype) for x in (dk, dv))
+    if dbias is not None:
+        dbias = dbias.astype(bias_BHTS.dtype)
+    return jnp.concatenate(dq, axis=1), dk, dv, dbias
+
+
+causal_attend.defvjp(_causal_attend_forward, _causal_attend_backward)
+
+
+def _parts(length: int) -> list[slice]:
+    """Consecutive rows of a sequence, all of one size."""
+    count = next(n for n in (4, 2, 1) if n == 1 or length % (n * _SHORTEST_PART) == 0)
+    size = length // count
+    return [slice(start, start + size) for start in range(0, length, size)]
+
+
+def _weights(
+    q_BTHK: jax.Array, k_BHSK: jax.Array, mask_B1TS: jax.Array, bias_BHTS: jax.Array | None
+) -> jax.Array:
+    """softmax(q k / sqrt(K) + bias), (B, H, T, S), computed in float32, in q's dtype."""
+    logits = jnp.einsum("bthk,bhsk->bhts", q_BTHK, k_BHSK, preferred_element_type=jnp.float32)
+    logits = logits / np.sqrt(q_BTHK.shape[-1])
+    if bias_BHTS is not None:
+        logits = logits + bias_BHTS
+    return jax.nn.softmax(jnp.where(mask_B1TS, logits, _MASKED), axis=-1).astype(q_BTHK.dtype)
 
 
 def t5_buckets(n_positions: int, buckets: int = 32, max_distance: int = 128) -> np.ndarray:
