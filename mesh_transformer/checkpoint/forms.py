@@ -85,7 +85,7 @@ def classic_run(root: str) -> ClassicRun | None:
 
 def is_classic_step(folder: str) -> bool:
     """Whether a step folder is of the original program."""
-    return "shard_0" in files.list_dir(folder)
+    return any(re.fullmatch(r"shard_\d+", name) for name in files.list_dir(folder))
 
 
 def is_native_step(folder: str, names: list[str] | None = None) -> bool:

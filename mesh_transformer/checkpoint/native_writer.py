@@ -37,7 +37,7 @@ def write_native(source: TensorSource, root: str, *, overwrite: bool = False) ->
         UserError: the step is there already; the source is damaged. Nothing is left behind.
     """
     folder = files.join(root, f"step_{source.counts.step}")
-    with new_folder(folder, overwrite=overwrite) as temporary:
+    with new_folder(folder, overwrite=overwrite, source=source.where) as temporary:
         tensors = _write_tensors(source, files.join(temporary, "state"))
         document = manifests.encode(Manifest(tensors, dict(source.extra)))
         _write_json(files.join(temporary, "manifest"), "metadata", document)

@@ -198,6 +198,8 @@ def _member(path: str, handle: _Handle, archive: zipfile.ZipFile, info: zipfile.
 def _data_start(where: str, handle: _Handle, info: zipfile.ZipInfo) -> int:
     if info.flag_bits & 1:
         raise DamagedCheckpoint(f"{where}: encrypted")
+    if not 0 <= info.header_offset <= handle.size - _LOCAL_HEADER.size:
+        raise DamagedCheckpoint(f"{where}: its directory points outside of the file")
     local = files.read_range(handle.path, info.header_offset, _LOCAL_HEADER.size)
     if len(local) < _LOCAL_HEADER.size or not local.startswith(b"PK\x03\x04"):
         raise DamagedCheckpoint(f"{where}: not where the file's directory says")

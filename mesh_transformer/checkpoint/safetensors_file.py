@@ -19,6 +19,8 @@ from mesh_transformer.checkpoint.tensors import Index
 from mesh_transformer.config import strict_json
 from mesh_transformer.errors import UserError
 
+MAX_BYTES = 1 << 50  # more than any file: a larger size is not even multiplied
+MAX_DIMENSIONS = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 READ_BYTES = 32 << 20  # held at a time where only some columns of the rows are wanted
 
@@ -115,6 +117,8 @@ def _tensor(path: str, name: str, entry: Any, data_start: int) -> SafetensorsTen
         raise UserError(f"{path}: {name}: its shape or offsets are no whole numbers of 0 or more")
     if not isinstance(code, str) or code not in DTYPES:
         raise UserError(f"{path}: {name}: dtype {code!r:.40} is not supported, only {', '.join(DTYPES)}")
+    if len(shape) > MAX_DIMENSIONS or max((*shape, start, stop), default=0) > MAX_BYTES:
+        raise UserError(f"{path}: {name}: its shape or offsets are absurd")
     expected = math.prod(shape) * DTYPES[code].itemsize
     if stop - start != expected:
         raise UserError(f"{path}: {name}: {code} {tuple(shape)} takes {expected} bytes, not {stop - start}")

@@ -1,8 +1,10 @@
 """A new folder that appears whole or not at all, and the progress of what fills it.
 
-    O.tmp/        what is being written
-    O.old/        what stood at O, while the new folder takes its place
-    O.moving      on `gs://`, where nothing can be renamed: O.tmp is whole and is being copied to O
+Beside the folder O, under names that nobody else gives:
+
+    .O.mtj-partial     what is being written
+    .O.mtj-previous    what stood at O, while the new folder takes its place
+    .O.mtj-moving      on `gs://`, where nothing can be renamed: the partial folder is whole and is being moved to O
 
 What an interrupted run left is put right by the next one that writes to the same place. One process writes to a place
 at a time.
@@ -24,81 +26,107 @@ MEGABYTE = 1_000_000
 
 
 @contextlib.contextmanager
-def new_folder(path: str, *, overwrite: bool = False) -> Iterator[str]:
+def new_folder(path: str, *, overwrite: bool = False, source: str | None = None) -> Iterator[str]:
     """The temporary folder to write to, not made yet; it becomes `path` when the block ends, and goes if it fails.
+
+    Args:
+        source: the folder that is read meanwhile, which `path` must not replace.
 
     Raises:
         UserError: `path` is there already, and is not an empty folder; nothing was changed.
     """
-    path = path.rstrip("/") if files.is_remote(path) else os.path.abspath(path)
-    temporary = f"{path}.tmp"
+    path = _absolute(path)
+    partial = beside(path, "partial")
     _put_right(path)
-    check_free(path, overwrite=overwrite)
+    check_free(path, overwrite=overwrite, source=source)
+    if _is_there(partial):
+        log.warning("an earlier run was cut short before %s was whole: its part is deleted", path)
+        files.remove_tree(partial)
     try:
-        yield temporary
-        if not _is_there(temporary):
-            raise RuntimeError(f"nothing was written to {temporary}")
-        _replace(path, temporary)
+        yield partial
+        if not _is_there(partial):
+            raise RuntimeError(f"nothing was written to {partial}")
+        _replace(path)
     except BaseException:
-        if _is_there(temporary) and not files.exists(_marker(path)):
-            files.remove_tree(temporary)
+        if _is_there(partial) and not files.exists(beside(path, "moving")):
+            files.remove_tree(partial)
         raise
 
 
-def check_free(path: str, *, overwrite: bool) -> None:
-    """Refuse a target that is there already.
+def check_free(path: str, *, overwrite: bool, source: str | None = None) -> None:
+    """Refuse a target that is there already, or that holds what is to be read.
 
     Raises:
-        UserError: it is a file, or a folder that is not empty and may not be overwritten.
+        UserError: it is a file, a folder that is not empty and may not be overwritten, or one that holds `source`.
     """
     if not files.is_remote(path) and os.path.lexists(path) and not os.path.isdir(path):
         raise UserError(f"{path} is a file: name a new folder")
     if files.list_dir(path) and not overwrite:
         raise UserError(f"{path} is there already: name a new folder, or pass --overwrite to replace it")
+    if source is not None and f"{_absolute(source)}/".startswith(f"{_absolute(path)}/"):
+        raise UserError(f"{path} holds the checkpoint that is read, {source}: name a folder outside of it")
 
 
-def _replace(path: str, temporary: str) -> None:
+def beside(path: str, what: str) -> str:
+    """The place beside a target for what is "partial", "previous" or "moving"."""
+    parent, _, name = path.rstrip("/").rpartition("/")
+    return f"{parent}/.{name}.mtj-{what}"
+
+
+def _absolute(path: str) -> str:
+    """Without links: what a link points to is replaced, not the link."""
+    return path.rstrip("/") if files.is_remote(path) else os.path.realpath(path)
+
+
+def _replace(path: str) -> None:
+    partial, previous = beside(path, "partial"), beside(path, "previous")
     if files.is_remote(path):
-        with files.open_binary(_marker(path), "wb") as file:
-            file.write(b"\n")
+        _mark(path, b"removing\n")
+        _finish_moving(path)
+        return
+    if os.path.isdir(path):
+        files.move_tree(path, previous)
+    files.move_tree(partial, path)
+    if os.path.isdir(previous):
+        files.remove_tree(previous)
+
+
+def _mark(path: str, stage: bytes) -> None:
+    with files.open_binary(beside(path, "moving"), "wb") as file:
+        file.write(stage)
+
+
+def _finish_moving(path: str) -> None:
+    """From the marker's stage on: remove what stands at `path`, then move the whole partial folder there."""
+    with files.open_binary(beside(path, "moving")) as file:
+        stage = file.read(64)
+    if stage == b"removing\n":
         if files.list_dir(path):
             files.remove_tree(path)
-        files.move_tree(temporary, path)
-        files.remove(_marker(path))
-        return
-    old = f"{path}.old"
-    if os.path.isdir(path):
-        files.move_tree(path, old)
-    files.move_tree(temporary, path)
-    if os.path.isdir(old):
-        files.remove_tree(old)
+        _mark(path, b"moving\n")
+    if _is_there(beside(path, "partial")):  # what was moved before is moved no more
+        files.move_tree(beside(path, "partial"), path)
+    files.remove(beside(path, "moving"))
 
 
 def _put_right(path: str) -> None:
-    """Undo what a run that was killed began here."""
-    temporary, old = f"{path}.tmp", f"{path}.old"
+    """Finish or undo what a run that was killed began here."""
+    previous = beside(path, "previous")
     if files.is_remote(path):
-        if files.exists(_marker(path)):
-            log.warning("an earlier run was cut short while it moved its result to %s: deleted", path)
-            for folder in (path, temporary):
-                files.remove_tree(folder)
-            files.remove(_marker(path))
-    elif os.path.isdir(old):
+        if files.exists(beside(path, "moving")):
+            log.warning(
+                "an earlier run was cut short while it moved its result to %s: going on with that", path
+            )
+            _finish_moving(path)
+    elif os.path.isdir(previous):
         if os.path.isdir(path):
-            files.remove_tree(old)
+            files.remove_tree(previous)
         else:
-            files.move_tree(old, path)
-    if _is_there(temporary):
-        log.warning("an earlier run was cut short before %s was whole: its part is deleted", path)
-        files.remove_tree(temporary)
+            files.move_tree(previous, path)
 
 
 def _is_there(folder: str) -> bool:
     return bool(files.list_dir(folder)) if files.is_remote(folder) else os.path.isdir(folder)
-
-
-def _marker(path: str) -> str:
-    return f"{path}.moving"
 
 
 class Transfer:

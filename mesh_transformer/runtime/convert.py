@@ -44,13 +44,13 @@ def to_hf(
     logs.set_up()
     model = load_config(config_path, overrides).model
     check_exports(model)
-    check_free(output, overwrite=overwrite)
+    check_free(output, overwrite=overwrite, source=checkpoint)
     source = open_source(checkpoint, model)
     kind = np.dtype(DTYPES[dtype]) if dtype else stored_dtype(source)
     end_of_text = _end_of_text(tokenizer, model) if tokenizer else None
     try:
         with (
-            new_folder(output, overwrite=overwrite) as folder,
+            new_folder(output, overwrite=overwrite, source=source.where) as folder,
             Transfer("writing safetensors", n_bytes(model, kind)) as transfer,
         ):
             write_hf(source, model, folder, dtype=kind, end_of_text=end_of_text, progress=transfer.add)
@@ -73,7 +73,7 @@ def from_hf(folder: str, output: str, *, form: str, shards: int = 1, overwrite: 
     """
     logs.set_up()
     if form == "classic":
-        check_free(output, overwrite=overwrite)
+        check_free(output, overwrite=overwrite, source=folder)
     source = HFSource(folder)
     logs.log.info("%s: %s", folder, source.model.model_dump(exclude_defaults=True))
     try:
@@ -81,7 +81,7 @@ def from_hf(folder: str, output: str, *, form: str, shards: int = 1, overwrite: 
             output = write_native(source, output, overwrite=overwrite)
         else:
             check_writable(source, source.model, shards, full=False)
-            with new_folder(output, overwrite=overwrite) as temporary:
+            with new_folder(output, overwrite=overwrite, source=folder) as temporary:
                 write_classic(source, source.model, temporary, shards)
             write_meta(output, source.counts.step)
     except DamagedCheckpoint as damage:

@@ -42,7 +42,7 @@ def slim(
         target,
         dtype,
     )
-    with new_folder(target, overwrite=overwrite) as folder:
+    with new_folder(target, overwrite=overwrite, source=source.where) as folder:
         write_classic(source, config.model, folder, source.form.shards, full=False, dtype=dtype)
     write_meta(target, source.counts.step, source.extra.get("aux"))
     log.info("written: %s", target)
@@ -77,10 +77,10 @@ def reshard(
         load_tokenizer(config.data.tokenizer, folder)  # what is wrong with it is told before the work
     if out is not None:
         check_writable(source, config.model, shards_out, full=source.form.full)
-        check_free(out, overwrite=overwrite)
+        check_free(out, overwrite=overwrite, source=source.where)
         kind = "full" if source.form.full else "slim"
         log.info("%s: %s, %d shards to %d", source.where, kind, source.form.shards, shards_out)
-        with new_folder(out, overwrite=overwrite) as folder:
+        with new_folder(out, overwrite=overwrite, source=source.where) as folder:
             write_classic(source, config.model, folder, shards_out)
         write_meta(out, source.counts.step, source.extra.get("aux"))
         log.info("written: %s", out)

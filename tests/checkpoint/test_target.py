@@ -8,7 +8,7 @@ import pytest
 from gcs_server import GcsServer
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint.target import Transfer, new_folder
+from mesh_transformer.checkpoint.target import Transfer, beside, new_folder
 from mesh_transformer.errors import UserError
 
 
@@ -81,8 +81,8 @@ def test_overwrite_that_fails_keeps_the_old(target):
 
 
 def test_what_a_killed_run_left_is_put_right(target):
-    put(f"{target}.tmp", b"half")
-    files.replace(files.join(f"{target}.tmp", "part/other"), b"half")
+    put(beside(target, "partial"), b"half")
+    files.replace(files.join(beside(target, "partial"), "part/other"), b"half")
     with new_folder(target) as folder:
         assert not files.list_dir(folder)
         put(folder)
@@ -92,12 +92,44 @@ def test_what_a_killed_run_left_is_put_right(target):
 
 def test_a_swap_that_was_cut_short(tmp_path):
     target = str(tmp_path / "out")
-    put(f"{target}.old", b"old")
-    put(f"{target}.tmp", b"new")
+    put(beside(target, "previous"), b"old")
+    put(beside(target, "partial"), b"new")
     with pytest.raises(UserError, match="is there already"), new_folder(target):
         raise AssertionError("the block must not begin")
     assert content(target) == b"old"
-    assert siblings(target) == ["out"]
+    assert "previous" not in "".join(siblings(target))
+
+
+@pytest.mark.parametrize("name", ["out.tmp", "out.old", "out.moving"])
+def test_folders_of_other_names_are_somebody_elses(target, name):
+    put(target, b"old")
+    other = files.join(target.rpartition("/")[0], name)
+    put(other, b"a backup")
+    with pytest.raises(UserError, match="is there already"), new_folder(target):
+        raise AssertionError("the block must not begin")
+    with new_folder(target, overwrite=True) as folder:
+        put(folder)
+    assert content(other) == b"a backup"
+
+
+@pytest.mark.parametrize("inside", ["", "/step_10", "/step_10/shard_0"])
+def test_a_target_that_holds_the_source_is_refused(target, inside):
+    put(target + inside, b"old")
+    with (
+        pytest.raises(UserError, match="holds the checkpoint that is read"),
+        new_folder(target, overwrite=True, source=target + inside),
+    ):
+        raise AssertionError("the block must not begin")
+    assert content(target + inside) == b"old"
+
+
+def test_what_a_link_points_to_is_replaced(tmp_path):
+    put(str(tmp_path / "disk/out"), b"old")
+    (tmp_path / "out").symlink_to(tmp_path / "disk/out")
+    with new_folder(str(tmp_path / "out"), overwrite=True) as folder:
+        put(folder)
+    assert (tmp_path / "out").is_symlink()
+    assert content(str(tmp_path / "disk/out")) == b"new"
 
 
 def test_a_move_in_a_bucket_that_fails_leaves_its_marker(gcs):
@@ -105,20 +137,26 @@ def test_a_move_in_a_bucket_that_fails_leaves_its_marker(gcs):
     gcs.fail(404, method="POST", path="rewriteTo")
     with pytest.raises(Exception, match="404"):
         write_folder(target)
-    assert siblings(target) == ["out.moving", "out.tmp"]
-    write_folder(target)
+    assert siblings(target) == [".out.mtj-moving", ".out.mtj-partial"]
+    with pytest.raises(
+        UserError, match="is there already"
+    ):  # the whole result of the first run is put in its place
+        write_folder(target)
+    assert content(target) == b"new"
     assert siblings(target) == ["out"]
 
 
-def test_a_move_in_a_bucket_that_was_cut_short(gcs):
+@pytest.mark.parametrize("stage", [b"removing\n", b"moving\n"])
+def test_a_move_in_a_bucket_that_was_cut_short(gcs, stage):
     target = "gs://bucket/parent/out"
-    gcs.put("bucket", "parent/out.tmp/part/other", b"new")
-    gcs.put("bucket", "parent/out.tmp/part/file", b"new")
-    gcs.put("bucket", "parent/out/part/other", b"new")
-    gcs.put("bucket", "parent/out.moving", b"")
-    with new_folder(target) as folder:
-        put(folder)
-    assert files.list_dir(files.join(target, "part")) == ["file"]
+    put(beside(target, "partial"))
+    put(target, b"old")
+    gcs.put("bucket", "parent/out/part/stale", b"old")
+    gcs.put("bucket", "parent/.out.mtj-moving", stage)
+    with pytest.raises(UserError, match="is there already"):
+        write_folder(target)
+    assert content(target) == b"new"
+    assert ("stale" in files.list_dir(files.join(target, "part"))) == (stage == b"moving\n")
     assert siblings(target) == ["out"]
 
 

@@ -104,13 +104,13 @@ def test_a_killed_conversion_leaves_no_folder_and_can_be_repeated(run):
     arguments = ["--config", "config.json", "--ckpt", "run", "--shards-out", "1", "--out", "out"]
     process = commands.start("resharding_example.py", *arguments, cwd=run)
     deadline = time.monotonic() + 60
-    while not (run / "out.tmp/shard_0/1.npz").exists() and time.monotonic() < deadline:
+    while not (run / ".out.mtj-partial/shard_0/1.npz").exists() and time.monotonic() < deadline:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert (run / "out.tmp").is_dir()
+    assert (run / ".out.mtj-partial").is_dir()
     assert not (run / "out").exists()
     _, errors = commands.run("resharding_example.py", *arguments, cwd=run)
     assert "cut short" in errors
-    assert not (run / "out.tmp").exists()
+    assert not (run / ".out.mtj-partial").exists()
     ClassicSource(str(run / "out"), model_config(d_model=384, layers=4))
