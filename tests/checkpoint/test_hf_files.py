@@ -115,7 +115,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(sharded, tmp_path) -> 
     [
         (lambda h: h.pop("lm_head.bias"), "lm_head.bias begins|its tensors end at|begins at byte"),
         (lambda h: h["lm_head.bias"].update(shape=[8]), r"lm_head.bias: F32 \(8,\) takes 32 bytes, not 28"),
-        (lambda h: h["lm_head.bias"].update(shape=[10**18, 10**18]), "takes .* bytes, not 28"),
+        (lambda h: h["lm_head.bias"].update(shape=[10**18, 10**18]), "absurd"),
         (lambda h: h["lm_head.bias"].update(shape=[-7]), "no whole numbers"),
         (lambda h: h["lm_head.bias"].update(shape=[7.0]), "no whole numbers"),
         (lambda h: h["lm_head.bias"].update(shape=7), "no whole numbers"),

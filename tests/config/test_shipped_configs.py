@@ -14,6 +14,7 @@ from mesh_transformer.config.schema import GROUPS
 INTENDED = {
     "6B_roto_256.json": (256, 512),
     "6B_finetune_v3-8.json": (8, 16),
+    "70M.json": (1, 4),
     "125M.json": (8, 256),
     "350M.json": (8, 256),
     "1.3B.json": (8, 512),
