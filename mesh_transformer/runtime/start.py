@@ -62,6 +62,9 @@ def begin(session: Session, store: CheckpointStore, source: Source, logged: Logg
         UserError: a checkpoint does not fit the config, or none can be read.
     """
     program = session.program
+    begun_again = Counters(
+        steps_redone=logged.steps_redone + logged.step
+    )  # killed before its first checkpoint
     checkpoint = store.restore(program.abstract_state)
     if checkpoint is not None:
         if source.tune_model_path:
@@ -70,8 +73,8 @@ def begin(session: Session, store: CheckpointStore, source: Source, logged: Logg
     if run := classic_run(session.config.checkpoint.root):
         return _resume_classic(session, run, logged)
     if source.tune_model_path:
-        return Begun(_tuned(session, source.tune_model_path, source.fresh_opt), 0, Counters(), None)
-    return Begun(program.init(jax.random.key(session.config.model.seed)), 0, Counters(), None)
+        return Begun(_tuned(session, source.tune_model_path, source.fresh_opt), 0, begun_again, None)
+    return Begun(program.init(jax.random.key(session.config.model.seed)), 0, begun_again, None)
 
 
 def _resume(session: Session, state: TrainState, step: int, extra: dict[str, Any], logged: Logged) -> Begun:
