@@ -63,6 +63,7 @@ def _place(source: TensorSource, name: str, leaf: Any, transfer: Transfer) -> ja
         values = source.read(name, tuple(slice(*span) for span in spans)).astype(leaf.dtype, copy=False)
         shards += jax.block_until_ready([jax.device_put(values, device) for device in holders])
         transfer.add(values.nbytes * len(holders))
+        del values  # before the next slice is read
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
