@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument(
         "--ckpt",
         metavar="DIR",
-        help="a run's folder or one step_N in it, of the original program too, or a Hugging Face folder (the config's run if absent)",
+        help=f"{cli.ANY_FORM} (the config's run if absent)",
     )
     parser.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="256, or what the context has room for, if absent"

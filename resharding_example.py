@@ -1,4 +1,4 @@
-"""Take a classic checkpoint to another number of shards, such as an 8-shard GPT-J to one GPU, and try it.
+"""Take a checkpoint of any form to another number of shards, such as an 8-shard GPT-J to one GPU, and try it.
 
 python resharding_example.py --config C --ckpt step_383500 --shards-out 1 --out gptj_1/step_383500 --prompt "Hello"
 """
@@ -8,31 +8,33 @@ from __future__ import annotations
 from mesh_transformer.runtime import cli
 
 
-def main() -> int:
+def main() -> None:
     """Parse the arguments, convert and sample."""
-    parser = cli.parser(__doc__)
-    parser.add_argument(
-        "--ckpt", required=True, metavar="DIR", help="a classic step_N folder, or the folder with meta.json"
-    )
+    parser = cli.parser(__doc__.split("\n")[0])
+    parser.add_argument("--ckpt", required=True, metavar="DIR", help=cli.ANY_FORM)
     parser.add_argument(
         "--shards-out",
         type=int,
-        required=True,
         metavar="K",
-        help="shards to write, and devices that share the model when it is tried",
+        help="shards of a classic result, and devices that share the model when a prompt is given (default: mesh.tp)",
     )
-    parser.add_argument("--out", metavar="DIR", help="the step folder to write; nothing is written if absent")
-    parser.add_argument("--prompt", metavar="TEXT", help="print a completion of it with the new weights")
-    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it is there")
+    cli.add_step_output(parser, "--out", "classic")
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="print a completion of it by the result, or by --ckpt itself without --out",
+    )
     arguments = parser.parse_args()
+    from mesh_transformer.checkpoint.forms import Form
     from mesh_transformer.runtime import reshard
 
-    return reshard.reshard(
+    reshard.reshard(
         arguments.config,
         arguments.overrides,
         checkpoint=arguments.ckpt,
         shards_out=arguments.shards_out,
         out=arguments.out,
+        form=Form(arguments.format),
         prompt=arguments.prompt,
         overwrite=arguments.overwrite,
     )

@@ -1,20 +1,20 @@
-"""Make a slim checkpoint of a classic full one: parameters alone, bfloat16, in {model_dir}_slim/step_N."""
+"""Make a slim checkpoint of a run: its parameters alone, bfloat16, classic shards, in {model_dir}_slim/step_N."""
 
 from __future__ import annotations
 
 from mesh_transformer.runtime import cli
 
 
-def main() -> int:
+def main() -> None:
     """Parse the arguments and convert."""
     parser = cli.parser(__doc__)
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="the step; the newest if absent")
     parser.add_argument("--f16", action="store_true", help="float16 instead, in {model_dir}_slim_f16")
-    parser.add_argument("--overwrite", action="store_true", help="replace a slim checkpoint that is there")
+    cli.add_overwrite(parser)
     arguments = parser.parse_args()
     from mesh_transformer.runtime import reshard
 
-    return reshard.slim(
+    reshard.slim(
         arguments.config,
         arguments.overrides,
         step=arguments.ckpt_step,

@@ -8,13 +8,7 @@ from mesh_transformer.runtime import cli
 def main() -> None:
     """Parse the arguments and convert."""
     parser = cli.parser(__doc__)
-    parser.add_argument(
-        "--input-ckpt",
-        required=True,
-        metavar="DIR",
-        help="the checkpoint, local or gs://: a run's folder, one step_N folder (native or classic), or a Hugging Face "
-        "folder",
-    )
+    parser.add_argument("--input-ckpt", required=True, metavar="DIR", help=cli.ANY_FORM)
     parser.add_argument("--output-path", required=True, metavar="DIR", help="the new folder, local or gs://")
     parser.add_argument(
         "--dtype",
@@ -26,7 +20,7 @@ def main() -> None:
         metavar="NAME",
         help="a folder or a name on the hub: its files are copied beside the weights",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it is there")
+    cli.add_overwrite(parser)
     arguments = parser.parse_args()
     from mesh_transformer.runtime import convert
 

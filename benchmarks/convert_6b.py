@@ -1,10 +1,11 @@
-"""Memory and speed of converting GPT-J-6B: 8 classic shards to 1, to native, to Hugging Face, against `cp -r`.
+"""Memory and speed of converting GPT-J-6B, against `cp -r`: 8 classic shards to 1, to native, to Hugging Face and back.
 
-    python benchmarks/convert_6b.py --folder SCRATCH [--config configs/6B_roto_256.json]
+    python benchmarks/convert_6b.py --folder SCRATCH [--config configs/6B_roto_256.json] [--turns 3]
 
 A random slim checkpoint (12 GB for the 6B config) is made in SCRATCH. Each conversion runs in a process of its own, right
-after a `cp -r` of the same folder, and its result is deleted. Peak memory is VmHWM of that process, which counts its
-own pages and those of mapped files, not the page cache. Prints one JSON object. Needs Linux and room for three checkpoints.
+after a `cp -r` of the folder that it reads; both begin with nothing left to be written to the disk, and neither waits
+for the disk at its end. Peak memory is VmHWM of that process, which counts its own pages and those of mapped files,
+not the page cache. Prints one JSON object a line. Needs Linux and room for three checkpoints.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path.insert(0, str(REPO))
 
 from mesh_transformer.checkpoint.classic import ClassicSource  # noqa: E402
 from mesh_transformer.checkpoint.classic_write import write_classic  # noqa: E402
+from mesh_transformer.checkpoint.hf import HFSource  # noqa: E402
 from mesh_transformer.checkpoint.hf_write import write_hf  # noqa: E402
 from mesh_transformer.checkpoint.native_writer import write_native  # noqa: E402
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo  # noqa: E402
@@ -70,12 +72,16 @@ def convert(what: str, config: str, source: str, target: str) -> None:
     began = time.perf_counter()
     if what == "make":
         write_classic(RandomSource(model), model, target, SHARDS)
-    elif what == "1 shard":
+    elif what == "to 1 shard":
         write_classic(ClassicSource(source, model), model, target, 1)
-    elif what == "native":
+    elif what == "to native":
         write_native(ClassicSource(source, model), target)
-    else:
+    elif what == "to Hugging Face":
         write_hf(ClassicSource(source, model), model, target)
+    elif what == "Hugging Face to 8 shards":
+        write_classic(HFSource(source, model), model, target, SHARDS)
+    else:
+        write_native(HFSource(source, model), target)
     seconds = time.perf_counter() - began
     with open("/proc/self/status", encoding="ascii") as status:
         peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
@@ -83,6 +89,8 @@ def convert(what: str, config: str, source: str, target: str) -> None:
 
 
 def measure(what: str, config: str, source: Path, target: Path) -> dict[str, float]:
+    """What `convert` reports, with nothing of what came before left to be written to the disk."""
+    os.sync()
     command = [sys.executable, __file__, "--config", config, "--child", what, str(source), str(target)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
@@ -91,6 +99,7 @@ def measure(what: str, config: str, source: Path, target: Path) -> dict[str, flo
 
 def copied(source: Path, target: Path) -> float:
     """Seconds that `cp -r` takes; the copy is deleted."""
+    os.sync()
     began = time.perf_counter()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     seconds = time.perf_counter() - began
@@ -98,10 +107,21 @@ def copied(source: Path, target: Path) -> float:
     return round(seconds, 1)
 
 
+def compare(what: str, config: str, source: Path, folder: Path) -> dict[str, float]:
+    """A copy and a conversion, one after the other; the conversion's result is left in folder/converted."""
+    target = folder / "converted"
+    if target.exists():
+        shutil.rmtree(target)
+    cp = copied(source, folder / "copy")
+    found = measure(what, config, source, target)
+    return {**found, "cp_seconds": cp, "speed_against_cp": round(cp / max(found["seconds"], math.ulp(1)), 2)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", default=str(REPO / "configs/6B_roto_256.json"))
-    parser.add_argument("--folder", type=Path, help="a folder to work in; what is made there is deleted")
+    parser.add_argument("--folder", type=Path, help="a new folder to work in, which is deleted at the end")
+    parser.add_argument("--turns", type=int, default=1, help="times that each is measured")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -109,19 +129,33 @@ def main() -> None:
         return
     if arguments.folder is None:
         parser.error("--folder is needed")
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    step, target, copy = (arguments.folder / name for name in (f"step_{STEP}", "converted", "copy"))
-    report: dict[str, object] = {"make": measure("make", arguments.config, step, step)}
-    size = sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
-    report["gigabytes"] = round(size / 1e9, 2)
-    for what in ("1 shard", "native", "Hugging Face"):
-        cp = copied(step, copy)
-        found = measure(what, arguments.config, step, target)
-        speed = round(cp / max(found["seconds"], math.ulp(1)), 2)
-        report[what] = {**found, "cp_seconds": cp, "speed_against_cp": speed}
-        shutil.rmtree(target)
-    shutil.rmtree(step)
-    sys.stdout.write(json.dumps(report, indent=1) + "\n")
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True)
+    try:
+        report(folder, arguments.config, arguments.turns)
+    finally:
+        shutil.rmtree(folder)
+
+
+def report(folder: Path, config: str, turns: int) -> None:
+    """Each conversion as one line of JSON."""
+    classic, theirs = folder / f"step_{STEP}", folder / "hf"
+    found: dict[str, object] = measure("make", config, classic, classic)
+    size = sum(file.stat().st_size for file in classic.rglob("*") if file.is_file())
+    say({"make": {**found, "gigabytes": round(size / 1e9, 2)}})
+    for what in ("to 1 shard", "to native", "to Hugging Face"):
+        for _ in range(turns):
+            say({what: compare(what, config, classic, folder)})
+    (folder / "converted").rename(theirs)
+    shutil.rmtree(classic)
+    for what in ("Hugging Face to 8 shards", "Hugging Face to native"):
+        for _ in range(turns):
+            say({what: compare(what, config, theirs, folder)})
+
+
+def say(found: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from mesh_transformer.errors import UserError
 RETRY_FIRST_S = 0.2
 RETRY_MAX_S = 20.0
 RETRY_TOTAL_S = 120.0
+REMOTE_PIECE_BYTES = 16 << 20  # what is asked for, held beside the buffer and perhaps repeated at a time
 
 
 def is_remote(path: str) -> bool:
@@ -110,9 +111,14 @@ def read_into(path: str, start: int, buffer: memoryview) -> int:
         UserError: there is no such file.
     """
     if is_remote(path):
-        content = read_range(path, start, len(buffer))
-        buffer[: len(content)] = content
-        return len(content)
+        done = 0
+        while wanted := min(REMOTE_PIECE_BYTES, len(buffer) - done):
+            content = read_range(path, start + done, wanted)
+            buffer[done : done + len(content)] = content
+            done += len(content)
+            if len(content) < wanted:
+                break
+        return done
     with open_binary(path) as file:
         file.seek(start)
         return file.readinto(buffer)  # type: ignore[attr-defined]

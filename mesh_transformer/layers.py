@@ -15,7 +15,7 @@ import numpy as np
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer.ops.attention import KVCache, attend, causal_attend, causal_mask, t5_buckets
+from mesh_transformer.ops.attention import CacheView, attend, causal_attend, causal_mask, t5_buckets
 from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.ops.rotary import angles, rotate
 from mesh_transformer.parallel.sharding import constrain, with_axes
@@ -150,9 +150,9 @@ class Attention(hk.Module):
         x_BTD: jax.Array,
         positions_BT: jax.Array,
         bias_BHTS: jax.Array | None,
-        cache: KVCache | None,
+        cache: CacheView | None,
         layer: jax.Array,
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, CacheView | None]:
         q, k, v = (constrain(self._heads(x_BTD, name), "batch", "seq", "heads", None) for name in "qkv")
         if self.angles is not None:
             sin, cos = (jnp.asarray(table)[positions_BT] for table in self.angles)

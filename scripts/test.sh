@@ -5,4 +5,4 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/scripts/venv.sh" "$root/.venv-test" test torch
 cd "$root"
-exec "$root/.venv-test/bin/python" -m pytest "$@"
+exec "$root/.venv-test/bin/python" -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile "$@"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from array_source import ArraySource
 
 from mesh_transformer.checkpoint.classic_write import write_classic
 from mesh_transformer.checkpoint.manifest import flatten
-from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo, TensorSource
+from mesh_transformer.checkpoint.tensors import Counts, TensorSource
 from mesh_transformer.config import ModelConfig, parse_config
 from mesh_transformer.models.registry import build
 
@@ -26,10 +26,8 @@ def model_config(**values: Any) -> ModelConfig:
     return parse_config({**TINY, **values}).model
 
 
-class RandomSource:
+class RandomSource(ArraySource):
     """Random values for every tensor of a model; `full`: with moments."""
-
-    where = "memory"
 
     def __init__(self, config: ModelConfig, *, full: bool, dtype: Any = np.float32, seed: int = 0) -> None:
         import jax
@@ -37,25 +35,17 @@ class RandomSource:
         model = build(config.model_copy(update={"compute_dtype": "float32", "remat": "none"}))
         shapes = flatten(jax.eval_shape(model.init, jax.random.key(0)))
         rng = np.random.default_rng(seed)
-        self.counts = Counts(7, 7, 6) if full else Counts(7)
-        self.extra: dict[str, Any] = {}
-        self._arrays = {
+        arrays = {
             f"{group}/{name}": rng.normal(size=leaf.shape).astype(dtype)
             for group in (("params", "mu", "nu") if full else ("params",))
             for name, leaf in shapes.items()
         }
-        for name, array in self._arrays.items():
+        for name, array in arrays.items():
             if name.endswith("tokens/w"):
                 array[config.n_vocab :] = 0
             elif "logits" in name:
                 array[..., config.n_vocab :] = 0
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: TensorInfo(array.shape, array.dtype) for name, array in self._arrays.items()}
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        return self._arrays[name][index]
+        super().__init__(arrays, Counts(7, 7, 6) if full else Counts(7))
 
 
 def write(folder: Path, shards: int, *, full: bool = False, **values: Any) -> RandomSource:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,19 @@ if "jax" in sys.modules:
     )
 set_up_devices(os.environ)
 set_up_compile_cache(os.environ)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Take back what a command run in this process did to logging, whose handler writes to a stream of its own test."""
+    root, package = logging.getLogger(), logging.getLogger("mesh_transformer")
+    root_level, package_level, handlers = root.level, package.level, root.handlers[:]
+    yield
+    root.setLevel(root_level)
+    package.setLevel(package_level)
+    for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
+        if handler not in handlers:
+            root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,7 @@ class Handler(BaseHTTPRequestHandler):
     )
 
     def handle_request(self) -> None:
+        self.gcs.gate()
         url = urlsplit(self.path)
         self.query = dict(parse_qsl(url.query, keep_blank_values=True))
         self.body = self.read_body()
@@ -65,7 +66,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def read_body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            length = int(self.headers.get("Content-Length") or 0)
+            content = self.rfile.read(length)
+            if len(content) < length:
+                raise ConnectionResetError("the client went away in the middle of its request")
+            return content
         chunks = []
         while size := int(self.rfile.readline().split(b";")[0], 16):
             chunks.append(self.rfile.read(size))
@@ -221,7 +226,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def upload(self, bucket: str) -> None:
         kind = self.query.get("uploadType")
-        if kind == "media":
+        if self.command == "DELETE":  # a resumable upload is given up
+            self.gcs.uploads.pop(self.query.get("upload_id", ""), None)
+            self.answer(499)
+        elif kind == "media":
             resource = {"contentType": self.headers.get("Content-Type")}
             self.store((bucket, self.query["name"]), self.body, resource, self.query)
         elif kind == "multipart":

@@ -16,6 +16,7 @@ import itertools
 import re
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from typing import Any
@@ -48,6 +49,9 @@ class GcsServer:
         self.faults: list[Fault] = []
         self.requests: list[str] = []
         self.bytes_read = 0
+        self.gate: Callable[[], None] = lambda: (
+            None
+        )  # called at each request: holds it back as long as it takes
         self._http = Listener(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"gcs": self}))
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 

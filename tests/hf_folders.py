@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+from array_source import ArraySource
 
 from mesh_transformer.checkpoint.manifest import flatten
-from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
+from mesh_transformer.checkpoint.tensors import Counts, Index
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.models.base import Params
 from mesh_transformer.models.registry import build
@@ -20,24 +20,16 @@ ODD = {"layers": 3, "d_model": 48, "n_heads": 3, "n_vocab": 131, "seq": 24, "pe_
 ALL = slice(None)
 
 
-class MemorySource:
+class MemorySource(ArraySource):
     """A parameter tree as a TensorSource; `read_bytes` has the size of each slice that was read."""
-
-    where = "memory"
-    counts = Counts(0)
 
     def __init__(self, params: Params, dtype: Any = np.float32) -> None:
         leaves = flatten({"params": params})
-        self._arrays = {name: np.asarray(leaf).astype(dtype) for name, leaf in leaves.items()}
-        self.extra: dict[str, Any] = {}
+        super().__init__({name: np.asarray(leaf).astype(dtype) for name, leaf in leaves.items()}, Counts(0))
         self.read_bytes: list[int] = []
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: TensorInfo(array.shape, array.dtype) for name, array in self._arrays.items()}
-
     def read(self, name: str, index: Index) -> np.ndarray:
-        found = self._arrays[name][index]
+        found = super().read(name, index)
         self.read_bytes.append(found.nbytes)
         return found
 

@@ -261,6 +261,7 @@ def test_rule_permits(checker: Checker, path: str, source: str) -> None:
     [
         (PACKAGE, ["jax", "numpy", "pydantic"]),
         (f"{PACKAGE}.config", ["jax", "numpy", "haiku"]),
+        (f"{PACKAGE}.infer.scheduler", ["jax", "numpy"]),
         (f"{PACKAGE}.files", ["jax", "smart_open", "google.cloud.storage"]),
     ],
 )

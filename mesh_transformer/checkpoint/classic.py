@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer import files
 from mesh_transformer.checkpoint import classic_folder
 from mesh_transformer.checkpoint.classic_layout import (
     ADAM_COUNT,
@@ -34,21 +33,6 @@ from mesh_transformer.logs import log
 OPEN_AT_ONCE = 16
 DIFFERS = "differs between shards, which the original does not write: its sum or mean is read, the shards get equal shares"
 UNUSED = "has values in shards that are never used, which the original does not write: they are not kept"
-
-
-def open_classic(path: str, config: ModelConfig, step: int | None = None) -> ClassicSource:
-    """The checkpoint of a step folder, or of `step` (the newest without it) in the root of a run.
-
-    Raises:
-        UserError: there is none, or it is of another model, or incomplete.
-    """
-    folder = classic_folder.find_step(path, step)
-    if folder is None:
-        raise UserError(
-            f"no classic checkpoint in {path}: expected step_N folders, or shard_0, shard_1, ... of one step; "
-            f"found {files.list_dir(path)[:5] or 'nothing'}"
-        )
-    return ClassicSource(folder, config)
 
 
 class ClassicSource:

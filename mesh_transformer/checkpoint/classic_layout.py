@@ -8,6 +8,7 @@ of a shard are the leaves of `opt_state` (a full checkpoint only), `params` and 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -85,11 +86,15 @@ def check_shards(config: ModelConfig, shards: int, where: str) -> None:
     """Refuse a number of shards that the model cannot be split into.
 
     Raises:
-        UserError: heads or vocabulary cannot be split evenly.
+        UserError: heads or vocabulary cannot be split evenly; names the numbers that would do.
     """
-    for field, value in (("n_heads", config.n_heads), ("n_vocab", config.n_vocab)):
-        if shards < 1 or value % shards:
-            raise UserError(f"{where}: {shards} shards do not divide model.{field} {value}")
+    common = math.gcd(config.n_heads, config.n_vocab)
+    if shards < 1 or common % shards:
+        allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise UserError(
+            f"{where}: {shards} shards do not divide model.n_heads {config.n_heads} and model.n_vocab "
+            f"{config.n_vocab}: possible are {allowed}"
+        )
 
 
 def leaves(config: ModelConfig, *, full: bool) -> list[Leaf]:

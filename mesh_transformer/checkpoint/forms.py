@@ -83,6 +83,12 @@ def classic_run(root: str) -> ClassicRun | None:
     return ClassicRun(folder or root, aux if isinstance(aux, dict) else {})
 
 
+def finished_steps(root: str) -> list[str]:
+    """The names of the native and classic steps right under `root`, ascending."""
+    folders = ((name, files.join(root, name)) for name in _step_names(files.list_dir(root)))
+    return [name for name, folder in folders if is_native_step(folder) or is_classic_step(folder)]
+
+
 def is_classic_step(folder: str) -> bool:
     """Whether a step folder is of the original program."""
     return any(re.fullmatch(r"shard_\d+", name) for name in files.list_dir(folder))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from mesh_transformer.checkpoint.file_tensor import FileTensor
 from mesh_transformer.checkpoint.hf_config import check_same, is_tied, model_config_from_hf
-from mesh_transformer.checkpoint.hf_files import StoredTensor, open_tensors
+from mesh_transformer.checkpoint.hf_files import open_tensors
 from mesh_transformer.checkpoint.hf_layout import EMBEDDING, EMBEDDING_BIAS, Entry, entries, padded
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
 from mesh_transformer.checkpoint.transpose import copy_transposed
@@ -18,6 +20,7 @@ from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 
 FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
+HELD_BYTES = 1 << 30  # of the matrix that was read last
 TABLE, HEAD = "transformer.wte.weight", "lm_head.weight"
 _BUFFERS = re.compile(
     r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
@@ -43,6 +46,8 @@ class HFSource:
         self._stored = open_tensors(folder)
         if is_tied(folder) and HEAD not in self._stored and TABLE in self._stored:
             self._stored[HEAD] = self._stored[TABLE]  # where both are there, transformers does not tie either
+        self._held: tuple[FileTensor, np.ndarray] | None = None
+        self._lock = threading.Lock()
         self._entries = {entry.name: entry for entry in entries(self.model)}
         self._check_names()
         infos = {name: self._info(entry) for name, entry in self._entries.items()}
@@ -72,9 +77,34 @@ class HFSource:
         stored = self._stored[entry.hf.format(layer)]
         target = out[tuple(slice(0, s.stop - s.start) for s in live)]
         if entry.transposed:
-            copy_transposed(target, stored.read(live[::-1]))
+            self._transpose(target, stored, *live)
         else:
             target[...] = stored.read(live)
+
+    def _transpose(self, out: np.ndarray, matrix: FileTensor, rows: slice, columns: slice) -> None:
+        """Our rows and columns of a matrix of theirs, (columns, rows) in the file.
+
+        For some of our rows all of it is read: whoever asks for them will ask for the others next, so it is kept.
+        """
+        if rows == slice(0, matrix.shape[1]) or matrix.n_bytes > HELD_BYTES:
+            for first, band in matrix.bands(columns.start, columns.stop):
+                at = first - columns.start
+                copy_transposed(out[:, at : at + len(band)], band[:, rows])
+            return
+        with self._lock:
+            copy_transposed(out, self._whole(matrix)[columns, rows])
+
+    def _whole(self, matrix: FileTensor) -> np.ndarray:
+        """All of a matrix, until the next is asked for, which takes its room: new room costs as much as reading."""
+        if self._held is None or self._held[0] != matrix:
+            room = self._held[1] if self._held else np.empty(0, np.uint8)
+            self._held = None
+            if len(room) < matrix.n_bytes:
+                del room  # before there is more
+                room = np.empty(matrix.n_bytes, np.uint8)
+            matrix.read_rows(0, _as_matrix(room, matrix))
+            self._held = matrix, room
+        return _as_matrix(self._held[1], matrix)
 
     def _check_names(self) -> None:
         """Every tensor that the config asks for is there, and no other."""
@@ -95,7 +125,7 @@ class HFSource:
                 f"{self.where}: {strange[0]} is no tensor of GPTJForCausalLM with {self.model.layers} layers"
             )
 
-    def _check(self, name: str, stored: StoredTensor, entry: Entry) -> None:
+    def _check(self, name: str, stored: FileTensor, entry: Entry) -> None:
         if stored.shape != entry.hf_shape:
             raise UserError(f"{self.where}: {name} has shape {stored.shape}, expected {entry.hf_shape}")
         if stored.dtype not in FLOATS:
@@ -110,3 +140,7 @@ class HFSource:
             kinds = " and ".join(sorted(map(str, dtypes)))
             raise UserError(f"{self.where}: {entry.hf} is {kinds} in different layers: save it in one dtype")
         return TensorInfo(padded(entry, self.model), dtypes.pop())
+
+
+def _as_matrix(room: np.ndarray, matrix: FileTensor) -> np.ndarray:
+    return room[: matrix.n_bytes].view(matrix.dtype).reshape(matrix.shape)

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint import safetensors_file, torch_file
+from mesh_transformer.checkpoint.file_tensor import FileTensor
 from mesh_transformer.checkpoint.hf_config import read_json
-from mesh_transformer.checkpoint.tensors import Index
 from mesh_transformer.errors import UserError
 
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
-
-
-class StoredTensor(Protocol):
-    """A tensor as it lies in a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Its dtype."""
-
-    def read(self, index: Index) -> np.ndarray:
-        """A slice; it may be read-only."""
 
 
 def weight_files(folder: str) -> list[str]:
@@ -37,7 +20,7 @@ def weight_files(folder: str) -> list[str]:
     return [name for name in spellings if name in there]
 
 
-def open_tensors(folder: str) -> dict[str, StoredTensor]:
+def open_tensors(folder: str) -> dict[str, FileTensor]:
     """Every tensor of a folder by its Hugging Face name. Only headers are read.
 
     Raises:
@@ -70,10 +53,8 @@ def _weight_map(path: str, suffix: str) -> dict[str, str]:
     return weight_map
 
 
-def _open(folder: str, name: str) -> dict[str, StoredTensor]:
+def _open(folder: str, name: str) -> dict[str, FileTensor]:
     path = files.join(folder, name)
     if name.endswith(".safetensors"):
-        return dict(safetensors_file.read_header(path))
-    if files.is_remote(path):
-        raise UserError(f"{path}: .bin files are read from a local disk alone: copy the folder there first")
-    return dict(torch_file.read_catalogue(path))
+        return safetensors_file.read_header(path)
+    return torch_file.read_catalogue(path)

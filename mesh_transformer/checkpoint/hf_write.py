@@ -29,7 +29,10 @@ from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 
 SHARD_BYTES = 5_000_000_000
-BLOCK_BYTES = 128 << 20  # read, converted and written at a time; four are held
+BLOCK_BYTES = 128 << 20  # read at a time; two are held
+BAND_BYTES = (
+    16 << 20
+)  # converted and written at a time: the memory of larger arrays is new, and cleared, each time
 
 
 class _Planned(NamedTuple):
@@ -162,13 +165,16 @@ def _blocks(
 def _converted(
     source: TensorSource, blocks: Iterator[tuple[Entry, np.ndarray]], dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    """The blocks as they are written, as unsigned integers of the same bits."""
+    """The blocks as they are written, some rows at a time, as unsigned integers of the same bits."""
     for entry, values in blocks:
-        values = _cast(values, dtype, f"{source.where}: {entry.name}")
-        if entry.transposed:
-            matrix, values = values, np.empty(values.shape[::-1], dtype)
-            copy_transposed(values, matrix)
-        yield np.ascontiguousarray(values).view(f"u{dtype.itemsize}")
+        rows = values.T if entry.transposed else values
+        step = max(1, BAND_BYTES // (math.prod(rows.shape[1:]) * dtype.itemsize))
+        for first in range(0, len(rows), step):
+            band = _cast(rows[first : first + step], dtype, f"{source.where}: {entry.name}")
+            if entry.transposed:
+                matrix, band = band.T, np.empty(band.shape, dtype)
+                copy_transposed(band, matrix)
+            yield np.ascontiguousarray(band).view(f"u{dtype.itemsize}")
 
 
 def _read(source: TensorSource, planned: _Planned, index: Index) -> np.ndarray:

@@ -6,10 +6,9 @@ it does not depend on the mesh, is computed where the shards lie, and any single
 
 from __future__ import annotations
 
-import functools
 import json
+import math
 import zlib
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +19,12 @@ import numpy as np
 from mesh_transformer.errors import UserError
 
 SHOWN = 5  # differences named in an error message
+DTYPES = {
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64"),
+}
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 2**48
 
 
 class DamagedCheckpoint(UserError):
@@ -46,11 +51,9 @@ class Manifest(NamedTuple):
 
 def describe(state: Any, extra: dict[str, Any]) -> Manifest:
     """The manifest of `state`, a pytree of arrays; waits for the arrays. In several processes all must call it."""
-    leaves = flatten(state)
-    sums = _checksums(leaves, {name: str(x.dtype) for name, x in leaves.items()})
-    return Manifest(
-        {name: TensorSpec(tuple(x.shape), str(x.dtype), sums[name]) for name, x in leaves.items()}, extra
-    )
+    leaves = flatten(state)  # one after the other: XLA for CPU makes a copy of what it sums
+    specs = {name: TensorSpec(tuple(x.shape), str(x.dtype), int(_sum_bits(x))) for name, x in leaves.items()}
+    return Manifest(specs, extra)
 
 
 def encode(manifest: Manifest) -> dict[str, Any]:
@@ -64,20 +67,36 @@ def encode(manifest: Manifest) -> dict[str, Any]:
     return {"crc32": _crc(body), "body": body}
 
 
-def decode(document: dict[str, Any]) -> Manifest:
-    """The inverse of `encode`.
+def decode(document: Any) -> Manifest:
+    """The inverse of `encode`, for any JSON.
 
     Raises:
-        DamagedCheckpoint: the document is not what `encode` returned.
+        DamagedCheckpoint: the document is not what `encode` returned, or tells of tensors that no save writes.
     """
     try:
         body, crc = document["body"], document["crc32"]
         if crc != _crc(body):
             raise DamagedCheckpoint("the manifest's CRC is wrong")
-        tensors = {name: TensorSpec(tuple(s), d, c) for name, (s, d, c) in body["tensors"].items()}
-        return Manifest(tensors, body["extra"])
-    except (KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"the manifest is incomplete: {error!r}") from error
+        tensors, extra = body["tensors"], body["extra"]
+        if not (isinstance(tensors, dict) and isinstance(extra, dict)):
+            raise DamagedCheckpoint("the manifest's tensors and extra are no JSON objects")
+        return Manifest({name: _spec(name, entry) for name, entry in tensors.items()}, extra)
+    except (KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"the manifest is not one of ours: {error!r}") from error
+
+
+def _spec(name: str, entry: Any) -> TensorSpec:
+    """One tensor's entry, [shape, dtype, checksum]."""
+    match entry:
+        case [list(shape), str(dtype), int(checksum)] if (
+            len(shape) <= MAX_DIMENSIONS
+            and all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in shape)
+            and math.prod(shape) <= MAX_ELEMENTS
+            and dtype in DTYPES
+            and 0 <= checksum < 2**32
+        ):
+            return TensorSpec(tuple(shape), dtype, checksum)
+    raise DamagedCheckpoint(f"the manifest's {name[:200]}: no tensor of ours: {str(entry)[:200]}")
 
 
 def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str, any_float: bool = False) -> None:
@@ -121,15 +140,12 @@ def _is_wider(wide: jnp.dtype, narrow: jnp.dtype) -> bool:
     return jnp.promote_types(wide, narrow) == wide
 
 
-def verify(manifest: Manifest, state: Any) -> None:
-    """Compare the checksums of restored arrays. In several processes all must call it, and all get the same result.
-
-    Arrays that were widened are compared as they were stored, which is exact.
+def verify(manifest: Manifest, sums: Mapping[str, int]) -> None:
+    """Compare the checksums of tensors that were read.
 
     Raises:
         DamagedCheckpoint: a tensor is not what was saved.
     """
-    sums = _checksums(flatten(state), {name: spec.dtype for name, spec in manifest.tensors.items()})
     wrong = [name for name, value in sums.items() if value != manifest.tensors[name].checksum]
     if wrong:
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
@@ -154,38 +170,10 @@ def _crc(body: Any) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def _checksums(leaves: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, int]:
-    """The checksums of arrays in the given dtypes. One computation for each mesh: different ones cannot share it."""
-    groups: dict[Any, list[str]] = defaultdict(list)
-    for name, leaf in leaves.items():
-        groups[_devices(leaf)].append(name)
-    sums: dict[str, int] = {}
-    for names in groups.values():
-        values = jax.device_get(
-            _sum_bits([leaves[name] for name in names], tuple(dtypes[name] for name in names))
-        )
-        sums.update({name: int(np.asarray(value)) for name, value in zip(names, values, strict=True)})
-    return sums
-
-
-def _devices(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array):
-        return None
-    sharding = leaf.sharding
-    return (
-        sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else frozenset(sharding.device_set)
-    )
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _sum_bits(leaves: list[jax.Array], dtypes: tuple[str, ...]) -> list[jax.Array]:
-    return [
-        jnp.sum(_bits(x.astype(dtype)), dtype=jnp.uint32) for x, dtype in zip(leaves, dtypes, strict=True)
-    ]
-
-
-def _bits(x: jax.Array) -> jax.Array:
+@jax.jit
+def _sum_bits(x: jax.Array) -> jax.Array:
+    """`sum_bits` on the devices."""
     if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
+        return jnp.sum(x, dtype=jnp.uint32)
     word = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    return jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
+    return jnp.sum(jax.lax.bitcast_convert_type(x, word), dtype=jnp.uint32)

@@ -6,10 +6,12 @@ The tensors lie in an OCDBT key-value store as zarr arrays. Their keys are the p
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,79 +21,141 @@ import tensorstore as ts
 from mesh_transformer import files
 from mesh_transformer.checkpoint import manifest as manifests
 from mesh_transformer.checkpoint.agree import first_cause
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint, Manifest
+from mesh_transformer.checkpoint.chunks import CHUNK_BYTES, pieces
+from mesh_transformer.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorSpec
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
 
 # The places of `train.step.TrainState` that other forms have too; tests/checkpoint/test_native.py holds them together.
 ADAM, SCHEDULE = "opt_state/1", "opt_state/3"
 PREFIXES = {"params/": "params/", f"{ADAM}/mu/": "mu/", f"{ADAM}/nu/": "nu/"}
 MAX_MANIFEST_BYTES = 64 << 20
+REMOTE_READ_BYTES = (
+    32 << 20
+)  # at a time, in many requests; of a local file one chunk: the allocator keeps what was held
+MAX_CHUNK_BYTES = 1 << 30  # those of our saves have 64 MiB at most
 CACHE_BYTES = 1 << 20  # for the index of the key-value store; of tensors nothing is kept
 
 
 class NativeSource:
-    """One native step folder, local or `gs://`, as a `TensorSource`."""
+    """One native step folder, local or `gs://`, as a `TensorSource`.
+
+    The first `read` of a tensor goes over all of it and compares its checksum; later ones take the chunks they touch.
+    """
 
     def __init__(self, folder: str):
         """Open it.
 
         Raises:
-            DamagedCheckpoint: the manifest or the store's index is missing or broken.
+            DamagedCheckpoint: the manifest is broken.
             UserError: there is no such folder.
         """
         self.where = folder
-        self._manifest = read_manifest(folder)
+        self.manifest = read_manifest(folder)
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         self._base = ocdbt(files.join(folder, "state"))
-        self._names = {_our_name(name): name for name in self._manifest.tensors}
+        names = {_our_name(name): name for name in self.manifest.tensors}
+        self.stored = {ours: name for ours, name in names.items() if ours}  # names in the manifest by ours
         self._open_arrays: dict[str, Any] = {}
+        self._verified: set[str] = set()
         self._lock = threading.Lock()
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Parameters and moments by our names."""
-        specs = {ours: self._manifest.tensors[name] for ours, name in self._names.items() if ours}
-        return {ours: TensorInfo(spec.shape, _dtype(spec.dtype)) for ours, spec in specs.items()}
+        specs = {ours: self.manifest.tensors[name] for ours, name in self.stored.items()}
+        return {ours: TensorInfo(spec.shape, np.dtype(spec.dtype)) for ours, spec in specs.items()}
 
     @cached_property
     def counts(self) -> Counts:
-        """Step and optimizer counts."""
+        """Step and optimizer counts.
+
+        Raises:
+            DamagedCheckpoint: one of them is no count.
+        """
         return Counts(
-            self._scalar("step") or 0, self._scalar(f"{ADAM}/count"), self._scalar(f"{SCHEDULE}/count")
+            self._count("step") or 0, self._count(f"{ADAM}/count"), self._count(f"{SCHEDULE}/count")
         )
 
     @property
     def extra(self) -> dict[str, Any]:
         """The JSON given to `CheckpointStore.save`."""
-        return self._manifest.extra
+        return self.manifest.extra
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """The slice of a tensor, in its stored dtype.
 
         Raises:
+            DamagedCheckpoint: its bytes are missing or not those that were written.
+        """
+        return self._read_verified(self.stored[name], index)
+
+    def read_stored(self, name: str, index: Index) -> np.ndarray:
+        """The slice of a tensor by its name in the manifest. Its checksum is not compared: see `manifests.verify`.
+
+        Raises:
             DamagedCheckpoint: its bytes are missing or broken.
         """
-        return self._read(self._names[name], index)
+        array = self._array(name)
+        spans = _spans(index, array.shape)
+        out = np.empty([len(span) for span in spans], array.dtype.numpy_dtype)
+        for place, values in self._pieces(name, array, spans):
+            _copy_common(out, spans, place, values)
+        return out
 
-    def _scalar(self, name: str) -> int | None:
-        return int(self._read(name, ())) if name in self._manifest.tensors else None
+    def _read_verified(self, stored: str, index: Index) -> np.ndarray:
+        if stored in self._verified:
+            return self.read_stored(stored, index)
+        array = self._array(stored)
+        spans, checksum = _spans(index, array.shape), 0
+        out = np.empty([len(span) for span in spans], array.dtype.numpy_dtype)
+        for place, values in self._pieces(stored, array, [range(size) for size in array.shape]):
+            checksum += manifests.sum_bits(values)
+            _copy_common(out, spans, place, values)
+        if checksum % 2**32 != self.manifest.tensors[stored].checksum:
+            raise DamagedCheckpoint(f"{self.where}: wrong checksum of {stored}")
+        self._verified.add(stored)
+        return out
 
-    def _read(self, stored: str, index: Index) -> np.ndarray:
-        spec = self._manifest.tensors[stored]
-        try:
-            array = self._array(stored)
-            if (tuple(array.shape), array.dtype.numpy_dtype) != (spec.shape, _dtype(spec.dtype)):
-                raise DamagedCheckpoint(f"{stored}: expected {spec}, found {array.shape} {array.dtype.name}")
-            return _read_chunks(array, index) if index else np.asarray(array.read().result())
-        except (ValueError, OSError, KeyError) as error:
-            raise DamagedCheckpoint(f"{self.where}: {stored}: {first_cause(error)}") from error
+    def _count(self, name: str) -> int | None:
+        if name not in self.manifest.tensors:
+            return None
+        spec = self.manifest.tensors[name]
+        if spec.shape or not np.issubdtype(np.dtype(spec.dtype), np.integer):
+            raise DamagedCheckpoint(f"{self.where}: {name}: expected a whole number, found {spec}")
+        count = int(self._read_verified(name, ()))
+        if count < 0:
+            raise DamagedCheckpoint(f"{self.where}: {name}: expected 0 or more, found {count}")
+        return count
+
+    def _pieces(self, stored: str, array: Any, spans: Sequence[range]) -> Iterator[tuple[Index, np.ndarray]]:
+        """A part of a tensor, piece by piece; the next one is read meanwhile."""
+        limit = REMOTE_READ_BYTES if files.is_remote(self.where) else CHUNK_BYTES
+        coming: tuple[Index, Any] | None = None
+        with self._damage_told(stored):
+            for place in pieces(spans, _chunk(array), array.dtype.numpy_dtype.itemsize, limit):
+                following = (place, array[place].read())
+                if coming is not None:
+                    yield coming[0], coming[1].result()
+                coming = following
+            if coming is not None:
+                yield coming[0], coming[1].result()
 
     def _array(self, stored: str) -> Any:
-        with self._lock:
+        """The open array of a tensor, which is as the manifest says."""
+        with self._lock, self._damage_told(stored):
             if stored not in self._open_arrays:
                 spec = {"driver": "zarr", "kvstore": {**self._base, "path": f"{self._keys[stored]}/"}}
-                self._open_arrays[stored] = ts.open(spec, open=True, context=self._context).result()
+                array = ts.open(spec, open=True, context=self._context).result()
+                _check(array, self.manifest.tensors[stored])
+                self._open_arrays[stored] = array
             return self._open_arrays[stored]
+
+    @contextlib.contextmanager
+    def _damage_told(self, stored: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError, KeyError) as error:
+            raise DamagedCheckpoint(f"{self.where}: {stored}: {first_cause(error)}") from error
 
     @cached_property
     def _keys(self) -> dict[str, str]:
@@ -109,13 +173,15 @@ def read_manifest(folder: str) -> Manifest:
         DamagedCheckpoint: it is broken or of another form.
         UserError: it is missing.
     """
-    with files.open_binary(files.join(folder, "manifest", "metadata")) as file:
-        content = file.read(MAX_MANIFEST_BYTES + 1)
-    if len(content) > MAX_MANIFEST_BYTES:
-        raise DamagedCheckpoint(f"the manifest of {folder} is over {MAX_MANIFEST_BYTES} bytes")
+    path = files.join(folder, "manifest", "metadata")
+    size = files.size(path)
+    if size > MAX_MANIFEST_BYTES:
+        raise DamagedCheckpoint(f"the manifest of {folder} has {size} bytes: at most {MAX_MANIFEST_BYTES}")
     try:
-        return manifests.decode(json.loads(content))
-    except ValueError as error:
+        return manifests.decode(json.loads(files.read_range(path, 0, size)))
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{folder}: {error}") from error
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"the manifest of {folder} is no JSON: {error}") from error
 
 
@@ -127,15 +193,33 @@ def ocdbt(folder: str) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}}
 
 
-def _read_chunks(array: Any, index: Index) -> np.ndarray:
-    """The slice, a row of chunks at a time: TensorStore would hold all chunks that it touches at once."""
-    spans = [range(*s.indices(n)) for s, n in zip(index, array.shape, strict=True)]
-    out = np.empty([len(span) for span in spans], array.dtype.numpy_dtype)
-    step, first = array.chunk_layout.read_chunk.shape[0], spans[0]
-    for start in range(first.start - first.start % step, first.stop, step):
-        a, b = max(start, first.start), min(start + step, first.stop)
-        out[a - first.start : b - first.start] = array[(slice(a, b), *index[1:])].read().result()
-    return out
+def _check(array: Any, spec: TensorSpec) -> None:
+    """Refuse an array that is not what the manifest says, or has chunks that no save makes."""
+    dtype, chunk = array.dtype.numpy_dtype, _chunk(array)
+    if (tuple(array.shape), dtype) != (spec.shape, np.dtype(spec.dtype)):
+        raise DamagedCheckpoint(f"expected {spec}, found {tuple(array.shape)} {array.dtype.name}")
+    if math.prod(chunk) * dtype.itemsize > MAX_CHUNK_BYTES:
+        raise DamagedCheckpoint(f"chunks of {chunk} are over {MAX_CHUNK_BYTES} bytes")
+
+
+def _chunk(array: Any) -> tuple[int, ...]:
+    return tuple(array.chunk_layout.read_chunk.shape or ())  # a scalar has none
+
+
+def _spans(index: Index, shape: tuple[int, ...]) -> list[range]:
+    return [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
+
+
+def _copy_common(out: np.ndarray, spans: Sequence[range], place: Index, values: np.ndarray) -> None:
+    """Copy into `out`, which is the part `spans` of a tensor, what it has in common with `values` at `place`."""
+    common = [
+        range(max(span.start, part.start), min(span.stop, part.stop))
+        for span, part in zip(spans, place, strict=True)
+    ]
+    if all(common):
+        to = tuple(slice(c.start - s.start, c.stop - s.start) for c, s in zip(common, spans, strict=True))
+        of = tuple(slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, place, strict=True))
+        out[to] = values[of]
 
 
 def _our_name(stored: str) -> str:
@@ -144,9 +228,3 @@ def _our_name(stored: str) -> str:
         if stored.startswith(prefix):
             return ours + stored.removeprefix(prefix)
     return ""
-
-
-def _dtype(name: str) -> np.dtype:
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name, name))

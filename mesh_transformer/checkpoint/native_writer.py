@@ -6,10 +6,8 @@ chunks: `CheckpointStore` restores it, on any mesh, and `NativeSource` reads it.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,13 +15,16 @@ import tensorstore as ts
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint import manifest as manifests
-from mesh_transformer.checkpoint.forms import COMMIT_MARKER
+from mesh_transformer.checkpoint.chunks import ROWS_BYTES, chunk_shape, pieces
+from mesh_transformer.checkpoint.forms import COMMIT_MARKER, finished_steps
 from mesh_transformer.checkpoint.manifest import Manifest, TensorSpec
 from mesh_transformer.checkpoint.native import ADAM, SCHEDULE, ocdbt
 from mesh_transformer.checkpoint.target import Transfer, new_folder
-from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo, TensorSource
+from mesh_transformer.checkpoint.tensors import Counts, TensorInfo, TensorSource
+from mesh_transformer.errors import UserError
 
-CHUNK_BYTES = 16 << 20  # of a zarr chunk, and of what is read at a time
+DATA_FILE_BYTES = 16 << 20  # with TensorStore's 2 GiB, writing takes 1.5 times as long
+SHOWN = 5  # names listed in an error message
 EMPTY_NODES = (("opt_state", "0"), ("opt_state", "2", "inner_state"))  # of the optimizer: they hold no array
 
 
@@ -31,51 +32,48 @@ def write_native(source: TensorSource, root: str, *, overwrite: bool = False) ->
     """Write `{root}/step_N`, N being the step that `source` is of; returns that folder. Local or `gs://`.
 
     With moments in the source the whole training state is written (the averages of the noise scale empty), else the
-    parameters and the step. At any moment two slices of CHUNK_BYTES are held, and what the source holds.
+    parameters and the step. At any moment two pieces of ROWS_BYTES are held, and what the source holds.
 
     Raises:
-        UserError: the step is there already; the source is damaged. Nothing is left behind.
+        UserError: the step is there already, or the root holds others; the source is damaged. Nothing is left behind.
     """
     folder = files.join(root, f"step_{source.counts.step}")
-    with new_folder(folder, overwrite=overwrite, source=source.where) as temporary:
+    check_alone(root, source.counts.step)
+    with new_folder(folder, overwrite=overwrite, source=source.where, marker=COMMIT_MARKER) as temporary:
         tensors = _write_tensors(source, files.join(temporary, "state"))
         document = manifests.encode(Manifest(tensors, dict(source.extra)))
         _write_json(files.join(temporary, "manifest"), "metadata", document)
-    with files.open_binary(
-        files.join(folder, COMMIT_MARKER), "wb"
-    ) as file:  # last: on gs:// it finishes the step
-        file.write(b"written by write_native\n")
     return folder
 
 
-def slices(info: TensorInfo, limit: int) -> Iterator[Index]:
-    """The tensor in whole chunks of at most `limit` bytes, in order."""
-    chunk = chunk_shape(info, limit)
-    starts = itertools.product(*(range(0, size, step) for size, step in zip(info.shape, chunk, strict=True)))
-    for start in starts:
-        yield tuple(slice(a, min(a + c, size)) for a, c, size in zip(start, chunk, info.shape, strict=True))
+def check_alone(root: str, step: int) -> None:
+    """Refuse a root with finished steps, native or classic, of other numbers than `step`.
 
+    A reader of the root would take the newest of them, and a run would delete older ones.
 
-def chunk_shape(info: TensorInfo, limit: int) -> tuple[int, ...]:
-    """The largest block of at most `limit` bytes that is contiguous in C order: layer after layer, row after row."""
-    elements, shape = max(1, limit // info.dtype.itemsize), list(info.shape)
-    for dim, size in enumerate(info.shape):
-        inner = math.prod(info.shape[dim + 1 :])
-        shape[dim] = max(1, min(size, elements // max(1, inner)))
-    return tuple(max(1, size) for size in shape)
+    Raises:
+        UserError: names them.
+    """
+    others = [name for name in finished_steps(root) if name != f"step_{step}"]
+    if others:
+        raise UserError(
+            f"{root} holds {', '.join(others[:SHOWN])}{' and more' if len(others) > SHOWN else ''}: step_{step} of "
+            f"another checkpoint cannot be put beside it; name another folder"
+        )
 
 
 def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
     scalars = _scalars(source.counts, with_moments=any(name.startswith("mu/") for name in source.tensors))
     names = {name: _stored_name(name) for name in source.tensors}
     files.make_folder(folder)
-    store, context = ocdbt(folder), ts.Context({"file_io_sync": False})
+    store = {**ocdbt(folder), "target_data_file_size": DATA_FILE_BYTES}
+    context = ts.Context({"file_io_sync": False})
     specs: dict[str, TensorSpec] = {}
     total = sum(math.prod(info.shape) * info.dtype.itemsize for info in source.tensors.values())
     with Transfer("writing", total) as transfer:
         for path, value in scalars.items():
             array = _create(store, path, TensorInfo((), value.dtype), context)
-            array.write(value).result()
+            _wait(array.write(value))
             specs["/".join(path)] = TensorSpec((), value.dtype.name, manifests.sum_bits(value))
         for name, path in names.items():
             checksum = _copy(source, name, _create(store, path, source.tensors[name], context), transfer)
@@ -87,29 +85,41 @@ def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
 
 
 def _copy(source: TensorSource, name: str, array: Any, transfer: Transfer) -> int:
-    """One tensor, the next slice being read while the one before is written. Returns its checksum."""
-    checksum, writing = 0, None
-    for index in slices(source.tensors[name], CHUNK_BYTES):
-        block = np.ascontiguousarray(source.read(name, index))
-        checksum = (checksum + manifests.sum_bits(block)) % 2**32
+    """One tensor, the next piece being read while the one before is written. Returns its checksum."""
+    info, checksum, writing = source.tensors[name], 0, None
+    whole = [range(size) for size in info.shape]
+    try:
+        for index in pieces(whole, chunk_shape(info), info.dtype.itemsize, ROWS_BYTES):
+            block = np.ascontiguousarray(source.read(name, index))
+            checksum = (checksum + manifests.sum_bits(block)) % 2**32
+            if writing is not None:
+                _wait(writing)
+            writing = array[index].write(block, can_reference_source_data_indefinitely=True)
+            transfer.add(block.nbytes)
+    finally:
         if writing is not None:
-            writing.result()
-        writing = array[index].write(block, can_reference_source_data_indefinitely=True)
-        transfer.add(block.nbytes)
-    if writing is not None:
-        writing.result()
+            _wait(writing)
     return checksum
+
+
+def _wait(future: Any) -> Any:
+    """Its result. Ctrl-C too waits until it is done: no thread may write to a folder that is being deleted."""
+    try:
+        return future.result()
+    except BaseException:
+        future.exception()
+        raise
 
 
 def _create(store: dict[str, Any], path: tuple[str, ...], info: TensorInfo, context: ts.Context) -> Any:
     spec = {
         "driver": "zarr",
         "kvstore": {**store, "path": f"{'.'.join(path)}/"},
-        "metadata": {"chunks": list(chunk_shape(info, CHUNK_BYTES)), "compressor": None},
+        "metadata": {"chunks": list(chunk_shape(info)), "compressor": None},
     }
-    return ts.open(
-        spec, create=True, dtype=ts.dtype(info.dtype.name), shape=info.shape, context=context
-    ).result()
+    return _wait(
+        ts.open(spec, create=True, dtype=ts.dtype(info.dtype.name), shape=info.shape, context=context)
+    )
 
 
 def _scalars(counts: Counts, *, with_moments: bool) -> dict[tuple[str, ...], np.ndarray]:

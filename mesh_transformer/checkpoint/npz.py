@@ -1,4 +1,4 @@
-"""Uncompressed .npz files, read and written as streams: arrays in slices, never a pickle, nothing larger than announced.
+"""Files of .npz, read and written as streams: arrays in slices, never a pickle, nothing larger than announced.
 
 A file from a stranger is data: its directory and headers are bounded, and an array's shape and dtype must account
 for exactly the bytes that are there before any are read. The first read of an array goes over all of it and compares
@@ -7,7 +7,6 @@ its CRC-32; later ones take the rows they need. Local and `gs://` files.
 
 from __future__ import annotations
 
-import io
 import math
 import re
 import struct
@@ -20,12 +19,13 @@ import ml_dtypes
 import numpy as np
 
 from mesh_transformer import files
+from mesh_transformer.checkpoint import archive
+from mesh_transformer.checkpoint.archive import DamagedArchive
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
 from mesh_transformer.checkpoint.tensors import Index
 
 BLOCK_BYTES = 1 << 20  # stays in the processor's cache between reading, checking and copying
 REMOTE_BLOCK_BYTES = 16 << 20  # one request each
-MAX_DIRECTORY_BYTES = 1 << 20  # a piece holds some dozens of arrays, at about 100 bytes each
 MAX_HEADER_BYTES = 4096
 MAX_DIMENSIONS = 8
 
@@ -40,31 +40,21 @@ _DESCR = {np.dtype(dtype): descr for descr, dtype in _DTYPES.items() if descr !=
 _HEADER = re.compile(
     r"\{'descr': '([^']*)', 'fortran_order': (True|False), 'shape': \(((?:\d{1,18}, ?)*\d{0,18})\), \} *\n"
 )
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field
-_DAMAGES = (
-    zipfile.BadZipFile,
-    NotImplementedError,  # an encryption or a compression that zipfile does not know
-    RuntimeError,  # encrypted
-    struct.error,
-    zlib.error,
-    EOFError,
-    ValueError,
-    OverflowError,
-)
 
 
 class Member(NamedTuple):
     """One array of a file."""
 
-    path: str
-    key: str
+    entry: archive.Entry
     shape: tuple[int, ...]
     dtype: np.dtype
     fortran: bool
-    start: int  # of the array's .npy header in the file; meaningless if compressed
-    header: bytes
-    crc: int
-    compressed: bool
+    header: bytes  # of the .npy format, before the values
+
+    @property
+    def key(self) -> str:
+        """Its name without the suffix: arr_0."""
+        return self.entry.name.removesuffix(".npy")
 
     @property
     def n_bytes(self) -> int:
@@ -72,14 +62,14 @@ class Member(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.key}"
+        return f"{self.entry.path}: {self.key}"
 
 
 class NpzReader:
     """The arrays of any number of files; remembers which of them have passed their CRC."""
 
     def __init__(self) -> None:
-        self._checked: set[tuple[str, str]] = set()
+        self._checked: set[archive.Entry] = set()
 
     def open(self, path: str) -> dict[str, Member]:
         """The arrays of a file by key; their headers are read and compared with the bytes that are there.
@@ -88,14 +78,9 @@ class NpzReader:
             DamagedCheckpoint: the file is no such file, is cut short, or holds a pickle or an unknown dtype.
             UserError: there is no such file.
         """
-        handle = _Handle(path)
         try:
-            with zipfile.ZipFile(handle) as archive:
-                infos = archive.infolist()
-                members = [_member(path, handle, archive, info) for info in infos]
-        except _DAMAGES as error:
-            if isinstance(error, DamagedCheckpoint):
-                raise
+            members = [_member(entry) for entry in archive.entries(path)]
+        except DamagedArchive as error:
             raise DamagedCheckpoint(f"{path}: not a whole .npz file: {error}") from error
         by_key = {member.key: member for member in members}
         if len(by_key) != len(members):
@@ -108,10 +93,10 @@ class NpzReader:
         Raises:
             DamagedCheckpoint: the bytes are not those that were written.
         """
-        if member.compressed or member.fortran or not member.shape:
+        if member.entry.compressed or member.fortran or not member.shape:
             out[...] = _whole(member)[index]
             return
-        known = (member.path, member.key) in self._checked
+        known = member.entry in self._checked
         first, stop, _ = index[0].indices(member.shape[0])
         rows = range(first, stop) if known else range(member.shape[0])
         crc = zlib.crc32(member.header)
@@ -121,9 +106,9 @@ class NpzReader:
             low, high = max(first, start), min(stop, start + len(block))
             if low < high:
                 out[low - first : high - first] = block[low - start : high - start][:, *index[1:]]
-        if not known and crc != member.crc:
-            raise DamagedCheckpoint(f"{member}: damaged: its CRC is {crc:08x}, not {member.crc:08x}")
-        self._checked.add((member.path, member.key))
+        if not known and crc != member.entry.crc:
+            raise DamagedCheckpoint(f"{member}: damaged: its CRC is {crc:08x}, not {member.entry.crc:08x}")
+        self._checked.add(member.entry)
 
 
 def _blocks(member: Member, rows: range) -> Iterator[tuple[int, memoryview]]:
@@ -131,83 +116,45 @@ def _blocks(member: Member, rows: range) -> Iterator[tuple[int, memoryview]]:
     row_bytes = member.n_bytes // member.shape[0] if member.shape[0] else 0
     if not row_bytes:
         return
-    limit = REMOTE_BLOCK_BYTES if files.is_remote(member.path) else BLOCK_BYTES
+    limit = REMOTE_BLOCK_BYTES if files.is_remote(member.entry.path) else BLOCK_BYTES
     step = max(1, min(limit // row_bytes, len(rows)))
-    data = member.start + len(member.header)
+    data = member.entry.start + len(member.header)
     buffer = memoryview(bytearray(step * row_bytes))
     for start in rows[::step]:
         block = buffer[: min(step, rows.stop - start) * row_bytes]
-        if files.read_into(member.path, data + start * row_bytes, block) != len(block):
+        if files.read_into(member.entry.path, data + start * row_bytes, block) != len(block):
             raise DamagedCheckpoint(f"{member}: the file ends early")
         yield start, block
 
 
 def _whole(member: Member) -> np.ndarray:
-    size = len(member.header) + member.n_bytes
-    if member.compressed:
-        try:
-            handle = _Handle(member.path)
-            with zipfile.ZipFile(handle) as archive:
-                content = _inflate(archive, f"{member.key}.npy", size)
-        except _DAMAGES as error:
-            raise DamagedCheckpoint(f"{member}: damaged: {error}") from error
-    else:
-        content = files.read_range(member.path, member.start, size)
-    if len(content) != size or zlib.crc32(content) != member.crc:
-        raise DamagedCheckpoint(f"{member}: damaged: its CRC or length is wrong")
-    values = np.frombuffer(content, member.dtype, offset=len(member.header))
+    """All values of an array of any layout."""
+    content = np.empty(member.entry.n_bytes, np.uint8)
+    crc = at = 0
+    try:
+        for piece in archive.pieces(member.entry, BLOCK_BYTES):
+            crc = zlib.crc32(piece, crc)
+            content[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+            at += len(piece)
+    except DamagedArchive as error:
+        raise DamagedCheckpoint(f"{member}: damaged: {error}") from error
+    if crc != member.entry.crc:
+        raise DamagedCheckpoint(f"{member}: damaged: its CRC is {crc:08x}, not {member.entry.crc:08x}")
+    values = content[len(member.header) :].view(member.dtype)
     return values.reshape(member.shape, order="F" if member.fortran else "C")
 
 
-def _inflate(archive: zipfile.ZipFile, name: str, size: int) -> bytes:
-    with archive.open(name) as file:
-        return file.read(size)
-
-
-def _member(path: str, handle: _Handle, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
-    where = f"{path}: {info.filename[:80]!r}"
-    if not re.fullmatch(r"arr_\d{1,6}\.npy", info.filename):
+def _member(entry: archive.Entry) -> Member:
+    where = f"{entry.path}: {entry.name[:80]!r}"
+    if not re.fullmatch(r"arr_\d{1,6}\.npy", entry.name):
         raise DamagedCheckpoint(f"{where}: expected arrays named arr_0, arr_1, ...")
-    compressed = info.compress_type != zipfile.ZIP_STORED
-    if compressed:
-        if info.compress_type != zipfile.ZIP_DEFLATED:
-            raise DamagedCheckpoint(f"{where}: unknown compression {info.compress_type}")
-        start, head = 0, _inflate(archive, info.filename, MAX_HEADER_BYTES)
-    else:
-        start = _data_start(where, handle, info)
-        head = files.read_range(path, start, min(MAX_HEADER_BYTES, info.file_size))
-    header, shape, dtype, fortran = _parse_header(where, head)
-    member = Member(
-        path,
-        info.filename.removesuffix(".npy"),
-        shape,
-        dtype,
-        fortran,
-        start,
-        header,
-        info.CRC,
-        compressed,
-    )
-    if len(header) + member.n_bytes != info.file_size:
+    header, shape, dtype, fortran = _parse_header(where, next(archive.pieces(entry, MAX_HEADER_BYTES), b""))
+    member = Member(entry, shape, dtype, fortran, header)
+    if len(header) + member.n_bytes != entry.n_bytes:
         raise DamagedCheckpoint(
-            f"{where}: {shape} {dtype} takes {member.n_bytes} bytes, found {info.file_size - len(header)}"
+            f"{where}: {shape} {dtype} takes {member.n_bytes} bytes, found {entry.n_bytes - len(header)}"
         )
     return member
-
-
-def _data_start(where: str, handle: _Handle, info: zipfile.ZipInfo) -> int:
-    if info.flag_bits & 1:
-        raise DamagedCheckpoint(f"{where}: encrypted")
-    if not 0 <= info.header_offset <= handle.size - _LOCAL_HEADER.size:
-        raise DamagedCheckpoint(f"{where}: its directory points outside of the file")
-    local = files.read_range(handle.path, info.header_offset, _LOCAL_HEADER.size)
-    if len(local) < _LOCAL_HEADER.size or not local.startswith(b"PK\x03\x04"):
-        raise DamagedCheckpoint(f"{where}: not where the file's directory says")
-    _, name, extra = _LOCAL_HEADER.unpack(local)
-    start = info.header_offset + _LOCAL_HEADER.size + name + extra
-    if info.compress_size != info.file_size or start + info.file_size > handle.size:
-        raise DamagedCheckpoint(f"{where}: {info.file_size} bytes announced, the file is cut short")
-    return start
 
 
 def _parse_header(where: str, head: bytes) -> tuple[bytes, tuple[int, ...], np.dtype, bool]:
@@ -229,39 +176,6 @@ def _parse_header(where: str, head: bytes) -> tuple[bytes, tuple[int, ...], np.d
     if len(shape) > MAX_DIMENSIONS:
         raise DamagedCheckpoint(f"{where}: {len(shape)} dimensions")
     return head[:end], shape, _DTYPES[descr], fortran == "True"
-
-
-class _Handle:
-    """What zipfile needs of a file, over range reads; refuses a directory of absurd size."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.size = path, files.size(path)
-        self._position = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
-        if position < 0:
-            raise ValueError("an offset lies before the file's beginning")
-        self._position = position
-        return position
-
-    def read(self, count: int = -1) -> bytes:
-        left = max(0, self.size - self._position)
-        count = left if count is None or count < 0 else min(count, left)
-        if count > MAX_DIRECTORY_BYTES:
-            raise zipfile.BadZipFile(f"a directory of {count} bytes")
-        content = files.read_range(self.path, self._position, count)
-        self._position += len(content)
-        return content
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 class NpzWriter:

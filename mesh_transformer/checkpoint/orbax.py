@@ -1,22 +1,19 @@
-"""How we use Orbax: names of steps, chunks, what is kept, concurrency."""
+"""How we use Orbax: names of steps, chunks, what is kept."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import fsspec
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from mesh_transformer.checkpoint.chunks import CHUNK_BYTES
 from mesh_transformer.checkpoint.forms import is_classic_step
 
 SAVE_TIMEOUT_S = 3600
-CHUNK_BYTES = 64 << 20
 
 
 class _StepNames:
@@ -40,7 +37,7 @@ class _StepNames:
 
 
 def save_args(leaf: Any) -> ocp.SaveArgs:
-    """Matrices layer by layer and in bounded chunks, so that a slice is read without the whole tensor."""
+    """Matrices layer by layer and in small chunks, so that a slice is read without the whole tensor."""
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if np.ndim(leaf) == 3 else ())
 
 
@@ -61,15 +58,3 @@ def manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.Checkpoi
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     handlers = {"state": ocp.PyTreeCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()}
     return ocp.CheckpointManager(root, options=options, item_handlers=handlers)
-
-
-def read_tensors(folder: str, abstract: Any, *, part: bool) -> Any:
-    """Each device's part of each tensor, straight to the device."""
-    largest = max((math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract)), default=0)
-    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + largest // 10**9)  # Orbax refuses less
-    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-    args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=part)
-    try:
-        return jax.block_until_ready(handler.restore(epath.Path(folder), args=args))
-    finally:
-        handler.close()

@@ -8,21 +8,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.tensors import Index
+from mesh_transformer.checkpoint.file_tensor import FileTensor
 from mesh_transformer.config import strict_json
 from mesh_transformer.errors import UserError
 
 MAX_BYTES = 1 << 50  # more than any file: a larger size is not even multiplied
 MAX_DIMENSIONS = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-READ_BYTES = 32 << 20  # held at a time where only some columns of the rows are wanted
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -39,46 +37,7 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class SafetensorsTensor(NamedTuple):
-    """One tensor of a file, read in slices; `start` is the byte of the file where it begins."""
-
-    path: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    start: int
-
-    def read(self, index: Index) -> np.ndarray:
-        """A slice: (sizes of `index`), possibly read-only.
-
-        Raises:
-            DamagedCheckpoint: the file has become shorter.
-        """
-        first, stop, _ = index[0].indices(self.shape[0])
-        columns = index[1:]
-        lengths = [len(range(*s.indices(n))) for s, n in zip(columns, self.shape[1:], strict=True)]
-        if tuple(lengths) == self.shape[1:]:
-            return self._rows(first, stop)
-        out = np.empty((stop - first, *lengths), self.dtype)
-        step = max(1, READ_BYTES // self._row_bytes)
-        for at in range(first, stop, step):
-            end = min(at + step, stop)
-            out[at - first : end - first] = self._rows(at, end)[(slice(None), *columns)]
-        return out
-
-    @property
-    def _row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-    def _rows(self, first: int, stop: int) -> np.ndarray:
-        wanted = (stop - first) * self._row_bytes
-        data = files.read_range(self.path, self.start + first * self._row_bytes, wanted)
-        if len(data) != wanted:
-            raise DamagedCheckpoint(f"{self.path}: {self.name}: {wanted} bytes expected, {len(data)} found")
-        return np.frombuffer(data, self.dtype).reshape(stop - first, *self.shape[1:])
-
-
-def read_header(path: str) -> dict[str, SafetensorsTensor]:
+def read_header(path: str) -> dict[str, FileTensor]:
     """The tensors of a file by name.
 
     Raises:
@@ -108,7 +67,7 @@ def _parse(path: str, raw: bytes) -> dict[str, Any]:
     return header
 
 
-def _tensor(path: str, name: str, entry: Any, data_start: int) -> SafetensorsTensor:
+def _tensor(path: str, name: str, entry: Any, data_start: int) -> FileTensor:
     try:
         code, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
@@ -122,14 +81,14 @@ def _tensor(path: str, name: str, entry: Any, data_start: int) -> SafetensorsTen
     expected = math.prod(shape) * DTYPES[code].itemsize
     if stop - start != expected:
         raise UserError(f"{path}: {name}: {code} {tuple(shape)} takes {expected} bytes, not {stop - start}")
-    return SafetensorsTensor(path, name, tuple(shape), DTYPES[code], data_start + start)
+    return FileTensor(path, name, tuple(shape), DTYPES[code], data_start + start)
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _check_without_gaps(path: str, tensors: Iterable[SafetensorsTensor], start: int, size: int) -> None:
+def _check_without_gaps(path: str, tensors: Iterable[FileTensor], start: int, size: int) -> None:
     """The tensors cover the data exactly: one wrong offset is noticed, and none points outside."""
     for tensor in sorted(tensors, key=lambda t: (t.start, math.prod(t.shape))):
         if tensor.start != start:

@@ -1,4 +1,5 @@
-"""Checkpoints of a run: asynchronous, atomic, restorable on any mesh, local or on `gs://`. Orbax underneath.
+"""Checkpoints of a run: asynchronous, atomic, restorable on any mesh, local or on `gs://`. Orbax writes, `place.py`
+reads.
 
     {root}/step_1000/state/      the tensors (OCDBT)
     {root}/step_1000/manifest/   shapes, dtypes, checksums and the caller's JSON: see manifest.py
@@ -31,12 +32,19 @@ from mesh_transformer.checkpoint import orbax
 from mesh_transformer.checkpoint.agree import agreed
 from mesh_transformer.checkpoint.forms import COMMIT_MARKER, is_classic_step
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.native import read_manifest
+from mesh_transformer.checkpoint.native import NativeSource, read_manifest
+from mesh_transformer.checkpoint.place import restore
 from mesh_transformer.errors import UserError
 
 log = logging.getLogger(__name__)
 
 TEMPORARY = ".orbax-checkpoint-tmp"
+STEP_FILES = {
+    "state",
+    "manifest",
+    "_CHECKPOINT_METADATA",
+    COMMIT_MARKER,
+}  # all that a save makes in a step's folder
 
 
 class Checkpoint(NamedTuple):
@@ -75,11 +83,15 @@ class CheckpointStore:
             if (match := re.fullmatch(r"step_(\d+)", name)) and self._finished(name)
         )
 
+    def folder(self, step: int) -> str:
+        """Where a step is, or would be."""
+        return files.join(self._root, f"step_{step}")
+
     def names(self, step: int | None = None) -> list[str]:
         """The tensors of the newest step, or of `step`; empty if that is not there or its manifest is damaged."""
         newest = self.steps()[-1:] if step is None else [step]
         try:
-            return [name for n in newest for name in read_manifest(self._folder(n)).tensors]
+            return [name for n in newest for name in read_manifest(self.folder(n)).tensors]
         except UserError:
             return []
 
@@ -96,7 +108,10 @@ class CheckpointStore:
         """
         self.wait()
         manager = self._writer()
-        in_the_way = [step] if is_classic_step(self._folder(step)) else []  # before all meet in `describe`
+        there = files.list_dir(self.folder(step)) and not self._finished(
+            f"step_{step}"
+        )  # something of others
+        in_the_way = [step] if there else []  # before all meet in `describe`
         document = manifests.encode(manifests.describe(state, extra))
         self._set_aside(
             in_the_way + [old for old in manager.all_steps() if old >= step or old in self._damaged]
@@ -178,15 +193,8 @@ class CheckpointStore:
         return None if newest < 0 else newest
 
     def _load(self, step: int, abstract: Any, *, part: bool) -> Checkpoint:
-        folder = self._folder(step)
-        manifest = agreed(lambda: read_manifest(folder))
-        manifests.check_fits(manifest, abstract, part=part, where=f"checkpoint step {step} in {self._root}")
-        state = agreed(lambda: orbax.read_tensors(files.join(folder, "state"), abstract, part=part))
-        manifests.verify(manifest, state)
-        return Checkpoint(step, state, manifest.extra)
-
-    def _folder(self, step: int) -> str:
-        return files.join(self._root, f"step_{step}")
+        source = agreed(lambda: NativeSource(self.folder(step)))
+        return Checkpoint(step, restore(source, abstract, part=part), source.extra)
 
     def _open(self) -> ocp.CheckpointManager:
         self._delete_unfinished()
@@ -222,7 +230,12 @@ class CheckpointStore:
         for name in files.list_dir(self._root) if jax.process_index() == 0 else ():
             match = re.fullmatch(rf"step_\d+({re.escape(TEMPORARY)}.*)?", name)
             folder = files.join(self._root, name)
-            if match and (match[1] or not (self._finished(name) or is_classic_step(folder))):
+            if not match or (not match[1] and (self._finished(name) or is_classic_step(folder))):
+                continue
+            strange = set() if match[1] else set(files.list_dir(folder)) - STEP_FILES
+            if strange:
+                log.warning("%s is no step of ours, it holds %s: left alone", folder, sorted(strange)[:5])
+            else:
                 files.remove_tree(folder)
 
     def _set_aside(self, steps: list[int]) -> None:
@@ -231,7 +244,7 @@ class CheckpointStore:
         for step in steps if jax.process_index() == 0 else ():
             target = _unused(files.join(self._root, "set_aside"), f"step_{step}")
             log.warning("checkpoint step %d in %s is in the way: moved to %s", step, self._root, target)
-            files.move_tree(self._folder(step), target)
+            files.move_tree(self.folder(step), target)
         multihost_utils.sync_global_devices("mesh_transformer: set aside")
         self._writer().reload()
 

@@ -26,18 +26,21 @@ MEGABYTE = 1_000_000
 
 
 @contextlib.contextmanager
-def new_folder(path: str, *, overwrite: bool = False, source: str | None = None) -> Iterator[str]:
+def new_folder(
+    path: str, *, overwrite: bool = False, source: str | None = None, marker: str | None = None
+) -> Iterator[str]:
     """The temporary folder to write to, not made yet; it becomes `path` when the block ends, and goes if it fails.
 
     Args:
         source: the folder that is read meanwhile, which `path` must not replace.
+        marker: the name of an empty file that is put into the folder last of all, which tells readers that it is whole.
 
     Raises:
         UserError: `path` is there already, and is not an empty folder; nothing was changed.
     """
     path = _absolute(path)
     partial = beside(path, "partial")
-    _put_right(path)
+    _put_right(path, marker)
     check_free(path, overwrite=overwrite, source=source)
     if _is_there(partial):
         log.warning("an earlier run was cut short before %s was whole: its part is deleted", path)
@@ -46,7 +49,7 @@ def new_folder(path: str, *, overwrite: bool = False, source: str | None = None)
         yield partial
         if not _is_there(partial):
             raise RuntimeError(f"nothing was written to {partial}")
-        _replace(path)
+        _replace(path, marker)
     except BaseException:
         if _is_there(partial) and not files.exists(beside(path, "moving")):
             files.remove_tree(partial)
@@ -78,12 +81,14 @@ def _absolute(path: str) -> str:
     return path.rstrip("/") if files.is_remote(path) else os.path.realpath(path)
 
 
-def _replace(path: str) -> None:
+def _replace(path: str, marker: str | None) -> None:
     partial, previous = beside(path, "partial"), beside(path, "previous")
     if files.is_remote(path):
         _mark(path, b"removing\n")
-        _finish_moving(path)
+        _finish_moving(path, marker)
         return
+    if marker is not None:
+        files.replace(files.join(partial, marker), b"")
     if os.path.isdir(path):
         files.move_tree(path, previous)
     files.move_tree(partial, path)
@@ -96,8 +101,8 @@ def _mark(path: str, stage: bytes) -> None:
         file.write(stage)
 
 
-def _finish_moving(path: str) -> None:
-    """From the marker's stage on: remove what stands at `path`, then move the whole partial folder there."""
+def _finish_moving(path: str, marker: str | None) -> None:
+    """From the noted stage on: remove what stands at `path`, then move the whole partial folder there."""
     with files.open_binary(beside(path, "moving")) as file:
         stage = file.read(64)
     if stage == b"removing\n":
@@ -106,10 +111,12 @@ def _finish_moving(path: str) -> None:
         _mark(path, b"moving\n")
     if _is_there(beside(path, "partial")):  # what was moved before is moved no more
         files.move_tree(beside(path, "partial"), path)
+    if marker is not None:
+        files.replace(files.join(path, marker), b"")
     files.remove(beside(path, "moving"))
 
 
-def _put_right(path: str) -> None:
+def _put_right(path: str, marker: str | None) -> None:
     """Finish or undo what a run that was killed began here."""
     previous = beside(path, "previous")
     if files.is_remote(path):
@@ -117,7 +124,7 @@ def _put_right(path: str) -> None:
             log.warning(
                 "an earlier run was cut short while it moved its result to %s: going on with that", path
             )
-            _finish_moving(path)
+            _finish_moving(path, marker)
     elif os.path.isdir(previous):
         if os.path.isdir(path):
             files.remove_tree(previous)

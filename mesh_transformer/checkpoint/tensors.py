@@ -33,7 +33,7 @@ class Counts(NamedTuple):
 
 
 class TensorSource(Protocol):
-    """An open checkpoint. Reading is thread-safe; nothing is held between reads."""
+    """An open checkpoint. Reading is thread-safe; between reads no more than one matrix is held."""
 
     @property
     def where(self) -> str:

@@ -1,123 +1,277 @@
-"""PyTorch's own files (pytorch_model.bin), read tensor by tensor through torch, which maps them into memory.
+"""PyTorch's own files (pytorch_model.bin), local or on `gs://`: which tensor lies where. Neither torch nor pickle is used.
 
-A .bin file holds a pickle. Before torch sees it (with weights_only), its list of names is read without executing
-anything: only what a plain dictionary of tensors needs may be there, in a pickle of bounded size.
+A .bin file is a zip archive of one stored member for each storage, and a pickle that says which tensor is what part
+of which storage. A pickle is a program; this one is gone through instruction by instruction, and anything but what a
+plain dictionary of tensors needs is refused. Nothing in it is called.
 """
 
 from __future__ import annotations
 
+import math
 import pickletools
 import re
-import zipfile
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from mesh_transformer import files
-from mesh_transformer.checkpoint.tensors import Index
+from mesh_transformer.checkpoint import archive
+from mesh_transformer.checkpoint.file_tensor import FileTensor
 from mesh_transformer.errors import UserError
 
-MAX_PICKLE_BYTES = 16 << 20  # GPT-J-6B's is 40 kB
+MAX_PICKLE_BYTES = 1 << 20  # GPT-J-6B's is 40 kB; what one instruction leaves may take a hundred bytes
+MAX_BYTES = 1 << 50  # more than any file: a larger size is not even multiplied
+MAX_DIMENSIONS = 8
+HEADERS_AT_ONCE = 16
+
 _HARMLESS = re.compile(
     r"collections OrderedDict|torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)"
 )
+_STORAGES = {
+    "torch DoubleStorage": np.dtype(np.float64),
+    "torch FloatStorage": np.dtype(np.float32),
+    "torch HalfStorage": np.dtype(np.float16),
+    "torch BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "torch LongStorage": np.dtype("<i8"),
+    "torch IntStorage": np.dtype("<i4"),
+    "torch ShortStorage": np.dtype("<i2"),
+    "torch CharStorage": np.dtype(np.int8),
+    "torch ByteStorage": np.dtype(np.uint8),
+    "torch BoolStorage": np.dtype(np.bool_),
+}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_LITERALS = {"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_PASSED_OVER = {"PROTO", "FRAME", "STOP"}
 
 
-class TorchTensor(NamedTuple):
-    """One tensor of a file, read in slices. The file is mapped for the time of a read."""
+class _Global(NamedTuple):
+    """A function or class that is named; it is not looked up."""
 
-    path: str
     name: str
-    shape: tuple[int, ...]
+
+
+class _Storage(NamedTuple):
+    """The member of the archive that holds the elements."""
+
+    key: str
     dtype: np.dtype
-
-    def read(self, index: Index) -> np.ndarray:
-        """A slice: (sizes of `index`)."""
-        return _to_numpy(_load(self.path)[self.name].detach()[index]).copy()
+    elements: int
 
 
-def read_catalogue(path: str) -> dict[str, TorchTensor]:
-    """The tensors of a local file by name.
+class _Tensor(NamedTuple):
+    """A part of a storage, in elements."""
+
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _NotPlainError(Exception):
+    """The pickle does something else than to describe a dictionary of tensors."""
+
+
+_MARK = object()
+
+
+def read_catalogue(path: str) -> dict[str, FileTensor]:
+    """The tensors of a file by name.
 
     Raises:
-        UserError: torch is not installed, or the file is missing, damaged, or more than a dictionary of tensors.
+        UserError: the file is missing, damaged, or more than a dictionary of tensors.
     """
-    _check_container(path)
-    catalogue = {}
-    for name, tensor in _load(path).items():
-        _check_tensor(path, name, tensor)
-        dtype = _to_numpy(tensor.detach()[:0] if tensor.ndim else tensor.detach()).dtype
-        catalogue[name] = TorchTensor(path, name, tuple(tensor.shape), dtype)
-    return catalogue
+    records = _records(path)
+    found = _evaluate(path, _content(records["data.pkl"]))
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds a {type(found).__name__.strip('_')}, not a dictionary of tensors")
+    tensors = {name: _file_tensor(path, records, name, tensor) for name, tensor in found.items()}
+    named = {f"data/{tensor.storage.key}" for tensor in found.values()}
+    if unnamed := [name for name in records if name.startswith("data/") and name not in named]:
+        raise UserError(f"{path}: {unnamed[0]} belongs to no tensor: the file is damaged")
+    return tensors
 
 
-def _check_container(path: str) -> None:
-    files.size(path)  # says that a file is missing
+def _records(path: str) -> dict[str, archive.Entry]:
+    """The members by their names without the folder that all of them are in."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            pickles = [item for item in archive.infolist() if item.filename.split("/")[-1] == "data.pkl"]
-            if len(pickles) != 1 or any(item.compress_type for item in archive.infolist()):
-                raise UserError(f"{path} is not laid out as torch.save does it")
-            if pickles[0].file_size > MAX_PICKLE_BYTES:
-                raise UserError(f"{path}: its pickle is over {MAX_PICKLE_BYTES} bytes")
-            names = _globals(archive.read(pickles[0]))
-    except UserError:
-        raise
-    except Exception as error:  # noqa: BLE001  (zipfile and pickletools raise many kinds on damaged files)
+        members = archive.entries(path, at_once=HEADERS_AT_ONCE)
+    except archive.DamagedArchive as error:
         raise UserError(
             f"{path} cannot be read ({error}): it is damaged, or older than torch 1.6; in that case load it with torch "
             "and save it again"
         ) from error
-    strange = [name for name in names if not _HARMLESS.fullmatch(name)]
-    if strange:
-        raise UserError(f"{path} is no plain dictionary of tensors, its pickle names {strange[0]!r:.80}")
+    records = {member.name.partition("/")[2]: member for member in members}
+    if (
+        len(records) != len(members)
+        or "data.pkl" not in records
+        or any(member.compressed for member in members)
+        or ("byteorder" in records and _content(records["byteorder"]) != b"little")
+    ):
+        raise UserError(f"{path} is not laid out as torch.save does it")
+    return records
 
 
-def _globals(pickle: bytes) -> list[str]:
-    """The functions and classes that a pickle names; STACK_GLOBAL, which torch.save does not use, as `?`."""
-    found = []
-    for opcode, argument, _ in pickletools.genops(pickle):
-        if opcode.name in ("GLOBAL", "INST"):
-            found.append(str(argument))
-        elif opcode.name in ("STACK_GLOBAL", "EXT1", "EXT2", "EXT4"):
-            found.append("?")
-    return found
-
-
-def _load(path: str) -> dict[str, Any]:
-    try:
-        import torch
-    except ImportError as error:
-        raise UserError(
-            f"{path} is read through PyTorch, which is not installed: pip install -e '.[torch]', or convert it to "
-            "safetensors elsewhere"
-        ) from error
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # noqa: BLE001  (torch raises many kinds on damaged files)
-        reason = str(error).split("\n")[0][:300]
-        raise UserError(f"{path} cannot be read by torch: {reason}") from error
-    if not isinstance(loaded, dict):
-        raise UserError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
-    return loaded
-
-
-def _check_tensor(path: str, name: Any, tensor: Any) -> None:
-    import torch
-
-    if not isinstance(name, str):
-        raise UserError(f"{path}: {name!r:.80} is no name of a tensor")
-    if not isinstance(tensor, torch.Tensor):
+def _file_tensor(path: str, records: dict[str, archive.Entry], name: str, tensor: Any) -> FileTensor:
+    if not isinstance(tensor, _Tensor):
         raise UserError(f"{path}: {name} is a {type(tensor).__name__}, not a tensor")
-    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() < end:
+    storage, size = tensor.storage, math.prod(tensor.shape)
+    record = records.get(f"data/{storage.key}")
+    if record is None or record.n_bytes != storage.elements * storage.dtype.itemsize:
+        raise UserError(f"{path}: {name}: its storage is missing or of another size: the file is damaged")
+    inner = [math.prod(tensor.shape[dim + 1 :]) for dim in range(len(tensor.shape))]
+    in_order = all(
+        count == 1 or stride == step
+        for count, stride, step in zip(tensor.shape, tensor.strides, inner, strict=True)
+    )
+    if not in_order or tensor.offset + size > storage.elements:
         raise UserError(f"{path}: {name}: its bytes are not all there, or not in order")
+    start = record.start + tensor.offset * storage.dtype.itemsize
+    return FileTensor(path, name, tensor.shape, storage.dtype, start)
 
 
-def _to_numpy(tensor: Any) -> np.ndarray:
-    import torch
+def _content(record: archive.Entry) -> bytes:
+    if record.n_bytes > MAX_PICKLE_BYTES:
+        raise UserError(f"{record.path}: its {record.name} is over {MAX_PICKLE_BYTES} bytes")
+    try:
+        return b"".join(archive.pieces(record, MAX_PICKLE_BYTES))
+    except archive.DamagedArchive as error:
+        raise UserError(f"{record.path} cannot be read ({error}): it is damaged") from error
 
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
+
+def _evaluate(path: str, pickle: bytes) -> Any:
+    try:
+        return _run(pickle)
+    except _NotPlainError as error:
+        raise UserError(f"{path} is no plain dictionary of tensors, {error}") from error
+    except (ValueError, IndexError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: its pickle is damaged: {error!r:.200}") from error
+
+
+def _run(pickle: bytes) -> Any:
+    """What the pickle describes: tensors as _Tensor, everything else as it is."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    for op, argument in _instructions(pickle):
+        if op in _PASSED_OVER:
+            continue
+        if op in _LITERALS:
+            stack.append(argument)
+        elif op in _CONSTANTS:
+            stack.append(_CONSTANTS[op])
+        elif op == "GLOBAL":
+            if not _HARMLESS.fullmatch(argument):
+                raise _NotPlainError(f"its pickle names {argument!r:.80}")
+            stack.append(_Global(argument))
+        elif op == "MARK":
+            stack.append(_MARK)
+        elif op in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif op == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif op in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif op in _TUPLES:
+            stack.append(tuple(_pop(stack) for _ in range(_TUPLES[op]))[::-1])
+        elif op in _BUILDERS:
+            _BUILDERS[op](stack)
+        else:
+            raise _NotPlainError(f"its pickle has the instruction {op}")
+    return _pop(stack)
+
+
+def _instructions(pickle: bytes) -> Iterator[tuple[str, Any]]:
+    """Names and arguments."""
+    return ((op.name, argument) for op, argument, _ in pickletools.genops(pickle))
+
+
+def _pop(stack: list[Any]) -> Any:
+    value = stack.pop()
+    if value is _MARK:
+        raise ValueError("a value is missing")
+    return value
+
+
+def _pop_to_mark(stack: list[Any]) -> list[Any]:
+    found = []
+    while (value := stack.pop()) is not _MARK:
+        found.append(value)
+    return found[::-1]
+
+
+def _append(stack: list[Any], values: list[Any]) -> None:
+    if not isinstance(stack[-1], list):
+        raise ValueError("an item is added to what is no list")
+    stack[-1].extend(values)
+
+
+def _set(stack: list[Any], pairs: list[Any]) -> None:
+    if not isinstance(stack[-1], dict):
+        raise ValueError("a key is added to what is no dictionary")
+    for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+        if not isinstance(key, str):  # others may be nested so deeply that to hash them takes for ever
+            raise _NotPlainError(f"a {type(key).__name__} is no name of a tensor")
+        stack[-1][key] = value
+
+
+def _build(stack: list[Any]) -> None:
+    """Attributes for the dictionary: the `_metadata` of a module's state. They are not kept."""
+    _pop(stack)
+    if not isinstance(stack[-1], dict):
+        raise _NotPlainError("its pickle gives attributes to what is no dictionary")
+
+
+def _refer(stack: list[Any]) -> None:
+    """A storage: ("storage", its class, the member's name, device, elements)."""
+    kind, storage, key, _, elements = _pop(stack)
+    if kind != "storage" or not isinstance(storage, _Global) or not isinstance(key, str):
+        raise ValueError("a reference to something else than a storage")
+    if storage.name not in _STORAGES:
+        raise _NotPlainError(f"{storage.name!r:.80} is not supported")
+    if not _are_sizes((elements,)):
+        raise ValueError("a storage without a size")
+    stack.append(_Storage(key, _STORAGES[storage.name], elements))
+
+
+def _call(stack: list[Any]) -> None:
+    """What the three functions that may be named would give."""
+    arguments, function = _pop(stack), _pop(stack)
+    if not isinstance(function, _Global) or not isinstance(arguments, tuple):
+        raise ValueError("a call of what is no function")
+    if function.name == "collections OrderedDict" and not arguments:
+        stack.append({})
+    elif function.name == "torch._utils _rebuild_parameter" and isinstance(arguments[0], _Tensor):
+        stack.append(arguments[0])
+    elif function.name == "torch._utils _rebuild_tensor_v2":
+        storage, offset, shape, strides = arguments[:4]
+        if not isinstance(storage, _Storage) or not _are_sizes((offset,)):
+            raise ValueError("a tensor of no storage")
+        if not (_are_sizes(shape) and _are_sizes(strides) and len(shape) == len(strides)):
+            raise ValueError("a tensor of no sizes")
+        stack.append(_Tensor(storage, offset, shape, strides))
+    else:
+        raise _NotPlainError(f"its pickle calls {function.name!r:.80}")
+
+
+def _are_sizes(values: Any) -> bool:
+    return (
+        isinstance(values, tuple)
+        and len(values) <= MAX_DIMENSIONS
+        and all(type(value) is int and 0 <= value <= MAX_BYTES for value in values)
+    )
+
+
+_BUILDERS: dict[str, Callable[[list[Any]], None]] = {
+    "EMPTY_DICT": lambda stack: stack.append({}),
+    "EMPTY_LIST": lambda stack: stack.append([]),
+    "EMPTY_TUPLE": lambda stack: stack.append(()),
+    "TUPLE": lambda stack: stack.append(tuple(_pop_to_mark(stack))),
+    "APPEND": lambda stack: _append(stack, [_pop(stack)]),
+    "APPENDS": lambda stack: _append(stack, _pop_to_mark(stack)),
+    "SETITEM": lambda stack: _set(stack, [_pop(stack), _pop(stack)][::-1]),
+    "SETITEMS": lambda stack: _set(stack, _pop_to_mark(stack)),
+    "BUILD": _build,
+    "BINPERSID": _refer,
+    "REDUCE": _call,
+}

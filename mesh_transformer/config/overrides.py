@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_origin
 
 from mesh_transformer.config import classic, names, strict_json
@@ -23,7 +24,7 @@ def apply_override(grouped: dict[str, dict[str, Any]], override: str) -> None:
     Raises:
         UserError: the override is malformed or names nothing.
     """
-    name, separator, text = (part.strip() for part in override.partition("="))
+    name, separator, text = _parts(override)
     try:
         if not separator or not name:
             raise UserError(USAGE)
@@ -32,11 +33,28 @@ def apply_override(grouped: dict[str, dict[str, Any]], override: str) -> None:
         raise UserError(f"--set {short(override)[1:-1]}: {error}") from error
 
 
+def is_set(overrides: Sequence[str], group: str, field: str) -> bool:
+    """Whether one of the overrides is of this field, in whatever spelling. All must be such as `apply_override` takes."""
+    names_given = (_parts(override)[0] for override in overrides)
+    return any(_place(name)[:2] == (group, field) for name in names_given if name not in classic.SWITCHES)
+
+
+def _parts(override: str) -> tuple[str, str, str]:
+    """Name, "=" and value."""
+    name, separator, text = override.partition("=")
+    return name.strip(), separator, text.strip()
+
+
+def _place(name: str) -> tuple[str, str, str]:
+    """(group, field, entry) of a name that is no classic switch."""
+    return (*classic.RENAMED[name], "") if name in classic.RENAMED else names.resolve(name)
+
+
 def _write(grouped: dict[str, dict[str, Any]], name: str, text: str) -> None:
     if name in classic.SWITCHES:
         classic.place(grouped, name, _value(text))
         return
-    group, field, entry = (*classic.RENAMED[name], "") if name in classic.RENAMED else names.resolve(name)
+    group, field, entry = _place(name)
     values = grouped.setdefault(group, {})
     if entry:
         given = values.get(field)

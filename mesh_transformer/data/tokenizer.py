@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -13,6 +15,8 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary
 
 EOT_TEXT = "<|endoftext|>"
+UNKNOWN = "\ufffd"  # what stands in a text for bytes that are no character
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte, in vocabularies made of characters
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -54,6 +58,13 @@ class Tokenizer(Protocol):
         """The text of `ids`, without special tokens and ids outside the vocabulary."""
         ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text that it does not begin; perhaps a part of a character.
+
+        A special token has its name, an id outside the vocabulary nothing.
+        """
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0..255, and 256 for the end of a document."""
@@ -70,6 +81,11 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if 0 <= i < self.eot).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        if token == self.eot:
+            return EOT_TEXT.encode()
+        return bytes([token]) if 0 <= token < self.eot else b""
 
 
 class HubTokenizer:
@@ -100,6 +116,18 @@ class HubTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         known = [i for i in map(int, ids) if 0 <= i < self.n_vocab]
         return self._backend.decode(known, skip_special_tokens=True)
+
+    def token_bytes(self, token: int) -> bytes:
+        if not 0 <= token < self.n_vocab:
+            return b""
+        first, both = (self._backend.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        if UNKNOWN not in first:
+            return both[len(first) :].encode()
+        name = self._backend.id_to_token(token)  # not a whole character: only its name tells
+        if _BYTE.fullmatch(name):
+            return bytes([int(name[3:5], 16)])
+        bytes_of = _byte_level()
+        return bytes(bytes_of[c] for c in name) if bytes_of.keys() >= set(name) else name.encode()
 
 
 def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
@@ -206,6 +234,20 @@ def _eot_id(backend: Any, tokenizer: Any, name: str) -> int:
             f"{name}: its tokenizer has no end-of-text token: add an eos_token to its tokenizer_config.json"
         )
     return int(eot)
+
+
+@functools.cache
+def _byte_level() -> dict[str, int]:
+    """The byte that each character stands for in the token names of byte-level vocabularies, such as GPT-2's.
+
+    Bytes whose character is fit to print stand for themselves, the others for the alphabet's other characters, in order.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = set(ByteLevel.alphabet())
+    others = sorted(c for c in alphabet if ord(c) > 255)
+    unprintable = [byte for byte in range(256) if chr(byte) not in alphabet]
+    return {chr(b): b for b in range(256) if chr(b) in alphabet} | dict(zip(others, unprintable, strict=True))
 
 
 def _valid(text: str) -> str:

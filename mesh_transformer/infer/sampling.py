@@ -1,7 +1,12 @@
-"""Choosing the next token. B sequences, V vocabulary rows; each option is a vector, one value a sequence."""
+"""Choosing the next token: the steps of `requests.SamplingParams`, on the device.
+
+Shapes: B sequences, which are some of N slots, S positions of a slot, V vocabulary rows, E end tokens, C alternatives. Each option is a vector, one
+value a sequence. A step that no sequence asks for costs nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -9,45 +14,175 @@ import jax.numpy as jnp
 
 
 class SamplingOptions(NamedTuple):
-    """How each of B sequences is sampled."""
+    """How each of B sequences is sampled: the fields of `SamplingParams`, (B,) each but for `end_BE`."""
 
     temperature_B: jax.Array  # float32; 0 is greedy
     top_p_B: jax.Array  # float32 in (0, 1]; 1 keeps everything
     top_k_B: jax.Array  # int32; 0 keeps everything
+    min_p_B: jax.Array  # float32; 0 keeps everything
+    repetition_B: jax.Array  # float32; 1 is off
+    presence_B: jax.Array  # float32
+    frequency_B: jax.Array  # float32
+    ngram_B: jax.Array  # int32; 0 is off
+    biased_B: jax.Array  # bool: there is a logit bias
+    min_tokens_B: jax.Array  # int32
+    end_BE: jax.Array  # int32, -1 where there are fewer: the tokens that end a completion
 
-    @classmethod
-    def same(cls, n: int, temperature: float, top_p: float, top_k: int) -> SamplingOptions:
-        """The same options for `n` sequences."""
-        return cls(
-            jnp.full((n,), temperature, jnp.float32),
-            jnp.full((n,), top_p, jnp.float32),
-            jnp.full((n,), top_k, jnp.int32),
-        )
+
+class Seen(NamedTuple):
+    """What the penalties depend on. What is large is of all slots: rows are taken only by a step that needs them."""
+
+    rows_B: jax.Array  # int32: the slots of the sequences
+    length_B: jax.Array  # int32: tokens of prompt and completion
+    drawn_B: jax.Array  # int32: of them in the completion
+    tokens_NS: jax.Array  # int32
+    in_prompt_NV: jax.Array  # bool
+    counts_NV: jax.Array  # int32: occurrences in the completion
+    bias_NV: jax.Array  # float32: the logit bias
+
+
+def penalise(logits_BV: jax.Array, options: SamplingOptions, seen: Seen) -> jax.Array:
+    """Logits after bias, penalties and exclusions: the steps that come before the temperature."""
+    o = options
+    penalties_B = (o.repetition_B != 1) | (o.presence_B != 0) | (o.frequency_B != 0)
+    early_B = seen.drawn_B < o.min_tokens_B
+    logits_BV = _when(o.biased_B.any(), lambda x: _biased(x, o.biased_B, seen), logits_BV)
+    logits_BV = _when(penalties_B.any(), lambda x: _repeated_less(x, o, seen), logits_BV)
+    logits_BV = _when((o.ngram_B > 0).any(), lambda x: _no_repeated_ngram(x, o.ngram_B, seen), logits_BV)
+    return _when(early_B.any(), lambda x: _no_end(x, early_B, o.end_BE), logits_BV)
 
 
 def sample(logits_BV: jax.Array, keys_B: jax.Array, options: SamplingOptions) -> jax.Array:
-    """One token a sequence, (B,) int32: temperature, then top-k, then top-p (Holtzman et al. 2020), then a draw.
+    """One token a sequence, (B,) int32: temperature, min-p, top-k, top-p (Holtzman et al. 2020), then a draw.
 
     Temperature 0 takes the largest logit. Rows at -inf are never drawn.
     """
-    greedy = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    temperature = jnp.where(options.temperature_B > 0, options.temperature_B, 1.0)[:, None]
-    kept = keep_most_likely(logits_BV / temperature, options.top_k_B, options.top_p_B)
-    drawn = jax.vmap(jax.random.categorical)(keys_B, kept).astype(jnp.int32)
-    return jnp.where(options.temperature_B > 0, drawn, greedy)
+    o = options
+
+    def draw(logits_BV: jax.Array) -> jax.Array:
+        temperature = jnp.where(o.temperature_B > 0, o.temperature_B, 1.0)[:, None]
+        kept = keep_most_likely(logits_BV / temperature, o.top_k_B, o.top_p_B, o.min_p_B)
+        drawn = jax.vmap(jax.random.categorical)(keys_B, kept).astype(jnp.int32)
+        return jnp.where(o.temperature_B > 0, drawn, greedy_B)
+
+    greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    return jax.lax.cond((o.temperature_B > 0).any(), draw, lambda _: greedy_B, logits_BV)
 
 
-def keep_most_likely(logits_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array) -> jax.Array:
-    """Logits with everything but the top k, and of those the smallest set of probability top_p, at -inf.
+def keep_most_likely(
+    logits_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array
+) -> jax.Array:
+    """Logits with the tokens below min_p times the largest probability at -inf, then those beyond the k likeliest,
+    then those beyond the smallest set of probability top_p of what is left.
 
-    The most likely token always stays. Tokens that tie with the last kept one stay too.
+    The likeliest token always stays. Tokens that tie with the last kept one stay too.
     """
-    descending = -jnp.sort(-logits_BV, axis=-1)
-    rank = jnp.arange(logits_BV.shape[-1])
-    top_k = jnp.where(top_k_B > 0, top_k_B, logits_BV.shape[-1])[:, None]
-    descending = jnp.where(rank < top_k, descending, -jnp.inf)
-    probabilities = jax.nn.softmax(descending, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept = (before < top_p_B[:, None]) & (rank < top_k) | (rank == 0)
-    smallest = jnp.where(kept, descending, jnp.inf).min(-1, keepdims=True)
-    return jnp.where(logits_BV >= smallest, logits_BV, -jnp.inf)
+    n_vocab = logits_BV.shape[-1]
+    k_B = jnp.where(top_k_B > 0, jnp.minimum(top_k_B, n_vocab), n_vocab)
+    logits_BV = _when((min_p_B > 0).any(), lambda x: _at_least(x, min_p_B), logits_BV)
+    logits_BV = _when((k_B < n_vocab).any(), lambda x: _k_largest(x, k_B), logits_BV)
+    return _when((top_p_B < 1).any(), lambda x: _nucleus(x, top_p_B), logits_BV)
+
+
+def likeliest(logprobs_BV: jax.Array, wanted: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """The `wanted` (int32 scalar, at most `most`) likeliest tokens, likeliest first: ids and values, (B, most).
+
+    Of tokens that tie the one with the lower id comes first. Entries from `wanted` on mean nothing.
+    """
+    n = logprobs_BV.shape[0]
+
+    def one(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        left_BV, ids_BC, values_BC = carry
+        id_B = jnp.argmax(left_BV, axis=-1).astype(jnp.int32)
+        value_B = jnp.take_along_axis(left_BV, id_B[:, None], axis=-1)[:, 0]
+        left_BV = left_BV.at[jnp.arange(n), id_B].set(-jnp.inf)
+        return left_BV, ids_BC.at[:, i].set(id_B), values_BC.at[:, i].set(value_B)
+
+    empty = logprobs_BV, jnp.zeros((n, most), jnp.int32), jnp.zeros((n, most), jnp.float32)
+    return jax.lax.fori_loop(0, wanted, one, empty)[1:]
+
+
+def _when(flag: jax.Array, change: Callable[[jax.Array], jax.Array], logits_BV: jax.Array) -> jax.Array:
+    return jax.lax.cond(flag, change, lambda x: x, logits_BV)
+
+
+def _biased(logits_BV: jax.Array, biased_B: jax.Array, seen: Seen) -> jax.Array:
+    return jnp.where(biased_B[:, None], logits_BV + seen.bias_NV[seen.rows_B], logits_BV)
+
+
+def _repeated_less(logits_BV: jax.Array, o: SamplingOptions, seen: Seen) -> jax.Array:
+    """Repetition penalty (Keskar et al. 2019, of prompt and completion), then frequency and presence (completion)."""
+    counts_BV = seen.counts_NV[seen.rows_B]
+    repeated = seen.in_prompt_NV[seen.rows_B] | (counts_BV > 0)
+    penalty_B1 = o.repetition_B[:, None]
+    penalised = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+    logits_BV = jnp.where(repeated, penalised, logits_BV)
+    logits_BV = logits_BV - o.frequency_B[:, None] * counts_BV
+    return logits_BV - o.presence_B[:, None] * (counts_BV > 0)
+
+
+def _no_repeated_ngram(logits_BV: jax.Array, n_B: jax.Array, seen: Seen) -> jax.Array:
+    """Without the tokens that would complete an n-gram that is there already."""
+    tokens_BS, length_B = seen.tokens_NS[seen.rows_B], seen.length_B
+    positions = jnp.arange(tokens_BS.shape[1])
+
+    def same(back: jax.Array, matches_BS: jax.Array) -> jax.Array:
+        """Position p matches if the token `back` before it is the one `back` before the next."""
+        last_B = jnp.take_along_axis(tokens_BS, jnp.maximum(length_B - back, 0)[:, None], axis=1)
+        equal = (jnp.roll(tokens_BS, back, axis=1) == last_B) & (positions >= back)
+        return matches_BS & (equal | (back >= n_B[:, None]))
+
+    inside = (positions < length_B[:, None]) & (n_B[:, None] > 0) & (length_B >= n_B)[:, None]
+    matches_BS = jax.lax.fori_loop(1, n_B.max(), same, inside)
+    banned = jnp.where(matches_BS, tokens_BS, logits_BV.shape[-1])
+    return logits_BV.at[jnp.arange(len(banned))[:, None], banned].set(-jnp.inf, mode="drop")
+
+
+def _no_end(logits_BV: jax.Array, early_B: jax.Array, end_BE: jax.Array) -> jax.Array:
+    ends = jnp.where(early_B[:, None] & (end_BE >= 0), end_BE, logits_BV.shape[-1])
+    return logits_BV.at[jnp.arange(len(ends))[:, None], ends].set(-jnp.inf, mode="drop")
+
+
+def _at_least(logits_BV: jax.Array, min_p_B: jax.Array) -> jax.Array:
+    smallest = logits_BV.max(-1) + jnp.log(min_p_B)
+    return jnp.where(logits_BV >= smallest[:, None], logits_BV, -jnp.inf)
+
+
+def _k_largest(logits_BV: jax.Array, k_B: jax.Array) -> jax.Array:
+    keys_BV = _ordered(logits_BV)
+    smallest_B = _largest_where(lambda key_B: (keys_BV >= key_B[:, None]).sum(-1) >= k_B, keys_BV)
+    return jnp.where(keys_BV >= smallest_B[:, None], logits_BV, -jnp.inf)
+
+
+def _nucleus(logits_BV: jax.Array, top_p_B: jax.Array) -> jax.Array:
+    """A token stays if the tokens that are likelier have less than top_p together."""
+    keys_BV, mass_BV = _ordered(logits_BV), jax.nn.softmax(logits_BV, axis=-1)
+
+    def too_low(key_B: jax.Array) -> jax.Array:
+        return jnp.where(keys_BV >= key_B[:, None], mass_BV, 0).sum(-1) >= top_p_B
+
+    smallest_B = _largest_where(too_low, keys_BV)
+    kept = (keys_BV >= smallest_B[:, None]) | (top_p_B >= 1)[:, None]
+    return jnp.where(kept, logits_BV, -jnp.inf)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """Int32 numbers in the order of float32 ones."""
+    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.int32)  # + 0.0: minus zero is zero
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _largest_where(holds: Callable[[jax.Array], jax.Array], keys_BV: jax.Array) -> jax.Array:
+    """The largest number up to each row's largest key for which `holds`, which is true below and false above.
+
+    By halving, without sorting: 32 passes over the rows at most. Where it holds nowhere: the smallest key.
+    """
+
+    def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low_B, high_B = bounds
+        middle_B = (low_B | high_B) - ((low_B ^ high_B) >> 1)  # the mean, rounded up, without overflow
+        holds_B = holds(middle_B)
+        return jnp.where(holds_B, middle_B, low_B), jnp.where(holds_B, high_B, middle_B - 1)
+
+    bounds = keys_BV.min(-1), keys_BV.max(-1)
+    return jax.lax.while_loop(lambda bounds: (bounds[0] < bounds[1]).any(), halve, bounds)[0]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import ModelConfig
-from mesh_transformer.ops.attention import KVCache
+from mesh_transformer.ops.attention import CacheView, KVCache
 from mesh_transformer.parallel.sharding import active, collect_axes, constrain, gather_weights, map_axes
 
 Params = dict[str, Any]
@@ -112,10 +112,10 @@ class Model:
         self,
         params: Params,
         tokens_BT: jax.Array,
-        cache: KVCache | None = None,
+        cache: CacheView | None = None,
         start_B: jax.Array | None = None,
         select_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, CacheView | None]:
         """Logits of the next token, for training, prefill and decode alike.
 
         Args:
@@ -137,9 +137,9 @@ class Model:
         self,
         params: Params,
         tokens_BT: jax.Array,
-        cache: KVCache | None = None,
+        cache: CacheView | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, CacheView | None]:
         """The residual stream (B, T, D) after the last block, and the cache: `apply` without its head."""
         positions_BT = jnp.arange(tokens_BT.shape[1])[None]
         if start_B is not None:
@@ -166,8 +166,8 @@ class Model:
         x_BTD: jax.Array,
         positions: jax.Array,
         bias: jax.Array | None,
-        cache: KVCache | None,
-    ) -> tuple[jax.Array, KVCache | None]:
+        cache: CacheView | None,
+    ) -> tuple[jax.Array, CacheView | None]:
         def body(carry: Any, layer: Any) -> tuple[Any, None]:
             x_BTD, cache = carry
             block_params, index = layer
@@ -177,11 +177,15 @@ class Model:
 
         if cache is None:
             body = rematerialise(body, self.config.remat)
-        layers = jnp.arange(self.config.layers)
         with jax.named_scope(LAYER_LOOP):
-            (x_BTD, cache), _ = jax.lax.scan(
-                body, (x_BTD, cache), (params, layers), unroll=self.config.scan_unroll
-            )
+            if isinstance(params, tuple):
+                for layer in enumerate(params):
+                    (x_BTD, cache), _ = body((x_BTD, cache), layer[::-1])
+            else:
+                layers = jnp.arange(self.config.layers)
+                (x_BTD, cache), _ = jax.lax.scan(
+                    body, (x_BTD, cache), (params, layers), unroll=self.config.scan_unroll
+                )
         return constrain_residual(x_BTD), cache
 
 

@@ -1,10 +1,12 @@
 """Attention over whole sequences and over a cache.
 
-Shapes: B sequences (or slots), T query positions, S key positions, H heads, K dims of a head, L layers.
+Shapes: B sequences, N slots of a cache, T query positions, S key positions, H heads, K dims of a head, L layers.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,13 +19,13 @@ _MASKED = -1e10  # finite: a row that is masked everywhere gives a mean, not a N
 
 
 class KVCache(NamedTuple):
-    """Keys and values of every layer, slot and position: each (L, B, H, S, K), heads sharded over tp.
+    """Keys and values of every layer, slot and position: each (L, N, H, S, K), heads sharded over tp.
 
     A slot's entries are valid up to the position that was written last; later ones are never read.
     """
 
-    k_LBHSK: jax.Array
-    v_LBHSK: jax.Array
+    k_LNHSK: jax.Array
+    v_LNHSK: jax.Array
 
     @classmethod
     def zeros(
@@ -32,28 +34,49 @@ class KVCache(NamedTuple):
         """An empty cache."""
         return cls(*(jnp.zeros((layers, slots, heads, length, d_head), dtype) for _ in range(2)))
 
-    @property
-    def length(self) -> int:
-        """Positions a slot has room for."""
-        return self.k_LBHSK.shape[3]
+    def view(
+        self, slots_B: jax.Array | None = None, length: int | None = None, write: Any = True
+    ) -> CacheView:
+        """The slots (None: all) and the first positions (None: all) that a call works on.
+
+        Where `write`, (B,) booleans or one, is false, the slot stays as it is.
+        """
+        n_slots = self.k_LNHSK.shape[1]
+        rows_B = jnp.arange(n_slots) if slots_B is None else slots_B
+        written_B = jnp.where(write, rows_B, n_slots)
+        return CacheView(self, written_B, slots_B, length or self.k_LNHSK.shape[3])
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["cache", "written_B", "slots_B"], meta_fields=["length"]
+)
+@dataclasses.dataclass(frozen=True)
+class CacheView:
+    """What a model sees of a cache: B slots, and the positions 0 .. length - 1 that attention reads."""
+
+    cache: KVCache
+    written_B: jax.Array  # int32 slots; one beyond the last is not written
+    slots_B: jax.Array | None  # int32 slots; None: all, in their order
+    length: int
 
     def write(
-        self, layer: jax.Array, positions_BT: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array
-    ) -> KVCache:
-        """Put the keys and values of one layer at each slot's positions, in place when donated."""
-        slots = jnp.arange(positions_BT.shape[0])[:, None]
-        at = (layer, slots, slice(None), positions_BT)
-        return KVCache(
-            self.k_LBHSK.at[at].set(k_BTHK.astype(self.k_LBHSK.dtype)),
-            self.v_LBHSK.at[at].set(v_BTHK.astype(self.v_LBHSK.dtype)),
-        )
+        self, layer: jax.Array | int, positions_BT: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array
+    ) -> CacheView:
+        """Put the keys and values of one layer at each slot's positions, in place when donated.
 
-    def read(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The keys and values of one layer, each (B, H, S, K)."""
-        return (
-            jax.lax.dynamic_index_in_dim(self.k_LBHSK, layer, keepdims=False),
-            jax.lax.dynamic_index_in_dim(self.v_LBHSK, layer, keepdims=False),
+        What lies beyond the cache is dropped.
+        """
+        at = (layer, self.written_B[:, None], slice(None), positions_BT)
+        pairs = zip(self.cache, (k_BTHK, v_BTHK), strict=True)
+        cache = KVCache(*(old.at[at].set(new.astype(old.dtype), mode="drop") for old, new in pairs))
+        return dataclasses.replace(self, cache=cache)
+
+    def read(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """The keys and values of one layer, each (B, H, length, K)."""
+        k, v = (
+            jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:, :, : self.length] for x in self.cache
         )
+        return (k, v) if self.slots_B is None else (k[self.slots_B], v[self.slots_B])
 
 
 def causal_mask(positions_BT: jax.Array, n_keys: int) -> jax.Array:

@@ -10,6 +10,11 @@ from typing import NoReturn
 
 from mesh_transformer.errors import RunError, UserError
 
+ANY_FORM = (
+    "a run's folder (its newest step) or one step_N folder, of ours or of the original program, or a Hugging Face "
+    "folder; local or gs://"
+)
+
 
 def parser(description: str) -> argparse.ArgumentParser:
     """A parser with --config and --set."""
@@ -26,8 +31,32 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def add_step_output(made: argparse.ArgumentParser, flag: str, form: str, *, required: bool = False) -> None:
+    """What a command that writes a step takes: its place (`flag`), --format (default `form`), --overwrite."""
+    made.add_argument(
+        flag,
+        metavar="DIR",
+        help="native: the root, in which step_N is made; classic: the step folder itself, such as gptj/step_383500; "
+        "local or gs://",
+        required=required,
+    )
+    made.add_argument(
+        "--format",
+        choices=["native", "classic"],
+        default=form,
+        help="form to write (default: %(default)s)",
+    )
+    add_overwrite(made)
+
+
+def add_overwrite(made: argparse.ArgumentParser) -> None:
+    """--overwrite."""
+    made.add_argument("--overwrite", action="store_true", help="replace what is there already")
+
+
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Run an entry point. Exit code 0, or its own; 2 for bad input and 1 for a failed run, with one line why."""
+    """Run an entry point. Exit code 0, or its own; with one line why: 2 for bad input, 1 for a failed run, 130 after
+    Ctrl-C."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until a run saves first
     try:
         code = main() or 0
@@ -37,6 +66,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         code = _complain(error, 1)
     except BrokenPipeError:
         code = 1
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        code = 128 + signal.SIGINT
     sys.exit(code)
 
 

@@ -1,13 +1,19 @@
-"""Converting checkpoints to and from the Hugging Face form."""
+"""Checkpoints of any form to native, classic and Hugging Face ones."""
 
 from __future__ import annotations
+
+import contextlib
+import posixpath
+import re
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
 
 from mesh_transformer import logs
 from mesh_transformer.checkpoint.classic_folder import write_meta
-from mesh_transformer.checkpoint.classic_write import check_writable, write_classic
+from mesh_transformer.checkpoint.classic_write import write_classic
+from mesh_transformer.checkpoint.forms import Form
 from mesh_transformer.checkpoint.hf import HFSource
 from mesh_transformer.checkpoint.hf_layout import check_exports
 from mesh_transformer.checkpoint.hf_write import n_bytes, stored_dtype, write_hf
@@ -15,6 +21,7 @@ from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
 from mesh_transformer.checkpoint.native_writer import write_native
 from mesh_transformer.checkpoint.open import open_source
 from mesh_transformer.checkpoint.target import Transfer, check_free, new_folder
+from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig, load_config
 from mesh_transformer.data.tokenizer import load_tokenizer, save_tokenizer
 from mesh_transformer.errors import UserError
@@ -48,45 +55,87 @@ def to_hf(
     source = open_source(checkpoint, model)
     kind = np.dtype(DTYPES[dtype]) if dtype else stored_dtype(source)
     end_of_text = _end_of_text(tokenizer, model) if tokenizer else None
-    try:
-        with (
-            new_folder(output, overwrite=overwrite, source=source.where) as folder,
-            Transfer("writing safetensors", n_bytes(model, kind)) as transfer,
-        ):
-            write_hf(source, model, folder, dtype=kind, end_of_text=end_of_text, progress=transfer.add)
-            if tokenizer:
-                save_tokenizer(tokenizer, folder)
-    except DamagedCheckpoint as damage:
-        raise UserError(f"{checkpoint} is damaged: {damage}") from damage
+    with (
+        _damage_named(source),
+        new_folder(output, overwrite=overwrite, source=source.where) as folder,
+        Transfer("writing safetensors", n_bytes(model, kind)) as transfer,
+    ):
+        write_hf(source, model, folder, dtype=kind, end_of_text=end_of_text, progress=transfer.add)
+        if tokenizer:
+            save_tokenizer(tokenizer, folder)
     logs.log.info("%s: %s, from %s", output, kind, source.where)
 
 
-def from_hf(folder: str, output: str, *, form: str, shards: int = 1, overwrite: bool = False) -> None:
-    """Write a Hugging Face folder as a native checkpoint (`output` is its root) or a classic step folder.
-
-    Args:
-        form: "native" or "classic".
-        shards: of a classic one.
+def from_hf(folder: str, output: str, *, form: Form, shards: int = 1, overwrite: bool = False) -> None:
+    """Write a Hugging Face folder, of whatever architecture it says, in one of our two forms: see `write_step`.
 
     Raises:
         UserError: an argument or the folder cannot be used; `output` is as it was.
     """
     logs.set_up()
-    if form == "classic":
-        check_free(output, overwrite=overwrite, source=folder)
     source = HFSource(folder)
     logs.log.info("%s: %s", folder, source.model.model_dump(exclude_defaults=True))
-    try:
-        if form == "native":
+    write_step(source, source.model, output, form=form, shards=shards, overwrite=overwrite)
+
+
+def write_step(
+    source: TensorSource,
+    model: ModelConfig,
+    output: str,
+    *,
+    form: Form,
+    shards: int = 1,
+    full: bool | None = None,
+    dtype: np.dtype | None = None,
+    overwrite: bool = False,
+) -> str:
+    """Write an open checkpoint as a step, native or classic; returns its folder.
+
+    Args:
+        output: native: the root, in which step_N is made; classic: the step folder itself.
+        shards, full, dtype: of a classic one, as for `write_classic`.
+
+    Raises:
+        UserError: before anything is written: `output`, the model or the shards cannot be. Later: `source` is damaged.
+            `output` is as it was.
+    """
+    check_output(output, form, source.counts.step)
+    with _damage_named(source):
+        if form is Form.NATIVE:
             output = write_native(source, output, overwrite=overwrite)
         else:
-            check_writable(source, source.model, shards, full=False)
-            with new_folder(output, overwrite=overwrite, source=folder) as temporary:
-                write_classic(source, source.model, temporary, shards)
-            write_meta(output, source.counts.step)
+            with new_folder(output, overwrite=overwrite, source=source.where) as folder:
+                write_classic(source, model, folder, shards, full=full, dtype=dtype)
+            write_meta(output, source.counts.step, source.extra.get("aux"))
+    logs.log.info("%s: written from %s", output, source.where)
+    return output
+
+
+def check_output(output: str, form: Form, step: int) -> None:
+    """Refuse a root where a step folder is meant, and the other way round.
+
+    Raises:
+        UserError: names the path that is meant.
+    """
+    path = output.rstrip("/")
+    root, name = posixpath.split(path)
+    is_step = re.fullmatch(r"step_\d+", name)
+    if form is Form.NATIVE and is_step:
+        raise UserError(
+            f"{path} is named like a step: for a native checkpoint name the root, {root or '.'}; "
+            f"step_{step} is made in it"
+        )
+    if form is Form.CLASSIC and is_step and name != f"step_{step}":
+        raise UserError(f"{path} is named like another step: this is step {step}, name it step_{step}")
+
+
+@contextlib.contextmanager
+def _damage_named(source: TensorSource) -> Iterator[None]:
+    """What is damaged is the checkpoint that is read: say so."""
+    try:
+        yield
     except DamagedCheckpoint as damage:
-        raise UserError(f"{folder} is damaged: {damage}") from damage
-    logs.log.info("%s: from %s", output, folder)
+        raise UserError(f"{source.where} is damaged: {damage}") from damage
 
 
 def _end_of_text(tokenizer: str, model: ModelConfig) -> int:

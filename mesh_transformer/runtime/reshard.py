@@ -1,29 +1,30 @@
-"""Classic checkpoints to classic checkpoints: the work of slim_model.py and resharding_example.py."""
+"""The work of slim_model.py and resharding_example.py: a config and a checkpoint to a step in another form or split."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import ml_dtypes
 import numpy as np
 
-from mesh_transformer import logs
-from mesh_transformer.checkpoint.classic import open_classic
-from mesh_transformer.checkpoint.classic_folder import write_meta
-from mesh_transformer.checkpoint.classic_write import check_writable, write_classic
-from mesh_transformer.checkpoint.target import check_free, new_folder
-from mesh_transformer.config import load_config
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer import logs, platforms
+from mesh_transformer.checkpoint.classic_layout import check_shards
+from mesh_transformer.checkpoint.forms import Form, recognise
+from mesh_transformer.checkpoint.open import open_found, open_step
+from mesh_transformer.config import Config, is_set, load_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import join
-from mesh_transformer.logs import log
 from mesh_transformer.runtime import sampler
+from mesh_transformer.runtime.convert import write_step
 
 
 def slim(
     config_path: str, overrides: Sequence[str], *, step: int | None, f16: bool, overwrite: bool = False
-) -> int:
-    """Write the parameters of a full checkpoint, in half precision, to `{root}_slim/step_N` (or `_slim_f16`).
+) -> None:
+    """Write the parameters of a run's checkpoint, in half precision, to `{root}_slim/step_N` (or `_slim_f16`).
+
+    The result is classic, in mesh.tp shards.
 
     Raises:
         UserError: there is no checkpoint of that step, or it does not fit the config, or the target is there.
@@ -31,22 +32,17 @@ def slim(
     config = load_config(config_path, overrides)
     logs.set_up()
     root = config.checkpoint.root.rstrip("/")
-    source = open_classic(root, config.model, step)
-    target = join(root + ("_slim_f16" if f16 else "_slim"), f"step_{source.counts.step}")
-    dtype = np.dtype(np.float16 if f16 else ml_dtypes.bfloat16)
-    log.info(
-        "%s: %d shards, step %d, to %s in %s",
-        source.where,
-        source.form.shards,
-        source.counts.step,
-        target,
-        dtype,
+    source = open_step(root, config.model, step)
+    write_step(
+        source,
+        config.model,
+        join(root + ("_slim_f16" if f16 else "_slim"), f"step_{source.counts.step}"),
+        form=Form.CLASSIC,
+        shards=config.mesh.tp,
+        full=False,
+        dtype=np.dtype(np.float16 if f16 else ml_dtypes.bfloat16),
+        overwrite=overwrite,
     )
-    with new_folder(target, overwrite=overwrite, source=source.where) as folder:
-        write_classic(source, config.model, folder, source.form.shards, full=False, dtype=dtype)
-    write_meta(target, source.counts.step, source.extra.get("aux"))
-    log.info("written: %s", target)
-    return 0
 
 
 def reshard(
@@ -54,44 +50,69 @@ def reshard(
     overrides: Sequence[str],
     *,
     checkpoint: str,
-    shards_out: int,
+    shards_out: int | None,
     out: str | None,
+    form: Form,
     prompt: str | None,
     overwrite: bool = False,
-) -> int:
-    """Write a checkpoint in another number of shards to `out`, and print a completion of `prompt` with its weights.
+) -> None:
+    """Write a checkpoint of any form to `out`, with its moments if it has them, and complete `prompt` with the result.
 
-    The model then runs on a mesh with mesh.tp `shards_out`, whatever the config says.
+    Everything that can be refused is refused before anything is written.
+
+    Args:
+        shards_out: of a classic result, and devices for the prompt; None: mesh.tp of the config.
+        out: see `write_step`. None: nothing is written, and the prompt is answered by the checkpoint itself.
 
     Raises:
-        UserError: neither is asked for, or the checkpoint does not fit the config or the shards, or `out` is there.
+        UserError: neither is asked for, or the checkpoint does not fit the config or the shards, or `out` is there, or
+            the prompt cannot be completed on these devices.
     """
     if out is None and prompt is None:
         raise UserError("nothing to do: give --out FOLDER, --prompt TEXT or both")
-    overrides = [f"mesh.tp={shards_out}", *overrides]
     config = load_config(config_path, overrides)
     logs.set_up()
-    source = open_classic(checkpoint, config.model)
+    _check_shards_out(shards_out, overrides, form, prompt)
+    shards = config.mesh.tp if shards_out is None else shards_out
+    if out is not None and form is Form.CLASSIC:
+        check_shards(config.model, shards, out)
+    found = recognise(checkpoint)
+    if out is not None and form is Form.NATIVE and found.form is Form.NATIVE:
+        raise UserError(
+            f"{found.folder} is native already, for any number of devices: copy the folder as it is"
+        )
+    source = open_found(found, config.model)
+    job = None
     if prompt is not None:
-        folder, _ = sampler.split_step(out or checkpoint)
-        load_tokenizer(config.data.tokenizer, folder)  # what is wrong with it is told before the work
+        tried = _tried(config_path, overrides, shards)
+        job = sampler.Job.prepare(tried, sampler.Request(), checkpoint, prompt=prompt)
     if out is not None:
-        check_writable(source, config.model, shards_out, full=source.form.full)
-        check_free(out, overwrite=overwrite, source=source.where)
-        kind = "full" if source.form.full else "slim"
-        log.info("%s: %s, %d shards to %d", source.where, kind, source.form.shards, shards_out)
-        with new_folder(out, overwrite=overwrite, source=source.where) as folder:
-            write_classic(source, config.model, folder, shards_out)
-        write_meta(out, source.counts.step, source.extra.get("aux"))
-        log.info("written: %s", out)
-    if prompt is None:
-        return 0
-    return sampler.run(
-        config_path,
-        overrides,
-        sampler.Request(),
-        checkpoint=out or checkpoint,
-        prompt=prompt,
-        prompt_tokens=None,
-        as_json=False,
-    )
+        checkpoint = write_step(source, config.model, out, form=form, shards=shards, overwrite=overwrite)
+    if job is not None:
+        job.run(checkpoint)
+
+
+def _check_shards_out(
+    shards_out: int | None, overrides: Sequence[str], form: Form, prompt: str | None
+) -> None:
+    if shards_out is None:
+        return
+    if shards_out < 1:
+        raise UserError(f"--shards-out {shards_out}: must be 1 or more")
+    if is_set(overrides, "mesh", "tp"):
+        raise UserError("--shards-out and --set mesh.tp say the same thing: leave one of them out")
+    if form is Form.NATIVE and prompt is None:
+        raise UserError(
+            f"--shards-out {shards_out}: a native checkpoint has no shards: leave it out, or write --format classic"
+        )
+
+
+def _tried(config_path: str, overrides: Sequence[str], shards: int) -> Config:
+    """The config on the devices of this process, `shards` of them for one copy of the model."""
+    platforms.CompileCache()
+    if jax.device_count() % shards:
+        raise UserError(
+            f"--prompt with {shards} shards needs a multiple of {shards} devices, found {jax.device_count()}: give "
+            f"--shards-out 1, or leave --prompt out and try the result with device_sample.py --set mesh.tp=1"
+        )
+    return load_config(config_path, [*overrides, f"mesh.tp={shards}"])

@@ -10,18 +10,19 @@ import time
 from collections.abc import Iterator, Sequence
 
 import jax
-import numpy as np
 
 from mesh_transformer import logs, platforms
-from mesh_transformer.config import ModelConfig, load_config
+from mesh_transformer.config import Config, ModelConfig, load_config
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
-from mesh_transformer.infer.generate import Generator, bucket
-from mesh_transformer.infer.sampling import SamplingOptions
+from mesh_transformer.infer.requests import SamplingParams, Token
+from mesh_transformer.infer.scheduler import Scheduler
+from mesh_transformer.infer.slots import MAX_STEPS
 from mesh_transformer.logs import log
-from mesh_transformer.parallel.sharding import Partition, inference_rules
-from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.weights import read_params, split_step
+from mesh_transformer.runtime.serving_engine import open_engine
+from mesh_transformer.runtime.weights import split_step
+
+MAX_SLOTS = 16  # samples at a time; further ones wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,43 +76,36 @@ class Sample:
 
 
 class Sampler:
-    """A model with its weights on the devices, ready to generate."""
+    """An engine with a model's weights, and what schedules the samples on it."""
 
-    def __init__(self, session: Session, checkpoint: str):
-        self.model = session.program.model
-        partition = Partition(session.program.partition.mesh, inference_rules())
-        weights = read_params(session, checkpoint)
-        log.info("parameters of step %d from %s", weights.step, checkpoint)
-        self.params = jax.jit(self.model.cast, donate_argnums=0)(weights.params)
-        self.generator = Generator(self.model, partition)
+    def __init__(self, config: Config, checkpoint: str, samples: int):
+        self.config = config.model
+        self._engine = open_engine(config, checkpoint, slots=min(samples, MAX_SLOTS))
 
     def sample(
         self, prompt: Sequence[int], request: Request, eos: int | None
     ) -> tuple[list[list[int]], list[list[float]]]:
         """`num_samples` completions: their new tokens (the end-of-text token included) and log-probabilities."""
-        tokens, new = fit(self.model.config, prompt, request)
-        n, limit = request.num_samples, self.model.config.seq
-        padded = np.zeros((n, bucket(len(tokens), limit)), np.int32)
-        padded[:, : len(tokens)] = tokens
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(request.seed), np.arange(n))
-        generation = jax.device_get(
-            self.generator.generate(
-                self.params,
-                padded,
-                np.full((n,), len(tokens), np.int32),
-                np.int32(new),
-                keys,
-                SamplingOptions.same(n, request.temperature, request.top_p, request.top_k),
-                np.int32(-1 if eos is None else eos),
-                cache_length=bucket(len(tokens) + new, limit),
-            )
-        )
-        rows = range(n)
-        counts = generation.count_B
-        return (
-            [generation.tokens_BS[i, : counts[i]].tolist() for i in rows],
-            [generation.logprobs_BS[i, : counts[i]].tolist() for i in rows],
-        )
+        tokens, new = fit(self.config, prompt, request)
+        scheduler = Scheduler(self._engine, max_queue=request.num_samples, max_steps=MAX_STEPS)
+        for i in range(request.num_samples):
+            scheduler.submit(i, tokens, _params(request, new, eos, i))
+        drawn: list[list[Token]] = [[] for _ in range(request.num_samples)]
+        while not scheduler.idle:
+            for output in scheduler.step():
+                drawn[output.request] += output.tokens
+        return [[t.id for t in sample] for sample in drawn], [[t.logprob for t in sample] for sample in drawn]
+
+
+def _params(request: Request, new: int, eos: int | None, number: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=new,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop_token_ids=() if eos is None else (eos,),
+        seed=(request.seed + number) % 2**32,
+    )
 
 
 def fit(config: ModelConfig, prompt: Sequence[int], request: Request) -> tuple[list[int], int]:
@@ -144,6 +138,64 @@ def fit(config: ModelConfig, prompt: Sequence[int], request: Request) -> tuple[l
     return prompt[-room:], new
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to be sampled, with everything checked that can be before weights are read."""
+
+    config: Config
+    request: Request
+    tokenizer: Tokenizer | None  # None: the prompt was given as token ids
+    prompt: str | None
+    tokens: list[int] | None  # of the prompt; None: prompts come from standard input
+
+    @classmethod
+    def prepare(
+        cls,
+        config: Config,
+        request: Request,
+        checkpoint: str,
+        *,
+        prompt: str | None = None,
+        ids: list[int] | None = None,
+    ) -> Job:
+        """Load the tokenizer (perhaps that beside `checkpoint`), encode the prompt, see that it and the mesh fit.
+
+        Raises:
+            UserError: they do not, or there is no tokenizer.
+        """
+        config.mesh.shape(jax.device_count())
+        tokenizer, tokens = None, ids
+        if ids is None:
+            tokenizer = load_tokenizer(config.data.tokenizer, split_step(checkpoint)[0])
+            tokens = None if prompt is None else tokenizer.encode(prompt)
+        if tokens is not None:
+            fit(config.model, tokens, request)
+        return cls(config, request, tokenizer, prompt, tokens)
+
+    def run(self, checkpoint: str, *, as_json: bool = False) -> None:
+        """Read the weights, and answer the prompt or those of standard input.
+
+        Raises:
+            UserError: the checkpoint cannot be used.
+        """
+        sampler = Sampler(self.config, checkpoint, self.request.num_samples)
+        if self.tokens is not None:
+            self._answer(sampler, self.prompt, self.tokens, as_json)
+            return
+        tokenizer = self.tokenizer
+        assert tokenizer is not None
+        for text in _interactive():
+            try:
+                self._answer(sampler, text, tokenizer.encode(text), as_json)
+            except UserError as error:
+                log.error("%s", error)
+
+    def _answer(self, sampler: Sampler, prompt: str | None, tokens: Sequence[int], as_json: bool) -> None:
+        samples = list(complete(sampler, self.request, prompt, tokens, self.tokenizer))
+        if jax.process_index() == 0:
+            _show(samples, as_json)
+
+
 def run(
     config_path: str,
     overrides: Sequence[str],
@@ -162,27 +214,12 @@ def run(
         UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
     """
     config = load_config(config_path, overrides)
-    ids = None if prompt_tokens is None else parse_tokens(prompt_tokens)
     logs.set_up()
+    source = checkpoint or config.checkpoint.root
+    ids = None if prompt_tokens is None else parse_tokens(prompt_tokens)
     platforms.CompileCache()
     platforms.start_distributed()
-    session = Session.open(config)
-    source = checkpoint or config.checkpoint.root
-    tokenizer = None if ids is not None else load_tokenizer(config.data.tokenizer, split_step(source)[0])
-    if prompt is not None or ids is not None:  # told before the weights are read
-        fit(config.model, ids if ids is not None else _encode(tokenizer, prompt or ""), request)
-    sampler = Sampler(session, source)
-    for text in [prompt] if prompt is not None or ids is not None else _interactive():
-        tokens = ids if ids is not None else _encode(tokenizer, text or "")
-        try:
-            samples = list(complete(sampler, request, text, tokens, tokenizer))
-        except UserError as error:
-            if prompt is not None or ids is not None:
-                raise
-            log.error("%s", error)
-            continue
-        if jax.process_index() == 0:
-            _show(samples, as_json)
+    Job.prepare(config, request, source, prompt=prompt, ids=ids).run(source, as_json=as_json)
     return 0
 
 
@@ -191,7 +228,7 @@ def complete(
 ) -> Iterator[Sample]:
     """The samples of one prompt, as text too if there is a tokenizer."""
     began = time.monotonic()
-    eos = tokenizer.eot if tokenizer is not None and tokenizer.eot < sampler.model.config.n_vocab else None
+    eos = tokenizer.eot if tokenizer is not None and tokenizer.eot < sampler.config.n_vocab else None
     completions, logprobs = sampler.sample(tokens, request, eos)
     seconds = time.monotonic() - began
     for new, chosen in zip(completions, logprobs, strict=True):
@@ -211,12 +248,6 @@ def parse_tokens(text: str) -> list[int]:
         raise UserError(
             f"--prompt-tokens {text!r}: expected token ids separated by commas, such as 1,2,3"
         ) from error
-
-
-def _encode(tokenizer: Tokenizer | None, text: str) -> list[int]:
-    if tokenizer is None:
-        raise AssertionError("text needs a tokenizer")
-    return tokenizer.encode(text)
 
 
 def _interactive() -> Iterator[str]:

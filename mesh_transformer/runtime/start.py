@@ -11,7 +11,7 @@ import jax
 from mesh_transformer.checkpoint.forms import ClassicRun, Form, Found, classic_run
 from mesh_transformer.checkpoint.open import open_found
 from mesh_transformer.checkpoint.place import place_scalar
-from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.data.classic_position import classic_position
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
@@ -19,6 +19,8 @@ from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.weights import has_moments, place_weights, read_params, read_weights
 from mesh_transformer.train.optim import restart_schedule
 from mesh_transformer.train.step import TrainState
+
+_NO_RUN = "no run can go on from it. Start from it with --tune-model-path {} and another checkpoint.model_dir"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,26 +67,53 @@ def begin(session: Session, store: CheckpointStore, source: Source, logged: Logg
     begun_again = Counters(
         steps_redone=logged.steps_redone + logged.step
     )  # killed before its first checkpoint
+    _check_goes_on(store)
     checkpoint = store.restore(program.abstract_state)
+    run = None if checkpoint is not None else classic_run(session.config.checkpoint.root)
+    if source.tune_model_path and (checkpoint is not None or run is not None):
+        log.info("going on with this run; --tune-model-path was read when it began")
     if checkpoint is not None:
-        if source.tune_model_path:
-            log.info("going on with this run; --tune-model-path was read when it began")
-        return _resume(session, checkpoint.state, checkpoint.step, checkpoint.extra, logged)
-    if run := classic_run(session.config.checkpoint.root):
-        return _resume_classic(session, run, logged)
+        return _resume(session, checkpoint, logged)
+    if run is not None:
+        return _resume(session, _classic_checkpoint(session, run), logged)
     if source.tune_model_path:
         return Begun(_tuned(session, source.tune_model_path, source.fresh_opt), 0, begun_again, None)
     return Begun(program.init(jax.random.key(session.config.model.seed)), 0, begun_again, None)
 
 
-def _resume(session: Session, state: TrainState, step: int, extra: dict[str, Any], logged: Logged) -> Begun:
+def _check_goes_on(store: CheckpointStore) -> None:
+    """Refuse a model_dir whose newest native step was written without moments: by a conversion."""
+    names = store.names()
+    if names and not any(name.startswith("opt_state/") for name in names):
+        folder = store.folder(store.steps()[-1])
+        raise UserError(f"{folder} has no Adam moments: {_NO_RUN.format(folder)}")
+
+
+def _resume(session: Session, checkpoint: Checkpoint, logged: Logged) -> Begun:
+    """Go on after a checkpoint of this program, or one that was converted from a run of the original."""
+    step, extra = checkpoint.step, checkpoint.extra
     redone = max(0, logged.step - step)
-    counters = Counters(**extra["counters"])
+    counters = _counters(extra.get("counters", {"tokens": step * session.tokens_per_step}))
     counters = counters._replace(steps_redone=max(counters.steps_redone, logged.steps_redone) + redone)
     log.info("resuming after step %d; %d steps that were done after it are done again", step, redone)
     if session.config.data.restart:
         log.warning("data.restart: reading the training data from its beginning")
-    return Begun(state, step, counters, None if session.config.data.restart else extra["loader"])
+        return Begun(checkpoint.state, step, counters, None)
+    loader = extra["loader"] if "loader" in extra else _classic_loader(session, extra.get("aux"))
+    return Begun(checkpoint.state, step, counters, loader)
+
+
+def _counters(noted: Any) -> Counters:
+    try:
+        counters = Counters(**noted)
+        if all(type(count) is int and count >= 0 for count in counters):
+            return counters
+    except TypeError:
+        pass
+    raise UserError(
+        f"the checkpoint notes the counters {str(noted)[:200]}: expected {', '.join(Counters._fields)}, whole numbers. "
+        f"Start from it with --tune-model-path and another checkpoint.model_dir"
+    )
 
 
 def _tuned(session: Session, path: str, fresh_opt: bool) -> TrainState:
@@ -99,16 +128,14 @@ def _tuned(session: Session, path: str, fresh_opt: bool) -> TrainState:
     return program.begin(weights.params, program.fresh_optimizer(weights.params))
 
 
-def _resume_classic(session: Session, run: ClassicRun, logged: Logged) -> Begun:
-    """Go on with a run of the original program: its step, moments, schedule and place in the data."""
+def _classic_checkpoint(session: Session, run: ClassicRun) -> Checkpoint:
+    """The state of a run of the original program: its step, moments and schedule."""
     source = open_found(Found(Form.CLASSIC, run.folder), session.config.model)
     if not has_moments(source):
         raise UserError(
-            f"{run.folder} is a slim checkpoint, without Adam's moments: its run cannot go on. Start from it with "
-            f"--tune-model-path {run.folder} and another checkpoint.model_dir"
+            f"{run.folder} is a slim checkpoint, without Adam's moments: {_NO_RUN.format(run.folder)}"
         )
     log.info("going on with a run of the original program; new checkpoints are native, its own stay")
-    loader = _classic_loader(session, run)
     weights, step = place_weights(session, source), source.counts.step
     state = session.program.begin(weights.params, weights.opt_state)
     skipped = max(0, step - (source.counts.schedule or 0))
@@ -116,16 +143,15 @@ def _resume_classic(session: Session, run: ClassicRun, logged: Logged) -> Begun:
     state = state._replace(
         step=place_scalar(step, abstract.step), skipped=place_scalar(skipped, abstract.skipped)
     )
-    extra = {"counters": Counters(tokens=step * session.tokens_per_step)._asdict(), "loader": loader}
-    return _resume(session, state, step, extra, logged)
+    return Checkpoint(step, state, {"aux": run.aux})
 
 
-def _classic_loader(session: Session, run: ClassicRun) -> dict[str, Any] | None:
-    """The position in the training data that the original noted, as one of ours."""
-    noted, data = run.aux.get("train_loader"), session.config.data
-    if data.restart or data.train_set is None:
+def _classic_loader(session: Session, aux: Any) -> dict[str, Any] | None:
+    """The position in the training data that the original noted beside a step, as one of ours."""
+    data, noted = session.config.data, aux.get("train_loader") if isinstance(aux, dict) else None
+    if data.train_set is None:
         return None
     if noted is None:
-        log.warning("%s: meta.json has no data position: reading from the beginning", run.folder)
+        log.warning("the checkpoint notes no position in the training data: reading from the beginning")
         return None
     return classic_position(data.train_set, noted, session.sequences_per_step)

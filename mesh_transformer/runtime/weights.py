@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from mesh_transformer.checkpoint.forms import Form, recognise
-from mesh_transformer.checkpoint.open import open_found
+from mesh_transformer.checkpoint.agree import agreed
+from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
+from mesh_transformer.checkpoint.open import open_source
 from mesh_transformer.checkpoint.place import place, place_scalar
-from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.base import Params
@@ -30,14 +30,8 @@ def read_params(session: Session, path: str) -> Weights:
     Raises:
         UserError: there is no checkpoint, or it is of another model or damaged.
     """
-    abstract = {"params": session.program.abstract_state.params}
-    found = recognise(path)
-    if found.form is Form.NATIVE:
-        store, step = _open_store(path)
-        restored = _found(store.restore_part(abstract, step), path)
-        return Weights(restored.state["params"], restored.step)
-    source = open_found(found, session.config.model)
-    return Weights(place(source, abstract)["params"], source.counts.step)
+    source = _open(session, path)
+    return Weights(_params(session, source), source.counts.step)
 
 
 def read_weights(session: Session, path: str) -> Weights:
@@ -46,24 +40,15 @@ def read_weights(session: Session, path: str) -> Weights:
     Raises:
         UserError: as in `read_params`.
     """
-    found = recognise(path)
-    if found.form is not Form.NATIVE:
-        return place_weights(session, open_found(found, session.config.model))
-    store, step = _open_store(path)
-    names = store.names(step)
-    if names and not any(name.startswith("opt_state/") for name in names):
-        return read_params(session, path)
-    restored = _found(store.restore(session.program.abstract_state, step), path)
-    return Weights(restored.state.params, restored.step, restored.state.opt_state)
+    return place_weights(session, _open(session, path))
 
 
 def place_weights(session: Session, source: TensorSource) -> Weights:
     """Everything that an open checkpoint holds, on the devices; errors as in `read_params`."""
     abstract = session.program.abstract_state
     if not has_moments(source):
-        return Weights(place(source, {"params": abstract.params})["params"], source.counts.step)
-    wanted = {"params": abstract.params, **moments(abstract.opt_state)}
-    placed = place(source, wanted)
+        return Weights(_params(session, source), source.counts.step)
+    placed = _placed(source, {"params": abstract.params, **moments(abstract.opt_state)})
     adam, schedule = (
         place_scalar(count or 0, abstract.step) for count in (source.counts.adam, source.counts.schedule)
     )
@@ -83,13 +68,19 @@ def split_step(path: str) -> tuple[str, int | None]:
     return ((match[1] or "./").rstrip("/"), int(match[2])) if match else (path, None)
 
 
-def _found(checkpoint: Checkpoint | None, path: str) -> Checkpoint:
-    if checkpoint is None:
-        raise UserError(f"no checkpoint in {path}")
-    return checkpoint
+def _open(session: Session, path: str) -> TensorSource:
+    """The checkpoint, if every process can open it."""
+    source = agreed(lambda: open_source(path, session.config.model))
+    agreed(lambda: source.counts)
+    return source
 
 
-def _open_store(path: str) -> tuple[CheckpointStore, int | None]:
-    """The store and step that a path names: a run's folder (its newest step) or one `step_N` folder in it."""
-    root, step = split_step(path)
-    return CheckpointStore(root, read_only=True), step
+def _params(session: Session, source: TensorSource) -> Params:
+    return _placed(source, {"params": session.program.abstract_state.params})["params"]
+
+
+def _placed(source: TensorSource, abstract: Any) -> Any:
+    try:
+        return place(source, abstract)
+    except DamagedCheckpoint as damage:
+        raise UserError(f"{source.where} is damaged: {damage}; name another step or checkpoint") from damage

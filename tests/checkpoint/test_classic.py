@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from classic_folders import RandomSource, model_config, stored, values, write
 
-from mesh_transformer.checkpoint.classic import ClassicSource, open_classic
+from mesh_transformer.checkpoint.classic import ClassicSource
 from mesh_transformer.checkpoint.classic_folder import Form, inspect
 from mesh_transformer.checkpoint.classic_write import write_classic
 from mesh_transformer.checkpoint.manifest import flatten
+from mesh_transformer.checkpoint.open import open_source, open_step
 from mesh_transformer.config import load_config
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -167,14 +168,14 @@ def test_fortran_order_is_read(tmp_path):
 def test_the_newest_step_of_a_root(tmp_path):
     for step in (5, 10):
         write(tmp_path / f"step_{step}", 1)
-    assert open_classic(str(tmp_path), model_config()).where.endswith("step_10")
+    assert open_source(str(tmp_path), model_config()).where.endswith("step_10")
     (tmp_path / "meta.json").write_text(
         '{"step": 5, "checkpoints": [5], "aux": {"5": {"train_loader": {"used": 3}}}}'
     )
-    source = open_classic(str(tmp_path), model_config())
+    source = open_source(str(tmp_path), model_config())
     assert source.where.endswith("step_5")
     assert source.extra == {"aux": {"train_loader": {"used": 3}}}
-    assert open_classic(str(tmp_path), model_config(), step=10).where.endswith("step_10")
+    assert open_step(str(tmp_path), model_config(), 10).where.endswith("step_10")
 
 
 def test_memory_of_a_conversion_is_two_arrays(tmp_path):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import struct
 import time
 import tracemalloc
+import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,9 @@ from classic_folders import model_config, values, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mesh_transformer.checkpoint.archive import MAX_DIRECTORY_BYTES
 from mesh_transformer.checkpoint.classic import ClassicSource
+from mesh_transformer.checkpoint.npz import NpzReader
 from mesh_transformer.errors import UserError
 
 LIMIT_BYTES = 4 << 20  # the whole checkpoint has 40 kB; a directory may have 1 MB
@@ -117,3 +122,83 @@ def test_a_directory_of_absurd_size_is_not_read(folder, tmp_path):
     path.write_bytes(huge)
     with pytest.raises(UserError, match="a directory of"):
         ClassicSource(str(copy), model_config())
+
+
+BIG = (640, 2048)  # 5 MiB
+
+
+def compressed(path: Path, values: np.ndarray) -> bytes:
+    np.savez_compressed(path, values)
+    return path.read_bytes()
+
+
+def read(path: Path) -> np.ndarray:
+    reader = NpzReader()
+    member = reader.open(str(path))["arr_0"]
+    out = np.empty(member.shape, member.dtype)
+    reader.read(member, (slice(None),) * out.ndim, out)
+    return out
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_large_compressed_array_is_read_in_pieces(tmp_path, order):
+    values = np.asarray(np.random.default_rng(0).normal(size=BIG).astype(np.float32), order=order)
+    assert len(compressed(tmp_path / "x.npz", values)) > 4 * MAX_DIRECTORY_BYTES
+    tracemalloc.start()
+    found = read(tmp_path / "x.npz")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.tobytes() == values.tobytes()
+    assert peak < 2 * values.nbytes + (3 << 20)  # the values, the array they are copied to, and some pieces
+
+
+def test_an_array_that_compresses_as_far_as_deflate_can_is_read(tmp_path):
+    assert len(compressed(tmp_path / "x.npz", np.zeros(BIG, np.float32))) < 8000
+    assert not read(tmp_path / "x.npz").any()
+
+
+def edited(content: bytes, **values: int) -> bytes:
+    """The directory's only entry with another size or CRC."""
+    at, data = content.rindex(b"PK\x01\x02"), bytearray(content)
+    for name, value in values.items():
+        struct.pack_into("<I", data, at + {"crc": 16, "size": 24}[name], value)
+    return bytes(data)
+
+
+def misannounced(path: Path, announced: bytes, contained: bytes) -> Path:
+    """An archive whose directory has the size and the CRC of something else than it contains."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("arr_0.npy", contained)
+    path.write_bytes(edited(path.read_bytes(), size=len(announced), crc=zlib.crc32(announced)))
+    return path
+
+
+def npy(values: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+def test_what_inflates_to_more_than_announced_is_refused(tmp_path):
+    """Even where the CRC is that of the announced part; and the rest is not inflated to find out."""
+    announced = npy(np.zeros(2048, np.float32))
+    path = misannounced(tmp_path / "bomb.npz", announced, announced + bytes(64 << 20))
+    tracemalloc.start()
+    with pytest.raises(UserError, match="more than the 8320 bytes that it announces"):
+        read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < LIMIT_BYTES
+
+
+def test_what_inflates_to_less_than_announced_is_refused(tmp_path):
+    announced = npy(np.random.default_rng(0).normal(size=100).astype(np.float32))
+    with pytest.raises(UserError, match="4 of 528 announced bytes are missing"):
+        read(misannounced(tmp_path / "short.npz", announced, announced[:-4]))
+
+
+def test_a_size_that_no_compression_reaches_is_refused_before_anything_is_inflated(tmp_path):
+    content = compressed(tmp_path / "x.npz", np.zeros(BIG, np.float32))
+    (tmp_path / "x.npz").write_bytes(edited(content, size=0xFFFFFFF0))
+    with pytest.raises(UserError, match="4294967280 bytes announced, .*sizes that cannot be"):
+        read(tmp_path / "x.npz")

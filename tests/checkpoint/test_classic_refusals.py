@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from classic_folders import RandomSource, model_config, write
 
-from mesh_transformer.checkpoint.classic import ClassicSource, open_classic
+from mesh_transformer.checkpoint.classic import ClassicSource
 from mesh_transformer.checkpoint.classic_write import write_classic
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
+from mesh_transformer.checkpoint.open import open_source, open_step
 from mesh_transformer.errors import UserError
 
 
@@ -30,8 +31,8 @@ def refusal(folder: Path, **values) -> str:
         ({"layers": 3}, r"shard_0: expected 37 arrays \(slim\) or 111 \(full\) for model.layers 3, found 27"),
         ({"layers": 3}, r"a slim checkpoint of 2 layers has as many"),
         ({"d_model": 32}, r"shard_0/0.npz: arr_0 \(.*embedding_shard/~/linear/b\): expected \(32,\).*found \(16,\)"),
-        ({"n_heads": 1}, r"2 shards do not divide model.n_heads 1"),
-        ({"n_vocab": 25}, r"2 shards do not divide model.n_vocab 25"),
+        ({"n_heads": 1}, r"2 shards do not divide model.n_heads 1 and model.n_vocab 24: possible are 1$"),
+        ({"n_vocab": 25}, r"2 shards do not divide model.n_heads 4 and model.n_vocab 25"),
         ({"n_vocab": 26}, r"shard_0/0.npz: arr_1 \(.*linear/w\): expected \(13, 16\) of floats, found \(12, 16\) float32"),
         ({"norm": "rmsnorm"}, r"expected 24 arrays \(slim\) or 72 \(full\) for model.layers 2, found 27"),
         ({"pe": "fixed"}, r"expected 28 arrays \(slim\)"),
@@ -121,7 +122,7 @@ def test_the_v2_model_is_refused_by_name(tmp_path, above):
         shutil.rmtree(tmp_path / "params")
         (tmp_path / "meta.json").write_text('{"total_hosts": 1, "step": 1}')
     with pytest.raises(UserError, match="unreleased V2 model"):
-        open_classic(str(tmp_path), model_config())
+        open_source(str(tmp_path), model_config())
 
 
 @pytest.mark.parametrize(
@@ -131,18 +132,18 @@ def test_a_bad_meta_json(tmp_path, content):
     write(tmp_path / "step_5", 1)
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(UserError, match="meta.json: expected a JSON object"):
-        open_classic(str(tmp_path), model_config())
+        open_source(str(tmp_path), model_config())
 
 
 def test_a_step_that_is_not_there(tmp_path):
     write(tmp_path / "step_5", 1)
-    with pytest.raises(UserError, match=r"no classic checkpoint of step 6 in .*: there are \[5\]"):
-        open_classic(str(tmp_path), model_config(), step=6)
+    with pytest.raises(UserError, match=r"no checkpoint of step 6 in .*: there are \[5\]"):
+        open_step(str(tmp_path), model_config(), 6)
     (tmp_path / "meta.json").write_text(json.dumps({"step": 9, "checkpoints": [5, 9]}))
     with pytest.raises(UserError, match="no classic checkpoint of step 9"):
-        open_classic(str(tmp_path), model_config())
-    with pytest.raises(UserError, match="no classic checkpoint in .*found nothing"):
-        open_classic(str(tmp_path / "elsewhere"), model_config())
+        open_source(str(tmp_path), model_config())
+    with pytest.raises(UserError, match="no checkpoint in .*found nothing"):
+        open_source(str(tmp_path / "elsewhere"), model_config())
 
 
 def test_a_compressed_array_that_expands_beyond_its_header(tmp_path):
@@ -158,9 +159,9 @@ def test_a_compressed_array_that_expands_beyond_its_header(tmp_path):
 @pytest.mark.parametrize(
     ("shards", "values", "expected"),
     [
-        (3, {}, "3 shards do not divide model.n_heads 4"),
+        (3, {}, "3 shards do not divide model.n_heads 4 and model.n_vocab 24: possible are 1, 2, 4$"),
         (0, {}, "0 shards"),
-        (4, {"n_vocab": 22}, "4 shards do not divide model.n_vocab 22"),
+        (4, {"n_vocab": 22}, "4 shards do not divide .*model.n_vocab 22: possible are 1, 2$"),
         (1, {"d_head": 8}, "the classic form has no room"),
     ],
 )

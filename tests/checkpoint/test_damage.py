@@ -59,8 +59,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no tensors": lambda step: shutil.rmtree(step / "state/ocdbt.process_0"),
     "no index": lambda step: (step / "state/manifest.ocdbt").unlink(),
     "cut index": lambda step: truncate(step / "state/manifest.ocdbt"),
-    "no tree": lambda step: (step / "state/_METADATA").unlink(),
-    "cut tree": lambda step: truncate(step / "state/_METADATA"),
     "cut tensors": lambda step: truncate(biggest(step)),
     "no tensor file": lambda step: biggest(step).unlink(),
     "a flipped bit": lambda step: flip(biggest(step)),
@@ -95,6 +93,16 @@ def test_fall_back_to_the_step_before(
     assert store.steps() == [1, 2]
     assert (root / "set_aside" / "step_2").is_dir()
     store.close()
+
+
+@pytest.mark.parametrize("damage", [truncate, Path.unlink])
+def test_what_only_orbax_reads_is_not_needed(root: Path, damage: Callable[[Path], object]) -> None:
+    for name in ("_METADATA", "_sharding"):
+        damage(root / "step_2/state" / name)
+    found = CheckpointStore(str(root), read_only=True).restore(abstract(state(0, width=512)))
+    assert found is not None
+    assert found.step == 2
+    assert_equal(found.state, state(2, width=512))
 
 
 def test_damage_of_what_is_not_asked_for_does_not_matter(root: Path) -> None:

@@ -54,6 +54,20 @@ def test_upload_replaces_and_empty_files_are_files(folder: str, metrics: str, tm
         files.upload(str(tmp_path / "absent"), target)
 
 
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+def test_a_buffer_is_filled_as_far_as_the_file_goes(
+    folder: str, metrics: str, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr(files, "REMOTE_PIECE_BYTES", piece)
+    Path(metrics).write_bytes(bytes(range(100)))
+    files.upload(metrics, files.join(folder, "x"))
+    for start, length in ((0, 100), (30, 21), (90, 30), (100, 5), (200, 5), (3, 0)):
+        buffer = bytearray(b"\xff" * length)
+        count = files.read_into(files.join(folder, "x"), start, memoryview(buffer))
+        assert count == len(range(100)[start : start + length])
+        assert buffer == bytes(range(100))[start : start + length] + b"\xff" * (length - count)
+
+
 def test_write_seek_and_read(folder: str, tmp_path: Path) -> None:
     (tmp_path / "f").mkdir()
     path = files.join(folder, "x.gz")  # must not be unpacked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import golden
 import hf_folders as hf
@@ -157,9 +158,7 @@ def test_a_value_too_large_for_float16_is_refused(tmp_path) -> None:
 
 
 def test_slices_are_those_of_the_whole(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "mesh_transformer.checkpoint.safetensors_file.READ_BYTES", 100
-    )  # a few rows at a time
+    monkeypatch.setattr("mesh_transformer.checkpoint.file_tensor.BAND_BYTES", 100)  # a few rows at a time
     model = hf.model_config()
     hf.their_model(tmp_path, model)
     source = HFSource(str(tmp_path))
@@ -175,15 +174,64 @@ def test_slices_are_those_of_the_whole(tmp_path, monkeypatch) -> None:
     assert not padding.any()
 
 
+def test_a_matrix_is_read_once_for_all_its_columns(gcs) -> None:
+    """Our rows are their columns: a form that is written row by row asks for some after the others."""
+    model = hf.model_config()
+    write_hf(hf.MemorySource(hf.random_params(model)), model, "gs://bucket/hf")
+    source = HFSource("gs://bucket/hf")
+    before = gcs.bytes_read
+    for row in range(0, 48, 16):
+        source.read("params/head/logits/w", (slice(row, row + 16), hf.ALL))
+    assert gcs.bytes_read - before == 48 * 131 * 4
+    for layer in range(3):
+        for row in range(0, 48, 16):
+            source.read("params/blocks/ff/in/w", (slice(layer, layer + 1), slice(row, row + 16), hf.ALL))
+    assert gcs.bytes_read - before == 48 * 131 * 4 + 3 * 48 * 192 * 4
+
+
+def test_bands_of_a_matrix_take_its_size_and_no_more(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("mesh_transformer.checkpoint.file_tensor.BAND_BYTES", 10_000)
+    model = hf.model_config(n_vocab=5000)
+    write_hf(hf.MemorySource(hf.random_params(model)), model, str(tmp_path))
+    source = HFSource(str(tmp_path))
+    matrix, limit = 48 * 5000 * 4, 100_000
+    tracemalloc.start()
+    whole = source.read("params/head/logits/w", (hf.ALL, hf.ALL))
+    assert tracemalloc.get_traced_memory()[1] < whole.nbytes + limit
+    del whole
+    tracemalloc.reset_peak()
+    for row in range(48):
+        source.read("params/head/logits/w", (slice(row, row + 1), hf.ALL))  # 20 kB of all of their rows
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert matrix <= kept <= peak < matrix + limit
+
+
+def test_a_matrix_beyond_the_bound_is_not_held(tmp_path, monkeypatch) -> None:
+    model = hf.model_config()
+    write_hf(hf.MemorySource(hf.random_params(model)), model, str(tmp_path))
+    expected = hf.read_all(HFSource(str(tmp_path)))["params/head/logits/w"]
+    held = "mesh_transformer.checkpoint.hf.HELD_BYTES"
+    for limit, is_held in ((model.n_vocab * 48 * 4, True), (model.n_vocab * 48 * 4 - 1, False)):
+        monkeypatch.setattr(held, limit)
+        source = HFSource(str(tmp_path))
+        np.testing.assert_array_equal(
+            source.read("params/head/logits/w", (slice(0, 5), hf.ALL)), expected[:5]
+        )
+        assert (source._held is not None) == is_held
+
+
 def test_blocks_are_small(tmp_path, monkeypatch) -> None:
     model = hf.model_config()
     source = hf.MemorySource(hf.random_params(model))
     write_hf(source, model, str(tmp_path / "whole"))
     monkeypatch.setattr(hf_write, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(hf_write, "BAND_BYTES", 400)
     source.read_bytes.clear()
     written: list[int] = []
     write_hf(source, model, str(tmp_path / "blocks"), progress=written.append)
     assert max(source.read_bytes) <= 1000
+    assert max(written) == 192 * 4  # one of their longest rows
     assert sum(written) == hf_write.n_bytes(model, np.dtype(np.float32))
     assert (tmp_path / "blocks/model.safetensors").read_bytes() == (
         tmp_path / "whole/model.safetensors"

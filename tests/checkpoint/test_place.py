@@ -88,66 +88,108 @@ def test_what_cannot_be_read_is_told(shared: Path) -> None:
         place(Broken(classic(shared, run)), {"params": run.abstract_state.params})  # type: ignore[arg-type]
 
 
-PROCESS = """
+PATTERN = """
 import os, sys
-folder, port, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+def pattern(index):
+    \"\"\"Numbers that cannot be compressed, the same in all layers.\"\"\"
+    layers, rows, columns = (np.arange(s.start or 0, s.stop, dtype=np.uint64) for s in index)
+    places = rows[:, None] * 2048 + columns
+    return np.broadcast_to((places * 2654435761 % 2**32).astype(np.float32), (len(layers), *places.shape))
+"""
+
+PROCESS = (
+    PATTERN
+    + """
+folder, reader, port, process = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-from jax.sharding import NamedSharding, PartitionSpec as P
 from mesh_transformer.checkpoint.native import NativeSource
-from mesh_transformer.checkpoint.place import place
+from mesh_transformer.checkpoint.place import place, restore
 
 def peak_mib():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
 
-mesh = jax.make_mesh((8,), ("tp",))
-sharding = NamedSharding(mesh, P(None, None, "tp"))
+sharding = NamedSharding(jax.make_mesh((8,), ("tp",)), P(None, None, "tp"))
 source = NativeSource(folder)
 wanted = {name: jax.ShapeDtypeStruct(info.shape, np.float32, sharding=sharding) for name, info in source.tensors.items()}
 small, *names = sorted(wanted)
-tree = lambda names: {n: wanted[n] for n in names}
-warm = place(source, tree([small]))  # threads and libraries are there from here on
+
+def read(names):
+    tree = {name: wanted[name] for name in names}
+    return place(source, tree) if reader == "place" else restore(source, tree, part=True)
+
+warm = read([small])  # threads and libraries are there from here on
 before = peak_mib()
-arrays = place(source, tree(names))
+arrays = read(names)
 grown = peak_mib() - before
 mine = sum(shard.data.nbytes for x in arrays.values() for shard in x.addressable_shards) / 2**20
 largest = max(x.nbytes for x in arrays.values()) / 2**20
 for x in arrays.values():
     for shard in x.addressable_shards:
         assert shard.data.nbytes * 8 == x.nbytes
-        np.testing.assert_array_equal(shard.data[0, :3, :3], np.arange(3)[None] + np.full((3, 1), shard.index[2].start))
+        spans = [slice(*s.indices(n)[:2]) for s, n in zip(shard.index, x.shape)]
+        np.testing.assert_array_equal(shard.data, pattern(spans))
 print("GROWN", grown, mine, largest, flush=True)
 """
+)
 
-WRITE = """
-import sys, numpy as np
+SHAPES = "{n: (32 if n != 'a' else 1, 512, 2048) for n in 'abcd'}"
+
+# as a conversion writes it
+CONVERT = (
+    PATTERN
+    + f"""
 from mesh_transformer.checkpoint.native_writer import write_native
 from mesh_transformer.checkpoint.tensors import Counts, TensorInfo
 
-class Ramp:
-    where, extra, counts = "ramp", {}, Counts(1)
-    tensors = {f"params/blocks/{n}/w": TensorInfo((32 if n != "a" else 1, 512, 2048), np.dtype(np.float32)) for n in "abcd"}
+class Source:
+    where, extra, counts = "pattern", {{}}, Counts(1)
+    tensors = {{f"params/blocks/{{n}}/w": TensorInfo(s, np.dtype(np.float32)) for n, s in {SHAPES}.items()}}
     def read(self, name, index):
-        shape = [s.stop - s.start for s in index]
-        return np.broadcast_to(np.arange(index[2].start, index[2].stop, dtype=np.float32), shape).copy()
+        return pattern(index)
 
-write_native(Ramp(), sys.argv[1])
+write_native(Source(), sys.argv[1])
 """
+)
+
+# as a run saves it, on another mesh than it will be read on
+TRAIN = (
+    PATTERN
+    + f"""
+from mesh_transformer.checkpoint.store import CheckpointStore
+sharding = NamedSharding(jax.make_mesh((4,), ("fsdp",)), P(None, "fsdp", None))
+
+def array(shape):
+    whole = lambda index: tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape))
+    return jax.make_array_from_callback(shape, sharding, lambda index: pattern(whole(index)))
+
+store = CheckpointStore(sys.argv[1])
+store.save(1, {{"params": {{"blocks": {{n: {{"w": array(s)}} for n, s in {SHAPES}.items()}}}}}}, {{}})
+store.close()
+"""
+)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells of memory")
-def test_two_processes_hold_their_shards_and_one_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [(CONVERT, "place"), (TRAIN, "place"), (TRAIN, "restore")],
+    ids=["converted-placed", "trained-placed", "trained-restored"],
+)
+def test_two_processes_hold_their_shards_and_one_tensor(tmp_path: Path, writer: str, reader: str) -> None:
     """384 MiB in three tensors on tp8: each process gets 192 MiB, and may hold one tensor of 128 MiB besides."""
     where = {"cwd": Path(__file__).resolve().parents[2], "text": True}
-    subprocess.run([sys.executable, "-c", WRITE, str(tmp_path)], check=True, **where)  # type: ignore[call-overload]
+    subprocess.run([sys.executable, "-c", writer, str(tmp_path)], check=True, **where)  # type: ignore[call-overload]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-c", PROCESS, str(tmp_path / "step_1"), port]
+    command = [sys.executable, "-c", PROCESS, str(tmp_path / "step_1"), reader, port]
     children = [
         subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)  # type: ignore[call-overload]
         for n in range(2)

@@ -62,6 +62,31 @@ def test_a_step_without_its_commit_marker_is_not_there(gcs: GcsServer) -> None:
     assert names(gcs, "runs/a/set_aside/") == []
 
 
+def test_what_is_not_ours_is_not_deleted(gcs: GcsServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Folders with the name of a step: one of somebody else, one of a save that was cut off, one of both."""
+    write(1)
+    gcs.put("bucket", "runs/a/step_3/weights.bin", b"mine")
+    gcs.put("bucket", "runs/a/step_4/state/d/1", b"half")
+    gcs.put("bucket", "runs/a/step_5/state/d/1", b"half")
+    gcs.put("bucket", "runs/a/step_5/notes.txt", b"mine")
+    store = CheckpointStore(ROOT, keep_latest=5)
+    assert names(gcs, "runs/a/step_4/") == []
+    assert names(gcs, "runs/a/step_3/") + names(gcs, "runs/a/step_5/") == [
+        "runs/a/step_3/weights.bin",
+        "runs/a/step_5/notes.txt",
+        "runs/a/step_5/state/d/1",
+    ]
+    told = [record.getMessage() for record in caplog.records if "left alone" in record.getMessage()]
+    assert told == [
+        f"{ROOT}/step_3 is no step of ours, it holds ['weights.bin']: left alone",
+        f"{ROOT}/step_5 is no step of ours, it holds ['notes.txt']: left alone",
+    ]
+    store.save(3, state(3), {})  # in the way: moved
+    store.close()
+    assert store.steps() == [1, 3]
+    assert gcs.objects("bucket")["runs/a/set_aside/step_3/weights.bin"] == b"mine"
+
+
 def test_a_damaged_step_is_passed_over_and_set_aside(gcs: GcsServer) -> None:
     write(1, 2, keep_latest=5)
     manifest = "runs/a/step_2/manifest/metadata"

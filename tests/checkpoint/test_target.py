@@ -26,7 +26,7 @@ def content(folder: str) -> bytes:
         return file.read()
 
 
-def write_and_raise(target: str, error: BaseException, **options: bool) -> None:
+def write_and_raise(target: str, error: BaseException, **options: bool | str) -> None:
     with new_folder(target, **options) as folder:
         put(folder)
         raise error
@@ -157,6 +157,50 @@ def test_a_move_in_a_bucket_that_was_cut_short(gcs, stage):
         write_folder(target)
     assert content(target) == b"new"
     assert ("stale" in files.list_dir(files.join(target, "part"))) == (stage == b"moving\n")
+    assert siblings(target) == ["out"]
+
+
+def test_the_marker_is_there_at_the_end_only(target):
+    with new_folder(target, marker="done") as folder:
+        put(folder)
+    assert files.list_dir(target) == ["done", "part"]
+    with pytest.raises(ZeroDivisionError):
+        write_and_raise(target, ZeroDivisionError(), marker="done", overwrite=True)
+    assert content(target) == b"new"
+    assert files.list_dir(target) == ["done", "part"]
+
+
+@pytest.mark.parametrize("cut_off", ["POST rewriteTo", "DELETE mtj-partial", "marker", "DELETE mtj-moving"])
+def test_a_bucket_is_finished_by_the_next_run(gcs, cut_off, monkeypatch):
+    """Cut off in the move, in the deletion after it, before the marker or after it: never marked before it is whole."""
+    target = "gs://bucket/parent/out"
+
+    def write():
+        with new_folder(target, marker="done") as folder:
+            files.replace(files.join(folder, "zzz"), b"new")
+            put(folder)
+
+    def killed(path, content):
+        if path.endswith("done"):
+            raise OSError("403")
+        honest(path, content)
+
+    honest = files.replace
+    if cut_off == "marker":
+        monkeypatch.setattr(files, "replace", killed)
+    else:
+        method, path = cut_off.split()
+        gcs.fail(403, method=method, path=path, times=1000)
+    with pytest.raises(Exception, match="403"):
+        write()
+    assert files.exists(beside(target, "moving"))
+    assert ("done" in files.list_dir(target)) == (cut_off == "DELETE mtj-moving")
+    gcs.faults.clear()
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="is there already"):
+        write()
+    assert files.list_dir(target) == ["done", "part", "zzz"]
+    assert content(target) == b"new"
     assert siblings(target) == ["out"]
 
 

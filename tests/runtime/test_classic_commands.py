@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import commands
+import ml_dtypes
 import pytest
-from classic_folders import TINY, model_config, stored, write
+from classic_folders import TINY, RandomSource, model_config, stored, values, write
 
 from mesh_transformer.checkpoint.classic import ClassicSource
+from mesh_transformer.checkpoint.native_writer import write_native
 
 
 @pytest.fixture
@@ -43,6 +43,23 @@ def test_slim_model(run, arguments, folder, dtype):
     ]
 
 
+def test_slim_model_of_a_native_run(run):
+    """Of one step among several, in the config's number of shards."""
+    for step in (7, 9):
+        source = RandomSource(model_config(), full=True, seed=step)
+        source.counts = source.counts._replace(step=step)
+        folder = write_native(source, str(run / f"alone_{step}"))
+        shutil.copytree(folder, run / f"ours/step_{step}")
+    options = ["--set", "checkpoint.model_dir=ours", "--ckpt-step", "7"]
+    commands.run("slim_model.py", "--config", "config.json", *options, cwd=run)
+    slim = ClassicSource(str(run / "ours_slim/step_7"), model_config())
+    assert slim.form == (2, False)
+    expected = values(RandomSource(model_config(), full=False, seed=7))
+    assert values(slim).keys() == expected.keys()
+    for name, array in values(slim).items():
+        assert (array == expected[name].astype(ml_dtypes.bfloat16)).all(), name
+
+
 def test_slim_model_leaves_what_is_there(run):
     (run / "run_slim/step_7").mkdir(parents=True)
     (run / "run_slim/step_7/notes").write_text("mine")
@@ -58,7 +75,7 @@ def test_slim_model_leaves_what_is_there(run):
 
 def test_slim_model_without_that_step(run):
     _, errors = commands.run("slim_model.py", "--config", "config.json", "--ckpt-step", "8", cwd=run, code=2)
-    assert errors.splitlines()[-1] == "error: no classic checkpoint of step 8 in run: there are [7]"
+    assert errors.splitlines()[-1] == "error: no checkpoint of step 8 in run: there are [7]"
     assert "Traceback" not in errors
 
 
@@ -74,43 +91,10 @@ def test_resharding_there_and_back(run):
     assert stored(run / "back") == stored(run / "run/step_7")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shards-out", "3", "--out", "out"], "model.n_heads 4 is not divisible by mesh.tp 3"),
-        (
-            ["--shards-out", "1", "--out", "out", "--set", "model.layers=3"],
-            "found 81; a full checkpoint of 2 layers has as many",
-        ),
-        (["--shards-out", "1"], "nothing to do"),
-        (["--shards-out", "1", "--out", "run"], "is there already"),
-    ],
-)
-def test_resharding_that_cannot_be(run, arguments, message):
+def test_another_model_is_one_line(run):
     before = sorted(run.rglob("*"))
-    command = ["resharding_example.py", "--config", "config.json", "--ckpt", "run", *arguments]
-    _, errors = commands.run(*command, cwd=run, code=2)
-    assert message in errors
+    arguments = ["--ckpt", "run", "--shards-out", "1", "--out", "out", "--set", "model.layers=3"]
+    _, errors = commands.run("resharding_example.py", "--config", "config.json", *arguments, cwd=run, code=2)
+    assert "found 81; a full checkpoint of 2 layers has as many" in errors
     assert "Traceback" not in errors
     assert [path for path in sorted(run.rglob("*")) if "cache" not in path.parts] == before
-
-
-def test_a_killed_conversion_leaves_no_folder_and_can_be_repeated(run):
-    """Killed in the middle: what the next run finds under the temporary name goes."""
-    shutil.rmtree(run / "run")
-    write(run / "run/step_7", 2, full=True, d_model=384, layers=4)
-    config = {**TINY, "d_model": 384, "layers": 4, "model_dir": "run"}
-    (run / "config.json").write_text(json.dumps(config))
-    arguments = ["--config", "config.json", "--ckpt", "run", "--shards-out", "1", "--out", "out"]
-    process = commands.start("resharding_example.py", *arguments, cwd=run)
-    deadline = time.monotonic() + 60
-    while not (run / ".out.mtj-partial/shard_0/1.npz").exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert (run / ".out.mtj-partial").is_dir()
-    assert not (run / "out").exists()
-    _, errors = commands.run("resharding_example.py", *arguments, cwd=run)
-    assert "cut short" in errors
-    assert not (run / ".out.mtj-partial").exists()
-    ClassicSource(str(run / "out"), model_config(d_model=384, layers=4))

@@ -9,7 +9,6 @@ import commands
 import hf_folders as hf
 import numpy as np
 import pytest
-from gcs_server import GcsServer
 
 from mesh_transformer.checkpoint.hf import HFSource
 from mesh_transformer.checkpoint.hf_write import write_hf
@@ -45,13 +44,13 @@ def assert_same_weights(found: Path | str, expected: Path | str) -> None:
         np.testing.assert_array_equal(ours[name], array, err_msg=name)
 
 
-def from_hf(cwd: Path, *arguments: str, code: int = 0, **environment: str) -> str:
-    return commands.run("from_hf_weights.py", *arguments, cwd=cwd, code=code, **environment)[1]
+def from_hf(cwd: Path, *arguments: str, code: int = 0) -> str:
+    return commands.run("from_hf_weights.py", *arguments, cwd=cwd, code=code)[1]
 
 
-def to_hf(cwd: Path, *arguments: str, code: int = 0, **environment: str) -> str:
+def to_hf(cwd: Path, *arguments: str, code: int = 0) -> str:
     arguments = ("--config", "config.json", *arguments)
-    return commands.run("to_hf_weights.py", *arguments, cwd=cwd, code=code, **environment)[1]
+    return commands.run("to_hf_weights.py", *arguments, cwd=cwd, code=code)[1]
 
 
 @pytest.mark.parametrize("form", ["native", "classic"])
@@ -144,21 +143,3 @@ def test_bad_checkpoints_leave_nothing_behind(folder) -> None:
     assert "Traceback" not in errors
     assert {path.name for path in folder.iterdir()} - {"cache"} == {"config.json", "hf"}
     assert config == CONFIG
-
-
-def test_buckets(folder) -> None:
-    with GcsServer() as gcs:
-        _through_a_bucket(gcs, folder)
-
-
-def _through_a_bucket(gcs: GcsServer, folder: Path) -> None:
-    for name, content in tree(folder / "hf").items():
-        gcs.put("bucket", f"hf/{name}", content)
-    environment = gcs.environment()
-    gcs.fail(503, method="GET", path="model.safetensors")
-    from_hf(folder, "--input", "gs://bucket/hf", "--output-path", "gs://bucket/run", **environment)
-    gcs.fail(503, method="POST|PUT", path="/upload/")
-    to_hf(folder, "--input-ckpt", "gs://bucket/run", "--output-path", "gs://bucket/back", **environment)
-    found = {name: data for name, data in gcs.objects("bucket").items() if name.startswith("back")}
-    assert found == {f"back/{name}": data for name, data in tree(folder / "hf").items()}
-    assert [fault for fault in gcs.faults if fault.times] == []

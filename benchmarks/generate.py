@@ -1,0 +1,283 @@
+"""Prefill and decode against Hugging Face transformers (torch) and CTranslate2, in turn, with the same weights.
+
+    pip install torch==2.13.0 ctranslate2
+    python benchmarks/generate.py                # configs/70M.json, float32, batch 1 and 8, 128 + 64 tokens, 5 rounds
+    python benchmarks/generate.py --peers none --config C --ckpt D --batches 1 8 64     # such as on a GPU
+
+Each run is a process of its own. Prefill: tokens a second up to and with the first new token; decode: new tokens a
+second after it. The memory rate is that of reading a large matrix for a product with one row; the share of it says how far a
+decode step is from reading every weight once. All programs must choose the same tokens, greedily.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import REPO, emit, in_turn, machine, median, peak_memory_mib, this_script
+
+PROMPT, NEW, REPEATS = 128, 64, 5
+PEERS = {"torch": ["transformers"], "all": ["transformers", "ctranslate2"], "none": []}
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.worker:
+        emit(WORKERS[arguments.worker](arguments))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.folder = folder
+        native = arguments.ckpt or make_checkpoint(arguments, Path(folder))
+        rest = ["--config", arguments.config, "--folder", folder, "--ckpt", native]
+        rest += [part for item in arguments.overrides for part in ("--set", item)]
+        commands = {"memory": this_script(__file__, "--worker", "memory", *rest)}
+        for batch in arguments.batches:
+            for worker in ["ours", *PEERS[arguments.peers]]:
+                options = ["--worker", worker, "--batches", str(batch), *rest]
+                commands[f"{worker} {batch}"] = this_script(__file__, *options)
+        runs = in_turn(commands, arguments.rounds)
+    emit(summary(runs, arguments))
+
+
+def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Medians over the rounds, and the ratios to each peer."""
+    rate = median([run["gigabytes_per_s"] for run in runs.pop("memory")])
+    result: dict[str, Any] = {"benchmark": "generate", "config": arguments.config, "memory_gb_per_s": rate}
+    firsts = {name: records[0]["tokens"] for name, records in runs.items()}
+    for name, records in runs.items():
+        keys = ("prefill_tokens_per_s", "decode_tokens_per_s", "peak_memory_mib")
+        result[name] = {key: median([record[key] for record in records]) for key in keys}
+        batch = int(name.split()[1])
+        read = result[name]["decode_tokens_per_s"] / batch * records[0]["weight_bytes"] / 1e9
+        result[name]["share_of_memory_rate"] = round(read / rate, 3)
+        result[name]["same_tokens"] = firsts[name] == firsts[f"ours {batch}"]
+    for name in runs:
+        worker, batch = name.split()
+        if worker != "ours":
+            ours = result[f"ours {batch}"]
+            for key in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+                result[name][f"ours_over_{key.split('_')[0]}"] = round(ours[key] / result[name][key], 3)
+    return {**result, "machine": machine()}
+
+
+def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
+    """Random weights in the native form, and for the peers in theirs. Returns the native folder."""
+    import jax
+
+    from mesh_transformer.checkpoint.store import CheckpointStore
+    from mesh_transformer.config import load_config
+    from mesh_transformer.runtime.convert import to_hf
+    from mesh_transformer.runtime.session import Session
+
+    config = load_config(arguments.config, arguments.overrides)
+    store = CheckpointStore(str(folder / "native"))
+    program = Session.open(config).program
+    params = jax.jit(lambda key: program.init(key).params)(jax.random.key(0))
+    store.save(1, {"step": np.int32(1), "params": params}, {})
+    store.close()
+    if arguments.peers != "none":
+        to_hf(arguments.config, arguments.overrides, str(folder / "native"), str(folder / "hf"), dtype="fp32")
+    if arguments.peers == "all":
+        convert_to_ctranslate2(folder)
+    return str(folder / "native")
+
+
+def convert_to_ctranslate2(folder: Path) -> None:
+    """A tokenizer of as many made-up words as the model has tokens: CTranslate2 wants words, the benchmark ids."""
+    from ctranslate2.converters import TransformersConverter
+    from tokenizers import Tokenizer, models
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    words = {f"t{i}": i for i in range(AutoConfig.from_pretrained(folder / "hf").vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="t0", bos_token="t0", eos_token="t0"
+    ).save_pretrained(folder / "hf")
+    TransformersConverter(str(folder / "hf")).convert(str(folder / "ct2"), force=True)
+
+
+def ours(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The engine, as device_serve.py and device_sample.py use it."""
+    import jax
+
+    from mesh_transformer import platforms
+    from mesh_transformer.config import load_config
+    from mesh_transformer.infer.requests import SamplingParams
+    from mesh_transformer.infer.slots import MAX_STEPS
+    from mesh_transformer.runtime.serving_engine import open_engine
+
+    platforms.CompileCache()
+    (batch,) = arguments.batches
+    config = load_config(arguments.config, arguments.overrides)
+    engine = open_engine(config, arguments.ckpt, slots=batch)
+    params = SamplingParams(max_tokens=NEW, temperature=0)
+
+    def run() -> tuple[float, float, list[list[int]]]:
+        began = time.perf_counter()
+        tokens: list[list[int]] = []
+        for slot, prompt in enumerate(prompts(batch)):
+            engine.insert(slot, prompt, params, source=None, reused=0)
+        for slot in range(batch):
+            first = engine.prefill(slot, 0, PROMPT).first
+            tokens.append([first.token.id] if first else [])
+        middle = time.perf_counter()
+        while emitted := engine.generate(MAX_STEPS):
+            for one in emitted:
+                tokens[one.slot].append(one.token.id)
+        seconds = time.perf_counter() - middle
+        for slot in range(batch):
+            engine.release(slot)
+        return middle - began, seconds, tokens
+
+    result = timed(run, batch)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        result["peak_memory_mib"] = stats["peak_bytes_in_use"] / 2**20
+    return {**result, "weight_bytes": weight_bytes(config)}
+
+
+def transformers(arguments: argparse.Namespace) -> dict[str, Any]:
+    """GPTJForCausalLM.generate in torch, greedy."""
+    import torch
+    from transformers import GPTJForCausalLM
+
+    from mesh_transformer.config import load_config
+
+    (batch,) = arguments.batches
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = GPTJForCausalLM.from_pretrained(f"{arguments.folder}/hf", dtype=dtype).to(device).eval()
+    ids = torch.tensor(prompts(batch), device=device)
+    mask = torch.ones_like(ids)
+
+    def generate(new: int) -> tuple[float, list[list[int]]]:
+        began = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=new,
+                min_new_tokens=new,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began, out[:, PROMPT:].tolist()
+
+    def run() -> tuple[float, float, list[list[int]]]:
+        first, _ = generate(1)
+        both, tokens = generate(NEW)
+        return first, both - first, tokens
+
+    return {
+        **timed(run, batch),
+        "weight_bytes": weight_bytes(load_config(arguments.config, arguments.overrides)),
+    }
+
+
+def ctranslate2(arguments: argparse.Namespace) -> dict[str, Any]:
+    """CTranslate2's generator in float32 on all cores, greedy."""
+    import os
+
+    import ctranslate2 as ct2
+
+    from mesh_transformer.config import load_config
+
+    (batch,) = arguments.batches
+    model = ct2.Generator(
+        f"{arguments.folder}/ct2", compute_type="float32", intra_threads=os.cpu_count() or 1
+    )
+    words = [[f"t{i}" for i in prompt] for prompt in prompts(batch)]
+
+    def generate(new: int) -> tuple[float, list[list[int]]]:
+        began = time.perf_counter()
+        out = model.generate_batch(
+            words,
+            max_length=new,
+            min_length=new,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+            end_token=[],
+        )
+        return time.perf_counter() - began, [result.sequences_ids[0] for result in out]
+
+    def run() -> tuple[float, float, list[list[int]]]:
+        first, _ = generate(1)
+        both, tokens = generate(NEW)
+        return first, both - first, tokens
+
+    return {
+        **timed(run, batch),
+        "weight_bytes": weight_bytes(load_config(arguments.config, arguments.overrides)),
+    }
+
+
+def memory(_: argparse.Namespace) -> dict[str, Any]:
+    """Gigabytes a second of a product of one row with a matrix far beyond the caches."""
+    import jax
+    import jax.numpy as jnp
+
+    row, matrix = jnp.ones((1, 8192)), jnp.ones((8192, 16384))
+    product = jax.jit(jnp.matmul)
+    seconds = []
+    for _ in range(9):
+        began = time.perf_counter()
+        jax.block_until_ready(product(row, matrix))
+        seconds.append(time.perf_counter() - began)
+    return {"gigabytes_per_s": matrix.nbytes / min(seconds) / 1e9}
+
+
+def timed(run: Any, batch: int) -> dict[str, Any]:
+    """Medians over some runs after one to warm up."""
+    run()
+    firsts, rests, tokens = zip(*(run() for _ in range(REPEATS)), strict=True)
+    return {
+        "prefill_tokens_per_s": batch * PROMPT / statistics.median(firsts),
+        "decode_tokens_per_s": batch * (NEW - 1) / statistics.median(rests),
+        "peak_memory_mib": peak_memory_mib(),
+        "tokens": tokens[0],
+    }
+
+
+def weight_bytes(config: Any) -> int:
+    """What a decode step reads of the weights: all but the embedding, of which it reads a row."""
+    import jax
+
+    from mesh_transformer.runtime.session import Session, count_parameters
+
+    session = Session.open(config)
+    embedding = config.model.padded_vocab * config.model.d_model
+    count = count_parameters(session.program.abstract_state.params) - embedding
+    return count * jax.numpy.dtype(session.program.model.config.compute_dtype).itemsize
+
+
+def prompts(batch: int) -> list[list[int]]:
+    return np.random.default_rng(0).integers(1, 50000, (batch, PROMPT)).tolist()
+
+
+WORKERS = {"ours": ours, "transformers": transformers, "ctranslate2": ctranslate2, "memory": memory}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default=str(REPO / "configs/70M.json"))
+    parser.add_argument("--ckpt", help="weights of the config; random ones if absent")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="group.key=value")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--peers", choices=list(PEERS), default="all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

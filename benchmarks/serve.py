@@ -1,0 +1,217 @@
+"""The server against its own engine: throughput through HTTP, times to the first token and between tokens, cold start.
+
+    python benchmarks/serve.py            # configs/70M.json, 8 slots, 32 clients, 5 rounds in turn
+
+Engine: the scheduler on the engine in a process of its own, with all requests queued at once. Server: device_serve.py, to which
+32 clients stream the same requests. Both run the same requests in turn; the ratio is that of new tokens a second. Then
+a prompt of 1,000 tokens (or as many as the context has room for) joins running streams, and the gaps between their tokens are
+compared with those before. The cold start is from the process's start to the first token of a completion, with the programs
+on disk; the page and tokenizer are the same as a user's, but for the bytes tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from common import REPO, emit, in_turn, machine, median, this_script
+from generate import make_checkpoint
+
+PROMPT, NEW, LONG = 64, 48, 1000
+REQUESTS = 64
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.worker:
+        emit({"engine": engine, "server": server}[arguments.worker](arguments))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.peers = "none"
+        checkpoint = make_checkpoint(arguments, Path(folder))
+        rest = ["--config", arguments.config, "--ckpt", checkpoint, "--slots", str(arguments.slots)]
+        rest += ["--clients", str(arguments.clients)]
+        rest += [part for item in arguments.overrides for part in ("--set", item)]
+        commands = {name: this_script(__file__, "--worker", name, *rest) for name in ("engine", "server")}
+        server(arguments_with(arguments, ckpt=checkpoint))  # the programs are on disk from here on
+        runs = in_turn(commands, arguments.rounds)
+    result: dict[str, Any] = {"benchmark": "serve", "config": arguments.config, "slots": arguments.slots}
+    for name, records in runs.items():
+        result[name] = {key: median([record[key] for record in records]) for key in records[0]}
+    ratio = result["server"]["tokens_per_s"] / result["engine"]["tokens_per_s"]
+    emit({**result, "server_over_engine": round(ratio, 3), "machine": machine()})
+
+
+def arguments_with(arguments: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(arguments), **changes})
+
+
+def engine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """New tokens a second of the scheduler and the engine alone."""
+    from mesh_transformer import platforms
+    from mesh_transformer.config import load_config
+    from mesh_transformer.infer.requests import SamplingParams
+    from mesh_transformer.infer.scheduler import Scheduler
+    from mesh_transformer.runtime.serving_engine import open_engine
+
+    platforms.CompileCache()
+    config = load_config(arguments.config, arguments.overrides)
+    made = open_engine(config, arguments.ckpt, slots=arguments.slots)
+    made.warm_up()
+    rates = []
+    for _ in range(2):  # the first warms the machine
+        scheduler = Scheduler(made, max_queue=REQUESTS)
+        began, count = time.perf_counter(), 0
+        for number, prompt in enumerate(prompts()):
+            scheduler.submit(number, prompt, SamplingParams(max_tokens=NEW, temperature=1.0, seed=number))
+        while not scheduler.idle:
+            count += sum(len(output.tokens) for output in scheduler.step())
+        rates.append(count / (time.perf_counter() - began))
+    return {"tokens_per_s": rates[-1]}
+
+
+def server(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same through HTTP, and the delays that clients see."""
+    with served(arguments) as (url, first_token_s):
+        return asyncio.run(_measure(url, arguments, first_token_s))
+
+
+@contextmanager
+def served(arguments: argparse.Namespace) -> Any:
+    """A running device_serve.py: its URL, and the seconds from its start to its first token."""
+    command = [sys.executable, "device_serve.py", "--config", arguments.config, "--ckpt", arguments.ckpt]
+    command += ["--port", "0", "--slots", str(arguments.slots), "--set", "data.tokenizer=bytes"]
+    command += [part for item in arguments.overrides for part in ("--set", item)]
+    began = time.perf_counter()
+    child = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    try:
+        assert child.stderr is not None
+        line = next(line for line in child.stderr if "listening on" in line)
+        url = line.rpartition("listening on ")[2].strip()
+        with httpx.Client(base_url=url, timeout=600) as client:
+            while client.get("/health").status_code != 200:
+                time.sleep(0.05)
+            client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 1}).raise_for_status()
+        yield url, time.perf_counter() - began
+    finally:
+        child.terminate()
+        child.wait(60)
+
+
+async def _measure(url: str, arguments: argparse.Namespace, first_token_s: float) -> dict[str, Any]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        await _all(client, arguments.clients)
+        began = time.perf_counter()
+        streams = await _all(client, arguments.clients)
+        seconds = time.perf_counter() - began
+        tokens = sum(stream.tokens for stream in streams)
+        waits = [stream.times[0] - stream.began for stream in streams]
+        quiet, busy = await _with_a_long_prompt(client, arguments)
+    return {
+        "tokens_per_s": tokens / seconds,
+        "first_token_p50_s": float(np.percentile(waits, 50)),
+        "first_token_p99_s": float(np.percentile(waits, 99)),
+        "gap_p50_ms": 1000 * statistics.median(quiet),
+        "gap_p99_ms": 1000 * float(np.percentile(quiet, 99)),
+        "gap_p99_ms_while_a_long_prompt_joins": 1000 * float(np.percentile(busy, 99)),
+        "cold_start_to_first_token_s": first_token_s,
+    }
+
+
+class Stream:
+    """One streamed completion: when its events came, and how many tokens."""
+
+    def __init__(self) -> None:
+        self.began, self.times, self.tokens = time.perf_counter(), list[float](), 0
+
+    async def read(self, client: httpx.AsyncClient, prompt: list[int], new: int, seed: int) -> Stream:
+        body = {
+            "prompt": prompt, "max_tokens": new, "seed": seed, "stream": True, "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                if '"choices":[]' in line.replace(" ", ""):
+                    self.tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+                else:
+                    self.times.append(time.perf_counter())
+        return self
+
+
+async def _all(client: httpx.AsyncClient, clients: int) -> list[Stream]:
+    """All requests, by so many clients at a time."""
+    waiting = list(enumerate(prompts()))
+
+    async def one() -> list[Stream]:
+        done = []
+        while waiting:
+            number, prompt = waiting.pop(0)
+            done.append(await Stream().read(client, prompt, NEW, number))
+        return done
+
+    return [stream for made in await asyncio.gather(*(one() for _ in range(clients))) for stream in made]
+
+
+async def _with_a_long_prompt(
+    client: httpx.AsyncClient, arguments: argparse.Namespace
+) -> tuple[list[float], list[float]]:
+    """Gaps between the events of running streams, before and while a long prompt is computed; seconds."""
+    from mesh_transformer.config import load_config
+
+    room = load_config(arguments.config, arguments.overrides).model.seq
+    new = room - PROMPT - 8
+    running = [Stream() for _ in range(arguments.slots - 1)]
+    tasks = [
+        asyncio.ensure_future(stream.read(client, prompt, new, number))
+        for number, (stream, prompt) in enumerate(zip(running, prompts(), strict=False))
+    ]
+    await asyncio.sleep(1.5)
+    joined = time.perf_counter()
+    long = np.random.default_rng(9).integers(1, 250, min(LONG, room - 8)).tolist()
+    await Stream().read(client, long, 1, 0)
+    answered = time.perf_counter()
+    await asyncio.gather(*tasks)
+    gaps = [(a, b) for stream in running for a, b in zip(stream.times, stream.times[1:], strict=False)]
+    quiet = [b - a for a, b in gaps if b < joined]
+    busy = [b - a for a, b in gaps if b > joined and a < answered]
+    return quiet, busy
+
+
+def prompts() -> list[list[int]]:
+    return np.random.default_rng(0).integers(1, 250, (REQUESTS, PROMPT)).tolist()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default=str(REPO / "configs/70M.json"))
+    parser.add_argument(
+        "--set", action="append", default=["model.seq=2048"], dest="overrides", metavar="group.key=value"
+    )
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ckpt", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=["engine", "server"], help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

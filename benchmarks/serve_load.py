@@ -1,0 +1,239 @@
+"""Minutes of mixed requests to a running server: was every accepted one answered, is a slot or memory lost?
+
+    python benchmarks/serve_load.py --url http://127.0.0.1:5000 --minutes 10
+
+Four clients a slot send, one request after the other: texts whole and streamed, with echo, log-probabilities, stops and
+several samples, /complete, bodies that are no request, prompts that are too long; some leave before the answer or in the
+middle of it. Now and then one sends a request with a seed whose answer must be the same each time. One JSON object on
+standard output; figures are requests unless their name says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import random
+import time
+from typing import Any
+
+import httpx
+from common import emit, machine, say
+
+CLIENTS_A_SLOT = 4
+SETTLED = 0.1  # the part of the time after which memory is measured first
+REFERENCE = {"prompt": "the same", "max_tokens": 12, "seed": 7, "temperature": 0.8}
+BAD_BODIES = [
+    b"",
+    b"{",
+    b'{"prompt": 3}',
+    b'{"prompt": "a", "top_p": 7}',
+    b"\x00" * 5000,
+    b'{"prompt": "a", "n": 4096}',
+]
+JSON = {"Content-Type": "application/json"}
+
+
+class Load:
+    """The clients and what they counted."""
+
+    def __init__(self, client: httpx.AsyncClient, context: int, seed: int):
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.unexpected: list[str] = []
+        self._client, self._context = client, context
+        self._random = random.Random(seed)
+        self._reference: str | None = None
+
+    async def send_until(self, deadline: float) -> None:
+        """One client."""
+        kinds = [self._whole] * 5 + [self._stream] * 5 + [self._leave_stream] * 3 + [
+            self._leave_whole, self._classic, self._bad_body, self._too_long, self._same_again,
+        ]  # fmt: skip
+        while time.monotonic() < deadline:
+            kind = self._random.choice(kinds)
+            try:
+                await kind()
+            except httpx.HTTPError as error:
+                self._note(f"{kind.__name__}: {type(error).__name__} {error}")
+
+    def _body(self, **fields: Any) -> dict[str, Any]:
+        draw = self._random
+        prompt = "".join(draw.choices("the quick brown fox. ", k=draw.randint(0, self._context // 4)))
+        body = {
+            "prompt": prompt,
+            "max_tokens": draw.randint(1, self._context // 2),
+            "temperature": draw.random() * 2,
+        }
+        for name, value in {
+            "n": draw.randint(2, 3), "logprobs": draw.randint(0, 3), "echo": True, "stop": [". ", "th"], "top_p": 0.9,
+            "top_k": 20, "seed": draw.randint(0, 9), "ignore_eos": True, "repetition_penalty": 1.2,
+        }.items():  # fmt: skip
+            if draw.random() < 0.25:
+                body[name] = value
+        return {**body, **fields}
+
+    async def _whole(self) -> None:
+        body = self._body()
+        response = await self._client.post("/v1/completions", json=body)
+        if self._accepted(response):
+            finished = [choice["finish_reason"] for choice in response.json()["choices"]]
+            self._answered(len(finished) == body.get("n", 1) and None not in finished)
+
+    async def _stream(self) -> None:
+        async with self._client.stream("POST", "/v1/completions", json=self._body(stream=True)) as response:
+            if self._accepted(response):
+                lines = [line async for line in response.aiter_lines() if line]
+                self._answered(lines[-1] == "data: [DONE]" and '"error"' not in lines[-2])
+
+    async def _leave_stream(self) -> None:
+        async with self._client.stream("POST", "/v1/completions", json=self._body(stream=True)) as response:
+            if self._accepted(response):
+                events = self._random.randint(0, 4)
+                async for _ in response.aiter_lines():
+                    events -= 1
+                    if events < 0:
+                        break
+                self.counts["left in mid-stream"] += 1
+
+    async def _leave_whole(self) -> None:
+        try:
+            response = await self._client.post(
+                "/v1/completions", json=self._body(), timeout=self._random.random() * 0.2
+            )
+        except httpx.TimeoutException:
+            self.counts["left before the answer"] += 1
+        else:
+            if self._accepted(response):
+                self._answered("choices" in response.json())
+
+    async def _classic(self) -> None:
+        response = await self._client.post(
+            "/complete", json={"context": "fox", "top_p": 0.9, "temp": 0.7, "length": 9}
+        )
+        if self._accepted(response):
+            self._answered("completion" in response.json())
+
+    async def _bad_body(self) -> None:
+        body = self._random.choice(BAD_BODIES)
+        self._refused(await self._client.post("/v1/completions", content=body, headers=JSON))
+
+    async def _too_long(self) -> None:
+        self._refused(
+            await self._client.post("/v1/completions", json=self._body(max_tokens=self._context + 1))
+        )
+
+    async def _same_again(self) -> None:
+        response = await self._client.post("/v1/completions", json=REFERENCE)
+        if self._accepted(response):
+            text = response.json()["choices"][0]["text"]
+            self._reference = text if self._reference is None else self._reference
+            self._answered(text == self._reference)
+
+    def _accepted(self, response: httpx.Response) -> bool:
+        if response.status_code == 503 and "retry-after" in response.headers:
+            self.counts["refused: full"] += 1
+            return False
+        if response.status_code != 200:
+            self._note(f"status {response.status_code}")
+            return False
+        self.counts["accepted"] += 1
+        return True
+
+    def _answered(self, rightly: bool) -> None:
+        self.counts["answered"] += 1
+        if not rightly:
+            self._note("an answer that is not whole or not the same")
+
+    def _refused(self, response: httpx.Response) -> None:
+        if response.status_code == 400:
+            self.counts["refused: wrong"] += 1
+        else:
+            self._note(f"status {response.status_code} for a request that is wrong")
+
+    def _note(self, text: str) -> None:
+        self.counts["unexpected"] += 1
+        self.unexpected.append(text)
+
+
+async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
+    """The server's gauges and counters by name, without the common prefix."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    pairs = [
+        line.removeprefix("mesh_transformer_").split(" ")
+        for line in lines
+        if line[:1] != "#" and "{" not in line
+    ]
+    return {name: float(value) for name, value in pairs}
+
+
+async def run(url: str, minutes: float, seed: int, key: str | None) -> dict[str, Any]:
+    """The load and its figures."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits) as client:
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        before = await metrics(client)
+        clients = CLIENTS_A_SLOT * int(before["slots"])
+        load = Load(client, model["max_model_len"], seed)
+        began = time.monotonic()
+        sending = [load.send_until(began + minutes * 60) for _ in range(clients)]
+        *_, settled = await asyncio.gather(*sending, _measure_after(client, minutes * 60 * SETTLED))
+        seconds = time.monotonic() - began
+        after = await _at_rest(client)
+    left = load.counts["left in mid-stream"]
+    return {
+        "minutes": round(seconds / 60, 2),
+        "clients": clients,
+        "slots": int(after["slots"]),
+        **{
+            name.replace(": ", "_").replace(" ", "_").replace("-", "_"): n
+            for name, n in sorted(load.counts.items())
+        },
+        "unanswered": load.counts["accepted"] - load.counts["answered"] - left,
+        "unexpected_kinds": dict(collections.Counter(load.unexpected).most_common(10)),
+        "leaked_slots": int(after["requests_running"]),
+        "leaked_waiting": int(after["requests_waiting"]),
+        "tokens_per_second": round(
+            (after["generated_tokens_total"] - before["generated_tokens_total"]) / seconds, 1
+        ),
+        "reused_prompt_tokens": int(
+            after["reused_prompt_tokens_total"] - before["reused_prompt_tokens_total"]
+        ),
+        "server_rss_mib_settled": round(settled["process_resident_memory_bytes"] / 2**20, 1),
+        "server_rss_mib_end": round(after["process_resident_memory_bytes"] / 2**20, 1),
+        "server_open_files_settled": int(settled["process_open_fds"]),
+        "server_open_files_end": int(after["process_open_fds"]),
+    }
+
+
+async def _measure_after(client: httpx.AsyncClient, seconds: float) -> dict[str, float]:
+    await asyncio.sleep(seconds)
+    return await metrics(client)
+
+
+async def _at_rest(client: httpx.AsyncClient) -> dict[str, float]:
+    """The metrics once nothing runs any more, or after ten seconds."""
+    deadline = time.monotonic() + 10
+    while True:
+        now = await metrics(client)
+        if not now["requests_running"] + now["requests_waiting"] or time.monotonic() > deadline:
+            return now
+        await asyncio.sleep(0.1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:5000")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--key", help="an API key")
+    arguments = parser.parse_args()
+    say(f"{arguments.minutes:g} minutes of mixed requests to {arguments.url}")
+    figures = asyncio.run(run(arguments.url, arguments.minutes, arguments.seed, arguments.key))
+    emit({"benchmark": "serve_load", **figures, "machine": machine()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Serve a model over HTTP: OpenAI's completions API, and the original's /complete."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mesh_transformer.runtime import cli
+
+if TYPE_CHECKING:
+    from mesh_transformer.runtime.serve.start import OpenEngine
+
+
+def main(open_engine: OpenEngine | None = None) -> int:
+    """Parse the arguments and serve; `open_engine` opens another engine than the config's."""
+    parser = cli.parser(__doc__)
+    parser.add_argument(
+        "--ckpt",
+        metavar="DIR",
+        help="a run's folder or one step_N in it, of the original program too, or a Hugging Face folder (the config's run if absent)",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)"
+    )
+    parser.add_argument("--port", type=int, default=5000, help="0 is any free one (default %(default)s)")
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="keys, one a line; a request needs one: Authorization: Bearer KEY",
+    )
+    parser.add_argument(
+        "--slots", type=int, default=8, metavar="N", help="sequences computed at once (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max-queue",
+        type=int,
+        default=64,
+        metavar="N",
+        help="sequences that may wait; more get 503 (default %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout-seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="for one request (default %(default)s)",
+    )
+    parser.add_argument(
+        "--drain-seconds", type=float, default=30.0, metavar="S",
+        help="SIGTERM: time to finish what runs (default %(default)s)",
+    )  # fmt: skip
+    arguments = parser.parse_args()
+    from mesh_transformer.runtime.serve import start
+
+    options = start.Options(
+        checkpoint=arguments.ckpt,
+        host=arguments.host,
+        port=arguments.port,
+        api_key_file=arguments.api_key_file,
+        slots=arguments.slots,
+        max_queue=arguments.max_queue,
+        timeout_s=arguments.timeout_seconds,
+        drain_s=arguments.drain_seconds,
+    )
+    return start.run(arguments.config, arguments.overrides, options, open_engine)
+
+
+if __name__ == "__main__":
+    cli.run(main)

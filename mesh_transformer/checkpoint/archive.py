@@ -1,0 +1,154 @@
+"""Zip archives from strangers, local or `gs://`: what is in them, and its bytes in pieces of bounded size.
+
+The directory is bounded. A member's announced sizes must fit in the file, and what it inflates to must have the
+announced size, before a reader makes room for it. Members are stored or deflated, never encrypted.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from mesh_transformer import files
+
+MAX_DIRECTORY_BYTES = 1 << 20  # about 100 bytes for each member
+MAX_INFLATION = 1032  # deflate cannot do more: 258 bytes for two bits
+DEFLATED_BYTES = 64 << 10  # read at a time
+
+_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field
+
+
+class DamagedArchive(Exception):
+    """What is wrong with an archive or a member; the message does not name the file."""
+
+
+class Entry(NamedTuple):
+    """One member; `start` is where its bytes begin in the file."""
+
+    path: str
+    name: str
+    start: int
+    stored_bytes: int
+    n_bytes: int  # inflated
+    crc: int
+    compressed: bool
+
+
+def entries(path: str, *, at_once: int = 1) -> list[Entry]:
+    """The members of an archive, in the order of its directory. Of the members only their own headers are read.
+
+    Args:
+        at_once: headers read at the same time; on gs:// each is a request.
+
+    Raises:
+        DamagedArchive: it is none, is cut short or encrypted, or announces what cannot be.
+        UserError: there is no such file.
+    """
+    handle = _Handle(path)
+    try:
+        with zipfile.ZipFile(handle) as archive:
+            infos = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as error:
+        raise DamagedArchive(str(error)) from error
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda info: _entry(handle, info), infos))
+
+
+def pieces(entry: Entry, piece_bytes: int) -> Iterator[bytes]:
+    """The bytes of a member in order, some at a time, inflated. Whoever reads to the end compares the CRC.
+
+    Raises:
+        DamagedArchive: it inflates to another size than it announces, or the file ends early.
+    """
+    if not entry.compressed:
+        for at in range(0, entry.n_bytes, piece_bytes):
+            yield _read(entry, at, min(piece_bytes, entry.n_bytes - at))
+        return
+    inflater, left = zlib.decompressobj(-zlib.MAX_WBITS), entry.n_bytes
+    for at in range(0, entry.stored_bytes, DEFLATED_BYTES):
+        waiting, piece = _read(entry, at, min(DEFLATED_BYTES, entry.stored_bytes - at)), b""
+        while (waiting or len(piece) == piece_bytes) and not inflater.eof:  # a full piece: there may be more
+            piece = _inflated(entry, inflater, waiting, piece_bytes)
+            waiting = inflater.unconsumed_tail
+            left -= len(piece)
+            if left < 0:
+                raise DamagedArchive(f"{entry.name}: more than the {entry.n_bytes} bytes that it announces")
+            if piece:
+                yield piece
+    if left or not inflater.eof:
+        raise DamagedArchive(f"{entry.name}: {left} of {entry.n_bytes} announced bytes are missing")
+
+
+def _inflated(entry: Entry, inflater: zlib._Decompress, waiting: bytes, most: int) -> bytes:
+    try:
+        return inflater.decompress(waiting, most)
+    except zlib.error as error:
+        raise DamagedArchive(f"{entry.name}: {error}") from error
+
+
+def _read(entry: Entry, at: int, length: int) -> bytes:
+    content = files.read_range(entry.path, entry.start + at, length)
+    if len(content) != length:
+        raise DamagedArchive(f"{entry.name}: the file ends early")
+    return content
+
+
+def _entry(handle: _Handle, info: zipfile.ZipInfo) -> Entry:
+    where = f"{info.filename[:80]!r}"
+    if info.flag_bits & 1:
+        raise DamagedArchive(f"{where}: encrypted")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise DamagedArchive(f"{where}: unknown compression {info.compress_type}")
+    if not 0 <= info.header_offset <= handle.size - _HEADER.size:
+        raise DamagedArchive(f"{where}: the directory points outside of the file")
+    local = files.read_range(handle.path, info.header_offset, _HEADER.size)
+    if len(local) < _HEADER.size or not local.startswith(b"PK\x03\x04"):
+        raise DamagedArchive(f"{where}: not where the directory says")
+    _, name, extra = _HEADER.unpack(local)
+    start = info.header_offset + _HEADER.size + name + extra
+    compressed = info.compress_type != zipfile.ZIP_STORED
+    most = info.compress_size * MAX_INFLATION if compressed else info.compress_size
+    if start + info.compress_size > handle.size or info.file_size > most:
+        raise DamagedArchive(
+            f"{where}: {info.file_size} bytes announced, {info.compress_size} stored in a file of {handle.size}: "
+            "cut short, or sizes that cannot be"
+        )
+    return Entry(handle.path, info.filename, start, info.compress_size, info.file_size, info.CRC, compressed)
+
+
+class _Handle:
+    """What zipfile needs of a file, over range reads; refuses a directory of absurd size."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.size = path, files.size(path)
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
+        if position < 0:
+            raise ValueError("an offset lies before the file's beginning")
+        self._position = position
+        return position
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self.size - self._position)
+        count = left if count is None or count < 0 else min(count, left)
+        if count > MAX_DIRECTORY_BYTES:
+            raise zipfile.BadZipFile(f"a directory of {count} bytes")
+        content = files.read_range(self.path, self._position, count)
+        self._position += len(content)
+        return content
+
+    def close(self) -> None:
+        """Nothing is held open."""

@@ -1,0 +1,256 @@
+"""Which request's tokens are computed next, and in which slot. Plain Python around an `Engine`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from mesh_transformer.infer.requests import Emitted, Engine, Finish, SamplingParams, Token
+
+
+class QueueFull(Exception):
+    """As many requests wait as may."""
+
+
+class Output(NamedTuple):
+    """What a step gave one request."""
+
+    request: int  # the id given to submit
+    tokens: tuple[Token, ...]  # new ones; the last is the stop token when `finish` is "stop"
+    prompt: tuple[Token, ...]  # of the prompt's second token on, with prompt_logprobs: those of this step
+    finish: Finish | None  # the request is over; no more Outputs follow
+
+
+class Stats(NamedTuple):
+    """Counters since the start, and gauges."""
+
+    running: int  # requests that have a slot
+    waiting: int  # requests that have none
+    slots: int
+    prompt_tokens: int  # of admitted requests
+    prefilled_tokens: int  # computed
+    reused_tokens: int  # taken from an earlier request's cache
+    generated_tokens: int
+    cached_tokens: int  # positions that are valid now, over all slots
+
+
+@dataclasses.dataclass
+class _Request:
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    on_admit: Callable[[], None] | None
+
+
+@dataclasses.dataclass
+class _Slot:
+    index: int
+    request: _Request | None = None  # None: the slot is free
+    tokens: list[int] = dataclasses.field(
+        default_factory=list
+    )  # the sequence, kept after its request is over
+    cached: int = 0  # so many of `tokens` are in the cache
+    used: int = 0  # when it was last released or copied from; larger is later
+
+
+@dataclasses.dataclass
+class _Progress:
+    """What an Output is made of."""
+
+    tokens: list[Token] = dataclasses.field(default_factory=list)
+    prompt: list[Token] = dataclasses.field(default_factory=list)
+    finish: Finish | None = None
+
+
+class Scheduler:
+    """Requests through an engine: first come, first served, and no prefix computed twice that some slot still holds.
+
+    One prompt is prefilled at a time, and a request gets its slot when its prefill begins, not before. Nobody starts
+    later for it, and requests of one prompt find the prefix that the first of them computed.
+
+    One thread uses it. What the engine raises passes through `step`; the scheduler is of no use afterwards.
+
+    Args:
+        engine: what computes; nobody else may use it.
+        max_queue: so many requests may wait beyond those for which a slot is free.
+        max_steps: tokens of each request in a step when nobody waits; each is a delay for who comes meanwhile.
+        min_copy: a prefix of fewer tokens is computed again rather than copied from another slot.
+    """
+
+    def __init__(self, engine: Engine, *, max_queue: int, max_steps: int = 8, min_copy: int = 8):
+        self._engine = engine
+        self._max_queue, self._max_steps, self._min_copy = max_queue, max_steps, min_copy
+        self._waiting: dict[int, _Request] = {}  # in order of arrival
+        self._slots = [_Slot(index) for index in range(engine.slots)]
+        self._prefilling: _Slot | None = None
+        self._clock = itertools.count(1)
+        self._prompt_tokens = self._prefilled_tokens = self._reused_tokens = self._generated_tokens = 0
+
+    def submit(
+        self,
+        request: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_admit: Callable[[], None] | None = None,
+    ) -> None:
+        """Queue a request; its tokens come from later steps.
+
+        Args:
+            request: an id that no waiting or running request has.
+            prompt: token ids, at least one.
+            on_admit: called in the step that gives the request its slot.
+
+        Raises:
+            QueueFull: `max_queue` requests wait for a slot already.
+            ValueError: the prompt is empty, or does not fit the context with `max_tokens`, or the id is taken.
+        """
+        if not prompt:
+            raise ValueError("the prompt is empty: give at least one token")
+        if len(prompt) + params.max_tokens > self._engine.context:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}: together "
+                f"{len(prompt) + params.max_tokens}, more than the context of {self._engine.context}"
+            )
+        if request in self._waiting or any(s.request and s.request.id == request for s in self._slots):
+            raise ValueError(f"there is a request {request} already")
+        if len(self._waiting) >= self._max_queue + len(self._free()):
+            raise QueueFull(f"{self._max_queue} requests wait already")
+        self._waiting[request] = _Request(request, list(prompt), params, on_admit)
+
+    def cancel(self, request: int) -> None:
+        """Forget a waiting or running request: no more Outputs, and its slot is free. Other ids are ignored."""
+        self._waiting.pop(request, None)
+        for slot in self._slots:
+            if slot.request is not None and slot.request.id == request:
+                self._release(slot)
+
+    def step(self) -> list[Output]:
+        """One unit of work: a piece of a prompt and a token of each running request, or several tokens of each.
+
+        Returns:
+            one Output for each request that the step gave something, none when idle.
+        """
+        progress: dict[int, _Progress] = {}
+        if self._prefilling is None:
+            self._admit()
+        steps = 1 if self._prefilling or self._waiting else self._max_steps
+        if self._prefilling is not None:
+            self._prefill(self._prefilling, progress)
+        left = [
+            slot.request.params.max_tokens - (len(slot.tokens) - len(slot.request.prompt))
+            for slot in self._slots
+            if slot.request is not None and slot is not self._prefilling
+        ]
+        if left:
+            for emitted in self._engine.generate(min(steps, max(left))):
+                slot = self._slots[emitted.slot]
+                slot.cached += 1  # the token before went in, to give this one
+                self._take(slot, emitted, progress)
+        return [
+            Output(request, tuple(got.tokens), tuple(got.prompt), got.finish)
+            for request, got in progress.items()
+        ]
+
+    @property
+    def idle(self) -> bool:
+        """No request waits or runs."""
+        return not self._waiting and len(self._free()) == len(self._slots)
+
+    @property
+    def stats(self) -> Stats:
+        """Counters and gauges as of now."""
+        return Stats(
+            running=len(self._slots) - len(self._free()),
+            waiting=len(self._waiting),
+            slots=len(self._slots),
+            prompt_tokens=self._prompt_tokens,
+            prefilled_tokens=self._prefilled_tokens,
+            reused_tokens=self._reused_tokens,
+            generated_tokens=self._generated_tokens,
+            cached_tokens=sum(slot.cached for slot in self._slots),
+        )
+
+    def _free(self) -> list[_Slot]:
+        return [slot for slot in self._slots if slot.request is None]
+
+    def _admit(self) -> None:
+        """Give the request that has waited longest a slot, if one is free."""
+        if not self._waiting or not self._free():
+            return
+        request = self._waiting.pop(next(iter(self._waiting)))
+        slot, source, reused = self._place(request)
+        self._engine.insert(
+            slot.index, request.prompt, request.params, source=source.index if source else None, reused=reused
+        )
+        slot.request, slot.tokens, slot.cached = request, list(request.prompt), reused
+        if source is not None:
+            source.used = next(self._clock)
+        self._prefilling = slot
+        self._prompt_tokens += len(request.prompt)
+        self._reused_tokens += reused
+        if request.on_admit is not None:
+            request.on_admit()
+
+    def _place(self, request: _Request) -> tuple[_Slot, _Slot | None, int]:
+        """A free slot for a request, the slot that holds a prefix of its prompt, and the prefix's length."""
+        free = sorted(self._free(), key=lambda slot: slot.used)
+        if request.params.prompt_logprobs:  # they come from computing the prompt
+            return free[0], None, 0
+        common = [_common(slot, request.prompt) for slot in self._slots]
+        # the prompt's last token gives the first new one: it must be computed
+        reusable = [min(length, len(request.prompt) - 1) for length in common]
+        best = max(self._slots, key=lambda slot: reusable[slot.index])
+        longest = reusable[best.index]
+        # a slot as good as any that loses nothing, else the one unused for longest
+        lossless = (s for s in free if reusable[s.index] == longest and common[s.index] == s.cached)
+        slot = next(lossless, free[0])
+        source = best if longest >= self._min_copy and reusable[slot.index] < longest else slot
+        reused = reusable[source.index]
+        return slot, source if reused else None, reused
+
+    def _prefill(self, slot: _Slot, progress: dict[int, _Progress]) -> None:
+        """Compute the next piece of a prompt."""
+        request = slot.request
+        assert request is not None
+        stop = min(slot.cached + self._engine.chunk, len(request.prompt))
+        piece = self._engine.prefill(slot.index, slot.cached, stop)
+        self._prefilled_tokens += stop - slot.cached
+        slot.cached = stop
+        if piece.prompt:
+            progress.setdefault(request.id, _Progress()).prompt.extend(piece.prompt)
+        if stop < len(request.prompt):
+            return
+        self._prefilling = None
+        if piece.first is not None:
+            self._take(slot, piece.first, progress)
+        else:  # max_tokens is 0
+            progress.setdefault(request.id, _Progress()).finish = "length"
+            self._release(slot)
+
+    def _take(self, slot: _Slot, emitted: Emitted, progress: dict[int, _Progress]) -> None:
+        """Note a new token, and that the request is over if it is the last."""
+        request = slot.request
+        assert request is not None
+        slot.tokens.append(emitted.token.id)
+        self._generated_tokens += 1
+        got = progress.setdefault(request.id, _Progress())
+        got.tokens.append(emitted.token)
+        if emitted.finish is not None:
+            got.finish = emitted.finish
+            self._release(slot)
+
+    def _release(self, slot: _Slot) -> None:
+        """Make a slot free; what its cache holds may serve others."""
+        self._engine.release(slot.index)
+        slot.request, slot.used = None, next(self._clock)
+        if self._prefilling is slot:
+            self._prefilling = None
+
+
+def _common(slot: _Slot, prompt: Sequence[int]) -> int:
+    """How many tokens of a slot's cache the prompt begins with."""
+    differs = itertools.compress(itertools.count(), map(operator.ne, slot.tokens, prompt))
+    return min(next(differs, len(prompt)), slot.cached)

@@ -1,0 +1,215 @@
+"""POST /v1/completions and GET /v1/models, as OpenAI and vLLM answer them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.runtime.serve.choices import Choice, Delta, Shown, follow
+from mesh_transformer.runtime.serve.connection import EventStream, unless_gone, within
+from mesh_transformer.runtime.serve.errors import ApiError, invalid, json_response, to_json
+from mesh_transformer.runtime.serve.loop import Job, SequenceRequest
+from mesh_transformer.runtime.serve.model import ServedModel, sampling_params
+from mesh_transformer.runtime.serve.protocol import (
+    MAX_SEQUENCES,
+    CompletionRequest,
+    CompletionResponse,
+    ErrorResponse,
+)
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 413, 500, 503, 504)
+}
+
+
+def router(model: ServedModel) -> APIRouter:
+    """The routes under /v1."""
+    routes = APIRouter(prefix="/v1")
+    created = int(time.time())
+
+    @routes.post("/completions", response_model=CompletionResponse, responses=ERRORS)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        model.loop.check_ready()
+        _check(body, model)
+        answer = Answer(body, model, await _prompts(body, model))
+        if body.stream:
+            return EventStream(answer.job, answer.events(), model.timeout_s)
+        with answer.job:
+            return json_response(await unless_gone(request.receive, within(model.timeout_s, answer.whole())))
+
+    @routes.get("/models")
+    def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [_describe(model, created)]}
+
+    @routes.get("/models/{name:path}", responses={404: ERRORS[404]})
+    def get_model(name: str) -> dict[str, Any]:
+        _check_name(name, model)
+        return _describe(model, created)
+
+    return routes
+
+
+class Answer:
+    """A request that was accepted: its sequences are queued. Choices are in the order of prompts, then of samples.
+
+    Raises:
+        ApiError: the request cannot be served.
+    """
+
+    def __init__(self, body: CompletionRequest, model: ServedModel, prompts: Sequence[Sequence[int]]):
+        self._body, self._prompts = body, prompts
+        asked = _sampling(body, model)
+        for prompt in prompts:
+            model.check_room(prompt, body.max_tokens, "prompt")
+        self.job: Job = model.loop.submit(
+            [SequenceRequest(prompt, params) for prompt in prompts for params in asked]
+        )
+        self._choices = [
+            Choice(
+                model,
+                prompt,
+                body.stop,
+                echo=_echo(body, model, i, prompt),
+                logprobs=body.logprobs is not None,
+            )
+            for i, prompt in enumerate(prompts)
+            for _ in asked
+        ]
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model.name,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        deltas: list[list[Delta]] = [[] for _ in self._choices]
+        async for index, delta in follow(self.job, self._choices):
+            deltas[index].append(delta)
+        choices = [
+            {
+                "index": index,
+                "text": "".join(delta.text for delta in parts),
+                "logprobs": self._logprobs([shown for delta in parts for shown in delta.shown]),
+                "finish_reason": parts[-1].finish,
+            }
+            for index, parts in enumerate(deltas)
+        ]
+        return {**self._head, "choices": choices, "usage": self._usage()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as server-sent events, all but the last."""
+        with_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
+        head = f"data: {to_json(self._head)[:-1]},"
+        tail = ',"usage":null}\n\n' if with_usage else "}\n\n"
+        async for index, (text, shown, finish) in follow(self.job, self._choices):
+            if text or shown or finish:
+                yield (
+                    f'{head}"choices":[{{"index":{index},"text":{to_json(text)},'
+                    f'"logprobs":{to_json(self._logprobs(shown))},"finish_reason":{to_json(finish)}}}]{tail}'
+                )
+        if with_usage:
+            yield f'{head}"choices":[],"usage":{to_json(self._usage())}}}\n\n'
+
+    def _logprobs(self, shown: Sequence[Shown]) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        return {
+            "tokens": [token.text for token in shown],
+            "token_logprobs": [token.logprob for token in shown],
+            "top_logprobs": [token.top for token in shown],
+            "text_offset": [token.offset for token in shown],
+        }
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(map(len, self._prompts))
+        new = sum(choice.new_tokens for choice in self._choices)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def _check(body: CompletionRequest, model: ServedModel) -> None:
+    """Refuse what is not offered, and fields that contradict each other."""
+    if body.model is not None:
+        _check_name(body.model, model)
+    if body.suffix:
+        raise invalid("suffix: this model cannot insert text before one; leave it out", "suffix")
+    if body.best_of not in (None, body.n):
+        raise invalid(f"best_of {body.best_of} must be n ({body.n}): completions are not ranked", "best_of")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options are only for a stream: set stream to true", "stream_options")
+    if len(body.prompt) * body.n > MAX_SEQUENCES:
+        raise invalid(
+            f"{len(body.prompt)} prompts x n {body.n} are over {MAX_SEQUENCES} sequences, the limit of a request",
+            "n",
+        )
+    model.check([[token] for token, _ in body.logit_bias], "logit_bias")
+    model.check([[token] for token in body.stop_token_ids], "stop_token_ids")
+
+
+def _check_name(name: str, model: ServedModel) -> None:
+    if name != model.name:
+        raise ApiError(
+            404,
+            f"there is no model {name[:100]!r} here, only {model.name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+async def _prompts(body: CompletionRequest, model: ServedModel) -> Sequence[Sequence[int]]:
+    if isinstance(body.prompt[0], str):
+        return await model.encode(body.prompt, "prompt")
+    model.check(body.prompt, "prompt")
+    return body.prompt
+
+
+def _sampling(body: CompletionRequest, model: ServedModel) -> list[SamplingParams]:
+    """The parameters of each of the n samples, which differ in their seed."""
+    seed = secrets.randbits(32) if body.seed is None else body.seed
+    stop_tokens = model.end_tokens(body.stop_token_ids, ignore_eos=body.ignore_eos)
+    return [
+        sampling_params(
+            {"no_repeat_ngram": "no_repeat_ngram_size"},
+            max_tokens=body.max_tokens,
+            min_tokens=body.min_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=max(body.top_k, 0) if body.top_k >= -1 else body.top_k,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            no_repeat_ngram=body.no_repeat_ngram_size,
+            logit_bias=body.logit_bias,
+            stop_token_ids=stop_tokens,
+            seed=(seed + i) % 2**32,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.echo and body.logprobs is not None,
+        )
+        for i in range(body.n)
+    ]
+
+
+def _echo(body: CompletionRequest, model: ServedModel, index: int, prompt: Sequence[int]) -> str | None:
+    """The text that a choice begins with: the prompt as it was given, or the text of its tokens."""
+    if not body.echo:
+        return None
+    given = body.prompt[index]
+    return given if isinstance(given, str) else model.tokenizer.decode(prompt)
+
+
+def _describe(model: ServedModel, created: int) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "mesh-transformer",
+        "max_model_len": model.loop.context or None,  # known when the server is warm
+    }

@@ -1,0 +1,281 @@
+"""The one thread that owns the engine, and how requests get to it and tokens back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Literal, NamedTuple, Protocol
+
+from mesh_transformer.infer.requests import Engine, SamplingParams
+from mesh_transformer.infer.scheduler import Output, Scheduler, Stats
+from mesh_transformer.logs import log
+from mesh_transformer.runtime.serve.errors import ApiError, failed, invalid, unavailable
+from mesh_transformer.runtime.serve.metrics import Metrics, Snapshot
+
+State = Literal["warming up", "ok", "draining", "failed"]
+_RETRY_WARM_S, _RETRY_FULL_S = 5, 1
+
+
+class WarmEngine(Engine, Protocol):
+    """An engine that can compile all it needs before the first request."""
+
+    def warm_up(self) -> None:
+        """Compile and run each program once."""
+
+
+class SequenceRequest(NamedTuple):
+    """One sequence to be sampled: a prompt of at least one token, which fits the context with its max_tokens."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+
+
+class _Submit(NamedTuple):
+    id: int
+    sequence: SequenceRequest
+
+
+class _Cancel(NamedTuple):
+    id: int
+
+
+class _Live:
+    """A sequence that was accepted and is neither finished nor cancelled."""
+
+    def __init__(self, job: Job, index: int):
+        self.job, self.index = job, index
+        self.submitted = time.monotonic()
+        self.last_token: float | None = None
+
+
+class EngineLoop:
+    """Runs the scheduler in a thread of its own. All methods are for the thread of the asyncio loop that called `start`.
+
+    A sequence counts as live from `submit` until its last Output is delivered or it is cancelled. At most
+    `slots + max_queue` are live, so at most `max_queue` wait while every slot runs. The inbox is read in order, so
+    a cancelled sequence leaves the scheduler before any that is submitted after it gets there.
+    """
+
+    def __init__(self, open_engine: Callable[[], WarmEngine], *, slots: int, max_queue: int):
+        self.state: State = "warming up"
+        self.failure: BaseException | None = None
+        self.context = 0  # tokens of a prompt and its completion together; known when the state is "ok"
+        self.slots, self.max_queue = slots, max_queue
+        self.metrics = Metrics(self._snapshot)
+        self._open_engine = open_engine
+        self._inbox: queue.SimpleQueue[_Submit | _Cancel | None] = queue.SimpleQueue()
+        self._admitted: list[tuple[int, float]] = []  # the thread's: (id, when) since the last delivery
+        self._stats: Stats | None = None  # written by the thread, whole
+        self._live: dict[int, _Live] = {}
+        self._ids = itertools.count()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Open and warm up the engine in the thread; `ended` is set when the thread can do nothing more."""
+        self._home = asyncio.get_running_loop()
+        self.ended, self._quiet = asyncio.Event(), asyncio.Event()
+        self._quiet.set()
+        self._thread.start()
+
+    def submit(self, sequences: Sequence[SequenceRequest]) -> Job:
+        """Queue all the sequences of one request, or none.
+
+        Raises:
+            ApiError: 503 while warming up, draining or with a full queue; 400 for more sequences than can ever be queued.
+        """
+        self.check_ready()
+        if len(sequences) > self.slots + self.max_queue:
+            raise invalid(
+                f"the request asks for {len(sequences)} sequences (prompts x n); this server takes at most "
+                f"{self.slots + self.max_queue} at a time"
+            )
+        if len(self._live) + len(sequences) > self.slots + self.max_queue:
+            raise unavailable(
+                f"{len(self._live)} sequences run or wait already, of at most {self.slots + self.max_queue}",
+                code="queue_full",
+                retry_after_s=_RETRY_FULL_S,
+            )
+        job = Job(self, [next(self._ids) for _ in sequences])
+        for index, (id, sequence) in enumerate(zip(job.ids, sequences, strict=True)):
+            self._live[id] = _Live(job, index)
+            self._inbox.put(_Submit(id, sequence))
+        self._quiet.clear()
+        return job
+
+    def check_ready(self) -> None:
+        """Raises ApiError, 503, unless requests are taken."""
+        if self.state != "ok":
+            raise unavailable(
+                f"the server is {self.state}", code=self.state.replace(" ", "_"), retry_after_s=_RETRY_WARM_S
+            )
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        """Stop computing these sequences; those that are not live are ignored."""
+        for id in ids:
+            if self._forget(id):
+                self._inbox.put(_Cancel(id))
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, and wait for the live sequences, but for no longer than so many seconds."""
+        if self.state != "failed":
+            self.state = "draining"
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._quiet.wait(), seconds)
+
+    def cut_off(self) -> int:
+        """Answer the requests whose sequences are live with 503, since the server stops; how many sequences it were."""
+        left = len(self._live)
+        self._abort(unavailable("the server is stopping", code="draining", retry_after_s=_RETRY_WARM_S))
+        return left
+
+    async def stop(self, seconds: float) -> bool:
+        """End the thread after its current step; False if it is busy for longer than `seconds` (a compilation)."""
+        self._inbox.put(None)
+        try:
+            await asyncio.wait_for(self.ended.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def _run(self) -> None:
+        try:
+            engine = self._open_engine()
+            engine.warm_up()
+            scheduler = Scheduler(engine, max_queue=self.max_queue)
+            self._stats = scheduler.stats
+            self._home.call_soon_threadsafe(self._ready, engine.context)
+            self._serve(scheduler)
+        except BaseException as error:  # noqa: BLE001  (whatever it is, those who wait must be told)
+            self._home.call_soon_threadsafe(self._fail, error)
+        self._home.call_soon_threadsafe(self.ended.set)
+
+    def _serve(self, scheduler: Scheduler) -> None:
+        while True:
+            if scheduler.idle or not self._inbox.empty():
+                while True:
+                    command = self._inbox.get()
+                    if command is None:
+                        return
+                    self._obey(scheduler, command)
+                    if self._inbox.empty():
+                        break
+            outputs = scheduler.step()
+            self._stats = scheduler.stats
+            if outputs or self._admitted:
+                self._home.call_soon_threadsafe(self._deliver, outputs, self._admitted)
+                self._admitted = []
+
+    def _obey(self, scheduler: Scheduler, command: _Submit | _Cancel) -> None:
+        if isinstance(command, _Cancel):
+            scheduler.cancel(command.id)
+            return
+        id, (prompt, params) = command
+        scheduler.submit(id, prompt, params, lambda: self._admitted.append((id, time.monotonic())))
+
+    def _ready(self, context: int) -> None:
+        self.context = context
+        if self.state == "warming up":
+            self.state = "ok"
+            log.info("ready: %d slots, a context of %d tokens", self.slots, context)
+
+    def _fail(self, error: BaseException) -> None:
+        self.state, self.failure = "failed", error
+        self._abort(failed("the model failed; the server stops"))
+
+    def _deliver(self, outputs: Sequence[Output], admitted: Sequence[tuple[int, float]]) -> None:
+        now = time.monotonic()
+        for id, when in admitted:
+            if live := self._live.get(id):
+                self.metrics.queue_s.observe(when - live.submitted)
+        for output in outputs:
+            live = self._live.get(output.request)
+            if live is None:  # cancelled meanwhile
+                continue
+            if output.tokens:
+                self._time_tokens(live, len(output.tokens), now)
+            live.job.put((live.index, output))
+            if output.finish:
+                self._forget(output.request)
+
+    def _time_tokens(self, live: _Live, count: int, now: float) -> None:
+        if live.last_token is None:
+            self.metrics.first_token_s.observe(now - live.submitted)
+        else:
+            for _ in range(count):
+                self.metrics.between_tokens_s.observe((now - live.last_token) / count)
+        live.last_token = now
+
+    def _abort(self, error: ApiError) -> None:
+        for job in {live.job for live in self._live.values()}:
+            job.put(error)
+        self.cancel(list(self._live))
+
+    def _forget(self, id: int) -> bool:
+        known = self._live.pop(id, None) is not None
+        if not self._live:
+            self._quiet.set()
+        return known
+
+    def _snapshot(self) -> Snapshot:
+        stats = self._stats
+        if stats is None:
+            return Snapshot(0, 0, self.slots, 0, 0, 0, 0, 0.0)
+        running = min(stats.running, len(self._live))
+        return Snapshot(
+            running,
+            len(self._live) - running,
+            stats.slots,
+            stats.prompt_tokens,
+            stats.prefilled_tokens,
+            stats.reused_tokens,
+            stats.generated_tokens,
+            stats.cached_tokens / (stats.slots * self.context) if self.context else 0.0,
+        )
+
+
+class Job:
+    """The sequences of one request. A context manager: on leaving it, what is not finished is cancelled."""
+
+    def __init__(self, loop: EngineLoop, ids: list[int]):
+        self.ids = ids
+        self._loop = loop
+        self._unfinished = set(range(len(ids)))
+        self._outputs: asyncio.Queue[tuple[int, Output] | ApiError] = asyncio.Queue()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._loop.cancel(self.ids)
+
+    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
+        """(index of the sequence, its Output) as they come, until each is finished or cancelled.
+
+        Raises:
+            ApiError: the server cannot finish them.
+        """
+        while self._unfinished:
+            item = await self._outputs.get()
+            if isinstance(item, ApiError):
+                raise item
+            index, output = item
+            if index not in self._unfinished:
+                continue
+            if output.finish:
+                self._unfinished.discard(index)
+            yield item
+
+    def cancel(self, index: int) -> None:
+        """One sequence is not wanted any more: its text came to a stop string."""
+        self._unfinished.discard(index)
+        self._loop.cancel([self.ids[index]])
+
+    def put(self, item: tuple[int, Output] | ApiError) -> None:
+        """Called by the loop."""
+        self._outputs.put_nowait(item)

@@ -1,0 +1,72 @@
+"""What /metrics tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+PREFIX = "mesh_transformer_"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Snapshot(NamedTuple):
+    """Gauges and counters of one moment; sequences, slots and tokens."""
+
+    running: int
+    waiting: int
+    slots: int
+    prompt_tokens: int
+    prefilled_tokens: int
+    reused_tokens: int
+    generated_tokens: int
+    cache_used: float  # of the cache's positions, the part that holds tokens
+
+
+class Metrics:
+    """The server's own registry: a snapshot at each scrape, histograms of times in seconds, and the process."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot]):
+        self._registry = CollectorRegistry()
+        self._registry.register(_Gauges(snapshot))
+        ProcessCollector(registry=self._registry)
+        self.queue_s = self._histogram("queue_seconds", "From a request's arrival to its slot")
+        self.first_token_s = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token"
+        )
+        self.between_tokens_s = self._histogram(
+            "time_between_tokens_seconds",
+            "From a token to the next of its sequence; tokens of one step share its time",
+        )
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(PREFIX + name, text, registry=self._registry, buckets=_SECONDS)
+
+
+class _Gauges(Collector):
+    def __init__(self, snapshot: Callable[[], Snapshot]):
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._snapshot()
+        for name, text, gauge in (
+            ("requests_running", "Sequences that hold a slot", now.running),
+            ("requests_waiting", "Sequences that wait for a slot", now.waiting),
+            ("slots", "Sequences that can run at once", now.slots),
+            ("cache_used_ratio", "Part of the cache's positions that holds tokens", now.cache_used),
+        ):
+            yield GaugeMetricFamily(PREFIX + name, text, value=gauge)
+        for name, text, count in (
+            ("prompt_tokens", "Prompt tokens of sequences that got a slot", now.prompt_tokens),
+            ("prefilled_tokens", "Prompt tokens that were computed", now.prefilled_tokens),
+            ("reused_prompt_tokens", "Prompt tokens that were in the cache already", now.reused_tokens),
+            ("generated_tokens", "New tokens", now.generated_tokens),
+        ):
+            yield CounterMetricFamily(PREFIX + name, text, value=count)

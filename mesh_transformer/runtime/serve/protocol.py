@@ -1,0 +1,238 @@
+"""The JSON that clients send and get: OpenAI's completions with vLLM's additions, and the original's /complete.
+
+Fields that are not listed are ignored, as OpenAI and vLLM do; null is the same as absent. Lists and objects are
+checked by hand, not by pydantic, which would note a fault for each of a million wrong elements.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+
+from mesh_transformer.config.describe import short
+from mesh_transformer.infer.requests import MAX_STOP_TOKENS
+
+MAX_SEQUENCES = 128  # prompts x n of a request
+MAX_STOPS, MAX_STOP_CHARS = 16, 1000
+MAX_LOGIT_BIAS, MAX_BIAS = 1024, 100.0
+INT64 = 2**63
+
+_TEXT = {"type": "string"}
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+def _array(items: dict[str, Any], most: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_whole, value))
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """A text, a list of texts, token ids or a list of lists of them, as a list of prompts."""
+    prompts = [value] if isinstance(value, str) or (value and _is_tokens(value)) else value
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists")
+    if len(prompts) > MAX_SEQUENCES:
+        raise ValueError(f"has {len(prompts)} prompts; at most {MAX_SEQUENCES} are taken")
+    if not (all(isinstance(p, str) for p in prompts) or all(p and _is_tokens(p) for p in prompts)):
+        raise ValueError("must hold only texts, or only lists of token ids, none of them empty")
+    return prompts
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a text or a list of texts")
+    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters")
+    return tuple(stops)
+
+
+def _stop_tokens(value: Any) -> tuple[int, ...]:
+    if not _is_tokens(value):
+        raise ValueError("must be a list of token ids")
+    if len(value) >= MAX_STOP_TOKENS:  # the end of a text is one of them
+        raise ValueError(f"has {len(value)} token ids; at most {MAX_STOP_TOKENS - 1} are taken")
+    return tuple(value)
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict):
+        raise ValueError('must be an object of token id to number, such as {"50256": -100}')
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"has {len(value)} entries; at most {MAX_LOGIT_BIAS} are taken")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise ValueError(f"has the key {short(token)}, which is no token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(
+                f"must hold numbers of {-MAX_BIAS:g} to {MAX_BIAS:g}; token {token} has {short(bias)}"
+            )
+        biases[int(token)] = float(bias)
+    return tuple(biases.items())
+
+
+Prompts = Annotated[
+    Any,
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _TEXT,
+                _array(_TEXT, MAX_SEQUENCES),
+                _TOKENS,
+                _array(_TOKENS, MAX_SEQUENCES),
+            ]
+        }
+    ),
+]
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+Stops = Annotated[
+    Any,
+    PlainValidator(_stops),
+    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
+]
+StopTokens = Annotated[
+    Any,
+    PlainValidator(_stop_tokens),
+    WithJsonSchema({"type": "array", "items": {"type": "integer"}, "maxItems": MAX_STOP_TOKENS - 1}),
+]
+LogitBias = Annotated[
+    Any,
+    PlainValidator(_logit_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+            "maxProperties": MAX_LOGIT_BIAS,
+        }
+    ),
+]
+Samples = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
+
+
+class _Body(BaseModel):
+    """A request's body."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class StreamOptions(_Body):
+    """What a stream holds besides its text."""
+
+    include_usage: bool = False
+
+
+class CompletionRequest(_Body):
+    """POST /v1/completions. Ranges are those of `SamplingParams`, in whose words a value is refused."""
+
+    prompt: Prompts
+    model: str | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1: all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: LogitBias = ()
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = (
+        None  # sample i is drawn with (seed + i) mod 2**32
+    )
+    stop: Stops = ()
+    stop_token_ids: StopTokens = ()
+    ignore_eos: bool = False
+    n: Samples = 1
+    best_of: Samples | None = None
+    logprobs: int | None = None
+    echo: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    suffix: str | None = None
+
+
+class ClassicRequest(_Body):
+    """POST /complete, as the original: numbers may be written as strings."""
+
+    context: str
+    top_p: Annotated[float, Field(strict=False)]
+    temp: Annotated[float, Field(strict=False)]
+    length: int = 256  # new tokens; less where the context has not so much room
+    top_k: int = 0
+    stop: Stops = ()
+
+
+class ErrorDetail(BaseModel):
+    """Why a request was not served."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """The body of every answer that is not 200."""
+
+    error: ErrorDetail
+
+
+class Logprobs(BaseModel):
+    """Of a choice's tokens, echoed ones too: natural logarithms under the model's own distribution."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class Choice(BaseModel):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: str | None
+
+
+class Usage(BaseModel):
+    """Tokens of a request; a prompt counts once for its n samples."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionResponse(BaseModel):
+    """The answer of POST /v1/completions; a stream's events have the same form."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class ClassicResponse(BaseModel):
+    """The answer of POST /complete."""
+
+    completion: str

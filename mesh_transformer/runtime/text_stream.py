@@ -1,0 +1,109 @@
+"""Text from tokens as they come: whole characters only, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mesh_transformer.data.tokenizer import UNKNOWN, Tokenizer
+
+CONTEXT = 16  # tokens before the first that may decide how it reads
+
+
+class TextStream:
+    """The text of one completion, piece by piece.
+
+    The pieces joined are what one `decode` of all tokens gives, cut at the earliest stop: of all stops' first occurrences
+    the one that begins first, and the shortest if several begin there. How tokens divide the text makes no
+    difference. One exception: tokenizers that spell rare characters as tokens of one byte each decode such a token to
+    another text when broken UTF-8 follows it; what was given by then stays.
+
+    Args:
+        tokenizer: that of the tokens.
+        stops: texts that end the completion; none of them empty.
+        include_stop: whether the stop is part of the text.
+        context: the tokens before the first, or the last few of them. Some tokenizers drop a space where a text begins;
+            with a context it stays. A character that the context leaves unfinished is not finished.
+
+    Raises:
+        ValueError: a stop is empty.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        context: Sequence[int] = (),
+    ):
+        if "" in stops:
+            raise ValueError("a stop string must have at least one character")
+        self._tokenizer, self._stops, self._include_stop = tokenizer, tuple(stops), include_stop
+        # Tokens that end a text decide what the next ones look like; so the window has some whose text is known
+        # already, and the new text is what the window's has beyond theirs.
+        self._window = list(context[-CONTEXT:])
+        if tokenizer.decode(self._window).endswith(UNKNOWN):
+            self._window = []
+        self._known = len(self._window)  # so many of the window's tokens
+        self._known_length = len(tokenizer.decode(self._window))  # characters
+        self._unfinished = ""  # the text of the window's other tokens, which later ones may change
+        self._decoded = 0  # characters of the completion, those held included
+        self._held = ""  # decoded, but perhaps a stop
+        self.text = ""  # what was given
+        self.stopped = False  # by a stop string; tokens pushed later count for nothing
+        self.offsets: list[
+            int
+        ] = []  # of each token, where in the text its first character is; beyond a stop too
+
+    def push(self, token: int) -> str:
+        """Add a token.
+
+        Returns:
+            the text that is certain now; often none, or that of several tokens.
+        """
+        if self.stopped:
+            return ""
+        self.offsets.append(self._decoded + len(self._unfinished.rstrip(UNKNOWN)))
+        self._window.append(token)
+        self._unfinished = self._tokenizer.decode(self._window)[self._known_length :]
+        # U+FFFD at the end may be the first bytes of a character
+        if not self._unfinished or self._unfinished.endswith(UNKNOWN):
+            return ""
+        self._window = self._window[self._known :]
+        self._known, self._known_length = len(self._window), len(self._tokenizer.decode(self._window))
+        return self._give(last=False)
+
+    def finish(self) -> str:
+        """The rest of the text, when no token follows; bytes that are no character become U+FFFD."""
+        return self._give(last=True)
+
+    def _give(self, *, last: bool) -> str:
+        """Take the unfinished text as it is, and give what of the held text cannot become a stop."""
+        self._decoded += len(self._unfinished)
+        self._held, self._unfinished = self._held + self._unfinished, ""
+        end = len(self._held) if last else self._possible_stop()
+        found = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        at, length = min(found, default=(end + 1, 0))
+        if at <= end:
+            self.stopped = True
+            given, self._held = self._held[: at + length * self._include_stop], ""
+        else:
+            given, self._held = self._held[:end], self._held[end:]
+        self.text += given
+        return given
+
+    def _possible_stop(self) -> int:
+        """Where in the held text a stop begins that its end may be a part of; its length if there is none."""
+        held = self._held
+        longest = max(map(len, self._stops), default=0)
+        starts = range(max(0, len(held) - longest + 1), len(held))
+        return next((i for i in starts if any(stop.startswith(held[i:]) for stop in self._stops)), len(held))
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """A token by itself, as lists of log-probabilities show it; `bytes:\\xe2\\x80` if it is no whole characters."""
+    raw = tokenizer.token_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in raw)

@@ -1,0 +1,46 @@
+"""Archives are gone through in pieces of any size; what is in npz and .bin files is tested with those."""
+
+from __future__ import annotations
+
+import zipfile
+
+import pytest
+
+from mesh_transformer.checkpoint import archive
+from mesh_transformer.checkpoint.archive import DamagedArchive
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_pieces_make_up_the_whole(tmp_path, monkeypatch, kind):
+    content = bytes(5000) + b"abc" * 700 + bytes(range(256))
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", kind) as made:
+        made.writestr("folder/one", content)
+        made.writestr("two", b"")
+    one, two = archive.entries(str(tmp_path / "x.zip"))
+    assert (one.name, one.n_bytes, two.name, two.n_bytes) == ("folder/one", len(content), "two", 0)
+    for read_at_once in (1, 2, 50, 1 << 16):
+        monkeypatch.setattr(archive, "DEFLATED_BYTES", read_at_once)
+        for most in (1, 7, 300, len(content), 1 << 20):
+            found = list(archive.pieces(one, most))
+            assert b"".join(found) == content
+            assert max(map(len, found)) <= most
+            assert min(map(len, found)) > 0
+    assert list(archive.pieces(two, 10)) == []
+
+
+def test_another_compression_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_BZIP2) as made:
+        made.writestr("one", b"1")
+    with pytest.raises(DamagedArchive, match="unknown compression 12"):
+        archive.entries(str(tmp_path / "x.zip"))
+
+
+def test_an_encrypted_member_is_refused(tmp_path):
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr("one", b"1")
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedArchive, match="'one': encrypted"):
+        archive.entries(str(path))

@@ -1,0 +1,155 @@
+"""An engine whose tokens are arithmetic of what a slot's cache holds, and that asserts the contract of `Engine`.
+
+A cache that is wrong in any position gives other tokens than `alone`, which knows no caches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+
+from mesh_transformer.infer.requests import Emitted, Finish, Prefilled, SamplingParams, Token
+
+
+def logprobs_after(tokens: Sequence[int], vocab: int) -> list[float]:
+    """Log-probabilities of what follows a sequence: a ramp whose peak depends on each token and its position."""
+    peak = sum((i + 1) * token * 7 + i for i, token in enumerate(tokens)) % vocab
+    scores = [-0.25 * ((peak - token) % vocab) for token in range(vocab)]
+    total = math.log(sum(map(math.exp, scores)))
+    return [score - total for score in scores]
+
+
+def report(tokens: Sequence[int], token: int, vocab: int, top: int | None) -> Token:
+    """A token after `tokens`, as an engine reports it."""
+    logprobs = logprobs_after(tokens, vocab)
+    likeliest = sorted(range(vocab), key=lambda other: -logprobs[other])[: top or 0]
+    return Token(token, logprobs[token], tuple((other, logprobs[other]) for other in likeliest))
+
+
+def draw(
+    tokens: Sequence[int], generated: int, params: SamplingParams, vocab: int
+) -> tuple[Token, Finish | None]:
+    """The token after `tokens`, of which the last `generated` are the completion's, and whether it is the last.
+
+    Of the sampling parameters only these count: max_tokens, min_tokens, stop_token_ids, seed and logprobs.
+    """
+    logprobs = logprobs_after(tokens, vocab)
+    likeliest = sorted(range(vocab), key=lambda other: -logprobs[other])
+    barred = set(params.stop_token_ids) if generated < params.min_tokens else set()
+    allowed = [token for token in likeliest if token not in barred]
+    token = allowed[params.seed % len(allowed)]
+    finish: Finish | None = "length" if generated + 1 == params.max_tokens else None
+    if token in params.stop_token_ids:
+        finish = "stop"
+    return report(tokens, token, vocab, params.logprobs), finish
+
+
+@dataclasses.dataclass
+class Completion:
+    """What a request gives in the end."""
+
+    tokens: list[Token]
+    prompt: list[Token]
+    finish: Finish
+
+
+def alone(prompt: Sequence[int], params: SamplingParams, vocab: int = 101) -> Completion:
+    """A request's completion, computed from the whole sequence for each token."""
+    sequence, tokens = list(prompt), []
+    finish: Finish | None = None if params.max_tokens else "length"
+    while finish is None:
+        token, finish = draw(sequence, len(tokens), params, vocab)
+        tokens.append(token)
+        sequence.append(token.id)
+    known = range(1, len(prompt)) if params.prompt_logprobs else ()
+    return Completion(tokens, [report(prompt[:i], prompt[i], vocab, params.logprobs) for i in known], finish)
+
+
+@dataclasses.dataclass
+class _Sequence:
+    prompt: list[int]
+    params: SamplingParams
+    tokens: list[int] = dataclasses.field(default_factory=list)  # drawn; the last is not in the cache
+    finished: bool = False
+
+
+class FakeEngine:
+    """An `Engine` without a model; see the module.
+
+    Args:
+        slots, context, chunk: as an engine's.
+        vocab: tokens are 0 .. vocab - 1.
+        delay: seconds that each `prefill` and each of `generate`'s steps takes.
+    """
+
+    def __init__(
+        self, *, slots: int = 4, context: int = 64, chunk: int = 8, vocab: int = 101, delay: float = 0.0
+    ):
+        self.slots, self.context, self.chunk = slots, context, chunk
+        self.vocab, self.delay = vocab, delay
+        self.caches: list[list[int]] = [[] for _ in range(slots)]  # the tokens of the valid positions
+        self.in_use: dict[int, _Sequence] = {}
+        self.calls: list[tuple] = []  # ("insert", slot, source, reused), ("prefill", slot, start, stop), ...
+
+    def insert(
+        self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int
+    ) -> None:
+        self.calls.append(("insert", slot, source, reused))
+        assert 0 <= slot < self.slots
+        assert slot not in self.in_use
+        assert all(0 <= token < self.vocab for token in prompt)
+        assert len(prompt) + params.max_tokens <= self.context
+        assert 0 <= reused < len(prompt)
+        assert (source is None) == (reused == 0)
+        if source is not None:
+            assert not params.prompt_logprobs
+            assert reused <= len(self.caches[source]), "a position that is not computed"
+        taken = [] if source is None else self.caches[source][:reused]
+        self.caches[slot] = taken
+        self.in_use[slot] = _Sequence(list(prompt), params)
+
+    def prefill(self, slot: int, start: int, stop: int) -> Prefilled:
+        self.calls.append(("prefill", slot, start, stop))
+        sequence, cache = self.in_use[slot], self.caches[slot]
+        prompt, params = sequence.prompt, sequence.params
+        assert start == len(cache), "positions are computed in order, each once"
+        assert start < stop <= len(prompt)
+        assert stop - start <= self.chunk
+        assert not sequence.tokens
+        time.sleep(self.delay)
+        known = []
+        for i in range(start, stop):
+            cache.append(prompt[i])
+            if params.prompt_logprobs and i + 1 < len(prompt):
+                known.append(report(cache, prompt[i + 1], self.vocab, params.logprobs))
+        last = stop == len(prompt)
+        sequence.finished = last and params.max_tokens == 0
+        return Prefilled(self._draw(slot) if last and params.max_tokens else None, known)
+
+    def generate(self, steps: int) -> list[Emitted]:
+        self.calls.append(("generate", steps))
+        assert steps >= 1
+        emitted = []
+        for step in range(steps):
+            running = [slot for slot, s in sorted(self.in_use.items()) if s.tokens and not s.finished]
+            assert step or running, "there is nothing to generate"
+            if running:
+                time.sleep(self.delay)
+            for slot in running:
+                self.caches[slot].append(self.in_use[slot].tokens[-1])
+                emitted.append(self._draw(slot))
+        return emitted
+
+    def release(self, slot: int) -> None:
+        self.calls.append(("release", slot))
+        del self.in_use[slot]
+
+    def _draw(self, slot: int) -> Emitted:
+        sequence, cache = self.in_use[slot], self.caches[slot]
+        assert len(cache) == len(sequence.prompt) + len(sequence.tokens), "a position is missing"
+        token, finish = draw(cache, len(sequence.tokens), sequence.params, self.vocab)
+        sequence.tokens.append(token.id)
+        sequence.finished = finish is not None
+        return Emitted(slot, token, finish)

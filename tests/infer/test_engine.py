@@ -1,0 +1,299 @@
+"""The engine against the original, against completions by definition, and against itself in other company."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import golden
+import jax
+import numpy as np
+import pytest
+import sampling_reference as reference
+from builders import TINY, program
+
+from mesh_transformer.infer.engine import SlotEngine
+from mesh_transformer.infer.requests import Emitted, Prefilled, SamplingParams, Token
+from mesh_transformer.parallel.sharding import Partition, inference_rules
+
+SLOTS = 4
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+def engine_of(run: Any, params: Any, slots: int = SLOTS, chunk: int = 512) -> SlotEngine:
+    partition = Partition(run.partition.mesh, inference_rules())
+    return SlotEngine(run.model, partition, params, slots=slots, chunk=chunk)
+
+
+@functools.cache
+def tiny(*overrides: str) -> tuple[Any, Any, SlotEngine]:
+    run = program(TINY, "mesh.tp=1", "model.seq=64", *overrides)
+    params = run.init(jax.random.key(3)).params
+    return run, params, engine_of(run, params)
+
+
+class Completion:
+    """What one slot emitted."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Token] = []
+        self.prompt: list[Token] = []
+        self.finish: str | None = None
+
+    def add(self, emitted: Emitted | None) -> None:
+        if emitted is not None:
+            assert self.finish is None, "a finished slot emitted a token"
+            self.tokens.append(emitted.token)
+            self.finish = emitted.finish
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+
+def complete(
+    engine: SlotEngine, requests: Sequence[tuple[list[int], SamplingParams]], steps: int = 3
+) -> list[Completion]:
+    """All requests at once, each in a slot of its own; prompts in pieces of the engine's chunk."""
+    made = [Completion() for _ in requests]
+    for slot, (prompt, params) in enumerate(requests):
+        engine.insert(slot, prompt, params, source=None, reused=0)
+        for start in range(0, len(prompt), engine.chunk):
+            piece = engine.prefill(slot, start, min(start + engine.chunk, len(prompt)))
+            made[slot].prompt += piece.prompt
+            made[slot].add(piece.first)
+    while emitted := engine.generate(steps):
+        for one in emitted:
+            made[one.slot].add(one)
+    for slot in range(len(requests)):
+        engine.release(slot)
+    return made
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 512, length).tolist()
+
+
+@pytest.mark.parametrize("mesh", [["mesh.tp=1"], ["mesh.tp=8"], ["mesh.fsdp=2", "mesh.tp=2"]], ids="-".join)
+def test_greedy_equals_the_original_on_any_mesh(shared, mesh):
+    raw = golden.config(shared / "golden/configs/tiny_mp8.json")
+    run = program(raw, *mesh, devices=1 if mesh == ["mesh.tp=1"] else 8)
+    params = golden.read_params(shared / "golden/mp8/ckpt_full/step_5", run.model.config)
+    params = jax.device_put(params, run.state_shardings.params)
+    expected = np.load(shared / "golden/mp8/f32/eval.npz")
+    _check_golden(engine_of(run, params, len(expected["gen/ctx"])), expected, "gen/greedy_top_p0/", 16)
+
+
+@pytest.mark.parametrize("variant", ["rotary_layernorm", "rotary_rmsnorm-bias", "t5_layernorm"])
+def test_greedy_of_the_variants_equals_the_original(shared, variant):
+    run = program(golden.config(shared / f"golden/configs/variant_{variant}.json"), "mesh.tp=1")
+    params = golden.read_variant(shared / "golden/variants" / variant, run.model.config)
+    expected = np.load(shared / "golden/variants" / variant / "eval_f32.npz")
+    _check_golden(engine_of(run, params, len(expected["gen/ctx"])), expected, "gen/", 8)
+
+
+def _check_golden(engine: SlotEngine, expected: Any, prefix: str, new: int) -> None:
+    contexts, lengths = expected["gen/ctx"], expected["gen/ctx_length"]
+    prompts = [
+        row[len(row) - n :].tolist() for row, n in zip(contexts, lengths, strict=True)
+    ]  # padded on the left
+    wanted = SamplingParams(max_tokens=new, temperature=0)
+    made = complete(engine, [(prompt, wanted) for prompt in prompts])
+    tokens, logits = expected[f"{prefix}tokens"], expected[f"{prefix}logits"]
+    logprobs = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), tokens[..., None].astype(int), -1)
+    for row, completion in enumerate(made):
+        assert completion.ids == tokens[row].tolist()
+        found = [token.logprob for token in completion.tokens]
+        np.testing.assert_allclose(found, logprobs[row, :, 0], rtol=0, atol=2e-5)  # float32, two programs
+        assert completion.finish == "length"
+
+
+SAMPLED = SamplingParams(max_tokens=12, temperature=1.3, seed=11)
+BANNED, LOVED, END = 77, 401, 5
+CASES = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "cold": SamplingParams(max_tokens=12, temperature=0.2, seed=2),
+    "top_k": SamplingParams(max_tokens=12, top_k=7, seed=3),
+    "top_p": SamplingParams(max_tokens=12, temperature=1.5, top_p=0.6, seed=4),
+    "min_p": SamplingParams(max_tokens=12, temperature=2.0, min_p=0.4, seed=5),
+    "all filters": SamplingParams(max_tokens=12, temperature=2.0, min_p=0.1, top_k=20, top_p=0.8, seed=6),
+    "repetition": SamplingParams(max_tokens=24, temperature=0, repetition_penalty=3.0),
+    "presence": SamplingParams(max_tokens=24, temperature=0, presence_penalty=0.4),
+    "frequency": SamplingParams(max_tokens=24, temperature=0, frequency_penalty=0.3),
+    "negative penalties": SamplingParams(max_tokens=24, presence_penalty=-2, frequency_penalty=-1, seed=8),
+    "bias": SamplingParams(max_tokens=12, temperature=0, logit_bias=((LOVED, 3.0), (BANNED, -100.0))),
+    "1-grams": SamplingParams(max_tokens=24, temperature=0, no_repeat_ngram=1),
+    "2-grams": SamplingParams(max_tokens=24, temperature=0, no_repeat_ngram=2),
+    "3-grams": SamplingParams(max_tokens=24, temperature=0, no_repeat_ngram=3),
+    "stop token": SamplingParams(
+        max_tokens=24, seed=9, stop_token_ids=(END,), logit_bias=((END, 5.5),), temperature=1.0
+    ),
+    "min_tokens": SamplingParams(
+        max_tokens=24, min_tokens=9, seed=9, stop_token_ids=(BANNED, END), logit_bias=((END, 50.0),)
+    ),
+    "one token": SamplingParams(max_tokens=1, temperature=0),
+}
+
+
+@functools.cache
+def by_definition(name: str) -> tuple[list[int], list[float], str]:
+    run, params, _ = tiny()
+    return reference.complete(run, params, prompt_of(1, 21), CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_option_equals_its_definition_whatever_else_is_in_the_batch(name: str) -> None:
+    """The neighbours use every option there is, with other prompts."""
+    _, _, engine = tiny()
+    tokens, logprobs, finish = by_definition(name)
+    others = [
+        (prompt_of(seed, 9 + seed), CASES[other]) for seed, other in enumerate(["all filters", "2-grams"])
+    ]
+    for requests in ([(prompt_of(1, 21), CASES[name])], [*others, (prompt_of(1, 21), CASES[name])]):
+        made = complete(engine, requests)[-1]
+        assert made.ids == tokens
+        np.testing.assert_allclose([t.logprob for t in made.tokens], logprobs, rtol=0, atol=2e-5)
+        assert made.finish == finish
+
+
+def test_the_options_matter() -> None:
+    """Otherwise the test above could not fail."""
+    plain = SamplingParams(max_tokens=24, temperature=0)
+    run, params, _ = tiny()
+    greedy = reference.complete(run, params, prompt_of(1, 21), plain)[0]
+    for name in ("repetition", "presence", "frequency", "bias", "1-grams", "2-grams", "3-grams"):
+        assert by_definition(name)[0] != greedy[: len(by_definition(name)[0])], name
+    assert by_definition("stop token")[2] == by_definition("min_tokens")[2] == "stop"
+    assert len(by_definition("min_tokens")[0]) == 10
+    assert 1 < len(by_definition("stop token")[0]) < 24
+
+
+def test_a_prompt_in_pieces_gives_the_same_tokens() -> None:
+    run, params, whole = tiny()
+    pieces = engine_of(run, params, slots=2, chunk=32)
+    prompt = prompt_of(7, 50)
+    (expected,) = complete(whole, [(prompt, GREEDY)])
+    (found,) = complete(pieces, [(prompt, GREEDY)])
+    assert found.ids == expected.ids
+
+
+def test_steps_of_a_call_do_not_matter() -> None:
+    _, _, engine = tiny()
+    requests = [(prompt_of(i, 8 + i), SamplingParams(max_tokens=5 + 3 * i, seed=i)) for i in range(SLOTS)]
+    expected = [completion.ids for completion in complete(engine, requests, steps=1)]
+    assert [completion.ids for completion in complete(engine, requests, steps=16)] == expected
+    assert [len(ids) for ids in expected] == [5, 8, 11, 14]
+
+
+def test_a_reused_prefix_gives_the_same_tokens() -> None:
+    """From another slot and from the slot itself; half of the source's completion is reused too."""
+    _, _, engine = tiny()
+    first, tail = prompt_of(3, 20), prompt_of(4, 6)
+    (done,) = complete(engine, [(first, GREEDY)])
+    prompt = first + done.ids[:5] + tail
+    (expected,) = complete(engine, [(prompt, SAMPLED)])
+    for source, slot in ((0, 2), (0, 0)):
+        complete(engine, [(first, GREEDY)])  # slot 0 holds it again
+        engine.insert(slot, prompt, SAMPLED, source=source, reused=25)
+        made = Completion()
+        made.add(engine.prefill(slot, 25, len(prompt)).first)
+        for one in engine.generate(16):
+            made.add(one)
+        engine.release(slot)
+        assert made.ids == expected.ids
+
+
+def test_a_released_slot_keeps_its_cache_while_others_run() -> None:
+    _, _, engine = tiny()
+    first = prompt_of(3, 20)
+    (expected,) = complete(engine, [(first + [9], GREEDY)])
+    engine.insert(1, first, GREEDY, source=None, reused=0)
+    engine.prefill(1, 0, 20)
+    engine.release(1)  # in the middle of its completion
+    complete(engine, [(prompt_of(5, 40), SAMPLED)])
+    engine.insert(1, first + [9], GREEDY, source=1, reused=20)
+    made = Completion()
+    made.add(engine.prefill(1, 20, 21).first)
+    for one in engine.generate(16):
+        made.add(one)
+    engine.release(1)
+    assert made.ids == expected.ids
+
+
+def test_logprobs_of_prompt_and_completion_with_alternatives() -> None:
+    run, params, _ = tiny()
+    engine = engine_of(run, params, slots=2, chunk=32)
+    prompt = prompt_of(6, 40)
+    wanted = SamplingParams(max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=True)
+    (made,) = complete(engine, [(prompt, wanted)])
+    tokens = np.asarray([prompt + made.ids], np.int32)
+    logits, _ = run.model.apply(params, tokens)
+    logprobs = np.asarray(jax.nn.log_softmax(logits))[0]
+    found = made.prompt + made.tokens
+    assert [token.id for token in found] == tokens[0, 1:].tolist()
+    for at, token in enumerate(found):
+        order = np.argsort(-logprobs[at], kind="stable")[:3]
+        assert [id for id, _ in token.top] == order.tolist()
+        np.testing.assert_allclose([value for _, value in token.top], logprobs[at][order], rtol=0, atol=2e-5)
+        np.testing.assert_allclose(token.logprob, logprobs[at][token.id], rtol=0, atol=2e-5)
+
+
+def test_a_prompt_alone() -> None:
+    _, _, engine = tiny()
+    wanted = SamplingParams(max_tokens=0, prompt_logprobs=True)
+    engine.insert(0, [1, 2, 3], wanted, source=None, reused=0)
+    found = engine.prefill(0, 0, 3)
+    assert found == Prefilled(None, found.prompt)
+    assert [token.id for token in found.prompt] == [2, 3]
+    assert engine.generate(4) == []
+    engine.release(0)
+
+
+def test_a_completion_may_fill_the_context() -> None:
+    run, params, engine = tiny()
+    prompt = prompt_of(8, run.model.config.seq - 10)
+    (made,) = complete(engine, [(prompt, SamplingParams(max_tokens=10, temperature=0))])
+    expected, _, _ = reference.complete(run, params, prompt, SamplingParams(max_tokens=10, temperature=0))
+    assert made.ids == expected
+
+
+@pytest.mark.parametrize("overrides", [("model.pe=fixed", "model.norm=scalenorm-bias"), ("model.pe=t5",)])
+def test_other_models_equal_their_definition(overrides: tuple[str, ...]) -> None:
+    run, params, engine = tiny(*overrides)
+    (made,) = complete(engine, [(prompt_of(2, 11), GREEDY)])
+    assert made.ids == reference.complete(run, params, prompt_of(2, 11), GREEDY)[0]
+
+
+def test_layers_one_by_one_give_the_same_tokens() -> None:
+    from mesh_transformer.runtime.serving_engine import layer_by_layer
+
+    run, _, engine = tiny()
+    params = layer_by_layer(run.init(jax.random.key(3)).params)
+    (expected,), (found,) = (
+        complete(e, [(prompt_of(1, 21), SAMPLED)]) for e in (engine, engine_of(run, params, slots=1))
+    )
+    assert found.ids == expected.ids
+
+
+def test_warming_up_leaves_nothing_to_compile(caplog: pytest.LogCaptureFixture) -> None:
+    run, params, _ = tiny()
+    engine = engine_of(run, params, slots=2, chunk=32)
+    said: list[str] = []
+
+    def compiled() -> list[str]:
+        names = (re.search(r"Compiling jit\((\w+)\)", record.getMessage()) for record in caplog.records)
+        return [name[1] for name in names if name]
+
+    with jax.log_compiles():
+        engine.warm_up(said.append)
+        before = compiled()
+        complete(engine, [(prompt_of(1, 21), SAMPLED), (prompt_of(2, 50), CASES["2-grams"])])
+        complete(engine, [(prompt_of(1, 21), CASES["bias"])])
+        after = compiled()
+    caplog.clear()
+    assert len(said) == 4
+    assert before.count("_prefill") == before.count("_generate") == 2
+    assert after == before

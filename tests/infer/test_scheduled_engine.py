@@ -1,0 +1,65 @@
+"""The scheduler on the real engine: each request's tokens are those that it gets alone, with nothing reused."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from builders import TINY, program
+
+from mesh_transformer.infer.engine import SlotEngine
+from mesh_transformer.infer.requests import SamplingParams, Token
+from mesh_transformer.infer.scheduler import Scheduler
+from mesh_transformer.parallel.sharding import Partition, inference_rules
+
+CANCELLED = 5  # this request, when it has a few tokens
+
+
+def _requests() -> dict[int, tuple[list[int], SamplingParams]]:
+    """Prompts that begin with parts of two common ones; greedy or not; some want their prompt's log-probabilities."""
+    rng = np.random.default_rng(5)
+    stems = rng.integers(0, 256, (2, 24)).tolist()
+    requests = {}
+    for i in range(16):
+        stem = stems[rng.integers(2)][: rng.integers(12, 24)]
+        prompt = stem + rng.integers(0, 256, rng.integers(1, 12)).tolist()
+        new = 20 if i == CANCELLED else int(rng.integers(0, 20))
+        requests[i] = (
+            prompt,
+            SamplingParams(max_tokens=new, temperature=float(i % 2), seed=i, prompt_logprobs=i % 7 == 3),
+        )
+    return requests
+
+
+def _serve(
+    scheduler: Scheduler, requests: dict[int, tuple[list[int], SamplingParams]]
+) -> dict[int, list[Token]]:
+    got: dict[int, list[Token]] = {i: [] for i in requests}
+    for i, request in requests.items():
+        scheduler.submit(i, *request)
+    while not scheduler.idle:
+        for output in scheduler.step():
+            got[output.request].extend(output.tokens)
+        if len(requests) > 1 and len(got[CANCELLED]) > 4:
+            scheduler.cancel(CANCELLED)
+    return got
+
+
+def test_requests_that_share_prefixes_get_the_tokens_they_get_alone() -> None:
+    """Prompts in pieces between others' tokens, copies of prefixes, slots used again, one request cancelled."""
+    run = program(TINY, "mesh.tp=1", "model.seq=64")
+    params = run.init(jax.random.key(3)).params
+    partition = Partition(run.partition.mesh, inference_rules())
+    engine = SlotEngine(run.model, partition, params, slots=3, chunk=8)
+    requests = _requests()
+    scheduler = Scheduler(engine, max_queue=16, max_steps=4)
+    together = _serve(scheduler, requests)
+    assert scheduler.stats.reused_tokens > 100
+    for i, (prompt, asked) in requests.items():
+        alone = _serve(Scheduler(engine, max_queue=0), {i: (prompt, asked)})[i]  # it knows of no cache
+        assert len(alone) == asked.max_tokens
+        cut = len(together[i])
+        assert 4 < cut < 20 if i == CANCELLED else cut == asked.max_tokens
+        assert [token.id for token in together[i]] == [token.id for token in alone[:cut]]
+        np.testing.assert_allclose(
+            [token.logprob for token in together[i]], [token.logprob for token in alone[:cut]], atol=2e-5
+        )

@@ -1,0 +1,269 @@
+"""The scheduler on an engine that checks every call, token for token against requests computed alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from collector import Collector
+from fake_engine import alone
+
+from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.infer.scheduler import QueueFull
+
+PROMPT = [(7 * i * i + 3) % 101 for i in range(30)]
+OTHER = [(5 * i + 60) % 101 for i in range(30)]
+
+
+def params(max_tokens: int = 4, **others) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **others)
+
+
+def test_the_oracle_is_what_it_says():
+    """By hand: the peak is (1*5*7 + 0 + 2*3*7 + 1) % 11 = 1, and the scores fall by a quarter for each token below."""
+    first = alone([5, 3], params(1, logprobs=3), vocab=11).tokens[0]
+    assert [token for token, _ in first.top] == [1, 0, 10]
+    assert first.id == 1
+    assert first.logprob == pytest.approx(math.log((1 - math.exp(-1 / 4)) / (1 - math.exp(-11 / 4))))
+    assert first.top[1][1] == pytest.approx(first.logprob - 0.25)
+    assert alone([5, 3], params(3, seed=1, stop_token_ids=(0,)), vocab=11).finish == "stop"
+    assert alone([5, 3], params(1, min_tokens=1, stop_token_ids=(1,)), vocab=11).tokens[0].id == 0
+
+
+def test_a_long_prompt_does_not_stop_those_that_run():
+    c = Collector(slots=2, chunk=10)
+    c.submit(0, PROMPT[:5], params(9))
+    assert c.step() == [0]
+    c.submit(1, OTHER, params(3))
+    assert c.calls("insert", "prefill", "generate") == [
+        ("insert", 0, None, 0),
+        ("prefill", 0, 0, 5),
+        ("generate", 1),
+    ]
+    assert [c.step() for _ in range(3)] == [[0], [0], [1, 0]]
+    assert c.calls("insert", "prefill", "generate") == [
+        ("insert", 1, None, 0),
+        ("prefill", 1, 0, 10),
+        ("generate", 1),
+        ("prefill", 1, 10, 20),
+        ("generate", 1),
+        ("prefill", 1, 20, 30),
+        ("generate", 1),
+    ]
+    assert [len(c.got[i].tokens) for i in (0, 1)] == [5, 2]
+    c.run()
+    assert c.calls("generate") == [("generate", 4)]  # nobody waits: as many as the longer one still needs
+
+
+@pytest.mark.parametrize(("max_steps", "calls"), [(8, [8, 8, 2]), (5, [5, 5, 5, 3]), (30, [18])])
+def test_steps_at_once_when_nobody_waits(max_steps, calls):
+    c = Collector(max_steps=max_steps)
+    c.run((PROMPT[:5], params(20)))
+    assert c.calls("generate") == [("generate", n) for n in [1, *calls]]
+
+
+def test_one_token_at_a_time_while_somebody_waits_for_a_slot():
+    c = Collector(slots=1, max_steps=8)
+    c.run((PROMPT[:3], params(5)), (OTHER[:3], params(5)))
+    assert c.calls("insert", "generate") == [
+        ("insert", 0, None, 0),
+        *[("generate", 1)] * 4,
+        ("insert", 0, None, 0),
+        ("generate", 1),
+        ("generate", 3),
+    ]
+    assert c.admitted == [0, 1]
+
+
+def test_a_conversation_goes_on_in_its_slot():
+    """All but the last generated token are in the cache: 10 + 6 - 1 positions."""
+    c = Collector(slots=3)
+    c.run((PROMPT[:10], params(6)))
+    assert c.scheduler.stats.cached_tokens == 15
+    answer = [token.id for token in c.got[0].tokens]
+    c.calls()
+    c.run((PROMPT[:10] + answer + OTHER[:4], params(2)))
+    assert c.calls("insert", "prefill") == [("insert", 0, 0, 15), ("prefill", 0, 15, 20)]
+    assert c.scheduler.stats[3:] == (10 + 20, 10 + 5, 15, 6 + 2, 20 + 1)
+
+
+def test_the_last_token_of_a_prompt_is_computed():
+    c = Collector(slots=2)
+    c.run((PROMPT[:10], params(1)), (PROMPT[:10], params(1)))
+    assert c.calls("insert", "prefill") == [
+        ("insert", 0, None, 0),
+        ("prefill", 0, 0, 8),
+        ("prefill", 0, 8, 10),
+        ("insert", 0, 0, 9),
+        ("prefill", 0, 9, 10),
+    ]
+
+
+def test_samples_of_one_prompt_compute_it_once():
+    """Those behind the first start when its prompt is done, and copy it while it runs."""
+    c = Collector(slots=4, chunk=4)
+    c.run(*[(PROMPT[:20], params(3, seed=seed)) for seed in range(3)])
+    assert c.calls("insert") == [("insert", 0, None, 0), ("insert", 1, 0, 19), ("insert", 2, 0, 19)]
+    assert c.scheduler.stats.prefilled_tokens == 20 + 1 + 1
+    assert c.scheduler.stats.reused_tokens == 38
+    assert len({tuple(t.id for t in c.got[i].tokens) for i in range(3)}) == 3
+
+
+def test_a_prefix_is_copied_where_another_slot_loses_less():
+    """The slot of the prefix keeps its longer sequence; the one unused for longest takes the copy."""
+    c = Collector(slots=2, min_copy=9)
+    c.run((OTHER[:12], params(1)), (PROMPT[:20], params(1)))
+    c.calls()
+    c.run((PROMPT[:9] + [99, 98], params(2)))
+    assert c.calls("insert") == [("insert", 0, 1, 9)]
+    c.run((PROMPT[:20] + [1], params(1)))
+    assert c.calls("insert") == [("insert", 1, 1, 20)]
+
+
+def test_a_short_prefix_is_not_copied_but_is_kept_in_place():
+    c = Collector(slots=2, min_copy=8)
+    c.run((OTHER[:12], params(1)), (PROMPT[:20], params(1)))
+    c.calls()
+    c.run((PROMPT[:7] + [99], params(1)))
+    assert c.calls("insert") == [("insert", 0, None, 0)]
+    c.run((PROMPT[:3] + [98], params(1)))  # slot 1 is now the one unused for longest
+    assert c.calls("insert") == [("insert", 1, 1, 3)]
+
+
+def test_copying_from_a_slot_is_using_it():
+    c = Collector(slots=3)
+    c.run((PROMPT[:20], params(1)), (OTHER[:12], params(1)), ([50] * 9, params(1)))
+    c.calls()
+    c.run((OTHER[:10] + [1], params(1)))  # slot 2 is now the one unused for longest
+    c.run(([3, 4], params(1)))
+    assert c.calls("insert") == [("insert", 0, 1, 10), ("insert", 2, None, 0)]
+
+
+def test_prompt_logprobs_come_in_pieces_and_reuse_nothing():
+    c = Collector(slots=2, chunk=4)
+    c.run((PROMPT[:10], params(1)))
+    c.calls()
+    c.submit(1, PROMPT[:10], params(2, prompt_logprobs=True, logprobs=2))
+    counts = []
+    while not c.scheduler.idle:
+        c.step()
+        counts.append(len(c.got[1].prompt))
+    assert counts == [4, 8, 9]
+    assert c.calls("insert") == [("insert", 1, None, 0)]
+    c.run()
+    assert [len(token.top) for token in c.got[1].prompt] == [2] * 9
+
+
+@pytest.mark.parametrize("prompt_logprobs", [False, True])
+def test_no_new_tokens(prompt_logprobs):
+    c = Collector(slots=1)
+    c.run((PROMPT[:10], params(0, prompt_logprobs=prompt_logprobs)))
+    assert c.got[0].finish == "length"
+    assert not c.got[0].tokens
+    assert c.calls("generate") == []
+    assert c.scheduler.stats.cached_tokens == 10
+    c.run((PROMPT[:12], params(1)))
+    assert c.calls("insert") == [("insert", 0, 0, 10)]
+
+
+def test_the_first_token_may_be_the_last():
+    first = alone(PROMPT[:10], params()).tokens[0].id
+    c = Collector(slots=1)
+    c.run((PROMPT[:10], params(1)), (PROMPT[:10], params(9, stop_token_ids=(first,))))
+    assert [c.got[i].finish for i in range(2)] == ["length", "stop"]
+    assert c.calls("generate") == []
+
+
+def test_a_stop_token_in_mid_step():
+    free = [token.id for token in alone(PROMPT[:10], params(6)).tokens]
+    assert len(set(free)) == 6
+    c = Collector(slots=2)
+    c.run((PROMPT[:10], params(9)), (PROMPT[:10], params(9, stop_token_ids=(free[4],))))
+    assert [token.id for token in c.got[1].tokens] == free[:5]
+    assert c.got[1].finish == "stop"
+    assert c.scheduler.stats.cached_tokens == (10 + 8) + (10 + 4)
+
+
+def test_cancelling_one_that_waits():
+    c = Collector(slots=1)
+    for i in range(3):
+        c.submit(i, PROMPT[: 5 + i], params(2))
+    c.scheduler.cancel(1)
+    c.scheduler.cancel(99)
+    assert c.scheduler.stats.waiting == 2
+    del c.requests[1]
+    c.run()
+    assert c.admitted == [0, 2]
+    assert 1 not in c.got
+
+
+def test_cancelling_in_mid_prompt_keeps_what_is_computed():
+    c = Collector(slots=1, chunk=4)
+    c.submit(0, PROMPT[:20], params())
+    assert [c.step(), c.step()] == [[], []]
+    c.scheduler.cancel(0)
+    assert c.scheduler.idle
+    assert c.step() == []
+    assert c.scheduler.stats[:5] == (0, 0, 1, 20, 8)
+    del c.requests[0]
+    c.calls()
+    c.run((PROMPT[:12], params()))
+    assert c.calls("insert", "prefill") == [("insert", 0, 0, 8), ("prefill", 0, 8, 12)]
+
+
+def test_cancelling_one_that_runs_frees_its_slot_for_the_next_step():
+    c = Collector(slots=1)
+    c.submit(0, PROMPT[:5], params(20))
+    c.submit(1, OTHER[:5], params(2))
+    c.step()
+    assert len(c.got[0].tokens) == 2
+    c.scheduler.cancel(0)
+    assert c.step() == [1]
+    assert c.calls("release") == [("release", 0), ("release", 0)]
+    assert len(c.got[0].tokens) == 2
+    assert c.got[1] == alone(OTHER[:5], params(2))
+
+
+@pytest.mark.parametrize("max_queue", [0, 2])
+def test_the_queue_holds_so_many_beyond_the_free_slots(max_queue):
+    c = Collector(slots=2, max_queue=max_queue)
+    for i in range(2 + max_queue):
+        c.submit(i, PROMPT[:5], params(9))
+    with pytest.raises(QueueFull, match=f"{max_queue} requests wait already"):
+        c.submit(50, PROMPT[:5], params(9))
+    c.step()
+    c.step()
+    assert c.scheduler.stats[:3] == (2, max_queue, 2)
+    with pytest.raises(QueueFull):
+        c.submit(50, PROMPT[:5], params(9))
+    c.scheduler.cancel(0)
+    c.submit(51, PROMPT[:5], params(9))
+    del c.requests[0], c.got[0]
+    c.run()
+    assert c.admitted == [*range(2 + max_queue), 51]
+
+
+def test_requests_that_cannot_be():
+    c = Collector(slots=1, context=20)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        c.submit(0, [], params())
+    with pytest.raises(ValueError, match=r"16 tokens and max_tokens is 5: together 21, more than .* 20"):
+        c.submit(0, PROMPT[:16], params(5))
+    c.submit(0, PROMPT[:16], params(4))
+    for _ in range(2):  # waiting, then running
+        with pytest.raises(ValueError, match="a request 0 already"):
+            c.submit(0, PROMPT[:3], params())
+        c.step()
+    c.run()
+    c.submit(0, PROMPT[:3], params())
+
+
+def test_idle():
+    c = Collector()
+    assert c.scheduler.idle
+    assert c.step() == []
+    assert c.engine.calls == []
+    c.submit(0, [1], params(2))
+    assert not c.scheduler.idle
+    assert c.step() == [0]
+    assert c.scheduler.idle

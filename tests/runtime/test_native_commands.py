@@ -1,0 +1,92 @@
+"""Native steps that a conversion wrote, or damaged ones, as the commands meet them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from classic_folders import RandomSource
+from commands import metrics, run, write_run
+
+from mesh_transformer.checkpoint.classic import ClassicSource
+from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.config import load_config
+from mesh_transformer.data.records import write_records
+
+
+def test_a_flipped_bit_is_not_converted(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    source = RandomSource(load_config(str(config)).model, full=True)
+    step = Path(write_native(source, str(tmp_path / "run")))
+    arguments = ["--config", "config.json", "--input-ckpt", "run", "--output-path", "hf"]
+    needle = source.read("params/blocks/ff/in/w", (slice(1, 2), slice(3, 5), slice(0, 128))).tobytes()
+    (file,) = [path for path in (step / "state/d").iterdir() if needle in path.read_bytes()]
+    content = bytearray(file.read_bytes())
+    content[content.index(needle) + 101] ^= 32
+    file.write_bytes(content)
+    _, errors = run("to_hf_weights.py", *arguments, cwd=tmp_path, code=2)
+    assert "step_7 is damaged" in errors or "run is damaged" in errors
+    assert "wrong checksum of params/blocks/ff/in/w" in errors
+    assert "Traceback" not in errors
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == [
+        "config.json",
+        "run",
+        "text.txt",
+    ]
+
+
+def classic_run(folder: Path, shared: Path) -> dict[str, np.ndarray]:
+    """`config.json` and the data of the golden run, and `run`: its step 5 converted to native. Returns the next step."""
+    config = json.loads((shared / "golden/configs/tiny_mp8.json").read_text())
+    data = {"train_set": "text.tfrecords", "val_set": {}, "model_dir": "run", "total_steps": 6}
+    (folder / "config.json").write_text(json.dumps({**config, **data}))
+    golden = [np.load(shared / f"golden/mp8/f32/{name}.npz") for name in ("train", "resume_from_step5")]
+    records = np.concatenate([file["tokens"].reshape(-1, 65) for file in golden])
+    write_records(str(folder / "text.tfrecords"), records.astype(np.int32))
+    shutil.copytree(shared / "golden/mp8/ckpt_full", folder / "old")
+    aux = {"5": {"train_loader": {"used": [], "file_idx": 4}}}
+    (folder / "old/meta.json").write_text(json.dumps({"step": 5, "checkpoints": [5], "aux": aux}))
+    model = load_config(str(folder / "config.json")).model
+    write_native(ClassicSource(str(folder / "old/step_5"), model), str(folder / "run"))
+    return {key: golden[1][key] for key in ("tokens", "loss")}
+
+
+def test_a_run_of_2021_that_was_converted_goes_on(tmp_path: Path, shared: Path) -> None:
+    """The step after it has the loss that the original had there: parameters, moments, schedule and data fit."""
+    expected = classic_run(tmp_path, shared)
+    start = ["--tune-model-path", "old"]  # of no use any more
+    _, errors = run("device_train.py", "--config", "config.json", *start, cwd=tmp_path, devices=8)
+    assert "going on with this run; --tune-model-path was read when it began" in errors
+    (record,) = metrics(tmp_path / "run")
+    assert record["step"] == 6
+    assert record["train/loss"] == pytest.approx(expected["loss"][0], abs=1e-5)
+    state = NativeSource(str(tmp_path / "run/step_6"))
+    assert state.counts == (6, 6, 6)
+    tokens_per_step = expected["tokens"][0, ..., 1:].size
+    assert state.extra["counters"] == {"tokens": 6 * tokens_per_step, "steps_redone": 0}
+
+
+def test_a_classic_run_tells_that_tune_model_path_is_not_read(tmp_path: Path, shared: Path) -> None:
+    classic_run(tmp_path, shared)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "old").rename(tmp_path / "run")
+    arguments = ["--config", "config.json", "--set", "total_steps=5", "--tune-model-path", "nowhere"]
+    _, errors = run("device_train.py", *arguments, cwd=tmp_path, devices=8)
+    assert "going on with this run; --tune-model-path was read when it began" in errors
+    assert "complete: 5 of 5" in errors
+
+
+def test_parameters_alone_are_no_run(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    write_native(RandomSource(load_config(str(config)).model, full=False), str(tmp_path / "run"))
+    before = sorted((tmp_path / "run").rglob("*"))
+    _, errors = run("device_train.py", "--config", "config.json", cwd=tmp_path, code=2)
+    assert "step_7 has no Adam moments" in errors
+    assert "--tune-model-path" in errors
+    assert "another checkpoint.model_dir" in errors
+    assert "Traceback" not in errors
+    assert sorted(path for path in (tmp_path / "run").rglob("*") if "run_id" not in path.name) == before

@@ -1,0 +1,105 @@
+"""resharding_example.py: what it refuses before it writes, and the completion by what it wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import commands
+import jax
+import pytest
+from classic_folders import TINY, RandomSource, model_config, stored
+
+from mesh_transformer import logs
+from mesh_transformer.checkpoint.classic_write import write_classic
+from mesh_transformer.checkpoint.forms import Form
+from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.reshard import reshard
+
+SIZES = {**TINY, "n_vocab": 260, "cores_per_replica": 2}
+BYTES = "data.tokenizer=bytes"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """config.json, and one model as run/step_7 (classic, two shards, full) and native/step_7."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logs, "set_up", lambda: None)  # the test session keeps its own handlers
+    model = model_config(**SIZES)
+    source = RandomSource(model, full=True)
+    write_classic(source, model, "run/step_7", 2)
+    write_native(source, "native")
+    Path("config.json").write_text(json.dumps(SIZES))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides", "message"),
+    [
+        ({"shards_out": 0}, [], "--shards-out 0: must be 1 or more"),
+        ({"shards_out": -2}, [], "--shards-out -2: must be 1 or more"),
+        ({"shards_out": 3}, [], "out: 3 shards do not divide model.n_heads 4 and model.n_vocab 260: possible are 1, 2, 4"),
+        ({}, ["model.n_vocab=261", "model.n_heads=2"], "out: 2 shards do not divide .* possible are 1$"),
+        ({"shards_out": 1}, ["mesh.tp=1"], "say the same thing"),
+        ({"shards_out": 1}, ["data.seed=1", " cores_per_replica = 2"], "say the same thing"),
+        ({"shards_out": 1}, ["tp=1", "early_cast=true"], "say the same thing"),
+        ({"shards_out": 1, "form": Form.NATIVE}, [], "a native checkpoint has no shards"),
+        ({"form": Form.NATIVE, "out": "new/step_7"}, [], "name the root, new; step_7 is made in it"),
+        ({"form": Form.NATIVE, "checkpoint": "native"}, [], "native/step_7 is native already"),
+        ({"out": "new/step_8"}, [], "this is step 7, name it step_7"),
+        ({"out": "native/step_7/"}, [], "is there already"),
+        ({"out": "native", "form": Form.NATIVE}, [], "native/step_7 is there already"),
+        ({"prompt": "abcdefgh"}, [BYTES], "the prompt has 8 tokens; .* over the context of 8"),
+        ({"prompt": ""}, [BYTES], "the prompt is empty"),
+        ({"prompt": "a"}, ["data.tokenizer=./nowhere"], "no such tokenizer folder: ./nowhere"),
+        ({"prompt": "a"}, [BYTES, "mesh.dp=8"], "mesh.dp 8 x mesh.fsdp 1 x mesh.tp 2 = 16 devices, found 8"),
+        ({"prompt": "a", "out": None, "shards_out": 3}, [BYTES], "3 shards needs a multiple of 3 devices, found 8"),
+        ({"out": None}, [], "nothing to do"),
+        ({"checkpoint": "elsewhere"}, [], "no checkpoint in elsewhere"),
+    ],
+)  # fmt: skip
+def test_refused_before_anything_is_written(
+    folder: Path, arguments: dict[str, Any], overrides: list[str], message: str
+) -> None:
+    before = sorted(folder.rglob("*"))
+    asked = {"checkpoint": "run", "shards_out": None, "out": "out", "form": Form.CLASSIC, "prompt": None}
+    with pytest.raises(UserError, match=message):
+        reshard("config.json", overrides, **{**asked, **arguments})
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_prompt_needs_as_many_devices_as_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    with pytest.raises(
+        UserError, match="2 shards needs a multiple of 2 devices, found 1: give --shards-out 1"
+    ):
+        reshard(
+            "config.json", [BYTES], checkpoint="run", shards_out=2, out="out", form=Form.CLASSIC, prompt="a"
+        )
+    assert not (folder / "out").exists()
+
+
+def test_there_and_back_is_the_same(folder: Path) -> None:
+    """Classic in two shards to native, and back, with moments and counts; the shards are those of the config."""
+    for checkpoint, out, form in (("run", "new", Form.NATIVE), ("new", "back/step_7", Form.CLASSIC)):
+        reshard("config.json", [], checkpoint=checkpoint, shards_out=None, out=out, form=form, prompt=None)
+    assert stored(folder / "back/step_7") == stored(folder / "run/step_7")
+    assert len(stored(folder / "run/step_7")) == 2 * 81
+    assert json.loads((folder / "back/meta.json").read_text()) == {
+        "step": 7, "checkpoints": [7], "aux": {"7": {}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["classic", "native"])
+def test_the_result_completes_a_prompt(folder: Path, form: str) -> None:
+    common = ["--config", "config.json", "--set", BYTES, "--prompt", "ab"]
+    expected, _ = commands.run("device_sample.py", *common, "--set", "mesh.tp=1", "--ckpt", "run", cwd=folder)
+    out = "one/step_7" if form == "classic" else "one"
+    arguments = ["--ckpt", "run", "--shards-out", "1", "--out", out, "--format", form]
+    found, errors = commands.run("resharding_example.py", *common, *arguments, cwd=folder)
+    assert found == expected
+    assert found.startswith("ab")
+    assert len(found) > 4
+    assert "step 7 from one/step_7" in errors

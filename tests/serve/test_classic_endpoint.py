@@ -1,0 +1,88 @@
+"""POST /complete, as clients of the original call it."""
+
+from __future__ import annotations
+
+import pytest
+from served import expected, serve, text_of
+from test_refusals import refusal
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve() as served:
+        yield served
+
+
+def seen_params(server, body: dict):
+    """The parameters with which the engine was asked, and the answer."""
+    seen, insert = [], server.engine.insert
+    server.engine.insert = lambda slot, prompt, params, **how: (
+        seen.append((prompt, params)),
+        insert(slot, prompt, params, **how),
+    )
+    try:
+        response = server.post(body, "/complete")
+    finally:
+        server.engine.insert = insert
+    assert response.status_code == 200, response.text
+    (prompt, params), *others = seen
+    assert not others
+    return prompt, params, response
+
+
+def test_the_fields_of_the_original(server):
+    prompt, params, response = seen_params(server, {"context": "hello", "top_p": 0.9, "temp": 0.8})
+    assert bytes(prompt) == b"hello"
+    assert (params.top_p, params.temperature) == (0.9, 0.8)
+    assert params.max_tokens == 59  # 256, but for the room
+    wanted = expected(b"hello", max_tokens=59, seed=params.seed)
+    if wanted.finish == "stop":
+        wanted.tokens.pop()
+    assert response.json() == {"completion": text_of(wanted)}
+    assert response.headers["access-control-allow-origin"] == "*"
+
+
+def test_numbers_as_strings_and_the_other_fields(server):
+    _, params, _ = seen_params(
+        server, {"context": "hello", "top_p": "0.5", "temp": "1", "length": 3, "top_k": 2, "stop": ["zzzz"]}
+    )
+    assert (params.top_p, params.temperature, params.top_k, params.max_tokens) == (0.5, 1, 2, 3)
+
+
+def test_a_stop_cuts_the_completion(server):
+    _, params, response = seen_params(
+        server, {"context": "x", "top_p": 1, "temp": 1, "length": 60, "stop": [chr(i) for i in range(16, 32)]}
+    )
+    text = text_of(expected(b"x", max_tokens=60, seed=params.seed))
+    cuts = [text.index(chr(i)) for i in range(16, 32) if chr(i) in text]
+    assert response.json()["completion"] == text[: min(cuts, default=len(text))]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"top_p": 1, "temp": 1}, "context is missing"),
+        ({"context": "a", "temp": 1}, "top_p is missing"),
+        ({"context": "a", "top_p": 1}, "temp is missing"),
+        ({"context": 3, "top_p": 1, "temp": 1}, "string; got 3"),
+        ({"context": "a", "top_p": "high", "temp": 1}, "top_p"),
+        ({"context": "a", "top_p": 2, "temp": 1}, "top_p must be above 0"),
+        ({"context": "a", "top_p": 1, "temp": -1}, "temp must be"),
+        ({"context": "a", "top_p": 1, "temp": 1, "length": 0}, "length must be 1 or more"),
+        ({"context": "a", "top_p": 1, "temp": 1, "top_k": -1}, "top_k"),
+        ({"context": "a" * 64, "top_p": 1, "temp": 1}, "64 tokens"),
+        ([], "JSON object"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said(server, body, words):
+    response = server.post(body, "/complete")
+    assert words in refusal(response, 400)["message"]
+    assert response.headers["access-control-allow-origin"] == "*"
+
+
+def test_preflight(server):
+    response = server.client.options("/complete")
+    assert response.status_code == 204
+    for name in ("origin", "methods", "headers"):
+        assert response.headers[f"access-control-allow-{name}"].startswith("*")
+    assert "access-control-allow-origin" not in server.client.get("/v1/models").headers

@@ -1,0 +1,211 @@
+"""The server as a process: its arguments, its signals, its exit codes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from commands import REPO, finish, run, start, write_run
+
+from mesh_transformer.config import Config
+from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.serve import start as serving
+
+PROGRAM = "tests/serve/fake_serve.py"
+PATHS = {"PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
+
+
+@contextmanager
+def process(
+    folder: Path, *arguments: str, program: str = PROGRAM, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server's process and its URL, once its port is open."""
+    if not (folder / "config.json").exists():
+        write_run(folder)
+    child = start(
+        program, "--config", "config.json", "--port", "0", *arguments, cwd=folder, **PATHS, **environment
+    )
+    try:
+        assert child.stderr is not None
+        said = ""
+        while (match := re.search(r"listening on (http://\S+)", said)) is None:
+            line = child.stderr.readline()
+            assert line, said
+            said += line
+        yield child, match[1]
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def wait_for_health(url: str, status: int = 200, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while httpx.get(f"{url}/health").status_code != status:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_sigterm_finishes_open_streams_and_exits_with_0(tmp_path):
+    with process(tmp_path, FAKE_DELAY="0.05") as (child, url):
+        wait_for_health(url)
+        body = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "seed": 1}
+        whole = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
+        answers: list[httpx.Response] = []
+        waiting = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
+        )
+        waiting.start()
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=20
+        ) as stream:
+            lines = stream.iter_lines()
+            first = next(lines)
+            child.send_signal(signal.SIGTERM)
+            wait_for_health(url, 503)
+            child.send_signal(signal.SIGTERM)  # schedulers repeat it
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        events = [httpx.Response(200, text=line[6:]).json() for line in [first, *rest[:-1]]]
+        assert "".join(event["choices"][0]["text"] for event in events) == whole
+        waiting.join()
+        assert answers[0].json()["choices"][0]["text"] == whole
+        _, errors = finish(child, 0)
+        assert "Traceback" not in errors
+
+
+def test_what_outlasts_the_drain_is_cut_off_and_the_exit_code_is_0(tmp_path):
+    with process(tmp_path, "--drain-seconds", "0.2", FAKE_DELAY="0.3") as (child, url):
+        wait_for_health(url)
+        body = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            child.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert '"code":"draining"' in rest[-2]
+        _, errors = finish(child, 0)
+        assert "1 sequences were not finished" in errors
+
+
+def test_a_second_ctrl_c_cuts_the_drain_short(tmp_path):
+    with process(tmp_path, "--drain-seconds", "60", FAKE_DELAY="0.2") as (child, url):
+        wait_for_health(url)
+        body = {"prompt": "a", "max_tokens": 31, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            child.send_signal(signal.SIGINT)
+            wait_for_health(url, 503)
+            child.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line]
+        assert '"code":"draining"' in rest[-2]
+        finish(child, 0)
+
+
+def test_a_signal_during_the_warm_up_ends_the_process(tmp_path):
+    with process(tmp_path, FAKE_WARM_UP="60") as (child, url):
+        assert httpx.get(f"{url}/health").json() == {"status": "warming up"}
+        child.send_signal(signal.SIGTERM)
+        finish(child, 0, timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [("user error", 2, "error: no checkpoint in run"), ("crash", 1, "RuntimeError: a device was lost")],
+)
+def test_an_engine_that_cannot_be_opened_ends_the_process(tmp_path, fault, code, words):
+    with process(tmp_path, FAKE_FAULT=fault) as (child, _):
+        _, errors = finish(child, code, timeout_s=20)
+        assert words in errors
+        assert ("Traceback" in errors) == (code == 1)
+
+
+def test_a_bad_argument_is_one_line_and_exit_code_2(tmp_path):
+    write_run(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        _, errors = run(PROGRAM, "--config", "config.json", "--port", port, cwd=tmp_path, code=2, **PATHS)
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert f"cannot listen on 127.0.0.1 port {port}" in line
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"slots": 0}, "--slots 0: must be 1 to"),
+        ({"slots": 1025}, "--slots 1025: must be 1 to"),
+        ({"max_queue": -1}, "--max-queue -1: must be 0 to"),
+        ({"port": 70000}, "--port 70000: must be 0"),
+        ({"timeout_s": 0.0}, "--timeout-seconds 0.0: must be above 0"),
+        ({"timeout_s": math.nan}, "--timeout-seconds nan"),
+        ({"drain_s": -1.0}, "--drain-seconds -1.0"),
+        ({"api_key_file": "absent"}, "--api-key-file absent cannot be read"),
+        ({"api_key_file": "."}, "--api-key-file . cannot be read"),
+        ({"api_key_file": "empty"}, "empty is empty: write one key a line"),
+        ({"api_key_file": "spaced"}, "key 2 holds a space"),
+        ({"api_key_file": "large"}, "over 65536 bytes"),
+        ({"overrides": ["data.tokenizer=./absent"]}, "no such tokenizer folder"),
+        ({"overrides": ["model.layer=3"]}, "model.layer"),
+        ({"host": "256.0.0.1"}, "cannot listen on 256.0.0.1"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_the_engine_is_opened(tmp_path, monkeypatch, options, words):
+    write_run(tmp_path)
+    (tmp_path / "empty").write_text("\n  \n")
+    (tmp_path / "spaced").write_text("fine\nnot fine\n")
+    (tmp_path / "large").write_text("key\n" * 20_000)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=re.escape(words)):
+        serving.run(
+            "config.json", options.pop("overrides", []), serving.Options(**{"port": 0, **options}), unopened
+        )
+
+
+def unopened(config: Config, checkpoint: str, *, slots: int) -> Any:
+    raise AssertionError("it came to opening the engine")
+
+
+@pytest.mark.parametrize(
+    ("mode", "host", "keys", "warning"),
+    [
+        (0o644, "127.0.0.1", True, "can be read by every user"),
+        (0o600, "127.0.0.1", True, None),
+        (0o600, "127.0.0.1", False, None),
+        (0o600, "localhost", False, None),
+        (0o600, "0.0.0.0", True, None),
+        (0o600, "0.0.0.0", False, "whoever reaches it is served"),
+    ],
+)
+def test_who_may_reach_the_server_is_warned_of(tmp_path, monkeypatch, capfd, mode, host, keys, warning):
+    write_run(tmp_path)
+    (tmp_path / "keys").write_text("key\n")
+    os.chmod(tmp_path / "keys", mode)
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(config: Config, checkpoint: str, *, slots: int) -> Any:
+        raise UserError(f"nothing to serve in {checkpoint} with {slots} slots")
+
+    options = serving.Options(host=host, port=0, api_key_file="keys" if keys else None)
+    with pytest.raises(UserError, match="nothing to serve in run with 8 slots"):
+        serving.run("config.json", [], options, refuse)
+    said = capfd.readouterr().err
+    for words in ("can be read by every user", "whoever reaches it is served"):
+        assert (words in said) == (words == warning)
+
+
+def test_keys_are_read_one_a_line(tmp_path):
+    (tmp_path / "keys").write_bytes(b"first-key\r\n\n  second-key\n")
+    assert serving.read_keys(str(tmp_path / "keys")) == [b"first-key", b"second-key"]

@@ -1,0 +1,148 @@
+"""The web page in a real Chromium, against a real server with an engine whose tokens are arithmetic."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import KEY, expected, serve, text_of, wait_until
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROMPT = [*b"Hello"]
+
+if CHROMIUM is None:
+    pytest.skip("there is no Chromium on this machine: the page was not tested", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    quiet += ["--disable-component-update", "--disable-sync"]
+    quiet += ["--no-sandbox"] if os.getuid() == 0 else []
+    with playwright.sync_playwright() as start:
+        browser = start.chromium.launch(executable_path=CHROMIUM, args=quiet)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium: Any) -> Iterator[Any]:
+    """Opens a server's page and notes every request and fault of the browser."""
+    contexts = []
+
+    def opened(url: str, **options: Any) -> Any:
+        context = chromium.new_context(**options)
+        contexts.append(context)
+        page = context.new_page()
+        page.asked, page.faults = [], []
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.on("pageerror", lambda error: page.faults.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+def completion(page: Any) -> str:
+    return "".join(page.locator("#text span[data-p]").all_text_contents())
+
+
+def ask(page: Any, **fields: str) -> None:
+    page.fill("#prompt", "Hello")
+    for name, value in fields.items():
+        page.fill(f"[name={name}]", value)
+
+
+def test_tokens_with_their_probabilities(open_page: Any) -> None:
+    with serve() as served:
+        page = open_page(served.url)
+        playwright.expect(page.locator("#model")).to_have_text("tiny")
+        ask(page, max_tokens="12", seed="1")
+        page.keyboard.press("Control+Enter")
+        playwright.expect(page.locator("#status")).to_contain_text("12 tokens")
+        made = expected(PROMPT, max_tokens=12, logprobs=5, seed=1)
+        assert completion(page) == text_of(made)
+        page.locator("#text span[data-p]").first.hover()
+        tip = page.locator("#tip")
+        playwright.expect(tip).to_be_visible()
+        assert "%" in tip.inner_text()
+        assert all(url.startswith((served.url, "data:")) for url in page.asked), page.asked
+        assert page.faults == []
+        page.click("#more")  # the completion becomes the prompt
+        playwright.expect(page.locator("#status")).to_contain_text("first after")
+        assert page.input_value("#prompt") == "Hello" + text_of(made)
+
+
+def test_stop_frees_the_slot_and_keeps_the_text(open_page: Any) -> None:
+    with serve(delay=0.05, context=4096) as served:
+        page = open_page(served.url)
+        ask(page, max_tokens="3000")
+        page.click("#go")
+        page.wait_for_selector("#text span[data-p]")
+        assert served.metric("requests_running") == 1
+        page.keyboard.press("Escape")
+        playwright.expect(page.locator("#status")).to_have_text("stopped")
+        wait_until(lambda: served.metric("requests_running") == 0)
+        assert completion(page)
+        assert page.locator("#go").is_enabled()
+
+
+def test_a_key_and_a_refusal_are_told_in_words(open_page: Any) -> None:
+    with serve(keys=[KEY]) as served:
+        page = open_page(served.url)
+        playwright.expect(page.locator("#status")).to_contain_text("API key")
+        page.fill("[name=key]", KEY)
+        ask(page, max_tokens="9999")
+        page.click("#go")
+        playwright.expect(page.locator("#status")).to_contain_text("9999")
+        assert page.locator("#status.bad").count() == 1
+        page.fill("[name=top_p]", "7")
+        page.click("#go")
+        playwright.expect(page.locator("#status")).to_contain_text("top_p")
+
+
+def test_text_from_the_model_is_text(open_page: Any) -> None:
+    """A prompt that is HTML stays what was typed."""
+    with serve() as served:
+        page = open_page(served.url)
+        ask(page, max_tokens="12")
+        page.fill("#prompt", "<img src=x onerror=alert(1)>")
+        page.click("#go")
+        playwright.expect(page.locator("#status")).to_contain_text("first after")
+        assert page.locator("#text img").count() == 0
+        assert page.locator("#text .prompt").text_content() == "<img src=x onerror=alert(1)>"
+
+
+def test_it_fits_a_phone_and_goes_by_keyboard(open_page: Any) -> None:
+    with serve() as served:
+        page = open_page(served.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert page.locator("#go").bounding_box()["height"] >= 40  # for a thumb
+        assert page.evaluate("document.activeElement.id") == "prompt"
+        ask(page, seed="1", max_tokens="12")
+        page.focus("#prompt")
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.id") == "go"
+        page.keyboard.press("Enter")
+        playwright.expect(page.locator("#status")).to_contain_text("first after")
+        page.locator("#text span[data-p]").first.tap()
+        playwright.expect(page.locator("#tip")).to_be_visible()
+
+
+def test_the_page_is_one_file_that_asks_nobody_else(repo: Path) -> None:
+    with serve() as served:
+        response = httpx.get(served.url)
+        assert response.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in response.headers["content-security-policy"]
+    content = (repo / "mesh_transformer/runtime/serve/page.html").read_text()
+    assert response.text == content
+    assert "http://" not in content
+    assert "https://" not in content
