@@ -65,7 +65,7 @@ class SlotEngine:
         tokens, targets = np.zeros((2, piece), np.int32)
         following = prompt[start + 1 : stop + 1]
         tokens[: stop - start], targets[: len(following)] = prompt[start:stop], following
-        n_top = (wanted.logprobs or 0) if wanted.prompt_logprobs else -1
+        n_top = wanted.logprobs or 0
         last = stop == len(prompt)
         self._slots, drawn, scores = self._programs.prefill(
             self._params,
@@ -76,10 +76,11 @@ class SlotEngine:
             np.int32(start),
             np.int32(stop - start),
             np.bool_(last),
-            np.int32(max(n_top, wanted.logprobs or 0) if last or n_top >= 0 else -1),
+            np.int32(n_top),
+            np.bool_(wanted.prompt_logprobs),
             length=piece if start == 0 else self.context,
         )
-        scored = list(_scored(jax.device_get(scores), following, n_top)) if n_top >= 0 else []
+        scored = list(_scored(jax.device_get(scores), following, n_top)) if wanted.prompt_logprobs else []
         if not last:
             return Prefilled(None, scored)
         running.length = len(prompt)

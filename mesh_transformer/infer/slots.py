@@ -126,6 +126,7 @@ class SlotPrograms:
         count: jax.Array,
         last: jax.Array,
         n_top: jax.Array,
+        scored: jax.Array,
         *,
         length: int,
     ) -> tuple[Slots, Drawn, Scores]:
@@ -135,7 +136,8 @@ class SlotPrograms:
             slot: int32 scalar.
             tokens_P: int32, padded on the right.
             targets_P: int32: the token after each, whose log-probability is wanted.
-            n_top: int32 scalar: alternatives that are wanted with each token; -1: no Scores.
+            n_top: int32 scalar: alternatives that are wanted with each token.
+            scored: bool: whether the Scores mean anything.
             length: positions of the cache that attention reads; at least start + P, or P with `start` 0.
         """
         with use(self.partition):
@@ -145,11 +147,11 @@ class SlotPrograms:
             slots = slots._replace(
                 cache=_written(written), length_N=slots.length_N.at[slot].set(start + count)
             )
-            scores = self._scores(head, x_BTD[0], targets_P, n_top)
+            scores = self._scores(head, x_BTD[0], targets_P, n_top, scored)
             x_1D = jax.lax.dynamic_slice_in_dim(x_BTD[0], count - 1, 1)
             logits_BV = self._logits(head, x_1D[None])[0]
             live_B = (last & (slots.left_N[slot] > 0))[None]
-            return *_draw(slots, slot[None], logits_BV, live_B, jnp.maximum(n_top, 0)), scores
+            return *_draw(slots, slot[None], logits_BV, live_B, n_top), scores
 
     def _generate(
         self,
@@ -188,7 +190,9 @@ class SlotPrograms:
     def _logits(self, head: Params, x_BTD: jax.Array) -> jax.Array:
         return constrain(self.model.logits(head, x_BTD), None, None, None)
 
-    def _scores(self, head: Params, x_PD: jax.Array, targets_P: jax.Array, n_top: jax.Array) -> Scores:
+    def _scores(
+        self, head: Params, x_PD: jax.Array, targets_P: jax.Array, n_top: jax.Array, scored: jax.Array
+    ) -> Scores:
         n = next(n for n in (_SCORED, 32, 16, 8, 4, 2, 1) if len(x_PD) % n == 0)
 
         def some(part: tuple[jax.Array, jax.Array]) -> Scores:
@@ -203,7 +207,7 @@ class SlotPrograms:
 
         abstract = jax.eval_shape(all_of_them)
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-        return jax.lax.cond(n_top >= 0, all_of_them, lambda: nothing)
+        return jax.lax.cond(scored, all_of_them, lambda: nothing)
 
 
 def _insert(slots: Slots, slot: jax.Array, request: Request) -> Slots:
