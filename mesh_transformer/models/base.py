@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import ModelConfig
-from mesh_transformer.ops.attention import CacheView, KVCache
+from mesh_transformer.ops.cache import CacheView, KVCache
 from mesh_transformer.parallel.sharding import active, collect_axes, constrain, gather_weights, map_axes
 
 Params = dict[str, Any]
@@ -103,10 +103,10 @@ class Model:
         """Parameters in the compute dtype: done once a step, while they are still sharded."""
         return jax.tree.map(lambda p: p.astype(self.dtype), params)
 
-    def new_cache(self, slots: int, length: int) -> KVCache:
-        """An empty cache for `slots` sequences of up to `length` positions."""
+    def new_cache(self, slots: int, length: int, *, stacked: bool = True) -> KVCache:
+        """An empty cache for `slots` sequences of up to `length` positions; `stacked` as the parameters' layers are."""
         c = self.config
-        return KVCache.zeros(c.layers, slots, c.n_heads, length, c.d_head, self.dtype)
+        return KVCache.zeros(c.layers, slots, c.n_heads, length, c.d_head, self.dtype, stacked=stacked)
 
     def apply(
         self,
