@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.ops.cache import CacheView, KVCache
+from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.parallel.sharding import active, collect_axes, constrain, gather_weights, map_axes
 
 Params = dict[str, Any]
@@ -36,11 +37,14 @@ class Stages(NamedTuple):
     embed(tokens_BT, positions_BT, n_keys) -> (x_BTD, bias_BHTS or None)
     block(x_BTD, positions_BT, bias_BHTS, cache, layer) -> (x_BTD, cache)
     head(x_BTD) -> logits_BTV, float32
+
+    `same_input` names the Haiku modules of a block whose matrices multiply the same activations, in groups.
     """
 
     embed: Callable[..., Any]
     block: Callable[..., Any]
     head: Callable[..., Any]
+    same_input: Sequence[Sequence[str]] = ()
 
 
 class _Transformed(NamedTuple):
@@ -62,7 +66,8 @@ class Model:
     @functools.cached_property
     def stages(self) -> _Transformed:
         """The three stages with their `init` and `apply`."""
-        return _Transformed(*(hk.transform(function) for function in self.functions))
+        embed, block, head, _ = self.functions
+        return _Transformed(*(hk.transform(function) for function in (embed, block, head)))
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -179,8 +184,9 @@ class Model:
             body = rematerialise(body, self.config.remat)
         with jax.named_scope(LAYER_LOOP):
             if isinstance(params, tuple):
-                for layer in enumerate(params):
-                    (x_BTD, cache), _ = body((x_BTD, cache), layer[::-1])
+                for index, block in enumerate(params):
+                    given = block.unpack() if isinstance(block, PackedBlock) else block
+                    (x_BTD, cache), _ = body((x_BTD, cache), (given, index))
             else:
                 layers = jnp.arange(self.config.layers)
                 (x_BTD, cache), _ = jax.lax.scan(

@@ -59,4 +59,4 @@ def stages(config: ModelConfig) -> Stages:
         y_BTD = Norm(c.norm, name="norm")(x_BTD)
         return Linear(c.padded_vocab, ("embed", "vocab"), bias=True, name="logits")(y_BTD, jnp.float32)
 
-    return Stages(embed, block, head)
+    return Stages(embed, block, head, same_input=[["attention/q", "attention/k", "attention/v", "ff/in"]])

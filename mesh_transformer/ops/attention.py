@@ -100,13 +100,19 @@ def _weights(
     q_BTHK: jax.Array, parts: Sequence[jax.Array], mask_B1TS: jax.Array, bias_BHTS: jax.Array | None
 ) -> jax.Array:
     """softmax(q k / sqrt(K) + bias), (B, H, T, S), computed in float32, in q's dtype."""
-    products = [
-        jnp.einsum("bthk,bhsk->bhts", q_BTHK, k_BHSK, preferred_element_type=jnp.float32) for k_BHSK in parts
-    ]
+    products = [_products(q_BTHK, k_BHSK) for k_BHSK in parts]
     logits = jnp.concatenate(products, axis=-1) / np.sqrt(q_BTHK.shape[-1])
     if bias_BHTS is not None:
         logits = logits + bias_BHTS
     return jax.nn.softmax(jnp.where(mask_B1TS, logits, _MASKED), axis=-1).astype(q_BTHK.dtype)
+
+
+def _products(q_BTHK: jax.Array, k_BHSK: jax.Array) -> jax.Array:
+    """q k, (B, H, T, S), float32."""
+    if q_BTHK.shape[1] == 1:  # XLA for CPU would copy the keys
+        product = jnp.einsum("bhsk,bhk->bhs", k_BHSK, q_BTHK[:, 0], preferred_element_type=jnp.float32)
+        return product[:, :, None]
+    return jnp.einsum("bthk,bhsk->bhts", q_BTHK, k_BHSK, preferred_element_type=jnp.float32)
 
 
 def t5_buckets(n_positions: int, buckets: int = 32, max_distance: int = 128) -> np.ndarray:

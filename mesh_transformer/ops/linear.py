@@ -5,29 +5,40 @@ Shapes: ... leading dims (N when flattened: all tokens), D input dims, F output 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 
 
-class Transposed(NamedTuple):
-    """A matrix (D, F) that is kept as its transpose, which XLA for CPU multiplies a few rows with faster. No gradients."""
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w_FD"], meta_fields=["start", "stop"])
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """A matrix (D, F) that is kept as some rows of a transposed one, which XLA for CPU multiplies faster. No gradients.
+
+    The other rows may be matrices that take the same input: their products are then one, since equal ones are computed once.
+    """
 
     w_FD: jax.Array
+    start: int
+    stop: int
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, int]:
         """Of the matrix itself."""
-        return self.w_FD.shape[::-1]
+        return self.w_FD.shape[1], self.stop - self.start
 
 
 def matmul(x_D: jax.Array, w_DF: jax.Array | Transposed, out_dtype: jnp.dtype) -> jax.Array:
     """x w: (..., D), (D, F) -> (..., F) of `out_dtype`. The gradients' products are of x's dtype."""
     if isinstance(w_DF, Transposed):
-        return jnp.einsum("...d,fd->...f", x_D, w_DF.w_FD, preferred_element_type=out_dtype)
+        y_F = jnp.einsum("...d,fd->...f", x_D, w_DF.w_FD, preferred_element_type=out_dtype)
+        return y_F[..., w_DF.start : w_DF.stop]
     return _matmul(x_D, w_DF, out_dtype)
 
 
@@ -86,3 +97,42 @@ def _add_bias_backward(b_F: jax.Array, dy_F: jax.Array) -> tuple[jax.Array, jax.
 
 
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["others", "joined"], meta_fields=["names", "sizes"]
+)
+@dataclasses.dataclass(frozen=True)
+class PackedBlock:
+    """The parameters of a block for few rows on CPU: each matrix transposed, those that take the same input joined."""
+
+    others: dict[str, dict[str, Any]]
+    joined: tuple[jax.Array, ...]  # transposed, one below the other
+    names: tuple[tuple[str, ...], ...]  # the Haiku modules whose "w" they are
+    sizes: tuple[tuple[int, ...], ...]  # and their columns
+
+    @classmethod
+    def pack(cls, block: dict[str, dict[str, Any]], same_input: Sequence[Sequence[str]]) -> PackedBlock:
+        """From the parameters by module and name."""
+        groups = [[name for name in names if name in block] for names in same_input]
+        among = {name for names in groups for name in names}
+        others = {
+            module: {
+                name: Transposed(leaf.T, 0, leaf.shape[1]) if leaf.ndim == 2 else leaf
+                for name, leaf in leaves.items()
+                if not (module in among and name == "w")
+            }
+            for module, leaves in block.items()
+        }
+        joined = tuple(jnp.concatenate([block[name]["w"].T for name in names]) for names in groups)
+        sizes = tuple(tuple(block[name]["w"].shape[1] for name in names) for names in groups)
+        return cls(others, joined, tuple(map(tuple, groups)), sizes)
+
+    def unpack(self) -> dict[str, dict[str, Any]]:
+        """By module and name, for use inside a program."""
+        block = {module: dict(leaves) for module, leaves in self.others.items()}
+        for w_FD, names, sizes in zip(self.joined, self.names, self.sizes, strict=True):
+            ends = np.cumsum(sizes).tolist()
+            for name, size, end in zip(names, sizes, ends, strict=True):
+                block[name]["w"] = Transposed(w_FD, end - size, end)
+        return block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.logs import log
 from mesh_transformer.models.base import Params
-from mesh_transformer.ops.linear import Transposed
+from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.parallel.sharding import Partition, inference_rules
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.weights import read_params
@@ -28,25 +29,23 @@ def open_engine(config: Config, checkpoint: str, *, slots: int) -> SlotEngine:
     model, mesh = session.program.model, session.program.partition.mesh
     params = jax.jit(model.cast, donate_argnums=0)(weights.params)
     if jax.default_backend() == "cpu":
-        params = as_cpus_like_it(params)
+        params = as_cpus_like_it(params, model.functions.same_input)
     return SlotEngine(model, Partition(mesh, inference_rules()), params, slots=slots)
 
 
-def as_cpus_like_it(params: Params) -> Params:
-    """The same parameters for few rows on CPU: "blocks" is a tuple of trees, one a layer, and matrices are kept transposed.
+def as_cpus_like_it(params: Params, same_input: Sequence[Sequence[str]]) -> Params:
+    """The same parameters for few rows on CPU: "blocks" is a tuple of packed layers, and the head's matrix is transposed.
 
-    XLA for CPU takes a layer out of a stack by copying it, at every step. The arrays given are deleted, but for the embedding's.
+    XLA for CPU takes a layer out of a stack by copying it, at every step. The stacks are deleted.
     """
     leaves, structure = jax.tree.flatten(params["blocks"])
     layers = zip(*[_unstacked(leaf) for leaf in leaves], strict=True)
-    blocks = tuple(jax.tree.unflatten(structure, layer) for layer in layers)
-    head = jax.tree.map(lambda leaf: _unstacked(leaf[None], leaf)[0], params["head"])
-    return {**params, "blocks": blocks, "head": head}
+    blocks = tuple(PackedBlock.pack(jax.tree.unflatten(structure, layer), same_input) for layer in layers)
+    return {**params, "blocks": blocks, "head": PackedBlock.pack(params["head"], ()).unpack()}
 
 
-def _unstacked(stack: jax.Array, *also: jax.Array) -> list[Any]:
-    layers = [Transposed(layer.T) if layer.ndim == 2 else layer for layer in stack]
+def _unstacked(stack: jax.Array) -> list[Any]:
+    layers = [stack[layer] for layer in range(len(stack))]
     jax.block_until_ready(layers)
-    for array in (stack, *also):
-        array.delete()
+    stack.delete()
     return layers

@@ -277,7 +277,7 @@ def test_parameters_as_cpus_like_them_give_the_same_tokens() -> None:
     from mesh_transformer.runtime.serving_engine import as_cpus_like_it
 
     run, _, engine = tiny()
-    params = as_cpus_like_it(run.init(jax.random.key(3)).params)
+    params = as_cpus_like_it(run.init(jax.random.key(3)).params, run.model.functions.same_input)
     (expected,), (found,) = (
         complete(e, [(prompt_of(1, 21), SAMPLED)]) for e in (engine, engine_of(run, params, slots=1))
     )
