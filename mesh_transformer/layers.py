@@ -132,11 +132,16 @@ class Norm(hk.Module):
         return y.astype(x.dtype)
 
 
+def at_position(x_BTD: jax.Array, index_B: jax.Array) -> jax.Array:
+    """One position of each sequence: (B, T, ...) and int32 indices into T -> (B, 1, ...)."""
+    return jax.vmap(lambda x_TD, index: jax.lax.dynamic_slice_in_dim(x_TD, index, 1))(x_BTD, index_B)
+
+
 class Attention(hk.Module):
     """Causal self-attention without biases and without its sum over shards: (B, T, D) -> (B, T, D).
 
     With a cache, the keys and values of these T positions are written to it at `layer` and the queries attend
-    to everything in it up to their own position.
+    to everything in it up to their own position. With `only_B` there is one query a sequence: (B, 1, D).
     """
 
     def __init__(
@@ -153,16 +158,20 @@ class Attention(hk.Module):
         bias_BHTS: jax.Array | None,
         cache: Keys | None,
         layer: jax.Array,
+        only_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Keys | None]:
-        q, k, v = (constrain(self._heads(x_BTD, name), "batch", "seq", "heads", None) for name in "qkv")
-        if self.angles is not None:
-            sin, cos = (jnp.asarray(table)[positions_BT] for table in self.angles)
-            q, k = rotate(q, sin, cos), rotate(k, sin, cos)
+        x_q, positions_q = x_BTD, positions_BT
+        if only_B is not None:
+            x_q, positions_q = at_position(x_BTD, only_B), at_position(positions_BT, only_B)
+            if bias_BHTS is not None:
+                bias_BHTS = at_position(bias_BHTS.swapaxes(1, 2), only_B).swapaxes(1, 2)
+        q, k, v = (self._heads(x, name) for name, x in (("q", x_q), ("k", x_BTD), ("v", x_BTD)))
+        q, k = self._rotated(q, positions_q), self._rotated(k, positions_BT)
         if cache is None:
             mixed = causal_attend(q, k, v, bias_BHTS)
         else:
             cache = cache.write(layer, positions_BT, k, v)
-            mixed = attend(q, cache.read(layer), cache.mask(positions_BT), bias_BHTS)
+            mixed = attend(q, cache.read(layer), cache.mask(positions_q), bias_BHTS)
         mixed = constrain(mixed, "batch", "seq", "heads", None)
         mixed = checkpoint_name(mixed, "attn_out")
         d_model = x_BTD.shape[-1]
@@ -172,7 +181,12 @@ class Attention(hk.Module):
     @hk.transparent
     def _heads(self, x_BTD: jax.Array, name: str) -> jax.Array:
         y = Linear(self.n_heads * self.d_head, ("embed", "heads"), name=name)(x_BTD)
-        return rearrange(y, "b t (h k) -> b t h k", k=self.d_head)
+        return constrain(rearrange(y, "b t (h k) -> b t h k", k=self.d_head), "batch", "seq", "heads", None)
+
+    def _rotated(self, x_BTHK: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        if self.angles is None:
+            return x_BTHK
+        return rotate(x_BTHK, *(jnp.asarray(table)[positions_BT] for table in self.angles))
 
 
 class FeedForward(hk.Module):

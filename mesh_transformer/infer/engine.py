@@ -82,8 +82,9 @@ class SlotEngine:
         alike: dict[int, list[Piece]] = {}
         for piece in pieces:
             size = min(_power_of_two(piece.stop - piece.start, SHORTEST_PIECE), self._longest)
-            if piece.start or self._rows(size) == 1:
-                yield _Group([piece], 1, size, self.context if piece.start else size)
+            scored = self._requests[piece.slot].params.prompt_logprobs
+            if piece.start or scored or self._rows(size) == 1:
+                yield _Group([piece], 1, size, self.context if piece.start or scored else size, scored)
             else:
                 alike.setdefault(size, []).append(piece)
         for size, some in alike.items():
@@ -108,26 +109,23 @@ class SlotEngine:
             arrays.tokens_BP[row, :count] = request.prompt[piece.start : piece.stop]
             arrays.targets_BP[row, : len(following)] = following
             arrays.last_B[row] = piece.stop == len(request.prompt)
-        scored = any(request.params.prompt_logprobs for request in running)
         n_top = max(request.params.logprobs or 0 for request in running)
         self._slots, drawn, scores = self._programs.prefill(
-            self._params, self._slots, arrays, np.int32(n_top), np.bool_(scored), length=group.length
+            self._params, self._slots, arrays, np.int32(n_top), length=group.length, scored=group.scored
         )
-        if scored:
-            scores = jax.device_get(scores)
         if arrays.last_B.any():
             drawn = jax.device_get(drawn)
         for row, (piece, request) in enumerate(zip(group.pieces, running, strict=True)):
             tokens: list[Token] = []
-            if request.params.prompt_logprobs:
+            if scores is not None:
                 following = request.prompt[piece.start + 1 : piece.stop + 1]
-                row_scores = jax.tree.map(lambda x, row=row: x[row], scores)
-                tokens = list(_scored(row_scores, following, request.params.logprobs or 0))
+                of_row = jax.tree.map(lambda x, row=row: np.asarray(x[row]), scores)
+                tokens = list(_scored(of_row, following, request.params.logprobs or 0))
             first = None
             if arrays.last_B[row]:
                 request.length = len(request.prompt)
-                of_row = jax.tree.map(lambda x, row=row: x[None, row : row + 1], drawn)
-                first = next(self._emitted([piece.slot], of_row), None)
+                drawn_one = jax.tree.map(lambda x, row=row: x[None, row : row + 1], drawn)
+                first = next(self._emitted([piece.slot], drawn_one), None)
             yield Prefilled(first, tokens)
 
     def generate(self, steps: int) -> list[Emitted]:
@@ -158,11 +156,9 @@ class SlotEngine:
     def warm_up(self, done: Callable[[str], None] = lambda _: None) -> None:
         """Compile every program, by running it; `done` is told what. No slot may be in use."""
         self.insert(0, [0], SamplingParams(max_tokens=1), source=None, reused=0)
-        for size in _powers_of_two(SHORTEST_PIECE, self._longest):
-            for rows in sorted({1, self._rows(size)}):
-                for length in (size, self.context) if rows == 1 and size < self.context else (size,):
-                    list(self._prefill(_Group([Piece(0, 0, 1)], rows, size, length)))
-                    done(f"prefill: {rows} x {size} tokens, {length} positions")
+        for group in self._every_group():
+            list(self._prefill(group))
+            done(f"prefill: {group.rows} x {group.size} tokens, {group.length} positions")
         self.release(0)
         for length in segment_ends(self.context):
             for rows in sorted({1, self.slots}):
@@ -171,6 +167,13 @@ class SlotEngine:
         self._slots = self._programs.copy_cache(self._slots, np.int32(0), np.int32(0))
         self._slots = self._programs.release(self._slots, np.int32(0))
         jax.block_until_ready(self._slots)
+
+    def _every_group(self) -> Iterator[_Group]:
+        """One for each program that `_groups` asks for."""
+        for size in _powers_of_two(SHORTEST_PIECE, self._longest):
+            for rows, length in {(1, size), (1, self.context), (self._rows(size), size)}:
+                yield _Group([Piece(0, 0, 1)], rows, size, length)
+            yield _Group([Piece(0, 0, 1)], 1, size, self.context, scored=True)
 
     def _generate_nothing(self, rows: int, length: int) -> None:
         slots = np.zeros(1, np.int32) if rows == 1 and self.slots > 1 else None
@@ -209,6 +212,7 @@ class _Group(NamedTuple):
     rows: int
     size: int
     length: int
+    scored: bool = False
 
 
 class _Running:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 
 from mesh_transformer.infer.requests import MAX_TOP_LOGPROBS
 from mesh_transformer.infer.sampling import likeliest
@@ -25,6 +24,7 @@ from mesh_transformer.infer.slots import (
     nothing_drawn,
     release,
 )
+from mesh_transformer.layers import at_position
 from mesh_transformer.models.base import Model, Params
 from mesh_transformer.ops.cache import KVCache
 from mesh_transformer.parallel.sharding import Partition, constrain, use
@@ -71,7 +71,7 @@ class SlotPrograms:
         self.prefill = jax.jit(
             self._prefill,
             donate_argnums=1,
-            static_argnames="length",
+            static_argnames=("length", "scored"),
             out_shardings=(shardings, whole, whole),
         )
         self.generate = jax.jit(
@@ -84,31 +84,33 @@ class SlotPrograms:
         slots: Slots,
         pieces: Pieces,
         n_top: jax.Array,
-        scored: jax.Array,
         *,
         length: int,
-    ) -> tuple[Slots, Drawn, Scores]:
+        scored: bool,
+    ) -> tuple[Slots, Drawn, Scores | None]:
         """Compute pieces of prompts, and draw the first token of each slot whose prompt ends there.
 
         Args:
             n_top: int32 scalar: alternatives that are wanted with each token.
-            scored: bool: whether the Scores, (B, P) each, mean anything.
             length: positions of the cache that attention reads; at least start + P, or P where every `start` is 0.
+            scored: whether the Scores, (B, P) each, are wanted.
         """
         rows_B, count_B = pieces.slots_B, pieces.count_B
         with use(self.partition):
             view = slots.cache.view(rows_B, length, write=count_B > 0)
-            x_BPD, written = self.model.hidden(params, pieces.tokens_BP, view, pieces.start_B)
+            ends_B = jnp.maximum(count_B - 1, 0)
+            select_B = None if scored else ends_B
+            x_BPD, written = self.model.hidden(params, pieces.tokens_BP, view, pieces.start_B, select_B)
             to = jnp.where(count_B > 0, rows_B, self.n_slots)  # one beyond the last slot is dropped
             slots = slots._replace(
                 cache=_written(written),
                 length_N=slots.length_N.at[to].set(pieces.start_B + count_B, mode="drop"),
             )
             head = self.model.gathered_head(params)
-            scores = self._scores(head, x_BPD, pieces.targets_BP, n_top, scored)
-            x_B1D = jnp.take_along_axis(x_BPD, jnp.maximum(count_B - 1, 0)[:, None, None], axis=1)
+            scores = self._scores(head, x_BPD, pieces.targets_BP, n_top) if scored else None
+            logits_BV = self._logits(head, at_position(x_BPD, ends_B) if scored else x_BPD)[:, 0]
             live_B = pieces.last_B & (count_B > 0) & (slots.left_N[rows_B] > 0)
-            return *draw(slots, rows_B, self._logits(head, x_B1D)[:, 0], live_B, n_top), scores
+            return *draw(slots, rows_B, logits_BV, live_B, n_top), scores
 
     def _generate(
         self,
@@ -147,10 +149,7 @@ class SlotPrograms:
     def _logits(self, head: Params, x_BTD: jax.Array) -> jax.Array:
         return constrain(self.model.logits(head, x_BTD), None, None, None)
 
-    def _scores(
-        self, head: Params, x_BPD: jax.Array, targets_BP: jax.Array, n_top: jax.Array, scored: jax.Array
-    ) -> Scores:
-        n_rows = targets_BP.shape[0]
+    def _scores(self, head: Params, x_BPD: jax.Array, targets_BP: jax.Array, n_top: jax.Array) -> Scores:
         n = next(n for n in (_SCORED, 32, 16, 8, 4, 2, 1) if targets_BP.size % n == 0)
 
         def some(part: tuple[jax.Array, jax.Array]) -> Scores:
@@ -159,14 +158,9 @@ class SlotPrograms:
             logprob_p = jnp.take_along_axis(logprobs_pV, targets_p[:, None], axis=-1)[:, 0]
             return Scores(logprob_p, *likeliest(logprobs_pV, n_top, MAX_TOP_LOGPROBS))
 
-        def all_of_them() -> Scores:
-            x_NpD = rearrange(x_BPD, "b p d -> (b p) d").reshape(-1, n, x_BPD.shape[-1])
-            parts = jax.lax.map(some, (x_NpD, targets_BP.reshape(-1, n)))
-            return jax.tree.map(lambda x: x.reshape(n_rows, -1, *x.shape[2:]), parts)
-
-        abstract = jax.eval_shape(all_of_them)
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-        return jax.lax.cond(scored, all_of_them, lambda: nothing)
+        x_CpD, targets_Cp = x_BPD.reshape(-1, n, x_BPD.shape[-1]), targets_BP.reshape(-1, n)
+        parts = jax.lax.map(some, (x_CpD, targets_Cp))
+        return jax.tree.map(lambda x: x.reshape(*targets_BP.shape, *x.shape[2:]), parts)
 
 
 def _written(view: Any) -> KVCache:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import ModelConfig
+from mesh_transformer.layers import at_position
 from mesh_transformer.ops.cache import CacheView, KVCache
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.parallel.sharding import active, collect_axes, constrain, gather_weights, map_axes
@@ -35,7 +36,8 @@ class Stages(NamedTuple):
     """The three parts of a decoder, as functions that make Haiku modules.
 
     embed(tokens_BT, positions_BT, n_keys) -> (x_BTD, bias_BHTS or None)
-    block(x_BTD, positions_BT, bias_BHTS, cache, layer) -> (x_BTD, cache)
+    block(x_BTD, positions_BT, bias_BHTS, cache, layer, only_B) -> (x_BTD, cache); with only_B, (B,) int32, one
+        position of each sequence goes on (x_B1D), and of the others keys and values are kept
     head(x_BTD) -> logits_BTV, float32
 
     `same_input` names the Haiku modules of a block whose matrices multiply the same activations, in groups.
@@ -133,9 +135,7 @@ class Model:
         Returns:
             logits (B, T, V), or (B, 1, V) with select_B; float32, -inf in the rows beyond n_vocab; and the cache.
         """
-        x_BTD, cache = self.hidden(params, tokens_BT, cache, start_B)
-        if select_B is not None:
-            x_BTD = jnp.take_along_axis(x_BTD, select_B[:, None, None], axis=1)
+        x_BTD, cache = self.hidden(params, tokens_BT, cache, start_B, select_B)
         return self.logits(self.gathered_head(params), x_BTD), cache
 
     def hidden(
@@ -144,8 +144,9 @@ class Model:
         tokens_BT: jax.Array,
         cache: CacheView | None = None,
         start_B: jax.Array | None = None,
+        select_B: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheView | None]:
-        """The residual stream (B, T, D) after the last block, and the cache: `apply` without its head."""
+        """The residual stream, (B, T, D) or (B, 1, D), after the last block, and the cache: `apply` without its head."""
         positions_BT = jnp.arange(tokens_BT.shape[1])[None]
         if start_B is not None:
             positions_BT = positions_BT + start_B[:, None]
@@ -154,7 +155,7 @@ class Model:
         n_keys = tokens_BT.shape[1] if cache is None else cache.length
         embed_params = gather_weights(params["embed"], self._stage_axes["embed"])
         x_BTD, bias = self.stages.embed.apply(embed_params, None, tokens_BT, positions_BT, n_keys)
-        return self._blocks(params["blocks"], x_BTD.astype(self.dtype), positions_BT, bias, cache)
+        return self._blocks(params["blocks"], x_BTD.astype(self.dtype), positions_BT, bias, cache, select_B)
 
     def gathered_head(self, params: Params) -> Params:
         """The head's parameters as `logits` takes them: whole over fsdp."""
@@ -172,13 +173,16 @@ class Model:
         positions: jax.Array,
         bias: jax.Array | None,
         cache: CacheView | None,
+        select_B: jax.Array | None,
     ) -> tuple[jax.Array, CacheView | None]:
-        def body(carry: Any, layer: Any) -> tuple[Any, None]:
+        def body(carry: Any, layer: Any, only_B: jax.Array | None = None) -> tuple[Any, None]:
             x_BTD, cache = carry
             block_params, index = layer
             block_params = gather_weights(block_params, self._stage_axes["block"])
             x_BTD = checkpoint_name(constrain_residual(x_BTD), "block_in")
-            return self.stages.block.apply(block_params, None, x_BTD, positions, bias, cache, index), None
+            return self.stages.block.apply(
+                block_params, None, x_BTD, positions, bias, cache, index, only_B
+            ), None
 
         if cache is None:
             body = rematerialise(body, self.config.remat)
@@ -186,12 +190,15 @@ class Model:
             if isinstance(params, tuple):
                 for index, block in enumerate(params):
                     given = block.unpack() if isinstance(block, PackedBlock) else block
-                    (x_BTD, cache), _ = body((x_BTD, cache), (given, index))
+                    only_B = select_B if cache is not None and index == len(params) - 1 else None
+                    (x_BTD, cache), _ = body((x_BTD, cache), (given, index), only_B)
             else:
                 layers = jnp.arange(self.config.layers)
                 (x_BTD, cache), _ = jax.lax.scan(
                     body, (x_BTD, cache), (params, layers), unroll=self.config.scan_unroll
                 )
+        if select_B is not None and x_BTD.shape[1] > 1:
+            x_BTD = at_position(x_BTD, select_B)
         return constrain_residual(x_BTD), cache
 
 

@@ -20,6 +20,7 @@ from mesh_transformer.layers import (
     Norm,
     PositionTable,
     T5Bias,
+    at_position,
 )
 from mesh_transformer.models.base import Stages
 from mesh_transformer.ops.cache import Keys
@@ -46,11 +47,14 @@ def stages(config: ModelConfig) -> Stages:
         bias_BHTS: jax.Array | None,
         cache: Keys | None,
         layer: jax.Array,
+        only_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Keys | None]:
         y_BTD = constrain(Norm(c.norm, name="norm")(x_BTD), "batch", "seq", "act_embed")
         rotary = (c.seq, c.pe_rotary_dims) if c.pe == "rotary" else None
         attention = Attention(c.n_heads, c.d_head, rotary, out_stddev, name="attention")
-        attn_BTD, cache = attention(y_BTD, positions_BT, bias_BHTS, cache, layer)
+        attn_BTD, cache = attention(y_BTD, positions_BT, bias_BHTS, cache, layer, only_B)
+        if only_B is not None:
+            x_BTD, y_BTD = at_position(x_BTD, only_B), at_position(y_BTD, only_B)
         ff_BTD = FeedForward(c.d_ff, out_stddev, name="ff")(y_BTD)
         # One sum over tensor-parallel shards: of the two branches together, before the bias.
         return x_BTD + Bias(name="ff_out")(attn_BTD + ff_BTD), cache

@@ -36,11 +36,15 @@ def open_engine(config: Config, checkpoint: str, *, slots: int) -> SlotEngine:
 def as_cpus_like_it(params: Params, same_input: Sequence[Sequence[str]]) -> Params:
     """The same parameters for few rows on CPU: "blocks" is a tuple of packed layers, and the head's matrix is transposed.
 
-    XLA for CPU takes a layer out of a stack by copying it, at every step. The stacks are deleted.
+    XLA for CPU takes a layer out of a stack by copying it, at every step. The last layer's matrices are not joined: most of
+    them are applied to one position of a prompt only. The stacks are deleted.
     """
     leaves, structure = jax.tree.flatten(params["blocks"])
-    layers = zip(*[_unstacked(leaf) for leaf in leaves], strict=True)
-    blocks = tuple(PackedBlock.pack(jax.tree.unflatten(structure, layer), same_input) for layer in layers)
+    layers = [jax.tree.unflatten(structure, layer) for layer in zip(*map(_unstacked, leaves), strict=True)]
+    blocks = (
+        *(PackedBlock.pack(layer, same_input) for layer in layers[:-1]),
+        PackedBlock.pack(layers[-1], ()),
+    )
     return {**params, "blocks": blocks, "head": PackedBlock.pack(params["head"], ()).unpack()}
 
 

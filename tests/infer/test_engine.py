@@ -284,7 +284,7 @@ def test_parameters_as_cpus_like_them_give_the_same_tokens() -> None:
     assert found.ids == expected.ids
 
 
-@pytest.mark.parametrize(("chunk", "prefills"), [(32, 2), (128, 2)], ids=["pieces", "several prompts"])
+@pytest.mark.parametrize(("chunk", "prefills"), [(32, 3), (128, 3)], ids=["pieces", "several prompts"])
 def test_warming_up_leaves_nothing_to_compile(
     caplog: pytest.LogCaptureFixture, chunk: int, prefills: int
 ) -> None:
@@ -309,14 +309,14 @@ def test_warming_up_leaves_nothing_to_compile(
 
 
 def test_prompts_of_one_size_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of four rows are; two of them begin in the middle or are too few, so that each is alone."""
+    """When they fill more than half of a program's rows."""
     _, _, engine = tiny()
     calls = []
     prefill = engine._programs.prefill
 
-    def noted(params: Any, slots: Any, pieces: Any, *rest: Any, length: int) -> Any:
+    def noted(params: Any, slots: Any, pieces: Any, *rest: Any, length: int, scored: bool) -> Any:
         calls.append((pieces.count_B.tolist(), length))
-        return prefill(params, slots, pieces, *rest, length=length)
+        return prefill(params, slots, pieces, *rest, length=length, scored=scored)
 
     monkeypatch.setattr(engine._programs, "prefill", noted)
     prompts = [prompt_of(seed, 20 + seed) for seed in range(3)]
