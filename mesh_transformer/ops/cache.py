@@ -63,9 +63,13 @@ class KVCache(NamedTuple):
 
         Where `write`, (B,) booleans or one, is false, the slot stays as it is.
         """
-        n_slots = self.groups[0][0].k_LNHSK.shape[1]
-        rows_B = jnp.arange(n_slots) if slots_B is None else slots_B
-        return CacheView(self, jnp.where(write, rows_B, n_slots), slots_B, length)
+        rows_B = jnp.arange(self.n_slots) if slots_B is None else slots_B
+        return CacheView(self, jnp.where(write, rows_B, self.n_slots), slots_B, length)
+
+    @property
+    def n_slots(self) -> int:
+        """Sequences that there is room for."""
+        return self.groups[0][0].k_LNHSK.shape[1]
 
 
 def segment_ends(length: int) -> list[int]:
@@ -109,6 +113,12 @@ class CacheView:
         self, layer: jax.Array | int, positions_BT: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array
     ) -> CacheView:
         """In place when donated; what lies beyond `length` may be dropped."""
+        written_B = self.written_B
+        if (
+            positions_BT.size == 1
+        ):  # XLA for CPU makes slices of a scatter of one, and copies of the cache for them
+            written_B = jnp.concatenate([written_B, jnp.full_like(written_B, self.cache.n_slots)])
+            positions_BT, k_BTHK, v_BTHK = (jnp.repeat(x, 2, axis=0) for x in (positions_BT, k_BTHK, v_BTHK))
         group, index = self._place(layer)
         segments, start = list(self.cache.groups[group]), 0
         for i, segment in enumerate(segments):
@@ -116,7 +126,7 @@ class CacheView:
             if start < self.length:
                 inside = (positions_BT >= start) & (positions_BT < start + size)
                 at = jnp.where(inside, positions_BT - start, size)  # one beyond the last is dropped
-                where = (index, self.written_B[:, None], slice(None), at)
+                where = (index, written_B[:, None], slice(None), at)
                 new = zip(segment, (k_BTHK, v_BTHK), strict=True)
                 segments[i] = Segment(
                     *(old.at[where].set(x.astype(old.dtype), mode="drop") for old, x in new)
