@@ -88,17 +88,22 @@ def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
 
 
 def convert_to_ctranslate2(folder: Path) -> None:
-    """A tokenizer of as many made-up words as the model has tokens: CTranslate2 wants words, the benchmark ids."""
+    """CTranslate2's form of the Hugging Face folder; it wants words, the benchmark ids."""
     from ctranslate2.converters import TransformersConverter
-    from tokenizers import Tokenizer, models
-    from transformers import AutoConfig, PreTrainedTokenizerFast
+    from transformers import AutoConfig
 
-    words = {f"t{i}": i for i in range(AutoConfig.from_pretrained(folder / "hf").vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="t0", bos_token="t0", eos_token="t0"
-    ).save_pretrained(folder / "hf")
+    save_words(folder / "hf", AutoConfig.from_pretrained(folder / "hf").vocab_size)
     TransformersConverter(str(folder / "hf")).convert(str(folder / "ct2"), force=True)
+
+
+def save_words(folder: Path, n_vocab: int) -> None:
+    """A tokenizer of as many made-up words as a model has tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(n_vocab)}, unk_token="t0"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", bos_token="t0", eos_token="t0")
+    fast.save_pretrained(folder)
 
 
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:

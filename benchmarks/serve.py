@@ -6,7 +6,7 @@ Engine: the scheduler on the engine in a process of its own, with all requests q
 32 clients stream the same requests. Both run the same requests in turn; the ratio is that of new tokens a second. Then
 a prompt of 1,000 tokens (or as many as the context has room for) joins running streams, and the gaps between their tokens are
 compared with those before. The cold start is from the process's start to the first token of a completion, with the programs
-on disk; the page and tokenizer are the same as a user's, but for the bytes tokenizer.
+on disk. The tokenizer has a made-up word for each token, so that every token is some text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from typing import Any
 import httpx
 import numpy as np
 from common import REPO, emit, in_turn, machine, median, this_script
-from generate import make_checkpoint
+from generate import make_checkpoint, save_words
+
+from mesh_transformer.config import load_config
 
 PROMPT, NEW, LONG = 64, 48, 1000
 REQUESTS = 64
@@ -41,6 +43,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments.peers = "none"
         checkpoint = make_checkpoint(arguments, Path(folder))
+        save_words(Path(folder, "words"), load_config(arguments.config, arguments.overrides).model.n_vocab)
+        arguments.overrides.append(f"data.tokenizer={folder}/words")
         rest = ["--config", arguments.config, "--ckpt", checkpoint, "--slots", str(arguments.slots)]
         rest += ["--clients", str(arguments.clients)]
         rest += [part for item in arguments.overrides for part in ("--set", item)]
@@ -61,7 +65,6 @@ def arguments_with(arguments: argparse.Namespace, **changes: Any) -> argparse.Na
 def engine(arguments: argparse.Namespace) -> dict[str, Any]:
     """New tokens a second of the scheduler and the engine alone."""
     from mesh_transformer import platforms
-    from mesh_transformer.config import load_config
     from mesh_transformer.infer.requests import SamplingParams
     from mesh_transformer.infer.scheduler import Scheduler
     from mesh_transformer.runtime.serving_engine import open_engine
@@ -92,7 +95,7 @@ def server(arguments: argparse.Namespace) -> dict[str, Any]:
 def served(arguments: argparse.Namespace) -> Any:
     """A running device_serve.py: its URL, and the seconds from its start to its first token."""
     command = [sys.executable, "device_serve.py", "--config", arguments.config, "--ckpt", arguments.ckpt]
-    command += ["--port", "0", "--slots", str(arguments.slots), "--set", "data.tokenizer=bytes"]
+    command += ["--port", "0", "--slots", str(arguments.slots)]
     command += [part for item in arguments.overrides for part in ("--set", item)]
     began = time.perf_counter()
     child = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True, env={**os.environ})
@@ -172,8 +175,6 @@ async def _with_a_long_prompt(
     client: httpx.AsyncClient, arguments: argparse.Namespace
 ) -> tuple[list[float], list[float]]:
     """Gaps between the events of running streams, before and while a long prompt is computed; seconds."""
-    from mesh_transformer.config import load_config
-
     room = load_config(arguments.config, arguments.overrides).model.seq
     new = room - PROMPT - 8
     running = [Stream() for _ in range(arguments.slots - 1)]
@@ -183,7 +184,7 @@ async def _with_a_long_prompt(
     ]
     await asyncio.sleep(1.5)
     joined = time.perf_counter()
-    long = np.random.default_rng(9).integers(1, 250, min(LONG, room - 8)).tolist()
+    long = np.random.default_rng(9).integers(1, 50000, min(LONG, room - 8)).tolist()
     await Stream().read(client, long, 1, 0)
     answered = time.perf_counter()
     await asyncio.gather(*tasks)
@@ -194,7 +195,7 @@ async def _with_a_long_prompt(
 
 
 def prompts() -> list[list[int]]:
-    return np.random.default_rng(0).integers(1, 250, (REQUESTS, PROMPT)).tolist()
+    return np.random.default_rng(0).integers(1, 50000, (REQUESTS, PROMPT)).tolist()
 
 
 def _arguments() -> argparse.Namespace:
