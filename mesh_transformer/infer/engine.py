@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +26,7 @@ from mesh_transformer.models.base import Model, Params
 from mesh_transformer.ops.cache import segment_ends
 from mesh_transformer.parallel.sharding import Partition
 
-SHORTEST_PIECE = 64  # positions: fewer take as long, the weights are read all the same
+SHORTEST_PIECE = 128  # positions: fewer take nearly as long, the weights are read all the same
 
 
 class SlotEngine:
@@ -81,10 +83,11 @@ class SlotEngine:
         """Pieces that one program computes: those that begin a prompt, of one size, if they fill half of its rows."""
         alike: dict[int, list[Piece]] = {}
         for piece in pieces:
-            size = min(_power_of_two(piece.stop - piece.start, SHORTEST_PIECE), self._longest)
             scored = self._requests[piece.slot].params.prompt_logprobs
-            if piece.start or scored or self._rows(size) == 1:
-                yield _Group([piece], 1, size, self.context if piece.start or scored else size, scored)
+            later = piece.start > 0 or scored
+            size = next(n for n in self._sizes(later) if n >= piece.stop - piece.start)
+            if later or self._rows(size) == 1:
+                yield _Group([piece], 1, size, self.context if later else size, scored)
             else:
                 alike.setdefault(size, []).append(piece)
         for size, some in alike.items():
@@ -95,6 +98,11 @@ class SlotEngine:
                     yield _Group(part, rows, size, size)
                 else:
                     yield from (_Group([piece], 1, size, size) for piece in part)
+
+    def _sizes(self, later: bool) -> list[int]:
+        """Of pieces: powers of two, and the longest; only two of those that begin `later` in a prompt, or are scored."""
+        sizes = [SHORTEST_PIECE << i for i in range(16) if SHORTEST_PIECE << i < self._longest]
+        return [*(sizes[:1] if later else sizes), self._longest]
 
     def _rows(self, size: int) -> int:
         """Pieces of a size that one program computes."""
@@ -153,33 +161,43 @@ class SlotEngine:
         if running.left > 0:
             self._slots = self._programs.release(self._slots, np.int32(slot))
 
-    def warm_up(self, done: Callable[[str], None] = lambda _: None) -> None:
-        """Compile every program, by running it; `done` is told what. No slot may be in use."""
-        self.insert(0, [0], SamplingParams(max_tokens=1), source=None, reused=0)
-        for group in self._every_group():
-            list(self._prefill(group))
-            done(f"prefill: {group.rows} x {group.size} tokens, {group.length} positions")
-        self.release(0)
-        for length in segment_ends(self.context):
-            for rows in sorted({1, self.slots}):
-                self._generate_nothing(rows, length)
-                done(f"generate: {rows} slots, {length} positions")
+    def warm_up(self, done: Callable[[int, int], None] = lambda *_: None) -> None:
+        """Compile every program; `done` is told how many of how many are. No slot may be in use."""
+        programs = [*self._every_prefill(), *self._every_generate()]
+        with ThreadPoolExecutor(
+            2
+        ) as pool:  # what is compiled, or read, in one waits for no tracing in the other
+            for count, _ in enumerate(pool.map(lambda program: program().compile(), programs), 1):
+                done(count, len(programs))
+        self.insert(0, [0], SamplingParams(max_tokens=2), source=None, reused=0)
+        self.prefill([Piece(0, 0, 1)])
+        self.generate(1)
         self._slots = self._programs.copy_cache(self._slots, np.int32(0), np.int32(0))
         self._slots = self._programs.release(self._slots, np.int32(0))
+        del self._requests[0]
         jax.block_until_ready(self._slots)
 
-    def _every_group(self) -> Iterator[_Group]:
-        """One for each program that `_groups` asks for."""
-        for size in _powers_of_two(SHORTEST_PIECE, self._longest):
-            for rows, length in {(1, size), (1, self.context), (self._rows(size), size)}:
-                yield _Group([Piece(0, 0, 1)], rows, size, length)
-            yield _Group([Piece(0, 0, 1)], 1, size, self.context, scored=True)
+    def _every_prefill(self) -> Iterator[Callable[[], Any]]:
+        """The programs that `_groups` asks for."""
+        begin = {(rows, n, n, False) for n in self._sizes(later=False) for rows in (1, self._rows(n))}
+        later = {(1, n, self.context, scored) for n in self._sizes(later=True) for scored in (False, True)}
+        for rows, size, length, scored in sorted(begin | later):
+            pieces = _no_pieces(rows, size)
+            yield functools.partial(
+                self._programs.prefill.lower,
+                *(self._params, self._slots, pieces, np.int32(0)),
+                length=length,
+                scored=scored,
+            )
 
-    def _generate_nothing(self, rows: int, length: int) -> None:
-        slots = np.zeros(1, np.int32) if rows == 1 and self.slots > 1 else None
-        self._slots, _ = self._programs.generate(
-            self._params, self._slots, slots, np.int32(0), np.int32(0), length=length
-        )
+    def _every_generate(self) -> Iterator[Callable[[], Any]]:
+        for length in segment_ends(self.context):
+            for slots in (None, np.zeros(1, np.int32))[: self.slots]:
+                yield functools.partial(
+                    self._programs.generate.lower,
+                    *(self._params, self._slots, slots, np.int32(0), np.int32(0)),
+                    length=length,
+                )
 
     def _bias(self, params: SamplingParams) -> Any:
         if not params.logit_bias:
@@ -258,16 +276,3 @@ def _options(params: SamplingParams) -> SamplingOptions:
         ends,
     )
     return SamplingOptions(*values)
-
-
-def _power_of_two(n: int, least: int) -> int:
-    return max(least, 1 << (n - 1).bit_length())
-
-
-def _powers_of_two(least: int, most: int) -> Iterator[int]:
-    """least, 2 * least, ... below `most`, then `most`."""
-    size = least
-    while size < most:
-        yield size
-        size *= 2
-    yield most

@@ -123,6 +123,7 @@ def release(slots: Slots, slot: jax.Array) -> Slots:
     return slots._replace(left_N=slots.left_N.at[slot].set(0))
 
 
+@jax.jit  # traced once for all programs with as many rows
 def draw(
     slots: Slots, rows_B: jax.Array, logits_BV: jax.Array, live_B: jax.Array, n_top: jax.Array
 ) -> tuple[Slots, Drawn]:

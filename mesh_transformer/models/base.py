@@ -178,6 +178,8 @@ class Model:
         def body(carry: Any, layer: Any, only_B: jax.Array | None = None) -> tuple[Any, None]:
             x_BTD, cache = carry
             block_params, index = layer
+            if isinstance(block_params, PackedBlock):
+                block_params = block_params.unpack()
             block_params = gather_weights(block_params, self._stage_axes["block"])
             x_BTD = checkpoint_name(constrain_residual(x_BTD), "block_in")
             return self.stages.block.apply(
@@ -188,10 +190,12 @@ class Model:
             body = rematerialise(body, self.config.remat)
         with jax.named_scope(LAYER_LOOP):
             if isinstance(params, tuple):
+                one = jax.jit(body)  # layers of one shape are traced once
+                views = [None] * len(params) if cache is None else cache.layers(len(params))
                 for index, block in enumerate(params):
-                    given = block.unpack() if isinstance(block, PackedBlock) else block
                     only_B = select_B if cache is not None and index == len(params) - 1 else None
-                    (x_BTD, cache), _ = body((x_BTD, cache), (given, index), only_B)
+                    (x_BTD, views[index]), _ = one((x_BTD, views[index]), (block, 0), only_B)
+                cache = None if cache is None else cache.with_layers(views)
             else:
                 layers = jnp.arange(self.config.layers)
                 (x_BTD, cache), _ = jax.lax.scan(

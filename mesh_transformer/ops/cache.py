@@ -83,7 +83,7 @@ def segment_ends(length: int) -> list[int]:
 
 
 class Keys(Protocol):
-    """What attention needs of the place where keys and values are kept."""
+    """What attention needs of the place where keys and values are kept: of all layers, or of one, which is layer 0."""
 
     def write(
         self, layer: jax.Array | int, positions_BT: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array
@@ -95,6 +95,12 @@ class Keys(Protocol):
 
     def mask(self, positions_BT: jax.Array) -> jax.Array:
         """(B, 1, T, S) booleans: which of all keys the query at each position sees."""
+
+    def layers(self, count: int) -> list[Any]:
+        """The same for each layer."""
+
+    def with_layers(self, views: Sequence[Any]) -> Any:
+        """The same with its layers replaced."""
 
 
 @functools.partial(
@@ -119,32 +125,30 @@ class CacheView:
         ):  # XLA for CPU makes slices of a scatter of one, and copies of the cache for them
             written_B = jnp.concatenate([written_B, jnp.full_like(written_B, self.cache.n_slots)])
             positions_BT, k_BTHK, v_BTHK = (jnp.repeat(x, 2, axis=0) for x in (positions_BT, k_BTHK, v_BTHK))
-        group, index = self._place(layer)
-        segments, start = list(self.cache.groups[group]), 0
+        (group,) = self.cache.groups
+        segments, start = list(group), 0
         for i, segment in enumerate(segments):
             size = segment.k_LNHSK.shape[3]
             if start < self.length:
                 inside = (positions_BT >= start) & (positions_BT < start + size)
                 at = jnp.where(inside, positions_BT - start, size)  # one beyond the last is dropped
-                where = (index, written_B[:, None], slice(None), at)
+                where = (layer, written_B[:, None], slice(None), at)
                 new = zip(segment, (k_BTHK, v_BTHK), strict=True)
                 segments[i] = Segment(
                     *(old.at[where].set(x.astype(old.dtype), mode="drop") for old, x in new)
                 )
             start += size
-        groups = list(self.cache.groups)
-        groups[group] = tuple(segments)
-        return dataclasses.replace(self, cache=KVCache(tuple(groups)))
+        return dataclasses.replace(self, cache=KVCache((tuple(segments),)))
 
     def read(self, layer: jax.Array | int) -> list[tuple[jax.Array, jax.Array]]:
         """See `Keys`."""
-        group, index = self._place(layer)
+        (group,) = self.cache.groups
         parts, left = [], self.length
-        for segment in self.cache.groups[group]:
+        for segment in group:
             if left <= 0:
                 break
             size = min(left, segment.k_LNHSK.shape[3])
-            k, v = (jax.lax.dynamic_index_in_dim(x, index, keepdims=False)[:, :, :size] for x in segment)
+            k, v = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:, :, :size] for x in segment)
             parts.append((k, v) if self.slots_B is None else (k[self.slots_B], v[self.slots_B]))
             left -= size
         return parts
@@ -153,9 +157,14 @@ class CacheView:
         """See `Keys`."""
         return causal_mask(positions_BT, self.length)
 
-    def _place(self, layer: jax.Array | int) -> tuple[int, jax.Array | int]:
-        """The group of a layer, and its index there. With several groups `layer` is a Python int."""
-        return (0, layer) if len(self.cache.groups) == 1 else (int(layer), 0)
+    def layers(self, count: int) -> list[CacheView]:
+        """See `Keys`; the cache is not stacked."""
+        assert len(self.cache.groups) == count
+        return [dataclasses.replace(self, cache=KVCache((group,))) for group in self.cache.groups]
+
+    def with_layers(self, views: Sequence[CacheView]) -> CacheView:
+        """See `Keys`."""
+        return dataclasses.replace(self, cache=KVCache(tuple(view.cache.groups[0] for view in views)))
 
 
 def causal_mask(positions_BT: jax.Array, n_keys: int) -> jax.Array:

@@ -290,20 +290,23 @@ def test_warming_up_leaves_nothing_to_compile(
 ) -> None:
     run, params, _ = tiny()
     engine = engine_of(run, params, slots=2, chunk=chunk)
-    said: list[str] = []
+    said: list[tuple[int, int]] = []
 
     def compiled() -> list[str]:
         names = (re.search(r"Compiling jit\((\w+)\)", record.getMessage()) for record in caplog.records)
         return [name[1] for name in names if name]
 
-    with jax.log_compiles():
-        engine.warm_up(said.append)
+    jax.config.update("jax_log_compiles", True)  # of all threads
+    try:
+        engine.warm_up(lambda *counts: said.append(counts))
         before = compiled()
         complete(engine, [(prompt_of(1, 21), SAMPLED), (prompt_of(2, 50), CASES["2-grams"])])
         complete(engine, [(prompt_of(1, 21), CASES["bias"])])
         after = compiled()
+    finally:
+        jax.config.update("jax_log_compiles", False)
     caplog.clear()
-    assert len(said) == prefills + 2
+    assert said == [(i + 1, prefills + 2) for i in range(prefills + 2)]
     assert (before.count("_prefill"), before.count("_generate")) == (prefills, 2)
     assert after == before
 
