@@ -156,8 +156,9 @@ class Service:
         host, port = self._listener.getsockname()[:2]
         log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         await _first(serving, stopping.wait(), self._loop.ended.wait())
-        deadline = time.monotonic() + self._drain_s
+        deadline = time.monotonic()
         if not self._loop.ended.is_set():
+            deadline += self._drain_s
             log.info("stopping: what runs is finished, within %g seconds", self._drain_s)
             await _first(self._loop.drain(self._drain_s), hurry.wait())
             if left := self._loop.cut_off():
