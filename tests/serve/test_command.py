@@ -21,7 +21,7 @@ import pytest
 from commands import REPO, finish, run, start, write_run
 from wire import ask, connect, receive
 
-from mesh_transformer.config import Config
+from mesh_transformer.config import Config, load_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.serve import start as serving
 
@@ -185,6 +185,13 @@ def test_several_processes_are_refused(tmp_path):
     _, errors = run("device_serve.py", "--config", "config.json", cwd=tmp_path, code=2, **others)
     assert errors.startswith("error: this runs in one process")
     assert "JAX_COORDINATOR_ADDRESS (localhost:1234)" in errors
+
+
+def test_devices_of_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 4)
+    monkeypatch.setattr(serving.platforms, "CompileCache", lambda: None)
+    with pytest.raises(UserError, match="belong to 4 processes"):
+        serving._open_own_engine(load_config(str(write_run(tmp_path)), []), "run", slots=1)
 
 
 def test_a_second_ctrl_c_cuts_the_drain_short(tmp_path):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from infer.fake_engine import alone
+from prometheus_client.parser import text_string_to_metric_families
 from served import NAME, expected, serve, text_of
 
 from mesh_transformer.data.tokenizer import load_tokenizer
@@ -326,6 +327,24 @@ def test_metrics_count_tokens(server):
     assert server.metric("reused_prompt_tokens_total") == reused + len("what metrics count")
     assert 0 < server.metric("cache_used_ratio") <= 1
     assert server.metric("slots") == 4
+
+
+def test_metrics_are_in_prometheus_form(server):
+    server.complete("a", max_tokens=3)
+    families = {
+        family.name.removeprefix("mesh_transformer_"): family
+        for family in text_string_to_metric_families(server.client.get("/metrics").text)
+    }
+    kinds = {name: family.type for name, family in families.items()}
+    for name in ("requests_running", "requests_waiting", "slots", "cache_used_ratio"):
+        assert kinds[name] == "gauge"
+    for name in ("prompt", "prefilled", "reused_prompt", "generated"):
+        assert kinds[f"{name}_tokens"] == "counter"
+    for name in ("queue", "time_to_first_token", "time_between_tokens"):
+        family = families[f"{name}_seconds"]
+        assert family.type == "histogram"
+        assert [s.labels["le"] for s in family.samples if s.name.endswith("_bucket")][-1] == "+Inf"
+    assert all(family.documentation for family in families.values())
 
 
 def test_times_between_tokens_add_up_to_the_request():

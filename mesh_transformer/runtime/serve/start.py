@@ -277,9 +277,9 @@ def _open_own_engine(config: Config, checkpoint: str, *, slots: int) -> WarmEngi
 
     from mesh_transformer.runtime.serving_engine import open_engine
 
+    platforms.CompileCache()
     if jax.process_count() > 1:  # a slice of several hosts, which join of themselves
         raise UserError(
             f"the devices belong to {jax.process_count()} processes: serve on the devices of one host"
         )
-    platforms.CompileCache()
     return open_engine(config, checkpoint, slots=slots)
