@@ -89,7 +89,7 @@ class EngineLoop:
         Raises:
             ApiError: 503 while warming up, draining or with a full queue; 400 for more sequences than can ever be queued.
         """
-        self.check_ready()
+        self._check_ready()
         if sequences > self.slots + self.max_queue:
             raise invalid(
                 f"the request asks for {sequences} sequences (prompts x n); this server takes at most "
@@ -112,7 +112,7 @@ class EngineLoop:
             if id in self._live:
                 self._inbox.put(_Submit(id, sequence))
 
-    def check_ready(self) -> None:
+    def _check_ready(self) -> None:
         """Raises ApiError, 503, unless requests are taken."""
         if self.state != "ok":
             raise unavailable(
