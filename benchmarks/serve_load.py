@@ -130,8 +130,7 @@ class Load:
             self._answered(text == self._reference)
 
     def _accepted(self, response: httpx.Response) -> bool:
-        if response.status_code == 503 and "retry-after" in response.headers:
-            self.counts["refused: full"] += 1
+        if self._full(response):
             return False
         if response.status_code != 200:
             self._note(f"status {response.status_code}")
@@ -144,7 +143,14 @@ class Load:
         if not rightly:
             self._note("an answer that is not whole or not the same")
 
+    def _full(self, response: httpx.Response) -> bool:
+        full = response.status_code == 503 and "retry-after" in response.headers
+        self.counts["refused: full"] += full
+        return full
+
     def _refused(self, response: httpx.Response) -> None:
+        if self._full(response):  # which is known before the prompt's length
+            return
         if response.status_code == 400:
             self.counts["refused: wrong"] += 1
         else:

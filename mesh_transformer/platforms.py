@@ -46,6 +46,16 @@ def start_distributed() -> None:
     jax.distributed.initialize(values["JAX_COORDINATOR_ADDRESS"], count, index)
 
 
+def require_one_process() -> None:
+    """Raises UserError if the environment makes this process one of several, for what runs in one alone."""
+    address, count = (os.environ.get(name) for name in _ENVIRONMENT[:2])
+    if address is not None and count != "1":
+        raise UserError(
+            f"this runs in one process, and JAX_COORDINATOR_ADDRESS ({address}) and JAX_NUM_PROCESSES ({count}) name "
+            "others: unset them, and use the devices of one host"
+        )
+
+
 class CompileCache:
     """Keeps compiled programs on disk, so that an unchanged run compiles nothing at its second start.
 

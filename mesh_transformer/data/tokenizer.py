@@ -101,7 +101,8 @@ class HubTokenizer:
 
     def encode(self, text: str) -> list[int]:
         self._backend.encode_special_tokens = False
-        return self._backend.encode(_valid(text), add_special_tokens=False).ids
+        # not `encode`, which would keep all other threads waiting
+        return self._backend.encode_batch_fast([_valid(text)], add_special_tokens=False)[0].ids
 
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
         self._backend.encode_special_tokens = True

@@ -21,6 +21,7 @@ class TextStream:
         tokenizer: that of the tokens.
         stops: texts that end the completion; none of them empty.
         include_stop: whether the stop is part of the text.
+        min_tokens: a stop whose last character comes with one of the first so many tokens is no stop.
         context: the tokens before the first, or the last few of them. Some tokenizers drop a space where a text begins;
             with a context it stays. A character that the context leaves unfinished is not finished.
 
@@ -34,11 +35,16 @@ class TextStream:
         stops: Sequence[str] = (),
         *,
         include_stop: bool = False,
+        min_tokens: int = 0,
         context: Sequence[int] = (),
     ):
         if "" in stops:
             raise ValueError("a stop string must have at least one character")
         self._tokenizer, self._stops, self._include_stop = tokenizer, tuple(stops), include_stop
+        self._min_tokens, self._exempt = (
+            min_tokens,
+            0,
+        )  # characters of the completion in which no stop may end
         # Tokens that end a text decide what the next ones look like; so the window has some whose text is known
         # already, and the new text is what the window's has beyond theirs.
         self._window = list(context[-CONTEXT:])
@@ -81,8 +87,12 @@ class TextStream:
         """Take the unfinished text as it is, and give what of the held text cannot become a stop."""
         self._decoded += len(self._unfinished)
         self._held, self._unfinished = self._held + self._unfinished, ""
+        if len(self.offsets) <= self._min_tokens:
+            self._exempt = self._decoded
+        exempt = self._exempt - len(self.text)  # of the held text
         end = len(self._held) if last else self._possible_stop()
-        found = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        starts = ((stop, max(0, exempt - len(stop) + 1)) for stop in self._stops)
+        found = [(at, len(stop)) for stop, start in starts if (at := self._held.find(stop, start)) >= 0]
         at, length = min(found, default=(end + 1, 0))
         if at <= end:
             self.stopped = True

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
+import threading
+import time
 
 import pytest
 from gcs_server import GcsServer
@@ -84,6 +87,25 @@ def test_folders_without_a_tokenizer(tmp_path, content):
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=r"--set data\.tokenizer=FOLDER"):
         load_tokenizer(str(tmp_path))
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(gpt2):
+    done, ticks = threading.Event(), []
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.monotonic())
+            time.sleep(0.001)
+
+    other = threading.Thread(target=tick)
+    other.start()
+    began = time.monotonic()
+    gpt2.encode("a" * 1_000_000)
+    ended = time.monotonic()
+    done.set()
+    other.join()
+    while_encoding = [began, *(at for at in ticks if began < at < ended), ended]
+    assert max(b - a for a, b in itertools.pairwise(while_encoding)) < (ended - began) / 2
 
 
 def test_an_unreachable_hub_names_the_way_out(monkeypatch, tmp_path):

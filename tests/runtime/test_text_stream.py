@@ -283,6 +283,24 @@ def test_a_stop_in_mid_token():
     assert stream.stopped
 
 
+@given(
+    text=st.text("ab", max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 12),
+)
+def test_a_stop_that_ends_within_min_tokens_is_text(text, stops, min_tokens):
+    """One token a character: the definition is that a stop's end lies beyond `min_tokens` characters."""
+    ends = [
+        at
+        for stop in stops
+        for at in range(len(text))
+        if text.startswith(stop, at) and at + len(stop) > min_tokens
+    ]
+    stream = TextStream(ByteTokenizer(), stops, min_tokens=min_tokens)
+    assert "".join(pieces(stream, text.encode())) == text[: min(ends, default=len(text))]
+    assert stream.stopped == bool(ends)
+
+
 def test_an_empty_stop_is_refused():
     with pytest.raises(ValueError, match="at least one character"):
         TextStream(ByteTokenizer(), ["a", ""])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,10 @@ class Served:
         (value,) = [line.split()[1] for line in lines if line.startswith(f"mesh_transformer_{name} ")]
         return float(value)
 
+    @property
+    def open_connections(self) -> int:
+        return len(self._service._server.server_state.connections)
+
     def terminate(self) -> None:
         """As SIGTERM does."""
         self._home.call_soon_threadsafe(self._signals[0].set)
@@ -89,15 +94,23 @@ def serve(
     timeout_s: float = 20,
     drain_s: float = 20,
     held: bool = False,
+    send_buffer: int | None = None,
     **engine_options: Any,
 ) -> Iterator[Served]:
-    """A warm server (`held`: one that warms up until the engine's `may_warm_up` is set); stopped at the end."""
+    """A warm server; stopped at the end.
+
+    Args:
+        held: it warms up until the engine's `may_warm_up` is set.
+        send_buffer: bytes that the system takes for a client that does not read; several megabytes if None.
+    """
     engine = ServedEngine(**engine_options)
     if held:
         engine.may_warm_up.clear()
     loop = EngineLoop(lambda: engine, slots=engine.slots, max_queue=max_queue)
     model = ServedModel(NAME, engine.vocab, tokenizer or ByteTokenizer(), loop, timeout_s)
     listener = bind("127.0.0.1", 0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     served = Served(engine, Service(model, [key.encode() for key in keys], listener, drain_s), loop, url)
     try:

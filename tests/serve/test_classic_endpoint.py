@@ -80,9 +80,17 @@ def test_what_is_missing_or_wrong_is_said(server, body, words):
     assert response.headers["access-control-allow-origin"] == "*"
 
 
-def test_preflight(server):
-    response = server.client.options("/complete")
+@pytest.mark.parametrize("path", ["/complete", "/v1/completions", "/v1/models"])
+def test_preflight(server, path):
+    response = server.client.options(path)
     assert response.status_code == 204
     for name in ("origin", "methods", "headers"):
         assert response.headers[f"access-control-allow-{name}"].startswith("*")
-    assert "access-control-allow-origin" not in server.client.get("/v1/models").headers
+
+
+def test_pages_of_other_origins_may_call_the_apis_alone(server):
+    allow = "access-control-allow-origin"
+    for path in ("/v1/models", "/v1/nothing", "/complete"):
+        assert server.client.get(path).headers[allow] == "*"
+    for path in ("/", "/health", "/metrics", "/version", "/nothing"):
+        assert allow not in server.client.get(path).headers

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,23 @@ from typing import Any
 import httpx
 import pytest
 from commands import REPO, finish, run, start, write_run
+from wire import ask, connect, receive
 
-from mesh_transformer.config import Config
+from mesh_transformer.config import Config, load_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.serve import start as serving
 
 PROGRAM = "tests/serve/fake_serve.py"
 PATHS = {"PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """A server leaves SIGTERM ignored; this process is no server for long."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
 
 
 @contextmanager
@@ -99,6 +110,90 @@ def test_what_outlasts_the_drain_is_cut_off_and_the_exit_code_is_0(tmp_path):
         assert "1 sequences were not finished" in errors
 
 
+def test_sigterm_waits_for_long_prompts_and_the_queue(tmp_path):
+    options = ["--slots", "1", "--set", "model.seq=512"]
+    with process(tmp_path, *options, FAKE_DELAY="0.01") as (child, url), ThreadPoolExecutor(3) as pool:
+        wait_for_health(url)
+        body = {"prompt": "a" * 400, "max_tokens": 9, "ignore_eos": True}  # 50 pieces
+        answers = [pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=20) for _ in range(3)]
+        while "requests_waiting 2.0" not in httpx.get(f"{url}/metrics").text:
+            time.sleep(0.01)
+        child.send_signal(signal.SIGTERM)
+        for answer in answers:
+            assert answer.result().json()["usage"]["completion_tokens"] == 9
+        finish(child, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_does_not_read_holds_up_the_end_no_longer_than_the_drain(tmp_path, stream):
+    options = ["--drain-seconds", "1", "--set", "model.seq=512"]
+    with process(tmp_path, *options, FAKE_SEND_BUFFER="4096") as (child, url):
+        wait_for_health(url)
+        with connect(url, receive_buffer=4096) as client:
+            client.sendall(ask(stream=stream, max_tokens=100, logprobs=20))
+            while "generated_tokens_total 100.0" not in httpx.get(f"{url}/metrics").text:
+                time.sleep(0.05)
+            began = time.monotonic()
+            child.send_signal(signal.SIGTERM)
+            _, errors = finish(child, 0)
+            assert time.monotonic() - began < 9
+        assert "1 connections are cut off" in errors
+        assert "Traceback" not in errors
+
+
+def test_a_slow_reader_has_the_drain_to_take_its_stream(tmp_path):
+    with process(tmp_path, "--set", "model.seq=512", FAKE_SEND_BUFFER="4096") as (child, url):
+        wait_for_health(url)
+        with connect(url, receive_buffer=4096) as client:
+            client.sendall(ask(stream=True, max_tokens=100, logprobs=20))
+            while "generated_tokens_total 100.0" not in httpx.get(f"{url}/metrics").text:
+                time.sleep(0.05)
+            child.send_signal(signal.SIGTERM)
+            time.sleep(6)  # longer than a client gets that has all of its time behind it
+            receive(client, b"[DONE]")
+        finish(child, 0)
+
+
+def test_a_signal_while_the_process_ends_does_not_change_its_code(tmp_path):
+    with process(tmp_path, FAKE_END="1") as (child, url):
+        wait_for_health(url)
+        child.send_signal(signal.SIGTERM)
+        while "ending" not in child.stderr.readline():
+            pass
+        child.send_signal(signal.SIGTERM)
+        finish(child, 0)
+
+
+def test_an_engine_that_fails_ends_the_process_with_1(tmp_path):
+    with process(tmp_path, FAKE_FAULT="late crash", FAKE_DELAY="0.02") as (child, url):
+        wait_for_health(url)
+        body = {"prompt": "a", "max_tokens": 31, "ignore_eos": True, "n": 2, "stream": True}
+        waiting = {"prompt": ["b"] * 20, "max_tokens": 31, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(httpx.post, f"{url}/v1/completions", json=waiting, timeout=20)
+            lines = httpx.post(f"{url}/v1/completions", json=body, timeout=20).text.split("\n\n")
+            assert '"error":{"message":"the model failed' in lines[-3]
+            assert lines[-2] == "data: [DONE]"
+            assert other.result().status_code == 500
+        _, errors = finish(child, 1)
+        assert "RuntimeError: a device was lost" in errors
+
+
+def test_several_processes_are_refused(tmp_path):
+    write_run(tmp_path)
+    others = {"JAX_COORDINATOR_ADDRESS": "localhost:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+    _, errors = run("device_serve.py", "--config", "config.json", cwd=tmp_path, code=2, **others)
+    assert errors.startswith("error: this runs in one process")
+    assert "JAX_COORDINATOR_ADDRESS (localhost:1234)" in errors
+
+
+def test_devices_of_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 4)
+    monkeypatch.setattr(serving.platforms, "CompileCache", lambda: None)
+    with pytest.raises(UserError, match="belong to 4 processes"):
+        serving._open_own_engine(load_config(str(write_run(tmp_path)), []), "run", slots=1)
+
+
 def test_a_second_ctrl_c_cuts_the_drain_short(tmp_path):
     with process(tmp_path, "--drain-seconds", "60", FAKE_DELAY="0.2") as (child, url):
         wait_for_health(url)
@@ -160,6 +255,8 @@ def test_a_bad_argument_is_one_line_and_exit_code_2(tmp_path):
         ({"overrides": ["data.tokenizer=./absent"]}, "no such tokenizer folder"),
         ({"overrides": ["model.layer=3"]}, "model.layer"),
         ({"host": "256.0.0.1"}, "cannot listen on 256.0.0.1"),
+        ({"host": "a" * 70}, "cannot listen on aaa"),
+        ({"host": ""}, "cannot listen on "),
     ],
 )
 def test_what_cannot_be_served_is_said_before_the_engine_is_opened(tmp_path, monkeypatch, options, words):
@@ -187,6 +284,10 @@ def unopened(config: Config, checkpoint: str, *, slots: int) -> Any:
         (0o600, "localhost", False, None),
         (0o600, "0.0.0.0", True, None),
         (0o600, "0.0.0.0", False, "whoever reaches it is served"),
+        (0o600, "LOCALHOST", False, None),
+        (0o600, "127.0.0.2", False, None),
+        (0o600, "::1", False, None),
+        (0o600, "::", False, "whoever reaches it is served"),
     ],
 )
 def test_who_may_reach_the_server_is_warned_of(tmp_path, monkeypatch, capfd, mode, host, keys, warning):

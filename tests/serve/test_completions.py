@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from infer.fake_engine import alone
+from prometheus_client.parser import text_string_to_metric_families
 from served import NAME, expected, serve, text_of
 
 from mesh_transformer.data.tokenizer import load_tokenizer
@@ -133,6 +134,34 @@ def test_a_stop_string_that_straddles_tokens_ends_the_text_before_it(server, str
     assert (got, finish) == (text[: text.index(stop)], "stop")
 
 
+def test_a_stop_string_in_the_prompt_stops_nothing(server):
+    seed, text = ascii_seed(b"abc", 8)
+    fields = {"prompt": "abc", "seed": seed, "max_tokens": 8, "stop": ["b", "c" + text[0]]}
+    cut = text.index("b") if "b" in text else len(text)
+    assert server.complete(**fields, echo=True)["choices"][0]["text"] == "abc" + text[:cut]
+    assert server.complete(**fields)["choices"][0]["text"] == text[:cut]
+
+
+def test_a_stop_string_at_the_very_end_is_a_stop(server):
+    seed, text = ascii_seed(b"stop")
+    tokens = [token.id for token in expected(b"stop", seed=seed, max_tokens=30).tokens]
+    end = next(i for i in range(6, 30) if tokens[i] < 128 and tokens[i] not in tokens[:i])
+    before = bytes(tokens[:end]).decode("utf-8", "replace")
+    assert text.startswith(before)
+    choice = server.complete("stop", seed=seed, max_tokens=end + 1, stop=chr(tokens[end]))["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (before, "stop")
+
+
+def test_a_stop_string_within_min_tokens_is_text(server):
+    seed, text = ascii_seed(b"stop")
+    fields = {"prompt": "stop", "seed": seed, "max_tokens": 30, "stop": text[0], "ignore_eos": True}
+    again = text.find(text[0], 5)
+    wanted = (text[:again], "stop") if again > 0 else (text, "length")
+    choice = server.complete(**fields, min_tokens=4)["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == wanted
+    assert server.complete(**fields)["choices"][0]["text"] == ""
+
+
 def test_a_stop_token_ends_the_text_and_is_not_part_of_it(server):
     tokens = [token.id for token in expected(b"abc", seed=2, max_tokens=12).tokens]
     index = next(i for i in range(4, 12) if tokens[i] not in tokens[:i])
@@ -216,6 +245,14 @@ def test_echo_goes_on_with_the_completion(server):
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == choice["text"]
 
 
+def test_offsets_count_characters_and_pieces_of_one_share_its_own(server):
+    prompt = "aé€😀b"
+    shown = server.complete(prompt, max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
+    assert shown["text_offset"] == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4]
+    assert shown["tokens"][:3] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert shown["tokens"][-1] == "b"
+
+
 def test_text_that_utf8_cannot_write_is_echoed_as_json(server):
     body = b'{"prompt": "a\\ud800", "max_tokens": 1, "echo": true}'
     response = server.client.post(
@@ -290,6 +327,24 @@ def test_metrics_count_tokens(server):
     assert server.metric("reused_prompt_tokens_total") == reused + len("what metrics count")
     assert 0 < server.metric("cache_used_ratio") <= 1
     assert server.metric("slots") == 4
+
+
+def test_metrics_are_in_prometheus_form(server):
+    server.complete("a", max_tokens=3)
+    families = {
+        family.name.removeprefix("mesh_transformer_"): family
+        for family in text_string_to_metric_families(server.client.get("/metrics").text)
+    }
+    kinds = {name: family.type for name, family in families.items()}
+    for name in ("requests_running", "requests_waiting", "slots", "cache_used_ratio"):
+        assert kinds[name] == "gauge"
+    for name in ("prompt", "prefilled", "reused_prompt", "generated"):
+        assert kinds[f"{name}_tokens"] == "counter"
+    for name in ("queue", "time_to_first_token", "time_between_tokens"):
+        family = families[f"{name}_seconds"]
+        assert family.type == "histogram"
+        assert [s.labels["le"] for s in family.samples if s.name.endswith("_bucket")][-1] == "+Inf"
+    assert all(family.documentation for family in families.values())
 
 
 def test_times_between_tokens_add_up_to_the_request():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +12,7 @@ import httpx
 import pytest
 from served import expected, serve, text_of, wait_until
 from test_refusals import refusal
-
-
-def ask(server, **fields) -> bytes:
-    """A completion request as it goes over the wire."""
-    body = json.dumps({"prompt": "a", "max_tokens": 60, "ignore_eos": True, **fields}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
-
-
-def connect(server) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=10)
+from wire import ask, connect
 
 
 def test_the_port_is_open_while_the_engine_warms_up():
@@ -63,8 +52,8 @@ def test_more_than_the_queue_holds_is_refused_at_once():
 
 
 def test_all_sequences_of_a_request_are_queued_or_none():
-    with serve(slots=1, max_queue=1, delay=0.02) as server, connect(server) as client:
-        client.sendall(ask(server))
+    with serve(slots=1, max_queue=1, delay=0.02) as server, connect(server.url) as client:
+        client.sendall(ask())
         wait_until(lambda: server.metric("requests_running") == 1)
         refusal(server.post({"prompt": "b", "n": 2}), 503)
         assert server.metric("requests_waiting") == 0
@@ -73,8 +62,8 @@ def test_all_sequences_of_a_request_are_queued_or_none():
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slots_within_a_step(stream):
     with serve(slots=2, delay=0.03) as server:
-        client = connect(server)
-        client.sendall(ask(server, stream=stream, n=4))  # two run, two wait
+        client = connect(server.url)
+        client.sendall(ask(stream=stream, n=4))  # two run, two wait
         if stream:
             received = b""
             while b"text_completion" not in received:
@@ -91,11 +80,39 @@ def test_a_client_that_leaves_frees_its_slots_within_a_step(stream):
         assert server.complete("b", seed=1)["choices"][0]["text"] == text_of(expected(b"b", seed=1))
 
 
+def test_a_client_that_leaves_frees_its_slot_in_mid_prompt():
+    with serve(slots=1, context=1024, delay=0.03) as server:
+        client = connect(server.url)
+        client.sendall(ask(prompt="a" * 900))  # 113 pieces
+        wait_until(lambda: len(server.engine.calls) > 3)
+        calls = len(server.engine.calls)
+        client.close()
+        wait_until(lambda: not server.engine.in_use, 2)
+        pieces = [call for call in server.engine.calls[calls:] if call[0] == "prefill"]
+        assert len(pieces) <= 2  # the rest of one step and, at worst, the next
+        assert server.complete("b", seed=1)["choices"][0]["text"] == text_of(expected(b"b", seed=1))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_the_queue_is_never_computed(stream):
+    with serve(slots=1, delay=0.02) as server, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.complete, "a", max_tokens=60, ignore_eos=True)
+        wait_until(lambda: server.metric("requests_running") == 1)
+        client = connect(server.url)
+        client.sendall(ask(prompt=["b", "c"], n=3, stream=stream))
+        wait_until(lambda: server.metric("requests_waiting") == 6)
+        client.close()
+        wait_until(lambda: server.metric("requests_waiting") == 0, 1)
+        first.result()
+        assert server.complete("d")["choices"]
+        assert [call[0] for call in server.engine.calls].count("insert") == 2
+
+
 def test_a_client_that_leaves_before_its_body_is_whole():
     with serve() as server:
         for cut in (30, 120):
-            with connect(server) as client:
-                client.sendall(ask(server)[:cut])
+            with connect(server.url) as client:
+                client.sendall(ask()[:cut])
         assert server.complete("a")["choices"]
         assert server.metric("prompt_tokens_total") == 1
 
@@ -119,14 +136,14 @@ def test_a_request_that_takes_too_long_is_ended():
 
 
 def test_a_body_that_takes_too_long_is_refused():
-    with serve(timeout_s=0.3) as server, connect(server) as client:
-        client.sendall(ask(server)[:120])
+    with serve(timeout_s=0.3) as server, connect(server.url) as client:
+        client.sendall(ask()[:120])
         assert client.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_a_client_that_does_not_read_holds_no_slot_for_long():
-    with serve(slots=1, delay=0.001) as server, connect(server) as client:
-        client.sendall(ask(server, stream=True, logprobs=20, n=16))
+    with serve(slots=1, delay=0.001) as server, connect(server.url) as client:
+        client.sendall(ask(stream=True, logprobs=20, n=16))
         assert server.complete("b", seed=1)["choices"][0]["text"] == text_of(expected(b"b", seed=1))
 
 
@@ -180,6 +197,20 @@ def test_an_engine_that_fails_ends_the_server_after_its_answers(caplog):
         assert not server.thread.is_alive()
         assert server.loop.state == "failed"
         assert "a device was lost" in str(server.loop.failure)
+
+
+def test_a_stream_is_told_that_the_engine_failed(caplog):
+    caplog.set_level(logging.CRITICAL, "uvicorn.error")
+    with serve(slots=1, delay=0.02) as server:
+        body = {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=10) as response:
+            lines = response.iter_lines()
+            assert '"choices"' in next(lines)
+            server.engine.broken = True
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        error = json.loads(rest[-2].removeprefix("data: "))["error"]
+        assert (error["type"], error["message"]) == ("server_error", "the model failed; the server stops")
 
 
 def test_the_engines_thread_ends_with_the_server():

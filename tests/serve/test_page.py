@@ -10,7 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+from infer import fake_engine
 from served import KEY, expected, serve, text_of, wait_until
+
+from mesh_transformer.infer.requests import Token
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -84,7 +87,7 @@ def test_tokens_with_their_probabilities(open_page: Any) -> None:
 def test_stop_frees_the_slot_and_keeps_the_text(open_page: Any) -> None:
     with serve(delay=0.05, context=4096) as served:
         page = open_page(served.url)
-        ask(page, max_tokens="3000")
+        ask(page, max_tokens="3000", seed="1")
         page.click("#go")
         page.wait_for_selector("#text span[data-p]")
         assert served.metric("requests_running") == 1
@@ -119,6 +122,60 @@ def test_text_from_the_model_is_text(open_page: Any) -> None:
         playwright.expect(page.locator("#status")).to_contain_text("first after")
         assert page.locator("#text img").count() == 0
         assert page.locator("#text .prompt").text_content() == "<img src=x onerror=alert(1)>"
+
+
+def test_what_the_model_writes_is_text_too(open_page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completion that is HTML, and alternatives that are."""
+    html = b"<img src=x onerror=alert(1)><script>alert(2)</script>"
+
+    def write(tokens: Any, generated: int, params: Any, vocab: int) -> Any:
+        token, _ = draw(tokens, generated, params, vocab)
+        top = tuple((ord(character), -1.0) for character in "<&>")
+        return Token(html[generated], token.logprob, top), "length" if generated + 1 == len(html) else None
+
+    draw = fake_engine.draw
+    monkeypatch.setattr(fake_engine, "draw", write)
+    with serve() as served:
+        page = open_page(served.url)
+        ask(page, max_tokens=str(len(html)))
+        page.click("#go")
+        playwright.expect(page.locator("#status")).to_contain_text("first after")
+        assert completion(page) == html.decode()
+        page.locator("#text span[data-p]").first.hover()
+        playwright.expect(page.locator("#tip")).to_contain_text("<")
+        assert page.locator("img").count() == 0
+        assert page.locator("script").count() == 1
+        assert page.faults == []
+
+
+def test_a_long_text_stays_usable(open_page: Any) -> None:
+    with serve(context=4096) as served:
+        page = open_page(served.url)
+        ask(page, max_tokens="1500", seed="1", stop="")
+        page.locator("[name=seed]").press("Enter")  # of a field of the form
+        page.wait_for_function("document.querySelectorAll('#text span[data-p]').length > 20")
+        page.click("#stop", timeout=5000)
+        playwright.expect(page.locator("#status")).to_have_text("stopped")
+        page.focus("#text")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowLeft")
+        assert page.evaluate("document.activeElement === document.querySelector('#text span[data-p]')")
+        playwright.expect(page.locator("#tip")).to_be_visible()
+        page.keyboard.press("Tab")  # one step, not one for each token
+        assert page.evaluate("document.activeElement.name") == "max_tokens"
+
+
+def test_a_failure_in_mid_stream_is_told(open_page: Any) -> None:
+    with serve(delay=0.05, context=1024) as served:
+        page = open_page(served.url)
+        ask(page, max_tokens="900", seed="1")
+        page.click("#go")
+        page.wait_for_selector("#text span[data-p]")
+        served.engine.broken = True
+        playwright.expect(page.locator("#status")).to_contain_text("the model failed")
+        assert page.locator("#status.bad").count() == 1
+        assert page.locator("#go").is_enabled()
 
 
 def test_it_fits_a_phone_and_goes_by_keyboard(open_page: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
 from served import KEY, serve
+from wire import body_of, connect, read_to_end
 
 from mesh_transformer.runtime.serve.guard import MAX_BODY_BYTES
 from mesh_transformer.runtime.serve.protocol import ErrorResponse
@@ -91,6 +93,16 @@ def refusal(response, status: int) -> dict:
         ({"stream": True, "stream_options": 3}, "stream_options", "got 3"),
         ({"stream": 1}, "stream", "got 1"),
         ({"echo": "yes"}, "echo", "got 'yes'"),
+        ({"prompt": [10**400]}, "prompt", "no token a whole number with too many digits"),
+        ({"prompt": [None]}, "prompt", "only texts, or only"),
+        ({"prompt": [[[1]]]}, "prompt", "only texts, or only"),
+        ({"max_tokens": 10**4300 - 1}, "max_tokens", "less than 2147483648"),
+        ({"min_tokens": 10**400}, "min_tokens", "less than"),
+        ({"top_k": 2**31}, "top_k", "less than"),
+        ({"logprobs": 2**31}, "logprobs", "less than"),
+        ({"stop": ["a", ""]}, "stop", "1 to 1000 characters"),
+        ({"n": 1.0}, "n", "integer; got 1.0"),
+        ({"model": ""}, "model", "no model ''"),
     ],
 )
 def test_a_wrong_field_is_named_with_what_is_allowed(server, fields, param, words):
@@ -112,6 +124,7 @@ def test_a_wrong_field_is_named_with_what_is_allowed(server, fields, param, word
         (b"[]", "must be a JSON object"),
         (b'"prompt"', "must be a JSON object"),
         (b"\xff\xfe", "body"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
         (b'{"prompt": ' + b"[" * 100_000, "body"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
@@ -153,9 +166,44 @@ def test_a_body_in_pieces_is_read(server):
     assert response.json()["choices"][0]["text"] == server.complete("a", seed=1)["choices"][0]["text"]
 
 
+def test_a_compressed_body_is_refused_in_words(server):
+    body = gzip.compress(b'{"prompt": "a"}')
+    response = server.client.post(
+        "/v1/completions", content=body, headers={**JSON, "Content-Encoding": "gzip"}
+    )
+    assert "not compressed" in refusal(response, 415)["message"]
+
+
+def test_a_message_repeats_no_more_than_a_little_of_what_was_sent(server):
+    error = refusal(server.post({"prompt": "a", **dict.fromkeys(("n", "seed", "top_p"), "x" * 5000)}), 400)
+    assert len(error["message"]) < 1100
+
+
+def test_what_is_no_http_gets_an_error_object_too(server):
+    with connect(server.url) as client:
+        client.sendall(b"hello\r\n\r\n")
+        answer = read_to_end(client)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    ErrorResponse.model_validate(body_of(answer), strict=True)
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/version", "/v1/models"])
+def test_head_is_get_without_the_body(server, path):
+    head, get = server.client.head(path), server.client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_the_description_names_no_status_that_is_not_sent(server):
+    for path in server.client.get("/openapi.json").json()["paths"].values():
+        assert all("422" not in operation["responses"] for operation in path.values())
+
+
 def test_paths_and_methods_that_are_not_there(server):
     refusal(server.client.get("/v1/nothing"), 404)
-    refusal(server.client.get("/v1/completions"), 405)
+    wrong = server.client.get("/v1/completions")
+    refusal(wrong, 405)
+    assert wrong.headers["allow"] == "POST"
     assert refusal(server.client.get("/v1/models/other"), 404)["code"] == "model_not_found"
 
 
@@ -188,7 +236,7 @@ def test_each_key_opens_and_some_paths_need_none(locked):
     for key in (KEY, "another-key"):
         response = locked.post({"prompt": "a"}, headers={"Authorization": f"Bearer {key}"})
         assert response.status_code == 200
-    for path in ("/health", "/version", "/openapi.json"):
+    for path in ("/", "/health", "/version", "/openapi.json"):
         assert locked.client.get(path).status_code == 200
     preflight = locked.client.options("/complete")
     assert preflight.status_code == 204

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -23,12 +25,11 @@ from mesh_transformer.runtime.serve.loop import EngineLoop
 from mesh_transformer.runtime.serve.model import ServedModel
 
 _PAGE = resources.files("mesh_transformer.runtime.serve") / "page.html"
-_PAGE_HEADERS = {  # the page needs nothing but itself and this server
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src data:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-}
 _CLIENT_GONE = 499  # nobody reads it
 _SHOWN_FAULTS, _SHOWN_CHARS = 3, 100
+_UNREADABLE = (
+    "the body cannot be read as JSON: it is not UTF-8, nested too deeply, or has a number of too many digits"
+)
 
 
 def make_app(model: ServedModel, keys: Sequence[bytes]) -> ASGIApp:
@@ -42,25 +43,49 @@ def make_app(model: ServedModel, keys: Sequence[bytes]) -> ASGIApp:
     app.include_router(classic.router(model))
     _add_state_routes(app, model.loop)
     _add_error_answers(app)
+    _describe_as_it_is(app)
     return Guard(app, keys, model.timeout_s)
 
 
 def _add_state_routes(app: FastAPI, loop: EngineLoop) -> None:
+    html = _PAGE.read_bytes()
+    page_headers = {"Content-Security-Policy": _policy(html)}
+
     @app.get("/health", responses={503: {"description": "warming up, draining or failed"}})
-    def health() -> Response:
+    async def health() -> Response:
         return json_response({"status": loop.state}, 200 if loop.state == "ok" else 503)
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
-    def metrics() -> Response:
+    async def metrics() -> Response:
         return Response(loop.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @app.get("/", response_class=HTMLResponse)
-    def page() -> Response:
-        return HTMLResponse(_PAGE.read_bytes(), headers=_PAGE_HEADERS)
+    async def page() -> Response:
+        return HTMLResponse(html, headers=page_headers)
 
     @app.get("/version")
-    def version() -> dict[str, str]:
+    async def version() -> dict[str, str]:
         return {"version": __version__}
+
+
+def _policy(html: bytes) -> str:
+    """What the page may do: run its one script, and ask this server."""
+    _, _, script = html.partition(b"<script>")
+    digest = hashlib.sha256(script.partition(b"</script>")[0]).digest()
+    return (
+        f"default-src 'none'; script-src 'sha256-{base64.b64encode(digest).decode()}'; style-src 'unsafe-inline'; "
+        "img-src data:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _describe_as_it_is(app: FastAPI) -> None:
+    """Take out of the OpenAPI description the 422 that FastAPI would answer by itself: here it is 400."""
+    description = app.openapi()
+    for path in description["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for unused in ("HTTPValidationError", "ValidationError"):
+        description["components"]["schemas"].pop(unused, None)
 
 
 def _add_error_answers(app: FastAPI) -> None:
@@ -77,7 +102,10 @@ def _add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+        message = (
+            _UNREADABLE if error.status_code == 400 else str(error.detail)
+        )  # FastAPI's, for what is no JSON
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, __: ClientGone) -> Response:

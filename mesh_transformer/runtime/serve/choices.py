@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from mesh_transformer.infer.requests import Finish, Token
@@ -32,13 +32,21 @@ class Delta(NamedTuple):
     finish: Finish | None
 
 
+class Echo(NamedTuple):
+    """A prompt as its choices repeat it."""
+
+    text: str
+    offsets: Sequence[int]  # of its tokens, if they are shown
+
+
 class Choice:
     """One completion as it grows.
 
     Args:
         prompt: token ids.
         stops: texts that end it; they and what follows are not part of its text.
-        echo: the prompt's text if the choice's text begins with it.
+        min_tokens: a stop that ends within so many tokens is not looked at.
+        echo: what the choice's text begins with.
         logprobs: whether tokens are shown; with `echo` the prompt's too, which the engine must report then.
     """
 
@@ -48,22 +56,22 @@ class Choice:
         prompt: Sequence[int],
         stops: Sequence[str],
         *,
-        echo: str | None,
-        logprobs: bool,
+        min_tokens: int = 0,
+        echo: Echo | None = None,
+        logprobs: bool = False,
     ):
         self.new_tokens = 0
         self._model = model
-        self._stream = TextStream(model.tokenizer, stops, context=prompt)
-        self._echo, self._logprobs = echo, logprobs
-        self._begun = False
-        self._before = len(echo or "")  # characters before the completion
-        self._echoed = _places(model, prompt) if logprobs and echo is not None else iter(())
+        self._stream = TextStream(model.tokenizer, stops, min_tokens=min_tokens, context=prompt)
+        self._logprobs, self._begun = logprobs, False
+        self._echo = echo.text if echo else ""
+        self._echoed = zip(prompt, echo.offsets, strict=False) if echo else iter(())
 
     def take(self, output: Output) -> Delta:
         """What an output of the engine adds. After a delta with `finish` there is nothing more to take."""
         text, shown = "", []
         if not self._begun:
-            self._begun, text = True, self._echo or ""
+            self._begun, text = True, self._echo
             shown += [
                 Shown(self._model.token_text(token), offset, None, None)
                 for token, offset in itertools.islice(self._echoed, 1)
@@ -79,7 +87,7 @@ class Choice:
                 text += self._stream.push(token.id)
                 offset = self._stream.offsets[-1]
             if self._logprobs:
-                shown.append(self._show(token, self._before + offset))
+                shown.append(self._show(token, len(self._echo) + offset))
             if self._stream.stopped:
                 return Delta(text, shown, "stop")
         if output.finish == "length":
@@ -107,14 +115,6 @@ async def follow(job: Job, choices: Sequence[Choice]) -> AsyncIterator[tuple[int
         if delta.finish and not output.finish:
             job.cancel(index)
         yield index, delta
-
-
-def _places(model: ServedModel, prompt: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Each token of a prompt, with the characters before it."""
-    stream = TextStream(model.tokenizer)
-    for token in prompt:
-        stream.push(token)
-    return zip(prompt, stream.offsets, strict=True)
 
 
 def _finite(logprob: float) -> float:

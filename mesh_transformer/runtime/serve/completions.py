@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -11,8 +12,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mesh_transformer.infer.requests import SamplingParams
-from mesh_transformer.runtime.serve.choices import Choice, Delta, Shown, follow
-from mesh_transformer.runtime.serve.connection import EventStream, unless_gone, within
+from mesh_transformer.runtime.serve.choices import Choice, Delta, Echo, Shown, follow
+from mesh_transformer.runtime.serve.connection import EventStream, TimeLimit, unless_gone
 from mesh_transformer.runtime.serve.errors import ApiError, invalid, json_response, to_json
 from mesh_transformer.runtime.serve.loop import Job, SequenceRequest
 from mesh_transformer.runtime.serve.model import ServedModel, sampling_params
@@ -24,7 +25,7 @@ from mesh_transformer.runtime.serve.protocol import (
 )
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 413, 500, 503, 504)
+    status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 413, 415, 500, 503, 504)
 }
 
 
@@ -35,52 +36,61 @@ def router(model: ServedModel) -> APIRouter:
 
     @routes.post("/completions", response_model=CompletionResponse, responses=ERRORS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        model.loop.check_ready()
         _check(body, model)
-        answer = Answer(body, model, await _prompts(body, model))
-        if body.stream:
-            return EventStream(answer.job, answer.events(), model.timeout_s)
-        with answer.job:
-            return json_response(await unless_gone(request.receive, within(model.timeout_s, answer.whole())))
+        limit = TimeLimit(model.timeout_s)
+        with contextlib.ExitStack() as held:
+            job = held.enter_context(model.loop.reserve(len(body.prompt) * body.n))
+            answer = await unless_gone(request.receive, limit.within(_begin(body, model, job)))
+            if not body.stream:
+                return json_response(await unless_gone(request.receive, limit.within(answer.whole())))
+            held.pop_all()  # the stream leaves the job
+        return EventStream(job, answer.events(), limit)
 
-    @routes.get("/models")
-    def list_models() -> dict[str, Any]:
+    @routes.get("/models", responses={401: ERRORS[401]})
+    async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": [_describe(model, created)]}
 
-    @routes.get("/models/{name:path}", responses={404: ERRORS[404]})
-    def get_model(name: str) -> dict[str, Any]:
+    @routes.get("/models/{name:path}", responses={status: ERRORS[status] for status in (401, 404)})
+    async def get_model(name: str) -> dict[str, Any]:
         _check_name(name, model)
         return _describe(model, created)
 
     return routes
 
 
-class Answer:
-    """A request that was accepted: its sequences are queued. Choices are in the order of prompts, then of samples.
+async def _begin(body: CompletionRequest, model: ServedModel, job: Job) -> Answer:
+    """Start the sequences of a request: of each prompt, in order, its n samples.
 
     Raises:
         ApiError: the request cannot be served.
     """
+    prompts = await _prompts(body, model)
+    for prompt in prompts:
+        model.check_room(prompt, body.max_tokens, "prompt")
+    asked = _sampling(body, model)
+    with_logprobs = body.logprobs is not None
+    echoes = await _echoes(body, model, prompts) if body.echo else [None] * len(prompts)
+    choices = [
+        Choice(model, prompt, body.stop, min_tokens=body.min_tokens, echo=echo, logprobs=with_logprobs)
+        for prompt, echo in zip(prompts, echoes, strict=True)
+        for _ in asked
+    ]
+    job.start([SequenceRequest(prompt, params) for prompt in prompts for params in asked])
+    return Answer(body, model, job, choices, sum(map(len, prompts)))
 
-    def __init__(self, body: CompletionRequest, model: ServedModel, prompts: Sequence[Sequence[int]]):
-        self._body, self._prompts = body, prompts
-        asked = _sampling(body, model)
-        for prompt in prompts:
-            model.check_room(prompt, body.max_tokens, "prompt")
-        self.job: Job = model.loop.submit(
-            [SequenceRequest(prompt, params) for prompt in prompts for params in asked]
-        )
-        self._choices = [
-            Choice(
-                model,
-                prompt,
-                body.stop,
-                echo=_echo(body, model, i, prompt),
-                logprobs=body.logprobs is not None,
-            )
-            for i, prompt in enumerate(prompts)
-            for _ in asked
-        ]
+
+class Answer:
+    """What a request whose sequences are started gets."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        model: ServedModel,
+        job: Job,
+        choices: Sequence[Choice],
+        prompt_tokens: int,
+    ):
+        self._body, self._job, self._choices, self._prompt_tokens = body, job, choices, prompt_tokens
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -91,7 +101,7 @@ class Answer:
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
         deltas: list[list[Delta]] = [[] for _ in self._choices]
-        async for index, delta in follow(self.job, self._choices):
+        async for index, delta in follow(self._job, self._choices):
             deltas[index].append(delta)
         choices = [
             {
@@ -109,7 +119,7 @@ class Answer:
         with_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
         head = f"data: {to_json(self._head)[:-1]},"
         tail = ',"usage":null}\n\n' if with_usage else "}\n\n"
-        async for index, (text, shown, finish) in follow(self.job, self._choices):
+        async for index, (text, shown, finish) in follow(self._job, self._choices):
             if text or shown or finish:
                 yield (
                     f'{head}"choices":[{{"index":{index},"text":{to_json(text)},'
@@ -129,8 +139,7 @@ class Answer:
         }
 
     def _usage(self) -> dict[str, int]:
-        prompt = sum(map(len, self._prompts))
-        new = sum(choice.new_tokens for choice in self._choices)
+        prompt, new = self._prompt_tokens, sum(choice.new_tokens for choice in self._choices)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
@@ -197,12 +206,13 @@ def _sampling(body: CompletionRequest, model: ServedModel) -> list[SamplingParam
     ]
 
 
-def _echo(body: CompletionRequest, model: ServedModel, index: int, prompt: Sequence[int]) -> str | None:
-    """The text that a choice begins with: the prompt as it was given, or the text of its tokens."""
-    if not body.echo:
-        return None
-    given = body.prompt[index]
-    return given if isinstance(given, str) else model.tokenizer.decode(prompt)
+async def _echoes(
+    body: CompletionRequest, model: ServedModel, prompts: Sequence[Sequence[int]]
+) -> list[Echo]:
+    """What the choices of each prompt begin with: the prompt as it was given, or the text of its tokens."""
+    offsets = [[]] * len(prompts) if body.logprobs is None else await model.offsets(prompts)
+    texts = body.prompt if isinstance(body.prompt[0], str) else await model.decode(prompts)
+    return list(map(Echo, texts, offsets))
 
 
 def _describe(model: ServedModel, created: int) -> dict[str, Any]:

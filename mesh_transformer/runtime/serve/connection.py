@@ -22,16 +22,6 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-def timed_out(seconds: float) -> ApiError:
-    """504: a request took longer than the server allows."""
-    return ApiError(
-        504,
-        f"the request took more than {seconds:g} seconds, this server's limit",
-        kind="server_error",
-        code="timeout",
-    )
-
-
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled as soon as the client closes its connection.
 
@@ -52,16 +42,29 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`.
+class TimeLimit:
+    """The seconds that a request may take, counted from here."""
 
-    Raises:
-        ApiError: 504, it took more than so many seconds.
-    """
-    try:
-        return await asyncio.wait_for(work, seconds)
-    except TimeoutError as error:
-        raise timed_out(seconds) from error
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._end = asyncio.get_running_loop().time() + seconds
+
+    async def within(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`.
+
+        Raises:
+            ApiError: 504, the time is over; `work` is cancelled.
+        """
+        try:
+            async with asyncio.timeout_at(self._end):
+                return await work
+        except TimeoutError as error:
+            raise ApiError(
+                504,
+                f"the request took more than {self._seconds:g} seconds, this server's limit",
+                kind="server_error",
+                code="timeout",
+            ) from error
 
 
 class EventStream(Response):
@@ -70,15 +73,15 @@ class EventStream(Response):
     Args:
         job: what computes; left, and so cancelled, when the answer is over or the client goes away.
         events: whole events, `data: ...` with the empty line behind it.
-        timeout_s: seconds from the first event's wait to the last one sent.
+        limit: until the last event is sent.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, job: Job, events: AsyncIterator[str], timeout_s: float):
+    def __init__(self, job: Job, events: AsyncIterator[str], limit: TimeLimit):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._job, self._events, self._timeout_s = job, events, timeout_s
+        self._job, self._events, self._limit = job, events, limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._job, contextlib.suppress(ClientGone, TimeoutError):
@@ -88,7 +91,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         end = DONE
         try:
-            await within(self._timeout_s, self._send_all(send))
+            await self._limit.within(self._send_all(send))
         except ApiError as error:
             end = f"data: {to_json(error.body)}\n\n{DONE}"
         async with asyncio.timeout(_LAST_WORDS_S):

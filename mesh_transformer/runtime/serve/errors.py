@@ -8,6 +8,8 @@ from typing import Any
 
 from starlette.responses import Response
 
+_MOST_CHARS = 1000  # of a message: it may repeat what the client sent
+
 
 class ApiError(Exception):
     """A request is answered with `status` and {"error": {"message", "type", "param", "code"}}."""
@@ -22,6 +24,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
+        message = message if len(message) <= _MOST_CHARS else f"{message[:_MOST_CHARS]}..."
         super().__init__(message)
         self.status, self.headers = status, headers
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}

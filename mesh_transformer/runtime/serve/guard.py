@@ -1,24 +1,29 @@
-"""What stands before every route: the API key, the size of a body and the time it may take, CORS for /complete."""
+"""What stands before every route: the API key, the size of a body and the time it may take, CORS, HEAD."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mesh_transformer.runtime.serve.classic import PATH
 from mesh_transformer.runtime.serve.connection import ClientGone
-from mesh_transformer.runtime.serve.errors import ApiError
+from mesh_transformer.runtime.serve.errors import ApiError, unavailable
 
 MAX_BODY_BYTES = 4 << 20
+MAX_BODIES_BYTES = 64 << 20  # of all requests that are not answered
+MAX_BODY_S = 60.0  # for a body to arrive
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/openapi.json"})  # need no key
 _CORS = {
     "Access-Control-Allow-Origin": "*",
     "Access-Control-Allow-Headers": "*, Authorization",  # the asterisk does not cover that one
     "Access-Control-Allow-Methods": "*",
+    "Access-Control-Expose-Headers": "Retry-After",
+    "Access-Control-Max-Age": "7200",
 }
 
 
@@ -27,38 +32,55 @@ class Guard:
 
     Args:
         keys: a request needs one of them as `Authorization: Bearer KEY`; empty: none is needed.
-        timeout_s: seconds for a body to arrive.
+        timeout_s: seconds that a request may take; a body gets no more of them than MAX_BODY_S.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[bytes], timeout_s: float):
-        self._app, self._keys, self._timeout_s = app, tuple(keys), timeout_s
+        self._app, self._keys = app, [_digest(key) for key in keys]
+        self._body_s = min(timeout_s, MAX_BODY_S)
+        self._held = 0  # bytes of all bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"] == PATH:
+        if _for_pages(scope["path"]):
             send = _with_cors(send)
-        preflight = scope["path"] == PATH and scope["method"] == "OPTIONS"
+            if scope["method"] == "OPTIONS":
+                await Response(status_code=204)(scope, receive, send)
+                return
+        if scope["method"] == "HEAD":  # uvicorn leaves the body out
+            scope = {**scope, "method": "GET"}
+        taken = _Taken()
         try:
-            if not (preflight or scope["path"] in OPEN_PATHS):
-                self._check_key(Headers(scope=scope).get("authorization", ""))
-            async with asyncio.timeout(self._timeout_s):
-                body = await _read(receive)
+            await self._answer(scope, receive, send, taken)
         except ApiError as error:
             await error.response()(scope, receive, send)
-        except TimeoutError:
-            late = ApiError(408, f"the body did not come within {self._timeout_s:g} seconds", code="timeout")
-            await late.response()(scope, receive, send)
         except ClientGone:
             return
-        else:
-            await self._app(scope, _replay(body, receive), send)
+        finally:
+            self._held -= taken.bytes
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, taken: _Taken) -> None:
+        headers = Headers(scope=scope)
+        if scope["path"] not in OPEN_PATHS:
+            self._check_key(headers.get("authorization", ""))
+        _check_encoding(headers.get("content-encoding", "identity"))
+        _check_size(int(headers.get("content-length", "0")))
+        try:
+            async with asyncio.timeout(self._body_s):
+                body = await self._read(receive, taken)
+        except TimeoutError as error:
+            raise ApiError(
+                408, f"the body did not come within {self._body_s:g} seconds", code="timeout"
+            ) from error
+        await self._app(scope, _replay(body, receive), send)
 
     def _check_key(self, authorization: str) -> None:
-        """Raises ApiError, 401. Every key is compared, each in constant time."""
+        """Raises ApiError, 401. Every key is compared, each in a time that depends on no key."""
         scheme, _, given = authorization.partition(" ")
-        found = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
+        digest = _digest(given.strip().encode("latin-1"))
+        found = [hmac.compare_digest(digest, key) for key in self._keys]
         if self._keys and (scheme.lower() != "bearer" or not any(found)):
             raise ApiError(
                 401,
@@ -67,24 +89,55 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
+    async def _read(self, receive: Receive, taken: _Taken) -> bytes:
+        """The whole body, at most MAX_BODY_BYTES however it is sent.
 
-async def _read(receive: Receive) -> bytes:
-    """The whole body, at most MAX_BODY_BYTES however it is sent.
+        Raises:
+            ApiError: 413, it is larger; 503, all bodies together are too large.
+            ClientGone: it never came to its end.
+        """
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            body += part
+            taken.bytes += len(part)
+            self._held += len(part)
+            _check_size(len(body))
+            if self._held > MAX_BODIES_BYTES:
+                raise unavailable("too many large requests at once", code="queue_full", retry_after_s=1)
+            if not message.get("more_body", False):
+                return bytes(body)
 
-    Raises:
-        ApiError: 413, it is larger.
-        ClientGone: it never came to its end.
-    """
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is over {MAX_BODY_BYTES} bytes, this server's limit")
-        if not message.get("more_body", False):
-            return bytes(body)
+
+class _Taken:
+    """What one request has of `Guard._held`."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_BODY_BYTES:
+        raise ApiError(413, f"the body is over {MAX_BODY_BYTES} bytes, this server's limit")
+
+
+def _check_encoding(encoding: str) -> None:
+    if encoding.strip().lower() not in ("", "identity"):
+        raise ApiError(
+            415, f"Content-Encoding {encoding[:40]!r}: a body must be sent as it is, not compressed"
+        )
+
+
+def _for_pages(path: str) -> bool:
+    """Whether pages of other origins may call a path: the APIs, whose errors too a page must be able to read."""
+    return path == "/complete" or path.startswith("/v1/")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

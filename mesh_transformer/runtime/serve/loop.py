@@ -57,7 +57,7 @@ class _Live:
 class EngineLoop:
     """Runs the scheduler in a thread of its own. All methods are for the thread of the asyncio loop that called `start`.
 
-    A sequence counts as live from `submit` until its last Output is delivered or it is cancelled. At most
+    A sequence counts as live from `reserve` until its last Output is delivered or it is cancelled. At most
     `slots + max_queue` are live, so at most `max_queue` wait while every slot runs. The inbox is read in order, so
     a cancelled sequence leaves the scheduler before any that is submitted after it gets there.
     """
@@ -83,32 +83,36 @@ class EngineLoop:
         self._quiet.set()
         self._thread.start()
 
-    def submit(self, sequences: Sequence[SequenceRequest]) -> Job:
-        """Queue all the sequences of one request, or none.
+    def reserve(self, sequences: int) -> Job:
+        """Places for all the sequences of one request, or none; `Job.start` fills them.
 
         Raises:
             ApiError: 503 while warming up, draining or with a full queue; 400 for more sequences than can ever be queued.
         """
-        self.check_ready()
-        if len(sequences) > self.slots + self.max_queue:
+        self._check_ready()
+        if sequences > self.slots + self.max_queue:
             raise invalid(
-                f"the request asks for {len(sequences)} sequences (prompts x n); this server takes at most "
+                f"the request asks for {sequences} sequences (prompts x n); this server takes at most "
                 f"{self.slots + self.max_queue} at a time"
             )
-        if len(self._live) + len(sequences) > self.slots + self.max_queue:
+        if len(self._live) + sequences > self.slots + self.max_queue:
             raise unavailable(
                 f"{len(self._live)} sequences run or wait already, of at most {self.slots + self.max_queue}",
                 code="queue_full",
                 retry_after_s=_RETRY_FULL_S,
             )
-        job = Job(self, [next(self._ids) for _ in sequences])
-        for index, (id, sequence) in enumerate(zip(job.ids, sequences, strict=True)):
-            self._live[id] = _Live(job, index)
-            self._inbox.put(_Submit(id, sequence))
+        job = Job(self, [next(self._ids) for _ in range(sequences)])
+        self._live.update((id, _Live(job, index)) for index, id in enumerate(job.ids))
         self._quiet.clear()
         return job
 
-    def check_ready(self) -> None:
+    def submit(self, ids: Sequence[int], sequences: Sequence[SequenceRequest]) -> None:
+        """Queue sequences in their reserved places; those that were cancelled meanwhile are ignored."""
+        for id, sequence in zip(ids, sequences, strict=True):
+            if id in self._live:
+                self._inbox.put(_Submit(id, sequence))
+
+    def _check_ready(self) -> None:
         """Raises ApiError, 503, unless requests are taken."""
         if self.state != "ok":
             raise unavailable(
@@ -240,7 +244,7 @@ class EngineLoop:
 
 
 class Job:
-    """The sequences of one request. A context manager: on leaving it, what is not finished is cancelled."""
+    """The places of one request's sequences. A context manager: on leaving it, what is not finished is cancelled."""
 
     def __init__(self, loop: EngineLoop, ids: list[int]):
         self.ids = ids
@@ -253,6 +257,10 @@ class Job:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._loop.cancel(self.ids)
+
+    def start(self, sequences: Sequence[SequenceRequest]) -> None:
+        """Compute these, one for each place."""
+        self._loop.submit(self.ids, sequences)
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
         """(index of the sequence, its Output) as they come, until each is finished or cancelled.

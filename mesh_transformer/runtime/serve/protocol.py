@@ -17,6 +17,7 @@ MAX_SEQUENCES = 128  # prompts x n of a request
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 MAX_LOGIT_BIAS, MAX_BIAS = 1024, 100.0
 INT64 = 2**63
+Count = Annotated[int, Field(lt=2**31)]
 
 _TEXT = {"type": "string"}
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -143,16 +144,16 @@ class CompletionRequest(_Body):
 
     prompt: Prompts
     model: str | None = None
-    max_tokens: int = 16
-    min_tokens: int = 0
+    max_tokens: Count = 16
+    min_tokens: Count = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 and -1: all
+    top_k: Count = 0  # 0 and -1: all
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_size: Count = 0
     logit_bias: LogitBias = ()
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = (
         None  # sample i is drawn with (seed + i) mod 2**32
@@ -162,7 +163,7 @@ class CompletionRequest(_Body):
     ignore_eos: bool = False
     n: Samples = 1
     best_of: Samples | None = None
-    logprobs: int | None = None
+    logprobs: Count | None = None
     echo: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -175,8 +176,8 @@ class ClassicRequest(_Body):
     context: str
     top_p: Annotated[float, Field(strict=False)]
     temp: Annotated[float, Field(strict=False)]
-    length: int = 256  # new tokens; less where the context has not so much room
-    top_k: int = 0
+    length: Count = 256  # new tokens; less where the context has not so much room
+    top_k: Count = 0
     stop: Stops = ()
 
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import ipaddress
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import uvicorn
 
-from mesh_transformer import logs
+from mesh_transformer import logs, platforms
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import RunError, UserError
@@ -27,12 +30,18 @@ from mesh_transformer.logs import log
 from mesh_transformer.runtime.serve.app import make_app
 from mesh_transformer.runtime.serve.loop import EngineLoop, WarmEngine
 from mesh_transformer.runtime.serve.model import ServedModel
+from mesh_transformer.runtime.serve.sockets import BoundedConnection
 from mesh_transformer.runtime.weights import split_step
 
 MAX_SLOTS, MAX_QUEUE = 1024, 100_000
 _MAX_KEY_FILE_BYTES = 1 << 16
-_LAST_BYTES_S = 5  # for answers that are complete to reach their clients
-_LAST_STEP_S = 10.0  # for the engine to end the step it is in
+_LAST_BYTES_S = 5.0  # for answers that are complete to reach their clients, where no time is left to drain
+_LAST_STEP_S = 5.0  # for the engine to end the step it is in
+_KEEP_ALIVE_S = (
+    75  # longer than clients and proxies keep an idle connection, so that they never use a closed one
+)
+_SPARE_CONNECTIONS = 256  # besides one for each sequence that runs or waits
+_SPARE_FILES = 64  # of those that the system lets this process open, for other uses than connections
 
 
 class OpenEngine(Protocol):
@@ -74,7 +83,7 @@ class Options:
 def run(
     config_path: str, overrides: Sequence[str], options: Options, open_engine: OpenEngine | None = None
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C, then finish what runs. A second Ctrl-C cuts that short.
+    """Serve until SIGTERM or Ctrl-C, then finish what runs. A second Ctrl-C cuts that short. In the end SIGTERM is ignored.
 
     Args:
         open_engine: opens another engine than the config's.
@@ -86,6 +95,7 @@ def run(
         UserError: an argument, the config, the tokenizer, the address or the checkpoint cannot be used.
         RunError: the engine cannot go on.
     """
+    platforms.require_one_process()
     logs.set_up()
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves in mid-stream
     config = load_config(config_path, overrides)
@@ -93,7 +103,7 @@ def run(
     source = options.checkpoint or config.checkpoint.root
     tokenizer = load_tokenizer(config.data.tokenizer, split_step(source)[0])
     listener = bind(options.host, options.port)
-    if not keys and not is_loopback(options.host):
+    if not keys and not is_loopback(listener):
         log.warning(
             "%s is open to others and there is no --api-key-file: whoever reaches it is served", options.host
         )
@@ -121,16 +131,17 @@ class Service:
 
     def __init__(self, model: ServedModel, keys: Sequence[bytes], listener: socket.socket, drain_s: float):
         self._loop, self._listener, self._drain_s = model.loop, listener, drain_s
+        most = connection_limit(model.loop.slots + model.loop.max_queue)
         self._server = _Server(
             uvicorn.Config(
                 make_app(model, keys),
-                http="h11",
+                http=cast(type[asyncio.Protocol], functools.partial(BoundedConnection, most=most)),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=_LAST_BYTES_S,
+                timeout_keep_alive=_KEEP_ALIVE_S,
             )
         )
 
@@ -145,18 +156,32 @@ class Service:
         host, port = self._listener.getsockname()[:2]
         log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         await _first(serving, stopping.wait(), self._loop.ended.wait())
+        deadline = time.monotonic()
         if not self._loop.ended.is_set():
+            deadline += self._drain_s
             log.info("stopping: what runs is finished, within %g seconds", self._drain_s)
             await _first(self._loop.drain(self._drain_s), hurry.wait())
             if left := self._loop.cut_off():
                 log.warning("%d sequences were not finished and are cut off", left)
-        ended = await self._loop.stop(_LAST_STEP_S if self._loop.context else 0)
-        self._server.should_exit = True
+        stopped = asyncio.ensure_future(self._loop.stop(_LAST_STEP_S if self._loop.context else 0))
+        self._server.should_exit = True  # it closes idle connections and waits for the others
+        if not hurry.is_set():
+            await _first(serving, asyncio.sleep(deadline - time.monotonic()), hurry.wait())
+        await _first(serving, asyncio.sleep(_LAST_BYTES_S))
+        if left := self._server.cut_off():
+            log.warning("%d connections are cut off: their clients did not take all of their answers", left)
         await serving
-        return ended
+        return await stopped
 
 
 class _Server(uvicorn.Server):
+    def cut_off(self) -> int:
+        """Close all connections at once; how many they were."""
+        connections = list(self.server_state.connections)
+        for connection in connections:
+            connection.transport.abort()
+        return len(connections)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are not uvicorn's here: the port stays open while what runs is finished, and the exit code is 0."""
@@ -166,6 +191,7 @@ class _Server(uvicorn.Server):
 async def _until_signal(service: Service) -> bool:
     """Serve until the process is told to stop."""
     stopping, hurry = asyncio.Event(), asyncio.Event()
+    home = asyncio.get_running_loop()
 
     def note(number: int) -> None:
         if stopping.is_set() and number == signal.SIGINT:  # schedulers repeat SIGTERM: that is no hurry
@@ -173,8 +199,12 @@ async def _until_signal(service: Service) -> bool:
         stopping.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, note, number)
-    return await service.run(stopping, hurry)
+        home.add_signal_handler(number, note, number)
+    try:
+        return await service.run(stopping, hurry)
+    finally:
+        home.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late one must not change the exit code
 
 
 async def _first(*awaitables: Awaitable[object]) -> None:
@@ -215,6 +245,12 @@ def read_keys(path: str) -> list[bytes]:
     return keys
 
 
+def connection_limit(sequences: int) -> int:
+    """How many connections are taken, for so many sequences that run or wait."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(sequences + _SPARE_CONNECTIONS, files - _SPARE_FILES))
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 is any free one.
 
@@ -224,24 +260,26 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, UnicodeError) as error:  # that of a name which no DNS can hold
+        reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
             f"cannot listen on {host} port {port} ({reason}): choose another with --host and --port"
         ) from error
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server on `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine reaches a socket."""
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def _open_own_engine(config: Config, checkpoint: str, *, slots: int) -> WarmEngine:
-    from mesh_transformer import platforms
+    import jax
+
     from mesh_transformer.runtime.serving_engine import open_engine
 
     platforms.CompileCache()
+    if jax.process_count() > 1:  # a slice of several hosts, which join of themselves
+        raise UserError(
+            f"the devices belong to {jax.process_count()} processes: serve on the devices of one host"
+        )
     return open_engine(config, checkpoint, slots=slots)

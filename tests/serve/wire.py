@@ -1,0 +1,58 @@
+"""Requests byte by byte: what a client library would not send."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from typing import Any
+
+
+def ask(*, head_lines: str = "", **fields: Any) -> bytes:
+    """A completion request as it goes over the wire."""
+    body = json.dumps({"prompt": "a", "max_tokens": 60, "ignore_eos": True, **fields}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}{head_lines}\r\n".encode() + body
+
+
+def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
+    """A socket to a server; a small buffer makes it one that soon takes no more."""
+    client = socket.socket()
+    client.settimeout(10)
+    if receive_buffer is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.connect(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+    return client
+
+
+def read_to_end(client: socket.socket) -> bytes:
+    """All that comes until the server closes the connection, gently or not."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            received += part
+    return received
+
+
+def send_slowly(client: socket.socket, content: bytes, pause_s: float) -> None:
+    """One byte after the other, until all are sent or the server takes no more."""
+    with contextlib.suppress(OSError):
+        for byte in content:
+            client.sendall(bytes([byte]))
+            time.sleep(pause_s)
+
+
+def receive(client: socket.socket, end: bytes) -> bytes:
+    """What comes, up to and with `end`."""
+    received = b""
+    while end not in received:
+        part = client.recv(65536)
+        assert part, received
+        received += part
+    return received
+
+
+def body_of(received: bytes) -> Any:
+    """The JSON of an answer that was read whole."""
+    return json.loads(received.partition(b"\r\n\r\n")[2])
