@@ -99,13 +99,13 @@ def test_an_answer_that_is_not_read_holds_its_socket_no_longer(monkeypatch):
 
 
 def test_a_slow_reader_gets_all(monkeypatch):
-    monkeypatch.setattr(sockets, "STALL_S", 2)
+    monkeypatch.setattr(sockets, "STALL_S", 1)
     began = time.monotonic()
-    with serve(context=256, send_buffer=4096) as server, connect(server.url, receive_buffer=4096) as client:
-        client.sendall(ask(stream=True, logprobs=5, max_tokens=200))
+    with serve(context=512, send_buffer=4096) as server, connect(server.url, receive_buffer=4096) as client:
+        client.sendall(ask(stream=True, logprobs=5, max_tokens=450))
         received = b""
         while b"[DONE]" not in received:
-            time.sleep(0.05)
+            time.sleep(0.1)
             part = client.recv(4096)
             assert part
             received += part

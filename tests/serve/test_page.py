@@ -153,7 +153,7 @@ def test_a_long_text_stays_usable(open_page: Any) -> None:
         page = open_page(served.url)
         ask(page, max_tokens="1500", seed="1", stop="")
         page.locator("[name=seed]").press("Enter")  # of a field of the form
-        page.wait_for_function("document.querySelectorAll('#text span[data-p]').length > 20")
+        page.wait_for_selector("#text span[data-p]:nth-of-type(22)", state="attached")
         page.click("#stop", timeout=5000)
         playwright.expect(page.locator("#status")).to_have_text("stopped")
         page.focus("#text")
