@@ -72,7 +72,7 @@ def engine(arguments: argparse.Namespace) -> dict[str, Any]:
     platforms.CompileCache()
     config = load_config(arguments.config, arguments.overrides)
     made = open_engine(config, arguments.ckpt, slots=arguments.slots)
-    made.warm_up()
+    list(made.warm_up())
     rates = []
     for _ in range(2):  # the first warms the machine
         scheduler = Scheduler(made, max_queue=REQUESTS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +39,7 @@ class SlotEngine:
             slots: sequences at a time.
             chunk: tokens of prompts that are computed at a time.
         """
+        self.model, self.mesh = model, partition.mesh
         self.slots, self.context = slots, model.config.seq
         self.chunk, self._longest = chunk, min(chunk, self.context)
         self._params, self._n_vocab = params, model.config.padded_vocab
@@ -161,14 +160,13 @@ class SlotEngine:
         if running.left > 0:
             self._slots = self._programs.release(self._slots, np.int32(slot))
 
-    def warm_up(self, done: Callable[[int, int], None] = lambda *_: None) -> None:
-        """Compile every program; `done` is told how many of how many are. No slot may be in use."""
-        programs = [*self._every_prefill(), *self._every_generate()]
-        with ThreadPoolExecutor(
-            2
-        ) as pool:  # what is compiled, or read, in one waits for no tracing in the other
-            for count, _ in enumerate(pool.map(lambda program: program().compile(), programs), 1):
-                done(count, len(programs))
+    def programs(self) -> list[Callable[[], Any]]:
+        """One call for each program, which compiles it; the first three are enough for a short prompt's first tokens."""
+        prefills, generates = list(self._every_prefill()), list(self._every_generate())
+        return [*prefills[:1], *generates[:2], *prefills[1:], *generates[2:]]
+
+    def run_once(self) -> None:
+        """Run what every request needs. No slot may be in use."""
         self.insert(0, [0], SamplingParams(max_tokens=2), source=None, reused=0)
         self.prefill([Piece(0, 0, 1)])
         self.generate(1)
@@ -182,22 +180,17 @@ class SlotEngine:
         begin = {(rows, n, n, False) for n in self._sizes(later=False) for rows in (1, self._rows(n))}
         later = {(1, n, self.context, scored) for n in self._sizes(later=True) for scored in (False, True)}
         for rows, size, length, scored in sorted(begin | later):
-            pieces = _no_pieces(rows, size)
-            yield functools.partial(
-                self._programs.prefill.lower,
-                *(self._params, self._slots, pieces, np.int32(0)),
-                length=length,
-                scored=scored,
-            )
+            given = _no_pieces(rows, size), np.int32(0)
+            yield self._compiler(self._programs.prefill, *given, length=length, scored=scored)
 
     def _every_generate(self) -> Iterator[Callable[[], Any]]:
         for length in segment_ends(self.context):
-            for slots in (None, np.zeros(1, np.int32))[: self.slots]:
-                yield functools.partial(
-                    self._programs.generate.lower,
-                    *(self._params, self._slots, slots, np.int32(0), np.int32(0)),
-                    length=length,
-                )
+            for slots in (np.zeros(1, np.int32), None)[-self.slots :]:
+                given = slots, np.int32(0), np.int32(0)
+                yield self._compiler(self._programs.generate, *given, length=length)
+
+    def _compiler(self, program: Any, *given: Any, **static: Any) -> Callable[[], Any]:
+        return lambda: program.lower(self._params, self._slots, *given, **static).compile()
 
     def _bias(self, params: SamplingParams) -> Any:
         if not params.logit_bias:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 
+import mesh_transformer
 from mesh_transformer.config import Config
 from mesh_transformer.infer.engine import SlotEngine
-from mesh_transformer.logs import log
+from mesh_transformer.logs import Progress, log
 from mesh_transformer.models.base import Params
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.parallel.sharding import Partition, inference_rules
@@ -17,7 +23,7 @@ from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.weights import read_params
 
 
-def open_engine(config: Config, checkpoint: str, *, slots: int) -> SlotEngine:
+def open_engine(config: Config, checkpoint: str, *, slots: int) -> ServingEngine:
     """Read the parameters of a checkpoint of any form onto the config's mesh, and allocate a cache of `slots`.
 
     Raises:
@@ -30,7 +36,50 @@ def open_engine(config: Config, checkpoint: str, *, slots: int) -> SlotEngine:
     params = jax.jit(model.cast, donate_argnums=0)(weights.params)
     if jax.default_backend() == "cpu":
         params = as_cpus_like_it(params, model.functions.same_input)
-    return SlotEngine(model, Partition(mesh, inference_rules()), params, slots=slots)
+    return ServingEngine(model, Partition(mesh, inference_rules()), params, slots=slots)
+
+
+class ServingEngine(SlotEngine):
+    """A `SlotEngine` that is warmed up before it serves."""
+
+    def warm_up(self) -> Iterator[None]:
+        """Compile every program. Requests may come after the first item; at each further one a program is read from the disk.
+
+        There are further ones if the same engine was warmed up here before: then its programs are in the compile cache,
+        and the first few suffice to begin.
+        """
+        programs, mark = self.programs(), self._mark()
+        first = 3 if mark is not None and mark.exists() else len(programs)
+        progress = Progress("compiling", first, unit="programs", quiet=first < len(programs))
+        with ThreadPoolExecutor(2) as pool:  # while one compiles, or reads, the other traces
+            for count, _ in enumerate(pool.map(lambda program: program(), programs[:first]), 1):
+                progress.update(count)
+        progress.close()
+        self.run_once()
+        yield
+        for program in programs[first:]:
+            program()
+            yield
+        if mark is not None:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+
+    def _mark(self) -> Path | None:
+        """A file beside the compiled programs that says that those of this engine are there; None without such a cache."""
+        settings = jax.config.values
+        folder = settings["jax_compilation_cache_dir"]
+        if not folder or not settings["jax_enable_compilation_cache"]:
+            return None
+        code = Path(mesh_transformer.__file__).parent
+        sources = [path.read_bytes() for path in sorted(code.rglob("*.py"))]
+        device = jax.local_devices()[0]
+        told = (
+            *(importlib.metadata.version(name) for name in ("jax", "jaxlib", "dm-haiku")),
+            *(device.client.platform_version, device.device_kind, os.environ.get("XLA_FLAGS", "")),
+            *(self.model.config.model_dump_json(), self.mesh.shape, self.slots, self.chunk),
+        )
+        digest = hashlib.sha256(repr((told, sources)).encode()).hexdigest()
+        return Path(folder, "engines", digest)
 
 
 def as_cpus_like_it(params: Params, same_input: Sequence[Sequence[str]]) -> Params:

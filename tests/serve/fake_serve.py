@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from infer.fake_engine import FakeEngine
@@ -25,8 +26,9 @@ from mesh_transformer.runtime.serve import start
 
 
 class Engine(FakeEngine):
-    def warm_up(self) -> None:
+    def warm_up(self) -> Iterator[None]:
         time.sleep(float(os.environ.get("FAKE_WARM_UP", "0")))
+        yield
 
     def generate(self, steps: int) -> Any:
         self.steps = getattr(self, "steps", 0) + 1

@@ -31,9 +31,15 @@ class ServedEngine(FakeEngine):
         self.may_warm_up = threading.Event()
         self.may_warm_up.set()
         self.broken = False
+        self.later_programs = 0  # that are still to be read from the disk
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> Iterator[None]:
         self.may_warm_up.wait()
+        yield
+        self.later_programs = 2
+        while self.later_programs:
+            yield
+            self.later_programs -= 1
 
     def generate(self, steps: int) -> Any:
         if self.broken:

@@ -8,7 +8,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol
 
@@ -20,13 +20,14 @@ from mesh_transformer.runtime.serve.metrics import Metrics, Snapshot
 
 State = Literal["warming up", "ok", "draining", "failed"]
 _RETRY_WARM_S, _RETRY_FULL_S = 5, 1
+_WARM = object()
 
 
 class WarmEngine(Engine, Protocol):
     """An engine that can compile all it needs before the first request."""
 
-    def warm_up(self) -> None:
-        """Compile and run each program once."""
+    def warm_up(self) -> Iterator[None]:
+        """Requests may be taken after the first item; the others are for when there is nothing else to do."""
 
 
 class SequenceRequest(NamedTuple):
@@ -150,17 +151,20 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             engine = self._open_engine()
-            engine.warm_up()
+            warming = engine.warm_up()
+            next(warming)
             scheduler = Scheduler(engine, max_queue=self.max_queue)
             self._stats = scheduler.stats
             self._home.call_soon_threadsafe(self._ready, engine.context)
-            self._serve(scheduler)
+            self._serve(scheduler, warming)
         except BaseException as error:  # noqa: BLE001  (whatever it is, those who wait must be told)
             self._home.call_soon_threadsafe(self._fail, error)
         self._home.call_soon_threadsafe(self.ended.set)
 
-    def _serve(self, scheduler: Scheduler) -> None:
+    def _serve(self, scheduler: Scheduler, warming: Iterator[None]) -> None:
         while True:
+            while scheduler.idle and self._inbox.empty() and next(warming, _WARM) is not _WARM:
+                pass
             if scheduler.idle or not self._inbox.empty():
                 while True:
                     command = self._inbox.get()
