@@ -41,7 +41,10 @@ def main() -> None:
                 options = ["--worker", worker, "--batches", str(batch), *rest]
                 commands[f"{worker} {batch}"] = this_script(__file__, *options)
         runs = in_turn(commands, arguments.rounds)
-    emit(summary(runs, arguments))
+    result = summary(runs, arguments)
+    if arguments.plot:
+        plot(result, arguments.plot)
+    emit(result)
 
 
 def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -63,6 +66,33 @@ def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace
             for key in ("prefill_tokens_per_s", "decode_tokens_per_s"):
                 result[name][f"ours_over_{key.split('_')[0]}"] = round(ours[key] / result[name][key], 3)
     return {**result, "machine": machine()}
+
+
+def plot(result: dict[str, Any], path: str) -> None:
+    """Bars of the medians, prefill and decode, by batch and program."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    measured = {tuple(name.split()): value for name, value in result.items() if isinstance(value, dict)}
+    programs = list(dict.fromkeys(name[0] for name in measured if len(name) == 2))
+    batches = list(dict.fromkeys(name[1] for name in measured if len(name) == 2))
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5))
+    for axis, kind in zip(axes, ("prefill", "decode"), strict=True):
+        for i, program in enumerate(programs):
+            rates = [measured[program, batch][f"{kind}_tokens_per_s"] for batch in batches]
+            places = np.arange(len(batches)) + i / (len(programs) + 1)
+            bars = axis.bar(places, rates, 0.9 / (len(programs) + 1), label=program)
+            axis.bar_label(bars, [f"{rate:,.0f}" for rate in rates], fontsize=8)
+        axis.set_xticks(np.arange(len(batches)) + 0.25, [f"batch {batch}" for batch in batches])
+        axis.set_title(kind)
+        axis.set_ylabel("tokens a second")
+    axes[0].legend(fontsize=8, loc="upper left")
+    axes[0].margins(y=0.25)
+    axes[1].margins(y=0.1)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
@@ -280,6 +310,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--peers", choices=list(PEERS), default="all")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--plot", metavar="PNG", help="draw the rates")
     parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args()

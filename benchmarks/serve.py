@@ -116,6 +116,7 @@ def served(arguments: argparse.Namespace) -> Any:
 async def _measure(url: str, arguments: argparse.Namespace, first_token_s: float) -> dict[str, Any]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        await asyncio.sleep(10)  # idle: it reads the programs that it did not need yet
         await _all(client, arguments.clients)
         began = time.perf_counter()
         streams = await _all(client, arguments.clients)
