@@ -15,8 +15,9 @@ import numpy as np
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer.ops.attention import CacheView, attend, causal_attend, causal_mask, t5_buckets
+from mesh_transformer.ops.attention import attend, causal_attend, t5_buckets
 from mesh_transformer.ops.linear import add_bias, matmul
+from mesh_transformer.ops.packing import View
 from mesh_transformer.ops.rotary import angles, rotate
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
@@ -88,16 +89,17 @@ class PositionTable(hk.Module):
 
 
 class T5Bias(hk.Module):
-    """A learned bias for each head and bucket of distances: positions (B, T) -> (B, H, T, S)."""
+    """A learned bias for each head and bucket of distances: positions (B, T), of keys (B, S) -> (B, H, T, S)."""
 
     def __init__(self, n_heads: int, n_positions: int, name: str):
         super().__init__(name)
         self.n_heads, self.bucket_of = n_heads, t5_buckets(n_positions)
 
-    def __call__(self, positions_BT: jax.Array, n_keys: int) -> jax.Array:
+    def __call__(self, positions_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
         init = hk.initializers.TruncatedNormal(0.02)
         table_HN = _parameter("w", (self.n_heads, 32), init, "heads", None)
-        distance = jnp.clip(positions_BT[:, :, None] - jnp.arange(n_keys), 0, len(self.bucket_of) - 1)
+        distance = positions_BT[:, :, None] - keys_BS[:, None]
+        distance = jnp.clip(distance, 0, len(self.bucket_of) - 1)
         bias_HBTS = jnp.take(table_HN, jnp.asarray(self.bucket_of)[distance], axis=1)
         return rearrange(bias_HBTS, "h b t s -> b h t s")
 
@@ -150,9 +152,9 @@ class Attention(hk.Module):
         x_BTD: jax.Array,
         positions_BT: jax.Array,
         bias_BHTS: jax.Array | None,
-        cache: CacheView | None,
+        cache: View | None,
         layer: jax.Array,
-    ) -> tuple[jax.Array, CacheView | None]:
+    ) -> tuple[jax.Array, View | None]:
         q, k, v = (constrain(self._heads(x_BTD, name), "batch", "seq", "heads", None) for name in "qkv")
         if self.angles is not None:
             sin, cos = (jnp.asarray(table)[positions_BT] for table in self.angles)
@@ -162,7 +164,7 @@ class Attention(hk.Module):
         else:
             cache = cache.write(layer, positions_BT, k, v)
             k_BHSK, v_BHSK = cache.read(layer)
-            mixed = attend(q, k_BHSK, v_BHSK, causal_mask(positions_BT, cache.length), bias_BHTS)
+            mixed = attend(q, k_BHSK, v_BHSK, cache.mask(positions_BT), bias_BHTS)
         mixed = constrain(mixed, "batch", "seq", "heads", None)
         mixed = checkpoint_name(mixed, "attn_out")
         d_model = x_BTD.shape[-1]

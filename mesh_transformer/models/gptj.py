@@ -22,7 +22,7 @@ from mesh_transformer.layers import (
     T5Bias,
 )
 from mesh_transformer.models.base import Stages
-from mesh_transformer.ops.attention import CacheView
+from mesh_transformer.ops.packing import View
 from mesh_transformer.parallel.sharding import constrain
 
 
@@ -32,21 +32,21 @@ def stages(config: ModelConfig) -> Stages:
     out_stddev = 2 / c.layers / np.sqrt(c.d_model)
 
     def embed(
-        tokens_BT: jax.Array, positions_BT: jax.Array, n_keys: int
+        tokens_BT: jax.Array, positions_BT: jax.Array, keys_BS: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
         x_BTD = Embedding(c.padded_vocab, c.d_model, 1 / np.sqrt(c.n_vocab), name="tokens")(tokens_BT)
         if c.pe == "fixed":
             x_BTD = x_BTD + PositionTable(c.seq, c.d_model, name="positions")(positions_BT)
-        bias = T5Bias(c.n_heads, c.seq, name="relative")(positions_BT, n_keys) if c.pe == "t5" else None
+        bias = T5Bias(c.n_heads, c.seq, name="relative")(positions_BT, keys_BS) if c.pe == "t5" else None
         return x_BTD, bias
 
     def block(
         x_BTD: jax.Array,
         positions_BT: jax.Array,
         bias_BHTS: jax.Array | None,
-        cache: CacheView | None,
+        cache: View | None,
         layer: jax.Array,
-    ) -> tuple[jax.Array, CacheView | None]:
+    ) -> tuple[jax.Array, View | None]:
         y_BTD = constrain(Norm(c.norm, name="norm")(x_BTD), "batch", "seq", "act_embed")
         rotary = (c.seq, c.pe_rotary_dims) if c.pe == "rotary" else None
         attention = Attention(c.n_heads, c.d_head, rotary, out_stddev, name="attention")

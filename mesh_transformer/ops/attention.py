@@ -78,6 +78,14 @@ class CacheView:
         )
         return (k, v) if self.slots_B is None else (k[self.slots_B], v[self.slots_B])
 
+    def key_positions(self, positions_BT: jax.Array) -> jax.Array:
+        """(1, S): the position of each key that `read` gives."""
+        return jnp.arange(self.length)[None]
+
+    def mask(self, positions_BT: jax.Array) -> jax.Array:
+        """(B, 1, T, S) booleans: the keys that each query sees."""
+        return causal_mask(positions_BT, self.length)
+
 
 def causal_mask(positions_BT: jax.Array, n_keys: int) -> jax.Array:
     """(B, 1, T, S) booleans: the query at `positions_BT` sees keys at its own position and before."""
