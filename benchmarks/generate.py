@@ -107,8 +107,8 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from mesh_transformer import platforms
     from mesh_transformer.config import load_config
-    from mesh_transformer.infer.requests import SamplingParams
-    from mesh_transformer.infer.slots import MAX_STEPS
+    from mesh_transformer.infer.programs import MAX_STEPS
+    from mesh_transformer.infer.requests import Piece, SamplingParams
     from mesh_transformer.runtime.serving_engine import open_engine
 
     platforms.CompileCache()
@@ -122,9 +122,10 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
         tokens: list[list[int]] = []
         for slot, prompt in enumerate(prompts(batch)):
             engine.insert(slot, prompt, params, source=None, reused=0)
-        for slot in range(batch):
-            first = engine.prefill(slot, 0, PROMPT).first
-            tokens.append([first.token.id] if first else [])
+        at_once = engine.chunk // PROMPT
+        for slot in range(0, batch, at_once):
+            pieces = [Piece(slot, 0, PROMPT) for slot in range(slot, min(batch, slot + at_once))]
+            tokens += [[found.first.token.id] if found.first else [] for found in engine.prefill(pieces)]
         middle = time.perf_counter()
         while emitted := engine.generate(MAX_STEPS):
             for one in emitted:

@@ -16,8 +16,8 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.ops.attention import attend, causal_attend, t5_buckets
+from mesh_transformer.ops.cache import Keys
 from mesh_transformer.ops.linear import add_bias, matmul
-from mesh_transformer.ops.packing import View
 from mesh_transformer.ops.rotary import angles, rotate
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
@@ -152,9 +152,9 @@ class Attention(hk.Module):
         x_BTD: jax.Array,
         positions_BT: jax.Array,
         bias_BHTS: jax.Array | None,
-        cache: View | None,
+        cache: Keys | None,
         layer: jax.Array,
-    ) -> tuple[jax.Array, View | None]:
+    ) -> tuple[jax.Array, Keys | None]:
         q, k, v = (constrain(self._heads(x_BTD, name), "batch", "seq", "heads", None) for name in "qkv")
         if self.angles is not None:
             sin, cos = (jnp.asarray(table)[positions_BT] for table in self.angles)
@@ -163,8 +163,7 @@ class Attention(hk.Module):
             mixed = causal_attend(q, k, v, bias_BHTS)
         else:
             cache = cache.write(layer, positions_BT, k, v)
-            k_BHSK, v_BHSK = cache.read(layer)
-            mixed = attend(q, k_BHSK, v_BHSK, cache.mask(positions_BT), bias_BHTS)
+            mixed = attend(q, cache.read(layer), cache.mask(positions_BT), bias_BHTS)
         mixed = constrain(mixed, "batch", "seq", "heads", None)
         mixed = checkpoint_name(mixed, "attn_out")
         d_model = x_BTD.shape[-1]

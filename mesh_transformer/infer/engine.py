@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from mesh_transformer.infer.requests import MAX_STOP_TOKENS, Emitted, Finish, Prefilled, SamplingParams, Token
+from mesh_transformer.infer.programs import MAX_STEPS, Pieces, SlotPrograms
+from mesh_transformer.infer.requests import (
+    MAX_STOP_TOKENS,
+    Emitted,
+    Finish,
+    Piece,
+    Prefilled,
+    SamplingParams,
+    Token,
+)
 from mesh_transformer.infer.sampling import SamplingOptions
-from mesh_transformer.infer.slots import MAX_STEPS, Drawn, Request, Scores, SlotPrograms
+from mesh_transformer.infer.slots import Drawn, Request, Scores
 from mesh_transformer.models.base import Model, Params
+from mesh_transformer.ops.cache import segment_ends
 from mesh_transformer.parallel.sharding import Partition
 
-SHORTEST_PIECE, SHORTEST_READ = 32, 256  # positions
+SHORTEST_PIECE = 64  # positions: fewer take as long, the weights are read all the same
 
 
 class SlotEngine:
-    """See `requests.Engine`. Its programs are few: pieces of prompts and what attention reads come in powers of two."""
+    """See `requests.Engine`. Its programs are few: pieces of prompts come in powers of two, what attention reads in the
+    segments of the cache, and pieces that begin their prompts are computed several at a time."""
 
     def __init__(self, model: Model, partition: Partition, params: Params, *, slots: int, chunk: int = 512):
         """Allocate the cache.
@@ -26,12 +37,14 @@ class SlotEngine:
         Args:
             params: in the compute dtype, on the mesh of `partition`; "blocks" may be a tuple, one tree a layer.
             slots: sequences at a time.
-            chunk: longest piece of a prompt that is computed at a time.
+            chunk: tokens of prompts that are computed at a time.
         """
         self.slots, self.context = slots, model.config.seq
-        self.chunk = min(chunk, self.context)
+        self.chunk, self._longest = chunk, min(chunk, self.context)
         self._params, self._n_vocab = params, model.config.padded_vocab
-        self._programs = SlotPrograms(model, partition, slots, self.context)
+        self._programs = SlotPrograms(
+            model, partition, slots, self.context, stacked=not isinstance(params["blocks"], tuple)
+        )
         self._slots = self._programs.empty()
         self._requests: dict[int, _Running] = {}
         self._whole = partition.sharding()
@@ -57,35 +70,65 @@ class SlotEngine:
         )
         self._slots = self._programs.insert(self._slots, np.int32(slot), request)
 
-    def prefill(self, slot: int, start: int, stop: int) -> Prefilled:
+    def prefill(self, pieces: Sequence[Piece]) -> list[Prefilled]:
         """See `requests.Engine`."""
-        running = self._requests[slot]
-        prompt, wanted = running.prompt, running.params
-        piece = min(_power_of_two(stop - start, SHORTEST_PIECE), self.chunk)
-        tokens, targets = np.zeros((2, piece), np.int32)
-        following = prompt[start + 1 : stop + 1]
-        tokens[: stop - start], targets[: len(following)] = prompt[start:stop], following
-        n_top = wanted.logprobs or 0
-        last = stop == len(prompt)
+        found: dict[Piece, Prefilled] = {}
+        for group in self._groups(pieces):
+            found.update(zip(group.pieces, self._prefill(group), strict=True))
+        return [found[piece] for piece in pieces]
+
+    def _groups(self, pieces: Sequence[Piece]) -> Iterator[_Group]:
+        """Pieces that one program computes: those that begin a prompt, of one size, if they fill half of its rows."""
+        alike: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            size = min(_power_of_two(piece.stop - piece.start, SHORTEST_PIECE), self._longest)
+            if piece.start or self._rows(size) == 1:
+                yield _Group([piece], 1, size, self.context if piece.start else size)
+            else:
+                alike.setdefault(size, []).append(piece)
+        for size, some in alike.items():
+            rows = self._rows(size)
+            for first in range(0, len(some), rows):
+                part = some[first : first + rows]
+                if 2 * len(part) > rows:
+                    yield _Group(part, rows, size, size)
+                else:
+                    yield from (_Group([piece], 1, size, size) for piece in part)
+
+    def _rows(self, size: int) -> int:
+        """Pieces of a size that one program computes."""
+        return max(1, min(self.slots, self.chunk // size))
+
+    def _prefill(self, group: _Group) -> Iterator[Prefilled]:
+        running = [self._requests[piece.slot] for piece in group.pieces]
+        arrays = _no_pieces(group.rows, group.size)
+        for row, (piece, request) in enumerate(zip(group.pieces, running, strict=True)):
+            count, following = piece.stop - piece.start, request.prompt[piece.start + 1 : piece.stop + 1]
+            arrays.slots_B[row], arrays.start_B[row], arrays.count_B[row] = piece.slot, piece.start, count
+            arrays.tokens_BP[row, :count] = request.prompt[piece.start : piece.stop]
+            arrays.targets_BP[row, : len(following)] = following
+            arrays.last_B[row] = piece.stop == len(request.prompt)
+        scored = any(request.params.prompt_logprobs for request in running)
+        n_top = max(request.params.logprobs or 0 for request in running)
         self._slots, drawn, scores = self._programs.prefill(
-            self._params,
-            self._slots,
-            np.int32(slot),
-            tokens,
-            targets,
-            np.int32(start),
-            np.int32(stop - start),
-            np.bool_(last),
-            np.int32(n_top),
-            np.bool_(wanted.prompt_logprobs),
-            length=piece if start == 0 else self.context,
+            self._params, self._slots, arrays, np.int32(n_top), np.bool_(scored), length=group.length
         )
-        scored = list(_scored(jax.device_get(scores), following, n_top)) if wanted.prompt_logprobs else []
-        if not last:
-            return Prefilled(None, scored)
-        running.length = len(prompt)
-        first = list(self._emitted([slot], jax.tree.map(lambda x: x[None], jax.device_get(drawn))))
-        return Prefilled(first[0] if first else None, scored)
+        if scored:
+            scores = jax.device_get(scores)
+        if arrays.last_B.any():
+            drawn = jax.device_get(drawn)
+        for row, (piece, request) in enumerate(zip(group.pieces, running, strict=True)):
+            tokens: list[Token] = []
+            if request.params.prompt_logprobs:
+                following = request.prompt[piece.start + 1 : piece.stop + 1]
+                row_scores = jax.tree.map(lambda x, row=row: x[row], scores)
+                tokens = list(_scored(row_scores, following, request.params.logprobs or 0))
+            first = None
+            if arrays.last_B[row]:
+                request.length = len(request.prompt)
+                of_row = jax.tree.map(lambda x, row=row: x[None, row : row + 1], drawn)
+                first = next(self._emitted([piece.slot], of_row), None)
+            yield Prefilled(first, tokens)
 
     def generate(self, steps: int) -> list[Emitted]:
         """See `requests.Engine`. At most MAX_STEPS."""
@@ -102,7 +145,7 @@ class SlotEngine:
             np.asarray(live, np.int32) if one and self.slots > 1 else None,
             np.int32(min(steps, MAX_STEPS)),
             np.int32(n_top),
-            length=min(_power_of_two(needed, SHORTEST_READ), self.context),
+            length=next(end for end in segment_ends(self.context) if end >= min(needed, self.context)),
         )
         return list(self._emitted(rows, jax.device_get(drawn)))
 
@@ -114,17 +157,15 @@ class SlotEngine:
 
     def warm_up(self, done: Callable[[str], None] = lambda _: None) -> None:
         """Compile every program, by running it; `done` is told what. No slot may be in use."""
-        params = SamplingParams(max_tokens=1, temperature=1.0)
-        for piece in _powers_of_two(SHORTEST_PIECE, self.chunk):
-            for start in (0, 1) if piece < self.context else (0,):
-                count = piece - start if piece == self.context else piece
-                prompt = [0] * (start + count)
-                self.insert(0, prompt, params, source=None, reused=start)
-                self.prefill(0, start, len(prompt))
-                self.release(0)
-                done(f"prefill of {piece} tokens{' after others' if start else ''}")
-        for length in _powers_of_two(SHORTEST_READ, self.context):
-            for rows in {1, self.slots}:
+        self.insert(0, [0], SamplingParams(max_tokens=1), source=None, reused=0)
+        for size in _powers_of_two(SHORTEST_PIECE, self._longest):
+            for rows in sorted({1, self._rows(size)}):
+                for length in (size, self.context) if rows == 1 and size < self.context else (size,):
+                    list(self._prefill(_Group([Piece(0, 0, 1)], rows, size, length)))
+                    done(f"prefill: {rows} x {size} tokens, {length} positions")
+        self.release(0)
+        for length in segment_ends(self.context):
+            for rows in sorted({1, self.slots}):
                 self._generate_nothing(rows, length)
                 done(f"generate: {rows} slots, {length} positions")
         self._slots = self._programs.copy_cache(self._slots, np.int32(0), np.int32(0))
@@ -161,6 +202,15 @@ class SlotEngine:
             yield Emitted(slot, Token(id, logprob, tuple(top)), finish)
 
 
+class _Group(NamedTuple):
+    """Pieces for one program of so many rows, tokens a row, and positions that attention reads."""
+
+    pieces: list[Piece]
+    rows: int
+    size: int
+    length: int
+
+
 class _Running:
     """What the host knows of a slot's request."""
 
@@ -174,6 +224,11 @@ class _Running:
         self.length += 1
         self.left = 0 if ended else self.left - 1
         return "stop" if ended else None if self.left else "length"
+
+
+def _no_pieces(rows: int, size: int) -> Pieces:
+    vector, matrix = (np.zeros(shape, np.int32) for shape in ((rows,), (rows, size)))
+    return Pieces(vector.copy(), matrix.copy(), matrix, vector.copy(), vector, np.zeros(rows, bool))
 
 
 def _scored(scores: Scores, following: Sequence[int], n_top: int) -> Iterator[Token]:

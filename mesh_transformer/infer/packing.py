@@ -253,7 +253,11 @@ class _Wanted:
     """The (token, next token) pairs of a batch, each once, ordered by token."""
 
     def __init__(self, grid: _Grid, queries: Sequence[Query]):
-        self.grid, self.queries, counts, at, targets = grid, [], [], [], []
+        self.grid = grid
+        self.queries: list[int] = []
+        counts: list[int] = []
+        at: list[int] = []
+        targets: list[int] = []
         for number, row in enumerate(grid.rows):
             start = number * grid.shape[1]
             for tree in row:
@@ -264,7 +268,8 @@ class _Wanted:
                     targets.extend(queries[query].continuation)
                 start += len(tree.tokens)
         self.firsts = np.cumsum([0, *counts[:-1]])
-        pairs, self.pair = np.unique(np.stack([at, targets], axis=1), axis=0, return_inverse=True)
+        wanted = np.asarray([at, targets], np.int64).T
+        pairs, self.pair = np.unique(wanted, axis=0, return_inverse=True)
         self.at_P, first, self.p = np.unique(pairs[:, 0], return_index=True, return_inverse=True)
         self.m, self.targets = np.arange(len(pairs)) - first[self.p], pairs[:, 1]
         self.most = int(self.m.max()) + 1

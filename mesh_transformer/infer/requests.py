@@ -87,6 +87,14 @@ class Emitted(NamedTuple):
     finish: Finish | None  # "stop": it is one of stop_token_ids; "length": max_tokens are reached
 
 
+class Piece(NamedTuple):
+    """Positions start .. stop - 1 of the prompt of a slot."""
+
+    slot: int
+    start: int
+    stop: int
+
+
 class Prefilled(NamedTuple):
     """What a piece of a prompt gave."""
 
@@ -104,7 +112,7 @@ class Engine(Protocol):
 
     slots: int
     context: int
-    chunk: int  # prompt tokens that one `prefill` takes at most
+    chunk: int  # prompt tokens, in all, that one `prefill` takes at most
 
     def insert(
         self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int
@@ -115,8 +123,8 @@ class Engine(Protocol):
         the slot itself, or be in use; `source` is None when `reused` is 0. The rest must be prefilled, in order.
         """
 
-    def prefill(self, slot: int, start: int, stop: int) -> Prefilled:
-        """Compute the prompt's positions start .. stop - 1; when `stop` is its length, the first token is drawn."""
+    def prefill(self, pieces: Sequence[Piece]) -> list[Prefilled]:
+        """Compute pieces of prompts, of each slot one; when `stop` is the prompt's length, the first token is drawn."""
 
     def generate(self, steps: int) -> list[Emitted]:
         """Up to `steps` tokens (1 or more) for every slot whose prompt is computed and that is not finished; there is

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mesh_transformer.infer.requests import Emitted, Engine, Finish, SamplingParams, Token
+from mesh_transformer.infer.requests import Emitted, Engine, Finish, Piece, SamplingParams, Token
 
 
 class QueueFull(Exception):
@@ -68,8 +68,9 @@ class _Progress:
 class Scheduler:
     """Requests through an engine: first come, first served, and no prefix computed twice that some slot still holds.
 
-    One prompt is prefilled at a time, and a request gets its slot when its prefill begins, not before. Nobody starts
-    later for it, and requests of one prompt find the prefix that the first of them computed.
+    A step computes at most `engine.chunk` tokens of prompts: a piece of one prompt, and after it whole prompts for which there is
+    room. A request gets its slot when its prefill begins, not before: nobody starts later for it, and requests of one
+    prompt find the prefix that the first of them computed.
 
     One thread uses it. What the engine raises passes through `step`; the scheduler is of no use afterwards.
 
@@ -85,7 +86,7 @@ class Scheduler:
         self._max_queue, self._max_steps, self._min_copy = max_queue, max_steps, min_copy
         self._waiting: dict[int, _Request] = {}  # in order of arrival
         self._slots = [_Slot(index) for index in range(engine.slots)]
-        self._prefilling: _Slot | None = None
+        self._prefilling: list[_Slot] = []
         self._clock = itertools.count(1)
         self._prompt_tokens = self._prefilled_tokens = self._reused_tokens = self._generated_tokens = 0
 
@@ -128,21 +129,21 @@ class Scheduler:
                 self._release(slot)
 
     def step(self) -> list[Output]:
-        """One unit of work: a piece of a prompt and a token of each running request, or several tokens of each.
+        """One unit of work: pieces of prompts and a token of each running request, or several tokens of each.
 
         Returns:
             one Output for each request that the step gave something, none when idle.
         """
         progress: dict[int, _Progress] = {}
-        if self._prefilling is None:
-            self._admit()
+        while self._admit():
+            pass
         steps = 1 if self._prefilling or self._waiting else self._max_steps
-        if self._prefilling is not None:
-            self._prefill(self._prefilling, progress)
+        if self._prefilling:
+            self._prefill(progress)
         left = [
             slot.request.params.max_tokens - (len(slot.tokens) - len(slot.request.prompt))
             for slot in self._slots
-            if slot.request is not None and slot is not self._prefilling
+            if slot.request is not None and slot not in self._prefilling
         ]
         if left:
             for emitted in self._engine.generate(min(steps, max(left))):
@@ -176,30 +177,43 @@ class Scheduler:
     def _free(self) -> list[_Slot]:
         return [slot for slot in self._slots if slot.request is None]
 
-    def _admit(self) -> None:
-        """Give the request that has waited longest a slot, if one is free."""
+    def _admit(self) -> bool:
+        """Give the request that has waited longest a slot, if one is free and this step has room for its prompt."""
         if not self._waiting or not self._free():
-            return
-        request = self._waiting.pop(next(iter(self._waiting)))
+            return False
+        request = next(iter(self._waiting.values()))
         slot, source, reused = self._place(request)
+        if self._prefilling and not self._fits(request, reused):
+            return False
+        del self._waiting[request.id]
         self._engine.insert(
             slot.index, request.prompt, request.params, source=source.index if source else None, reused=reused
         )
         slot.request, slot.tokens, slot.cached = request, list(request.prompt), reused
         if source is not None:
             source.used = next(self._clock)
-        self._prefilling = slot
+        self._prefilling.append(slot)
         self._prompt_tokens += len(request.prompt)
         self._reused_tokens += reused
         if request.on_admit is not None:
             request.on_admit()
+        return True
+
+    def _fits(self, request: _Request, reused: int) -> bool:
+        """Whether a prompt can be computed beside those that are: whole, and none of them holds more of its prefix."""
+        begun = [slot.request.prompt for slot in self._prefilling if slot.request is not None]
+        left = sum(len(slot.tokens) - slot.cached for slot in self._prefilling)
+        if left + len(request.prompt) - reused > self._engine.chunk:
+            return False
+        longest = max(min(_common(prompt, request.prompt), len(request.prompt) - 1) for prompt in begun)
+        return request.params.prompt_logprobs or longest < max(self._min_copy, reused + 1)
 
     def _place(self, request: _Request) -> tuple[_Slot, _Slot | None, int]:
         """A free slot for a request, the slot that holds a prefix of its prompt, and the prefix's length."""
         free = sorted(self._free(), key=lambda slot: slot.used)
         if request.params.prompt_logprobs:  # they come from computing the prompt
             return free[0], None, 0
-        common = [_common(slot, request.prompt) for slot in self._slots]
+        common = [min(_common(slot.tokens, request.prompt), slot.cached) for slot in self._slots]
         # the prompt's last token gives the first new one: it must be computed
         reusable = [min(length, len(request.prompt) - 1) for length in common]
         best = max(self._slots, key=lambda slot: reusable[slot.index])
@@ -211,24 +225,29 @@ class Scheduler:
         reused = reusable[source.index]
         return slot, source if reused else None, reused
 
-    def _prefill(self, slot: _Slot, progress: dict[int, _Progress]) -> None:
-        """Compute the next piece of a prompt."""
-        request = slot.request
-        assert request is not None
-        stop = min(slot.cached + self._engine.chunk, len(request.prompt))
-        piece = self._engine.prefill(slot.index, slot.cached, stop)
-        self._prefilled_tokens += stop - slot.cached
-        slot.cached = stop
-        if piece.prompt:
-            progress.setdefault(request.id, _Progress()).prompt.extend(piece.prompt)
-        if stop < len(request.prompt):
-            return
-        self._prefilling = None
-        if piece.first is not None:
-            self._take(slot, piece.first, progress)
-        else:  # max_tokens is 0
-            progress.setdefault(request.id, _Progress()).finish = "length"
-            self._release(slot)
+    def _prefill(self, progress: dict[int, _Progress]) -> None:
+        """Compute the next pieces of the prompts that are begun."""
+        slots, room = self._prefilling, self._engine.chunk
+        pieces = []
+        for slot in slots:
+            stop = min(slot.cached + room, len(slot.tokens))
+            pieces.append(Piece(slot.index, slot.cached, stop))
+            room -= stop - slot.cached
+        self._prefilling = []
+        for slot, piece, found in zip(slots, pieces, self._engine.prefill(pieces), strict=True):
+            request = slot.request
+            assert request is not None
+            self._prefilled_tokens += piece.stop - piece.start
+            slot.cached = piece.stop
+            if found.prompt:
+                progress.setdefault(request.id, _Progress()).prompt.extend(found.prompt)
+            if piece.stop < len(request.prompt):
+                self._prefilling.append(slot)
+            elif found.first is not None:
+                self._take(slot, found.first, progress)
+            else:  # max_tokens is 0
+                progress.setdefault(request.id, _Progress()).finish = "length"
+                self._release(slot)
 
     def _take(self, slot: _Slot, emitted: Emitted, progress: dict[int, _Progress]) -> None:
         """Note a new token, and that the request is over if it is the last."""
@@ -246,11 +265,11 @@ class Scheduler:
         """Make a slot free; what its cache holds may serve others."""
         self._engine.release(slot.index)
         slot.request, slot.used = None, next(self._clock)
-        if self._prefilling is slot:
-            self._prefilling = None
+        if slot in self._prefilling:
+            self._prefilling.remove(slot)
 
 
-def _common(slot: _Slot, prompt: Sequence[int]) -> int:
-    """How many tokens of a slot's cache the prompt begins with."""
-    differs = itertools.compress(itertools.count(), map(operator.ne, slot.tokens, prompt))
-    return min(next(differs, len(prompt)), slot.cached)
+def _common(tokens: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many tokens a prompt has in common with others, from the first on."""
+    differs = itertools.compress(itertools.count(), map(operator.ne, tokens, prompt))
+    return next(differs, min(len(tokens), len(prompt)))

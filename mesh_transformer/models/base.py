@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import ModelConfig
-from mesh_transformer.ops.attention import KVCache
-from mesh_transformer.ops.packing import View
+from mesh_transformer.ops.cache import Keys, KVCache
 from mesh_transformer.parallel.sharding import active, collect_axes, constrain, gather_weights, map_axes
 
 Params = dict[str, Any]
@@ -104,19 +103,19 @@ class Model:
         """Parameters in the compute dtype: done once a step, while they are still sharded."""
         return jax.tree.map(lambda p: p.astype(self.dtype), params)
 
-    def new_cache(self, slots: int, length: int) -> KVCache:
-        """An empty cache for `slots` sequences of up to `length` positions."""
+    def new_cache(self, slots: int, length: int, *, stacked: bool = True) -> KVCache:
+        """An empty cache for `slots` sequences of up to `length` positions; `stacked` as the parameters' layers are."""
         c = self.config
-        return KVCache.zeros(c.layers, slots, c.n_heads, length, c.d_head, self.dtype)
+        return KVCache.zeros(c.layers, slots, c.n_heads, length, c.d_head, self.dtype, stacked=stacked)
 
     def apply(
         self,
         params: Params,
         tokens_BT: jax.Array,
-        cache: View | None = None,
+        cache: Keys | None = None,
         start_B: jax.Array | None = None,
         select_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, View | None]:
+    ) -> tuple[jax.Array, Keys | None]:
         """Logits of the next token, for training, prefill and decode alike.
 
         Args:
@@ -138,10 +137,10 @@ class Model:
         self,
         params: Params,
         tokens_BT: jax.Array,
-        cache: View | None = None,
+        cache: Keys | None = None,
         start_B: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
-    ) -> tuple[jax.Array, View | None]:
+    ) -> tuple[jax.Array, Keys | None]:
         """The residual stream (B, T, D) after the last block, and the cache: `apply` without its head.
 
         `positions_BT` takes the place of `start_B` where positions do not count up from it; it needs a cache.
@@ -172,8 +171,8 @@ class Model:
         x_BTD: jax.Array,
         positions: jax.Array,
         bias: jax.Array | None,
-        cache: View | None,
-    ) -> tuple[jax.Array, View | None]:
+        cache: Keys | None,
+    ) -> tuple[jax.Array, Keys | None]:
         def body(carry: Any, layer: Any) -> tuple[Any, None]:
             x_BTD, cache = carry
             block_params, index = layer

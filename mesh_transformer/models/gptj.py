@@ -22,7 +22,7 @@ from mesh_transformer.layers import (
     T5Bias,
 )
 from mesh_transformer.models.base import Stages
-from mesh_transformer.ops.packing import View
+from mesh_transformer.ops.cache import Keys
 from mesh_transformer.parallel.sharding import constrain
 
 
@@ -44,9 +44,9 @@ def stages(config: ModelConfig) -> Stages:
         x_BTD: jax.Array,
         positions_BT: jax.Array,
         bias_BHTS: jax.Array | None,
-        cache: View | None,
+        cache: Keys | None,
         layer: jax.Array,
-    ) -> tuple[jax.Array, View | None]:
+    ) -> tuple[jax.Array, Keys | None]:
         y_BTD = constrain(Norm(c.norm, name="norm")(x_BTD), "batch", "seq", "act_embed")
         rotary = (c.seq, c.pe_rotary_dims) if c.pe == "rotary" else None
         attention = Attention(c.n_heads, c.d_head, rotary, out_stddev, name="attention")

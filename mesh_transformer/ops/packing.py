@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from mesh_transformer.ops.attention import CacheView
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedView:
-    """What a model sees in place of a cache: nothing from before, and which of the row's own tokens see which."""
+    """What a model sees in place of a cache: nothing from before, and which of the row's own tokens see which.
+
+    See `ops.cache.Keys`.
+    """
 
     ends_BT: jax.Array  # int32: the row's index after the last token that sees this one; more than its own
     k_BTHK: jax.Array  # of the layer that was written last
@@ -39,20 +40,16 @@ class PackedView:
         """Hold the keys and values of one layer, until those of the next."""
         return dataclasses.replace(self, k_BTHK=k_BTHK, v_BTHK=v_BTHK)
 
-    def read(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """The keys and values of the layer, each (B, H, T, K)."""
+    def read(self, layer: jax.Array | int) -> list[tuple[jax.Array, jax.Array]]:
+        """The row's own keys and values, in one part."""
         k, v = (rearrange(x, "b t h k -> b h t k") for x in (self.k_BTHK, self.v_BTHK))
-        return k, v
-
-    def key_positions(self, positions_BT: jax.Array) -> jax.Array:
-        """(B, T): the position of each key, that of its token."""
-        return positions_BT
+        return [(k, v)]
 
     def mask(self, positions_BT: jax.Array) -> jax.Array:
         """(B, 1, T, T) booleans: the tokens of the row that each token sees."""
         index = jnp.arange(self.ends_BT.shape[1])
         return ((index <= index[:, None]) & (index[:, None] < self.ends_BT[:, None]))[:, None]
 
-
-View = CacheView | PackedView
-"""What attention reads its keys and values from."""
+    def key_positions(self, positions_BT: jax.Array) -> jax.Array:
+        """(B, T): the tokens' own."""
+        return positions_BT

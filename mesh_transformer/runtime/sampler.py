@@ -15,9 +15,9 @@ from mesh_transformer import logs, platforms
 from mesh_transformer.config import Config, ModelConfig, load_config
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
+from mesh_transformer.infer.programs import MAX_STEPS
 from mesh_transformer.infer.requests import SamplingParams, Token
 from mesh_transformer.infer.scheduler import Scheduler
-from mesh_transformer.infer.slots import MAX_STEPS
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serving_engine import open_engine
 from mesh_transformer.runtime.weights import split_step

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from mesh_transformer.infer.requests import Emitted, Finish, Prefilled, SamplingParams, Token
+from mesh_transformer.infer.requests import Emitted, Finish, Piece, Prefilled, SamplingParams, Token
 
 
 def logprobs_after(tokens: Sequence[int], vocab: int) -> list[float]:
@@ -110,15 +110,20 @@ class FakeEngine:
         self.caches[slot] = taken
         self.in_use[slot] = _Sequence(list(prompt), params)
 
-    def prefill(self, slot: int, start: int, stop: int) -> Prefilled:
+    def prefill(self, pieces: Sequence[Piece]) -> list[Prefilled]:
+        assert pieces
+        assert len({piece.slot for piece in pieces}) == len(pieces)
+        assert sum(piece.stop - piece.start for piece in pieces) <= self.chunk
+        time.sleep(self.delay)
+        return [self._prefill(*piece) for piece in pieces]
+
+    def _prefill(self, slot: int, start: int, stop: int) -> Prefilled:
         self.calls.append(("prefill", slot, start, stop))
         sequence, cache = self.in_use[slot], self.caches[slot]
         prompt, params = sequence.prompt, sequence.params
         assert start == len(cache), "positions are computed in order, each once"
         assert start < stop <= len(prompt)
-        assert stop - start <= self.chunk
         assert not sequence.tokens
-        time.sleep(self.delay)
         known = []
         for i in range(start, stop):
             cache.append(prompt[i])

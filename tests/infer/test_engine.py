@@ -15,7 +15,7 @@ import sampling_reference as reference
 from builders import TINY, program
 
 from mesh_transformer.infer.engine import SlotEngine
-from mesh_transformer.infer.requests import Emitted, Prefilled, SamplingParams, Token
+from mesh_transformer.infer.requests import Emitted, Piece, Prefilled, SamplingParams, Token
 from mesh_transformer.parallel.sharding import Partition, inference_rules
 
 SLOTS = 4
@@ -56,14 +56,20 @@ class Completion:
 def complete(
     engine: SlotEngine, requests: Sequence[tuple[list[int], SamplingParams]], steps: int = 3
 ) -> list[Completion]:
-    """All requests at once, each in a slot of its own; prompts in pieces of the engine's chunk."""
+    """All requests at once, each in a slot of its own; as many pieces of prompts at a time as the engine's chunk allows."""
     made = [Completion() for _ in requests]
+    left: list[Piece] = []
     for slot, (prompt, params) in enumerate(requests):
         engine.insert(slot, prompt, params, source=None, reused=0)
-        for start in range(0, len(prompt), engine.chunk):
-            piece = engine.prefill(slot, start, min(start + engine.chunk, len(prompt)))
-            made[slot].prompt += piece.prompt
-            made[slot].add(piece.first)
+        starts = range(0, len(prompt), engine.chunk)
+        left += [Piece(slot, start, min(start + engine.chunk, len(prompt))) for start in starts]
+    while left:
+        pieces: list[Piece] = []
+        while left and sum(p.stop - p.start for p in [*pieces, left[0]]) <= engine.chunk:
+            pieces.append(left.pop(0))
+        for piece, found in zip(pieces, engine.prefill(pieces), strict=True):
+            made[piece.slot].prompt += found.prompt
+            made[piece.slot].add(found.first)
     while emitted := engine.generate(steps):
         for one in emitted:
             made[one.slot].add(one)
@@ -199,7 +205,7 @@ def test_a_reused_prefix_gives_the_same_tokens() -> None:
         complete(engine, [(first, GREEDY)])  # slot 0 holds it again
         engine.insert(slot, prompt, SAMPLED, source=source, reused=25)
         made = Completion()
-        made.add(engine.prefill(slot, 25, len(prompt)).first)
+        made.add(engine.prefill([Piece(slot, 25, len(prompt))])[0].first)
         for one in engine.generate(16):
             made.add(one)
         engine.release(slot)
@@ -211,12 +217,12 @@ def test_a_released_slot_keeps_its_cache_while_others_run() -> None:
     first = prompt_of(3, 20)
     (expected,) = complete(engine, [(first + [9], GREEDY)])
     engine.insert(1, first, GREEDY, source=None, reused=0)
-    engine.prefill(1, 0, 20)
+    engine.prefill([Piece(1, 0, 20)])
     engine.release(1)  # in the middle of its completion
     complete(engine, [(prompt_of(5, 40), SAMPLED)])
     engine.insert(1, first + [9], GREEDY, source=1, reused=20)
     made = Completion()
-    made.add(engine.prefill(1, 20, 21).first)
+    made.add(engine.prefill([Piece(1, 20, 21)])[0].first)
     for one in engine.generate(16):
         made.add(one)
     engine.release(1)
@@ -245,7 +251,7 @@ def test_a_prompt_alone() -> None:
     _, _, engine = tiny()
     wanted = SamplingParams(max_tokens=0, prompt_logprobs=True)
     engine.insert(0, [1, 2, 3], wanted, source=None, reused=0)
-    found = engine.prefill(0, 0, 3)
+    (found,) = engine.prefill([Piece(0, 0, 3)])
     assert found == Prefilled(None, found.prompt)
     assert [token.id for token in found.prompt] == [2, 3]
     assert engine.generate(4) == []
@@ -267,20 +273,23 @@ def test_other_models_equal_their_definition(overrides: tuple[str, ...]) -> None
     assert made.ids == reference.complete(run, params, prompt_of(2, 11), GREEDY)[0]
 
 
-def test_layers_one_by_one_give_the_same_tokens() -> None:
-    from mesh_transformer.runtime.serving_engine import layer_by_layer
+def test_parameters_as_cpus_like_them_give_the_same_tokens() -> None:
+    from mesh_transformer.runtime.serving_engine import as_cpus_like_it
 
     run, _, engine = tiny()
-    params = layer_by_layer(run.init(jax.random.key(3)).params)
+    params = as_cpus_like_it(run.init(jax.random.key(3)).params)
     (expected,), (found,) = (
         complete(e, [(prompt_of(1, 21), SAMPLED)]) for e in (engine, engine_of(run, params, slots=1))
     )
     assert found.ids == expected.ids
 
 
-def test_warming_up_leaves_nothing_to_compile(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("chunk", "prefills"), [(32, 2), (128, 2)], ids=["pieces", "several prompts"])
+def test_warming_up_leaves_nothing_to_compile(
+    caplog: pytest.LogCaptureFixture, chunk: int, prefills: int
+) -> None:
     run, params, _ = tiny()
-    engine = engine_of(run, params, slots=2, chunk=32)
+    engine = engine_of(run, params, slots=2, chunk=chunk)
     said: list[str] = []
 
     def compiled() -> list[str]:
@@ -294,6 +303,26 @@ def test_warming_up_leaves_nothing_to_compile(caplog: pytest.LogCaptureFixture) 
         complete(engine, [(prompt_of(1, 21), CASES["bias"])])
         after = compiled()
     caplog.clear()
-    assert len(said) == 4
-    assert before.count("_prefill") == before.count("_generate") == 2
+    assert len(said) == prefills + 2
+    assert (before.count("_prefill"), before.count("_generate")) == (prefills, 2)
     assert after == before
+
+
+def test_prompts_of_one_size_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of four rows are; two of them begin in the middle or are too few, so that each is alone."""
+    _, _, engine = tiny()
+    calls = []
+    prefill = engine._programs.prefill
+
+    def noted(params: Any, slots: Any, pieces: Any, *rest: Any, length: int) -> Any:
+        calls.append((pieces.count_B.tolist(), length))
+        return prefill(params, slots, pieces, *rest, length=length)
+
+    monkeypatch.setattr(engine._programs, "prefill", noted)
+    prompts = [prompt_of(seed, 20 + seed) for seed in range(3)]
+    together = complete(engine, [(prompt, GREEDY) for prompt in prompts])
+    assert calls == [([20, 21, 22, 0], 64)]
+    calls.clear()
+    alone = [complete(engine, [(prompt, GREEDY)])[0] for prompt in prompts]
+    assert calls == [([20], 64), ([21], 64), ([22], 64)]
+    assert [made.ids for made in together] == [made.ids for made in alone]

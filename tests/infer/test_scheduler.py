@@ -99,9 +99,33 @@ def test_the_last_token_of_a_prompt_is_computed():
     ]
 
 
-def test_samples_of_one_prompt_compute_it_once():
+def test_prompts_share_a_step():
+    """In order of arrival, as many as the chunk has room for; a long one's last piece leaves room too."""
+    c = Collector(slots=4, chunk=20)
+    for id, prompt in enumerate([PROMPT[:8], OTHER[:8], PROMPT[10:22], OTHER[10:15]]):
+        c.submit(id, prompt, params(9))
+    assert c.step() == [0, 1]
+    assert c.step() == [2, 3, 0, 1]
+    assert c.calls("prefill", "generate") == [
+        ("prefill", 0, 0, 8),
+        ("prefill", 1, 0, 8),
+        ("generate", 1),
+        ("prefill", 2, 0, 12),
+        ("prefill", 3, 0, 5),
+        ("generate", 1),
+    ]
+    c = Collector(slots=4, chunk=20)
+    c.submit(0, PROMPT, params(2))
+    c.submit(1, OTHER[:8], params(2))
+    c.submit(2, OTHER[20:], params(2))
+    assert [c.step() for _ in range(2)] == [[], [0, 1]]
+    assert c.calls("prefill") == [("prefill", 0, 0, 20), ("prefill", 0, 20, 30), ("prefill", 1, 0, 8)]
+
+
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_samples_of_one_prompt_compute_it_once(chunk):
     """Those behind the first start when its prompt is done, and copy it while it runs."""
-    c = Collector(slots=4, chunk=4)
+    c = Collector(slots=4, chunk=chunk)
     c.run(*[(PROMPT[:20], params(3, seed=seed)) for seed in range(3)])
     assert c.calls("insert") == [("insert", 0, None, 0), ("insert", 1, 0, 19), ("insert", 2, 0, 19)]
     assert c.scheduler.stats.prefilled_tokens == 20 + 1 + 1

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer.ops.attention import attend, causal_attend, causal_mask
+from mesh_transformer.ops.attention import attend, causal_attend
+from mesh_transformer.ops.cache import causal_mask
 from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.ops.loss import TokenLoss, mean_loss, token_loss
 
@@ -67,7 +68,7 @@ def test_attention_in_parts_is_attention(length, with_bias):
 
     def plain(q, k, v, bias):
         k_BHSK, v_BHSK = (x.transpose(0, 2, 1, 3) for x in (k, v))
-        return attend(q, k_BHSK, v_BHSK, mask, bias)
+        return attend(q, [(k_BHSK, v_BHSK)], mask, bias)
 
     y, ours = jax.vjp(causal_attend, q, k, v, bias)
     expected, theirs = jax.vjp(plain, q, k, v, bias)
@@ -86,7 +87,7 @@ def test_attention_in_parts_leaves_out_what_is_masked_anyway():
 
 def _whole(q, k, v):
     k_BHSK, v_BHSK = (x.transpose(0, 2, 1, 3) for x in (k, v))
-    return attend(q, k_BHSK, v_BHSK, causal_mask(jnp.arange(256)[None], 256), None)
+    return attend(q, [(k_BHSK, v_BHSK)], causal_mask(jnp.arange(256)[None], 256), None)
 
 
 PARAMS = {"w": normal(5, 16, 40) / 4, "b": normal(6, 40)}

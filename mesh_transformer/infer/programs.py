@@ -1,0 +1,174 @@
+"""The programs of the engine: what a device does with the slots of a cache.
+
+Shapes: N slots, B of them that a call works on, P positions of a piece of a prompt, I steps of a call, V vocabulary rows,
+D residual width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from mesh_transformer.infer.requests import MAX_TOP_LOGPROBS
+from mesh_transformer.infer.sampling import likeliest
+from mesh_transformer.infer.slots import (
+    Drawn,
+    Scores,
+    Slots,
+    copy_cache,
+    draw,
+    empty,
+    insert,
+    nothing_drawn,
+    release,
+)
+from mesh_transformer.models.base import Model, Params
+from mesh_transformer.ops.cache import KVCache
+from mesh_transformer.parallel.sharding import Partition, constrain, use
+
+MAX_STEPS = 16  # of a call of `generate`
+_SCORED = 64  # positions of prompts whose logits exist at a time
+
+
+class Pieces(NamedTuple):
+    """Pieces of the prompts of B slots, as `prefill` takes them: host arrays."""
+
+    slots_B: Any  # int32, each once; what stands where there is no piece is any slot
+    tokens_BP: Any  # int32, padded on the right
+    targets_BP: Any  # int32: the token after each, whose log-probability is wanted
+    start_B: Any  # int32: position of the first
+    count_B: Any  # int32: of them that are not padding; 0: no piece
+    last_B: Any  # bool: the piece is its prompt's last, so that a token is drawn
+
+
+class SlotPrograms:
+    """The jitted functions of one model on one mesh. `slots` is donated everywhere.
+
+    Args:
+        stacked: the layers of the parameters are, not a tuple of layers.
+    """
+
+    def __init__(self, model: Model, partition: Partition, n_slots: int, context: int, *, stacked: bool):
+        self.model, self.partition, self.n_slots = model, partition, n_slots
+        heads = self.partition.sharding(None, None, "heads", None, None)
+        whole: Any = self.partition.sharding()
+
+        def none() -> Slots:
+            cache = model.new_cache(n_slots, context, stacked=stacked)
+            return empty(cache, n_slots, context, model.config.padded_vocab)
+
+        abstract = jax.eval_shape(none)
+        shardings = jax.tree.map(lambda _: whole, abstract)._replace(
+            cache=jax.tree.map(lambda _: heads, abstract.cache)
+        )
+        self.empty = jax.jit(none, out_shardings=shardings)
+        self.insert = jax.jit(insert, donate_argnums=0, out_shardings=shardings)
+        self.copy_cache = jax.jit(copy_cache, donate_argnums=0, out_shardings=shardings)
+        self.release = jax.jit(release, donate_argnums=0, out_shardings=shardings)
+        self.prefill = jax.jit(
+            self._prefill,
+            donate_argnums=1,
+            static_argnames="length",
+            out_shardings=(shardings, whole, whole),
+        )
+        self.generate = jax.jit(
+            self._generate, donate_argnums=1, static_argnames="length", out_shardings=(shardings, whole)
+        )
+
+    def _prefill(
+        self,
+        params: Params,
+        slots: Slots,
+        pieces: Pieces,
+        n_top: jax.Array,
+        scored: jax.Array,
+        *,
+        length: int,
+    ) -> tuple[Slots, Drawn, Scores]:
+        """Compute pieces of prompts, and draw the first token of each slot whose prompt ends there.
+
+        Args:
+            n_top: int32 scalar: alternatives that are wanted with each token.
+            scored: bool: whether the Scores, (B, P) each, mean anything.
+            length: positions of the cache that attention reads; at least start + P, or P where every `start` is 0.
+        """
+        rows_B, count_B = pieces.slots_B, pieces.count_B
+        with use(self.partition):
+            view = slots.cache.view(rows_B, length, write=count_B > 0)
+            x_BPD, written = self.model.hidden(params, pieces.tokens_BP, view, pieces.start_B)
+            to = jnp.where(count_B > 0, rows_B, self.n_slots)  # one beyond the last slot is dropped
+            slots = slots._replace(
+                cache=_written(written),
+                length_N=slots.length_N.at[to].set(pieces.start_B + count_B, mode="drop"),
+            )
+            head = self.model.gathered_head(params)
+            scores = self._scores(head, x_BPD, pieces.targets_BP, n_top, scored)
+            x_B1D = jnp.take_along_axis(x_BPD, jnp.maximum(count_B - 1, 0)[:, None, None], axis=1)
+            live_B = pieces.last_B & (count_B > 0) & (slots.left_N[rows_B] > 0)
+            return *draw(slots, rows_B, self._logits(head, x_B1D)[:, 0], live_B, n_top), scores
+
+    def _generate(
+        self,
+        params: Params,
+        slots: Slots,
+        slots_B: jax.Array | None,
+        steps: jax.Array,
+        n_top: jax.Array,
+        *,
+        length: int,
+    ) -> tuple[Slots, Drawn]:
+        """Up to `steps` (at most MAX_STEPS) tokens for some slots (None: all); (I, B) each.
+
+        Args:
+            length: positions of the cache that attention reads: at least those that the last step needs.
+        """
+        rows_B = jnp.arange(self.n_slots) if slots_B is None else slots_B
+
+        def step(carry: tuple[jax.Array, Slots, Drawn]) -> tuple[jax.Array, Slots, Drawn]:
+            i, slots, drawn = carry
+            live_B, start_B = slots.live_N[rows_B], slots.length_N[rows_B]
+            view = slots.cache.view(slots_B, length, write=live_B)
+            tokens_BT = slots.token_N[rows_B][:, None]
+            x_BTD, written = self.model.hidden(params, tokens_BT, view, start_B)
+            logits_BV = self._logits(self.model.gathered_head(params), x_BTD)[:, 0]
+            slots = slots._replace(cache=_written(written), length_N=slots.length_N.at[rows_B].add(live_B))
+            slots, new = draw(slots, rows_B, logits_BV, live_B, n_top)
+            return i + 1, slots, jax.tree.map(lambda all, one: all.at[i].set(one), drawn, new)
+
+        with use(self.partition):
+            nothing = nothing_drawn(len(rows_B))
+            drawn = jax.tree.map(lambda x: jnp.zeros((MAX_STEPS, *x.shape), x.dtype), nothing)
+            carry = jnp.int32(0), slots, drawn
+            return jax.lax.while_loop(lambda c: (c[0] < steps) & c[1].live_N[rows_B].any(), step, carry)[1:]
+
+    def _logits(self, head: Params, x_BTD: jax.Array) -> jax.Array:
+        return constrain(self.model.logits(head, x_BTD), None, None, None)
+
+    def _scores(
+        self, head: Params, x_BPD: jax.Array, targets_BP: jax.Array, n_top: jax.Array, scored: jax.Array
+    ) -> Scores:
+        n_rows = targets_BP.shape[0]
+        n = next(n for n in (_SCORED, 32, 16, 8, 4, 2, 1) if targets_BP.size % n == 0)
+
+        def some(part: tuple[jax.Array, jax.Array]) -> Scores:
+            x_pD, targets_p = part
+            logprobs_pV = jax.nn.log_softmax(self._logits(head, x_pD[None])[0])
+            logprob_p = jnp.take_along_axis(logprobs_pV, targets_p[:, None], axis=-1)[:, 0]
+            return Scores(logprob_p, *likeliest(logprobs_pV, n_top, MAX_TOP_LOGPROBS))
+
+        def all_of_them() -> Scores:
+            x_NpD = rearrange(x_BPD, "b p d -> (b p) d").reshape(-1, n, x_BPD.shape[-1])
+            parts = jax.lax.map(some, (x_NpD, targets_BP.reshape(-1, n)))
+            return jax.tree.map(lambda x: x.reshape(n_rows, -1, *x.shape[2:]), parts)
+
+        abstract = jax.eval_shape(all_of_them)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+        return jax.lax.cond(scored, all_of_them, lambda: nothing)
+
+
+def _written(view: Any) -> KVCache:
+    """The cache with what a call wrote, sharded as it was."""
+    return jax.tree.map(lambda x: constrain(x, None, None, "heads", None, None), view.cache)
