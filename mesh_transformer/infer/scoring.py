@@ -29,6 +29,7 @@ class Scorer:
     def __init__(self, model: Model, partition: Partition):
         self.model, self.partition = model, partition.with_rules(block_seq=None)
         self.multiple = partition.mesh.shape["dp"] * partition.mesh.shape["fsdp"]
+        self._head = jax.jit(self._gathered_head)
         self._hidden = jax.jit(self._hidden_ND)
         self._score = jax.jit(self._scores, out_shardings=partition.sharding())
 
@@ -38,19 +39,24 @@ class Scorer:
         Args:
             params: in the compute dtype, on the mesh; "blocks" may be a tuple, one tree a layer.
         """
+        head = self._head(params)  # once: a batch has many chunks
         waiting: tuple[Batch, list[Any]] | None = None
         for batch in plan.batches:
-            dispatched = batch, self._dispatch(params, batch, plan.chunk)
+            dispatched = batch, self._dispatch(params, head, batch, plan.chunk)
             if waiting is not None:
                 yield _results(*waiting)
             waiting = dispatched
         if waiting is not None:
             yield _results(*waiting)
 
-    def _dispatch(self, params: Params, batch: Batch, chunk: int) -> list[Any]:
+    def _dispatch(self, params: Params, head: Params, batch: Batch, chunk: int) -> list[Any]:
         x_ND = self._hidden(params, batch.tokens_BT, batch.positions_BT, batch.ends_BT)
         parts = [slice(start, start + chunk) for start in range(0, len(batch.at_P), chunk)]
-        return [self._score(params, x_ND, batch.at_P[part], batch.targets_PM[part]) for part in parts]
+        return [self._score(head, x_ND, batch.at_P[part], batch.targets_PM[part]) for part in parts]
+
+    def _gathered_head(self, params: Params) -> Params:
+        with use(self.partition):
+            return self.model.gathered_head(params)
 
     def _hidden_ND(
         self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, ends_BT: jax.Array
@@ -63,12 +69,12 @@ class Scorer:
         return rearrange(x_BTD, "b t d -> (b t) d")
 
     def _scores(
-        self, params: Params, x_ND: jax.Array, at_P: jax.Array, targets_PM: jax.Array
+        self, head: Params, x_ND: jax.Array, at_P: jax.Array, targets_PM: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities (P, M) of next tokens, float32, and the likeliest next token (P,)."""
         with use(self.partition):
             x_P1D = x_ND[at_P][:, None]  # the positions are the batch: each data-parallel replica has some
-            logits_PV = self.model.logits(self.model.gathered_head(params), x_P1D)[:, 0]
+            logits_PV = self.model.logits(head, x_P1D)[:, 0]
             log_z_P1 = jax.nn.logsumexp(logits_PV, axis=-1, keepdims=True)
             logit_PM = jnp.take_along_axis(logits_PV, targets_PM, axis=-1)
             return logit_PM - log_z_P1, jnp.argmax(logits_PV, axis=-1)
