@@ -84,11 +84,11 @@ class Batch:
     firsts: np.ndarray  # where each query's pairs begin
     pairs: np.ndarray  # (pairs, 2): P and M of each scored token, query by query
 
-    def results(self, logprob_PM: np.ndarray, likeliest_P: np.ndarray) -> Iterator[tuple[int, float, bool]]:
+    def results(self, logprob_PM: np.ndarray, likeliest_PM: np.ndarray) -> Iterator[tuple[int, float, bool]]:
         """Each query, its log-likelihood, and whether every token of its continuation was the likeliest."""
         p, m = self.pairs.T
         sums = np.add.reduceat(logprob_PM[p, m].astype(np.float64), self.firsts)
-        greedy = np.logical_and.reduceat(likeliest_P[p] == self.targets_PM[p, m], self.firsts)
+        greedy = np.logical_and.reduceat(likeliest_PM[p, m], self.firsts)
         yield from zip(self.queries, sums.tolist(), greedy.tolist(), strict=True)
 
 

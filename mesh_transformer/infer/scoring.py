@@ -20,7 +20,8 @@ from mesh_transformer.ops.packing import PackedView
 from mesh_transformer.parallel.sharding import Partition, use
 
 Result = tuple[int, float, bool]
-"""A query's number, its log-likelihood in nats, whether its continuation is what greedy sampling would give."""
+"""A query's number, its log-likelihood in nats, whether no token is likelier than the next one anywhere in its
+continuation: greedy sampling would give it."""
 
 
 class Scorer:
@@ -31,7 +32,9 @@ class Scorer:
         self.multiple = partition.mesh.shape["dp"] * partition.mesh.shape["fsdp"]
         self._head = jax.jit(self._gathered_head)
         self._hidden = jax.jit(self._hidden_ND)
-        self._score = jax.jit(self._scores, out_shardings=partition.sharding())
+        # A program of its own: XLA for CPU would compute the bias again for each of the passes below, a third slower.
+        self._logits = jax.jit(self._logits_PV)
+        self._score = jax.jit(_scores, out_shardings=partition.sharding())
 
     def run(self, params: Params, plan: Plan) -> Iterator[list[Result]]:
         """The results of each batch in turn, while the device computes the next one.
@@ -52,7 +55,9 @@ class Scorer:
     def _dispatch(self, params: Params, head: Params, batch: Batch, chunk: int) -> list[Any]:
         x_ND = self._hidden(params, batch.tokens_BT, batch.positions_BT, batch.ends_BT)
         parts = [slice(start, start + chunk) for start in range(0, len(batch.at_P), chunk)]
-        return [self._score(head, x_ND, batch.at_P[part], batch.targets_PM[part]) for part in parts]
+        return [
+            self._score(self._logits(head, x_ND, batch.at_P[part]), batch.targets_PM[part]) for part in parts
+        ]
 
     def _gathered_head(self, params: Params) -> Params:
         with use(self.partition):
@@ -68,18 +73,19 @@ class Scorer:
             x_BTD, _ = model.hidden(params, tokens_BT, view, positions_BT=positions_BT)
         return rearrange(x_BTD, "b t d -> (b t) d")
 
-    def _scores(
-        self, head: Params, x_ND: jax.Array, at_P: jax.Array, targets_PM: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities (P, M) of next tokens, float32, and the likeliest next token (P,)."""
+    def _logits_PV(self, head: Params, x_ND: jax.Array, at_P: jax.Array) -> jax.Array:
         with use(self.partition):
             x_P1D = x_ND[at_P][:, None]  # the positions are the batch: each data-parallel replica has some
-            logits_PV = self.model.logits(head, x_P1D)[:, 0]
-            log_z_P1 = jax.nn.logsumexp(logits_PV, axis=-1, keepdims=True)
-            logit_PM = jnp.take_along_axis(logits_PV, targets_PM, axis=-1)
-            return logit_PM - log_z_P1, jnp.argmax(logits_PV, axis=-1)
+            return self.model.logits(head, x_P1D)[:, 0]
+
+
+def _scores(logits_PV: jax.Array, targets_PM: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities (P, M) of next tokens, float32, and whether no token is likelier."""
+    largest_P1 = logits_PV.max(-1, keepdims=True)
+    log_z_P1 = jnp.log(jnp.exp(logits_PV - largest_P1).sum(-1, keepdims=True))
+    logit_PM = jnp.take_along_axis(logits_PV, targets_PM, axis=-1)
+    return logit_PM - largest_P1 - log_z_P1, logit_PM == largest_P1
 
 
 def _results(batch: Batch, dispatched: list[Any]) -> list[Result]:
-    logprobs, likeliest = zip(*jax.device_get(dispatched), strict=True)
-    return list(batch.results(np.concatenate(logprobs), np.concatenate(likeliest)))
+    return list(batch.results(*map(np.concatenate, zip(*jax.device_get(dispatched), strict=True))))
