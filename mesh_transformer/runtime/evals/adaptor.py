@@ -15,7 +15,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.infer.packing import Query
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.logs import log
-from mesh_transformer.runtime.evals.model import EvalModel, Prompt
+from mesh_transformer.runtime.evals.model import EvalModel, Prompt, Rehearsal
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _KNOWN = {*_SAMPLING, "do_sample", "until", "max_gen_toks"}
@@ -36,7 +36,7 @@ class HarnessLM(TemplateLM):
 
     max_gen_toks = 256  # where a task does not say
 
-    def __init__(self, model: EvalModel, clean: Callable[[str], str] | None = None):
+    def __init__(self, model: EvalModel | Rehearsal, clean: Callable[[str], str] | None = None):
         super().__init__()
         self.model, self._tokenizer, self._clean = model, model.tokenizer, clean
         self._told: set[str] = set()

@@ -120,7 +120,8 @@ def _report(
             **{name: importlib.metadata.version(name) for name in packages},
             "tasks": results["versions"],
         },
-        "config": {**given, "checkpoint": source, "step": weights.step, **config.model_dump(mode="json")},
+        "evaluation": {**given, "checkpoint": source, "step": weights.step},
+        "config": config.model_dump(mode="json"),
         "tokens": {
             "scored_requests": counts.queries,
             "as_given": counts.given,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
+import logging
 import os
 import random
 import sys
@@ -116,6 +117,7 @@ def _seed() -> None:
 def _manager(include_path: str | None, data_dir: str | None) -> Any:
     from lm_eval.tasks import TaskManager
 
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each task file that replaces another
     folders = [str(LOCAL)] * (data_dir is not None) + [include_path] * (include_path is not None)
     return TaskManager(include_path=folders or None, metadata={"data_dir": data_dir} if data_dir else None)
 
