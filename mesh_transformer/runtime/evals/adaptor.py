@@ -101,6 +101,10 @@ class HarnessLM(TemplateLM):
 
     def _query(self, context: list[int], continuation: list[int]) -> Query:
         """Cut on the left so that all but the last token fit the model's context."""
+        if not continuation:
+            raise UserError(
+                f"a continuation adds no token to its context, {self._tokenizer.decode(context[-8:])!r}"
+            )
         if len(continuation) > self.max_length:
             raise UserError(
                 f"a continuation of {len(continuation)} tokens is to be scored, but model.seq is {self.max_length}: "
