@@ -89,16 +89,17 @@ class PositionTable(hk.Module):
 
 
 class T5Bias(hk.Module):
-    """A learned bias for each head and bucket of distances: positions (B, T) -> (B, H, T, S)."""
+    """A learned bias for each head and bucket of distances: positions (B, T), of keys (B, S) -> (B, H, T, S)."""
 
     def __init__(self, n_heads: int, n_positions: int, name: str):
         super().__init__(name)
         self.n_heads, self.bucket_of = n_heads, t5_buckets(n_positions)
 
-    def __call__(self, positions_BT: jax.Array, n_keys: int) -> jax.Array:
+    def __call__(self, positions_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
         init = hk.initializers.TruncatedNormal(0.02)
         table_HN = _parameter("w", (self.n_heads, 32), init, "heads", None)
-        distance = jnp.clip(positions_BT[:, :, None] - jnp.arange(n_keys), 0, len(self.bucket_of) - 1)
+        distance = positions_BT[:, :, None] - keys_BS[:, None]
+        distance = jnp.clip(distance, 0, len(self.bucket_of) - 1)
         bias_HBTS = jnp.take(table_HN, jnp.asarray(self.bucket_of)[distance], axis=1)
         return rearrange(bias_HBTS, "h b t s -> b h t s")
 

@@ -31,6 +31,7 @@ CHECKS_INPUT = {"config", "data", "checkpoint", "runtime", "cluster", "entry"}
 MAY_IMPORT = {
     "ray": {"cluster/ray_cluster.py"},
     "haiku": {"layers.py", "parallel/sharding.py", "models/"},
+    "lm_eval": {"runtime/evals/"},
 }
 MAY_SHARD_MAP = {"ops/", "parallel/", "models/base.py"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60

@@ -66,9 +66,19 @@ class DataConfig(Group):
     val_batch_multiplier: Annotated[Count, Unit("microbatches")] = Field(
         1, description="size of a validation batch"
     )
-    val_every: Steps = Field(500, description="distance of validations")
+    val_every: Steps = Field(500, description="distance of validations and of eval_harness_tasks")
     eval_harness_tasks: Annotated[tuple[Name, ...], BeforeValidator(_listed)] = Field(
-        (), description="lm-evaluation-harness tasks run with each validation"
+        (),
+        description="lm-evaluation-harness tasks run every val_every steps; a task that cannot be loaded stops the run",
+    )
+    eval_harness_include: OptionalText = Field(
+        None, description="folder with further task files for eval_harness_tasks"
+    )
+    eval_harness_data: OptionalText = Field(
+        None, description="folder with LAMBADA and PIQA for eval_harness_tasks; absent: the Hugging Face hub"
+    )
+    eval_harness_limit: Annotated[Count | None, Unit("questions")] = Field(
+        None, description="the first questions of each of eval_harness_tasks; absent: all"
     )
 
     @classmethod

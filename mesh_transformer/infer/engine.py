@@ -51,6 +51,14 @@ class SlotEngine:
         self._whole = partition.sharding()
         self._no_bias = jax.device_put(np.zeros(self._n_vocab, np.float32), self._whole)
 
+    def load(self, params: Params) -> None:
+        """Begin again with other weights of the same kind, and empty slots."""
+        self._params, self._slots, self._requests = params, self._programs.empty(), {}
+
+    def unload(self) -> None:
+        """Let go of weights and cache: nothing but `load` may follow."""
+        del self._params, self._slots
+
     def insert(
         self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int
     ) -> None:

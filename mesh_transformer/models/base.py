@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.layers import at_position
-from mesh_transformer.ops.cache import CacheView, KVCache
+from mesh_transformer.ops.cache import Keys, KVCache
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.parallel.sharding import active, collect_axes, constrain, gather_weights, map_axes
 
@@ -35,7 +35,7 @@ LAYER_LOOP = "blocks"  # in the op_name of the loop over layers, in profiles and
 class Stages(NamedTuple):
     """The three parts of a decoder, as functions that make Haiku modules.
 
-    embed(tokens_BT, positions_BT, n_keys) -> (x_BTD, bias_BHTS or None)
+    embed(tokens_BT, positions_BT, keys_BS) -> (x_BTD, bias_BHTS or None); keys_BS: the positions of the keys
     block(x_BTD, positions_BT, bias_BHTS, cache, layer, only_B) -> (x_BTD, cache); with only_B, (B,) int32, one
         position of each sequence goes on (x_B1D), and of the others keys and values are kept
     head(x_BTD) -> logits_BTV, float32
@@ -82,7 +82,7 @@ class Model:
         tokens, x, positions = self._example()
         block_keys = jax.random.split(block_key, self.config.layers)
         return {
-            "embed": self.stages.embed.init(embed_key, tokens, positions, 1),
+            "embed": self.stages.embed.init(embed_key, tokens, positions, positions),
             "blocks": jax.vmap(lambda k: self.stages.block.init(k, x, positions, None, None, 0))(block_keys),
             "head": self.stages.head.init(head_key, x),
         }
@@ -97,7 +97,7 @@ class Model:
     def _stage_axes(self) -> Params:
         tokens, x, positions = self._example()
         return {
-            "embed": collect_axes(lambda: self.functions.embed(tokens, positions, 1)),
+            "embed": collect_axes(lambda: self.functions.embed(tokens, positions, positions)),
             "block": collect_axes(lambda: self.functions.block(x, positions, None, None, 0)),
             "head": collect_axes(lambda: self.functions.head(x)),
         }
@@ -119,10 +119,10 @@ class Model:
         self,
         params: Params,
         tokens_BT: jax.Array,
-        cache: CacheView | None = None,
+        cache: Keys | None = None,
         start_B: jax.Array | None = None,
         select_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, CacheView | None]:
+    ) -> tuple[jax.Array, Keys | None]:
         """Logits of the next token, for training, prefill and decode alike.
 
         Args:
@@ -142,19 +142,24 @@ class Model:
         self,
         params: Params,
         tokens_BT: jax.Array,
-        cache: CacheView | None = None,
+        cache: Keys | None = None,
         start_B: jax.Array | None = None,
         select_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, CacheView | None]:
-        """The residual stream, (B, T, D) or (B, 1, D), after the last block, and the cache: `apply` without its head."""
-        positions_BT = jnp.arange(tokens_BT.shape[1])[None]
-        if start_B is not None:
-            positions_BT = positions_BT + start_B[:, None]
-        elif cache is not None:
-            positions_BT = jnp.broadcast_to(positions_BT, tokens_BT.shape)
-        n_keys = tokens_BT.shape[1] if cache is None else cache.length
+        positions_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, Keys | None]:
+        """The residual stream, (B, T, D) or (B, 1, D), after the last block, and the cache: `apply` without its head.
+
+        `positions_BT` takes the place of `start_B` where positions do not count up from it; it needs a cache.
+        """
+        if positions_BT is None:
+            positions_BT = jnp.arange(tokens_BT.shape[1])[None]
+            if start_B is not None:
+                positions_BT = positions_BT + start_B[:, None]
+            elif cache is not None:
+                positions_BT = jnp.broadcast_to(positions_BT, tokens_BT.shape)
+        keys_BS = positions_BT if cache is None else cache.key_positions(positions_BT)
         embed_params = gather_weights(params["embed"], self._stage_axes["embed"])
-        x_BTD, bias = self.stages.embed.apply(embed_params, None, tokens_BT, positions_BT, n_keys)
+        x_BTD, bias = self.stages.embed.apply(embed_params, None, tokens_BT, positions_BT, keys_BS)
         return self._blocks(params["blocks"], x_BTD.astype(self.dtype), positions_BT, bias, cache, select_B)
 
     def gathered_head(self, params: Params) -> Params:
@@ -172,9 +177,9 @@ class Model:
         x_BTD: jax.Array,
         positions: jax.Array,
         bias: jax.Array | None,
-        cache: CacheView | None,
+        cache: Keys | None,
         select_B: jax.Array | None,
-    ) -> tuple[jax.Array, CacheView | None]:
+    ) -> tuple[jax.Array, Keys | None]:
         def body(carry: Any, layer: Any, only_B: jax.Array | None = None) -> tuple[Any, None]:
             x_BTD, cache = carry
             block_params, index = layer

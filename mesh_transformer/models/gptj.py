@@ -33,12 +33,12 @@ def stages(config: ModelConfig) -> Stages:
     out_stddev = 2 / c.layers / np.sqrt(c.d_model)
 
     def embed(
-        tokens_BT: jax.Array, positions_BT: jax.Array, n_keys: int
+        tokens_BT: jax.Array, positions_BT: jax.Array, keys_BS: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
         x_BTD = Embedding(c.padded_vocab, c.d_model, 1 / np.sqrt(c.n_vocab), name="tokens")(tokens_BT)
         if c.pe == "fixed":
             x_BTD = x_BTD + PositionTable(c.seq, c.d_model, name="positions")(positions_BT)
-        bias = T5Bias(c.n_heads, c.seq, name="relative")(positions_BT, n_keys) if c.pe == "t5" else None
+        bias = T5Bias(c.n_heads, c.seq, name="relative")(positions_BT, keys_BS) if c.pe == "t5" else None
         return x_BTD, bias
 
     def block(

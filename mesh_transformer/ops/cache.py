@@ -102,6 +102,9 @@ class Keys(Protocol):
     def with_layers(self, views: Sequence[Any]) -> Any:
         """The same with its layers replaced."""
 
+    def key_positions(self, positions_BT: jax.Array) -> jax.Array:
+        """(B or 1, S): the position of each of all keys, given those of the queries."""
+
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["cache", "written_B", "slots_B"], meta_fields=["length"]
@@ -165,6 +168,10 @@ class CacheView:
     def with_layers(self, views: Sequence[CacheView]) -> CacheView:
         """See `Keys`."""
         return dataclasses.replace(self, cache=KVCache(tuple(view.cache.groups[0] for view in views)))
+
+    def key_positions(self, positions_BT: jax.Array) -> jax.Array:
+        """See `Keys`."""
+        return jnp.arange(self.length)[None]
 
 
 def causal_mask(positions_BT: jax.Array, n_keys: int) -> jax.Array:

@@ -16,6 +16,7 @@ from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.runtime import start
+from mesh_transformer.runtime.evals.in_training import Evaluation
 from mesh_transformer.runtime.feeds import open_train_feed
 from mesh_transformer.runtime.interrupt import Interrupt
 from mesh_transformer.runtime.report import Report, plot_losses
@@ -55,16 +56,13 @@ class TrainingRun:
         self.config.check_devices(jax.device_count())
         self.feed = open_train_feed(session)
         self.validation = Validation(session)
+        self.evaluation = Evaluation(session, lambda: interrupt.noted)
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
         self.draw_at = time.monotonic() + DRAW_EVERY_S
         if self.is_first:
             _check_writable(self.folder)
             _fetch_metrics(self.config.checkpoint.root, self.folder)
-        if self.config.data.eval_harness_tasks:
-            log.warning(
-                "eval_harness_tasks: evaluation with the harness is not part of this version; skipped"
-            )
 
     def train(self) -> int:
         """Run to total_steps, or until interrupted. Returns the exit code: 0, or 128 + the signal."""
@@ -92,7 +90,7 @@ class TrainingRun:
             tokens = self.session.place_batch(next(self.feed))
             state, metrics = self.session.program.train_step(state, tokens)
             report.push(step, metrics)
-            if self.validation and (step % data.val_every == 0 or step == total):
+            if step % data.val_every == 0 or step == total:
                 self._validate(step, state, report)
             code = self.interrupt.exit_code(step)
             if step % self.config.checkpoint.ckpt_every == 0 or step == total or code is not None:
@@ -103,9 +101,12 @@ class TrainingRun:
         return 0
 
     def _validate(self, step: int, state: TrainState, report: Report) -> None:
+        if not self.validation and not self.evaluation:
+            return
         report.settle()
         with report.pause():
             report.add(self.validation.run(state.params, step, lambda: self.interrupt.noted))
+            report.add(self.evaluation.run(state.params))
 
     def _save(
         self, step: int, state: TrainState, begun: start.Begun, store: CheckpointStore, report: Report

@@ -146,7 +146,9 @@ class EngineLoop:
             await asyncio.wait_for(self.ended.wait(), seconds)
         except TimeoutError:
             return False
-        await asyncio.to_thread(self._thread.join, seconds)  # it frees the engine, which Python must not exit under
+        await asyncio.to_thread(
+            self._thread.join, seconds
+        )  # it frees the engine, which Python must not exit under
         return not self._thread.is_alive()
 
     def _run(self) -> None:

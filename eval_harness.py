@@ -1,0 +1,60 @@
+"""Evaluate a model on tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+from mesh_transformer.runtime import cli
+
+
+def main() -> int:
+    """Parse the arguments and evaluate."""
+    parser = cli.parser(__doc__)
+    parser.add_argument("--ckpt", metavar="DIR", help=f"{cli.ANY_FORM} (the config's run if absent)")
+    parser.add_argument(
+        "--tasks",
+        metavar="A,B",
+        help="tasks, groups or tags of the harness (the original's six if absent: lambada_openai, piqa, hellaswag, "
+        "winogrande, mathqa, pubmedqa)",
+    )
+    parser.add_argument("--include-path", metavar="DIR", help="folder with further task files")
+    parser.add_argument(
+        "--data-dir",
+        metavar="DIR",
+        help="read LAMBADA and PIQA from DIR/lambada and DIR/piqa, not from the Hugging Face hub",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N questions of each task alone")
+    parser.add_argument("--num-fewshot", type=int, metavar="K", help="solved examples before each question")
+    parser.add_argument(
+        "--batch-tokens", type=int, default=4096, metavar="N", help="tokens computed at once (default %(default)s)"
+    )  # fmt: skip
+    parser.add_argument(
+        "--cache",
+        metavar="FILE",
+        help="keep results by model and request in this SQLite file, and take from it what is there",
+    )
+    parser.add_argument(
+        "--ftfy", action="store_true", help="repair the texts that are scored with ftfy, as the original did"
+    )
+    parser.add_argument(
+        "--output", metavar="F.json", help="write results, config, versions and token counts here"
+    )
+    arguments = parser.parse_args()
+    from mesh_transformer.runtime.evals import command
+
+    given = {} if arguments.tasks is None else {"tasks": tuple(arguments.tasks.split(","))}
+    options = command.Options(
+        **given,
+        checkpoint=arguments.ckpt,
+        include_path=arguments.include_path,
+        data_dir=arguments.data_dir,
+        limit=arguments.limit,
+        num_fewshot=arguments.num_fewshot,
+        batch_tokens=arguments.batch_tokens,
+        cache=arguments.cache,
+        ftfy=arguments.ftfy,
+        output=arguments.output,
+    )
+    return command.run(arguments.config, arguments.overrides, options)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,64 @@
+"""Attention over rows that hold many sequences side by side, with what they share held once.
+
+Shapes: B rows, T tokens of a row, H heads, K dims of a head.
+
+A row holds trees of tokens. A branch of a tree, from its root to a leaf, is a sequence: a question's context, say, and
+one of the answers. Tokens stand in preorder, so that the tokens below one are those that directly follow it: token t and
+everything below it are the row's indices t .. end - 1, and these are the tokens that see t.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedView:
+    """What a model sees in place of a cache: nothing from before, and which of the row's own tokens see which.
+
+    See `ops.cache.Keys`.
+    """
+
+    ends_BT: jax.Array  # int32: the row's index after the last token that sees this one; more than its own
+    k_BTHK: jax.Array  # of the layer that was written last
+    v_BTHK: jax.Array
+
+    @classmethod
+    def of(cls, ends_BT: jax.Array, heads: int, d_head: int, dtype: jnp.dtype) -> PackedView:
+        """The view of a call that is about to begin."""
+        empty = jnp.zeros((*ends_BT.shape, heads, d_head), dtype)
+        return cls(ends_BT, empty, empty)
+
+    def write(
+        self, layer: jax.Array | int, positions_BT: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array
+    ) -> PackedView:
+        """Hold the keys and values of one layer, until those of the next."""
+        return dataclasses.replace(self, k_BTHK=k_BTHK, v_BTHK=v_BTHK)
+
+    def read(self, layer: jax.Array | int) -> list[tuple[jax.Array, jax.Array]]:
+        """The row's own keys and values, in one part."""
+        k, v = (rearrange(x, "b t h k -> b h t k") for x in (self.k_BTHK, self.v_BTHK))
+        return [(k, v)]
+
+    def mask(self, positions_BT: jax.Array) -> jax.Array:
+        """(B, 1, T, T) booleans: the tokens of the row that each token sees."""
+        index = jnp.arange(self.ends_BT.shape[1])
+        return ((index <= index[:, None]) & (index[:, None] < self.ends_BT[:, None]))[:, None]
+
+    def key_positions(self, positions_BT: jax.Array) -> jax.Array:
+        """(B, T): the tokens' own."""
+        return positions_BT
+
+    def layers(self, count: int) -> list[PackedView]:
+        """See `ops.cache.Keys`."""
+        return [self] * count
+
+    def with_layers(self, views: Sequence[PackedView]) -> PackedView:
+        """See `ops.cache.Keys`."""
+        return views[-1]

@@ -1,0 +1,110 @@
+"""Results of an evaluation on disk, so that one that was interrupted, or repeated, computes only what is new."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from mesh_transformer.config import ModelConfig
+from mesh_transformer.data.tokenizer import Tokenizer
+from mesh_transformer.errors import UserError
+from mesh_transformer.models.base import Params
+
+Answer = list[Any] | str  # JSON: log-likelihood and greedy flag, or a text
+_AT_A_TIME = 500  # parameters of an SQL statement
+
+
+class Answers:
+    """A file of answers by model and request. Its first process reads and writes it; the others hear what it found.
+
+    A model is known by its weights, not by where they lay: the same checkpoint elsewhere finds its answers, and one
+    that was overwritten does not.
+
+    Raises:
+        UserError: the file cannot be used.
+    """
+
+    def __init__(self, path: str):
+        self._model, self._database = "", None
+        if jax.process_index() > 0:
+            return
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            self._database = sqlite3.connect(path)
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS answers (model TEXT, request TEXT, answer TEXT, "
+                "PRIMARY KEY (model, request)) WITHOUT ROWID"
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(f"--cache {path} cannot be used ({error}): name a file of its own") from error
+
+    def of(self, params: Params, model: ModelConfig, tokenizer: Tokenizer) -> None:
+        """From now on, answers are those of this model."""
+        whole = [fingerprint(params), model.model_dump(mode="json"), tokenizer.fingerprint]
+        self._model = _digest(whole)
+
+    def find(self, requests: Sequence[Any]) -> dict[int, Answer]:
+        """The answers that are known, by the index of their request; the same in every process."""
+        found: dict[str, str] = {}
+        digests = [_digest(request) for request in requests]
+        if self._database is not None:
+            for start in range(0, len(digests), _AT_A_TIME):
+                some = digests[start : start + _AT_A_TIME]
+                marks = ",".join("?" * len(some))
+                query = f"SELECT request, answer FROM answers WHERE model = ? AND request IN ({marks})"
+                found.update(self._database.execute(query, [self._model, *some]).fetchall())
+        known = {i: json.loads(found[digest]) for i, digest in enumerate(digests) if digest in found}
+        return {int(i): answer for i, answer in _from_first_process(known).items()}
+
+    def keep(self, request: Any, answer: Answer) -> None:
+        """Write an answer; it is on disk after `commit`."""
+        if self._database is not None:
+            row = (self._model, _digest(request), json.dumps(answer))
+            self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", row)
+
+    def commit(self) -> None:
+        """Make sure of what was kept."""
+        if self._database is not None:
+            self._database.commit()
+
+
+def fingerprint(params: Params) -> list[int]:
+    """A number for each array of a tree, which any other values would change. It does not depend on the mesh."""
+    return [int(number) for number in jax.device_get(jax.jit(_sums)(params))]
+
+
+def _sums(params: Params) -> list[jax.Array]:
+    return [_weighted_bits(leaf) for leaf in jax.tree.leaves(params)]
+
+
+def _weighted_bits(x: jax.Array) -> jax.Array:
+    """The sum of all elements' bits, each times an odd number of its place, modulo 2**32."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for dim in range(x.ndim):
+        place = place * jnp.uint32(2654435761) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _from_first_process(value: dict[int, Any]) -> dict[Any, Any]:
+    """What the first process has, in all."""
+    if jax.process_count() == 1:
+        return value
+    raw = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(raw))))
+    padded = np.zeros(size, np.uint8)
+    padded[: len(raw)] = raw[:size]
+    return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))

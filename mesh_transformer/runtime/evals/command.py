@@ -1,0 +1,153 @@
+"""The evaluation of a checkpoint: the work of eval_harness.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from mesh_transformer import __version__, logs, platforms
+from mesh_transformer.config import Config, load_config
+from mesh_transformer.data.cleaning import make_cleaner
+from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.errors import UserError
+from mesh_transformer.logs import log
+from mesh_transformer.runtime.evals.answers import Answers
+from mesh_transformer.runtime.evals.model import BATCH_TOKENS, EvalModel
+from mesh_transformer.runtime.evals.tasks import DEFAULT, Tasks, check_installed
+from mesh_transformer.runtime.session import Session
+from mesh_transformer.runtime.weights import Weights, read_params, split_step
+
+BOOTSTRAP = 1000  # draws for the standard errors that have no formula, such as a perplexity's
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line's options, checked.
+
+    Raises:
+        UserError: an option is out of its range.
+    """
+
+    checkpoint: str | None = None
+    tasks: tuple[str, ...] = DEFAULT
+    include_path: str | None = None
+    data_dir: str | None = None
+    limit: int | None = None
+    num_fewshot: int | None = None
+    batch_tokens: int = BATCH_TOKENS
+    cache: str | None = None
+    ftfy: bool = False
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, allowed, fits in [
+            ("--tasks", ",".join(self.tasks), "names separated by commas", all(self.tasks) and self.tasks),
+            ("--limit", self.limit, "1 or more", self.limit is None or self.limit >= 1),
+            ("--num-fewshot", self.num_fewshot, "0 or more", (self.num_fewshot or 0) >= 0),
+            ("--batch-tokens", self.batch_tokens, "1 or more", self.batch_tokens >= 1),
+        ]:
+            if not fits:
+                raise UserError(f"{name} {value}: must be {allowed}")
+        if self.output is not None and not os.path.isdir(os.path.dirname(self.output) or "."):
+            raise UserError(f"--output {self.output}: there is no folder {os.path.dirname(self.output)}")
+
+
+def run(config_path: str, overrides: Sequence[str], options: Options) -> int:
+    """Evaluate as eval_harness.py's arguments say. The table goes to standard output, everything else to standard error.
+
+    Raises:
+        UserError: an argument, the config, the devices, a task, the tokenizer or the checkpoint cannot be used.
+    """
+    config = load_config(config_path, overrides)
+    logs.set_up()
+    check_installed()
+    source = options.checkpoint or config.checkpoint.root
+    platforms.CompileCache()
+    platforms.start_distributed()
+    session = Session.open(config)
+    tokenizer = load_tokenizer(config.data.tokenizer, split_step(source)[0])
+    tasks = Tasks(
+        options.tasks,
+        include_path=options.include_path,
+        data_dir=options.data_dir,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+    )
+    answers = Answers(options.cache) if options.cache is not None else None
+    weights = read_params(session, source)
+    log.info("parameters of step %d from %s", weights.step, source)
+    model = EvalModel(session, tokenizer, batch_tokens=options.batch_tokens, answers=answers)
+    model.load(weights.params)
+    began = time.monotonic()
+    results = tasks.run(_adaptor(model, options), bootstrap=BOOTSTRAP if jax.process_index() == 0 else 0)
+    report = _report(config, options, weights, source, model, results, time.monotonic() - began)
+    if jax.process_index() == 0:
+        _show(report, results, options.output)
+    return 0
+
+
+def _adaptor(model: EvalModel, options: Options) -> Any:
+    from mesh_transformer.runtime.evals.adaptor import HarnessLM
+
+    clean: Callable[[str], str] | None = make_cleaner(ftfy=True, wikitext=False) if options.ftfy else None
+    return HarnessLM(model, clean)
+
+
+def _report(
+    config: Config,
+    options: Options,
+    weights: Weights,
+    source: str,
+    model: EvalModel,
+    results: dict[str, Any],
+    seconds: float,
+) -> dict[str, Any]:
+    counts = model.counts
+    given = {name: value for name, value in dataclasses.asdict(options).items() if name != "output"}
+    packages = ("lm_eval", "jax", "jaxlib", "dm-haiku", "datasets", "transformers")
+    return {
+        **{name: results[name] for name in ("results", "groups", "n-shot", "n-samples") if name in results},
+        "versions": {
+            "mesh_transformer": __version__,
+            **{name: importlib.metadata.version(name) for name in packages},
+            "tasks": results["versions"],
+        },
+        "evaluation": {**given, "checkpoint": source, "step": weights.step},
+        "config": config.model_dump(mode="json"),
+        "tokens": {
+            "scored_requests": counts.queries,
+            "as_given": counts.given,
+            "shared": counts.shared,
+            "computed": counts.computed,
+            "padding_share": round(counts.padding, 4),
+        },
+        "seconds": round(seconds, 1),
+    }
+
+
+def _show(report: dict[str, Any], results: dict[str, Any], output: str | None) -> None:
+    from lm_eval.utils import make_table
+
+    tokens = report["tokens"]
+    log.info(
+        "%s requests scored in %s s: %s tokens as given, %s of them shared, %s computed, %.1f%% of these padding",
+        *(f"{tokens['scored_requests']:,}", report["seconds"], f"{tokens['as_given']:,}"),
+        *(f"{tokens['shared']:,}", f"{tokens['computed']:,}", 100 * tokens["padding_share"]),
+    )
+    sys.stdout.write(f"lm-evaluation-harness {report['versions']['lm_eval']}\n\n{make_table(results)}\n")
+    if results.get("groups"):
+        sys.stdout.write(f"{make_table(results, 'groups')}\n")
+    sys.stdout.flush()
+    if output is not None:
+        with open(output + ".tmp", "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=2)
+        os.replace(output + ".tmp", output)
+        log.info("written: %s", output)

@@ -1,0 +1,196 @@
+"""What the harness asks of a model, answered in tokens: log-likelihoods of continuations, and completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mesh_transformer.config import Config
+from mesh_transformer.data.tokenizer import Tokenizer
+from mesh_transformer.errors import UserError
+from mesh_transformer.infer.engine import SlotEngine
+from mesh_transformer.infer.packing import Counts, Query, plan
+from mesh_transformer.infer.programs import MAX_STEPS
+from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.infer.scheduler import Scheduler
+from mesh_transformer.infer.scoring import Scorer
+from mesh_transformer.logs import Progress
+from mesh_transformer.models.base import Model, Params
+from mesh_transformer.parallel.sharding import Partition, inference_rules, training_rules
+from mesh_transformer.runtime.evals.answers import Answer, Answers
+from mesh_transformer.runtime.session import Session
+from mesh_transformer.runtime.text_stream import TextStream
+
+BATCH_TOKENS = 4096
+MAX_SLOTS = 16  # completions at a time
+
+
+class Stopped(Exception):
+    """The evaluation was asked to end before it was done."""
+
+
+class Prompt(NamedTuple):
+    """A text to go on with."""
+
+    tokens: Sequence[int]  # at least one
+    params: SamplingParams
+    stops: tuple[str, ...] = ()  # the text ends before the first of them
+
+
+class EvalModel:
+    """A model and its tokenizer; the programs stay when the weights change. Every process asks the same of it.
+
+    Args:
+        batch_tokens: tokens of a call of the model, at most.
+        answers: where results are kept, and found again.
+        stop: asked between batches, in a job of one process, whether to give up.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: Tokenizer,
+        *,
+        batch_tokens: int = BATCH_TOKENS,
+        answers: Answers | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ):
+        self.config: Config = session.config
+        self.tokenizer, self.counts = tokenizer, Counts()
+        self._model: Model = session.program.model
+        self._partition = Partition(session.program.partition.mesh, training_rules(session.config.mesh))
+        self._cast = jax.jit(
+            self._model.cast, out_shardings=self._partition.shardings(self._model.axes), donate_argnums=()
+        )
+        self._scorer = Scorer(self._model, self._partition)
+        self._batch_tokens, self._answers, self._stop = batch_tokens, answers, stop
+        self._engines: dict[int, SlotEngine] = {}
+        self._params: Params | None = None
+
+    @property
+    def context(self) -> int:
+        """The longest input of the model, in tokens."""
+        return self._model.config.seq
+
+    def load(self, params: Params) -> None:
+        """Answer with these weights, float32 on the session's mesh, from now on; the counts begin again."""
+        self._params, self.counts = self._cast(params), Counts()
+        if self._answers is not None:
+            self._answers.of(self._params, self._model.config, self.tokenizer)
+
+    def unload(self) -> None:
+        """Let go of the weights, and of the memory of caches."""
+        self._params = None
+        for engine in self._engines.values():
+            engine.unload()
+
+    def check(self, tokens: Sequence[int]) -> None:
+        """Refuse tokens that the model has no rows for.
+
+        Raises:
+            UserError: the tokenizer has more tokens than the model.
+        """
+        if tokens and max(tokens) >= self._model.config.n_vocab:
+            raise UserError(
+                f"a text has token {max(tokens)}, but model.n_vocab is {self._model.config.n_vocab}: "
+                f"the tokenizer is another model's; set data.tokenizer"
+            )
+
+    def log_likelihoods(self, queries: Sequence[Query]) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation in nats, and whether it is the greedy one."""
+        keys = [["loglikelihood", list(query.context), list(query.continuation)] for query in queries]
+
+        def compute(missing: list[int]) -> Iterator[tuple[int, Answer]]:
+            planned = plan(
+                [queries[i] for i in missing],
+                batch_tokens=self._batch_tokens,
+                width=self._model.config.d_model,
+                multiple=self._scorer.multiple,
+            )
+            self.counts.add(planned.counts)
+            for results in self._scorer.run(self._weights, planned):
+                yield from ((missing[i], [value, greedy]) for i, value, greedy in results)
+
+        answers = self._answered("scoring", keys, compute)
+        return [(float(value), bool(greedy)) for value, greedy in answers]
+
+    def complete(self, prompts: Sequence[Prompt]) -> list[str]:
+        """A text after each prompt, without the stop string that ended it."""
+        keys = [["complete", list(p.tokens), repr(p.params), list(p.stops)] for p in prompts]
+        return [
+            str(text) for text in self._answered("generating", keys, lambda m: self._generate(prompts, m))
+        ]
+
+    @property
+    def _weights(self) -> Params:
+        if self._params is None:
+            raise AssertionError("no weights are loaded")
+        return self._params
+
+    def _answered(
+        self, what: str, keys: list[Any], compute: Callable[[list[int]], Iterator[tuple[int, Answer]]]
+    ) -> list[Any]:
+        """The answer to each request: one that is kept, or a new one, which is kept then."""
+        found = self._answers.find(keys) if self._answers is not None else {}
+        missing = [i for i in range(len(keys)) if i not in found]
+        progress = Progress(
+            what, len(keys), unit="request", done=len(found), quiet=jax.process_index() > 0, leave=False
+        )
+        try:
+            for i, answer in compute(missing) if missing else ():
+                found[i] = answer
+                if self._answers is not None:
+                    self._answers.keep(keys[i], answer)
+                progress.update(len(found))
+                if jax.process_count() == 1 and self._stop():
+                    raise Stopped
+        finally:
+            progress.close()
+            if self._answers is not None:
+                self._answers.commit()
+        return [found[i] for i in range(len(keys))]
+
+    def _generate(self, prompts: Sequence[Prompt], wanted: list[int]) -> Iterator[tuple[int, Answer]]:
+        engine = self._engine(min(MAX_SLOTS, len(wanted)))
+        scheduler = Scheduler(engine, max_queue=len(wanted), max_steps=MAX_STEPS)
+        streams = {i: TextStream(self.tokenizer, prompts[i].stops) for i in wanted}
+        for i in sorted(wanted, key=lambda i: len(prompts[i].tokens)):
+            scheduler.submit(i, prompts[i].tokens, prompts[i].params)
+        while not scheduler.idle:
+            for output in scheduler.step():
+                stream = streams[output.request]
+                for token in output.tokens:
+                    if token.id != self.tokenizer.eot:
+                        stream.push(token.id)
+                if output.finish:
+                    stream.finish()
+                elif stream.stopped:
+                    scheduler.cancel(output.request)
+                else:
+                    continue
+                yield output.request, stream.text
+
+    def _engine(self, slots: int) -> SlotEngine:
+        if slots not in self._engines:
+            partition = Partition(self._partition.mesh, inference_rules())
+            self._engines[slots] = SlotEngine(self._model, partition, self._weights, slots=slots)
+        else:
+            self._engines[slots].load(self._weights)
+        return self._engines[slots]
+
+
+class Rehearsal:
+    """In place of an EvalModel: takes the same questions, with the same checks, and computes nothing."""
+
+    def __init__(self, model: EvalModel):
+        self.tokenizer, self.context, self.check = model.tokenizer, model.context, model.check
+
+    def log_likelihoods(self, queries: Sequence[Query]) -> list[tuple[float, bool]]:
+        """Zeros."""
+        return [(0.0, False)] * len(queries)
+
+    def complete(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Empty texts."""
+        return [""] * len(prompts)

@@ -1,0 +1,141 @@
+"""The harness's tasks: found, loaded, run. Nothing here imports the harness before a task is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import logging
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesh_transformer.errors import UserError
+
+OLD_NAMES = {"lambada": "lambada_openai"}
+DEFAULT = ("lambada_openai", "piqa", "hellaswag", "winogrande", "mathqa", "pubmedqa")
+LOCAL = Path(__file__).parent / "tasks"  # task files for data in a folder
+_MISSING = "evaluation needs lm-evaluation-harness, which is not installed: pip install -e '.[eval]'"
+
+
+def check_installed() -> None:
+    """See that the harness is here.
+
+    Raises:
+        UserError: it is not.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(_MISSING)
+
+
+class Tasks:
+    """Loaded tasks, to be run as often as one likes.
+
+    Args:
+        names: of tasks, groups or tags of the harness, or of task files in `include_path`; the original's too.
+        include_path: a folder with further task files; they come before the harness's of the same name.
+        data_dir: a folder with LAMBADA and PIQA, in place of those on the Hugging Face hub.
+        num_fewshot: examples before each question; None: as the task has it, else 0.
+        limit: questions of each task; None: all.
+
+    Raises:
+        UserError: the harness is not installed, or a task cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        include_path: str | None = None,
+        data_dir: str | None = None,
+        num_fewshot: int | None = None,
+        limit: int | None = None,
+    ):
+        check_installed()
+        for option, folder in (("include_path", include_path), ("data_dir", data_dir)):
+            if folder is not None and not os.path.isdir(folder):
+                raise UserError(f"{option} {folder} is no folder")
+        manager = _manager(include_path, data_dir)
+        self.limit = limit
+        _seed()
+        self._loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+        for name in names:
+            for kind, found in _load(manager, OLD_NAMES.get(name, name)).items():
+                self._loaded[kind].update(found)
+        for task in self._loaded["tasks"].values():
+            self._set_fewshot(task, num_fewshot)
+
+    @property
+    def names(self) -> list[str]:
+        """The single tasks."""
+        return list(self._loaded["tasks"])
+
+    def run(self, lm: Any, *, bootstrap: int = 0) -> dict[str, Any]:
+        """The harness's results of every task, as its `evaluate` gives them, without the samples.
+
+        Args:
+            lm: the harness's LM.
+            bootstrap: draws for standard errors that have no formula; 0: no standard errors at all.
+        """
+        from lm_eval.evaluator import evaluate
+
+        _seed()
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(seed=1234)
+        os.environ["DISABLE_MULTIPROC"] = "1"  # it would fork a process that holds devices
+        with contextlib.redirect_stdout(sys.stderr):
+            return evaluate(lm, self._loaded, limit=self.limit, bootstrap_iters=bootstrap, log_samples=False)
+
+    def requests(self) -> dict[str, list[Any]]:
+        """What the tasks are going to ask, by kind."""
+        found: dict[str, list[Any]] = {}
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(seed=1234)
+            task.build_all_requests(limit=self.limit, rank=0, world_size=1)
+            for instance in task.instances:
+                found.setdefault(instance.request_type, []).append(instance)
+        return found
+
+    def _set_fewshot(self, task: Any, wanted: int | None) -> None:
+        """As the harness does: a task that has 0 keeps it."""
+        own = task.get_config("num_fewshot")
+        if own is None or (wanted is not None and own != 0):
+            task.set_config(key="num_fewshot", value=wanted or 0)
+
+
+def _seed() -> None:
+    """The harness's seeds: some tasks shuffle their choices."""
+    random.seed(0)
+    np.random.seed(1234)
+
+
+def _manager(include_path: str | None, data_dir: str | None) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each task file that replaces another
+    folders = [str(LOCAL)] * (data_dir is not None) + [include_path] * (include_path is not None)
+    return TaskManager(include_path=folders or None, metadata={"data_dir": data_dir} if data_dir else None)
+
+
+def _load(manager: Any, name: str) -> dict[str, Any]:
+    """The task of a name, or all those of a group or tag, as `evaluate` takes them."""
+    if name not in manager.all_tasks and not os.path.isfile(name):
+        close = difflib.get_close_matches(name, manager.all_tasks, n=1)
+        raise UserError(
+            f"there is no task {name}" + (f" (did you mean {close[0]}?)" if close else "")
+            + ": `lm-eval ls tasks` lists the harness's, and --include-path names a folder with others"
+        )  # fmt: skip
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return manager.load(name)
+    except Exception as error:  # noqa: BLE001  (data sets and task files fail in all ways)
+        reason = str(error).strip().split("\n")[0][:300]
+        raise UserError(
+            f"task {name} cannot be loaded ({type(error).__name__}: {reason}): if its data cannot be downloaded here, "
+            f"--data-dir or a task file of your own reads it from a folder (docs/evaluate.md)"
+        ) from error
