@@ -1,0 +1,250 @@
+"""eval_harness.py, and the tasks of a training run, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import REPO, metrics, run, write_run
+
+from mesh_transformer.runtime.evals import tasks
+from mesh_transformer.runtime.evals.in_training import scalars
+
+TASK = """
+task: bottles
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+metadata: {{version: 3}}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A finished run with a task in its loop."""
+    folder = tmp_path_factory.mktemp("trained")
+    questions = [
+        {"text": f"{i} bottles", "choices": [" of beer on the wall", " of wine"], "answer": i % 3 == 0}
+        for i in range(30)
+    ]
+    data = folder / "questions.jsonl"
+    data.write_text("".join(json.dumps({**q, "answer": int(q["answer"])}) + "\n" for q in questions))
+    (folder / "tasks").mkdir()
+    (folder / "tasks/bottles.yaml").write_text(TASK.format(file=data))
+    write_run(
+        folder,
+        data={"eval_harness_tasks": ["bottles"], "eval_harness_include": "tasks", "eval_harness_limit": 20},
+    )
+    run("device_train.py", "--config", "config.json", cwd=folder, HF_DATASETS_OFFLINE="1")
+    return folder
+
+
+def evaluate(folder: Path, *arguments: str, code: int = 0, **environment: str) -> tuple[str, str]:
+    return run(
+        "eval_harness.py", "--config", "config.json", *arguments, cwd=folder, code=code, HF_DATASETS_OFFLINE="1",
+        **environment,
+    )  # fmt: skip
+
+
+def test_the_loop_logs_its_tasks(trained):
+    for record in metrics(trained / "run"):
+        assert ({"eval/bottles/acc", "eval/bottles/acc_norm"} <= record.keys()) == (
+            record["step"] in (5, 10, 12)
+        )
+        assert not any("stderr" in name for name in record)
+    events = [path.read_bytes() for path in (trained / "run/tensorboard").glob("events*")]
+    assert any(b"eval/bottles/acc_norm" in content for content in events)
+
+
+def test_the_command_agrees_with_the_loop_and_writes_it_down(trained):
+    arguments = ["--tasks", "bottles", "--include-path", "tasks", "--limit", "20", "--output", "found.json"]
+    table, errors = evaluate(trained, *arguments, "--cache", "answers.sqlite")
+    assert "|bottles|" in table
+    assert "acc_norm" in table
+    assert "lm-evaluation-harness 0.4." in table
+    assert "40 requests scored" in errors
+    found = json.loads((trained / "found.json").read_text())
+    last = metrics(trained / "run")[-1]
+    for name in ("acc", "acc_norm"):
+        assert found["results"]["bottles"][f"{name},none"] == last[f"eval/bottles/{name}"]
+        assert found["results"]["bottles"][f"{name}_stderr,none"] >= 0
+    assert found["versions"]["tasks"] == {"bottles": 3}
+    assert {"lm_eval", "jax", "mesh_transformer"} <= found["versions"].keys()
+    assert found["config"]["model"]["layers"] == 2
+    assert found["evaluation"]["step"] == 12
+    assert found["tokens"]["scored_requests"] == 40
+    assert found["tokens"]["computed"] < found["tokens"]["as_given"]
+    _, errors = evaluate(trained, *arguments, "--cache", "answers.sqlite")
+    assert "0 requests scored" in errors
+    assert json.loads((trained / "found.json").read_text())["results"] == found["results"]
+
+
+def test_hugging_face_and_classic_checkpoints_give_the_same_numbers(trained):
+    arguments = ["--tasks", "bottles", "--include-path", "tasks", "--output", "form.json"]
+    run(
+        "to_hf_weights.py",
+        "--config",
+        "config.json",
+        "--input-ckpt",
+        "run",
+        "--output-path",
+        "hf",
+        cwd=trained,
+    )
+    run(
+        "slim_model.py", "--config", "config.json", "--format", "classic", "--output", "classic/step_12", cwd=trained
+    )  # fmt: skip
+    scores = []
+    for place in ("run", "run/step_12", "hf", "classic"):
+        evaluate(trained, *arguments, "--ckpt", place)
+        scores.append(json.loads((trained / "form.json").read_text())["results"])
+    assert scores[0] == scores[1] == scores[2]
+    assert scores[3].keys() == scores[0].keys()
+
+
+def test_lambada_and_piqa_from_a_folder_on_eight_devices(trained, shared):
+    arguments = [
+        "--tasks",
+        "lambada,piqa",
+        "--data-dir",
+        str(shared / "data"),
+        "--limit",
+        "4",
+        "--num-fewshot",
+        "0",
+    ]
+    few = ["--set", "model.seq=1024", "--set", "model.n_vocab=257", "--output", "two.json"]
+    write_run(trained / "long", model={"seq": 1024}, optimizer={"total_steps": 1})
+    run("device_train.py", "--config", "config.json", cwd=trained / "long")
+    for devices, mesh in ((1, []), (8, ["--set", "mesh.tp=4"])):
+        run(
+            "eval_harness.py", "--config", "config.json", *arguments, *few, *mesh, cwd=trained / "long",
+            devices=devices, HF_DATASETS_OFFLINE="1",
+        )  # fmt: skip
+        found = json.loads((trained / "long/two.json").read_text())["results"]
+        assert found.keys() == {"lambada_openai", "piqa"}
+        assert found["piqa"]["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
+        if devices == 1:
+            first = found
+    assert found["piqa"] == first["piqa"]
+    assert found["lambada_openai"]["perplexity,none"] == pytest.approx(
+        first["lambada_openai"]["perplexity,none"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "bottle", "--include-path", "tasks"], "did you mean bottles?"),
+        (["--tasks", "piqa"], "task piqa cannot be loaded"),
+        (["--tasks", "piqa", "--data-dir", "tasks"], "task piqa cannot be loaded"),
+        (["--tasks", "piqa", "--data-dir", "absent"], "absent"),
+        (["--tasks", "a,,b"], "--tasks"),
+        (["--limit", "0"], "--limit 0"),
+        (["--batch-tokens", "0"], "--batch-tokens 0"),
+        (["--output", "absent/F.json"], "absent"),
+        (["--tasks", "bottles", "--include-path", "tasks", "--ckpt", "absent"], "absent"),
+        (["--tasks", "bottles", "--include-path", "tasks", "--cache", "config.json"], "--cache config.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(trained, arguments, message):
+    output, errors = evaluate(trained, *arguments, code=2)
+    assert output == ""
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eval_harness_tasks": ["bottle"]}, "did you mean bottles?"),
+        ({"eval_harness_tasks": ["piqa"]}, "task piqa cannot be loaded"),
+        ({"eval_harness_include": "absent"}, "absent"),
+    ],
+)
+def test_a_task_that_cannot_be_loaded_stops_a_run_at_its_start(trained, tmp_path, changes, message):
+    data = {"eval_harness_tasks": ["bottles"], "eval_harness_include": str(trained / "tasks"), **changes}
+    write_run(tmp_path, data=data)
+    _, errors = run(
+        "device_train.py", "--config", "config.json", cwd=tmp_path, code=2, HF_DATASETS_OFFLINE="1"
+    )
+    assert message in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_request_that_cannot_be_answered_stops_a_run_at_its_start(trained, tmp_path):
+    (tmp_path / "tasks").mkdir()
+    data = tmp_path / "long.jsonl"
+    data.write_text(json.dumps({"text": "a", "choices": ["b" * 40, "c"], "answer": 0}) + "\n")  # seq is 32
+    (tmp_path / "tasks/bottles.yaml").write_text(TASK.format(file=data))
+    write_run(tmp_path, data={"eval_harness_tasks": ["bottles"], "eval_harness_include": "tasks"})
+    _, errors = run(
+        "device_train.py", "--config", "config.json", cwd=tmp_path, code=2, HF_DATASETS_OFFLINE="1"
+    )
+    assert "a continuation of 40 tokens" in errors
+
+
+def test_without_the_harness_the_message_says_what_to_install(trained):
+    code = (
+        "import sys, runpy\n"
+        "import importlib.util as u\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'lm_eval' else find(name, *a)\n"
+        f"sys.argv = ['eval_harness.py', '--config', 'config.json']\n"
+        f"sys.path.insert(0, {str(REPO)!r})\n"
+        f"runpy.run_path({str(REPO / 'eval_harness.py')!r}, run_name='__main__')"
+    )
+    child = subprocess.run([sys.executable, "-c", code], cwd=trained, capture_output=True, text=True)
+    assert child.returncode == 2
+    assert "pip install -e '.[eval]'" in child.stderr
+    assert "Traceback" not in child.stderr
+
+
+@pytest.mark.parametrize("name", ["lambada/lambada_openai", "piqa/piqa"])
+def test_the_tasks_for_local_data_ask_what_the_harness_asks(name):
+    import lm_eval.tasks
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
+    theirs, ours = (
+        yaml.load(path.read_text(), Loader)
+        for path in (
+            Path(lm_eval.tasks.__file__).parent / f"{name}.yaml",
+            tasks.LOCAL / f"{Path(name).name}.yaml",
+        )
+    )
+    of_data = {"dataset_path", "dataset_name", "training_split", "custom_dataset", "tag", "test_split"}
+    of_data |= {"should_decontaminate", "doc_to_decontamination_query"}
+    assert {k: v for k, v in ours.items() if k not in of_data} == {
+        k: v for k, v in theirs.items() if k not in of_data
+    }
+
+
+def test_names_of_scalars():
+    results = {
+        "results": {
+            "piqa": {"alias": "piqa", "sample_len": 3, "acc,none": 0.5, "acc_stderr,none": 0.1},
+            "gsm8k": {"exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": "N/A"},
+        },
+        "groups": {"mmlu": {"acc,none": 0.75}},
+    }
+    assert scalars(results) == {
+        "eval/piqa/acc": 0.5,
+        "eval/gsm8k/exact_match/strict-match": 0.25,
+        "eval/mmlu/acc": 0.75,
+    }
