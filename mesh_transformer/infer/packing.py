@@ -20,6 +20,7 @@ import numpy as np
 SHORTEST_ROW = 64
 WORTH_SHARING = 16  # tokens; inputs that share fewer, and not a whole context, go their own ways
 _LEAST_CHUNK, _LARGEST_CHUNK = 32, 128  # positions that go through the head together
+_WIDE = 512  # narrower models are taken to be so wide: what they compute is little, what padding adds to it should be too
 _SECOND_SHAPE = 2  # batches: what compiling for a second length of rows is taken to cost
 
 
@@ -221,7 +222,7 @@ class _Shape:
 
     def cost(self, width: int) -> float:
         """In tokens through everything but attention."""
-        return self.batches * self.rows_of_batch * self.length * (1 + self.length / (2 * width))
+        return self.batches * self.rows_of_batch * self.length * (1 + self.length / (4 * max(width, _WIDE)))
 
     def grids(self) -> Iterator[_Grid]:
         for start in range(0, len(self.rows), self.rows_of_batch):

@@ -20,7 +20,7 @@ from mesh_transformer.runtime.session import Session
 
 SEQ = 144  # texts of both PIQA and LAMBADA are longer
 GPT2: dict[str, Any] = {
-    "layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 50257, "seq": SEQ, "pe_rotary_dims": 4,
+    "layers": 2, "d_model": 32, "n_heads": 8, "n_vocab": 50257, "seq": SEQ, "pe_rotary_dims": 4,
 }  # fmt: skip
 
 

@@ -35,14 +35,14 @@ def their_scores(questions, their_lm):
     return requests, scores, their_lm.computed - before
 
 
-def test_piqa_and_lambada(our_model, their_scores, caplog):
+def test_piqa_and_lambada(our_model, their_scores):
     requests, scores, computed = their_scores
     assert len(requests) == 3 * EXAMPLES
     longest = max(len(our_model.tokenizer.encode("".join(request.args))) for request in requests)
     assert longest > SEQ + 50  # some are cut
     before = our_model.counts.computed
     assert_same(HarnessLM(our_model).loglikelihood(requests), scores)
-    assert our_model.counts.computed - before < computed  # theirs, one at a time, without any padding
+    assert our_model.counts.computed - before < 0.9 * computed
 
 
 def test_padding_of_piqa_alone(our_model, shared):

@@ -1,0 +1,147 @@
+"""Evaluation speed: PIQA by our harness adaptor and by lm-eval's own `hf` model (torch), same weights, in turn.
+
+    pip install -e '.[eval,torch]' accelerate
+    python benchmarks/evaluate.py --data-dir D      # D/piqa; configs/70M.json, random weights, 300 questions, 5 rounds
+
+Each run is a process of its own. Examples a second: questions (two log-likelihoods each) over the time of the harness's
+`loglikelihood`, tokenization included, after one pass to warm up; what loads a model is left out. `hf` runs with several batch
+sizes, of which the fastest counts. Each request's log-likelihood must be the same on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import REPO, emit, in_turn, machine, median, peak_memory_mib, this_script
+from generate import make_checkpoint
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.worker:
+        emit(WORKERS[arguments.worker](arguments))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.folder, arguments.peers = folder, "torch"
+        make_checkpoint(arguments, Path(folder))
+        rest = ["--config", arguments.config, "--folder", folder, "--data-dir", arguments.data_dir]
+        rest += ["--tokenizer", arguments.tokenizer, "--limit", str(arguments.limit)]
+        rest += [part for item in arguments.overrides for part in ("--set", item)]
+        commands = {"ours": this_script(__file__, "--worker", "ours", *rest)}
+        for batch in arguments.batches:
+            options = ["--worker", "hf", "--batches", str(batch), *rest]
+            commands[f"hf {batch}"] = this_script(__file__, *options)
+        runs = in_turn(commands, arguments.rounds)
+    emit(summary(runs, arguments))
+
+
+def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Medians over the rounds, and the ratio to the fastest batch size of the peer."""
+    result: dict[str, Any] = {
+        "benchmark": "evaluate",
+        "config": arguments.config,
+        "questions": arguments.limit,
+    }
+    expected = runs["ours"][0]["scores"]
+    for name, records in runs.items():
+        keys = ("examples_per_s", "peak_memory_mib")
+        result[name] = {key: median([record[key] for record in records]) for key in keys}
+        result[name]["tokens_computed"] = records[0]["tokens_computed"]
+        apart = np.abs(np.asarray(records[0]["scores"]) - np.asarray(expected))
+        result[name]["largest_difference"] = round(float(apart.max()), 6)
+    best = max((name for name in runs if name != "ours"), key=lambda name: result[name]["examples_per_s"])
+    result["best_hf"] = best
+    result["ours_over_hf"] = round(result["ours"]["examples_per_s"] / result[best]["examples_per_s"], 3)
+    return {**result, "machine": machine()}
+
+
+def ours(arguments: argparse.Namespace) -> dict[str, Any]:
+    """As eval_harness.py does it."""
+    from mesh_transformer import platforms
+    from mesh_transformer.config import load_config
+    from mesh_transformer.data.tokenizer import load_tokenizer
+    from mesh_transformer.runtime.evals.adaptor import HarnessLM
+    from mesh_transformer.runtime.evals.model import EvalModel
+    from mesh_transformer.runtime.session import Session
+    from mesh_transformer.runtime.weights import read_params
+
+    platforms.CompileCache()
+    session = Session.open(load_config(arguments.config, arguments.overrides))
+    model = EvalModel(session, load_tokenizer(arguments.tokenizer))
+    model.load(read_params(session, f"{arguments.folder}/native").params)
+    result = timed(HarnessLM(model), arguments)
+    return {**result, "tokens_computed": model.counts.computed // 2}
+
+
+def hf(arguments: argparse.Namespace) -> dict[str, Any]:
+    """lm-eval's HFLM on a GPTJForCausalLM, on the CPU or the GPU that torch finds."""
+    import torch
+    from lm_eval.models.huggingface import HFLM
+    from transformers import GPT2TokenizerFast, GPTJForCausalLM
+
+    class Counting(HFLM):
+        computed = 0
+
+        def _model_call(self, inps: Any, **options: Any) -> Any:
+            self.computed += inps.numel()
+            return super()._model_call(inps, **options)
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = GPTJForCausalLM.from_pretrained(f"{arguments.folder}/hf", dtype=dtype).to(device).eval()
+    (batch,) = arguments.batches
+    tokenizer = GPT2TokenizerFast.from_pretrained(arguments.tokenizer)
+    lm = Counting(pretrained=model, tokenizer=tokenizer, batch_size=batch)
+    result = timed(lm, arguments)
+    return {**result, "tokens_computed": lm.computed // 2}
+
+
+def timed(lm: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The second of two passes."""
+    from mesh_transformer.runtime.evals.tasks import Tasks
+
+    tasks = Tasks(["piqa"], data_dir=arguments.data_dir, limit=arguments.limit)
+    requests = tasks.requests()["loglikelihood"]
+    lm.loglikelihood(requests, disable_tqdm=True)
+    began = time.perf_counter()
+    scores = lm.loglikelihood(requests, disable_tqdm=True)
+    seconds = time.perf_counter() - began
+    return {
+        "examples_per_s": arguments.limit / seconds,
+        "peak_memory_mib": peak_memory_mib(),
+        "scores": [round(value, 6) for value, _ in scores],
+    }
+
+
+WORKERS = {"ours": ours, "hf": hf}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default=str(REPO / "configs/70M.json"))
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="group.key=value")
+    parser.add_argument(
+        "--data-dir", default=str(REPO.parent / "shared/data"), help="folder that holds piqa/"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default=str(REPO.parent / "shared/data/gpt2_tokenizer"),
+        help="folder of GPT-2's tokenizer",
+    )
+    parser.add_argument("--limit", type=int, default=300, help="questions")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="batch sizes of `hf`")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
