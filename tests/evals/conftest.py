@@ -30,6 +30,7 @@ def our_model(tokenizer: Tokenizer) -> EvalModel:
 @pytest.fixture(scope="session")
 def their_lm(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("torch")
+    pytest.importorskip("accelerate")
     model = gpt2_model()
     folder = tmp_path_factory.mktemp("hf") / "model"
     return theirs(model, hf.random_params(model), shared / "data/gpt2_tokenizer", folder)
