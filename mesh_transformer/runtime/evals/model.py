@@ -61,9 +61,7 @@ class EvalModel:
         self.tokenizer, self.counts = tokenizer, Counts()
         self._model: Model = session.program.model
         self._partition = Partition(session.program.partition.mesh, training_rules(session.config.mesh))
-        self._cast = jax.jit(
-            self._model.cast, out_shardings=self._partition.shardings(self._model.axes), donate_argnums=()
-        )
+        self._cast = jax.jit(self._model.cast, out_shardings=self._partition.shardings(self._model.axes))
         self._scorer = Scorer(self._model, self._partition)
         self._batch_tokens, self._answers, self._stop = batch_tokens, answers, stop
         self._engines: dict[int, SlotEngine] = {}

@@ -57,9 +57,9 @@ class Tasks:
         limit: int | None = None,
     ):
         check_installed()
-        for option, folder in (("include_path", include_path), ("data_dir", data_dir)):
+        for what, folder in (("task files", include_path), ("LAMBADA and PIQA", data_dir)):
             if folder is not None and not os.path.isdir(folder):
-                raise UserError(f"{option} {folder} is no folder")
+                raise UserError(f"{folder} is no folder: {what} are to be read from it")
         manager = _manager(include_path, data_dir)
         self.limit = limit
         _seed()
@@ -137,5 +137,6 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
         reason = str(error).strip().split("\n")[0][:300]
         raise UserError(
             f"task {name} cannot be loaded ({type(error).__name__}: {reason}): if its data cannot be downloaded here, "
-            f"--data-dir or a task file of your own reads it from a folder (docs/evaluate.md)"
+            f"--data-dir (data.eval_harness_data in training) or a task file of your own reads it from a folder; "
+            f"see docs/evaluate.md"
         ) from error
