@@ -196,6 +196,21 @@ def test_files_are_short() -> None:
     assert not {file: lines for file, lines in lengths.items() if lines > MAX_FILE_LINES}
 
 
+def test_test_files_share_no_name_and_no_code() -> None:
+    """pytest imports them by their bare names: of two equal ones it would take either."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    names = [file.stem for file in files]
+    assert len(names) > 50
+    assert sorted(set(names)) == sorted(names)
+    importing = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file in files
+        for line, name in imports(ast.parse(file.read_text(encoding="utf-8")))
+        if name.split(".")[0] in names
+    ]
+    assert not importing, "what several tests need has a module of its own: " + "\n".join(importing)
+
+
 VIOLATIONS: list[tuple[Checker, str, str]] = [
     (ranks, "ops/loss.py", "from mesh_transformer.models import gptj"),
     (ranks, "ops/loss.py", "import mesh_transformer.train.step"),

@@ -17,6 +17,7 @@ from mesh_transformer.data.tokenizer import ByteTokenizer, Tokenizer
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.runtime.serve.loop import EngineLoop
 from mesh_transformer.runtime.serve.model import ServedModel
+from mesh_transformer.runtime.serve.protocol import ErrorResponse
 from mesh_transformer.runtime.serve.start import Service, bind
 
 NAME, VOCAB, CONTEXT = "tiny", 257, 64
@@ -148,3 +149,10 @@ def expected(prompt: Sequence[int], **params: Any) -> Completion:
 
 def text_of(completion: Completion) -> str:
     return ByteTokenizer().decode(token.id for token in completion.tokens)
+
+
+def refusal(response, status: int) -> dict:
+    """The error of an answer, which must have this status and OpenAI's form."""
+    assert response.status_code == status, response.text
+    ErrorResponse.model_validate(response.json(), strict=True)
+    return response.json()["error"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from served import expected, serve, text_of
-from test_refusals import refusal
+from served import expected, refusal, serve, text_of
 
 
 @pytest.fixture(scope="module")

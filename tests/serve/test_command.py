@@ -7,26 +7,20 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from commands import REPO, finish, run, start, write_run
+from commands import finish, run, write_run
+from processes import PATHS, PROGRAM, process, wait_for_health
 from wire import ask, connect, receive
 
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.serve import start as serving
-
-PROGRAM = "tests/serve/fake_serve.py"
-PATHS = {"PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
 
 
 @pytest.fixture(autouse=True)
@@ -36,36 +30,6 @@ def signals():
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
-
-
-@contextmanager
-def process(
-    folder: Path, *arguments: str, program: str = PROGRAM, **environment: str
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server's process and its URL, once its port is open."""
-    if not (folder / "config.json").exists():
-        write_run(folder)
-    child = start(
-        program, "--config", "config.json", "--port", "0", *arguments, cwd=folder, **PATHS, **environment
-    )
-    try:
-        assert child.stderr is not None
-        said = ""
-        while (match := re.search(r"listening on (http://\S+)", said)) is None:
-            line = child.stderr.readline()
-            assert line, said
-            said += line
-        yield child, match[1]
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def wait_for_health(url: str, status: int = 200, timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while httpx.get(f"{url}/health").status_code != status:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_sigterm_finishes_open_streams_and_exits_with_0(tmp_path):

@@ -6,8 +6,7 @@ import threading
 import time
 
 import pytest
-from served import KEY, expected, serve, text_of, wait_until
-from test_refusals import refusal
+from served import KEY, expected, refusal, serve, text_of, wait_until
 from wire import ask, body_of, connect, read_to_end, receive, send_slowly
 
 from mesh_transformer.data.tokenizer import ByteTokenizer

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from served import expected, serve, text_of, wait_until
-from test_refusals import refusal
+from served import expected, refusal, serve, text_of, wait_until
 from wire import ask, connect
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from commands import REPO, finish
-from test_command import process, wait_for_health
+from processes import process, wait_for_health
 
 MINUTES = 0.75
 

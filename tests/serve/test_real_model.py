@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from commands import finish, run, write_run
-from test_command import process, wait_for_health
+from processes import process, wait_for_health
 
 
 @pytest.mark.slow

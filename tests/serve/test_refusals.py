@@ -6,7 +6,7 @@ import gzip
 import json
 
 import pytest
-from served import KEY, serve
+from served import KEY, refusal, serve
 from wire import body_of, connect, read_to_end
 
 from mesh_transformer.runtime.serve.guard import MAX_BODY_BYTES
@@ -25,13 +25,6 @@ def server():
 def locked():
     with serve(keys=["another-key", KEY]) as served:
         yield served
-
-
-def refusal(response, status: int) -> dict:
-    """The error of an answer, which must have this status and OpenAI's form."""
-    assert response.status_code == status, response.text
-    ErrorResponse.model_validate(response.json(), strict=True)
-    return response.json()["error"]
 
 
 @pytest.mark.parametrize(
