@@ -99,6 +99,11 @@ def resolve(model: ModelConfig, platform: str) -> ModelConfig:
     return model.model_copy(update=changes)
 
 
+def vocab_columns(platform: str) -> int:
+    """Columns of the vocabulary whose logits a scorer holds at a time: on CPU, those of 512 positions fit its caches."""
+    return 1536 if platform == "cpu" else 1 << 16
+
+
 class Slice(NamedTuple):
     """A TPU slice that programs can be compiled for with no TPU attached."""
 

@@ -12,37 +12,18 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from mesh_transformer.infer.trees import Common, Query, Tree
+
 SHORTEST_ROW = 64
-WORTH_SHARING = 16  # tokens; inputs that share fewer, and not a whole context, go their own ways
-_LEAST_CHUNK, _LARGEST_CHUNK = 32, 128  # positions that go through the head together
+_CHUNK_STEP, _LARGEST_CHUNK = 32, 512  # positions that go through the head together
 _WIDE = 512  # narrower models are taken to be so wide: what they compute is little, what padding adds to it should be too
 _SECOND_SHAPE = 2  # batches: what compiling for a second length of rows is taken to cost
-
-
-class Query(NamedTuple):
-    """What is the log-likelihood of the continuation after the context? Neither is empty."""
-
-    context: Sequence[int]
-    continuation: Sequence[int]
-
-    @property
-    def inputs(self) -> list[int]:
-        """The tokens that the model reads."""
-        return [*self.context, *self.continuation[:-1]]
-
-
-class Tree(NamedTuple):
-    """Inputs that begin alike, in preorder: a token's index is that from the tree's beginning."""
-
-    tokens: list[int]
-    positions: list[int]  # in its own input
-    ends: list[int]  # see ops/packing.py
-    queries: list[tuple[int, list[int]]]  # each query, and the tokens whose next one is scored
 
 
 @dataclasses.dataclass
@@ -112,7 +93,7 @@ def plan(queries: Sequence[Query], *, batch_tokens: int, width: int, multiple: i
     if not queries:
         return Plan([], Counts(), multiple)
     inputs = [query.inputs for query in queries]
-    common = _Common(queries, inputs)
+    common = Common(queries, inputs)
     longest = max(map(len, inputs))
     largest = next(length for length in _lengths() if length >= longest)
     layouts = []
@@ -131,7 +112,7 @@ def plan(queries: Sequence[Query], *, batch_tokens: int, width: int, multiple: i
         sum(grid.shape[0] * grid.shape[1] for grid in grids),
     )
     wanted = [_Wanted(grid, queries) for grid in grids]
-    chunk = _chunk(sum(len(w.at_P) for w in wanted) / len(wanted), multiple)
+    chunk = _chunk(max(len(w.at_P) for w in wanted), multiple)
     most = 1 << (max(w.most for w in wanted) - 1).bit_length()
     return Plan([w.batch(chunk, most) for w in wanted], counts, chunk)
 
@@ -145,71 +126,17 @@ def _lengths() -> Iterator[int]:
         length *= 2
 
 
-def _chunk(mean: float, multiple: int) -> int:
-    size = _LEAST_CHUNK
-    while size < min(mean, _LARGEST_CHUNK):
-        size *= 2
-    return -(-size // multiple) * multiple
-
-
-class _Common:
-    """Inputs in lexicographic order, and how many first tokens each has in common with the one before."""
-
-    def __init__(self, queries: Sequence[Query], inputs: Sequence[list[int]]):
-        self.queries, self.inputs = queries, inputs
-        self.order = sorted(range(len(inputs)), key=lambda query: inputs[query])
-        pairs = itertools.pairwise([[], *(inputs[query] for query in self.order)])
-        self.common = [_common(*pair) for pair in pairs]
-
-    def groups(self, longest: int, longer_than: int) -> Iterator[list[tuple[int, int]]]:
-        """The queries of each tree with the tokens that each shares with the one before it.
-
-        Of the inputs longer than `longer_than` and at most `longest`; no tree is larger than `longest`.
-        """
-        group: list[tuple[int, int]] = []
-        size = common = 0
-        for query, with_last in zip(self.order, self.common, strict=True):
-            common, length = min(common, with_last), len(self.inputs[query])
-            if not longer_than < length <= longest:
-                continue
-            least = min(len(self.queries[query].context), WORTH_SHARING)
-            if common >= least and size + length - common <= longest:
-                group.append((query, common))
-                size += length - common
-            else:
-                if group:
-                    yield group
-                group, size = [(query, 0)], length
-            common = length
-        if group:
-            yield group
-
-    def tree(self, group: list[tuple[int, int]]) -> Tree:
-        """Lay out the queries of a group."""
-        tree = Tree([], [], [], [])
-        path: list[int] = []  # the indices of the newest input's tokens
-        for query, common in group:
-            for index in path[common:]:
-                tree.ends[index] = len(tree.tokens)
-            new = self.inputs[query][common:]
-            path = path[:common] + list(range(len(tree.tokens), len(tree.tokens) + len(new)))
-            tree.tokens.extend(new)
-            tree.positions.extend(range(common, common + len(new)))
-            tree.ends.extend([0] * len(new))
-            tree.queries.append((query, path[len(self.queries[query].context) - 1 :]))
-        for index in path:
-            tree.ends[index] = len(tree.tokens)
-        return tree
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _chunk(most: int, multiple: int) -> int:
+    """A size that divides `most` positions evenly, or nearly so."""
+    parts = -(-most // _LARGEST_CHUNK)
+    step = math.lcm(_CHUNK_STEP, multiple)
+    return -(-most // (parts * step)) * step
 
 
 class _Shape:
     """Rows of one length, for the inputs longer than `longer_than` that fit one."""
 
-    def __init__(self, common: _Common, length: int, longer_than: int, batch_tokens: int, multiple: int):
+    def __init__(self, common: Common, length: int, longer_than: int, batch_tokens: int, multiple: int):
         self.common, self.length = common, length
         self.groups = list(common.groups(length, longer_than))
         sizes = [sum(len(common.inputs[query]) - shared for query, shared in group) for group in self.groups]
@@ -225,10 +152,25 @@ class _Shape:
         return self.batches * self.rows_of_batch * self.length * (1 + self.length / (4 * max(width, _WIDE)))
 
     def grids(self) -> Iterator[_Grid]:
-        for start in range(0, len(self.rows), self.rows_of_batch):
-            rows = self.rows[start : start + self.rows_of_batch]
+        for rows in self._batches():
             trees = [[self.common.tree(self.groups[group]) for group in row] for row in rows]
             yield _Grid(trees, (self.rows_of_batch, self.length))
+
+    def _batches(self) -> Iterator[list[list[int]]]:
+        """Rows with much and with little to score in turn: what goes through the head is as much in each batch."""
+        wanted = {id(row): sum(map(self._wanted, row)) for row in self.rows}
+        rows = sorted(self.rows, key=lambda row: -wanted[id(row)])
+        dealt: list[list[list[int]]] = [[] for _ in range(self.batches)]
+        for start in range(0, len(rows), self.batches):
+            turn = rows[start : start + self.batches]
+            for batch, row in zip(
+                dealt if start // self.batches % 2 == 0 else dealt[::-1], turn, strict=False
+            ):
+                batch.append(row)
+        yield from dealt
+
+    def _wanted(self, group: int) -> int:
+        return sum(len(self.common.queries[query].continuation) for query, _ in self.groups[group])
 
 
 def _best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:

@@ -70,7 +70,7 @@ import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 process = int(sys.argv[3])
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, process)
-import evals.test_meshes as tests
+import evals.test_eval_meshes as tests
 import hf_folders as hf
 from evals.evaluated import session_of
 from mesh_transformer.data.tokenizer import ByteTokenizer

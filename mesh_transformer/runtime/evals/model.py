@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 
 import jax
 
+from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.engine import SlotEngine
-from mesh_transformer.infer.packing import Counts, Query, plan
+from mesh_transformer.infer.packing import Counts, plan
 from mesh_transformer.infer.programs import MAX_STEPS
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.infer.scheduler import Scheduler
 from mesh_transformer.infer.scoring import Scorer
+from mesh_transformer.infer.trees import Query
 from mesh_transformer.logs import Progress
 from mesh_transformer.models.base import Model, Params
 from mesh_transformer.parallel.sharding import Partition, inference_rules, training_rules
@@ -62,7 +64,8 @@ class EvalModel:
         self._model: Model = session.program.model
         self._partition = Partition(session.program.partition.mesh, training_rules(session.config.mesh))
         self._cast = jax.jit(self._model.cast, out_shardings=self._partition.shardings(self._model.axes))
-        self._scorer = Scorer(self._model, self._partition)
+        columns = platforms.vocab_columns(jax.default_backend())
+        self._scorer = Scorer(self._model, self._partition, columns=columns)
         self._batch_tokens, self._answers, self._stop = batch_tokens, answers, stop
         self._engines: dict[int, SlotEngine] = {}
         self._params: Params | None = None
