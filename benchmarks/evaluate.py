@@ -1,6 +1,6 @@
 """Evaluation speed: PIQA by our harness adaptor and by lm-eval's own `hf` model (torch), same weights, in turn.
 
-    pip install -e '.[eval,torch]' accelerate
+    pip install -e '.[eval,torch]'
     python benchmarks/evaluate.py --data-dir D      # D/piqa; configs/70M.json, random weights, 300 questions, 5 rounds
 
 Each run is a process of its own. Examples a second: questions (two log-likelihoods each) over the time of the harness's
