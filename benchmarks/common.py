@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -39,6 +40,25 @@ def in_turn(commands: Mapping[str, Sequence[str]], rounds: int) -> dict[str, lis
 def this_script(script: str, *arguments: str) -> list[str]:
     """The command that runs `script` again, with these arguments, as a child."""
     return [sys.executable, script, *arguments]
+
+
+def parser(
+    description: str | None, *, config: str = "70M", workers: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """--config, --set, --rounds, and the hidden --worker by which a benchmark runs one of its own parts."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--config", default=str(REPO / f"configs/{config}.json"))
+    made.add_argument("--set", action="append", default=[], dest="overrides", metavar="group.key=value")
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--worker", choices=list(workers), help=argparse.SUPPRESS)
+    return made
+
+
+def of_config(arguments: argparse.Namespace) -> list[str]:
+    """--config and --set again, for a child."""
+    return ["--config", arguments.config, *(part for item in arguments.overrides for part in ("--set", item))]
 
 
 def median(values: Sequence[float]) -> float:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import REPO, emit, in_turn, machine, median, peak_memory_mib, this_script
-from generate import make_checkpoint
+from checkpoint import make_checkpoint
+from common import REPO, emit, in_turn, machine, median, of_config, parser, peak_memory_mib, this_script
 
 
 def main() -> None:
@@ -29,9 +29,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder, arguments.peers = folder, "torch"
         make_checkpoint(arguments, Path(folder))
-        rest = ["--config", arguments.config, "--folder", folder, "--data-dir", arguments.data_dir]
+        rest = [*of_config(arguments), "--folder", folder, "--data-dir", arguments.data_dir]
         rest += ["--tokenizer", arguments.tokenizer, "--limit", str(arguments.limit)]
-        rest += [part for item in arguments.overrides for part in ("--set", item)]
         commands = {"ours": this_script(__file__, "--worker", "ours", *rest)}
         for batch in arguments.batches:
             options = ["--worker", "hf", "--batches", str(batch), *rest]
@@ -122,25 +121,17 @@ WORKERS = {"ours": ours, "hf": hf}
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", default=str(REPO / "configs/70M.json"))
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="group.key=value")
-    parser.add_argument(
-        "--data-dir", default=str(REPO.parent / "shared/data"), help="folder that holds piqa/"
-    )
-    parser.add_argument(
+    made = parser(__doc__, workers=WORKERS)
+    made.add_argument("--data-dir", default=str(REPO.parent / "shared/data"), help="folder that holds piqa/")
+    made.add_argument(
         "--tokenizer",
         default=str(REPO.parent / "shared/data/gpt2_tokenizer"),
         help="folder of GPT-2's tokenizer",
     )
-    parser.add_argument("--limit", type=int, default=300, help="questions")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="batch sizes of `hf`")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    made.add_argument("--limit", type=int, default=300, help="questions")
+    made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="batch sizes of `hf`")
+    made.add_argument("--folder", help=argparse.SUPPRESS)
+    return made.parse_args()
 
 
 if __name__ == "__main__":

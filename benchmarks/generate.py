@@ -15,11 +15,13 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import REPO, emit, in_turn, machine, median, peak_memory_mib, this_script
+from checkpoint import make_checkpoint
+from common import emit, in_turn, machine, median, of_config, parser, peak_memory_mib, this_script
 
 PROMPT, NEW, REPEATS = 128, 64, 5
 PEERS = {"torch": ["transformers"], "all": ["transformers", "ctranslate2"], "none": []}
@@ -33,8 +35,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder = folder
         native = arguments.ckpt or make_checkpoint(arguments, Path(folder))
-        rest = ["--config", arguments.config, "--folder", folder, "--ckpt", native]
-        rest += [part for item in arguments.overrides for part in ("--set", item)]
+        rest = [*of_config(arguments), "--folder", folder, "--ckpt", native]
         commands = {"memory": this_script(__file__, "--worker", "memory", *rest)}
         for batch in arguments.batches:
             for worker in ["ours", *PEERS[arguments.peers]]:
@@ -95,47 +96,6 @@ def plot(result: dict[str, Any], path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
-    """Random weights in the native form, and for the peers in theirs. Returns the native folder."""
-    import jax
-
-    from mesh_transformer.checkpoint.store import CheckpointStore
-    from mesh_transformer.config import load_config
-    from mesh_transformer.runtime.convert import to_hf
-    from mesh_transformer.runtime.session import Session
-
-    config = load_config(arguments.config, arguments.overrides)
-    store = CheckpointStore(str(folder / "native"))
-    program = Session.open(config).program
-    params = jax.jit(lambda key: program.init(key).params)(jax.random.key(0))
-    store.save(1, {"step": np.int32(1), "params": params}, {})
-    store.close()
-    if arguments.peers != "none":
-        to_hf(arguments.config, arguments.overrides, str(folder / "native"), str(folder / "hf"), dtype="fp32")
-    if arguments.peers == "all":
-        convert_to_ctranslate2(folder)
-    return str(folder / "native")
-
-
-def convert_to_ctranslate2(folder: Path) -> None:
-    """CTranslate2's form of the Hugging Face folder; it wants words, the benchmark ids."""
-    from ctranslate2.converters import TransformersConverter
-    from transformers import AutoConfig
-
-    save_words(folder / "hf", AutoConfig.from_pretrained(folder / "hf").vocab_size)
-    TransformersConverter(str(folder / "hf")).convert(str(folder / "ct2"), force=True)
-
-
-def save_words(folder: Path, n_vocab: int) -> None:
-    """A tokenizer of as many made-up words as a model has tokens."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(n_vocab)}, unk_token="t0"))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", bos_token="t0", eos_token="t0")
-    fast.save_pretrained(folder)
-
-
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """The engine, as device_serve.py and device_sample.py use it."""
     import jax
@@ -182,8 +142,6 @@ def transformers(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers import GPTJForCausalLM
 
-    from mesh_transformer.config import load_config
-
     (batch,) = arguments.batches
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -206,15 +164,7 @@ def transformers(arguments: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.synchronize()
         return time.perf_counter() - began, out[:, PROMPT:].tolist()
 
-    def run() -> tuple[float, float, list[list[int]]]:
-        first, _ = generate(1)
-        both, tokens = generate(NEW)
-        return first, both - first, tokens
-
-    return {
-        **timed(run, batch),
-        "weight_bytes": weight_bytes(load_config(arguments.config, arguments.overrides)),
-    }
+    return measured(generate, arguments)
 
 
 def ctranslate2(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -222,8 +172,6 @@ def ctranslate2(arguments: argparse.Namespace) -> dict[str, Any]:
     import os
 
     import ctranslate2 as ct2
-
-    from mesh_transformer.config import load_config
 
     (batch,) = arguments.batches
     model = ct2.Generator(
@@ -243,15 +191,21 @@ def ctranslate2(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         return time.perf_counter() - began, [result.sequences_ids[0] for result in out]
 
-    def run() -> tuple[float, float, list[list[int]]]:
+    return measured(generate, arguments)
+
+
+def measured(generate: Callable[[int], tuple[float, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The rates of a peer's `generate(new)`, which gives its seconds and the new tokens."""
+    from mesh_transformer.config import load_config
+
+    def run() -> tuple[float, float, Any]:
         first, _ = generate(1)
         both, tokens = generate(NEW)
         return first, both - first, tokens
 
-    return {
-        **timed(run, batch),
-        "weight_bytes": weight_bytes(load_config(arguments.config, arguments.overrides)),
-    }
+    (batch,) = arguments.batches
+    weights = weight_bytes(load_config(arguments.config, arguments.overrides))
+    return {**timed(run, batch), "weight_bytes": weights}
 
 
 def memory(_: argparse.Namespace) -> dict[str, Any]:
@@ -301,19 +255,13 @@ WORKERS = {"ours": ours, "transformers": transformers, "ctranslate2": ctranslate
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", default=str(REPO / "configs/70M.json"))
-    parser.add_argument("--ckpt", help="weights of the config; random ones if absent")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="group.key=value")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--peers", choices=list(PEERS), default="all")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--plot", metavar="PNG", help="draw the rates")
-    parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    made = parser(__doc__, workers=WORKERS)
+    made.add_argument("--ckpt", help="weights of the config; random ones if absent")
+    made.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    made.add_argument("--peers", choices=list(PEERS), default="all")
+    made.add_argument("--plot", metavar="PNG", help="draw the rates")
+    made.add_argument("--folder", help=argparse.SUPPRESS)
+    return made.parse_args()
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-from common import REPO, emit, in_turn, machine, median, this_script
-from generate import make_checkpoint, save_words
+from checkpoint import make_checkpoint, save_words
+from common import REPO, emit, in_turn, machine, median, of_config, parser, this_script
 
 from mesh_transformer.config import load_config
 
@@ -45,9 +45,8 @@ def main() -> None:
         checkpoint = make_checkpoint(arguments, Path(folder))
         save_words(Path(folder, "words"), load_config(arguments.config, arguments.overrides).model.n_vocab)
         arguments.overrides.append(f"data.tokenizer={folder}/words")
-        rest = ["--config", arguments.config, "--ckpt", checkpoint, "--slots", str(arguments.slots)]
+        rest = [*of_config(arguments), "--ckpt", checkpoint, "--slots", str(arguments.slots)]
         rest += ["--clients", str(arguments.clients)]
-        rest += [part for item in arguments.overrides for part in ("--set", item)]
         commands = {name: this_script(__file__, "--worker", name, *rest) for name in ("engine", "server")}
         server(arguments_with(arguments, ckpt=checkpoint))  # the programs are on disk from here on
         runs = in_turn(commands, arguments.rounds)
@@ -94,9 +93,8 @@ def server(arguments: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def served(arguments: argparse.Namespace) -> Any:
     """A running device_serve.py: its URL, and the seconds from its start to its first token."""
-    command = [sys.executable, "device_serve.py", "--config", arguments.config, "--ckpt", arguments.ckpt]
+    command = [sys.executable, "device_serve.py", *of_config(arguments), "--ckpt", arguments.ckpt]
     command += ["--port", "0", "--slots", str(arguments.slots)]
-    command += [part for item in arguments.overrides for part in ("--set", item)]
     began = time.perf_counter()
     child = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True, env={**os.environ})
     try:
@@ -200,19 +198,12 @@ def prompts() -> list[list[int]]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", default=str(REPO / "configs/70M.json"))
-    parser.add_argument(
-        "--set", action="append", default=["model.seq=2048"], dest="overrides", metavar="group.key=value"
-    )
-    parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ckpt", help=argparse.SUPPRESS)
-    parser.add_argument("--worker", choices=["engine", "server"], help=argparse.SUPPRESS)
-    return parser.parse_args()
+    made = parser(__doc__, workers=["engine", "server"])
+    made.set_defaults(overrides=["model.seq=2048"])
+    made.add_argument("--slots", type=int, default=8)
+    made.add_argument("--clients", type=int, default=32)
+    made.add_argument("--ckpt", help=argparse.SUPPRESS)
+    return made.parse_args()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import REPO, emit, in_turn, machine, median, peak_memory_mib, this_script
+from common import emit, in_turn, machine, median, of_config, parser, peak_memory_mib, this_script
 
 WARM_UP = 2
 
@@ -27,8 +27,7 @@ def main() -> None:
         emit(WORKERS[arguments.worker](arguments))
         return
     workers = ["ours", "matmul"] if arguments.peer == "none" else list(WORKERS)
-    rest = ["--config", arguments.config, "--steps", str(arguments.steps)]
-    rest += [part for item in arguments.overrides for part in ("--set", item)]
+    rest = [*of_config(arguments), "--steps", str(arguments.steps)]
     commands = {name: this_script(__file__, "--worker", name, *rest) for name in workers}
     runs = in_turn(commands, arguments.rounds)
     emit(summary(runs, arguments))
@@ -169,19 +168,13 @@ WORKERS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", default=str(REPO / "configs/70M.json"))
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="group.key=value")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of each run")
-    parser.add_argument(
+    made = parser(__doc__, workers=WORKERS)
+    made.add_argument("--peer", choices=["torch", "none"], default="torch")
+    made.add_argument("--steps", type=int, default=4, help="timed steps of each run")
+    made.add_argument(
         "--peak-tflops", type=float, help="of a device, for the share; default: measured products"
     )
-    parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return made.parse_args()
 
 
 if __name__ == "__main__":
