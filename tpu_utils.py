@@ -29,7 +29,11 @@ __all__ = [
 
 def main() -> int:
     """Parse the arguments and do what they say."""
-    arguments = _parser().parse_args()
+    given, command = sys.argv[1:], []
+    if "--" in given:  # argparse cannot tell a command's options from ours
+        at = given.index("--")
+        given, command = given[:at], given[at + 1 :]
+    arguments = _parser().parse_args(given, argparse.Namespace(command=command))
     logs.set_up()
     return arguments.action(arguments, Tpus(arguments.zone, arguments.project))
 
@@ -102,10 +106,10 @@ def _ssh(arguments: argparse.Namespace, tpus: Tpus) -> int:
 
 
 def _run(arguments: argparse.Namespace, tpus: Tpus) -> int:
-    pod = _pod(arguments, tpus)
-    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    words = arguments.command
     if not words:
         raise UserError("run needs a command: python tpu_utils.py run NAME --zone Z -- COMMAND")
+    pod = _pod(arguments, tpus)
     try:
         pod.run(
             words[0] if len(words) == 1 else shlex.join(words),
@@ -194,12 +198,14 @@ def _parser() -> argparse.ArgumentParser:
     ssh.add_argument(
         "--worker", type=int, default=0, metavar="N", help="TPU worker id (default: %(default)s)"
     )
-    run = _add(actions.add_parser("run", parents=[where, hosts], help="a command on all hosts at once"), _run)
+    run = _add(
+        actions.add_parser(
+            "run", parents=[where, hosts], help="a command on all hosts at once: ... -- COMMAND"
+        ),
+        _run,
+    )
     run.add_argument("--worker", type=int, action="append", metavar="N", help="only there; may be repeated")
     run.add_argument("--timeout", type=float, metavar="S", help="seconds for each host; for ever if absent")
-    run.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="one word is a shell line"
-    )
     delete = _add(actions.add_parser("delete", parents=[where], help="delete it; repeatable"), _delete)
     delete.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait")
     return parser

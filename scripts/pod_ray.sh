@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# One Ray node of this machine, kept up without the SSH connection that started it.
+#   pod_ray.sh start STATE FINGERPRINT COMMAND...   COMMAND is `ray start ...`; nothing happens if the same one runs
+#   pod_ray.sh stop STATE
+#   pod_ray.sh status STATE                         exit code 0 if it runs
+# STATE is a folder: the supervisor's process id, the fingerprint of what it runs, and its log are there. The supervisor
+# is the leader of a session of its own, and starts the node again when it ends.
+set -euo pipefail
+
+READY_LINE="Ray runtime started"
+READY_S=120
+STOP_S=15
+
+verb=$1 state=$2
+shift 2
+mkdir -p "$state/logs"
+log=$state/logs/ray.log
+
+running() { # is the process of the file our supervisor, and not one that got its number later?
+    local pid
+    pid=$(cat "$state/ray.pid" 2>/dev/null) && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "pod_ray.sh supervise $state "
+}
+
+session_processes() {
+    ps -o pid= -s "$1" 2>/dev/null || true
+}
+
+stop() {
+    local pid deadline
+    pid=$(cat "$state/ray.pid" 2>/dev/null) || return 0
+    if running; then
+        kill -TERM "$pid" 2>/dev/null || true
+        deadline=$((SECONDS + STOP_S))
+        while [[ -n $(session_processes "$pid") && $SECONDS -lt $deadline ]]; do
+            sleep 0.1
+        done
+    fi
+    # shellcheck disable=SC2046
+    kill -9 $(session_processes "$pid") 2>/dev/null || true
+    rm -f "$state/ray.pid" "$state/ray.fingerprint"
+}
+
+start() {
+    local fingerprint=$1 mark deadline
+    shift
+    if running && [[ $(cat "$state/ray.fingerprint" 2>/dev/null) == "$fingerprint" ]]; then
+        echo "ray is up"
+        return
+    fi
+    stop
+    mark=$(stat -c %s "$log" 2>/dev/null || echo 0)
+    setsid --fork bash "$0" supervise "$state" "$@" </dev/null >>"$log" 2>&1
+    deadline=$((SECONDS + READY_S))
+    until tail -c "+$((mark + 1))" "$log" | grep -q "$READY_LINE"; do
+        if ((SECONDS >= deadline)) || { [[ -f $state/ray.pid ]] && ! running; }; then
+            echo "ray did not start:" >&2
+            tail -c "+$((mark + 1))" "$log" | tail -n 20 >&2
+            stop
+            exit 1
+        fi
+        sleep 0.1
+    done
+    echo "$fingerprint" >"$state/ray.fingerprint"
+    echo "ray started"
+}
+
+supervise() {
+    local child code pause=1 began
+    echo $$ >"$state/ray.pid"
+    trap 'kill -TERM "$child" 2>/dev/null; wait "$child" 2>/dev/null; exit 0' TERM INT
+    while true; do
+        began=$SECONDS
+        "$@" --block 9<&- &
+        child=$!
+        code=0
+        wait "$child" || code=$?
+        if ((SECONDS - began > 60)); then
+            pause=1
+        fi
+        echo "$(date -u +%FT%TZ) ray ended with code $code; starting it again in $pause s"
+        sleep "$pause" &
+        child=$!
+        wait "$child" || true
+        pause=$((pause < 16 ? pause * 2 : 30))
+    done
+}
+
+case $verb in
+start) exec 9>"$state/ray.lock" && flock 9 && start "$@" ;;
+stop) exec 9>"$state/ray.lock" && flock 9 && stop ;;
+status) running ;;
+supervise) supervise "$@" ;;
+*)
+    echo "usage: pod_ray.sh start|stop|status STATE ..." >&2
+    exit 2
+    ;;
+esac
