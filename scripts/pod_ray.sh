@@ -49,7 +49,7 @@ start() {
     fi
     stop
     mark=$(stat -c %s "$log" 2>/dev/null || echo 0)
-    setsid --fork bash "$0" supervise "$state" "$@" </dev/null >>"$log" 2>&1
+    setsid --fork bash "$0" supervise "$state" "$@" </dev/null >>"$log" 2>&1 9>&- # the lock is not its
     deadline=$((SECONDS + READY_S))
     until tail -c "+$((mark + 1))" "$log" | grep -q "$READY_LINE"; do
         if ((SECONDS >= deadline)) || { [[ -f $state/ray.pid ]] && ! running; }; then
@@ -70,7 +70,7 @@ supervise() {
     trap 'kill -TERM "$child" 2>/dev/null; wait "$child" 2>/dev/null; exit 0' TERM INT
     while true; do
         began=$SECONDS
-        "$@" --block 9<&- &
+        "$@" --block &
         child=$!
         code=0
         wait "$child" || code=$?

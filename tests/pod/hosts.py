@@ -189,7 +189,9 @@ class PodOfHosts:
         self._unshared[i] = process
         first = self._first[i] = _child(process)
         inside = ["nsenter", "-t", str(first), "-n", "ip"]
-        _sh("ip", "link", "add", f"{BRIDGE}v{i}", "type", "veth", "peer", "name", "eth0", "netns", str(first))
+        # one MAC address for good: others remember for half a minute which one an address had
+        peer = ["peer", "name", "eth0", "address", f"02:00:0a:4d:00:{11 + i:02x}", "netns", str(first)]
+        _sh("ip", "link", "add", f"{BRIDGE}v{i}", "type", "veth", *peer)
         _sh("ip", "link", "set", f"{BRIDGE}v{i}", "master", BRIDGE, "up")
         _sh(*inside, "addr", "add", f"{self.addresses[i]}/24", "dev", "eth0")
         _sh(*inside, "link", "set", "eth0", "up")
