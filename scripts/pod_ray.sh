@@ -8,6 +8,7 @@
 set -euo pipefail
 
 READY_LINE="Ray runtime started"
+ENDED_LINE="ray ended with code"
 READY_S=120
 STOP_S=15
 
@@ -52,7 +53,8 @@ start() {
     setsid --fork bash "$0" supervise "$state" "$@" </dev/null >>"$log" 2>&1 9>&- # the lock is not its
     deadline=$((SECONDS + READY_S))
     until tail -c "+$((mark + 1))" "$log" | grep -q "$READY_LINE"; do
-        if ((SECONDS >= deadline)) || { [[ -f $state/ray.pid ]] && ! running; }; then
+        # what cannot start the first time is told, not tried again
+        if ((SECONDS >= deadline)) || tail -c "+$((mark + 1))" "$log" | grep -q "$ENDED_LINE"; then
             echo "ray did not start:" >&2
             tail -c "+$((mark + 1))" "$log" | tail -n 20 >&2
             stop
@@ -77,7 +79,7 @@ supervise() {
         if ((SECONDS - began > 60)); then
             pause=1
         fi
-        echo "$(date -u +%FT%TZ) ray ended with code $code; starting it again in $pause s"
+        echo "$(date -u +%FT%TZ) $ENDED_LINE $code; starting it again in $pause s"
         sleep "$pause" &
         child=$!
         wait "$child" || true

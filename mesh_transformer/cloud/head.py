@@ -15,12 +15,12 @@ from mesh_transformer.errors import RunError, UserError
 
 log = logging.getLogger(__name__)
 TOKEN = "ray_token"
-# A node whose answers stay away for 4 s counts as dead; Ray's own settings take more than a minute.
+# A node that gives no answer for 5 to 8 s counts as dead; with Ray's own settings it took more than a minute.
 HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 6,
+    "health_check_failure_threshold": 5,
 }
 START_S = 180.0
 

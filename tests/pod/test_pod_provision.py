@@ -250,7 +250,7 @@ def test_head_is_found_again_and_stopped(
     assert driver.start() == f"{DRIVER}:6379"
     assert before == driver.python("import subprocess; print(subprocess.check_output(['pgrep', '-x', 'gcs_server'], text=True))")  # fmt: skip
     stop_ray(pod, provisioned)
-    assert said(pod, "pgrep -f 'raylet|ray::|[p]od_ray.sh' | wc -l") == ["0"] * 4
+    assert said(pod, "pgrep -f '[r]aylet|[r]ay::|[p]od_ray.sh' | wc -l") == ["0"] * 4
     stop_ray(pod, provisioned)
     driver.python(f"from mesh_transformer.cloud import head; head.stop({str(driver.folder)!r})")
     left = driver.python("import subprocess; print(subprocess.run(['pgrep', '-a', 'gcs_server|raylet'], text=True, capture_output=True).stdout)")  # fmt: skip
