@@ -216,6 +216,10 @@ class PodOfHosts:
         prefix = ["nsenter", "-t", str(self._first[i]), "-m", "-p", "-n", "-u", "-i", "--"]
         return subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
 
+    def first_processes(self) -> list[int]:
+        """Process 1 of each host and of the driver, as this machine numbers them."""
+        return list(self._first.values())
+
     def driver_prefix(self, **environment: str) -> list[str]:
         """What to put before a command to run it as the driver. Killing its process leaves the command: `driver_signal`."""
         variables = [
