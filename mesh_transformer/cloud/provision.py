@@ -55,7 +55,7 @@ def provision(pod: Pod, environment: Environment | Existing, join: Join, root: s
         root: the checkout whose code they get.
 
     Raises:
-        HostsFailed, HostsRefused: some host failed; the others have done their part, and a second call does the rest.
+        HostsFailed, HostsRefused: some host failed, and nothing further was done on any; a second call does what is missing.
         UserError: a local file that is needed is not there.
     """
     seconds: dict[str, float] = {}
