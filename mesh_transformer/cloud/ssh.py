@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -71,23 +72,33 @@ def _everywhere(hosts: list[Host], access: Access, action: Action) -> list[Outco
     if not os.path.isfile(access.known_hosts):
         raise UserError(f"no file of known hosts {access.known_hosts}: unknown hosts are refused")
     open_connections: list[Any] = []
+    interrupted = threading.Event()
 
     def work(host: Host) -> Outcome:
         try:
             with _connected(host, access) as connection:
                 open_connections.append(connection)
-                return action(connection, host)
+                return (
+                    Outcome(host, None, fault="interrupted")
+                    if interrupted.is_set()
+                    else action(connection, host)
+                )
         except Exception as error:  # noqa: BLE001  (whatever a host brings about is told with its name, beside the others')
             return _outcome_of(error, host, access)
 
     with ThreadPoolExecutor(max_workers=min(len(hosts), MOST_AT_ONCE) or 1) as pool:
+        futures = [pool.submit(work, host) for host in hosts]
         try:
-            return list(pool.map(work, hosts))
-        except KeyboardInterrupt:
-            for (
-                connection
-            ) in open_connections:  # lets the threads end; what they started on the hosts may go on
-                connection.close()
+            return [future.result() for future in futures]
+        except BaseException:  # Ctrl-C: let the threads end; what they started on the hosts may go on
+            interrupted.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in futures):
+                for connection in list(
+                    open_connections
+                ):  # again and again: fabric opens what it finds closed
+                    connection.close()
+                time.sleep(0.1)
             raise
 
 

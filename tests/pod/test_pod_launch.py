@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import textwrap
@@ -107,6 +108,18 @@ def test_commands_on_the_hosts(hosts: PodOfHosts, api: TpuApi, tmp_path: Path) -
     assert "pod-w2" not in commands.finish(process)[0]  # standard input is empty: the shell ends at once
     _, errors = tool("ssh", "tool", *ZONE, *login, "--worker", "9", code=2)
     assert "has workers 0 to 3" in errors
+
+    process = commands.start(
+        "tpu_utils.py", "run", "tool", *ZONE, *login, "--", "echo begun; tail -f /dev/null", cwd=tmp_path,
+        HOME=str(tmp_path), **api.environment(),
+    )  # fmt: skip
+    assert process.stderr is not None
+    while "begun" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output, errors = commands.finish(process, 130, timeout_s=30)
+    assert output == "interrupted: the command may still be running on the hosts\n"
+    assert "Traceback" not in errors
 
     keys = api.host_keys
     api.host_keys = dict.fromkeys(keys, keys["10.77.0.11"])
