@@ -17,9 +17,18 @@ shift 2
 mkdir -p "$state/logs"
 log=$state/logs/ray.log
 
-running() { # is the process of the file our supervisor, and not one that got its number later?
+boot() { # names this run of the machine: after another start, process numbers mean other processes
+    echo "$(cat /proc/sys/kernel/random/boot_id)-$(awk '{print $22}' /proc/1/stat)"
+}
+
+supervisor() { # its process number, if it was started in this run of the machine
+    local pid then
+    read -r pid then 2>/dev/null <"$state/ray.pid" && [[ $then == "$(boot)" ]] && echo "$pid"
+}
+
+running() { # is that process our supervisor, and not one that got its number later?
     local pid
-    pid=$(cat "$state/ray.pid" 2>/dev/null) && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "pod_ray.sh supervise $state "
+    pid=$(supervisor) && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "pod_ray.sh supervise $state "
 }
 
 session_processes() {
@@ -28,7 +37,10 @@ session_processes() {
 
 stop() {
     local pid deadline
-    pid=$(cat "$state/ray.pid" 2>/dev/null) || return 0
+    if ! pid=$(supervisor); then
+        rm -f "$state/ray.pid" "$state/ray.fingerprint"
+        return
+    fi
     if running; then
         kill -TERM "$pid" 2>/dev/null || true
         deadline=$((SECONDS + STOP_S))
@@ -68,7 +80,7 @@ start() {
 
 supervise() {
     local child code pause=1 began
-    echo $$ >"$state/ray.pid"
+    echo "$$ $(boot)" >"$state/ray.pid"
     trap 'kill -TERM "$child" 2>/dev/null; wait "$child" 2>/dev/null; exit 0' TERM INT
     while true; do
         began=$SECONDS

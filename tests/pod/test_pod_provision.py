@@ -163,7 +163,7 @@ def test_ray_survives_the_connection_and_is_kept_up(
     raylets = pids(pod)
     pod.run("pkill -KILL -f '^sshd: root' || true", check=False)  # every connection, the master stays
     assert pids(pod) == raylets
-    assert said(pod, "ps -o ppid= -p $(cat .mesh_transformer/ray.pid) | tr -d ' '") == ["1"] * 4
+    assert said(pod, "ps -o ppid= -p $(cut -d' ' -f1 .mesh_transformer/ray.pid) | tr -d ' '") == ["1"] * 4
     pod.run("pkill -KILL -x raylet", [2])
     wait_for(lambda: (pids_2 := pod.run("pgrep -x raylet || true", [2])[0].output.strip()) not in ("", raylets[2]) and bool(pids_2))  # fmt: skip
     wait_for(lambda: "10.77.0.13" in driver.nodes())
