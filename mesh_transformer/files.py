@@ -245,6 +245,6 @@ def _gcs_client() -> Any:
 @lru_cache(maxsize=1)
 def _cached_client(project: str | None, emulator: str | None) -> Any:
     """One client a process: making one looks up credentials. `emulator` is read by the library itself."""
-    from google.cloud import storage
+    from google.cloud.storage import Client
 
-    return storage.Client(project=project)
+    return Client(project=project)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
+from mesh_transformer import slices
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 
@@ -107,19 +108,25 @@ def vocab_columns(platform: str) -> int:
 class Slice(NamedTuple):
     """A TPU slice that programs can be compiled for with no TPU attached."""
 
-    topology: str
-    memory_gib: int  # HBM of one JAX device
+    topology: str  # as libtpu names it
+    memory_gib: float  # HBM of one JAX device
     usable_gib: (
-        float  # of it, what libtpu 0.0.42 gives a program: its refusal of a program that is too big names it
+        float  # of it, what libtpu 0.0.42 gives a program: its refusal of one that is too big names it
     )
     options: MappingProxyType[str, Any] = MappingProxyType({})
 
 
+def _slice(name: str, usable_gib: float, **options: str) -> Slice:
+    kind = slices.parse(name)
+    topology = f"{kind.generation.name}:{kind.topology}"
+    return Slice(topology, kind.memory_gib_per_device, usable_gib, MappingProxyType(options))
+
+
 SLICES = {
-    "v3-8": Slice("v3:2x2", 16, 15.48),
-    "v4-8": Slice("v4:2x2x1", 32, 30.75, MappingProxyType({"chip_config_name": "megacore"})),  # 4 devices
-    "v5e-8": Slice("v5e:2x4", 16, 15.75),
-    "v6e-8": Slice("v6e:2x4", 32, 31.25),
+    "v3-8": _slice("v3-8", 15.48),
+    "v4-8": _slice("v4-8", 30.75, chip_config_name="megacore"),  # 4 devices
+    "v5e-8": _slice("v5e-8", 15.75),
+    "v6e-8": _slice("v6e-8", 31.25),
 }
 
 

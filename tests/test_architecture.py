@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "mesh_transformer"
 RANKS = [
-    {"config", "logs", "errors", "files"},
+    {"config", "logs", "errors", "files", "slices"},
     {"platforms", "parallel"},
     {"ops"},
     {"layers"},
@@ -22,12 +22,13 @@ RANKS = [
     {"checkpoint"},
     {"data"},
     {"runtime"},
+    {"cloud"},
     {"cluster"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 STRANGERS = {"train", "infer", "checkpoint", "data"}  # runtime puts them together
 PURE = {name for name, rank in RANK.items() if RANK["platforms"] <= rank <= RANK["train"]} - {"platforms"}
-CHECKS_INPUT = {"config", "data", "checkpoint", "runtime", "cluster", "entry"}
+CHECKS_INPUT = {"config", "data", "checkpoint", "runtime", "cloud", "cluster", "entry"}
 MAY_IMPORT = {
     "ray": {"cluster/ray_cluster.py"},
     "haiku": {"layers.py", "parallel/sharding.py", "models/"},
@@ -279,6 +280,8 @@ def test_rule_permits(checker: Checker, path: str, source: str) -> None:
         (f"{PACKAGE}.config", ["jax", "numpy", "haiku"]),
         (f"{PACKAGE}.infer.scheduler", ["jax", "numpy"]),
         (f"{PACKAGE}.files", ["jax", "smart_open", "google.cloud.storage"]),
+        (f"{PACKAGE}.slices", ["jax", "pydantic"]),
+        ("tpu_utils", ["jax", "ray", "paramiko", "google.cloud.tpu_v2"]),
     ],
 )
 def test_import_is_light(module: str, banned: list[str]) -> None:

@@ -1,0 +1,94 @@
+"""The code that hosts get: one archive, named by a hash of its content."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mesh_transformer.errors import UserError
+
+CODE = (
+    "mesh_transformer",
+    "configs",
+    "scripts",
+    "data",
+    "pyproject.toml",
+    "requirements.txt",
+)  # and *.py at the top
+MOST_BYTES = 256 << 20
+HASH_LETTERS = 16
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A .tar.gz; two trees of the same content make the same one, byte for byte."""
+
+    content: bytes
+    hash: str
+
+
+def code_archive(root: str) -> Archive:
+    """The code below `root`: the package, the entry points, configs, scripts and small data.
+
+    Raises:
+        UserError: it is no checkout of this project, or its `data` is too large to be pushed.
+    """
+    if not os.path.isdir(os.path.join(root, "mesh_transformer")):
+        raise UserError(f"{root} holds no mesh_transformer: give the root of a checkout")
+    names = sorted(name for name in os.listdir(root) if name in CODE or name.endswith(".py"))
+    return pack(root, [path for name in names for path in _files(root, name)])
+
+
+def folder_archive(folder: str) -> Archive:
+    """All files right under a folder, such as one of wheels."""
+    if not os.path.isdir(folder):
+        raise UserError(f"no folder {folder}")
+    names = sorted(name for name in os.listdir(folder) if os.path.isfile(os.path.join(folder, name)))
+    return pack(folder, names, most_bytes=None)
+
+
+def pack(root: str, paths: list[str], most_bytes: int | None = MOST_BYTES) -> Archive:
+    """An archive of the files at `paths` below `root`, without owners and times.
+
+    Raises:
+        UserError: there are more than `most_bytes`.
+    """
+    size = sum(os.path.getsize(os.path.join(root, path)) for path in paths)
+    if most_bytes is not None and size > most_bytes:
+        raise UserError(
+            f"the code below {root} has {size >> 20} MiB, more than the {most_bytes >> 20} that are pushed to hosts: put large "
+            "data in a bucket (gs://) and out of data/"
+        )
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for path in paths:
+            _add(tar, root, path)
+    digest = hashlib.sha256(plain.getvalue()).hexdigest()[:HASH_LETTERS]
+    return Archive(gzip.compress(plain.getvalue(), compresslevel=6, mtime=0), digest)
+
+
+def _add(tar: tarfile.TarFile, root: str, path: str) -> None:
+    full = os.path.join(root, path)
+    entry = tarfile.TarInfo(path)
+    entry.mode = 0o755 if os.access(full, os.X_OK) else 0o644
+    with open(full, "rb") as file:
+        content = file.read()
+    entry.size = len(content)
+    tar.addfile(entry, io.BytesIO(content))
+
+
+def _files(root: str, name: str) -> Iterator[str]:
+    full = os.path.join(root, name)
+    if os.path.isfile(full):
+        yield name
+        return
+    for folder, folders, names in os.walk(full):
+        folders[:] = sorted(entry for entry in folders if not entry.startswith((".", "__pycache__")))
+        for entry in sorted(names):
+            if not entry.startswith(".") and not entry.endswith(".pyc"):
+                yield os.path.relpath(os.path.join(folder, entry), root)

@@ -1,0 +1,120 @@
+"""The driver's own Ray node: the head that the hosts join. It outlives the driver, so that a new driver finds it again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from mesh_transformer.errors import RunError, UserError
+
+log = logging.getLogger(__name__)
+TOKEN = "ray_token"
+# A node that gives no answer for 5 to 8 s counts as dead; with Ray's own settings it took more than a minute.
+HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 5,
+}
+START_S = 180.0
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head that runs."""
+
+    address: str  # address:port
+    folder: str  # its state, log and token
+
+    @property
+    def token_file(self) -> str:
+        """The file with the token that every node and driver must have."""
+        return os.path.join(self.folder, TOKEN)
+
+    def environment(self) -> dict[str, str]:
+        """What a process needs in its environment before it imports ray."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token_file}
+
+
+def start(folder: str, address: str, port: int = 6379, arguments: tuple[str, ...] = ()) -> Head:
+    """Start the head on this machine, or find it running.
+
+    Args:
+        folder: for its state; the same folder means the same head.
+        address: of this machine, as the hosts reach it.
+        port: for the hosts.
+        arguments: further ones of `ray start`.
+
+    Raises:
+        UserError: Ray is not installed beside this Python.
+        RunError: it did not start.
+    """
+    folder = os.path.abspath(folder)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    head = Head(f"{address}:{port}", folder)
+    _make_token(head.token_file)
+    command = [
+        _ray(), "start", "--head", f"--node-ip-address={address}", f"--port={port}", "--include-dashboard=false",
+        "--disable-usage-stats", "--num-cpus=0", f"--system-config={json.dumps(HEALTH_CHECKS)}", *arguments,
+    ]  # fmt: skip
+    token = read_token(head.token_file)
+    fingerprint = hashlib.sha256(f"{command}{token}".encode()).hexdigest()[:16]
+    said = _script("start", folder, fingerprint, *command, environment=head.environment())
+    log.info("Ray head %s: %s", head.address, said)
+    return head
+
+
+def stop(folder: str) -> None:
+    """Stop the head whose state is in `folder`; where none runs nothing happens."""
+    _script("stop", os.path.abspath(folder))
+
+
+def read_token(path: str) -> str:
+    """The token in a file.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except FileNotFoundError as error:
+        raise UserError(f"no file {path} with the token of the Ray cluster") from error
+
+
+def _make_token(path: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def _ray() -> str:
+    path = os.path.join(os.path.dirname(sys.executable), "ray")
+    if not os.path.exists(path):
+        raise UserError(f"no {path}: install requirements.txt in this environment")
+    return path
+
+
+def _script(verb: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    script = os.path.join(root, "scripts", "pod_ray.sh")
+    done = subprocess.run(
+        ["bash", script, verb, *arguments],
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RunError(f"the Ray head did not {verb}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip()

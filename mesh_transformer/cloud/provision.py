@@ -1,0 +1,207 @@
+"""From hosts that one can log in to, to Ray nodes that run our code: push, install, start. Each only where it is missing."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shlex
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from mesh_transformer.cloud.archive import HASH_LETTERS, Archive, code_archive
+from mesh_transformer.cloud.environment import Environment, Existing, pins
+from mesh_transformer.cloud.head import read_token
+from mesh_transformer.cloud.pod import Host, Pod
+
+log = logging.getLogger(__name__)
+STATE = ".mesh_transformer"  # in the home folder of each host
+SETUP_S = 3600.0
+RAY_S = 180.0
+CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+@dataclass(frozen=True)
+class Join:
+    """How the hosts join the driver's Ray."""
+
+    head: str  # address:port of the driver, as the hosts reach it
+    token_file: str  # local file with the cluster's token (`head.token`)
+    arguments: tuple[str, ...] = ()  # further arguments of `ray start`
+    variables: Mapping[str, str] = field(default_factory=dict)  # further environment of Ray and its workers
+
+
+@dataclass(frozen=True)
+class Provisioned:
+    """What is on the hosts now."""
+
+    code: str  # folder on the hosts, from their home folder
+    python: str  # the interpreter on the hosts
+    pushed: Mapping[str, tuple[int, ...]]  # worker ids that lacked "code", "wheels", "environment"
+    seconds: Mapping[str, float]  # how long each part took
+
+
+def provision(pod: Pod, environment: Environment | Existing, join: Join, root: str = CHECKOUT) -> Provisioned:
+    """Bring the hosts to where Ray runs our code, joined to the driver, each with the resource `tpu_worker_<id>`.
+
+    Args:
+        pod: hosts that can be logged in to.
+        environment: what Python they use.
+        join: how they join.
+        root: the checkout whose code they get.
+
+    Raises:
+        HostsFailed, HostsRefused: some host failed, and nothing further was done on any; a second call does what is missing.
+        UserError: a local file that is needed is not there.
+    """
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "pack"):
+        code = code_archive(root)
+        things = _things(code, environment, root)
+    with _timed(seconds, "look"):
+        missing = _missing(pod, {name: path for name, (path, _) in things.items()})
+    for name in ("code", "wheels"):
+        if missing.get(name):
+            with _timed(seconds, f"push {name}"):
+                path, archive = things[name]
+                assert archive is not None
+                _push(pod, archive, path, missing[name])
+    code_folder = things["code"][0]
+    if isinstance(environment, Existing):
+        python_folder = environment.folder
+    else:
+        python_folder = f"$HOME/{things['environment'][0]}"
+        if missing["environment"]:
+            with _timed(seconds, "environment"):
+                _set_up(pod, environment, python_folder, code_folder, things, missing["environment"])
+    with _timed(seconds, "ray"):
+        _join(pod, join, python_folder, code_folder)
+    log.info("%d hosts: %s", len(pod.hosts), ", ".join(f"{name} {s:.1f} s" for name, s in seconds.items()))
+    return Provisioned(code_folder, f"{python_folder}/bin/python", missing, seconds)
+
+
+def stop_ray(pod: Pod, provisioned: Provisioned) -> None:
+    """Stop Ray on all hosts; where none runs nothing happens."""
+    pod.run(f"{_script(provisioned.code, 'pod_ray.sh')} stop $HOME/{STATE}", doing="stopping Ray")
+
+
+def fetch_logs(pod: Pod, provisioned: Provisioned, folder: str) -> None:
+    """Copy each host's logs to `folder`/w<id>: ours to logs/, Ray's newest session's to ray/.
+
+    Raises:
+        HostsFailed, HostsRefused: some host's did not come; the others' are there.
+    """
+    packed = f"{STATE}/logs.tar.gz"
+    command = f"{_script(provisioned.code, 'pod_logs.sh')} $HOME/{STATE} $HOME/{packed}"
+    outcomes = pod.run(command, check=False, doing="packing logs")
+    there = [outcome.host.worker_id for outcome in outcomes if outcome.code == 0]
+    with tempfile.TemporaryDirectory() as scratch:
+        pod.get(packed, lambda host: f"{scratch}/{host.worker_id}", there)
+        for worker_id in there:
+            with tarfile.open(f"{scratch}/{worker_id}") as tar:
+                tar.extractall(os.path.join(folder, f"w{worker_id}"), filter="data")
+    if len(there) < len(pod.hosts):
+        pod.run(command, [host.worker_id for host in pod.hosts if host.worker_id not in there])
+
+
+def _things(
+    code: Archive, environment: Environment | Existing, root: str
+) -> dict[str, tuple[str, Archive | None]]:
+    """What the hosts need: name -> its place there, by content, and the archive that becomes it."""
+    things: dict[str, tuple[str, Archive | None]] = {"code": (f"{STATE}/code/{code.hash}", code)}
+    if isinstance(environment, Environment):
+        with open(os.path.join(root, "scripts", "pod_setup.sh"), encoding="utf-8") as file:
+            name = environment.hash(file.read())
+        things["environment"] = (f"{STATE}/environments/{name}", None)
+        if environment.wheels is not None:
+            things["wheels"] = (f"{STATE}/wheels/{environment.wheels.hash}", environment.wheels)
+    return things
+
+
+def _missing(pod: Pod, places: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Worker ids that lack each thing; an environment counts when it is complete."""
+    marks = {name: f"{path}/.complete" if name == "environment" else path for name, path in places.items()}
+    look = "; ".join(f"[ -e $HOME/{mark} ] || echo {name}" for name, mark in marks.items())
+    outcomes = pod.run(f"mkdir -p -m 700 $HOME/{STATE}; {look}; true", doing="looking at what the hosts have")
+    lacking = {outcome.host.worker_id: outcome.output.split() for outcome in outcomes}
+    return {name: tuple(i for i, names in lacking.items() if name in names) for name in places}
+
+
+def _push(pod: Pod, archive: Archive, place: str, hosts: tuple[int, ...]) -> None:
+    log.info("pushing %s (%.1f MB) to workers %s", place, len(archive.content) / 1e6, list(hosts))
+    packed = f"{STATE}/{archive.hash}.tar.gz"
+    with tempfile.NamedTemporaryFile(suffix=".tar.gz") as file:
+        file.write(archive.content)
+        file.flush()
+        pod.put(file.name, packed, hosts)
+    unpack = (
+        f"set -e; cd; part={place}.part$$; mkdir -p $part; tar -xzf {packed} -C $part; "
+        f"mv -T $part {place} 2>/dev/null || rm -rf $part; rm -f {packed}; [ -d {place} ]"
+    )
+    pod.run(unpack, hosts, timeout_s=600, doing="unpacking")
+
+
+def _set_up(
+    pod: Pod,
+    environment: Environment,
+    folder: str,
+    code: str,
+    things: Mapping[str, tuple[str, Archive | None]],
+    hosts: tuple[int, ...],
+) -> None:
+    log.info("making the environment of workers %s: this takes minutes, once", list(hosts))
+    for name, text in (("requirements.txt", environment.requirement_lines), ("constraints.txt", pins())):
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write(text)
+            file.flush()
+            pod.put(file.name, f"{STATE}/{name}", hosts)
+    wheels = f"$HOME/{things['wheels'][0]}" if "wheels" in things else ""
+    script = _script(code, "pod_setup.sh")
+    pod.run(
+        f"{script} {folder} {shlex.quote(environment.python)} $HOME/{STATE}/requirements.txt $HOME/{STATE}/constraints.txt {wheels}",
+        hosts,
+        timeout_s=SETUP_S,
+        echo=True,
+        doing="making the environment",
+    )
+
+
+def _join(pod: Pod, join: Join, python_folder: str, code: str) -> None:
+    token = read_token(join.token_file)
+    variables = {
+        "PYTHONPATH": f"$HOME/{code}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": f"$HOME/{STATE}/ray_token",
+        **{name: shlex.quote(value) for name, value in join.variables.items()},
+    }
+    settings = " ".join(f"{name}={value}" for name, value in variables.items())
+
+    def command(host: Host) -> str:
+        arguments = [
+            f"--address={join.head}",
+            f"--node-ip-address={host.address}",
+            f'--resources={{"tpu_worker_{host.worker_id}": 1}}',
+            "--disable-usage-stats",
+            *join.arguments,
+        ]
+        start = f"env {settings} {python_folder}/bin/ray start {shlex.join(arguments)}"
+        fingerprint = hashlib.sha256(f"{start}{token}".encode()).hexdigest()[:HASH_LETTERS]
+        return f"cd $HOME/{code} && scripts/pod_ray.sh start $HOME/{STATE} {fingerprint} {start}"
+
+    pod.put(join.token_file, f"{STATE}/ray_token")
+    pod.run(command, timeout_s=RAY_S, doing="starting Ray")
+
+
+def _script(code: str, name: str) -> str:
+    return f"$HOME/{code}/scripts/{name}"
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    seconds[name] = time.monotonic() - began

@@ -1,0 +1,110 @@
+"""What TPU is wanted, checked before the API sees it, and how that is said in the API's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mesh_transformer import slices
+from mesh_transformer.errors import UserError
+
+Tier = Literal["on-demand", "spot", "preemptible", "reserved"]
+ALL_SCOPES = "https://www.googleapis.com/auth/cloud-platform"
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+_LABEL = re.compile(r"[a-z][-_a-z0-9]{0,62}")
+_LABEL_VALUE = re.compile(r"[-_a-z0-9]{0,63}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One TPU slice to have.
+
+    Raises:
+        UserError: a value that the API would refuse, or that does not go with another.
+    """
+
+    name: str
+    type: slices.SliceType
+    tier: Tier = "on-demand"
+    queued: bool = (
+        False  # wait in Google's queue (a queued resource) rather than fail when there is no capacity
+    )
+    valid_for_s: int | None = None  # with queued: give up the place in the queue after so many seconds
+    reservation: str | None = None  # with queued and reserved: projects/P/locations/Z/reservations/R
+    runtime_version: str | None = None  # None: what suits the type
+    network: str | None = None
+    subnetwork: str | None = None
+    external_addresses: bool = True
+    service_account: str | None = None  # e-mail; None: the project's default
+    labels: Mapping[str, str] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()  # network tags, for firewall rules
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    ssh_keys: tuple[str, ...] = ()  # lines "user:ssh-ed25519 AAAA... comment" that may log in
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise UserError(
+                f"{self.name!r} cannot name a TPU: up to 63 lower-case letters, digits and hyphens, first a letter, last "
+                "no hyphen"
+            )
+        for label, value in self.labels.items():
+            if not _LABEL.fullmatch(label) or not _LABEL_VALUE.fullmatch(value):
+                raise UserError(
+                    f"label {label}={value}: both sides take lower-case letters, digits, hyphens and underscores, up to "
+                    "63; the left one begins with a letter"
+                )
+        if not self.queued and (self.valid_for_s is not None or self.reservation is not None):
+            raise UserError(
+                f"TPU {self.name}: a reservation's name and a limit on waiting need a place in the queue: add --queued"
+            )
+        if self.reservation is not None and self.tier != "reserved":
+            raise UserError(f"TPU {self.name}: reservation {self.reservation} needs --reserved")
+        if self.queued and self.tier == "preemptible":
+            raise UserError(f"TPU {self.name}: the queue takes spot TPUs, not preemptible ones: use --spot")
+        self.runtime()  # a type that the API does not make
+
+    def runtime(self) -> str:
+        """The runtime version to ask for."""
+        return self.runtime_version or self.type.runtime_version
+
+    def node(self) -> dict[str, Any]:
+        """The API's `Node`. Guest attributes are on: the hosts publish their SSH keys there."""
+        metadata = {"enable-guest-attributes": "TRUE", **self.metadata}
+        if self.ssh_keys:
+            metadata["ssh-keys"] = "\n".join(self.ssh_keys)
+        network: dict[str, Any] = {"enable_external_ips": self.external_addresses}
+        network |= {
+            key: value for key in ("network", "subnetwork") if (value := getattr(self, key)) is not None
+        }
+        made = {
+            "accelerator_type": self.type.name,
+            "runtime_version": self.runtime(),
+            "network_config": network,
+            "labels": dict(self.labels),
+            "tags": list(self.tags),
+            "metadata": metadata,
+        }
+        if self.tier != "on-demand":
+            made["scheduling_config"] = {self.tier: True}
+        if self.service_account is not None:
+            made["service_account"] = {"email": self.service_account, "scope": [ALL_SCOPES]}
+        return made
+
+    def queued_resource(self, parent: str) -> dict[str, Any]:
+        """The API's `QueuedResource` of one node, which has the queued resource's own name."""
+        node = self.node()
+        node.pop("scheduling_config", None)  # the tier is said once, outside
+        made: dict[str, Any] = {
+            "tpu": {"node_spec": [{"parent": parent, "node_id": self.name, "node": node}]}
+        }
+        if self.tier == "spot":
+            made["spot"] = {}
+        if self.tier == "reserved":
+            made["guaranteed"] = {}
+        if self.reservation is not None:
+            made["reservation_name"] = self.reservation
+        if self.valid_for_s is not None:
+            made["queueing_policy"] = {"valid_until_duration": {"seconds": self.valid_for_s}}
+        return made

@@ -1,0 +1,261 @@
+"""TPU VMs and queued resources of one project and zone: make, find, list, wait for, delete. Everything may be repeated."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from mesh_transformer.cloud.api import Timing, call, connect, explained, finish, pauses, project_of
+from mesh_transformer.cloud.faults import Kind, TpuFailed, TpuRefused, fault
+from mesh_transformer.cloud.request import Request
+from mesh_transformer.cloud.state import Phase, Tpu, observe
+from mesh_transformer.errors import UserError
+
+log = logging.getLogger(__name__)
+DAY_S = 24 * 3600.0
+
+
+class Tpus:
+    """The TPUs of a project in a zone.
+
+    Args:
+        zone: such as europe-west4-a.
+        project: None means the environment's (`project_of`).
+        client: a `TpuClient`; None makes one (`connect`).
+        timing: of calls and of looks at states.
+
+    Raises:
+        UserError: the zone cannot be one, no project is known, or there are no credentials.
+    """
+
+    def __init__(
+        self, zone: str, project: str | None = None, client: Any | None = None, timing: Timing | None = None
+    ):
+        if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", zone):
+            raise UserError(f"{zone!r} is no zone: give one such as europe-west4-a")
+        self.zone = zone
+        self.project = project_of(project)
+        self.timing = timing or Timing()
+        self.parent = f"projects/{self.project}/locations/{zone}"
+        self._client = client or connect()
+
+    def find(self, name: str) -> Tpu | None:
+        """The TPU of that name, queued or made; None if there is none."""
+        doing = f"looking for TPU {name}"
+        node = self._get(self._client.get_node, self._node_name(name), doing)
+        queued_name = (node.queued_resource if node is not None else "") or self._queued_name(name)
+        queued = self._get(self._client.get_queued_resource, queued_name, doing)
+        return None if node is None and queued is None else observe(name, node, queued)
+
+    def describe(self, name: str) -> Tpu:
+        """The TPU of that name.
+
+        Raises:
+            TpuRefused: there is none.
+        """
+        found = self.find(name)
+        if found is None:
+            raise fault(f"TPU {name}", Kind.NOT_FOUND, f"there is none in {self.zone} of {self.project}")
+        return found
+
+    def all(self) -> list[Tpu]:
+        """All TPUs, made or queued, by name."""
+        request = {"parent": self.parent}
+        doing = f"listing the TPUs of {self.zone}"
+        with explained(doing):
+            nodes = {
+                _last(node.name): node
+                for node in call(self._client.list_nodes, doing, self.timing, **request)
+            }
+            queued = {
+                spec.node_id or _last(entry.name): entry
+                for entry in call(self._client.list_queued_resources, doing, self.timing, **request)
+                for spec in entry.tpu.node_spec[:1]
+            }
+        return [observe(name, nodes.get(name), queued.get(name)) for name in sorted(nodes | queued)]
+
+    def create(self, request: Request, timeout_s: float = DAY_S) -> Tpu:
+        """Make a TPU, or join the wait for one of that name that is being made; returns once it is ready.
+
+        Raises:
+            UserError: there is one of that name that is of another type or tier.
+            TpuRefused, TpuFailed: the API's reason, or not ready in time.
+        """
+        return self._obtain(request, time.monotonic() + timeout_s, again=False)
+
+    def ensure(self, request: Request, timeout_s: float = DAY_S) -> Tpu:
+        """Like `create`, but a TPU that was preempted, suspended or failed is deleted and made again, and lack of capacity
+        is waited out, with growing pauses, until `timeout_s`."""
+        return self._obtain(request, time.monotonic() + timeout_s, again=True)
+
+    def delete(self, name: str, timeout_s: float = 1800.0) -> bool:
+        """Delete a TPU and its place in the queue; returns False if there was none."""
+        deadline = time.monotonic() + timeout_s
+        found = self.find(name)
+        if found is None:
+            return False
+        doing = f"deleting TPU {name}"
+        if found.phase is not Phase.GOING:
+            log.info("%s (%s, %s)", doing, found.type, found.state)
+            self._delete(found, doing, deadline)
+        self._until_gone(name, doing, deadline)
+        return True
+
+    def host_keys(self, tpu: Tpu) -> dict[int, list[str]]:
+        """The public SSH keys of each host by TPU worker id, as the hosts themselves published them to the API.
+
+        Raises:
+            TpuFailed: a host has published none (yet), or the TPU was made without guest attributes.
+        """
+        keys = {}
+        for host in tpu.hosts():
+            answer = call(
+                self._client.get_guest_attributes,
+                f"reading the SSH host keys of TPU {tpu.name}",
+                self.timing,
+                name=self._node_name(tpu.name),
+                worker_ids=[str(host.worker_id)],
+            )
+            entries = [entry for found in answer.guest_attributes for entry in found.query_value.items]
+            keys[host.worker_id] = [
+                f"{entry.key} {entry.value}" for entry in entries if _is_key_type(entry.key) and entry.value
+            ]
+        missing = [worker_id for worker_id, found in keys.items() if not found]
+        if missing:
+            raise TpuFailed(
+                f"TPU {tpu.name}: workers {missing} published no SSH host key: try again in a minute; if the TPU was not "
+                "made by tpu_utils.py, give --known-hosts FILE with lines ADDRESS KEYTYPE KEY (docs/pod.md)",
+                Kind.NOT_FOUND,
+            )
+        return keys
+
+    def _obtain(self, request: Request, deadline: float, *, again: bool) -> Tpu:
+        doing = f"making TPU {request.name} ({request.type.name}) in {self.zone}"
+        made = False
+        looks = self._looks(doing, deadline)
+        while True:
+            pause_s = next(looks)
+            found = self.find(request.name)
+            if found is not None and found.phase is not Phase.GOING:
+                _require_same(found, request)
+            if found is None:
+                made = self._try_create(request, doing, deadline, again=again) or made
+                continue
+            if found.phase is Phase.READY:
+                return found
+            if found.phase is Phase.STOPPED:
+                raise UserError(
+                    f"TPU {found.name} is {found.state}: start it with `gcloud compute tpus tpu-vm start {found.name} --zone "
+                    f"{self.zone}`, or delete it"
+                )
+            if found.phase is Phase.LOST:
+                self._give_up_or_delete(found, doing, deadline, again=again, made=made)
+            else:
+                log.info("TPU %s: %s; looking again in %.0f s", found.name, found.state, pause_s)
+
+    def _looks(self, doing: str, deadline: float) -> Iterator[float]:
+        """Yields the next pause, and takes it, until the deadline raises."""
+        for pause_s in pauses(self.timing):
+            yield pause_s
+            if time.monotonic() >= deadline:
+                raise fault(doing, Kind.TIMEOUT, "not ready in time")
+            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+
+    def _try_create(self, request: Request, doing: str, deadline: float, *, again: bool) -> bool:
+        log.info("%s, %s%s", doing, request.tier, ", in the queue" if request.queued else "")
+        try:
+            self._create(request, doing, deadline)
+        except TpuRefused as error:
+            if error.kind is not Kind.EXISTS:  # an attempt that seemed to fail had reached the service
+                raise
+        except TpuFailed as error:
+            if not again or error.kind not in (Kind.STOCKOUT, Kind.UNAVAILABLE):
+                raise
+            log.warning("%s", error)
+            return False
+        return True
+
+    def _create(self, request: Request, doing: str, deadline: float) -> None:
+        if request.queued:
+            method, fields = (
+                self._client.create_queued_resource,
+                {
+                    "queued_resource_id": request.name,
+                    "queued_resource": request.queued_resource(self.parent),
+                },
+            )
+        else:
+            method, fields = self._client.create_node, {"node_id": request.name, "node": request.node()}
+        operation = call(method, doing, self.timing, parent=self.parent, **fields)
+        finish(operation, doing, self.timing, deadline, lambda: log.info("%s", doing))
+
+    def _give_up_or_delete(self, found: Tpu, doing: str, deadline: float, *, again: bool, made: bool) -> None:
+        """A lost TPU goes; but one that we just asked for and that failed for the user's reason would only fail again."""
+        if found.why is not None and made and isinstance(found.why, TpuRefused):
+            raise found.why
+        if not again:
+            raise found.why or TpuFailed(
+                f"TPU {found.name} is {found.state}: delete it and make it again, or let `create --again` do so",
+                Kind.STOCKOUT,
+            )
+        log.warning("TPU %s is %s: deleting it and making it again", found.name, found.state)
+        self._delete(found, doing, deadline)
+        self._until_gone(found.name, doing, deadline)
+
+    def _delete(self, found: Tpu, doing: str, deadline: float) -> None:
+        if found.queued_name is not None:  # with force, its node goes too
+            method, fields = (
+                self._client.delete_queued_resource,
+                {"name": found.queued_name, "force": True},
+            )
+        else:
+            method, fields = self._client.delete_node, {"name": self._node_name(found.name)}
+        try:
+            operation = call(method, doing, self.timing, **fields)
+            finish(operation, doing, self.timing, deadline, lambda: log.info("%s", doing))
+        except TpuRefused as error:
+            if error.kind is not Kind.NOT_FOUND:  # gone meanwhile: all the better
+                raise
+
+    def _until_gone(self, name: str, doing: str, deadline: float) -> None:
+        for _ in self._looks(doing, deadline):
+            found = self.find(name)
+            if found is None:
+                return
+            if found.phase is not Phase.GOING:  # a suspended queued resource that lost its node
+                self._delete(found, doing, deadline)
+
+    def _get(self, method: Any, name: str, doing: str) -> Any | None:
+        try:
+            return call(method, doing, self.timing, name=name)
+        except TpuRefused as error:
+            if error.kind is Kind.NOT_FOUND:
+                return None
+            raise
+
+    def _node_name(self, name: str) -> str:
+        return f"{self.parent}/nodes/{name}"
+
+    def _queued_name(self, name: str) -> str:
+        return f"{self.parent}/queuedResources/{name}"
+
+
+def _require_same(found: Tpu, request: Request) -> None:
+    wanted = (request.type.name, request.tier, request.runtime())
+    there = (found.type, found.tier, found.runtime_version)
+    if wanted != there:
+        raise UserError(
+            f"TPU {found.name} exists as {', '.join(there)}, and {', '.join(wanted)} is wanted: take another name, or delete "
+            "it first"
+        )
+
+
+def _last(name: str) -> str:
+    return name.rsplit("/", 1)[-1]
+
+
+def _is_key_type(key: str) -> bool:
+    return key.startswith(("ssh-", "ecdsa-"))

@@ -1,0 +1,146 @@
+"""The one table of TPU types: what `v3-32` means in hosts, chips, cores, topology, memory and JAX devices.
+
+Sources: Google's pages on each generation (cloud.google.com/tpu/docs/v2 ... v6e, tpu7x) and on software versions
+(cloud.google.com/tpu/docs/runtimes). The number in a type's name counts cores, but chips for v5e and v6e.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mesh_transformer.errors import UserError
+
+CHIPS_PER_HOST = 4  # of every slice of several hosts
+_PLANE = {
+    1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16", 512: "16x32", 1024: "32x32",
+}  # fmt: skip
+_SPACE = {
+    4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8",
+    1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16", 6144: "16x16x24",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What all slices of one generation of TPUs share."""
+
+    name: str  # as people write it and libtpu takes it
+    api_name: str  # as the Cloud TPU API spells it in accelerator types
+    cores_per_chip: int
+    devices_per_chip: int  # that JAX sees: v4 and v5p join the two cores of a chip
+    memory_gib_per_chip: int
+    counts_chips: bool  # the number in a type's name is chips, not cores
+    topologies: dict[int, str]  # by the chips of the slice
+    sizes: tuple[int, ...]  # chips of the slices that exist
+    runtime_version: str | None  # a TPU VM's software for JAX; None: the Cloud TPU API does not make these
+
+    @property
+    def types(self) -> list[str]:
+        """The accelerator types of this generation, smallest first."""
+        count = 1 if self.counts_chips else self.cores_per_chip
+        return [f"{self.api_name}-{chips * count}" for chips in self.sizes]
+
+
+_TO_V4 = "tpu-ubuntu2204-base"
+_EIGHT_ON_A_HOST = (1, 4, 8, 16, 32, 64, 128, 256)
+GENERATIONS = (
+    Generation("v2", "v2", 2, 2, 16, False, _PLANE, (4, 16, 64, 128, 256), _TO_V4),
+    Generation("v3", "v3", 2, 2, 32, False, _PLANE, (4, 16, 32, 64, 128, 256, 512, 1024), _TO_V4),
+    Generation("v4", "v4", 2, 1, 32, False, _SPACE, tuple(_SPACE)[:-1], _TO_V4),
+    Generation("v5e", "v5litepod", 1, 1, 16, True, _PLANE, _EIGHT_ON_A_HOST, "v2-alpha-tpuv5-lite"),
+    Generation("v5p", "v5p", 2, 1, 95, False, _SPACE, tuple(_SPACE), "v2-alpha-tpuv5"),
+    Generation("v6e", "v6e", 1, 1, 32, True, _PLANE, _EIGHT_ON_A_HOST, "v2-alpha-tpuv6e"),
+    Generation("v7x", "tpu7x", 2, 2, 192, False, _SPACE, tuple(_SPACE)[:-2], None),
+)
+_BY_NAME = {name: generation for generation in GENERATIONS for name in (generation.name, generation.api_name)}
+
+
+@dataclass(frozen=True)
+class SliceType:
+    """One accelerator type."""
+
+    name: str  # as the Cloud TPU API spells it
+    generation: Generation
+    chips: int
+
+    @property
+    def cores(self) -> int:
+        """TensorCores of the whole slice."""
+        return self.chips * self.generation.cores_per_chip
+
+    @property
+    def devices(self) -> int:
+        """JAX devices of the whole slice."""
+        return self.chips * self.generation.devices_per_chip
+
+    @property
+    def hosts(self) -> int:
+        """Machines that the slice has, each of which runs one process."""
+        return self.chips // self.chips_per_host
+
+    @property
+    def chips_per_host(self) -> int:
+        """Chips of one host: up to eight of a v5e or v6e where it is alone, else four."""
+        alone = 8 if self.generation.counts_chips else CHIPS_PER_HOST
+        return self.chips if self.chips <= alone else CHIPS_PER_HOST
+
+    @property
+    def devices_per_host(self) -> int:
+        """JAX devices of one host."""
+        return self.devices // self.hosts
+
+    @property
+    def topology(self) -> str:
+        """How the chips are arranged, such as 2x2x4."""
+        return self.generation.topologies[self.chips]
+
+    @property
+    def memory_gib_per_device(self) -> float:
+        """HBM of one JAX device, GiB."""
+        return self.generation.memory_gib_per_chip / self.generation.devices_per_chip
+
+    @property
+    def memory_gib(self) -> int:
+        """HBM of the whole slice, GiB."""
+        return self.generation.memory_gib_per_chip * self.chips
+
+    @property
+    def runtime_version(self) -> str:
+        """The TPU VM software to ask for, for JAX.
+
+        Raises:
+            UserError: the Cloud TPU API makes no such TPU.
+        """
+        if self.generation.runtime_version is None:
+            raise UserError(
+                f"{self.name}: the Cloud TPU API makes TPUs up to v6e; make a {self.generation.name} slice with Google "
+                "Kubernetes Engine or Compute Engine, and give the Ray cluster on it (docs/pod.md)"
+            )
+        return self.generation.runtime_version
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.hosts} host{'s' * (self.hosts > 1)}, {self.chips} chips ({self.topology}), "
+            f"{self.cores} cores, {self.devices} JAX devices of {self.memory_gib_per_device:g} GiB"
+        )
+
+
+def parse(name: str) -> SliceType:
+    """The accelerator type of a name such as `v3-32`, `v5e-16` (or `v5litepod-16`) or `v6e-8`.
+
+    Raises:
+        UserError: no such type is known.
+    """
+    match = re.fullmatch(r"([a-z0-9]+)-([0-9]+)", name.strip().lower())
+    generation = _BY_NAME.get(match[1]) if match else None
+    if match is None or generation is None:
+        known = ", ".join(generation.name for generation in GENERATIONS)
+        raise UserError(f"unknown TPU type {name!r}: give a generation and a size, such as v3-8 ({known})")
+    number, cores = int(match[2]), 1 if generation.counts_chips else generation.cores_per_chip
+    if number % cores or number // cores not in generation.sizes:
+        unit = "chips" if generation.counts_chips else "cores"
+        raise UserError(
+            f"unknown TPU type {name!r}: {generation.name} slices by {unit} are {', '.join(generation.types)}"
+        )
+    return SliceType(f"{generation.api_name}-{number}", generation, number // cores)

@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# One Ray node of this machine, kept up without the SSH connection that started it.
+#   pod_ray.sh start STATE FINGERPRINT COMMAND...   COMMAND is `ray start ...`; nothing happens if the same one runs
+#   pod_ray.sh stop STATE
+#   pod_ray.sh status STATE                         exit code 0 if it runs
+# STATE is a folder: the supervisor's process id, the fingerprint of what it runs, and its log are there. The supervisor
+# is the leader of a session of its own, and starts the node again when it ends.
+set -euo pipefail
+
+READY_LINE="Ray runtime started"
+ENDED_LINE="ray ended with code"
+READY_S=120
+STOP_S=15
+
+verb=$1 state=$2
+shift 2
+mkdir -p "$state/logs"
+log=$state/logs/ray.log
+
+boot() { # names this run of the machine: after another start, process numbers mean other processes
+    echo "$(cat /proc/sys/kernel/random/boot_id)-$(awk '{print $22}' /proc/1/stat)"
+}
+
+supervisor() { # its process number, if it was started in this run of the machine
+    local pid then
+    read -r pid then 2>/dev/null <"$state/ray.pid" && [[ $then == "$(boot)" ]] && echo "$pid"
+}
+
+running() { # is that process our supervisor, and not one that got its number later?
+    local pid
+    pid=$(supervisor) && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "pod_ray.sh supervise $state "
+}
+
+session_processes() {
+    ps -o pid= -s "$1" 2>/dev/null || true
+}
+
+stop() {
+    local pid deadline
+    if ! pid=$(supervisor); then
+        rm -f "$state/ray.pid" "$state/ray.fingerprint"
+        return
+    fi
+    if running; then
+        kill -TERM "$pid" 2>/dev/null || true
+        deadline=$((SECONDS + STOP_S))
+        while [[ -n $(session_processes "$pid") && $SECONDS -lt $deadline ]]; do
+            sleep 0.1
+        done
+    fi
+    # shellcheck disable=SC2046
+    kill -9 $(session_processes "$pid") 2>/dev/null || true
+    rm -f "$state/ray.pid" "$state/ray.fingerprint"
+}
+
+start() {
+    local fingerprint=$1 mark deadline
+    shift
+    if running && [[ $(cat "$state/ray.fingerprint" 2>/dev/null) == "$fingerprint" ]]; then
+        echo "ray is up"
+        return
+    fi
+    stop
+    mark=$(stat -c %s "$log" 2>/dev/null || echo 0)
+    setsid --fork bash "$0" supervise "$state" "$@" </dev/null >>"$log" 2>&1 9>&- # the lock is not its
+    deadline=$((SECONDS + READY_S))
+    until tail -c "+$((mark + 1))" "$log" | grep -q "$READY_LINE"; do
+        # what cannot start the first time is told, not tried again
+        if ((SECONDS >= deadline)) || tail -c "+$((mark + 1))" "$log" | grep -q "$ENDED_LINE"; then
+            echo "ray did not start:" >&2
+            tail -c "+$((mark + 1))" "$log" | tail -n 20 >&2
+            stop
+            exit 1
+        fi
+        sleep 0.1
+    done
+    echo "$fingerprint" >"$state/ray.fingerprint"
+    echo "ray started"
+}
+
+supervise() {
+    local child code pause=1 began
+    echo "$$ $(boot)" >"$state/ray.pid"
+    trap 'kill -TERM "$child" 2>/dev/null; wait "$child" 2>/dev/null; exit 0' TERM INT
+    while true; do
+        began=$SECONDS
+        "$@" --block &
+        child=$!
+        code=0
+        wait "$child" || code=$?
+        if ((SECONDS - began > 60)); then
+            pause=1
+        fi
+        echo "$(date -u +%FT%TZ) $ENDED_LINE $code; starting it again in $pause s"
+        sleep "$pause" &
+        child=$!
+        wait "$child" || true
+        pause=$((pause < 16 ? pause * 2 : 30))
+    done
+}
+
+case $verb in
+start) exec 9>"$state/ray.lock" && flock 9 && start "$@" ;;
+stop) exec 9>"$state/ray.lock" && flock 9 && stop ;;
+status) running ;;
+supervise) supervise "$@" ;;
+*)
+    echo "usage: pod_ray.sh start|stop|status STATE ..." >&2
+    exit 2
+    ;;
+esac

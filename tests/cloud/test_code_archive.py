@@ -1,0 +1,90 @@
+"""What hosts get is named by its content: the same content is the same archive, any change is another."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from mesh_transformer.cloud import archive
+from mesh_transformer.cloud.environment import Environment, Existing, pins
+from mesh_transformer.errors import UserError
+
+
+def tree(folder: Path) -> Path:
+    for name, text in {
+        "train.py": "1", "notes.txt": "no", "mesh_transformer/a.py": "a", "mesh_transformer/__pycache__/a.pyc": "x",
+        "mesh_transformer/.hidden": "x", "configs/c.json": "{}", "scripts/s.sh": "s", "runs/big": "x", ".git/x": "x",
+        "requirements.txt": "r", "tests/test_x.py": "t",
+    }.items():  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "scripts/s.sh").chmod(0o755)
+    return folder
+
+
+def test_what_is_in_it(tmp_path: Path) -> None:
+    made = archive.code_archive(str(tree(tmp_path)))
+    with tarfile.open(fileobj=io.BytesIO(made.content)) as tar:
+        modes = {entry.name: entry.mode for entry in tar}
+    assert modes == {
+        "configs/c.json": 0o644, "mesh_transformer/a.py": 0o644, "requirements.txt": 0o644, "scripts/s.sh": 0o755,
+        "train.py": 0o644,
+    }  # fmt: skip
+
+
+def test_named_by_content(tmp_path: Path) -> None:
+    one, two = tree(tmp_path / "one"), tree(tmp_path / "two")
+    os.utime(two / "train.py", (1, 1))
+    (two / "notes.txt").write_text("other")
+    first = archive.code_archive(str(one))
+    assert archive.code_archive(str(two)) == first
+    seen = {first.hash}
+    for change in ("mesh_transformer/a.py", "configs/c.json", "new.py"):
+        (two / change).write_text("changed")
+        seen.add(archive.code_archive(str(two)).hash)
+    (two / "train.py").chmod(0o755)
+    seen.add(archive.code_archive(str(two)).hash)
+    assert len(seen) == 5
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="give the root of a checkout"):
+        archive.code_archive(str(tmp_path))
+    with pytest.raises(UserError, match="no folder"):
+        archive.folder_archive(str(tmp_path / "none"))
+    monkeypatch.setattr(archive, "MOST_BYTES", 3)
+    with pytest.raises(UserError, match="put large data in a bucket"):
+        archive.pack(str(tree(tmp_path)), ["train.py", "scripts/s.sh", "configs/c.json"], archive.MOST_BYTES)
+
+
+def test_environment_is_named_by_all_that_goes_in(tmp_path: Path) -> None:
+    (tmp_path / "r.txt").write_text("numpy\n")
+    (tmp_path / "wheels").mkdir()
+    plain = Environment(str(tmp_path / "r.txt"))
+    assert plain.requirement_lines == "numpy\n\njax[tpu]\n"
+    wheels = Environment(str(tmp_path / "r.txt"), wheelhouse=str(tmp_path / "wheels"))
+    names = [
+        plain.hash("script"), plain.hash("other script"), wheels.hash("script"),
+        Environment(str(tmp_path / "r.txt"), ()).hash("script"),
+        Environment(str(tmp_path / "r.txt"), python="3.99").hash("script"),
+    ]  # fmt: skip
+    (tmp_path / "wheels" / "a.whl").write_text("x")
+    names.append(Environment(str(tmp_path / "r.txt"), wheelhouse=str(tmp_path / "wheels")).hash("script"))
+    assert len(set(names)) == len(names)
+    assert Environment(str(tmp_path / "r.txt")).hash("script") == names[0]
+    with pytest.raises(UserError, match="no requirements file"):
+        _ = Environment(str(tmp_path / "none")).requirement_lines
+    with pytest.raises(UserError, match="give its whole path"):
+        Existing("venv")
+
+
+def test_pins_are_the_drivers_versions() -> None:
+    lines = pins().splitlines()
+    assert f"jax=={metadata.version('jax')}" in lines
+    assert f"ray=={metadata.version('ray')}" in lines
+    assert not [line for line in lines if "+" in line or line.startswith("mesh-transformer")]

@@ -1,0 +1,50 @@
+"""What each state of the API means; every state that the client library knows has a row."""
+
+from __future__ import annotations
+
+import pytest
+from google.cloud.tpu_v2.types import cloud_tpu
+
+from mesh_transformer.cloud.state import Phase, phase_of
+
+COMING, READY, GOING, LOST, STOPPED = Phase.COMING, Phase.READY, Phase.GOING, Phase.LOST, Phase.STOPPED
+NODES = {
+    "STATE_UNSPECIFIED": COMING, "CREATING": COMING, "READY": READY, "RESTARTING": COMING, "REIMAGING": COMING,
+    "DELETING": GOING, "REPAIRING": COMING, "STOPPED": STOPPED, "STOPPING": STOPPED, "STARTING": COMING, "PREEMPTED": LOST,
+    "TERMINATED": LOST, "HIDING": COMING, "HIDDEN": COMING, "UNHIDING": COMING, "UNKNOWN": COMING,
+}  # fmt: skip
+QUEUED = {
+    "STATE_UNSPECIFIED": COMING, "CREATING": COMING, "ACCEPTED": COMING, "PROVISIONING": COMING, "FAILED": LOST,
+    "DELETING": GOING, "ACTIVE": COMING, "SUSPENDING": GOING, "SUSPENDED": LOST, "WAITING_FOR_RESOURCES": COMING,
+}  # fmt: skip
+
+
+def test_tables_are_whole() -> None:
+    assert set(NODES) == {state.name for state in cloud_tpu.Node.State}
+    assert set(QUEUED) == {state.name for state in cloud_tpu.QueuedResourceState.State}
+
+
+@pytest.mark.parametrize("state", NODES)
+def test_node(state: str) -> None:
+    assert phase_of(state, "HEALTHY", None) is NODES[state]
+    assert phase_of(state, "HEALTHY", "ACTIVE") is NODES[state]
+
+
+@pytest.mark.parametrize("state", QUEUED)
+def test_queue_without_a_node(state: str) -> None:
+    assert phase_of(None, "", state) is QUEUED[state]
+
+
+@pytest.mark.parametrize("state", ["FAILED", "SUSPENDED", "SUSPENDING"])
+def test_the_queue_overrules_a_node_that_seems_ready(state: str) -> None:
+    assert phase_of("READY", "HEALTHY", state) is QUEUED[state]
+
+
+def test_a_ready_node_that_is_not_yet_active_in_the_queue_is_waited_for() -> None:
+    assert phase_of("READY", "HEALTHY", "PROVISIONING") is COMING
+
+
+def test_spot_and_health() -> None:
+    assert phase_of("STOPPED", "HEALTHY", None, spot=True) is LOST
+    assert phase_of("READY", "UNHEALTHY_MAINTENANCE", None) is COMING
+    assert phase_of("READY", "HEALTH_UNSPECIFIED", None) is READY

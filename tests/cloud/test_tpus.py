@@ -1,0 +1,285 @@
+"""TPU VMs and queued resources through Google's own client library, against a server on loopback."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+from google.rpc import code_pb2
+from tpu_api import NODE, QUEUED, Refusal, TpuApi
+
+from mesh_transformer import slices
+from mesh_transformer.cloud import api as cloud_api
+from mesh_transformer.cloud.faults import Kind, TpuFailed, TpuRefused
+from mesh_transformer.cloud.request import Request
+from mesh_transformer.cloud.state import Phase
+from mesh_transformer.cloud.tpus import Tpus
+from mesh_transformer.errors import UserError
+
+V3 = slices.parse("v3-32")
+PARENT = "projects/test/locations/europe-west4-a"
+
+
+def request(name: str = "a", **changes: object) -> Request:
+    return Request(name, V3, **changes)  # type: ignore[arg-type]
+
+
+def count(api: TpuApi, method: str) -> int:
+    return api.calls.count(method)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_round_trip(api: TpuApi, tpus: Tpus, queued: bool) -> None:
+    assert tpus.find("a") is None
+    made = tpus.create(request(queued=queued, labels={"team": "x"}), timeout_s=10)
+    assert (made.phase, made.type, made.tier) == (Phase.READY, "v3-32", "on-demand")
+    assert [host.worker_id for host in made.hosts()] == [0, 1, 2, 3]
+    assert made.hosts()[2].address == "127.0.1.3"
+    assert made.hosts(external=True)[2].address == "203.0.113.3"
+    assert made.labels == {"team": "x"}
+    assert tpus.describe("a") == made
+    assert tpus.all() == [made]
+    assert tpus.delete("a") is True
+    assert not api.nodes
+    assert not api.queued
+    assert tpus.delete("a") is False
+    assert tpus.all() == []
+
+
+def test_everything_asked_for_arrives(api: TpuApi, tpus: Tpus) -> None:
+    tpus.create(
+        request(
+            tier="spot",
+            runtime_version="mine",
+            network="net",
+            subnetwork="sub",
+            external_addresses=False,
+            service_account="x@test",
+            tags=("ssh",),
+            ssh_keys=("me:ssh-ed25519 AAAA",),
+        ),
+        timeout_s=10,
+    )
+    node = api.nodes[f"{PARENT}/nodes/a"]
+    assert (node.runtime_version, node.accelerator_type) == ("mine", "v3-32")
+    assert (node.network_config.network, node.network_config.subnetwork) == ("net", "sub")
+    assert not node.network_config.enable_external_ips
+    assert node.scheduling_config.spot
+    assert not node.scheduling_config.preemptible
+    assert node.service_account.email == "x@test"
+    assert list(node.tags) == ["ssh"]
+    assert node.metadata["ssh-keys"] == "me:ssh-ed25519 AAAA"
+    assert tpus.describe("a").external == ("", "", "", "")
+
+
+def test_reservation_and_limit_in_the_queue(api: TpuApi, tpus: Tpus) -> None:
+    wanted = request(tier="reserved", queued=True, reservation=f"{PARENT}/reservations/r", valid_for_s=60)
+    assert tpus.create(wanted, timeout_s=10).tier == "reserved"
+    entry = api.queued[f"{PARENT}/queuedResources/a"]
+    assert "guaranteed" in entry
+    assert entry.reservation_name.endswith("/r")
+    assert entry.queueing_policy.valid_until_duration.seconds == 60
+
+
+def test_create_again_is_no_second_one(api: TpuApi, tpus: Tpus) -> None:
+    tpus.create(request(), timeout_s=10)
+    tpus.create(request(), timeout_s=10)
+    assert count(api, "CreateNode") == 1
+    for other in (Request("a", slices.parse("v3-8")), request(tier="spot"), request(runtime_version="mine")):
+        with pytest.raises(UserError, match="exists as v3-32, on-demand, tpu-ubuntu2204-base"):
+            tpus.create(other, timeout_s=10)
+
+
+def test_two_at_once_share_one(api: TpuApi, tpus: Tpus) -> None:
+    api.delay_s = 0.3
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(tpus.create(request(), timeout_s=10))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    assert len(api.nodes) == 1
+
+
+def test_transient_errors_are_retried(api: TpuApi, tpus: Tpus) -> None:
+    for method in ("GetNode", "CreateNode", "GetOperation", "ListNodes", "DeleteNode"):
+        api.fail(method, code_pb2.UNAVAILABLE, times=2)
+    tpus.create(request(), timeout_s=10)
+    assert len(tpus.all()) == 1
+    assert tpus.delete("a")
+    assert count(api, "CreateNode") == 3
+
+
+def test_unavailable_for_good(api: TpuApi, tpus: Tpus) -> None:
+    api.fail("GetNode", code_pb2.UNAVAILABLE, times=10_000)
+    began = time.monotonic()
+    with pytest.raises(TpuFailed, match="service unavailable") as failure:
+        tpus.find("a")
+    assert failure.value.kind is Kind.UNAVAILABLE
+    assert 2 < time.monotonic() - began < 8
+
+
+def test_a_request_whose_answer_was_lost(api: TpuApi, tpus: Tpus) -> None:
+    """The second attempt hears ALREADY_EXISTS, and waits for what the first one began."""
+    api.fail("CreateNode", code_pb2.UNAVAILABLE, late=True)
+    assert tpus.create(request(), timeout_s=10).phase is Phase.READY
+    assert count(api, "CreateNode") == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "kind", "words"),
+    [
+        (code_pb2.PERMISSION_DENIED, "IAM_PERMISSION_DENIED", Kind.PERMISSION, "roles/tpu.admin"),
+        (code_pb2.PERMISSION_DENIED, "SERVICE_DISABLED", Kind.DISABLED, "gcloud services enable"),
+        (code_pb2.UNAUTHENTICATED, "", Kind.CREDENTIALS, "application-default login"),
+        (code_pb2.INVALID_ARGUMENT, "", Kind.BAD_REQUEST, "runtimes"),
+    ],
+)
+def test_refusals(api: TpuApi, tpus: Tpus, code: int, reason: str, kind: Kind, words: str) -> None:
+    api.fail("CreateNode", code, "the words of the API", reason=reason)
+    with pytest.raises(TpuRefused) as refusal:
+        tpus.ensure(request(), timeout_s=10)
+    assert refusal.value.kind is kind
+    for part in ("making TPU a (v3-32) in europe-west4-a", "the words of the API", reason, words):
+        assert part in str(refusal.value)
+    assert count(api, "CreateNode") == 1
+
+
+def test_quota(api: TpuApi, tpus: Tpus) -> None:
+    api.quota = 1
+    tpus.create(request("a"), timeout_s=10)
+    with pytest.raises(
+        TpuRefused, match=r"quota: Quota limit .* \[RATE_LIMIT_EXCEEDED\]. Ask for more"
+    ) as refusal:
+        tpus.ensure(request("b"), timeout_s=10)
+    assert refusal.value.kind is Kind.QUOTA
+
+
+def test_stockout(api: TpuApi, tpus: Tpus) -> None:
+    """`create` tells at once; `ensure` tries until there is one."""
+    api.capacity["v3-32"] = 0
+    with pytest.raises(TpuFailed, match="no more capacity in the zone.*try another zone") as failure:
+        tpus.create(request(), timeout_s=10)
+    assert failure.value.kind is Kind.STOCKOUT
+    with pytest.raises(TpuFailed, match="timed out: not (ready|done) in time"):
+        tpus.ensure(request(), timeout_s=1)
+    assert count(api, "CreateNode") > 3
+    timer = threading.Timer(0.5, lambda: api.capacity.update({"v3-32": 1}))
+    timer.start()
+    assert tpus.ensure(request(), timeout_s=10).phase is Phase.READY
+
+
+def test_waiting_in_the_queue(api: TpuApi, tpus: Tpus, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    api.capacity["v3-32"] = 0
+    with pytest.raises(TpuFailed, match="not ready in time"):
+        tpus.create(request(queued=True), timeout_s=1)
+    assert "queue WAITING_FOR_RESOURCES" in caplog.text
+    assert tpus.describe("a").phase is Phase.COMING
+    assert [tpu.name for tpu in tpus.all()] == ["a"]
+    api.capacity["v3-32"] = 1
+    assert tpus.create(request(queued=True), timeout_s=10).phase is Phase.READY
+    assert count(api, "CreateQueuedResource") == 1
+
+
+@pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.parametrize("state", [NODE.PREEMPTED, NODE.TERMINATED, NODE.STOPPED])
+def test_a_preempted_one_is_made_again(api: TpuApi, tpus: Tpus, queued: bool, state: NODE) -> None:
+    wanted = request(tier="spot", queued=queued)
+    tpus.ensure(wanted, timeout_s=10)
+    api.preempt("a", state)
+    with pytest.raises(TpuFailed, match="delete it and make it again"):
+        tpus.create(wanted, timeout_s=10)
+    assert tpus.ensure(wanted, timeout_s=10).phase is Phase.READY
+    assert count(api, "CreateQueuedResource" if queued else "CreateNode") == 2
+    assert count(api, "DeleteQueuedResource" if queued else "DeleteNode") == 1
+
+
+def test_suspended_while_we_wait(api: TpuApi, tpus: Tpus) -> None:
+    """Preempted at once after it was made, twice: `ensure` goes on until one stays."""
+    wanted = request(tier="spot", queued=True)
+    stop = threading.Event()
+
+    def thief() -> None:
+        taken = 0
+        while taken < 2 and not stop.is_set():
+            entry = api.queued.get(f"{PARENT}/queuedResources/a")
+            if entry is not None and entry.state.state == QUEUED.PROVISIONING:
+                api.preempt("a")
+                taken += 1
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=thief)
+    thread.start()
+    try:
+        assert tpus.ensure(wanted, timeout_s=20).phase is Phase.READY
+    finally:
+        stop.set()
+        thread.join()
+    assert count(api, "CreateQueuedResource") == 3
+
+
+def test_failed_in_the_queue_for_the_users_reason(api: TpuApi, tpus: Tpus) -> None:
+    """It is not asked for again and again; what an earlier day left is asked for once more."""
+    api.queue_error = Refusal(code_pb2.PERMISSION_DENIED, "no access to the network")
+    for asked in (1, 2):
+        with pytest.raises(TpuRefused, match="no access to the network") as refusal:
+            tpus.ensure(request(queued=True), timeout_s=10)
+        assert refusal.value.kind is Kind.PERMISSION
+        assert count(api, "CreateQueuedResource") == asked
+
+
+def test_stopped_by_its_owner(api: TpuApi, tpus: Tpus) -> None:
+    tpus.create(request(), timeout_s=10)
+    api.preempt("a", NODE.STOPPED)
+    with pytest.raises(UserError, match="gcloud compute tpus tpu-vm start a --zone europe-west4-a"):
+        tpus.ensure(request(), timeout_s=10)
+
+
+def test_host_keys(api: TpuApi, tpus: Tpus) -> None:
+    tpu = tpus.create(request(), timeout_s=10)
+    api.host_keys = {f"127.0.1.{i}": f"ssh-ed25519 KEY{i}" for i in (1, 2, 3)}
+    with pytest.raises(TpuFailed, match=r"workers \[3\] published no SSH host key"):
+        tpus.host_keys(tpu)
+    api.host_keys["127.0.1.4"] = "ecdsa-sha2-nistp256 KEY4"
+    assert tpus.host_keys(tpu) == {
+        0: ["ssh-ed25519 KEY1"], 1: ["ssh-ed25519 KEY2"], 2: ["ssh-ed25519 KEY3"], 3: ["ecdsa-sha2-nistp256 KEY4"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "A"}, "cannot name a TPU"),
+        ({"name": "a-"}, "cannot name a TPU"),
+        ({"labels": {"Team": "x"}}, "label Team=x"),
+        ({"valid_for_s": 5}, "--queued"),
+        ({"reservation": "r", "queued": True}, "--reserved"),
+        ({"tier": "preemptible", "queued": True}, "--spot"),
+        ({"type": slices.parse("v7x-8")}, "Kubernetes"),
+    ],
+)
+def test_bad_requests(changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Request(**{"name": "a", "type": V3, **changes})
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:80", "tpu.googleapis.com:443", "127.0.0.1", "127.0.0.1:x"])
+def test_only_this_machine_is_spoken_to_in_plain_text(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cloud_api.ADDRESS_VARIABLE, address)
+    with pytest.raises(UserError, match="an address of this machine"):
+        cloud_api.connect()
+
+
+def test_project_and_zone(monkeypatch: pytest.MonkeyPatch, api: TpuApi) -> None:
+    assert Tpus("europe-west4-a", project="other").parent == "projects/other/locations/europe-west4-a"
+    monkeypatch.delenv("GOOGLE_CLOUD_PROJECT")
+    with pytest.raises(UserError, match="give --project"):
+        Tpus("europe-west4-a")
+    with pytest.raises(UserError, match="is no zone"):
+        Tpus("europe-west4", project="p")

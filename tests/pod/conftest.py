@@ -1,0 +1,49 @@
+"""The pod of hosts, once a file of tests: bringing it up takes less than a second, and workers of pytest-xdist take turns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import PodOfHosts, why_not
+
+from mesh_transformer.cloud.pod import Access, Host, Pod
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.pod)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[PodOfHosts]:
+    """Four hosts."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with PodOfHosts(4) as made:
+        yield made
+
+
+@pytest.fixture
+def access(hosts: PodOfHosts) -> Access:
+    """A login that every host knows."""
+    return Access(str(hosts.known_hosts), user="root", key_file=str(hosts.key_file), connect_timeout_s=5)
+
+
+@pytest.fixture
+def pod(hosts: PodOfHosts, access: Access) -> Pod:
+    """The hosts as the project sees them."""
+    return Pod(tuple(Host(i, address) for i, address in enumerate(hosts.addresses)), access)
+
+
+@pytest.fixture(autouse=True)
+def no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key but the test's."""
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    assert "SSH_AUTH_SOCK" not in os.environ

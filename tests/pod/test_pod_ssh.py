@@ -1,0 +1,170 @@
+"""SSH to real servers on four hosts: output by host, failures collected, unknown hosts refused, silence noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hosts import PodOfHosts
+
+from mesh_transformer.cloud.pod import Access, Host, HostsFailed, HostsRefused, Pod
+from mesh_transformer.cloud.ssh import command_line
+from mesh_transformer.errors import UserError
+
+
+def said(pod: Pod, command: str) -> list[str]:
+    return [outcome.output.strip() for outcome in pod.run(command)]
+
+
+def test_hosts_are_distinct(pod: Pod) -> None:
+    """Name, address, home, /tmp, processes and network of each are its own."""
+    assert said(pod, "hostname") == [f"pod-w{i}" for i in range(4)]
+    assert said(pod, "ip -4 -o addr show eth0 | awk '{print $4}'") == [
+        f"10.77.0.{11 + i}/24" for i in range(4)
+    ]
+    for place in ("$HOME", "/tmp", "/dev/shm"):
+        pod.run(f"hostname > {place}/mark")
+        assert said(pod, f"cat {place}/mark") == [f"pod-w{i}" for i in range(4)]
+        assert len(set(said(pod, f"stat -c %d:%i {place}"))) == 4
+    assert len(set(said(pod, "readlink /proc/self/ns/net"))) == 4
+    assert len(set(said(pod, "readlink /proc/self/ns/pid"))) == 4
+    assert said(pod, "cat /proc/1/comm") == ["sshd"] * 4
+    assert said(pod, "ip route show default | wc -l") == ["0"] * 4, "a host could reach beyond the bridge"
+
+
+def test_output_is_prefixed_and_codes_are_collected(pod: Pod, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    command = 'echo "one of $(hostname)"; echo two >&2; printf three; exit ${HOSTNAME##*w}'
+    with pytest.raises(HostsFailed, match="3 of 4 hosts failed") as failure:
+        pod.run(f"bash -c '{command}'", echo=True)
+    assert [outcome.code for outcome in failure.value.outcomes] == [0, 1, 2, 3]
+    assert "w2 (10.77.0.13): exit code 2\n" in str(failure.value)
+    assert "w0 (10" not in str(failure.value)
+    for i in range(4):
+        lines = [record.message for record in caplog.records if record.message.startswith(f"w{i}| ")]
+        assert sorted(lines) == [f"w{i}| one of pod-w{i}", f"w{i}| three", f"w{i}| two"]
+    assert [outcome.code for outcome in pod.run("exit 7", [3, 1], check=False)] == [7, 7]
+
+
+def test_at_once(pod: Pod) -> None:
+    began = time.monotonic()
+    pod.run("sleep 2")
+    assert time.monotonic() - began < 5
+
+
+def test_each_host_may_get_its_own_command(pod: Pod) -> None:
+    outcomes = pod.run(lambda host: f"echo {host.worker_id} {host.address}", [2, 0])
+    assert [outcome.output for outcome in outcomes] == ["2 10.77.0.13\n", "0 10.77.0.11\n"]
+    with pytest.raises(UserError, match=r"no workers \[4\]"):
+        pod.run("true", [4])
+
+
+def test_unknown_and_changed_host_keys_are_refused(pod: Pod, access: Access, tmp_path: Path) -> None:
+    lines = Path(access.known_hosts).read_text().splitlines()
+    other = lines[1].split()[2]
+    damaged = [
+        *lines[:2],
+        f"{lines[2].split()[0]} ssh-ed25519 {other}",
+    ]  # worker 2 has worker 1's key, 3 none
+    known = tmp_path / "known"
+    known.write_text("\n".join(damaged) + "\n")
+    strict = Pod(pod.hosts, dataclasses.replace(access, known_hosts=str(known)))
+    with pytest.raises(HostsRefused) as refusal:
+        strict.run("touch /tmp/was_here")
+    text = str(refusal.value)
+    assert "2 of 4 hosts failed" in text
+    assert "w2 (10.77.0.13): its host key is not the one in" in text
+    assert "w3 (10.77.0.14): its host key is not in" in text
+    assert said(pod, "ls /tmp/was_here 2>/dev/null | wc -l") == ["1", "1", "0", "0"]
+    assert known.read_text() == "\n".join(damaged) + "\n", "a key was added"
+    with pytest.raises(UserError, match="no file of known hosts"):
+        Pod(pod.hosts, Access(str(tmp_path / "none"))).run("true")
+
+
+def test_the_systems_ssh_obeys_the_same_rules(pod: Pod, access: Access, tmp_path: Path) -> None:
+    done = subprocess.run([*command_line(pod.hosts[1], access), "hostname"], capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout == "pod-w1\n"
+    empty = tmp_path / "known"
+    empty.write_text("")
+    stranger = command_line(pod.hosts[1], dataclasses.replace(access, known_hosts=str(empty)))
+    done = subprocess.run([*stranger, "hostname"], capture_output=True, text=True, check=False)
+    assert done.returncode == 255
+    assert "Host key verification failed" in done.stderr
+
+
+def test_a_key_that_nobody_knows(pod: Pod, access: Access, tmp_path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
+    with pytest.raises(HostsRefused, match="does not let root in with"):
+        Pod(pod.hosts, dataclasses.replace(access, key_file=str(tmp_path / "key"))).run("true")
+    with pytest.raises(HostsRefused, match="ssh-keygen -t ed25519 -f"):
+        Pod(pod.hosts, dataclasses.replace(access, key_file=str(tmp_path / "none"))).run("true")
+
+
+def test_one_host_down(hosts: PodOfHosts, pod: Pod) -> None:
+    """The others do their part; then it comes back and is waited for."""
+    hosts.stop(2)
+    began = time.monotonic()
+    with pytest.raises(HostsFailed, match="1 of 4 hosts failed\nw2 ") as failure:
+        pod.run("echo hello")
+    assert time.monotonic() - began < 15
+    assert [outcome.code for outcome in failure.value.outcomes] == [0, 0, None, 0]
+    with pytest.raises(HostsFailed, match="logging in for 1 s: 1 of . hosts failed"):
+        pod.wait_reachable(timeout_s=1)
+    hosts.start(2)
+    pod.wait_reachable(timeout_s=20)
+    assert said(pod, "hostname")[2] == "pod-w2"
+
+
+def test_network_lost_in_mid_command(hosts: PodOfHosts, pod: Pod, access: Access) -> None:
+    """The silence of one host is noticed after `silence_s`, with its name; the others finish."""
+    quick = Pod(pod.hosts, dataclasses.replace(access, silence_s=4))
+    timer = threading.Timer(1.5, lambda: hosts.link(1, up=False))
+    timer.start()
+    began = time.monotonic()
+    try:
+        outcomes = quick.run("sleep 3; echo done", check=False, timeout_s=60)
+    finally:
+        hosts.link(1, up=True)
+    assert [outcome.code for outcome in outcomes] == [0, None, 0, 0]
+    assert "w1 (10.77.0.12): the connection was dropped" in str(outcomes[1])
+    assert time.monotonic() - began < 25
+    pod.wait_reachable(timeout_s=20)
+
+
+def test_time_out(pod: Pod) -> None:
+    with pytest.raises(HostsFailed, match="not done after 1 s; it may still be running there"):
+        pod.run("echo begun; tail -f /dev/null", timeout_s=1)
+
+
+def test_files(pod: Pod, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(range(256)) * 4000)
+    pod.put(str(source), "target")
+    assert len(set(said(pod, "sha256sum < ~/target"))) == 1
+    pod.run("hostname >> target")
+    pod.get("target", lambda host: str(tmp_path / "back" / str(host.worker_id)))
+    for i in range(4):
+        assert (tmp_path / "back" / str(i)).read_bytes() == source.read_bytes() + f"pod-w{i}\n".encode()
+    with pytest.raises(HostsFailed, match="4 of 4 hosts failed"):
+        pod.get("nothing", lambda host: str(tmp_path / "x"))
+
+
+def test_kill_of_a_stopped_process(pod: Pod) -> None:
+    pids = said(pod, "setsid sleep 1000 >/dev/null 2>&1 & echo $!")
+    pod.run("pkill -STOP -x sleep")
+    pod.kill(3, int(pids[3]))
+    assert said(pod, "pgrep -x sleep | wc -l") == ["1", "1", "1", "0"]
+    pod.kill(3, int(pids[3]))
+    with pytest.raises(UserError, match="no process to kill"):
+        pod.kill(3, 1)
+    pod.run("pkill -KILL -x sleep", range(3))
+
+
+def test_no_hosts_is_no_error(access: Access) -> None:
+    assert Pod((), access).run("true") == []
+    assert str(Host(3, "10.0.0.4")) == "w3 (10.0.0.4)"
