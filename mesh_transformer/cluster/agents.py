@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from mesh_transformer.cluster.agent import DRIVER_GONE_S
 from mesh_transformer.cluster.base import Event, Job, Poll, Status, WorkerError
 from mesh_transformer.errors import UserError
 
 ANSWER_S = 3.0  # for a status
+TAKE_OVER_S = DRIVER_GONE_S + 3.0  # until the agents know that a driver before this one is dead
 CALL_S = 30.0  # for everything else
 
 
@@ -73,12 +75,11 @@ class AgentCluster(abc.ABC):
 
     def attach(self) -> Poll:
         self._open()
-        answers = self._call("attach", [(self._driver,)] * self.count, CALL_S)
-        if any(answer is False for answer in answers):
-            raise UserError(
-                "another driver is running this run: end that one, or wait until its workers have missed it for some "
-                "seconds"
-            )
+        deadline = time.monotonic() + TAKE_OVER_S
+        while any(answer is False for answer in self._call("attach", [(self._driver,)] * self.count, CALL_S)):
+            if time.monotonic() > deadline:
+                raise UserError("another driver is running this run: end that one first")
+            time.sleep(0.5)
         now = time.monotonic()
         self._known = [_Known(Status(i), now) for i in range(self.count)]
         return self.poll()

@@ -104,7 +104,7 @@ def classify(statuses: Sequence[Status], slice_state: str | None, limits: Limits
         lambda: _first(statuses, _stopped),
         lambda: _first(statuses, _bug),
         lambda: _first(statuses, _failed),
-        lambda: _first(statuses, _hung(limits)),
+        lambda: _first(sorted(statuses, key=lambda s: -s.beat_age_s), _hung(limits)),  # the cause first
     ]
     return next(filter(None, (rule() for rule in rules)), Verdict(Kind.RUNNING))
 

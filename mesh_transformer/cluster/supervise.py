@@ -174,13 +174,15 @@ class Supervisor:
         self._end_stream()
         self._view.failed()
         host_lost = any(status.host_alive is False or status.silent_s for status in self._statuses)
-        self._cluster.kill(self._statuses)
         if verdict.kind is Kind.USER_ERROR:
+            self._cluster.kill(self._statuses)
             raise UserError(f"{who}{verdict.reason}")
         if verdict.kind is Kind.RUN_ERROR:
+            self._cluster.kill(self._statuses)
             raise RunError(verdict.reason)
         step = max((status.step for status in self._statuses), default=0)
         log.warning("%s at step %d: %s%s", verdict.kind.value, step, who, verdict.reason)
+        self._cluster.kill(self._statuses)
         if verdict.kind is Kind.CRASH:
             self._back_off(who, verdict)
         else:
