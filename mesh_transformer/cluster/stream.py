@@ -1,12 +1,14 @@
 """Training batches that the driver reads and streams to the workers.
 
-A worker may take batch n once all are known to hold batch n + MARGIN, so that when the driver dies every worker can
-still reach the step at which they agree to save: nobody waits there for a batch that a neighbour has had.
+A worker may take batch n once all are known to hold batch n + MARGIN. So when the driver dies, every worker can still reach
+the step at which they agree to save: JAX takes the one after the newest that any has begun, once the notice has gone round,
+which takes it a second or two. Until then nobody runs ahead: the last batches are given out one in RELEASE_S seconds.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +18,8 @@ from mesh_transformer.cluster.base import Cluster
 from mesh_transformer.config import Config
 
 DEPTH = 8  # batches that a worker holds at most
-MARGIN = 3  # those that it may not take yet: the steps that JAX needs at most to agree on one, and one
+MARGIN = 4  # those that it may not take yet
+RELEASE_S = 3.0
 
 
 class StreamedFeed:
@@ -30,7 +33,8 @@ class StreamedFeed:
     def __init__(self, tell: Callable[[dict[str, Any]], None], rows: slice, microbatch: int):
         self._tell, self._rows, self._microbatch = tell, rows, microbatch
         self._batches: dict[int, tuple[np.ndarray, Any]] = {}
-        self._taken, self._held, self._leaving = 0, -1, False
+        self._taken, self._held = 0, -1
+        self._left: float | None = None  # when the run was told to end
         self._state: Any = None
         self._asked = False
         self._changed = threading.Condition()
@@ -39,7 +43,8 @@ class StreamedFeed:
         self._ask()
         number = self._taken
         with self._changed:
-            self._changed.wait_for(lambda: self._may_take(number))
+            while not self._may_take(number):
+                self._changed.wait(None if self._left is None else 0.1)
             batch, self._state = self._batches.pop(number)
         self._taken += 1
         self._tell({"kind": "taken", "count": self._taken})
@@ -69,9 +74,9 @@ class StreamedFeed:
             self._changed.notify_all()
 
     def leave(self) -> None:
-        """The run is to end: from now on take whatever is here."""
+        """The run is to end, perhaps because nobody streams any more."""
         with self._changed:
-            self._leaving = True
+            self._left = self._left or time.monotonic()
             self._changed.notify_all()
 
     def _ask(self) -> None:
@@ -81,7 +86,8 @@ class StreamedFeed:
             self._tell({"kind": "feed", "rows": rows, "microbatch": self._microbatch, "state": self._state})
 
     def _may_take(self, number: int) -> bool:
-        return number in self._batches and (self._leaving or number + MARGIN <= self._held)
+        released = 0 if self._left is None else int((time.monotonic() - self._left) / RELEASE_S)
+        return number in self._batches and number + MARGIN <= self._held + released
 
 
 class Streamer:

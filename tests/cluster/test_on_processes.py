@@ -63,7 +63,7 @@ def test_sigterm_to_the_driver_saves(tmp_path, straight, environment):
 @pytest.mark.parametrize(
     ("change", "code", "told"),
     [
-        ("mesh.dp=3", 2, "mesh.dp 3 x mesh.fsdp 1 x mesh.tp 1 = 3 devices, found 4"),
+        ("mesh.dp=8", 2, "mesh.dp 8 x mesh.fsdp 1 x mesh.tp 1 = 8 devices, found 4"),
         ("data.train_set=nothing.tfrecords", 2, "nothing.tfrecords"),
         ("optimizer.lr=1e30", 1, "not finite"),
     ],
