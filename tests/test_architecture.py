@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "mesh_transformer"
 RANKS = [
-    {"config", "logs", "errors", "files"},
+    {"config", "logs", "errors", "files", "slices"},
     {"platforms", "parallel"},
     {"ops"},
     {"layers"},
@@ -22,6 +22,7 @@ RANKS = [
     {"checkpoint"},
     {"data"},
     {"runtime"},
+    {"cloud"},
     {"cluster"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
@@ -278,6 +279,7 @@ def test_rule_permits(checker: Checker, path: str, source: str) -> None:
         (PACKAGE, ["jax", "numpy", "pydantic"]),
         (f"{PACKAGE}.config", ["jax", "numpy", "haiku"]),
         (f"{PACKAGE}.infer.scheduler", ["jax", "numpy"]),
+        (f"{PACKAGE}.cluster.agent", ["jax", "haiku", "ray"]),
         (f"{PACKAGE}.files", ["jax", "smart_open", "google.cloud.storage"]),
     ],
 )

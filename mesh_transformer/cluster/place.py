@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ class Place:
 
     Args:
         zone: of the TPU.
+        tpu_type: such as v4-32; None: v3- with mesh.tpu_size cores, or 8, as in the original program.
         price: of a chip-hour, for the cost line.
 
     Raises:
@@ -32,6 +34,7 @@ class Place:
 
     tpu: str | None = None
     zone: str | None = None
+    tpu_type: str | None = None
     preemptible: bool = False
     ray_address: str | None = None
     processes: int | None = None
@@ -56,6 +59,9 @@ class Place:
             "--tpu_region", "--tpu-region", metavar="ZONE", help="its zone, such as europe-west4-a"
         )
         parser.add_argument(
+            "--tpu-type", metavar="T", help="such as v4-32 (default: v3- and mesh.tpu_size cores)"
+        )
+        parser.add_argument(
             "--preemptible", action="store_true", help="make it of capacity that may be taken back"
         )
         parser.add_argument(
@@ -74,7 +80,7 @@ class Place:
             UserError: as the class.
         """
         given = vars(arguments)
-        names = ("tpu", "preemptible", "ray_address", "processes", "price")
+        names = ("tpu", "tpu_type", "preemptible", "ray_address", "processes", "price")
         return cls(zone=given["tpu_region"], **{name: given[name] for name in names})
 
     @property
@@ -119,4 +125,20 @@ class Place:
         if self.ray_address is not None:
             yield RayCluster(name, self.ray_address), NoHosts()
             return
-        raise UserError("--tpu: this installation has no mesh_transformer.cloud")
+        made = self._launch(config)
+        yield RayCluster(name, made.address, made.count, made), made
+
+    def _launch(self, config: Config) -> Any:
+        """The slice, with Ray on its hosts."""
+        try:
+            from mesh_transformer.cluster.tpu_slice import TpuSlice
+        except ImportError as error:
+            raise UserError(
+                f"--tpu needs mesh_transformer.cloud and its libraries ({error}): pip install -r requirements.txt; "
+                f"--ray-address runs on hosts that you have made yourself"
+            ) from error
+        kind = self.tpu_type or f"v3-{config.mesh.tpu_size or 8}"
+        folder = os.path.join(os.path.expanduser("~"), ".mesh_transformer", f"head-{self.tpu}")
+        made = TpuSlice(str(self.tpu), str(self.zone), kind, preemptible=self.preemptible, folder=folder)
+        made.launch()
+        return made
