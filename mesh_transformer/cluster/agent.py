@@ -19,7 +19,7 @@ from mesh_transformer.cluster import host_lock
 from mesh_transformer.cluster.base import Job
 from mesh_transformer.cluster.worker_process import WorkerProcess
 
-DRIVER_GONE_S = 8.0  # after which another driver may take over
+DRIVER_GONE_S = 5.0  # after which another driver may take over
 LINES_BYTES = 65536  # of the worker's output, at most, in one answer
 
 
