@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -51,7 +52,10 @@ def test_workers_killed_stopped_and_hung(folder, ray_nodes, straight, worker_env
             seen = run.wait_for_line("worker crash", when)
             assert seen - when < DETECTION_S
             assert told in run.text
-            run.wait_for_line("recovered", when)
+            again = run.wait_for_line("recovered", when)
+            sys.stdout.write(
+                f"{told}: seen after {seen - when:.1f} s, the next step {again - seen:.1f} s later\n"
+            )
             assert not is_running(pid)
         errors = run.finish()
     records = same_numbers(straight, folder / "run")
@@ -98,5 +102,10 @@ def test_a_host_dies_while_the_driver_streams(folder, ray_nodes, straight, worke
         assert seen - when < DETECTION_S
         run.wait_for_line("waiting for hosts", when)
         ray_nodes.ask("add 1")
+        back = run.now
+        again = run.wait_for_line("recovered", when)
+        sys.stdout.write(
+            f"host gone: seen after {seen - when:.1f} s, the next step {again - back:.1f} s after it was back\n"
+        )
         run.finish()
     assert same_numbers(straight, folder / "run")[-1]["train/steps_redone"] > 0
