@@ -1,6 +1,6 @@
 """Train on a TPU slice, on a Ray cluster or in several processes of this machine, from this driver.
 
-Whatever dies meanwhile, the run goes on from its newest checkpoint; the same command takes it up again. See docs/pod.md.
+Whatever dies meanwhile, the run goes on from its newest checkpoint; the same command takes it up again. See docs/driver.md.
 """
 
 from __future__ import annotations

@@ -17,10 +17,14 @@ import numpy as np
 
 from mesh_transformer.cluster import host_lock
 from mesh_transformer.cluster.base import Job
-from mesh_transformer.cluster.worker_process import WorkerProcess
+from mesh_transformer.cluster.worker_process import WorkerProcess, read_bytes
 
 DRIVER_GONE_S = 5.0  # after which another driver may take over
 LINES_BYTES = 65536  # of the worker's output, at most, in one answer
+
+
+class TakenOver(RuntimeError):
+    """A call from a driver that is not the agent's any more."""
 
 
 class Agent:
@@ -118,14 +122,12 @@ class Agent:
 
     def _check(self, driver: str) -> None:
         if driver != self._driver:
-            raise PermissionError("another driver has taken this run over")
+            raise TakenOver("another driver has taken this run over")
         self._asked = time.monotonic()
 
     def _lines(self, offset: int) -> tuple[int, list[str]]:
         """The whole lines of the log from `offset`, and where they end."""
-        with open(self._log, "rb") as log:
-            log.seek(offset)
-            content = log.read(LINES_BYTES)
+        content = read_bytes(self._log, offset, LINES_BYTES)
         whole = content.rpartition(b"\n")[0] + b"\n" if b"\n" in content else b""
         if not whole and len(content) == LINES_BYTES:  # one endless line
             whole = content

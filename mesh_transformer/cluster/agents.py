@@ -58,7 +58,8 @@ class AgentCluster(abc.ABC):
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
         """Call a method of every agent, each with its own arguments, all at once; `NoAnswer` where none comes in time.
 
-        An exception that the method raises is raised here.
+        Raises:
+            TakenOver: the agents obey another driver. Any other exception of a method makes its agent a lost one.
         """
 
     @abc.abstractmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +25,7 @@ class Place:
     Args:
         zone: of the TPU.
         tpu_type: such as v4-32; None: v3- with mesh.tpu_size cores, or 8, as in the original program.
+        environment: a folder with a Python environment that the TPU's hosts have already.
         price: of a chip-hour, for the cost line.
 
     Raises:
@@ -36,6 +36,7 @@ class Place:
     zone: str | None = None
     tpu_type: str | None = None
     preemptible: bool = False
+    environment: str | None = None
     ray_address: str | None = None
     processes: int | None = None
     price: float | None = None
@@ -65,6 +66,11 @@ class Place:
             "--preemptible", action="store_true", help="make it of capacity that may be taken back"
         )
         parser.add_argument(
+            "--environment",
+            metavar="DIR",
+            help="a Python environment that its hosts have already; absent: one is made",
+        )
+        parser.add_argument(
             "--ray-address", metavar="A", help="run on this Ray cluster, which is there already"
         )
         parser.add_argument("--processes", type=int, metavar="N", help="run in N processes of this machine")
@@ -80,7 +86,7 @@ class Place:
             UserError: as the class.
         """
         given = vars(arguments)
-        names = ("tpu", "tpu_type", "preemptible", "ray_address", "processes", "price")
+        names = ("tpu", "tpu_type", "preemptible", "environment", "ray_address", "processes", "price")
         return cls(zone=given["tpu_region"], **{name: given[name] for name in names})
 
     @property
@@ -96,7 +102,7 @@ class Place:
         """
         if self.here:
             return local.run(job)
-        with StopSignals() as stop, self.open(config) as (cluster, hosts):
+        with self.open(config) as (cluster, hosts), StopSignals() as stop:  # Ray sets handlers too
             supervisor = Supervisor(cluster, job, hosts=hosts, view=View(self.price), stop=stop)
             outcome = supervisor.run()
             cluster.close()
@@ -138,7 +144,8 @@ class Place:
                 f"--ray-address runs on hosts that you have made yourself"
             ) from error
         kind = self.tpu_type or f"v3-{config.mesh.tpu_size or 8}"
-        folder = os.path.join(os.path.expanduser("~"), ".mesh_transformer", f"head-{self.tpu}")
-        made = TpuSlice(str(self.tpu), str(self.zone), kind, preemptible=self.preemptible, folder=folder)
+        made = TpuSlice.of(
+            str(self.tpu), str(self.zone), kind, preemptible=self.preemptible, environment=self.environment
+        )
         made.launch()
         return made

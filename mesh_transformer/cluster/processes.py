@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from typing import Any
 
-from mesh_transformer.cluster.agent import Agent
+from mesh_transformer.cluster.agent import Agent, TakenOver
 from mesh_transformer.cluster.agents import AgentCluster, NoAnswer
 from mesh_transformer.cluster.base import Status
 
@@ -36,6 +36,10 @@ class ProcessCluster(AgentCluster):
                 answers.append(call.result(timeout_s))
             except FuturesTimeout:
                 answers.append(NoAnswer())
+            except TakenOver:
+                raise
+            except Exception as error:  # noqa: BLE001  (the host's, whatever it is)
+                answers.append(NoAnswer(lost=f"its agent failed: {error}"))
         return answers
 
     def _end_agents(self, statuses: Sequence[Status]) -> None:

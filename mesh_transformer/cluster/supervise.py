@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mesh_transformer.cluster.agent import TakenOver
 from mesh_transformer.cluster.agents import same
 from mesh_transformer.cluster.base import Cluster, Hosts, HostsMissing, Job, NoHosts, Poll
 from mesh_transformer.cluster.failures import Kind, Limits, Verdict, classify
@@ -80,7 +81,7 @@ class Supervisor:
                     return self._stopped(verdict), None
                 if verdict.kind is not Kind.RUNNING:
                     self._recover(verdict)
-        except PermissionError as error:
+        except TakenOver as error:
             raise UserError(f"this driver gives up: {error}") from error
         finally:
             self._end_stream()

@@ -1,4 +1,4 @@
-"""A TPU slice of the cloud as the hosts of a Ray cluster: made, provisioned, and made again when it was taken.
+"""A TPU slice of the cloud as the hosts of a Ray cluster: launched, and launched again when it was taken.
 
 The one place where `cluster` meets `cloud`.
 """
@@ -11,9 +11,10 @@ import time
 
 from mesh_transformer.cloud import head
 from mesh_transformer.cloud.environment import Environment, Existing
-from mesh_transformer.cloud.login import pod_of, public_keys
-from mesh_transformer.cloud.pod import Access, Pod
-from mesh_transformer.cloud.provision import CHECKOUT, Join, provision
+from mesh_transformer.cloud.launch import Plan, launch
+from mesh_transformer.cloud.login import public_keys
+from mesh_transformer.cloud.pod import Pod
+from mesh_transformer.cloud.provision import CHECKOUT
 from mesh_transformer.cloud.request import Request
 from mesh_transformer.cloud.state import Phase
 from mesh_transformer.cloud.tpus import Tpus
@@ -21,7 +22,6 @@ from mesh_transformer.errors import RunError
 from mesh_transformer.logs import log
 from mesh_transformer.slices import parse
 
-PORT = 6379
 AGAIN_S = (10.0, 60.0)  # pause after an attempt that failed: the first, the longest
 _STATES = {Phase.LOST: "PREEMPTED", Phase.GOING: "DELETING", Phase.STOPPED: "STOPPED"}  # of failures.TAKEN
 
@@ -30,25 +30,35 @@ class TpuSlice:
     """The hosts of one slice (`base.Hosts`).
 
     Args:
-        name, zone, type_name: such as "trainer", "europe-west4-a" and "v3-32".
-        preemptible: of capacity that the cloud may take back.
+        tpus: where it is, or is to be.
+        request: what it is.
+        plan: how its hosts are made ready.
         folder: for the state of this machine's Ray head; the next driver finds it there.
     """
 
-    def __init__(self, name: str, zone: str, type_name: str, *, preemptible: bool, folder: str):
-        self._tpus = Tpus(zone)
-        self._access = Access(known_hosts="")
-        self._request = Request(
-            name,
-            parse(type_name),
-            tier="preemptible" if preemptible else "on-demand",
-            ssh_keys=public_keys(self._access),
-        )
-        self._environment: Environment | Existing = Environment(os.path.join(CHECKOUT, "requirements.txt"))
-        self._folder = folder
+    def __init__(self, tpus: Tpus, request: Request, plan: Plan, folder: str):
+        self._tpus, self._request, self._plan, self._folder = tpus, request, plan, folder
         self._pod: Pod | None = None
         self.address = ""  # of the Ray cluster
-        self.count = self._request.type.hosts
+        self.count = request.type.hosts
+
+    @classmethod
+    def of(cls, name: str, zone: str, kind: str, *, preemptible: bool, environment: str | None) -> TpuSlice:
+        """The slice that train.py's options name.
+
+        Args:
+            kind: such as v3-32.
+            environment: a Python environment that the hosts have already; None: one is made there.
+
+        Raises:
+            UserError: an option is wrong, or there are no credentials.
+        """
+        made = Environment(os.path.join(CHECKOUT, "requirements.txt"))
+        plan = Plan(Existing(environment) if environment else made)
+        tier = "preemptible" if preemptible else "on-demand"
+        request = Request(name, parse(kind), tier=tier, ssh_keys=public_keys(plan.access))
+        folder = os.path.join(os.path.expanduser("~"), ".mesh_transformer", f"head-{name}")
+        return cls(Tpus(zone), request, plan, folder)
 
     def launch(self) -> None:
         """Have the slice, with Ray on every host, joined to the head on this machine.
@@ -56,13 +66,11 @@ class TpuSlice:
         Raises:
             UserError, RunError: the cloud's reason, or that of the hosts.
         """
-        tpu = self._tpus.ensure(self._request)
-        self._pod = pod_of(self._tpus, tpu, self._access)
-        self._pod.wait_reachable()
-        made = head.start(self._folder, _own_address(self._pod.hosts[0].address), PORT)
-        os.environ.update(made.environment())
-        self.address = made.address
-        provision(self._pod, self._environment, Join(made.address, made.token_file))
+        tpu = self._tpus.ensure(self._request, self._plan.tpu_timeout_s)
+        node = head.start(self._folder, _own_address(tpu.hosts()[0].address))
+        os.environ.update(node.environment())
+        self.address = node.address
+        self._pod = launch(self._tpus, self._request, node, self._plan).pod
 
     def state(self) -> str | None:
         found = self._tpus.find(self._request.name)

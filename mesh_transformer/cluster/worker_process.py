@@ -164,9 +164,17 @@ class WorkerProcess:
             self._events.append(event)
 
     def _tail(self) -> str:
-        with open(self._log_path, "rb") as log:
-            log.seek(max(0, os.path.getsize(self._log_path) - TAIL_BYTES))
-            return log.read().decode(errors="replace")
+        return read_bytes(self._log_path, -TAIL_BYTES, TAIL_BYTES).decode(errors="replace")
+
+
+def read_bytes(path: str, offset: int, size: int) -> bytes:
+    """Up to `size` bytes of a file from `offset`, from its end if that is negative; none if somebody has tidied it away."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset if offset >= 0 else max(0, os.path.getsize(path) + offset))
+            return file.read(size)
+    except FileNotFoundError:
+        return b""
 
 
 def _environment(changes: dict[str, str | None]) -> dict[str, str]:
