@@ -3,7 +3,7 @@
     python benchmarks/driver_overhead.py [--workers 4] [--ray-address A] [--rounds 3]
 
 Without --ray-address the workers are processes of this machine, and batches go to them through pipes; with it, they go through
-Ray's object store to the hosts of that cluster. The step is made to take about a second on two cores. Results are JSON on
+Ray's object store to the hosts of that cluster, whose workers must have as many devices as XLA_FLAGS gives here. The step is made to take about a second on two cores. Results are JSON on
 standard output; the last line holds the medians.
 """
 
@@ -73,7 +73,7 @@ def _environment(folder: Path) -> dict[str, str]:
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_force_host_platform_device_count=1"),
         "TMPDIR": str(folder),
         "XDG_CACHE_HOME": str(folder / "cache"),
     }
