@@ -37,7 +37,11 @@ def main() -> int:
     parser.add_argument(
         "--output", metavar="F.json", help="write results, config, versions and token counts here"
     )
+    from mesh_transformer.cluster.place import Place
+
+    Place.add_arguments(parser)
     arguments = parser.parse_args()
+    place = Place.of(arguments)
     from mesh_transformer.runtime.evals import command
 
     given = {} if arguments.tasks is None else {"tasks": tuple(arguments.tasks.split(","))}
@@ -53,7 +57,11 @@ def main() -> int:
         ftfy=arguments.ftfy,
         output=arguments.output,
     )
-    return command.run(arguments.config, arguments.overrides, options)
+    if place.here:
+        return command.run(arguments.config, arguments.overrides, options)
+    from mesh_transformer.cluster import evaluate_command
+
+    return evaluate_command.run(arguments.config, arguments.overrides, place, options)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ _CACHE_SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
+HEARTBEAT_TIMEOUT_S = 20  # the others end this long after a process died or was stopped; JAX would wait 100
 _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -44,7 +45,9 @@ def start_distributed() -> None:
         ) from error
     if "cpu" in os.environ.get("JAX_PLATFORMS", ""):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(values["JAX_COORDINATOR_ADDRESS"], count, index)
+    jax.distributed.initialize(
+        values["JAX_COORDINATOR_ADDRESS"], count, index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S
+    )
 
 
 def require_one_process() -> None:

@@ -1,5 +1,6 @@
 """Typed, frozen configuration. `load_config(path, overrides)` reads both spellings; see docs/config.md."""
 
+from mesh_transformer.config.cluster import ClusterConfig
 from mesh_transformer.config.load import load_config, parse_config
 from mesh_transformer.config.mesh import MeshConfig, MeshShape
 from mesh_transformer.config.model import ModelConfig
@@ -10,6 +11,7 @@ from mesh_transformer.config.schema import Config
 
 __all__ = [
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "DataConfig",
     "LoggingConfig",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -58,6 +58,10 @@ class DataConfig(Group):
     )
     restart: bool = Field(
         False, description="a resumed run reads the training data from its beginning, not from where it was"
+    )
+    read_by: Literal["host", "driver"] = Field(
+        "host",
+        description="who reads train_set under train.py: each host its own share, or the driver, which streams it to them",
     )
     seed: CountOrZero = Field(0, description="seed of the shuffling")
     val_batches: Annotated[CountOrZero, Unit("batches")] = Field(

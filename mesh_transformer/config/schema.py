@@ -7,6 +7,7 @@ import math
 from pydantic import Field, model_validator
 
 from mesh_transformer.config.base import Group, check_divides
+from mesh_transformer.config.cluster import ClusterConfig
 from mesh_transformer.config.mesh import MeshConfig, MeshShape
 from mesh_transformer.config.model import ModelConfig
 from mesh_transformer.config.optimizer import OptimizerConfig
@@ -25,6 +26,7 @@ class Config(Group):
     data: DataConfig = Field(default_factory=lambda: DataConfig())
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig())
     logging: LoggingConfig = Field(default_factory=lambda: LoggingConfig())
+    cluster: ClusterConfig = Field(default_factory=lambda: ClusterConfig())
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -96,4 +98,5 @@ GROUPS: dict[str, type[Group]] = {
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    "cluster": ClusterConfig,
 }

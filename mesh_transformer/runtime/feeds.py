@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from mesh_transformer.config import Config
 from mesh_transformer.data.loader import Loader, make_train_loader, make_val_loader
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.session import Session
@@ -17,14 +18,24 @@ def open_train_feed(session: Session) -> Loader:
     Raises:
         UserError: no training set is configured, or it cannot be read.
     """
-    config, data = session.config, session.config.data
+    microbatch = session.microbatch
+    return read_train_set(session.config, microbatch, session.rows(microbatch))
+
+
+def read_train_set(config: Config, microbatch: int, rows: slice) -> Loader:
+    """As `open_train_feed`, for these `rows` of each microbatch: the driver of a pod reads them for its workers.
+
+    Raises:
+        UserError: no training set is configured, or it cannot be read.
+    """
+    data = config.data
     if data.train_set is None:
         raise UserError("data.train_set is not set: name an index file, a .tfrecords file or a .txt file")
     return make_train_loader(
         data.train_set,
         seq=config.seq,
-        batch=session.microbatch,
-        rows=session.rows(session.microbatch),
+        batch=microbatch,
+        rows=rows,
         accumulation=config.optimizer.gradient_accumulation_steps,
         shuffle=data.shuffle,
         shuffle_window=data.shuffle_window,

@@ -6,21 +6,24 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
 from mesh_transformer import files, logs, platforms
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.config import load_config
+from mesh_transformer.config import Config, load_config
+from mesh_transformer.data.loader import Loader
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.runtime import start
 from mesh_transformer.runtime.evals.in_training import Evaluation
 from mesh_transformer.runtime.feeds import open_train_feed
 from mesh_transformer.runtime.interrupt import Interrupt
+from mesh_transformer.runtime.observer import Observer, ObserverSink
 from mesh_transformer.runtime.report import Report, plot_losses
 from mesh_transformer.runtime.session import Session
+from mesh_transformer.runtime.shared_folder import check_shared
 from mesh_transformer.runtime.validation import Validation
 from mesh_transformer.train.step import TrainState
 
@@ -38,11 +41,29 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
     if fresh_opt and not tune_model_path:
         raise UserError("--fresh-opt drops the Adam moments of --tune-model-path: give that too")
     logs.set_up()
+    return train(config, start.Source(tune_model_path, fresh_opt))
+
+
+def train(
+    config: Config,
+    source: start.Source,
+    observer: Observer | None = None,
+    open_feed: Callable[[Session], Loader] = open_train_feed,
+) -> int:
+    """Join the other processes, if the environment names them, and train: in any process that is to train.
+
+    Args:
+        observer: told of steps, phases and metrics.
+        open_feed: where the batches come from, if this process is not to read them itself.
+
+    Raises:
+        UserError, RunError: as `run`.
+    """
     compiled = platforms.CompileCache()
     platforms.start_distributed()
     with Interrupt() as interrupt:
         session = Session.open(config)
-        code = TrainingRun(session, start.Source(tune_model_path, fresh_opt), interrupt).train()
+        code = TrainingRun(session, source, interrupt, observer or Observer(), open_feed).train()
     log.info("%s", compiled)
     return code
 
@@ -50,11 +71,18 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
 class TrainingRun:
     """One run of the loop, from its start or resume to its last step or an interruption."""
 
-    def __init__(self, session: Session, source: start.Source, interrupt: Interrupt):
-        self.interrupt = interrupt
+    def __init__(
+        self,
+        session: Session,
+        source: start.Source,
+        interrupt: Interrupt,
+        observer: Observer,
+        open_feed: Callable[[Session], Loader],
+    ):
+        self.interrupt, self.observer = interrupt, observer
         self.session, self.config, self.source = session, session.config, source
         self.config.check_devices(jax.device_count())
-        self.feed = open_train_feed(session)
+        self.feed = open_feed(session)
         self.validation = Validation(session)
         self.evaluation = Evaluation(session, lambda: interrupt.noted)
         self.folder = self.config.checkpoint.model_dir
@@ -63,6 +91,7 @@ class TrainingRun:
         if self.is_first:
             _check_writable(self.folder)
             _fetch_metrics(self.config.checkpoint.root, self.folder)
+        check_shared(self.config.checkpoint.root)
 
     def train(self) -> int:
         """Run to total_steps, or until interrupted. Returns the exit code: 0, or 128 + the signal."""
@@ -76,6 +105,9 @@ class TrainingRun:
             if begun.loader_state is not None:
                 self.feed.set_state(begun.loader_state)
             with self._open_report(begun) as report:
+                self.observer.begun(
+                    begun.step, self.config.optimizer.total_steps, begun.counters.steps_redone
+                )
                 code = self._loop(begun, store, report)
         finally:
             store.close()
@@ -87,7 +119,10 @@ class TrainingRun:
         if begun.step >= total:
             log.info("the run is complete: %d of %d steps", begun.step, total)
         for step in range(begun.step + 1, total + 1):
+            self.observer.phase("data", step)
             tokens = self.session.place_batch(next(self.feed))
+            # the first step's numbers are awaited when the second one has been dispatched
+            self.observer.phase("step" if step > begun.step + 2 else "compile", step)
             state, metrics = self.session.program.train_step(state, tokens)
             report.push(step, metrics)
             if step % data.val_every == 0 or step == total:
@@ -96,14 +131,17 @@ class TrainingRun:
             if step % self.config.checkpoint.ckpt_every == 0 or step == total or code is not None:
                 self._save(step, state, begun, store, report)
             if code is not None:
+                self.observer.phase("leave", step)
                 log.info("saved after step %d; the same command goes on from there", step)
                 return code
+        self.observer.phase("leave", total)  # what is still being written
         return 0
 
     def _validate(self, step: int, state: TrainState, report: Report) -> None:
         if not self.validation and not self.evaluation:
             return
         report.settle()
+        self.observer.phase("validate", step)
         with report.pause():
             report.add(self.validation.run(state.params, step, lambda: self.interrupt.noted))
             report.add(self.evaluation.run(state.params))
@@ -113,6 +151,7 @@ class TrainingRun:
     ) -> None:
         """Save the state after `step`, once that step is known to be finite."""
         report.settle()
+        self.observer.phase("save", step)
         with report.pause():
             tokens = begun.counters.tokens + (step - begun.step) * self.session.tokens_per_step
             extra = {
@@ -126,12 +165,17 @@ class TrainingRun:
     def _open_report(self, begun: start.Begun) -> Report:
         optimizer = self.config.optimizer
         progress = Progress(
-            "training", optimizer.total_steps, unit="step", done=begun.step, quiet=not self.is_first
+            "training",
+            optimizer.total_steps,
+            unit="step",
+            done=begun.step,
+            quiet=not self.is_first or self.observer.shows_progress,
         )
         sinks: list[logs.Sink] = []
         if self.is_first:
             whole = self.config.model_dump(mode="json")
             sinks = logs.open_sinks(self.config.logging, whole, self.folder, _run_id(self.folder))
+            sinks.append(ObserverSink(self.observer))
         report = Report(sinks, progress, self.session.tokens_per_step, optimizer.nonfinite == "stop")
         report.constant["train/steps_redone"] = begun.counters.steps_redone
         return report

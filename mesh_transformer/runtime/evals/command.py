@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -68,6 +68,25 @@ def run(config_path: str, overrides: Sequence[str], options: Options) -> int:
     """
     config = load_config(config_path, overrides)
     logs.set_up()
+    evaluation = evaluate(config, options)
+    if jax.process_index() == 0:
+        show(evaluation, options.output)
+    return 0
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation gave: the report as JSON values, and the tables to print."""
+
+    report: dict[str, Any]
+    tables: str
+
+
+def evaluate(config: Config, options: Options) -> Evaluation:
+    """Join the other processes, if the environment names them, and evaluate. Process 0 has the whole result.
+
+    Raises:
+        UserError: as `run`.
+    """
     check_installed()
     source = options.checkpoint or config.checkpoint.root
     platforms.CompileCache()
@@ -89,9 +108,7 @@ def run(config_path: str, overrides: Sequence[str], options: Options) -> int:
     began = time.monotonic()
     results = tasks.run(_adaptor(model, options), bootstrap=BOOTSTRAP if jax.process_index() == 0 else 0)
     report = _report(config, options, weights, source, model, results, time.monotonic() - began)
-    if jax.process_index() == 0:
-        _show(report, results, options.output)
-    return 0
+    return Evaluation(report, _tables(results) if jax.process_index() == 0 else "")
 
 
 def _adaptor(model: EvalModel, options: Options) -> Any:
@@ -133,18 +150,25 @@ def _report(
     }
 
 
-def _show(report: dict[str, Any], results: dict[str, Any], output: str | None) -> None:
+def _tables(results: dict[str, Any]) -> str:
     from lm_eval.utils import make_table
 
-    tokens = report["tokens"]
+    tables = [make_table(results)]
+    if results.get("groups"):
+        tables.append(make_table(results, "groups"))
+    return "\n".join(tables)
+
+
+def show(evaluation: Evaluation, output: str | None) -> None:
+    """Print the tables, and write the report to the file `output`, if it is given."""
+    report, tokens = evaluation.report, evaluation.report["tokens"]
     log.info(
         "%s requests scored in %s s: %s tokens as given, %s of them shared, %s computed, %.1f%% of these padding",
         *(f"{tokens['scored_requests']:,}", report["seconds"], f"{tokens['as_given']:,}"),
         *(f"{tokens['shared']:,}", f"{tokens['computed']:,}", 100 * tokens["padding_share"]),
     )
-    sys.stdout.write(f"lm-evaluation-harness {report['versions']['lm_eval']}\n\n{make_table(results)}\n")
-    if results.get("groups"):
-        sys.stdout.write(f"{make_table(results, 'groups')}\n")
+    version = report["versions"]["lm_eval"]
+    sys.stdout.write(f"lm-evaluation-harness {version}\n\n{evaluation.tables}\n")
     sys.stdout.flush()
     if output is not None:
         with open(output + ".tmp", "w", encoding="utf-8") as file:

@@ -1,0 +1,1 @@
+"""One job on several hosts: worker processes, their driver, and how it recovers."""

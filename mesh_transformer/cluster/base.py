@@ -1,0 +1,182 @@
+"""What a driver knows of a cluster: a job, the state of each worker, and the few things one can ask of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from mesh_transformer import files
+from mesh_transformer.config import Config
+
+State = Literal["idle", "running", "ended"]
+Category = Literal["user", "run", "bug", "machine"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What all workers of a cluster do together: a name of `jobs.JOBS`, a config and arguments, all JSON values.
+
+    `folder` is where relative paths begin; a host that does not have it takes the folder of the code.
+    """
+
+    name: str
+    config: dict[str, Any]
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    folder: str = ""
+
+    @classmethod
+    def of(cls, name: str, config: Config, **arguments: Any) -> Job:
+        """A job of the current folder."""
+        return cls(name, config.model_dump(mode="json"), arguments, os.getcwd())
+
+    @property
+    def key(self) -> str:
+        """Equal for equal jobs: a driver that starts again knows its own by it."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def run_name(config: Config) -> str:
+    """A short name of the run's folder, unlike that of any other folder: letters, digits, - and _."""
+    root = config.checkpoint.root
+    whole = root if files.is_remote(root) else os.path.abspath(root)
+    last = "".join(c if c.isalnum() and c.isascii() else "_" for c in os.path.basename(whole.rstrip("/")))
+    return f"{last[:40]}-{hashlib.sha256(whole.encode()).hexdigest()[:10]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerError:
+    """The exception that ended a worker's job."""
+
+    category: Category
+    message: str
+    traceback: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What the driver last saw of one worker. Times are in seconds, by the clock of the worker's host.
+
+    Args:
+        lost: why its agent is known to be gone; None if it is not.
+        silent_s: since its agent answered last, by the driver's clock.
+        host_alive: whether its host is still part of the cluster; None if nobody can say.
+        pid: the worker process; None if there is none.
+        exit_code: as in `subprocess`: minus the signal that killed it.
+        beat_age_s: since the thread of the job announced anything.
+        alive_age_s: since any thread of the process did.
+        slowest_step_s: the longest step so far.
+        begun: where the run began: {"step", "total", "steps_redone", "chips"}; None before.
+        tail: the end of the process's output, once it has ended.
+    """
+
+    worker_id: int
+    state: State = "idle"
+    lost: str | None = None
+    silent_s: float = 0.0
+    host_alive: bool | None = None
+    pid: int | None = None
+    exit_code: int | None = None
+    phase: str = "start"
+    step: int = 0
+    beat_age_s: float = 0.0
+    alive_age_s: float = 0.0
+    slowest_step_s: float = 0.0
+    error: WorkerError | None = None
+    begun: dict[str, Any] | None = None
+    tail: str = ""
+    job_key: str | None = None
+
+
+Event = dict[str, Any]  # {"kind": "metrics", ...}: see worker.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Poll:
+    """One look at all workers: states, and what is new of each since the look before."""
+
+    statuses: tuple[Status, ...]
+    events: tuple[tuple[int, Event], ...] = ()  # (worker id, event), in order for each worker
+    lines: tuple[tuple[int, str], ...] = ()  # (worker id, line of its output)
+
+
+class Cluster(Protocol):
+    """A fixed number of hosts with one worker each, number i on host i. Every call returns within seconds.
+
+    A dead or silent worker raises nothing: `poll` shows it.
+    """
+
+    count: int
+
+    def attach(self) -> Poll:
+        """Find the agents of this run on all hosts, or make those that are missing.
+
+        Raises:
+            UserError: another driver has them, or a host cannot run an agent.
+            HostsMissing: not all hosts are there.
+        """
+
+    def start(self, job: Job) -> None:
+        """Start a job in new processes, which form one mesh. None may be running."""
+
+    def poll(self) -> Poll:
+        """Look at all workers."""
+
+    def feed(self, number: int, batch: np.ndarray, rows: Sequence[slice], state: Any, held: int) -> bool:
+        """Give batch `number` to all workers, each its rows, with the loader's state behind it.
+
+        Args:
+            held: all workers are known to hold the batches up to this one.
+
+        Returns:
+            Whether all have taken it; if not, give it again.
+        """
+
+    def stop(self) -> None:
+        """Ask the job to save and end: SIGTERM to every worker process."""
+
+    def kill(self, statuses: Sequence[Status]) -> None:
+        """End every worker process and agent at once, stopped ones too."""
+
+    def close(self) -> None:
+        """Let the hosts go. Nothing runs there any more."""
+
+
+class HostsMissing(RuntimeError):
+    """Some hosts of the cluster are not there now."""
+
+
+class Hosts(Protocol):
+    """The machines under a cluster, for what Ray cannot do. `NoHosts` where nobody can."""
+
+    def state(self) -> str | None:
+        """The state of the slice, as the cloud names it (READY, PREEMPTED ...), GONE without one; None if unknown."""
+
+    def kill(self, worker_id: int, pid: int) -> None:
+        """Send SIGKILL to a process of a host, if both are there."""
+
+    def remake(self) -> None:
+        """Bring back every host that is missing, ready to run agents. Returns when all are there.
+
+        Raises:
+            UserError: the cloud refuses, for a reason that waiting does not mend.
+        """
+
+
+class NoHosts:
+    """Hosts of which only Ray knows: whoever runs that cluster brings them back."""
+
+    def state(self) -> str | None:
+        return None
+
+    def kill(self, worker_id: int, pid: int) -> None:
+        """Nobody can."""
+
+    def remake(self) -> None:
+        """Somebody else does; `Cluster.attach` sees when."""

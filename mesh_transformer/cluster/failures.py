@@ -1,0 +1,192 @@
+"""What a look at the workers means: a pure function from what was seen to a verdict.
+
+Preemption (the machines were taken), a worker's crash (killed, stopped, hung, cut off, an error of the machine), or the
+user's error, which another attempt would only meet again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+import signal
+from collections.abc import Callable, Iterable, Sequence
+
+from mesh_transformer.cluster.base import Category, Status
+
+SILENT_S = 12.0  # an agent that answers nothing for so long is unreachable
+STOPPED_S = 15.0  # a process of which no thread says anything for so long is stopped
+SLOWER = 4.0  # a step may take so many times the slowest one before it
+TAKEN = {
+    "PREEMPTED",
+    "SUSPENDED",
+    "SUSPENDING",
+    "TERMINATED",
+    "STOPPED",
+    "STOPPING",
+    "FAILED",
+    "DELETING",
+    "GONE",
+}
+LEFT = {128 + signal.SIGTERM, 128 + signal.SIGINT}  # saved and ended because of a signal
+
+_MACHINE_TYPES = {"OSError", "EOFError", "MemoryError", "GoogleAPIError", "ClientError"}
+_BUG_TYPES = {"TypeError", "AttributeError", "NameError", "ImportError", "LookupError", "AssertionError", "ValueError",
+              "ArithmeticError", "NotImplementedError", "SyntaxError"}  # fmt: skip
+_OF_A_SERVICE = re.compile(
+    r"\W*(UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL|ABORTED|UNKNOWN|CANCELLED|DATA_LOSS|FAILED_PRECONDITION)\b"
+)
+
+
+class Kind(enum.Enum):
+    """What to do, one way each."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    NOTICE = "preemption notice"  # every worker has saved and ended
+    PREEMPTION = "preemption"
+    CRASH = "worker crash"
+    USER_ERROR = "user error"
+    RUN_ERROR = "failed run"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What was seen, of which worker (None: of all), and why that is thought."""
+
+    kind: Kind
+    reason: str = ""
+    worker_id: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Seconds that the thread of a job may be silent: in a step, in any other phase."""
+
+    step_s: float
+    phase_s: float
+
+    def of(self, status: Status) -> float:
+        """The limit for what a worker is at."""
+        return max(self.step_s, SLOWER * status.slowest_step_s) if status.phase == "step" else self.phase_s
+
+
+def category(types: Sequence[str], message: str) -> Category:
+    """Whose error an exception is, from the names of its class and its bases.
+
+    `bug` is the user's too: the same program would raise it again. An exception that quotes the status of a service (a
+    collective, a storage) is the machine's.
+    """
+    names = set(types)
+    if "UserError" in names:
+        return "user"
+    if "RunError" in names:
+        return "run"
+    if "JaxRuntimeError" in names or "XlaRuntimeError" in names:
+        return "bug" if re.match(r"\W*RESOURCE_EXHAUSTED", message) else "machine"
+    if names & _MACHINE_TYPES or _OF_A_SERVICE.match(message):
+        return "machine"
+    return "bug" if names & _BUG_TYPES else "machine"
+
+
+def classify(statuses: Sequence[Status], slice_state: str | None, limits: Limits) -> Verdict:
+    """The verdict on one look at all workers of a running job.
+
+    Args:
+        slice_state: as `Hosts.state` gives it.
+    """
+    rules: list[Callable[[], Verdict | None]] = [
+        lambda: _told(statuses),
+        lambda: _taken(slice_state),
+        lambda: _all_ended(statuses),
+        lambda: _first(statuses, _cut_off(slice_state)),
+        lambda: _first(statuses, _killed),
+        lambda: _first(statuses, _stopped),
+        lambda: _first(statuses, _bug),
+        lambda: _first(statuses, _failed),
+        lambda: _first(sorted(statuses, key=lambda s: -s.beat_age_s), _hung(limits)),  # the cause first
+    ]
+    return next(filter(None, (rule() for rule in rules)), Verdict(Kind.RUNNING))
+
+
+def _told(statuses: Iterable[Status]) -> Verdict | None:
+    """An error that says itself that it is not the machine's."""
+    kinds = {"user": Kind.USER_ERROR, "run": Kind.RUN_ERROR}
+    for status in statuses:
+        if status.error is not None and status.error.category in kinds:
+            return Verdict(kinds[status.error.category], status.error.message, status.worker_id)
+    return None
+
+
+def _taken(slice_state: str | None) -> Verdict | None:
+    if slice_state in TAKEN:
+        return Verdict(Kind.PREEMPTION, f"the slice is {slice_state}")
+    return None
+
+
+def _all_ended(statuses: Sequence[Status]) -> Verdict | None:
+    codes = [status.exit_code for status in statuses]
+    if all(code == 0 for code in codes):
+        return Verdict(Kind.FINISHED)
+    if all(code == 0 or code in LEFT for code in codes):
+        return Verdict(Kind.NOTICE, "every worker has saved and ended because of a signal")
+    return None
+
+
+def _first(statuses: Sequence[Status], rule: Callable[[Status], tuple[Kind, str] | None]) -> Verdict | None:
+    for status in statuses:
+        if found := rule(status):
+            return Verdict(*found, status.worker_id)
+    return None
+
+
+def _cut_off(slice_state: str | None) -> Callable[[Status], tuple[Kind, str] | None]:
+    def rule(status: Status) -> tuple[Kind, str] | None:
+        if status.lost is None and status.silent_s <= SILENT_S:
+            return None
+        why = status.lost or f"its host has not answered for {status.silent_s:.0f} s"
+        taken = status.host_alive is False and slice_state is None
+        return (Kind.PREEMPTION, f"its host is gone ({why})") if taken else (Kind.CRASH, why)
+
+    return rule
+
+
+def _killed(status: Status) -> tuple[Kind, str] | None:
+    """Killed from outside. JAX aborts the others when one is gone: that is not the cause."""
+    code = status.exit_code
+    if code is None or code >= 0 or -code == signal.SIGABRT:
+        return None
+    return Kind.CRASH, f"its process was killed by {signal.Signals(-code).name}"
+
+
+def _stopped(status: Status) -> tuple[Kind, str] | None:
+    if status.state == "running" and status.alive_age_s > STOPPED_S:
+        return Kind.CRASH, f"its process has stopped: no sign of life for {status.alive_age_s:.0f} s"
+    return None
+
+
+def _bug(status: Status) -> tuple[Kind, str] | None:
+    if status.error is not None and status.error.category == "bug":
+        return Kind.USER_ERROR, status.error.traceback
+    return None
+
+
+def _failed(status: Status) -> tuple[Kind, str] | None:
+    if status.error is not None:
+        return Kind.CRASH, status.error.message
+    if status.state == "idle":
+        return Kind.CRASH, "its process is gone"
+    if status.exit_code is not None and status.exit_code != 0 and status.exit_code not in LEFT:
+        last = status.tail.strip().rpartition("\n")[2]
+        return Kind.CRASH, f"its process ended with code {status.exit_code}: {last[:500]}"
+    return None
+
+
+def _hung(limits: Limits) -> Callable[[Status], tuple[Kind, str] | None]:
+    def rule(status: Status) -> tuple[Kind, str] | None:
+        if status.state == "running" and status.beat_age_s > limits.of(status):
+            what = f"{status.beat_age_s:.0f} s in phase {status.phase}, step {status.step}"
+            return Kind.CRASH, f"it hangs: {what}; the limit is {limits.of(status):.0f} s"
+        return None
+
+    return rule

@@ -1,0 +1,151 @@
+"""Where a job runs: in this process, in several of this machine, on a Ray cluster, or on a TPU slice of the cloud."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from mesh_transformer.cluster import local
+from mesh_transformer.cluster.base import Cluster, Hosts, Job, NoHosts, run_name
+from mesh_transformer.cluster.processes import ProcessCluster
+from mesh_transformer.cluster.stop_signals import StopSignals
+from mesh_transformer.cluster.supervise import Supervisor
+from mesh_transformer.cluster.view import View
+from mesh_transformer.config import Config
+from mesh_transformer.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The options that say where. At most one of tpu, ray_address and processes is given; none: this process.
+
+    Args:
+        zone: of the TPU.
+        tpu_type: such as v4-32; None: v3- with mesh.tpu_size cores, or 8, as in the original program.
+        environment: a folder with a Python environment that the TPU's hosts have already.
+        price: of a chip-hour, for the cost line.
+
+    Raises:
+        UserError: two are given, or one is out of range.
+    """
+
+    tpu: str | None = None
+    zone: str | None = None
+    tpu_type: str | None = None
+    preemptible: bool = False
+    environment: str | None = None
+    ray_address: str | None = None
+    processes: int | None = None
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        chosen = [self.tpu is not None, self.ray_address is not None, self.processes is not None]
+        if sum(chosen) > 1:
+            raise UserError("--tpu, --ray-address and --processes name three places: give one of them")
+        if self.tpu is not None and self.zone is None:
+            raise UserError("--tpu needs the zone of the TPU: --tpu_region ZONE, such as europe-west4-a")
+        if self.processes is not None and self.processes < 1:
+            raise UserError(f"--processes {self.processes}: must be 1 or more")
+        if self.price is not None and self.price < 0:
+            raise UserError(f"--price {self.price}: must be 0 or more")
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """The options, for a command line."""
+        parser.add_argument("--tpu", metavar="NAME", help="the TPU slice to run on, made if it is not there")
+        parser.add_argument(
+            "--tpu_region", "--tpu-region", metavar="ZONE", help="its zone, such as europe-west4-a"
+        )
+        parser.add_argument(
+            "--tpu-type", metavar="T", help="such as v4-32 (default: v3- and mesh.tpu_size cores)"
+        )
+        parser.add_argument(
+            "--preemptible", action="store_true", help="make it of capacity that may be taken back"
+        )
+        parser.add_argument(
+            "--environment",
+            metavar="DIR",
+            help="a Python environment that its hosts have already; absent: one is made",
+        )
+        parser.add_argument(
+            "--ray-address", metavar="A", help="run on this Ray cluster, which is there already"
+        )
+        parser.add_argument("--processes", type=int, metavar="N", help="run in N processes of this machine")
+        parser.add_argument(
+            "--price", type=float, metavar="P", help="of a chip for an hour: the cost line gives the sum"
+        )
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Place:
+        """From the parsed command line.
+
+        Raises:
+            UserError: as the class.
+        """
+        given = vars(arguments)
+        names = ("tpu", "tpu_type", "preemptible", "environment", "ray_address", "processes", "price")
+        return cls(zone=given["tpu_region"], **{name: given[name] for name in names})
+
+    @property
+    def here(self) -> bool:
+        """Whether the job runs in this process."""
+        return self.tpu is None and self.ray_address is None and self.processes is None
+
+    def run(self, job: Job, config: Config) -> tuple[int, Any]:
+        """Run a job there to its end: its exit code and result.
+
+        Raises:
+            UserError, RunError: as `Supervisor.run`.
+        """
+        if self.here:
+            return local.run(job)
+        with self.open(config) as (cluster, hosts), StopSignals() as stop:  # Ray sets handlers too
+            supervisor = Supervisor(cluster, job, hosts=hosts, view=View(self.price), stop=stop)
+            outcome = supervisor.run()
+            cluster.close()
+            return outcome
+
+    def end_workers(self, config: Config) -> None:
+        """End what a former driver has left at work on this run. Processes of this machine end with their driver."""
+        if self.here or self.processes is not None:
+            return
+        with self.open(config) as (cluster, _):
+            cluster.kill(cluster.attach().statuses)
+
+    @contextlib.contextmanager
+    def open(self, config: Config) -> Iterator[tuple[Cluster, Hosts]]:
+        """The cluster for a run with this config. Nothing is ended on the way out: workers outlive their driver."""
+        name = run_name(config)
+        if self.processes is not None:
+            yield ProcessCluster(name, self.processes), NoHosts()
+            return
+        try:
+            from mesh_transformer.cluster.ray_cluster import RayCluster
+        except ImportError as error:
+            raise UserError(
+                f"--tpu and --ray-address need Ray ({error}): pip install -r requirements.txt"
+            ) from error
+        if self.ray_address is not None:
+            yield RayCluster(name, self.ray_address), NoHosts()
+            return
+        made = self._launch(config)
+        yield RayCluster(name, made.address, made.count, made), made
+
+    def _launch(self, config: Config) -> Any:
+        """The slice, with Ray on its hosts."""
+        try:
+            from mesh_transformer.cluster.tpu_slice import TpuSlice
+        except ImportError as error:
+            raise UserError(
+                f"--tpu needs mesh_transformer.cloud and its libraries ({error}): pip install -r requirements.txt; "
+                f"--ray-address runs on hosts that you have made yourself"
+            ) from error
+        kind = self.tpu_type or f"v3-{config.mesh.tpu_size or 8}"
+        made = TpuSlice.of(
+            str(self.tpu), str(self.zone), kind, preemptible=self.preemptible, environment=self.environment
+        )
+        made.launch()
+        return made

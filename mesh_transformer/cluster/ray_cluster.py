@@ -1,0 +1,229 @@
+"""A cluster of Ray actors, one agent on each host. The only module that knows Ray.
+
+Host i is the node with the custom resource `tpu_worker_<i>` or, where no node has one, the label ray.io/tpu-worker-id that Ray
+itself gives to TPU hosts: the number is the TPU's own, not Ray's rank. Agents are detached actors, so they outlive the
+driver; their names, made from the run's, are how the next driver finds them. Ray never restarts one.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mesh_transformer.cluster import processes_by_id
+from mesh_transformer.cluster.agent import Agent, TakenOver
+from mesh_transformer.cluster.agents import AgentCluster, NoAnswer
+from mesh_transformer.cluster.base import Hosts, HostsMissing, NoHosts, Status
+from mesh_transformer.errors import UserError
+from mesh_transformer.logs import log
+
+NAMESPACE = "mesh-transformer"
+RESOURCE = "tpu_worker_"
+LABEL = "ray.io/tpu-worker-id"
+END_S = 20.0  # for an ended actor to give its name back
+REACH_S = 10.0
+HELPER_S = 20.0  # for a task that kills what does not answer
+
+
+class RayCluster(AgentCluster):
+    """Agents on the hosts of a Ray cluster.
+
+    Args:
+        run: name of the run.
+        address: of the cluster, as ray.init takes it.
+        count: hosts to use; None: all that there are now.
+        hosts: who can kill processes of a host that Ray does not reach.
+        environment: variables of the worker processes.
+
+    Raises:
+        UserError: there is no such cluster, or none of its nodes is a numbered host.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        address: str,
+        count: int | None = None,
+        hosts: Hosts | None = None,
+        environment: dict[str, str | None] | None = None,
+    ):
+        _connect(address)
+        found = _nodes()
+        if count is None and not found:
+            raise UserError(
+                f"no node of the Ray cluster {address} says which host it is: start each with "
+                f"ray start --resources='{{\"{RESOURCE}0\": 1}}' (1, 2 ... on the others), as docs/driver.md shows"
+            )
+        super().__init__(count or max(found) + 1, {**_RAYS_OWN, **(environment or {})})
+        self._run, self._hosts = run, hosts or NoHosts()
+        self._actors: list[Any] = []
+        self._pids: list[int | None] = [None] * self.count  # of the agents
+        self._places: dict[int, Any] = {}  # node ids
+        self._waiting: dict[int, Any] = {}  # status calls without an answer yet
+
+    def _open(self) -> None:
+        nodes = _nodes()
+        missing = [i for i in range(self.count) if i not in nodes]
+        if missing:
+            raise HostsMissing(
+                f"{len(missing)} of {self.count} are not in the Ray cluster: numbers {missing}"
+            )
+        self._places = {i: nodes[i]["NodeID"] for i in range(self.count)}
+        self._waiting.clear()
+        self._actors = [self._agent(i, nodes[i]) for i in range(self.count)]
+        answers = self._call("pid", [()] * self.count, 60.0)
+        for i, answer in enumerate(answers):
+            if isinstance(answer, NoAnswer) and answer.lost and "creation task" in answer.lost:
+                raise UserError(f"host {i} cannot run an agent of this program: {answer.lost}")
+        self._pids = [None if isinstance(answer, NoAnswer) else answer for answer in answers]
+
+    def _agent(self, worker_id: int, node: dict[str, Any]) -> Any:
+        """The agent of this run that is on a host already, or a new one."""
+        name = f"{self._run}-{worker_id}"
+        if (actor := _existing(name)) is not None:
+            return actor
+        options = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "max_concurrency": 8,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        }
+        return ray.remote(Agent).options(**options).remote(worker_id, self._run, node["NodeManagerAddress"])
+
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
+        calls = []
+        for i, (actor, given) in enumerate(zip(self._actors, arguments, strict=True)):
+            waiting = self._waiting.get(i) if method == "status" else None
+            calls.append(waiting if waiting is not None else getattr(actor, method).remote(*given))
+        ready = set(ray.wait(calls, num_returns=len(calls), timeout=timeout_s)[0])
+        if method == "status":
+            self._waiting = {i: call for i, call in enumerate(calls) if call not in ready}
+        return [_answer(call) if call in ready else NoAnswer() for call in calls]
+
+    def _share(self, rows: np.ndarray) -> Any:
+        return ray.put(rows)
+
+    def _host_alive(self, worker_id: int) -> bool | None:
+        try:
+            nodes = {node["NodeID"]: node["Alive"] for node in ray.nodes()}
+        except RayError:
+            return None
+        return bool(nodes.get(self._places.get(worker_id), False))
+
+    def _end_agents(self, statuses: Sequence[Status]) -> None:
+        if not self._actors:
+            return
+        answers = self._call("kill", [(self._driver,)] * self.count, 12.0)
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        for i, answer in enumerate(answers):
+            if isinstance(answer, NoAnswer):
+                self._kill_by_hand(i, statuses[i].pid if i < len(statuses) else None)
+        deadline = time.monotonic() + END_S
+        while any(_existing(f"{self._run}-{i}") is not None for i in range(self.count)):
+            if time.monotonic() > deadline:
+                log.warning("Ray has not ended all agents of this run")
+                break
+            time.sleep(0.1)
+        self._actors = []
+
+    def _kill_by_hand(self, worker_id: int, worker_pid: int | None) -> None:
+        """A stopped process answers to nothing but SIGKILL: by a task on its node, or else by whoever owns the host."""
+        pids = [pid for pid in (worker_pid, self._pids[worker_id]) if pid is not None]
+        if self._host_alive(worker_id):
+            place = NodeAffinitySchedulingStrategy(self._places[worker_id], soft=False)
+            task = ray.remote(processes_by_id.kill).options(
+                num_cpus=0, max_retries=0, scheduling_strategy=place
+            )
+            try:
+                ray.get(task.remote(pids), timeout=HELPER_S)
+                return
+            except (RayError, GetTimeoutError) as error:
+                log.warning("host %d: its processes were not ended through Ray: %s", worker_id, _line(error))
+        for pid in pids:
+            self._hosts.kill(worker_id, pid)
+
+
+# What Ray sets for its own workers and would limit ours.
+_RAYS_OWN: dict[str, str | None] = {"OMP_NUM_THREADS": None}
+
+
+def _connect(address: str) -> None:
+    if ray.is_initialized():
+        return
+    _check_reachable(address)
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RayError, ValueError) as error:
+        raise UserError(
+            f"no Ray cluster answers at {address}: {_line(error)}. Where it asks for a token, set RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN_PATH here too"
+        ) from error
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for three minutes."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), REACH_S).close()
+    except OSError as error:
+        raise UserError(f"no Ray cluster answers at {address}: {error}") from error
+
+
+def _nodes() -> dict[int, dict[str, Any]]:
+    """The living nodes that are numbered hosts."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    numbered = {
+        int(name.removeprefix(RESOURCE)): node
+        for node in alive
+        for name in node["Resources"]
+        if name.startswith(RESOURCE) and name.removeprefix(RESOURCE).isdigit()
+    }
+    labelled = {
+        int(label): node for node in alive if (label := (node.get("Labels") or {}).get(LABEL, "")).isdigit()
+    }
+    return numbered or labelled
+
+
+def _existing(name: str) -> Any:
+    try:
+        return ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _answer(call: Any) -> Any:
+    try:
+        return ray.get(call)
+    except TakenOver:
+        raise
+    except ActorDiedError as error:
+        return NoAnswer(lost=_reason(error))
+    except RayTaskError as error:
+        return NoAnswer(lost=f"its agent failed: {str(error).strip().rpartition(chr(10))[2]}")
+    except RayError:  # such as unavailable: perhaps it comes back
+        return NoAnswer()
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "creation task" in text:
+        return text[-600:] if "creation task" in text[-600:] else f"in its creation task: {text[-600:]}"
+    return "its agent has died"
+
+
+def _line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -1,0 +1,233 @@
+"""Runs a job on a cluster to its end, whatever happens to workers and hosts meanwhile.
+
+After a failure nothing of the old mesh is used again: every worker and agent is ended, and new processes begin from the
+newest checkpoint, with process i on host i as before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mesh_transformer.cluster.agent import TakenOver
+from mesh_transformer.cluster.agents import same
+from mesh_transformer.cluster.base import Cluster, Hosts, HostsMissing, Job, NoHosts, Poll
+from mesh_transformer.cluster.failures import Kind, Limits, Verdict, classify
+from mesh_transformer.cluster.slice_state import SliceState
+from mesh_transformer.cluster.stop_signals import StopSignals
+from mesh_transformer.cluster.stream import Streamer
+from mesh_transformer.cluster.view import View
+from mesh_transformer.config import Config, parse_config
+from mesh_transformer.errors import RunError, UserError
+from mesh_transformer.logs import log
+
+POLL_S = 1.0
+SETTLE_S = 3.0  # the cause of a failure may be seen after its consequences
+LEAVE_S = 120.0  # for workers that are saving
+BACK_OFF_MAX_S = 60.0
+
+
+class Supervisor:
+    """Runs one job.
+
+    Args:
+        view: is told everything.
+        stop: its `noted` is the signal after which the job is to save and end.
+        clock, sleep: as in `time`.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: Job,
+        *,
+        hosts: Hosts | None = None,
+        view: View | None = None,
+        stop: StopSignals | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self._cluster, self._job = cluster, job
+        self._hosts, self._view, self._stop = hosts or NoHosts(), view or View(), stop or StopSignals()
+        self._clock, self._sleep = clock, sleep
+        self._config: Config = parse_config(job.config)
+        settings = self._config.cluster
+        self._limits = Limits(settings.step_limit, settings.phase_limit)
+        self._slice = SliceState(self._hosts)
+        self._streamer: Streamer | None = None
+        self._wanted: dict[int, dict[str, Any]] = {}
+        self._result: Any = None
+        self._begun, self._crashes = -1, 0
+        self._asked_to_stop = False
+        self.preemptions = self.crashes = 0  # all that there were
+
+    def run(self) -> tuple[int, Any]:
+        """The exit code of the job (0, or 128 + the signal that stopped it) and the result of worker 0.
+
+        Raises:
+            UserError: the job cannot be done.
+            RunError: the job failed by itself, or its workers crash again and again.
+        """
+        try:
+            self._begin()
+            while True:
+                self._sleep(POLL_S)
+                verdict = self._settled(self._look())
+                if verdict.kind is Kind.FINISHED:
+                    return 0, self._result
+                stoppable = {Kind.RUNNING, Kind.USER_ERROR, Kind.RUN_ERROR}
+                if verdict.kind not in stoppable and self._stop.noted is not None:
+                    return self._stopped(verdict), None
+                if verdict.kind is not Kind.RUNNING:
+                    self._recover(verdict)
+        except TakenOver as error:
+            raise UserError(f"this driver gives up: {error}") from error
+        finally:
+            self._end_stream()
+            self._slice.close()
+            self._view.close()
+
+    def _begin(self) -> None:
+        """Go on with the processes of a driver before this one, if they do this job; else start new ones."""
+        poll = self._attach()
+        self._statuses = poll.statuses
+        by_host = self._job.name != "train" or self._config.data.read_by == "host"
+        if by_host and same(self._job, self._statuses):
+            log.info(
+                "the workers of this run are at work (step %d): going on with them", self._statuses[0].step
+            )
+            self._view.started()
+            self._view.show(poll)
+            return
+        if any(status.state == "running" for status in self._statuses):
+            log.info("the workers of this run are still at work: they save and begin anew")
+            self._cluster.stop()
+            self._wait_for_end()
+        self._start()
+
+    def _attach(self) -> Poll:
+        told = 0.0
+        while True:
+            try:
+                return self._cluster.attach()
+            except HostsMissing as error:
+                if self._stop.noted is not None:
+                    raise RunError(f"stopped while waiting for hosts: {error}") from error
+                if self._clock() > told:
+                    log.warning("waiting for hosts: %s", error)
+                    told = self._clock() + 60.0
+                self._sleep(POLL_S)
+
+    def _start(self) -> None:
+        self._wanted, self._asked_to_stop = {}, False
+        self._cluster.start(self._job)
+        self._view.started()
+
+    def _look(self) -> Verdict:
+        if self._stop.noted is not None and not self._asked_to_stop:
+            self._asked_to_stop = True
+            self._cluster.stop()
+        poll = self._cluster.poll()
+        self._statuses = poll.statuses
+        self._view.show(poll)
+        begun = poll.statuses[0].begun
+        if begun is not None and begun["step"] > self._begun:
+            self._begun, self._crashes = begun["step"], 0
+        for worker_id, event in poll.events:
+            self._take(worker_id, event)
+        if self._streamer is not None and self._streamer.error is not None:
+            self._cluster.kill(self._statuses)
+            raise self._streamer.error
+        return classify(poll.statuses, self._slice.value, self._limits)
+
+    def _take(self, worker_id: int, event: dict[str, Any]) -> None:
+        if event["kind"] == "result" and worker_id == 0:
+            self._result = event["value"]
+        elif event["kind"] == "feed":
+            self._wanted[worker_id] = event
+            if len(self._wanted) == self._cluster.count and self._streamer is None:
+                wanted = [self._wanted[i] for i in range(self._cluster.count)]
+                self._streamer = Streamer(self._cluster, self._config, wanted)
+
+    def _settled(self, verdict: Verdict) -> Verdict:
+        """The verdict once its cause has had time to be seen, and workers that are saving have ended."""
+        final = {Kind.RUNNING, Kind.FINISHED, Kind.NOTICE, Kind.USER_ERROR, Kind.RUN_ERROR}
+        if verdict.kind in final:
+            return verdict
+        began = self._clock()
+        self._slice.refresh()
+        while verdict.kind not in final and self._clock() - began < self._patience():
+            self._sleep(POLL_S / 2)
+            verdict = self._look()
+        return verdict
+
+    def _patience(self) -> float:
+        saving = any(
+            status.state == "running" and status.phase == "leave" and not status.silent_s
+            for status in self._statuses
+        )
+        return LEAVE_S if saving else SETTLE_S
+
+    def _recover(self, verdict: Verdict) -> None:
+        """End everything, and begin again unless that is pointless."""
+        who = "" if verdict.worker_id is None else f"worker {verdict.worker_id}: "
+        self._end_stream()
+        self._view.failed()
+        host_lost = any(status.host_alive is False or status.silent_s for status in self._statuses)
+        if verdict.kind is Kind.USER_ERROR:
+            self._cluster.kill(self._statuses)
+            raise UserError(f"{who}{verdict.reason}")
+        if verdict.kind is Kind.RUN_ERROR:
+            self._cluster.kill(self._statuses)
+            raise RunError(verdict.reason)
+        step = max((status.step for status in self._statuses), default=0)
+        log.warning("%s at step %d: %s%s", verdict.kind.value, step, who, verdict.reason)
+        self._cluster.kill(self._statuses)
+        if verdict.kind is Kind.CRASH:
+            self._back_off(who, verdict)
+        else:
+            self.preemptions += 1
+        if verdict.kind is not Kind.CRASH or host_lost:
+            self._hosts.remake()
+        self._attach()
+        self._start()
+
+    def _back_off(self, who: str, verdict: Verdict) -> None:
+        self.crashes += 1
+        self._crashes += 1
+        allowed = self._config.cluster.max_crashes
+        if self._crashes > allowed:
+            tail = "\n".join(
+                status.tail for status in self._statuses if status.worker_id == verdict.worker_id
+            )
+            raise RunError(
+                f"{self._crashes} crashes without a newer checkpoint in between (cluster.max_crashes {allowed}); "
+                f"the last one: {who}{verdict.reason}\n{tail[-4000:]}"
+            )
+        pause = min(BACK_OFF_MAX_S, 2.0 ** (self._crashes - 1))
+        log.info(
+            "crash %d of %d without a newer checkpoint: beginning again in %.0f s",
+            self._crashes,
+            allowed,
+            pause,
+        )
+        self._sleep(pause)
+
+    def _stopped(self, verdict: Verdict) -> int:
+        """The signal's exit code, once no worker runs."""
+        if verdict.kind is not Kind.NOTICE:
+            log.warning("the workers could not save: %s (%s)", verdict.reason, verdict.kind.value)
+        self._cluster.close()
+        return 128 + (self._stop.noted or 0)
+
+    def _wait_for_end(self) -> None:
+        deadline = self._clock() + LEAVE_S
+        while any(status.state == "running" for status in self._statuses) and self._clock() < deadline:
+            self._sleep(POLL_S)
+            self._statuses = self._cluster.poll().statuses
+
+    def _end_stream(self) -> None:
+        if self._streamer is not None:
+            self._streamer.stop()
+            self._streamer = None

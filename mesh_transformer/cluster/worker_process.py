@@ -1,0 +1,184 @@
+"""An agent's hold on its worker process: starts it, listens to it, kills it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesh_transformer.cluster.base import Event, Job
+from mesh_transformer.cluster.channel import Channel
+from mesh_transformer.cluster.stream import DEPTH
+
+CODE = Path(__file__).resolve().parents[2]  # the folder in which the package lies
+TAIL_BYTES = 8192
+ROOM_WAIT_S = 1.0
+EVENTS_KEPT = 100_000  # of a worker whose driver is gone
+
+
+class WorkerProcess:
+    """One worker process, from its start to its end.
+
+    Args:
+        environment: variables on top of this process's; None removes one.
+        log_path: where its output goes, appended.
+    """
+
+    def __init__(self, job: Job, run: str, worker_id: int, environment: dict[str, str | None], log_path: str):
+        self.job = job
+        self._events: list[Event] = []
+        self._forgotten = 0  # events that the driver has had
+        self._changed = threading.Condition()
+        self._taken, self._given, self._wants_data = 0, 0, False
+        self._phase, self._step, self._slowest = "start", 0, 0.0
+        self._beat = self._alive = self._phase_began = time.monotonic()
+        self._error: dict[str, Any] | None = None
+        self._begun: Event | None = None
+        self._log_path = log_path
+        ours, theirs = socket.socketpair()
+        with open(log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mesh_transformer.cluster.worker", str(theirs.fileno())],
+                cwd=job.folder if os.path.isdir(job.folder) else CODE,
+                env=_environment(environment),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the driver's terminal is the driver's
+            )
+        theirs.close()
+        self._channel = Channel(ours)
+        self._channel.send(
+            {
+                "name": job.name,
+                "config": job.config,
+                "arguments": job.arguments,
+                "run": run,
+                "worker_id": worker_id,
+            }
+        )
+        self._thread = threading.Thread(target=self._listen, name=f"worker-{worker_id}", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended, or not told all yet."""
+        return self._thread.is_alive()
+
+    def facts(self) -> dict[str, Any]:
+        """The fields of `base.Status` that an agent knows."""
+        running, now = self.running, time.monotonic()
+        with self._changed:
+            return {
+                "state": "running" if running else "ended",
+                "pid": self._process.pid,
+                "exit_code": None if running else self._process.returncode,
+                "phase": self._phase,
+                "step": self._step,
+                "beat_age_s": now - self._beat,
+                "alive_age_s": now - self._alive,
+                "slowest_step_s": self._slowest,
+                "error": self._error,
+                "begun": self._begun,
+                "tail": "" if running else self._tail(),
+                "job_key": self.job.key,
+            }
+
+    def events(self, after: int) -> tuple[int, list[Event]]:
+        """The events behind the first `after`, which are forgotten, and the count of all."""
+        with self._changed:
+            drop = min(max(0, after - self._forgotten), len(self._events))
+            del self._events[:drop]
+            self._forgotten += drop
+            return self._forgotten + len(self._events), list(self._events)
+
+    def feed(self, number: int, rows: np.ndarray, state: Any, held: int) -> bool:
+        """Pass a batch on, if there is or comes room for it within a second; one that was passed on is dropped."""
+        with self._changed:
+            if number < self._given:
+                return True
+            self._changed.wait_for(self._has_room, ROOM_WAIT_S)
+            if number != self._given or not self._has_room():
+                return False
+            self._given += 1
+        header = {"kind": "batch", "number": number, "shape": rows.shape, "state": state, "held": held}
+        return self._send(header, np.ascontiguousarray(rows, np.int32).tobytes())
+
+    def stop(self) -> None:
+        """SIGTERM: save and end."""
+        if self.running:
+            self._process.send_signal(signal.SIGTERM)
+            self._send({"kind": "leave"})
+
+    def kill(self, wait_s: float = 10.0) -> None:
+        """SIGKILL, which a stopped process obeys too; returns when it is gone."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._thread.join(wait_s)
+
+    def _send(self, header: dict[str, Any], payload: bytes = b"") -> bool:
+        try:
+            self._channel.send(header, payload)
+            return True
+        except OSError:
+            return False  # it has ended: `facts` tells
+
+    def _has_room(self) -> bool:
+        return self._wants_data and self._given - self._taken < DEPTH
+
+    def _listen(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            with self._changed:
+                self._note(message[0])
+                self._changed.notify_all()
+        self._process.wait()
+        self._channel.close()
+
+    def _note(self, event: Event) -> None:
+        now, kind = time.monotonic(), event["kind"]
+        self._alive = now
+        if kind == "alive":
+            return
+        self._beat = now
+        if kind == "phase":
+            if self._phase == "step":
+                self._slowest = max(self._slowest, now - self._phase_began)
+            self._phase, self._step, self._phase_began = event["name"], event["step"] or self._step, now
+        elif kind == "taken":
+            self._taken = event["count"]
+        elif kind == "begun":
+            self._begun = event
+        elif kind == "error":
+            self._error = {name: event[name] for name in ("category", "message", "traceback")}
+        elif len(self._events) < EVENTS_KEPT:
+            self._wants_data |= kind == "feed"
+            self._events.append(event)
+
+    def _tail(self) -> str:
+        return read_bytes(self._log_path, -TAIL_BYTES, TAIL_BYTES).decode(errors="replace")
+
+
+def read_bytes(path: str, offset: int, size: int) -> bytes:
+    """Up to `size` bytes of a file from `offset`, from its end if that is negative; none if somebody has tidied it away."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset if offset >= 0 else max(0, os.path.getsize(path) + offset))
+            return file.read(size)
+    except FileNotFoundError:
+        return b""
+
+
+def _environment(changes: dict[str, str | None]) -> dict[str, str]:
+    """This process's variables with changes, and the package on the path."""
+    path = os.pathsep.join(filter(None, [str(CODE), os.environ.get("PYTHONPATH")]))
+    merged = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **changes}
+    return {name: value for name, value in merged.items() if value is not None}

@@ -1,0 +1,36 @@
+"""What a run tells whoever watches it from outside its thread, such as the driver of a pod."""
+
+from __future__ import annotations
+
+from mesh_transformer.logs import Scalars
+
+
+class Observer:
+    """Nobody: what a run tells is dropped. A subclass overrides what it wants to know.
+
+    The run's own thread makes all calls, between which it may compute for long: how long, `phase` announces.
+    """
+
+    shows_progress = False  # whether the run's own progress bar would be a second one
+
+    def begun(self, step: int, total: int, steps_redone: int) -> None:
+        """The state is there, after `step` of `total` steps; `steps_redone` counts those of all restarts."""
+
+    def phase(self, name: str, step: int) -> None:
+        """The run turns to `name`: start, data, compile, step, validate, save or leave; `step` is the one at hand."""
+
+    def metrics(self, step: int, scalars: Scalars) -> None:
+        """The numbers of a step, as they are written to the metrics file."""
+
+
+class ObserverSink:
+    """A metric sink that tells an observer."""
+
+    def __init__(self, observer: Observer):
+        self._observer = observer
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        self._observer.metrics(step, scalars)
+
+    def close(self) -> None:
+        """Nothing is held back."""

@@ -1,0 +1,43 @@
+"""Samples of many prompts in one job, such as one of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mesh_transformer import platforms
+from mesh_transformer.config import Config
+from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.runtime.sampler import Request, Sample, Sampler, complete, fit
+from mesh_transformer.runtime.weights import split_step
+
+
+def answer(
+    config: Config, request: Request, checkpoint: str, prompts: Sequence[str | list[int]]
+) -> list[list[Sample]]:
+    """Join the other processes, if the environment names them, and sample: the samples of each prompt.
+
+    Args:
+        prompts: texts, or lists of token ids.
+
+    Raises:
+        UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
+    """
+    platforms.CompileCache()
+    platforms.start_distributed()
+    texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+    tokenizer = None
+    if any(text is not None for text in texts):
+        tokenizer = load_tokenizer(config.data.tokenizer, split_step(checkpoint)[0])
+    tokens: list[list[int]] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            assert tokenizer is not None
+            prompt = tokenizer.encode(prompt)
+        tokens.append(prompt)
+    for ids in tokens:
+        fit(config.model, ids, request)
+    sampler = Sampler(config, checkpoint, request.num_samples)
+    return [
+        list(complete(sampler, request, text, ids, tokenizer))
+        for text, ids in zip(texts, tokens, strict=True)
+    ]

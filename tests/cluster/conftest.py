@@ -1,0 +1,79 @@
+"""What the tests with real workers share: their devices, an uninterrupted run, a Ray cluster on loopback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from driving import driver, write
+
+START_S = 120
+
+
+@pytest.fixture(scope="session")
+def worker_environment() -> dict[str, str]:
+    """Two CPU devices for each worker."""
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory, worker_environment: dict[str, str]) -> Path:
+    """The folder of a run of two processes to which nothing happens."""
+    folder = tmp_path_factory.mktemp("straight")
+    write(folder)
+    with driver(folder, "--processes", "2", **worker_environment, TMPDIR=str(folder)) as run:
+        run.finish()
+    return folder / "run"
+
+
+class RayNodes(NamedTuple):
+    """A Ray cluster with two hosts; `temporary` is where their workers keep locks."""
+
+    address: str
+    temporary: Path
+    process: subprocess.Popen[str]
+
+    def ask(self, line: str) -> None:
+        """Give the cluster's process an order, and wait until it is done."""
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "ok\n"
+
+
+@pytest.fixture(scope="module")
+def ray_nodes(worker_environment: dict[str, str]) -> Iterator[RayNodes]:
+    pytest.importorskip("ray")
+    folder = Path(tempfile.mkdtemp(prefix="rt"))  # short: Ray's socket names have little room
+    log = open(folder / "nodes.log", "w")  # noqa: SIM115
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "ray_nodes.py"), "2", str(folder)],
+        env={**os.environ, **worker_environment, "TMPDIR": str(folder)},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+    )
+    address = process.stdout.readline().strip()
+    assert address, (folder / "nodes.log").read_text()[-4000:]
+    yield RayNodes(address, folder, process)
+    process.stdin.close()
+    try:
+        process.wait(60)
+    finally:
+        process.kill()
+        log.close()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,88 @@
+"""A cluster without processes: what happens at each look is written down beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from mesh_transformer.cluster.base import HostsMissing, Poll, Status
+
+
+class Clock:
+    """Time that passes only in sleep."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclasses.dataclass
+class FakeCluster:
+    """Each item of `lives` is one start of the job: seconds since it -> the statuses then."""
+
+    lives: Sequence[Callable[[float], Sequence[Status]]]
+    clock: Clock
+    found: Sequence[Status] = (Status(0), Status(1))  # by attach
+    missing: list[int] = dataclasses.field(default_factory=list)  # looks for hosts that fail after each kill
+    count: int = 2
+    calls: list[str] = dataclasses.field(default_factory=list)
+    starts: list[float] = dataclasses.field(default_factory=list)
+    events: list[tuple[int, dict]] = dataclasses.field(default_factory=list)
+    asked_to_stop: bool = False
+
+    def attach(self) -> Poll:
+        if self.missing and self.starts:
+            if self.missing[0] > 0:
+                self.missing[0] -= 1
+                raise HostsMissing("1 of 2")
+            self.missing.pop(0)
+        self.calls.append("attach")
+        return Poll(tuple(self.found))
+
+    def start(self, job) -> None:
+        self.calls.append("start")
+        self.starts.append(self.clock.now)
+        self.asked_to_stop = False
+
+    def poll(self) -> Poll:
+        if not self.starts:
+            return Poll(tuple(self.found))
+        events, self.events = self.events, []
+        life = self.lives[len(self.starts) - 1]
+        return Poll(tuple(life(self.clock.now - self.starts[-1])), tuple(events))
+
+    def feed(self, number, batch, rows, state, held) -> bool:
+        return False
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+        self.asked_to_stop = True
+
+    def kill(self, statuses) -> None:
+        self.calls.append("kill")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@dataclasses.dataclass
+class FakeHosts:
+    """A slice in the state `named`, ready again when it was remade."""
+
+    named: str | None = "READY"
+    remade: int = 0
+
+    def state(self) -> str | None:
+        return self.named
+
+    def kill(self, worker_id: int, pid: int) -> None:
+        pass
+
+    def remake(self) -> None:
+        self.remade += 1
+        self.named = "READY"

@@ -1,0 +1,64 @@
+"""A Ray cluster on loopback: a head, and a node for each host with its tpu_worker resource. A program of its own.
+
+Each has an address of its own; not 127.0.0.1, which Ray takes for the machine's outer address.
+
+    python ray_nodes.py COUNT FOLDER
+
+Prints its address, then obeys lines of standard input, each answered with "ok": `kill I` (SIGKILL to raylet I), `add I`. At
+the end of the input it ends what it has started, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": sys.argv[2]}
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+OBJECT_STORE_BYTES = 80_000_000
+HEALTH = {
+    "health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000, "health_check_timeout_ms": 3000,
+    "health_check_failure_threshold": 4,
+}  # fmt: skip
+
+
+def main() -> None:
+    os.makedirs(os.path.join(sys.argv[2], "ray"), exist_ok=True)
+    head = {
+        "num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False, "_system_config": HEALTH,
+        "node_ip_address": "127.0.0.2",
+    }  # fmt: skip
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = {}
+
+    def add(i: int) -> None:
+        nodes[i] = cluster.add_node(
+            num_cpus=1,
+            resources={f"tpu_worker_{i}": 1},
+            object_store_memory=OBJECT_STORE_BYTES,
+            wait=True,
+            node_ip_address=f"127.0.0.{10 + i}",
+        )
+
+    for i in range(int(sys.argv[1])):
+        add(i)
+    _say(cluster.address)
+    for line in sys.stdin:
+        verb, number = line.split()
+        if verb == "kill":
+            cluster.remove_node(nodes.pop(int(number)), allow_graceful=False)
+        else:
+            add(int(number))
+        _say("ok")
+    cluster.shutdown()
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The table: what was seen of the workers, and what it means."""
+
+from __future__ import annotations
+
+import pytest
+
+from mesh_transformer.cluster.base import Status, WorkerError
+from mesh_transformer.cluster.failures import Kind, Limits, category, classify
+
+LIMITS = Limits(step_s=20, phase_s=600)
+FINE = Status(0, "running", phase="step", step=7)
+
+
+def seen(**facts) -> Status:
+    """Worker 1, running step 7 but for what is given."""
+    return Status(**{"worker_id": 1, "state": "running", "phase": "step", "step": 7, **facts})
+
+
+def ended(code: int, worker_id: int = 1, **facts) -> Status:
+    return Status(worker_id, "ended", exit_code=code, **facts)
+
+
+def failed(kind: str, code: int = 1, worker_id: int = 1) -> Status:
+    return ended(code, worker_id, error=WorkerError(kind, "the message", "Traceback: the traceback"))
+
+
+TABLE = [
+    # name, statuses, state of the slice, kind, worker, part of the reason
+    ("at work", [FINE, seen()], None, Kind.RUNNING, None, ""),
+    ("at work, slice ready", [FINE, seen()], "READY", Kind.RUNNING, None, ""),
+    ("a long step is no hang if one before was", [FINE, seen(beat_age_s=39, slowest_step_s=10)], None, Kind.RUNNING, None, ""),
+    ("a long compilation is no hang", [FINE, seen(phase="compile", beat_age_s=500)], None, Kind.RUNNING, None, ""),
+    ("a busy agent", [FINE, seen(silent_s=5)], None, Kind.RUNNING, None, ""),
+    ("one is ready before the other", [ended(0, 0), seen(phase="leave")], None, Kind.RUNNING, None, ""),
+    ("one has saved before the other", [ended(143, 0), seen(phase="leave")], None, Kind.RUNNING, None, ""),
+    ("done", [ended(0, 0), ended(0)], None, Kind.FINISHED, None, ""),
+    ("done, then the slice went", [ended(0, 0), ended(0)], "READY", Kind.FINISHED, None, ""),
+    ("SIGTERM, all saved", [ended(143, 0), ended(143)], None, Kind.NOTICE, None, "saved"),
+    ("SIGTERM at the last step", [ended(0, 0), ended(143)], None, Kind.NOTICE, None, "saved"),
+    ("slice taken", [FINE, seen()], "PREEMPTED", Kind.PREEMPTION, None, "PREEMPTED"),
+    ("slice taken, hosts silent", [FINE, seen(silent_s=30)], "SUSPENDED", Kind.PREEMPTION, None, "SUSPENDED"),
+    ("slice deleted", [FINE, seen(lost="its agent has died")], "GONE", Kind.PREEMPTION, None, "GONE"),
+    ("host gone, no cloud to ask", [FINE, seen(lost="its agent has died", host_alive=False)], None, Kind.PREEMPTION, 1, "its host is gone"),
+    ("raylet killed on a slice that is there", [FINE, seen(lost="its agent has died", host_alive=False)], "READY", Kind.CRASH, 1, "agent"),
+    ("actor killed", [FINE, seen(lost="its agent has died", host_alive=True)], None, Kind.CRASH, 1, "agent"),
+    ("network gone, Ray has not seen it", [FINE, seen(silent_s=13, host_alive=True)], None, Kind.CRASH, 1, "13 s"),
+    ("network gone, Ray has seen it", [FINE, seen(silent_s=13, host_alive=False)], None, Kind.PREEMPTION, 1, "13 s"),
+    ("worker killed", [FINE, ended(-9)], None, Kind.CRASH, 1, "SIGKILL"),
+    ("worker out of memory, the others aborted", [ended(-6, 0), ended(-9)], None, Kind.CRASH, 1, "SIGKILL"),
+    ("segmentation fault", [FINE, ended(-11)], None, Kind.CRASH, 1, "SIGSEGV"),
+    ("a neighbour's collective failed first", [failed("machine", 1, 0), ended(-9)], None, Kind.CRASH, 1, "SIGKILL"),
+    ("a neighbour took a death for a bug", [failed("bug", 1, 0), ended(-9)], None, Kind.CRASH, 1, "SIGKILL"),
+    ("worker stopped", [FINE, seen(alive_age_s=16, beat_age_s=16)], None, Kind.CRASH, 1, "stopped"),
+    ("worker stopped, the others aborted", [ended(-6, 0, tail="x\ny"), seen(alive_age_s=22)], None, Kind.CRASH, 1, "stopped"),
+    ("stopped while it compiles", [FINE, seen(phase="compile", alive_age_s=16)], None, Kind.CRASH, 1, "stopped"),
+    ("only the step's thread hangs", [FINE, seen(beat_age_s=21)], None, Kind.CRASH, 1, "it hangs"),
+    ("a save hangs", [FINE, seen(phase="save", beat_age_s=601)], None, Kind.CRASH, 1, "phase save"),
+    ("all aborted, nobody knows why", [ended(-6, 0, tail="the last line"), ended(-6)], None, Kind.CRASH, 0, "the last line"),
+    ("an error of the machine", [FINE, failed("machine")], None, Kind.CRASH, 1, "the message"),
+    ("the process is gone without a trace", [FINE, Status(1, "idle")], None, Kind.CRASH, 1, "gone"),
+    ("an unknown exit code", [FINE, ended(3, tail="why")], None, Kind.CRASH, 1, "code 3: why"),
+    ("a config that does not fit", [FINE, failed("user", 2)], None, Kind.USER_ERROR, 1, "the message"),
+    ("the user's error, the others aborted", [ended(-6, 0), failed("user", 2)], None, Kind.USER_ERROR, 1, "the message"),
+    ("the user's error on a slice that is taken", [FINE, failed("user", 2)], "PREEMPTED", Kind.USER_ERROR, 1, "the message"),
+    ("a bug", [FINE, failed("bug")], None, Kind.USER_ERROR, 1, "the traceback"),
+    ("a bug, the others aborted", [ended(-6, 0), failed("bug")], None, Kind.USER_ERROR, 1, "the traceback"),
+    ("the loss is not finite", [FINE, failed("run")], None, Kind.RUN_ERROR, 1, "the message"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "statuses", "slice_state", "kind", "worker", "reason"), TABLE, ids=[row[0] for row in TABLE]
+)
+def test_verdict(name, statuses, slice_state, kind, worker, reason):
+    verdict = classify(statuses, slice_state, LIMITS)
+    assert (verdict.kind, verdict.worker_id) == (kind, worker)
+    assert reason in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("types", "message", "expected"),
+    [
+        (["UserError", "ValueError", "Exception"], "lr must be positive", "user"),
+        (["RunError", "RuntimeError", "Exception"], "step 3: not finite", "run"),
+        (["TypeError", "Exception"], "f() takes 1 argument", "bug"),
+        (["KeyError", "LookupError", "Exception"], "'x'", "bug"),
+        (["ValueError", "Exception"], "shapes (3,) and (4,)", "bug"),
+        (["ValueError", "Exception"], "UNAVAILABLE: Error writing gs://bucket/x", "machine"),
+        (["JaxRuntimeError", "RuntimeError", "Exception"], "UNKNOWN: Gloo all-reduce failed", "machine"),
+        (["JaxRuntimeError", "RuntimeError", "Exception"], "RESOURCE_EXHAUSTED: Out of memory", "bug"),
+        (["ConnectionResetError", "ConnectionError", "OSError", "Exception"], "reset", "machine"),
+        (["RuntimeError", "Exception"], "something", "machine"),
+    ],
+)
+def test_whose_error(types, message, expected):
+    assert category(types, message) == expected

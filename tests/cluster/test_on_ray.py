@@ -1,0 +1,111 @@
+"""Real workers on a real Ray cluster of two hosts: whatever dies, the numbers are those of the run to which nothing happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from driving import (
+    STEPS,
+    driver,
+    is_running,
+    kill,
+    same_numbers,
+    stop_main_thread,
+    wait_for_end,
+    worker_pid,
+    write,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+DETECTION_S = 30
+
+
+@pytest.fixture
+def folder(tmp_path, ray_nodes):
+    """A run's folder; the locks of other runs are gone."""
+    for lock in ray_nodes.temporary.glob("mesh-transformer-*/*"):
+        lock.unlink()
+    write(tmp_path)
+    return tmp_path
+
+
+def _command(ray_nodes, *more):
+    return ["--ray-address", ray_nodes.address, *more]
+
+
+def test_workers_killed_stopped_and_hung(folder, ray_nodes, straight, worker_environment):
+    """Three faults in the middle of intervals between checkpoints, each found within 30 s."""
+    faults = [
+        (50, 1, kill, "killed by SIGKILL"),
+        (70, 0, lambda pid: os.kill(pid, signal.SIGSTOP), "has stopped"),
+        (90, 1, stop_main_thread, "it hangs"),
+    ]
+    with driver(folder, *_command(ray_nodes), **worker_environment) as run:
+        for step, worker_id, break_it, told in faults:
+            run.wait_for_step(step)
+            pid, when = worker_pid(ray_nodes.temporary, worker_id), run.now
+            break_it(pid)
+            seen = run.wait_for_line("worker crash", when)
+            assert seen - when < DETECTION_S
+            assert told in run.text
+            again = run.wait_for_line("recovered", when)
+            sys.stdout.write(
+                f"{told}: seen after {seen - when:.1f} s, the next step {again - seen:.1f} s later\n"
+            )
+            assert not is_running(pid)
+        errors = run.finish()
+    records = same_numbers(straight, folder / "run")
+    assert len(records) - STEPS >= 3  # done again after each
+    assert records[-1]["train/steps_redone"] == len(records) - STEPS
+    assert errors.count("recovered") == 3
+
+
+def test_driver_killed_and_started_again(folder, ray_nodes, straight, worker_environment):
+    """Soon, it goes on with the workers at work. Later, they have saved and ended. No step is lost either way."""
+    command = _command(ray_nodes, "--set", "cluster.driver_timeout=9")
+
+    def kill_driver(run, step):
+        """Time stands still for the run while the driver is away: worker 1 is stopped (not JAX's coordinator)."""
+        run.wait_for_step(step)
+        pid = worker_pid(ray_nodes.temporary, 1)
+        os.kill(pid, signal.SIGSTOP)
+        kill(run.process.pid)
+        run.process.wait()
+        return pid
+
+    with driver(folder, *command, **worker_environment) as run:
+        pid = kill_driver(run, 10)
+    with driver(folder, *command, **worker_environment) as run:
+        run.wait_for_line("going on with them", 0)
+        os.kill(pid, signal.SIGCONT)
+        assert kill_driver(run, 50) == pid
+    time.sleep(10)
+    os.kill(pid, signal.SIGCONT)
+    wait_for_end(pid)
+    with driver(folder, *command, **worker_environment) as run:
+        errors = run.finish()
+    assert "going on after step" in errors
+    assert len(same_numbers(straight, folder / "run")) == STEPS
+
+
+def test_a_host_dies_while_the_driver_streams(folder, ray_nodes, straight, worker_environment):
+    """The machine is gone for Ray, with agent and worker; another one takes its number."""
+    with driver(folder, *_command(ray_nodes, "--set", "data.read_by=driver"), **worker_environment) as run:
+        run.wait_for_step(50)
+        when = run.now
+        ray_nodes.ask("kill 1")
+        seen = run.wait_for_line("preemption at step", when)
+        assert seen - when < DETECTION_S
+        run.wait_for_line("waiting for hosts", when)
+        ray_nodes.ask("add 1")
+        back = run.now
+        again = run.wait_for_line("recovered", when)
+        sys.stdout.write(
+            f"host gone: seen after {seen - when:.1f} s, the next step {again - back:.1f} s after it was back\n"
+        )
+        run.finish()
+    assert same_numbers(straight, folder / "run")[-1]["train/steps_redone"] > 0

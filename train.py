@@ -1,0 +1,46 @@
+"""Train on a TPU slice, on a Ray cluster or in several processes of this machine, from this driver.
+
+Whatever dies meanwhile, the run goes on from its newest checkpoint; the same command takes it up again. See docs/driver.md.
+"""
+
+from __future__ import annotations
+
+from mesh_transformer.runtime import cli
+
+
+def main() -> int:
+    """Parse the arguments and drive the training job."""
+    from mesh_transformer.cluster import train_command
+    from mesh_transformer.cluster.place import Place
+
+    parser = cli.parser(__doc__.split("\n")[0])
+    Place.add_arguments(parser)
+    parser.add_argument("--new", action="store_true", help="delete what this run has left, and begin afresh")
+    parser.add_argument("--yes", action="store_true", help="with --new: do not ask")
+    parser.add_argument(
+        "--version",
+        type=int,
+        choices=[1, 2],
+        default=1,
+        help="cores of a replica split the matrices (1, mesh.tp) or weights and moments (2, mesh.fsdp); default 1",
+    )
+    parser.add_argument(
+        "--tune-model-path",
+        help="start at step 0 from this checkpoint: ours, of the original program or of Hugging Face",
+    )
+    parser.add_argument(
+        "--fresh-opt", action="store_true", help="with --tune-model-path: leave its Adam moments"
+    )
+    arguments = parser.parse_args()
+    options = train_command.Options(
+        new=arguments.new,
+        yes=arguments.yes,
+        version=arguments.version,
+        tune_model_path=arguments.tune_model_path,
+        fresh_opt=arguments.fresh_opt,
+    )
+    return train_command.run(arguments.config, arguments.overrides, Place.of(arguments), options)
+
+
+if __name__ == "__main__":
+    cli.run(main)
