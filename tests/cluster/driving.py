@@ -85,6 +85,10 @@ class Driver:
             time.sleep(0.02)
         raise AssertionError(f"no step {step} within {timeout_s} s\n{self.text[-6000:]}")
 
+    def line_with(self, part: str, after: float) -> str:
+        """The first line with `part` that came later than `after`."""
+        return next(line for when, line in list(self.lines) if when > after and part in line)
+
     def wait_for_line(self, part: str, after: float, timeout_s: float = 90) -> float:
         """When a line with `part` came, later than `after`."""
         deadline = time.monotonic() + timeout_s
