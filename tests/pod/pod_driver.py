@@ -72,6 +72,11 @@ class PodDrivers:
         """The worker process of host `i`, as that host numbers it."""
         return self._only(i, "-f", WORKER)
 
+    def environment(self, i: int) -> dict[str, str]:
+        """That of the worker process of host `i`."""
+        text = self.hosts.inside(i, "cat", f"/proc/{self.worker(i)}/environ").stdout
+        return dict(line.split("=", 1) for line in text.split("\0") if line)
+
     def raylet(self, i: int) -> int:
         """The raylet of host `i`, as that host numbers it."""
         return self._only(i, "-x", "raylet")
