@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests in .venv-test, made on first use: scripts/test.sh [pytest arguments]
+# Those that make a pod of hosts need root, and are left out: scripts/test.sh -m pod runs them, and them alone.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import getpass
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mesh_transformer.cluster import local
@@ -26,6 +28,8 @@ class Place:
         zone: of the TPU.
         tpu_type: such as v4-32; None: v3- with mesh.tpu_size cores, or 8, as in the original program.
         environment: a folder with a Python environment that the TPU's hosts have already.
+        user, ssh_key: for logging in to them; None: this user, and `cloud.pod.KEY_FILES`.
+        variables: environment of the worker processes, on top of their host's own.
         price: of a chip-hour, for the cost line.
 
     Raises:
@@ -37,9 +41,12 @@ class Place:
     tpu_type: str | None = None
     preemptible: bool = False
     environment: str | None = None
+    user: str | None = None
+    ssh_key: str | None = None
     ray_address: str | None = None
     processes: int | None = None
     price: float | None = None
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         chosen = [self.tpu is not None, self.ray_address is not None, self.processes is not None]
@@ -51,6 +58,10 @@ class Place:
             raise UserError(f"--processes {self.processes}: must be 1 or more")
         if self.price is not None and self.price < 0:
             raise UserError(f"--price {self.price}: must be 0 or more")
+        if self.here and self.variables:
+            raise UserError(
+                "--env is for the workers of --tpu, --ray-address and --processes; here, set them as usual"
+            )
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -70,10 +81,23 @@ class Place:
             metavar="DIR",
             help="a Python environment that its hosts have already; absent: one is made",
         )
+        parser.add_argument("--user", help="whom to log in to them as (default: as here)")
+        parser.add_argument(
+            "--ssh-key",
+            metavar="FILE",
+            help="with this private key (default: gcloud's, or the first of yours)",
+        )
         parser.add_argument(
             "--ray-address", metavar="A", help="run on this Ray cluster, which is there already"
         )
         parser.add_argument("--processes", type=int, metavar="N", help="run in N processes of this machine")
+        parser.add_argument(
+            "--env",
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            help="a variable of the workers' environment; may be repeated",
+        )
         parser.add_argument(
             "--price", type=float, metavar="P", help="of a chip for an hour: the cost line gives the sum"
         )
@@ -86,8 +110,15 @@ class Place:
             UserError: as the class.
         """
         given = vars(arguments)
-        names = ("tpu", "tpu_type", "preemptible", "environment", "ray_address", "processes", "price")
-        return cls(zone=given["tpu_region"], **{name: given[name] for name in names})
+        names = (
+            *("tpu", "tpu_type", "preemptible", "environment", "user", "ssh_key"),
+            *("ray_address", "processes", "price"),
+        )
+        return cls(
+            zone=given["tpu_region"],
+            variables=_variables(given["env"]),
+            **{name: given[name] for name in names},
+        )
 
     @property
     def here(self) -> bool:
@@ -119,24 +150,25 @@ class Place:
     def open(self, config: Config) -> Iterator[tuple[Cluster, Hosts]]:
         """The cluster for a run with this config. Nothing is ended on the way out: workers outlive their driver."""
         name = run_name(config)
+        environment: dict[str, str | None] = {**self.variables}
         if self.processes is not None:
-            yield ProcessCluster(name, self.processes), NoHosts()
+            yield ProcessCluster(name, self.processes, environment), NoHosts()
             return
-        try:
-            from mesh_transformer.cluster.ray_cluster import RayCluster
-        except ImportError as error:
-            raise UserError(
-                f"--tpu and --ray-address need Ray ({error}): pip install -r requirements.txt"
-            ) from error
-        if self.ray_address is not None:
-            yield RayCluster(name, self.ray_address), NoHosts()
-            return
-        made = self._launch(config)
-        yield RayCluster(name, made.address, made.count, made), made
+        if importlib.util.find_spec("ray") is None:  # before a TPU costs anything
+            raise UserError("--tpu and --ray-address need Ray: pip install -r requirements.txt")
+        made = self._launch(config) if self.ray_address is None else None
+        # Ray reads its variables when it is imported, and a launch sets the token's
+        from mesh_transformer.cluster.ray_cluster import RayCluster
+
+        if made is None:
+            yield RayCluster(name, str(self.ray_address), environment=environment), NoHosts()
+        else:
+            yield RayCluster(name, made.address, made.count, made, environment), made
 
     def _launch(self, config: Config) -> Any:
         """The slice, with Ray on its hosts."""
         try:
+            from mesh_transformer.cloud.pod import Access
             from mesh_transformer.cluster.tpu_slice import TpuSlice
         except ImportError as error:
             raise UserError(
@@ -145,7 +177,25 @@ class Place:
             ) from error
         kind = self.tpu_type or f"v3-{config.mesh.tpu_size or 8}"
         made = TpuSlice.of(
-            str(self.tpu), str(self.zone), kind, preemptible=self.preemptible, environment=self.environment
+            *(str(self.tpu), str(self.zone), kind),
+            preemptible=self.preemptible,
+            environment=self.environment,
+            access=Access(
+                "", self.user or getpass.getuser(), self.ssh_key
+            ),  # "": the API tells the hosts' keys
         )
         made.launch()
         return made
+
+
+def _variables(given: Sequence[str]) -> dict[str, str]:
+    """From NAME=VALUE.
+
+    Raises:
+        UserError: one is not of that form.
+    """
+    pairs = [text.partition("=") for text in given]
+    for name, equals, _ in pairs:
+        if not equals or not name:
+            raise UserError(f"--env {name}{equals}: give NAME=VALUE")
+    return {name: value for name, _, value in pairs}

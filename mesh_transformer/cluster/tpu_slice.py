@@ -13,15 +13,18 @@ from mesh_transformer.cloud import head
 from mesh_transformer.cloud.environment import Environment, Existing
 from mesh_transformer.cloud.launch import Plan, launch
 from mesh_transformer.cloud.login import public_keys
-from mesh_transformer.cloud.pod import Pod
+from mesh_transformer.cloud.pod import Access, Pod
 from mesh_transformer.cloud.provision import CHECKOUT
-from mesh_transformer.cloud.request import Request
+from mesh_transformer.cloud.request import Request, Tier
 from mesh_transformer.cloud.state import Phase
 from mesh_transformer.cloud.tpus import Tpus
 from mesh_transformer.errors import RunError
 from mesh_transformer.logs import log
 from mesh_transformer.slices import parse
 
+# Ray holds no more than some batches; and where a node has CPUs to give it starts an idle process for each of them.
+STORE = ("--object-store-memory=1000000000",)
+NODE = ("--num-cpus=1", *STORE)
 AGAIN_S = (10.0, 60.0)  # pause after an attempt that failed: the first, the longest
 _STATES = {Phase.LOST: "PREEMPTED", Phase.GOING: "DELETING", Phase.STOPPED: "STOPPED"}  # of failures.TAKEN
 
@@ -43,19 +46,22 @@ class TpuSlice:
         self.count = request.type.hosts
 
     @classmethod
-    def of(cls, name: str, zone: str, kind: str, *, preemptible: bool, environment: str | None) -> TpuSlice:
+    def of(
+        cls, name: str, zone: str, kind: str, *, preemptible: bool, environment: str | None, access: Access
+    ) -> TpuSlice:
         """The slice that train.py's options name.
 
         Args:
             kind: such as v3-32.
             environment: a Python environment that the hosts have already; None: one is made there.
+            access: how to log in.
 
         Raises:
             UserError: an option is wrong, or there are no credentials.
         """
         made = Environment(os.path.join(CHECKOUT, "requirements.txt"))
-        plan = Plan(Existing(environment) if environment else made)
-        tier = "preemptible" if preemptible else "on-demand"
+        plan = Plan(Existing(environment) if environment else made, access, NODE)
+        tier: Tier = "preemptible" if preemptible else "on-demand"
         request = Request(name, parse(kind), tier=tier, ssh_keys=public_keys(plan.access))
         folder = os.path.join(os.path.expanduser("~"), ".mesh_transformer", f"head-{name}")
         return cls(Tpus(zone), request, plan, folder)
@@ -67,7 +73,7 @@ class TpuSlice:
             UserError, RunError: the cloud's reason, or that of the hosts.
         """
         tpu = self._tpus.ensure(self._request, self._plan.tpu_timeout_s)
-        node = head.start(self._folder, _own_address(tpu.hosts()[0].address))
+        node = head.start(self._folder, _own_address(tpu.hosts()[0].address), arguments=STORE)
         os.environ.update(node.environment())
         self.address = node.address
         self._pod = launch(self._tpus, self._request, node, self._plan).pod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import sys
 
@@ -41,11 +42,22 @@ def old_run(tmp_path):
         ({"tpu": "a"}, "--tpu_region"),
         ({"processes": 0}, "1 or more"),
         ({"processes": 2, "price": -1.0}, "0 or more"),
+        ({"variables": {"A": "b"}}, "--env is for the workers"),
     ],
 )
 def test_a_place_that_is_none(given, told):
     with pytest.raises(UserError, match=told):
         Place(**given)
+
+
+def test_env_of_the_command_line():
+    parser = argparse.ArgumentParser()
+    Place.add_arguments(parser)
+    arguments = ["--processes", "2", "--env", "XLA_FLAGS=--a=1 --b", "--env", "EMPTY="]
+    assert Place.of(parser.parse_args(arguments)).variables == {"XLA_FLAGS": "--a=1 --b", "EMPTY": ""}
+    for wrong in ("NAME", "=value"):
+        with pytest.raises(UserError, match="NAME=VALUE"):
+            Place.of(parser.parse_args([*arguments, "--env", wrong]))
 
 
 def test_new_with_yes_deletes_the_runs_folder_alone(old_run, tmp_path):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,17 @@ def write(folder: Path, **groups: dict[str, Any]) -> Path:
 
 
 class Driver:
-    """train.py at work in `folder`; `lines` holds (seconds since its start, line of standard error)."""
+    """train.py at work in `folder`; `lines` holds (seconds since its start, line of standard error).
 
-    def __init__(self, folder: Path, *arguments: str, **environment: str):
+    Args:
+        prefix: what to put before the command.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, prefix: Sequence[str] = (), **environment: str):
         self.folder, self.lines = folder, []
         self._began = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, str(REPO / "train.py"), "--config", "config.json", *arguments],
+            [*prefix, sys.executable, str(REPO / "train.py"), "--config", "config.json", *arguments],
             cwd=folder,
             env={**os.environ, **environment},
             text=True,

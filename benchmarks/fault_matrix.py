@@ -1,0 +1,90 @@
+"""Every fault of docs/reliability.md, injected for real into one run on the pod of hosts; how long each took to be seen and mended.
+
+    python benchmarks/fault_matrix.py [--faults "worker killed" ...] > matrix.json
+
+Needs root, and what tests/pod needs. A run to which nothing happens comes first: every number of the other one must equal
+its. JSON on standard output, one line for each fault and one for both runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+import time
+from dataclasses import asdict
+
+from common import REPO, emit, machine, say
+
+sys.path[:0] = [str(REPO / "tests"), str(REPO / "tests" / "pod"), str(REPO)]
+
+from driving import Driver, same_numbers  # noqa: E402
+from faults import DRIVER_KILLED, EVERY, FAULTS, befall, kill_driver  # noqa: E402
+from hosts import PodOfHosts, why_not  # noqa: E402
+from pod_driver import PodDrivers, pod_drivers  # noqa: E402
+
+END_S = 600
+
+
+def main() -> None:
+    """Run both runs, and print what was measured."""
+    names = [*FAULTS, DRIVER_KILLED]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--faults", nargs="*", choices=names, default=names, metavar="NAME")
+    arguments = parser.parse_args()
+    if why_not():
+        sys.exit(why_not())
+    steps = EVERY * (len(arguments.faults) + 2)
+    with PodOfHosts(4) as hosts, pod_drivers(hosts) as drivers:
+        straight = drivers.write("straight", steps, EVERY)
+        for name, run_steps in (("cold", EVERY), ("warm", EVERY), ("straight", steps)):
+            folder = straight if name == "straight" else drivers.write(name, run_steps, EVERY)
+            with drivers.start(folder) as run:
+                run.finish(timeout_s=END_S)
+            emit({"launch": name, **_breakdown(run), "steps": run_steps})
+        folder = drivers.write("faults", steps, EVERY)
+        began = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            run = stack.enter_context(drivers.start(folder))
+            for name in arguments.faults:
+                run = _befall(drivers, run, name, stack)
+            run.finish(timeout_s=END_S)
+        records = same_numbers(straight / "run", folder / "run")
+        emit(
+            {
+                "equal_in_every_bit": True,  # else `same_numbers` has raised
+                "steps": steps,
+                "steps_redone": records[-1]["train/steps_redone"],
+                "seconds": round(time.monotonic() - began, 1),
+                "machine": machine(),
+            }
+        )
+
+
+def _befall(drivers: PodDrivers, run: Driver, name: str, stack: contextlib.ExitStack) -> Driver:
+    if name == DRIVER_KILLED:
+        run, recovery = kill_driver(drivers, run, lambda: stack.enter_context(drivers.start(run.folder)))
+    else:
+        recovery = befall(drivers, run, FAULTS[name])
+    emit(asdict(recovery))
+    say(f"{name}: seen after {recovery.seen_after_s} s, then {recovery.next_step_after_s} s")
+    return run
+
+
+def _breakdown(run: Driver) -> dict[str, float]:
+    """When the driver showed what, in seconds since the command was given."""
+    marks = {"hosts_up": "is up: ", "mesh_formed": "parameters;", "first_step_shown": "training "}
+    found = {}
+    for name, part in marks.items():
+        found[name] = next((round(at, 1) for at, line in run.lines if part in line), -1.0)
+    launched = next(line for _, line in run.lines if marks["hosts_up"] in line)
+    parts = {
+        name: float(value)
+        for name, value in re.findall(r"([a-z ]+?) ([0-9.]+) s", launched.partition("is up: ")[2])
+    }
+    return {**found, **{name.strip(): value for name, value in parts.items()}}
+
+
+if __name__ == "__main__":
+    main()
