@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests in .venv-test, made on first use: scripts/test.sh [pytest arguments]
-# Those that make a pod of hosts need root, and are left out: scripts/test.sh -m pod runs them, and them alone.
+# Left out are those that break things on purpose and time what follows. These run alone, as root for the pods:
+# scripts/test.sh -m 'pod or faults' --numprocesses=0
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

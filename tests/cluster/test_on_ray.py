@@ -20,7 +20,7 @@ from driving import (
     write,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 DETECTION_S = 30
 
 
