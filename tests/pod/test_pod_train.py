@@ -63,12 +63,12 @@ def test_faults_in_one_run(straight: tuple[Path, str, list[str]], drivers: PodDr
     found: list[Recovery] = []
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(drivers.start(folder))
-        for name in ("worker killed", "raylet killed", "link down"):
-            found.append(befall(drivers, run, FAULTS[name]))
+        for number, name in enumerate(("worker killed", "raylet killed", "link down"), 1):
+            found.append(befall(drivers, run, FAULTS[name], number))
             sys.stdout.write(f"{found[-1]}\n")
             assert found[-1].seen_after_s < DETECTION_S
             assert all(drivers.environment(i)["JAX_PROCESS_ID"] == str(i) for i in range(4))
-        run, recovery = kill_driver(drivers, run, lambda: stack.enter_context(drivers.start(folder)))
+        run, recovery = kill_driver(drivers, run, 4, lambda: stack.enter_context(drivers.start(folder)))
         run.finish(timeout_s=END_S)
     records = same_numbers(straight[0], folder / "run")
     assert records[-1]["train/steps_redone"] == sum(one.steps_redone for one in found)
