@@ -44,7 +44,7 @@ def main() -> None:
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
             run = stack.enter_context(drivers.start(folder))
-            run.wait_for_step(2)
+            run.wait_for_line("training ", 0)
             emit({"launch": "again", **_breakdown(run)})
             for number, name in enumerate(arguments.faults, 1):
                 run = _befall(drivers, run, name, number, stack)

@@ -108,12 +108,17 @@ def befall(drivers: PodDrivers, run: Driver, fault: Fault, number: int) -> Recov
 def kill_driver(
     drivers: PodDrivers, run: Driver, number: int, start: Callable[[], Driver]
 ) -> tuple[Driver, Recovery]:
-    """kill -9 of the driver; `start` gives the command again. The workers go on meanwhile, the same processes."""
+    """kill -9 of the driver; `start` gives the command again. It finds the same processes at work.
+
+    Worker 1 is stopped while no driver is there, so that the run does not come to its end meanwhile.
+    """
     step, before = wait_for_middle(run, number), redone(run.folder)
     pids = [drivers.worker(i) for i in range(drivers.hosts.count)]
+    drivers.signal(1, pids[1], "STOP")
     drivers.kill(run)
     again = start()
     seconds = again.wait_for_line("going on with them", 0, WAIT_S)
+    drivers.signal(1, pids[1], "CONT")
     assert [drivers.worker(i) for i in range(drivers.hosts.count)] == pids
     again.wait_for_step(step + 1)
     lost = redone(run.folder) - before
