@@ -37,18 +37,17 @@ def main() -> None:
         sys.exit(why_not())
     steps = EVERY * (len(arguments.faults) + 2)
     with PodOfHosts(4) as hosts, pod_drivers(hosts) as drivers:
-        straight = drivers.write("straight", steps, EVERY)
-        for name, run_steps in (("cold", EVERY), ("warm", EVERY), ("straight", steps)):
-            folder = straight if name == "straight" else drivers.write(name, run_steps, EVERY)
-            with drivers.start(folder) as run:
-                run.finish(timeout_s=END_S)
-            emit({"launch": name, **_breakdown(run), "steps": run_steps})
-        folder = drivers.write("faults", steps, EVERY)
+        straight, folder = drivers.write("straight", steps, EVERY), drivers.write("faults", steps, EVERY)
+        with drivers.start(straight) as run:
+            run.finish(timeout_s=END_S)
+        emit({"launch": "of a new pod", **_breakdown(run)})
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
             run = stack.enter_context(drivers.start(folder))
-            for name in arguments.faults:
-                run = _befall(drivers, run, name, stack)
+            run.wait_for_line("training ", 0)
+            emit({"launch": "again", **_breakdown(run)})
+            for number, name in enumerate(arguments.faults, 1):
+                run = _befall(drivers, run, name, number, stack)
             run.finish(timeout_s=END_S)
         records = same_numbers(straight / "run", folder / "run")
         emit(
@@ -62,11 +61,13 @@ def main() -> None:
         )
 
 
-def _befall(drivers: PodDrivers, run: Driver, name: str, stack: contextlib.ExitStack) -> Driver:
+def _befall(drivers: PodDrivers, run: Driver, name: str, number: int, stack: contextlib.ExitStack) -> Driver:
     if name == DRIVER_KILLED:
-        run, recovery = kill_driver(drivers, run, lambda: stack.enter_context(drivers.start(run.folder)))
+        run, recovery = kill_driver(
+            drivers, run, number, lambda: stack.enter_context(drivers.start(run.folder))
+        )
     else:
-        recovery = befall(drivers, run, FAULTS[name])
+        recovery = befall(drivers, run, FAULTS[name], number)
     emit(asdict(recovery))
     say(f"{name}: seen after {recovery.seen_after_s} s, then {recovery.next_step_after_s} s")
     return run
@@ -74,7 +75,7 @@ def _befall(drivers: PodDrivers, run: Driver, name: str, stack: contextlib.ExitS
 
 def _breakdown(run: Driver) -> dict[str, float]:
     """When the driver showed what, in seconds since the command was given."""
-    marks = {"hosts_up": "is up: ", "mesh_formed": "parameters;", "first_step_shown": "training "}
+    marks = {"hosts_up": "is up: ", "mesh_formed": "parameters;", "first_step": "training "}
     found = {}
     for name, part in marks.items():
         found[name] = next((round(at, 1) for at, line in run.lines if part in line), -1.0)

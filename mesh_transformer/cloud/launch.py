@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mesh_transformer.cloud.archive import Archive
 from mesh_transformer.cloud.environment import Environment, Existing
 from mesh_transformer.cloud.head import Head
 from mesh_transformer.cloud.login import pod_of, public_keys
@@ -31,6 +32,7 @@ class Plan:
     ray_arguments: tuple[str, ...] = ()  # of `ray start` on the hosts
     variables: Mapping[str, str] = field(default_factory=dict)  # environment of Ray and its workers there
     root: str = CHECKOUT  # the code to run
+    code: Archive | None = None  # None: what `root` holds at each launch
     tpu_timeout_s: float = DAY_S
     ssh_timeout_s: float = 300.0
 
@@ -67,7 +69,7 @@ def launch(tpus: Tpus, request: Request, head: Head, plan: Plan) -> Launched:
     pod.wait_reachable(plan.ssh_timeout_s)
     reached = time.monotonic()
     join = Join(head.address, head.token_file, plan.ray_arguments, plan.variables)
-    provisioned = provision(pod, plan.environment, join, plan.root)
+    provisioned = provision(pod, plan.environment, join, plan.root, plan.code)
     seconds = {"tpu": ready - began, "ssh": reached - ready, **provisioned.seconds}
     log.info("TPU %s is up: %s", tpu.name, ", ".join(f"{name} {s:.1f} s" for name, s in seconds.items()))
     return Launched(tpu, pod, provisioned, seconds)

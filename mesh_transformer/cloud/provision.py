@@ -45,7 +45,13 @@ class Provisioned:
     seconds: Mapping[str, float]  # how long each part took
 
 
-def provision(pod: Pod, environment: Environment | Existing, join: Join, root: str = CHECKOUT) -> Provisioned:
+def provision(
+    pod: Pod,
+    environment: Environment | Existing,
+    join: Join,
+    root: str = CHECKOUT,
+    code: Archive | None = None,
+) -> Provisioned:
     """Bring the hosts to where Ray runs our code, joined to the driver, each with the resource `tpu_worker_<id>`.
 
     Args:
@@ -53,6 +59,7 @@ def provision(pod: Pod, environment: Environment | Existing, join: Join, root: s
         environment: what Python they use.
         join: how they join.
         root: the checkout whose code they get.
+        code: made of it before, if it may have changed since.
 
     Raises:
         HostsFailed, HostsRefused: some host failed, and nothing further was done on any; a second call does what is missing.
@@ -60,7 +67,7 @@ def provision(pod: Pod, environment: Environment | Existing, join: Join, root: s
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "pack"):
-        code = code_archive(root)
+        code = code or code_archive(root)
         things = _things(code, environment, root)
     with _timed(seconds, "look"):
         missing = _missing(pod, {name: path for name, (path, _) in things.items()})

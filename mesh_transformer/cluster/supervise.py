@@ -26,6 +26,7 @@ POLL_S = 1.0
 SETTLE_S = 3.0  # the cause of a failure may be seen after its consequences
 LEAVE_S = 120.0  # for workers that are saving
 BACK_OFF_MAX_S = 60.0
+MISSING_S = 60.0  # hosts that have not come for so long may have been taken in the meantime
 
 
 class Supervisor:
@@ -107,16 +108,18 @@ class Supervisor:
         self._start()
 
     def _attach(self) -> Poll:
-        told = 0.0
+        told: float | None = None
         while True:
             try:
                 return self._cluster.attach()
             except HostsMissing as error:
                 if self._stop.noted is not None:
                     raise RunError(f"stopped while waiting for hosts: {error}") from error
-                if self._clock() > told:
+                if told is None or self._clock() - told > MISSING_S:
                     log.warning("waiting for hosts: %s", error)
-                    told = self._clock() + 60.0
+                    if told is not None:
+                        self._hosts.remake()
+                    told = self._clock()
                 self._sleep(POLL_S)
 
     def _start(self) -> None:

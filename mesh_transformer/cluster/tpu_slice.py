@@ -10,6 +10,7 @@ import socket
 import time
 
 from mesh_transformer.cloud import head
+from mesh_transformer.cloud.archive import code_archive
 from mesh_transformer.cloud.environment import Environment, Existing
 from mesh_transformer.cloud.launch import Plan, launch
 from mesh_transformer.cloud.login import public_keys
@@ -60,7 +61,10 @@ class TpuSlice:
             UserError: an option is wrong, or there are no credentials.
         """
         made = Environment(os.path.join(CHECKOUT, "requirements.txt"))
-        plan = Plan(Existing(environment) if environment else made, access, NODE)
+        code = code_archive(
+            CHECKOUT
+        )  # hosts that come later get this driver's code, whatever is edited meanwhile
+        plan = Plan(Existing(environment) if environment else made, access, NODE, code=code)
         tier: Tier = "preemptible" if preemptible else "on-demand"
         request = Request(name, parse(kind), tier=tier, ssh_keys=public_keys(plan.access))
         folder = os.path.join(os.path.expanduser("~"), ".mesh_transformer", f"head-{name}")

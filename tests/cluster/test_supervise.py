@@ -116,6 +116,14 @@ def test_a_lost_host_is_made_again_and_waited_for():
     assert fake.starts[1] - fake.starts[0] > 7
 
 
+def test_hosts_that_do_not_come_are_made_once_more():
+    """A slice may be taken while its hosts are waited for."""
+    hosts = FakeHosts()
+    made, _ = supervisor([dies(), finishes], hosts=hosts, missing=[100])
+    assert made.run()[0] == 0
+    assert hosts.remade == 1
+
+
 def test_a_notice_begins_again_without_a_crash():
     def told(seconds):
         return at_work(1) if seconds < 5 else [Status(i, "ended", exit_code=143) for i in range(2)]

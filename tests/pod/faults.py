@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,9 +89,9 @@ FAULTS = {
 }
 
 
-def befall(drivers: PodDrivers, run: Driver, fault: Fault) -> Recovery:
-    """Let a fault happen to a run, and wait until it trains again."""
-    step = wait_for_middle(run)
+def befall(drivers: PodDrivers, run: Driver, fault: Fault, number: int) -> Recovery:
+    """Let a fault happen to a run in its interval `number`, 1 or more, and wait until it trains again."""
+    step = wait_for_middle(run, number)
     before, when = redone(run.folder), run.now
     fault.strike(drivers)
     seen = run.wait_for_line(" at step ", when, WAIT_S)
@@ -106,13 +105,20 @@ def befall(drivers: PodDrivers, run: Driver, fault: Fault) -> Recovery:
     return Recovery(fault.name, step, round(seen - when, 1), round(again - seen, 1), lost, line)
 
 
-def kill_driver(drivers: PodDrivers, run: Driver, start: Callable[[], Driver]) -> tuple[Driver, Recovery]:
-    """kill -9 of the driver; `start` gives the command again. The workers go on meanwhile, the same processes."""
-    step, before = wait_for_middle(run), redone(run.folder)
+def kill_driver(
+    drivers: PodDrivers, run: Driver, number: int, start: Callable[[], Driver]
+) -> tuple[Driver, Recovery]:
+    """kill -9 of the driver; `start` gives the command again. It finds the same processes at work.
+
+    Worker 1 is stopped while no driver is there, so that the run does not come to its end meanwhile.
+    """
+    step, before = wait_for_middle(run, number), redone(run.folder)
     pids = [drivers.worker(i) for i in range(drivers.hosts.count)]
+    drivers.signal(1, pids[1], "STOP")
     drivers.kill(run)
     again = start()
     seconds = again.wait_for_line("going on with them", 0, WAIT_S)
+    drivers.signal(1, pids[1], "CONT")
     assert [drivers.worker(i) for i in range(drivers.hosts.count)] == pids
     again.wait_for_step(step + 1)
     lost = redone(run.folder) - before
@@ -120,15 +126,13 @@ def kill_driver(drivers: PodDrivers, run: Driver, start: Callable[[], Driver]) -
     return again, Recovery(DRIVER_KILLED, step, 0.0, round(seconds, 1), lost, "going on with them")
 
 
-def wait_for_middle(run: Driver) -> int:
-    """Return the newest step as soon as that is in the middle of an interval, and well past the run's begin."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        step = run.wait_for_step(1, WAIT_S)
-        if step > EVERY and MIDDLE[0] <= step % EVERY <= MIDDLE[1]:
-            return step
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} is in no middle\n{run.text[-4000:]}")
+def wait_for_middle(run: Driver, number: int) -> int:
+    """Return the newest step as soon as that is in the middle of an interval between checkpoints, the run's `number`-th or
+    one behind it: so there is a newer checkpoint between two faults."""
+    step = run.wait_for_step(number * EVERY + MIDDLE[0], WAIT_S)
+    while not MIDDLE[0] <= step % EVERY <= MIDDLE[1]:
+        step = run.wait_for_step(step + 1, WAIT_S)
+    return step
 
 
 def redone(folder: Path) -> int:

@@ -15,6 +15,7 @@ import pytest
 from hosts import DRIVER, PodOfHosts
 
 from mesh_transformer.cloud import head as heads
+from mesh_transformer.cloud.archive import code_archive
 from mesh_transformer.cloud.environment import Environment, Existing
 from mesh_transformer.cloud.pod import HostsFailed, Pod
 from mesh_transformer.cloud.provision import Join, Provisioned, fetch_logs, provision, stop_ray
@@ -118,7 +119,7 @@ def wait_for(what: Callable[[], bool], timeout_s: float = 60) -> None:
 
 
 def test_launch_and_launch_again(
-    pod: Pod, driver: Driver, bring_up: Callable[[Path], Provisioned], tmp_path: Path
+    pod: Pod, driver: Driver, join: Join, bring_up: Callable[[Path], Provisioned], tmp_path: Path
 ) -> None:
     tree = small_tree(tmp_path, mark="value = 1\n")
     first = bring_up(tree)
@@ -143,6 +144,10 @@ def test_launch_and_launch_again(
     assert not set(pids(pod)) & set(before), "Ray's workers would still import the old code"
     assert said(pod, "stat -c %a .mesh_transformer") == ["700"] * 4
     assert said(pod, "ls .mesh_transformer/*.part* .mesh_transformer/*.gz 2>/dev/null | wc -l") == ["0"] * 4
+
+    packed = code_archive(str(tree))
+    (tree / "mesh_transformer" / "mark.py").write_text("value = 3\n")
+    assert provision(pod, Existing(sys.prefix), join, str(tree), packed).code == third.code
 
     value = driver.python(
         "import ray; ray.init(address='10.77.0.1:6379', log_to_driver=False, logging_level='ERROR')\n"
