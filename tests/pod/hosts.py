@@ -32,17 +32,8 @@ LOCK = Path(tempfile.gettempdir()) / "mesh-transformer-pod.lock"
 STALE = "mesh-transformer-pod-"
 START_S = 20.0
 IN_NAMESPACES = [
-    "setpriv",
-    "--pdeathsig",
-    "KILL",
-    "unshare",
-    "-m",
-    "-p",
-    "-i",
-    "-f",
-    "--mount-proc",
-    "--kill-child",
-]
+    "setpriv", "--pdeathsig", "KILL", "unshare", "-m", "-p", "-i", "-f", "--mount-proc", "--kill-child",
+]  # fmt: skip
 
 HOST = r"""
 set -euo pipefail
@@ -88,6 +79,11 @@ mkdir -p /tmp/ray "$1/ray"; mount --bind "$1/ray" /tmp/ray; touch "$1/driver_rea
 while true; do sleep 1 & wait; done               # process 1: takes in the orphans
 """
 
+PROBE = """
+mount --make-rprivate /; mount -t tmpfs tmpfs /run; ip link add probe0 type bridge
+ip link add probe1 type veth peer name probe2
+"""
+
 
 def why_not() -> str:
     """Why there can be no pod here; empty if there can."""
@@ -97,7 +93,8 @@ def why_not() -> str:
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
         return f"the pod of hosts needs {', '.join(missing)}: apt-get install openssh-server openssh-client iproute2"
-    probe = subprocess.run(["unshare", "-n", "-m", "-p", "-u", "-i", "-f", "true"], capture_output=True, text=True, check=False)  # fmt: skip
+    command = ["unshare", "-n", "-m", "-p", "-u", "-i", "-f", "--mount-proc", "bash", "-ec", PROBE]
+    probe = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else ""
 
 
