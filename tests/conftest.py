@@ -42,6 +42,11 @@ set_up_devices(os.environ)
 set_up_compile_cache(os.environ)
 
 
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Name bytes by their number: gzip writes the time into them, and every worker must collect the same names."""
+    return f"{len(val)}-bytes" if isinstance(val, bytes) and len(val) > 16 else None
+
+
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """Take back what a command run in this process did to logging, whose handler writes to a stream of its own test."""
