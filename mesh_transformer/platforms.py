@@ -104,7 +104,7 @@ def resolve(model: ModelConfig, platform: str) -> ModelConfig:
 
 
 def vocab_columns(platform: str) -> int:
-    """Columns of the vocabulary whose logits a scorer holds at a time: on CPU, those of 512 positions fit its caches."""
+    """Columns of the vocabulary whose logits a device works on at a time: on CPU, those of 512 positions fit its caches."""
     return 1536 if platform == "cpu" else 1 << 16
 
 

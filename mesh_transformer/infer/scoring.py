@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
 from mesh_transformer.infer.packing import Batch, Plan
-from mesh_transformer.infer.vocabulary import VocabTiles
 from mesh_transformer.models.base import Model, Params
+from mesh_transformer.models.vocabulary import VocabTiles
+from mesh_transformer.ops.loss import Normaliser
 from mesh_transformer.ops.packing import PackedView
 from mesh_transformer.parallel.sharding import Partition, use
 
@@ -78,7 +80,33 @@ class Scorer:
         self, head: Params, x_ND: jax.Array, at_P: jax.Array, targets_PM: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         with use(self.partition):
-            return self._tiles.log_probs(head, x_ND[at_P], targets_PM)
+            return log_probs(self._tiles, head, x_ND[at_P], targets_PM)
+
+
+def log_probs(
+    tiles: VocabTiles, head: Params, x_PD: jax.Array, targets_PM: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities (P, M) of next tokens in nats, float32, and whether no token is likelier.
+
+    Args:
+        head: as `VocabTiles.cut` gives it.
+        x_PD: the residual stream after the last block.
+    """
+    tile_PM, column_PM = tiles.place(targets_PM)
+    first = jax.tree.map(lambda leaf: leaf[0], head)  # the norm's parameters are in each tile
+    y_P1D = tiles.model.final_norm(first, x_PD[:, None])  # positions as sequences: data axes split them
+
+    def step(carry: Any, tile: Any) -> tuple[Any, None]:
+        normaliser, target_PM = carry
+        number, params = tile
+        logits_PC = tiles.logits(params, number, y_P1D)[:, 0]
+        found_PM = jnp.take_along_axis(logits_PC, column_PM, axis=-1)
+        return (normaliser.add(logits_PC)[0], jnp.where(tile_PM == number, found_PM, target_PM)), None
+
+    start = Normaliser.empty((len(x_PD),)), jnp.zeros(targets_PM.shape, jnp.float32)
+    (normaliser, target_PM), _ = jax.lax.scan(step, start, (jnp.arange(tiles.tiles), head))
+    largest_P1, total_P1 = normaliser.largest[:, None], normaliser.total[:, None]
+    return target_PM - largest_P1 - jnp.log(total_P1), target_PM == largest_P1
 
 
 def _results(batch: Batch, dispatched: list[Any]) -> list[Result]:

@@ -1,4 +1,4 @@
-"""What every model family is made of: three Haiku stages, and the loop that runs them.
+"""What every model family is made of: Haiku stages, and the loop that runs them.
 
 A family is one file that defines its stages and one line in `mesh_transformer.models.registry`. The stages are
 separate `hk.transform`s so that the layers' parameters stack and one compiled block serves them all:
@@ -33,26 +33,29 @@ LAYER_LOOP = "blocks"  # in the op_name of the loop over layers, in profiles and
 
 
 class Stages(NamedTuple):
-    """The three parts of a decoder, as functions that make Haiku modules.
+    """The parts of a decoder, as functions that make Haiku modules.
 
     embed(tokens_BT, positions_BT, keys_BS) -> (x_BTD, bias_BHTS or None); keys_BS: the positions of the keys
     block(x_BTD, positions_BT, bias_BHTS, cache, layer, only_B) -> (x_BTD, cache); with only_B, (B,) int32, one
         position of each sequence goes on (x_B1D), and of the others keys and values are kept
-    head(x_BTD) -> logits_BTV, float32
+    final_norm(x_BTD) -> y_BTD
+    unembed(y_BTD) -> logits_BTV, float32; linear but for a bias
 
     `same_input` names the Haiku modules of a block whose matrices multiply the same activations, in groups.
     """
 
     embed: Callable[..., Any]
     block: Callable[..., Any]
-    head: Callable[..., Any]
+    final_norm: Callable[..., Any]
+    unembed: Callable[..., Any]
     same_input: Sequence[Sequence[str]] = ()
 
 
 class _Transformed(NamedTuple):
     embed: hk.Transformed
     block: hk.Transformed
-    head: hk.Transformed
+    final_norm: hk.Transformed
+    unembed: hk.Transformed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,9 +70,8 @@ class Model:
 
     @functools.cached_property
     def stages(self) -> _Transformed:
-        """The three stages with their `init` and `apply`."""
-        embed, block, head, _ = self.functions
-        return _Transformed(*(hk.transform(function) for function in (embed, block, head)))
+        """The stages with their `init` and `apply`."""
+        return _Transformed(*(hk.transform(function) for function in self.functions[:4]))
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -84,7 +86,10 @@ class Model:
         return {
             "embed": self.stages.embed.init(embed_key, tokens, positions, positions),
             "blocks": jax.vmap(lambda k: self.stages.block.init(k, x, positions, None, None, 0))(block_keys),
-            "head": self.stages.head.init(head_key, x),
+            "head": {
+                **self.stages.final_norm.init(head_key, x),
+                **self.stages.unembed.init(head_key, x),
+            },
         }
 
     @functools.cached_property
@@ -99,7 +104,10 @@ class Model:
         return {
             "embed": collect_axes(lambda: self.functions.embed(tokens, positions, positions)),
             "block": collect_axes(lambda: self.functions.block(x, positions, None, None, 0)),
-            "head": collect_axes(lambda: self.functions.head(x)),
+            "head": {
+                **collect_axes(lambda: self.functions.final_norm(x)),
+                **collect_axes(lambda: self.functions.unembed(x)),
+            },
         }
 
     def _example(self) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -168,7 +176,15 @@ class Model:
 
     def logits(self, head_params: Params, x_BTD: jax.Array) -> jax.Array:
         """The head on any positions: (B, T, D) -> (B, T, V) float32, -inf in the rows beyond n_vocab."""
-        logits_BTV = constrain(self.stages.head.apply(head_params, None, x_BTD), "batch", "seq", "vocab")
+        return self.unembed(head_params, self.final_norm(head_params, x_BTD))
+
+    def final_norm(self, head_params: Params, x_BTD: jax.Array) -> jax.Array:
+        """The first half of the head: (B, T, D) -> (B, T, D)."""
+        return self.stages.final_norm.apply(head_params, None, x_BTD)
+
+    def unembed(self, head_params: Params, y_BTD: jax.Array) -> jax.Array:
+        """The second half of the head: `logits` of what the first gave."""
+        logits_BTV = constrain(self.stages.unembed.apply(head_params, None, y_BTD), "batch", "seq", "vocab")
         return _mask_padding(logits_BTV, self.config.n_vocab)
 
     def _blocks(

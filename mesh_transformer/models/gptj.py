@@ -59,8 +59,11 @@ def stages(config: ModelConfig) -> Stages:
         # One sum over tensor-parallel shards: of the two branches together, before the bias.
         return x_BTD + Bias(name="ff_out")(attn_BTD + ff_BTD), cache
 
-    def head(x_BTD: jax.Array) -> jax.Array:
-        y_BTD = Norm(c.norm, name="norm")(x_BTD)
+    def final_norm(x_BTD: jax.Array) -> jax.Array:
+        return Norm(c.norm, name="norm")(x_BTD)
+
+    def unembed(y_BTD: jax.Array) -> jax.Array:
         return Linear(c.padded_vocab, ("embed", "vocab"), bias=True, name="logits")(y_BTD, jnp.float32)
 
-    return Stages(embed, block, head, same_input=[["attention/q", "attention/k", "attention/v", "ff/in"]])
+    same_input = [["attention/q", "attention/k", "attention/v", "ff/in"]]
+    return Stages(embed, block, final_norm, unembed, same_input)

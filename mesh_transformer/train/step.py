@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.models.base import Model, Params
+from mesh_transformer.models.vocabulary import VocabTiles
 from mesh_transformer.ops.loss import TokenLoss, mean_loss
 from mesh_transformer.parallel.sharding import Partition, constrain_tree, moment_rules, training_rules, use
 from mesh_transformer.train import noise
@@ -44,6 +46,7 @@ class TrainProgram:
         self.config, self.model = config, model
         self.partition = Partition(mesh, training_rules(config.mesh))
         self.moments = Partition(mesh, moment_rules(config.mesh))
+        self._tiles = self._vocab_tiles()
         self.optimizer = make_optimizer(config.optimizer, model.axes)
         self.state_shardings = self._state_shardings()
         whole = self.partition.sharding()
@@ -73,6 +76,14 @@ class TrainProgram:
             shapes,
             self.state_shardings,
         )
+
+    def _vocab_tiles(self) -> VocabTiles:
+        """The vocabulary as the loss goes through it: whole where it is split over devices, which sum over theirs at once."""
+        mesh = self.partition.mesh
+        if mesh.shape["tp"] > 1:
+            return VocabTiles(self.model, self.partition, 1)
+        columns = platforms.vocab_columns(mesh.devices.flat[0].platform)
+        return VocabTiles.of(self.model, self.partition, columns)
 
     def _state_shardings(self) -> TrainState:
         whole: Any = self.partition.sharding()
@@ -166,7 +177,8 @@ class TrainProgram:
         x_BTD, _ = self.model.hidden(params, tokens_BT[:, :-1])
         chunks = self.loss_chunks(*x_BTD.shape[:2])
         head = self.model.gathered_head(params)
-        return mean_loss(self.model.logits, objective, chunks, head, x_BTD, tokens_BT[:, 1:])
+        y_BTD = self.model.final_norm(head, x_BTD)
+        return mean_loss(self._tiles, objective, chunks, head, y_BTD, tokens_BT[:, 1:])
 
     def loss_chunks(self, batch: int, positions: int) -> int:
         """Parts in which `positions` go through the head, so that a device holds `model.logits_mib` of logits."""

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer.infer.vocabulary import VocabTiles
+from mesh_transformer.infer.scoring import log_probs
+from mesh_transformer.models.vocabulary import VocabTiles
 from mesh_transformer.parallel.sharding import use
 
 N_VOCAB = 357  # of 384 rows
@@ -42,7 +43,7 @@ def test_tiles_give_the_log_softmax(case, tiles, mesh, devices):  # fmt: skip
 
     def both(head, x_PD, targets_PM):
         with use(partition):
-            return cut.log_probs(cut.cut(made.model.gathered_head({"head": head})), x_PD, targets_PM)
+            return log_probs(cut, cut.cut(made.model.gathered_head({"head": head})), x_PD, targets_PM)
 
     found, likeliest = jax.jit(both, out_shardings=partition.sharding())(head, jnp.asarray(x_PD), targets_PM)
     shifted = logits_PV - logits_PV.max(-1, keepdims=True)
