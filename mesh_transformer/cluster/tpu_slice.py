@@ -5,6 +5,7 @@ The one place where `cluster` meets `cloud`.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import time
@@ -48,19 +49,30 @@ class TpuSlice:
 
     @classmethod
     def of(
-        cls, name: str, zone: str, kind: str, *, preemptible: bool, environment: str | None, access: Access
+        cls,
+        name: str,
+        zone: str,
+        kind: str,
+        *,
+        preemptible: bool,
+        environment: str | None,
+        wheelhouse: str | None,
+        access: Access,
     ) -> TpuSlice:
         """The slice that train.py's options name.
 
         Args:
             kind: such as v3-32.
-            environment: a Python environment that the hosts have already; None: one is made there.
+            environment: a Python environment that the hosts have already; None: one is made there, which can
+                evaluate if this one can.
+            wheelhouse: a folder of this machine with the packages for it; None: they come from the index.
             access: how to log in.
 
         Raises:
             UserError: an option is wrong, or there are no credentials.
         """
-        made = Environment(os.path.join(CHECKOUT, "requirements.txt"))
+        extra = ("jax[tpu]", "lm-eval") if importlib.util.find_spec("lm_eval") else ("jax[tpu]",)
+        made = Environment(os.path.join(CHECKOUT, "requirements.txt"), extra, wheelhouse)
         code = code_archive(
             CHECKOUT
         )  # hosts that come later get this driver's code, whatever is edited meanwhile

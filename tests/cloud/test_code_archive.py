@@ -56,7 +56,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="give the root of a checkout"):
         archive.code_archive(str(tmp_path))
     with pytest.raises(UserError, match="no folder"):
-        archive.folder_archive(str(tmp_path / "none"))
+        archive.FolderArchive(str(tmp_path / "none"))
     monkeypatch.setattr(archive, "MOST_BYTES", 3)
     with pytest.raises(UserError, match="put large data in a bucket"):
         archive.pack(str(tree(tmp_path)), ["train.py", "scripts/s.sh", "configs/c.json"], archive.MOST_BYTES)
