@@ -29,7 +29,7 @@ CONFIG: dict[str, dict[str, Any]] = {
     "optimizer": {"lr": 1e-2, "end_lr": 1e-3, "warmup_steps": 10},
     "mesh": {"fsdp": 2, "tp": 2},
     "data": {
-        "train_set": "gs://texts/train.index", "val_set": {"shakespeare": "gs://texts/val.index"}, "tokenizer": "bytes",
+        "train_set": "gs://texts/train.index", "val_set": {"shakespeare": "gs://texts/val.txt"}, "tokenizer": "bytes",
         "batch_size": 8, "shuffle": True, "val_batches": 4,
     },
     "checkpoint": {"model_dir": "run", "keep_every": None},
@@ -42,7 +42,8 @@ class PodDrivers:
 
     Args:
         gcs: what gs:// is for driver and hosts; tiny_shakespeare is in its bucket `texts`.
-        shared: a folder that driver and hosts have in common. The driver's home, `apart`, no host sees.
+        shared: a folder that driver and hosts have in common. The driver's home, `apart`, no host sees; the records of
+            the training text are there too.
     """
 
     def __init__(self, hosts: PodOfHosts, api: TpuApi, gcs: GcsServer, shared: Path):
@@ -52,18 +53,13 @@ class PodDrivers:
         keys.mkdir(mode=0o700, exist_ok=True)
         for suffix in ("", ".pub"):
             shutil.copy(f"{hosts.key_file}{suffix}", keys / f"google_compute_engine{suffix}")
-        for name in ("train", "val"):
-            records = self._prepare(name, "gs://texts")
-            gcs.put("texts", f"{name}.index", f"{records}\n".encode())
-
-    def _prepare(self, name: str, target: str) -> str:
-        """Records of a text of tiny_shakespeare in a folder, made as a user does; returns their path."""
-        options = ("--output-dir", target, "--tokenizer", "bytes", "--seq", str(CONFIG["model"]["seq"]))
-        output, _ = commands.run(
-            "create_finetune_tfrecords.py", str(SHAKESPEARE / f"{name}.txt"), name, *options, cwd=self.apart,
-            **self.gcs.environment(),
-        )  # fmt: skip
-        return output.partition(": ")[0]
+        options = ("--tokenizer", "bytes", "--seq", str(CONFIG["model"]["seq"]))
+        text = str(SHAKESPEARE / "train.txt")
+        commands.run("create_finetune_tfrecords.py", text, "train", *options, cwd=self.apart)
+        (self.records,) = self.apart.glob("train_*.tfrecords")
+        gcs.put("texts", self.records.name, self.records.read_bytes())
+        gcs.put("texts", "train.index", f"{self.records.name}\n".encode())
+        gcs.put("texts", "val.txt", (SHAKESPEARE / "val.txt").read_bytes())
 
     def write(self, name: str, steps: int, every: int, *, shared: bool = True) -> Path:
         """The folder of a new run: one that all hosts have, which keeps its checkpoints; the hosts read the training
@@ -75,7 +71,7 @@ class PodDrivers:
             "checkpoint": {"ckpt_every": every},
         }
         if not shared:
-            groups["data"] |= {"read_by": "driver", "train_set": self._prepare("train", str(self.apart))}
+            groups["data"] |= {"read_by": "driver", "train_set": str(self.records)}
             groups["checkpoint"] |= {"bucket": "models", "model_dir": name}
         folder = (self.shared if shared else self.apart) / name
         folder.mkdir()

@@ -73,7 +73,7 @@ def test_the_whole_launch(straight: tuple[Path, str, list[str]], drivers: PodDri
     left = [path.name for path in drivers.apart.glob("straight/*")]
     assert sorted(left) == ["config.json", "run"], "the run was to leave nothing on the driver"
     for i in range(4):
-        assert drivers.hosts.inside(i, "test", "-e", str(drivers.apart)).returncode == 1
+        assert drivers.hosts.inside(i, "test", "-e", str(drivers.records)).returncode == 1
 
 
 def test_evaluation(straight: tuple[Path, str, list[str]], drivers: PodDrivers, shared: Path) -> None:
