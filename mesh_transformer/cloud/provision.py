@@ -183,6 +183,7 @@ def _join(pod: Pod, join: Join, python_folder: str, code: str) -> None:
     token = read_token(join.token_file)
     variables = {
         "PYTHONPATH": f"$HOME/{code}",
+        "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",  # else 3.11.2 may not join a head of 3.11.7
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": f"$HOME/{STATE}/ray_token",
         **{name: shlex.quote(value) for name, value in join.variables.items()},
