@@ -36,17 +36,24 @@ def write(folder: Path, **groups: dict[str, Any]) -> Path:
 
 
 class Driver:
-    """train.py at work in `folder`; `lines` holds (seconds since its start, line of standard error).
+    """train.py, or another command, at work in `folder`; `lines` holds (seconds since its start, line of standard error).
 
     Args:
         prefix: what to put before the command.
     """
 
-    def __init__(self, folder: Path, *arguments: str, prefix: Sequence[str] = (), **environment: str):
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        prefix: Sequence[str] = (),
+        program: str = "train.py",
+        **environment: str,
+    ):
         self.folder, self.lines = folder, []
         self._began = time.monotonic()
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(REPO / "train.py"), "--config", "config.json", *arguments],
+            [*prefix, sys.executable, str(REPO / program), "--config", "config.json", *arguments],
             cwd=folder,
             env={**os.environ, **environment},
             text=True,

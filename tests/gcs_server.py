@@ -39,9 +39,9 @@ class Fault:
 
 
 class GcsServer:
-    """The server, its objects and its faults."""
+    """The server, its objects and its faults; `address`: where it listens."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
         self.lock = threading.RLock()
         self.blobs: dict[Key, Blob] = {}
         self.uploads: dict[str, Upload] = {}
@@ -52,8 +52,8 @@ class GcsServer:
         self.gate: Callable[[], None] = lambda: (
             None
         )  # called at each request: holds it back as long as it takes
-        self._http = Listener(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"gcs": self}))
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._http = Listener((address, 0), type("BoundHandler", (Handler,), {"gcs": self}))
+        self.url = f"http://{address}:{self._http.server_port}"
 
     def __enter__(self) -> GcsServer:
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()

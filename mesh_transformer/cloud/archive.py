@@ -1,4 +1,4 @@
-"""The code that hosts get: one archive, named by a hash of its content."""
+"""What hosts get: archives, each named by a hash of its content."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import IO
 
 from mesh_transformer.errors import UserError
 
@@ -31,6 +33,46 @@ class Archive:
     content: bytes
     hash: str
 
+    def write(self, file: IO[bytes]) -> None:
+        """Write it to a file."""
+        file.write(self.content)
+
+
+@dataclass(frozen=True)
+class FolderArchive:
+    """The files right under a folder, such as wheels, which may be gigabytes and are compressed already: a .tar.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+
+    folder: str
+
+    def __post_init__(self) -> None:
+        if not os.path.isdir(self.folder):
+            raise UserError(f"no folder {self.folder}")
+
+    @cached_property
+    def hash(self) -> str:
+        """By the files' names and contents."""
+        digest = hashlib.sha256()
+        for name in self._names():
+            with open(os.path.join(self.folder, name), "rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(f"{name}\0{content}\0".encode())
+        return digest.hexdigest()[:HASH_LETTERS]
+
+    def write(self, file: IO[bytes]) -> None:
+        """Write it to a file."""
+        with tarfile.open(fileobj=file, mode="w") as tar:
+            for name in self._names():
+                tar.add(os.path.join(self.folder, name), name)
+
+    def _names(self) -> list[str]:
+        return sorted(
+            name for name in os.listdir(self.folder) if os.path.isfile(os.path.join(self.folder, name))
+        )
+
 
 def code_archive(root: str) -> Archive:
     """The code below `root`: the package, the entry points, configs, scripts and small data.
@@ -44,22 +86,14 @@ def code_archive(root: str) -> Archive:
     return pack(root, [path for name in names for path in _files(root, name)])
 
 
-def folder_archive(folder: str) -> Archive:
-    """All files right under a folder, such as one of wheels."""
-    if not os.path.isdir(folder):
-        raise UserError(f"no folder {folder}")
-    names = sorted(name for name in os.listdir(folder) if os.path.isfile(os.path.join(folder, name)))
-    return pack(folder, names, most_bytes=None)
-
-
-def pack(root: str, paths: list[str], most_bytes: int | None = MOST_BYTES) -> Archive:
+def pack(root: str, paths: list[str], most_bytes: int = MOST_BYTES) -> Archive:
     """An archive of the files at `paths` below `root`, without owners and times.
 
     Raises:
         UserError: there are more than `most_bytes`.
     """
     size = sum(os.path.getsize(os.path.join(root, path)) for path in paths)
-    if most_bytes is not None and size > most_bytes:
+    if size > most_bytes:
         raise UserError(
             f"the code below {root} has {size >> 20} MiB, more than the {most_bytes >> 20} that are pushed to hosts: put large "
             "data in a bucket (gs://) and out of data/"

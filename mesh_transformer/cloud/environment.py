@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 
-from mesh_transformer.cloud.archive import HASH_LETTERS, Archive, folder_archive
+from mesh_transformer.cloud.archive import HASH_LETTERS, FolderArchive
 from mesh_transformer.errors import UserError
 
 OWN = "mesh-transformer"
@@ -44,9 +44,9 @@ class Environment:
             raise UserError(f"no requirements file {self.requirements}") from error
 
     @cached_property
-    def wheels(self) -> Archive | None:
+    def wheels(self) -> FolderArchive | None:
         """The wheelhouse as an archive."""
-        return folder_archive(self.wheelhouse) if self.wheelhouse is not None else None
+        return FolderArchive(self.wheelhouse) if self.wheelhouse is not None else None
 
     def hash(self, script: str) -> str:
         """Names the environment that `script` (the text of pod_setup.sh) makes of this."""

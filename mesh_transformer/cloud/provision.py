@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from mesh_transformer.cloud.archive import HASH_LETTERS, Archive, code_archive
+from mesh_transformer.cloud.archive import HASH_LETTERS, Archive, FolderArchive, code_archive
 from mesh_transformer.cloud.environment import Environment, Existing, pins
 from mesh_transformer.cloud.head import read_token
 from mesh_transformer.cloud.pod import Host, Pod
@@ -117,9 +117,11 @@ def fetch_logs(pod: Pod, provisioned: Provisioned, folder: str) -> None:
 
 def _things(
     code: Archive, environment: Environment | Existing, root: str
-) -> dict[str, tuple[str, Archive | None]]:
+) -> dict[str, tuple[str, Archive | FolderArchive | None]]:
     """What the hosts need: name -> its place there, by content, and the archive that becomes it."""
-    things: dict[str, tuple[str, Archive | None]] = {"code": (f"{STATE}/code/{code.hash}", code)}
+    things: dict[str, tuple[str, Archive | FolderArchive | None]] = {
+        "code": (f"{STATE}/code/{code.hash}", code)
+    }
     if isinstance(environment, Environment):
         with open(os.path.join(root, "scripts", "pod_setup.sh"), encoding="utf-8") as file:
             name = environment.hash(file.read())
@@ -138,15 +140,15 @@ def _missing(pod: Pod, places: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(i for i, names in lacking.items() if name in names) for name in places}
 
 
-def _push(pod: Pod, archive: Archive, place: str, hosts: tuple[int, ...]) -> None:
-    log.info("pushing %s (%.1f MB) to workers %s", place, len(archive.content) / 1e6, list(hosts))
-    packed = f"{STATE}/{archive.hash}.tar.gz"
-    with tempfile.NamedTemporaryFile(suffix=".tar.gz") as file:
-        file.write(archive.content)
+def _push(pod: Pod, archive: Archive | FolderArchive, place: str, hosts: tuple[int, ...]) -> None:
+    packed = f"{STATE}/{archive.hash}.tar"
+    with tempfile.NamedTemporaryFile(suffix=".tar") as file:
+        archive.write(file)
         file.flush()
+        log.info("pushing %s (%.1f MB) to workers %s", place, file.tell() / 1e6, list(hosts))
         pod.put(file.name, packed, hosts)
     unpack = (
-        f"set -e; cd; part={place}.part$$; mkdir -p $part; tar -xzf {packed} -C $part; "
+        f"set -e; cd; part={place}.part$$; mkdir -p $part; tar -xf {packed} -C $part; "
         f"mv -T $part {place} 2>/dev/null || rm -rf $part; rm -f {packed}; [ -d {place} ]"
     )
     pod.run(unpack, hosts, timeout_s=600, doing="unpacking")
@@ -157,7 +159,7 @@ def _set_up(
     environment: Environment,
     folder: str,
     code: str,
-    things: Mapping[str, tuple[str, Archive | None]],
+    things: Mapping[str, tuple[str, Archive | FolderArchive | None]],
     hosts: tuple[int, ...],
 ) -> None:
     log.info("making the environment of workers %s: this takes minutes, once", list(hosts))
@@ -181,6 +183,7 @@ def _join(pod: Pod, join: Join, python_folder: str, code: str) -> None:
     token = read_token(join.token_file)
     variables = {
         "PYTHONPATH": f"$HOME/{code}",
+        "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",  # else 3.11.2 may not join a head of 3.11.7
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": f"$HOME/{STATE}/ray_token",
         **{name: shlex.quote(value) for name, value in join.variables.items()},

@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import dataclasses
 import getpass
+import glob
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +30,7 @@ class Place:
         zone: of the TPU.
         tpu_type: such as v4-32; None: v3- with mesh.tpu_size cores, or 8, as in the original program.
         environment: a folder with a Python environment that the TPU's hosts have already.
+        wheelhouse: a folder of this machine with the packages for an environment that is made there.
         user, ssh_key: for logging in to them; None: this user, and `cloud.pod.KEY_FILES`.
         variables: environment of the worker processes, on top of their host's own.
         price: of a chip-hour, for the cost line.
@@ -41,6 +44,7 @@ class Place:
     tpu_type: str | None = None
     preemptible: bool = False
     environment: str | None = None
+    wheelhouse: str | None = None
     user: str | None = None
     ssh_key: str | None = None
     ray_address: str | None = None
@@ -54,6 +58,16 @@ class Place:
             raise UserError("--tpu, --ray-address and --processes name three places: give one of them")
         if self.tpu is not None and self.zone is None:
             raise UserError("--tpu needs the zone of the TPU: --tpu_region ZONE, such as europe-west4-a")
+        if self.tpu is None and (self.environment is not None or self.wheelhouse is not None):
+            raise UserError("--environment and --wheelhouse are for the hosts of --tpu")
+        if self.environment is not None and self.wheelhouse is not None:
+            raise UserError(
+                "--environment is there already, and --wheelhouse is to make one: give one of them"
+            )
+        if self.wheelhouse is not None and not glob.glob(os.path.join(glob.escape(self.wheelhouse), "*.whl")):
+            raise UserError(
+                f"--wheelhouse {self.wheelhouse}: no folder with wheels; docs/pod.md says how to make one"
+            )
         if self.processes is not None and self.processes < 1:
             raise UserError(f"--processes {self.processes}: must be 1 or more")
         if self.price is not None and self.price < 0:
@@ -80,6 +94,9 @@ class Place:
             "--environment",
             metavar="DIR",
             help="a Python environment that its hosts have already; absent: one is made",
+        )
+        parser.add_argument(
+            "--wheelhouse", metavar="DIR", help="make it of the wheels in this folder, without the internet"
         )
         parser.add_argument("--user", help="whom to log in to them as (default: as here)")
         parser.add_argument(
@@ -111,7 +128,7 @@ class Place:
         """
         given = vars(arguments)
         names = (
-            *("tpu", "tpu_type", "preemptible", "environment", "user", "ssh_key"),
+            *("tpu", "tpu_type", "preemptible", "environment", "wheelhouse", "user", "ssh_key"),
             *("ray_address", "processes", "price"),
         )
         return cls(
@@ -180,6 +197,7 @@ class Place:
             *(str(self.tpu), str(self.zone), kind),
             preemptible=self.preemptible,
             environment=self.environment,
+            wheelhouse=self.wheelhouse,
             access=Access(
                 "", self.user or getpass.getuser(), self.ssh_key
             ),  # "": the API tells the hosts' keys

@@ -5,6 +5,7 @@ The one place where `cluster` meets `cloud`.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import time
@@ -48,23 +49,30 @@ class TpuSlice:
 
     @classmethod
     def of(
-        cls, name: str, zone: str, kind: str, *, preemptible: bool, environment: str | None, access: Access
+        cls,
+        name: str,
+        zone: str,
+        kind: str,
+        *,
+        preemptible: bool,
+        environment: str | None,
+        wheelhouse: str | None,
+        access: Access,
     ) -> TpuSlice:
         """The slice that train.py's options name.
 
         Args:
             kind: such as v3-32.
-            environment: a Python environment that the hosts have already; None: one is made there.
+            environment, wheelhouse: as `environment_of`.
             access: how to log in.
 
         Raises:
             UserError: an option is wrong, or there are no credentials.
         """
-        made = Environment(os.path.join(CHECKOUT, "requirements.txt"))
         code = code_archive(
             CHECKOUT
         )  # hosts that come later get this driver's code, whatever is edited meanwhile
-        plan = Plan(Existing(environment) if environment else made, access, NODE, code=code)
+        plan = Plan(environment_of(environment, wheelhouse), access, NODE, code=code)
         tier: Tier = "preemptible" if preemptible else "on-demand"
         request = Request(name, parse(kind), tier=tier, ssh_keys=public_keys(plan.access))
         folder = os.path.join(os.path.expanduser("~"), ".mesh_transformer", f"head-{name}")
@@ -104,6 +112,19 @@ class TpuSlice:
                 log.warning("%s; trying again in %.0f s", error, pause)
                 time.sleep(pause)
                 pause = min(longest, 2 * pause)
+
+
+def environment_of(existing: str | None, wheelhouse: str | None) -> Environment | Existing:
+    """The Python of the hosts.
+
+    Args:
+        existing: a folder of theirs that holds it; None: it is made there, and can evaluate if this one can.
+        wheelhouse: a folder of this machine with the packages for it; None: they come from the index.
+    """
+    if existing is not None:
+        return Existing(existing)
+    extra = ("lm-eval",) if importlib.util.find_spec("lm_eval") is not None else ()
+    return Environment(os.path.join(CHECKOUT, "requirements.txt"), ("jax[tpu]", *extra), wheelhouse)
 
 
 def _own_address(towards: str) -> str:

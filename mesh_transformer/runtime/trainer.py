@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-import uuid
 from collections.abc import Callable, Sequence
 
 import jax
 
-from mesh_transformer import files, logs, platforms
+from mesh_transformer import logs, platforms
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.data.loader import Loader
@@ -22,6 +20,7 @@ from mesh_transformer.runtime.feeds import open_train_feed
 from mesh_transformer.runtime.interrupt import Interrupt
 from mesh_transformer.runtime.observer import Observer, ObserverSink
 from mesh_transformer.runtime.report import Report, plot_losses
+from mesh_transformer.runtime.run_folder import METRICS, publish, take_up
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.shared_folder import check_shared
 from mesh_transformer.runtime.validation import Validation
@@ -89,8 +88,7 @@ class TrainingRun:
         self.is_first = jax.process_index() == 0
         self.draw_at = time.monotonic() + DRAW_EVERY_S
         if self.is_first:
-            _check_writable(self.folder)
-            _fetch_metrics(self.config.checkpoint.root, self.folder)
+            self.run_id = take_up(self.config.checkpoint.root, self.folder)
         check_shared(self.config.checkpoint.root)
 
     def train(self) -> int:
@@ -174,14 +172,14 @@ class TrainingRun:
         sinks: list[logs.Sink] = []
         if self.is_first:
             whole = self.config.model_dump(mode="json")
-            sinks = logs.open_sinks(self.config.logging, whole, self.folder, _run_id(self.folder))
+            sinks = logs.open_sinks(self.config.logging, whole, self.folder, self.run_id)
             sinks.append(ObserverSink(self.observer))
         report = Report(sinks, progress, self.session.tokens_per_step, optimizer.nonfinite == "stop")
         report.constant["train/steps_redone"] = begun.counters.steps_redone
         return report
 
     def _logged(self) -> start.Logged:
-        records = logs.read_json_lines(os.path.join(self.folder, "metrics.jsonl")) if self.is_first else []
+        records = logs.read_json_lines(os.path.join(self.folder, METRICS)) if self.is_first else []
         if not records:
             return start.Logged()
         return start.Logged(records[-1]["step"], int(records[-1].get("train/steps_redone") or 0))
@@ -198,52 +196,8 @@ class TrainingRun:
 
     def _publish(self, *, last: bool) -> None:
         """Redraw the loss curve, not too often; for a run in a bucket, copy it and the metrics there."""
-        if not self.is_first or not os.path.exists(os.path.join(self.folder, "metrics.jsonl")):
+        if not self.is_first or not os.path.exists(os.path.join(self.folder, METRICS)):
             return
         if last or time.monotonic() > self.draw_at:
             self._draw()
-        if files.is_remote(self.config.checkpoint.root):
-            for name in ("metrics.jsonl", "loss.png"):
-                if os.path.exists(os.path.join(self.folder, name)):
-                    files.upload(
-                        os.path.join(self.folder, name), files.join(self.config.checkpoint.root, name)
-                    )
-
-
-def _check_writable(folder: str) -> None:
-    """Make the run's folder, and a file in it.
-
-    Raises:
-        UserError: that is not possible.
-    """
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"checkpoint.model_dir {folder} cannot be written ({error}): choose another folder"
-        ) from error
-
-
-def _fetch_metrics(root: str, folder: str) -> None:
-    """On a fresh machine, go on with the metrics file that the bucket holds."""
-    local = os.path.join(folder, "metrics.jsonl")
-    remote = files.join(root, "metrics.jsonl")
-    if not files.is_remote(root) or os.path.exists(local) or not files.exists(remote):
-        return
-    os.makedirs(folder, exist_ok=True)
-    with files.open_binary(remote) as source, open(local + ".tmp", "wb") as target:
-        target.write(source.read())
-    os.replace(local + ".tmp", local)
-
-
-def _run_id(folder: str) -> str:
-    """A name for the run that survives restarts, for W&B; kept in `folder`/run_id."""
-    path = os.path.join(folder, "run_id")
-    if not os.path.exists(path):
-        os.makedirs(folder, exist_ok=True)
-        with open(path, "w", encoding="ascii") as file:
-            file.write(uuid.uuid4().hex[:8])
-    with open(path, encoding="ascii") as file:
-        return file.read(64).strip()
+        publish(self.config.checkpoint.root, self.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import tarfile
@@ -12,6 +13,7 @@ import pytest
 
 from mesh_transformer.cloud import archive
 from mesh_transformer.cloud.environment import Environment, Existing, pins
+from mesh_transformer.cluster.tpu_slice import environment_of
 from mesh_transformer.errors import UserError
 
 
@@ -56,10 +58,41 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="give the root of a checkout"):
         archive.code_archive(str(tmp_path))
     with pytest.raises(UserError, match="no folder"):
-        archive.folder_archive(str(tmp_path / "none"))
+        archive.FolderArchive(str(tmp_path / "none"))
     monkeypatch.setattr(archive, "MOST_BYTES", 3)
     with pytest.raises(UserError, match="put large data in a bucket"):
         archive.pack(str(tree(tmp_path)), ["train.py", "scripts/s.sh", "configs/c.json"], archive.MOST_BYTES)
+
+
+def test_a_folder_as_it_is(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        (folder / "a.whl").write_bytes(b"1" * 5000)
+        (folder / "b.whl").write_text("2")
+    (one / "no").mkdir()
+    first = archive.FolderArchive(str(one))
+    assert archive.FolderArchive(str(two)).hash == first.hash
+    for change, text in (("b.whl", "3"), ("c.whl", "")):
+        (two / change).write_text(text)
+        assert archive.FolderArchive(str(two)).hash != first.hash
+    os.rename(one / "b.whl", one / "d.whl")
+    assert archive.FolderArchive(str(one)).hash != first.hash
+    packed = io.BytesIO()
+    first.write(packed)
+    packed.seek(0)
+    with tarfile.open(fileobj=packed) as tar:
+        assert {entry.name: entry.size for entry in tar} == {"a.whl": 5000, "d.whl": 1}
+
+
+def test_environment_of_a_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment_of("/venv", None) == Existing("/venv")
+    for there, extra in ((object(), ("jax[tpu]", "lm-eval")), (None, ("jax[tpu]",))):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=there: there)
+        made = environment_of(None, str(tmp_path))
+        assert isinstance(made, Environment)
+        assert (made.extra, made.wheelhouse) == (extra, str(tmp_path))
+        assert "\nray" in made.requirement_lines
 
 
 def test_environment_is_named_by_all_that_goes_in(tmp_path: Path) -> None:

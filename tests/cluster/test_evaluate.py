@@ -6,48 +6,47 @@ import json
 
 import pytest
 from commands import run, write_run
+from counting import NAME, write_task
 
 pytest.importorskip("lm_eval")
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
-
-TASK = """
-task: counting
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list: [{{metric: byte_perplexity}}, {{metric: bits_per_byte}}]
-"""
+pytestmark = [pytest.mark.slow]
 
 
-def test_the_same_numbers_on_two_workers(tmp_path, worker_environment):
+@pytest.fixture
+def evaluated(tmp_path, worker_environment):
+    """Evaluates the checkpoint of a short run with these further arguments; returns the report."""
     write_run(tmp_path, optimizer={"total_steps": 2}, data={"val_set": {}})
-    file = tmp_path / "counting.jsonl"
-    file.write_text("".join(json.dumps({"text": f"{i} bottles of beer"}) + "\n" for i in range(20)))
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks/counting.yaml").write_text(TASK.format(file=file))
+    write_task(tmp_path)
     run("device_train.py", "--config", "config.json", cwd=tmp_path)
+    environment = {"HF_HOME": str(tmp_path / "hf"), **worker_environment}
+    command = [
+        "--config",
+        "config.json",
+        "--tasks",
+        NAME,
+        "--include-path",
+        "tasks",
+        "--output",
+        "found.json",
+    ]
 
-    def evaluated(name, *more, **environment):
-        command = [
-            "--config",
-            "config.json",
-            "--tasks",
-            "counting",
-            "--include-path",
-            "tasks",
-            "--output",
-            name,
-        ]
-        output, _ = run("eval_harness.py", *command, *more, cwd=tmp_path, **environment)
-        assert "counting" in output
-        return json.loads((tmp_path / name).read_text())
+    def evaluate(*more, **further):
+        output, _ = run("eval_harness.py", *command, *more, cwd=tmp_path, **environment, **further)
+        assert NAME in output
+        report = json.loads((tmp_path / "found.json").read_text())
+        assert report["evaluation"]["step"] == 2
+        return report["results"][NAME]["byte_perplexity,none"]
 
-    environment = {**worker_environment, "TMPDIR": str(tmp_path), "HF_HOME": str(tmp_path / "hf")}
-    alone = evaluated("alone.json", **environment)
-    together = evaluated("together.json", "--processes", "2", **environment)
-    assert together["evaluation"]["step"] == 2
-    a, b = (report["results"]["counting"]["byte_perplexity,none"] for report in (alone, together))
-    assert b == pytest.approx(a, rel=1e-5)
+    return evaluate
+
+
+@pytest.mark.multiprocess
+def test_the_same_numbers_on_two_workers(evaluated, tmp_path):
+    together = evaluated("--processes", "2", TMPDIR=str(tmp_path))
+    assert together == pytest.approx(evaluated(), rel=1e-5)
+
+
+@pytest.mark.faults
+def test_the_same_numbers_on_a_ray_cluster(evaluated, ray_nodes):
+    together = evaluated("--ray-address", ray_nodes.address)
+    assert together == pytest.approx(evaluated(), rel=1e-5)

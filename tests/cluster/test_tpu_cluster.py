@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 from commands import metrics
+from counting import NAME, write_task
 from driving import write
 
 from mesh_transformer.cluster.place import Place
 from mesh_transformer.cluster.tpu_cluster import TPUCluster
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.evals.command import Options, evaluate
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -25,6 +27,7 @@ def test_train_generate_save_load(tmp_path, monkeypatch, worker_environment):
     cluster.save(str(tmp_path / "copy"))
     assert cluster.train() == 0
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    _evaluates(cluster, tmp_path)
 
     samples = cluster.generate(["7 bottles", [65, 66]], max_new_tokens=3, temperature=0.0, num_samples=2)
     assert [len(of_prompt) for of_prompt in samples] == [2, 2]
@@ -43,3 +46,15 @@ def test_train_generate_save_load(tmp_path, monkeypatch, worker_environment):
 
     with pytest.raises(UserError, match="--temperature"):
         cluster.generate(["x"], temperature=-1.0)
+
+
+def _evaluates(cluster, folder):
+    """The newest checkpoint's numbers are those that this process finds."""
+    pytest.importorskip("lm_eval")
+    options = {"include_path": str(write_task(folder)), "limit": 10}
+    report = cluster.eval([NAME], **options)
+    alone = evaluate(cluster.config, Options(tasks=(NAME,), **options)).report
+    assert report["evaluation"]["step"] == alone["evaluation"]["step"] == 6
+    found, expected = (one["results"][NAME]["byte_perplexity,none"] for one in (report, alone))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found < 257 / 1.01  # better than all bytes being as likely

@@ -43,6 +43,10 @@ def old_run(tmp_path):
         ({"processes": 0}, "1 or more"),
         ({"processes": 2, "price": -1.0}, "0 or more"),
         ({"variables": {"A": "b"}}, "--env is for the workers"),
+        ({"processes": 2, "environment": "/venv"}, "hosts of --tpu"),
+        ({"wheelhouse": "wheels"}, "hosts of --tpu"),
+        ({"tpu": "a", "zone": "z", "environment": "/venv", "wheelhouse": "wheels"}, "give one of them"),
+        ({"tpu": "a", "zone": "z", "wheelhouse": "/dev"}, "--wheelhouse /dev: no folder with wheels"),
     ],
 )
 def test_a_place_that_is_none(given, told):

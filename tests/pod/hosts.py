@@ -1,7 +1,8 @@
 """A pod of hosts on one machine: each has its own network, mounts, processes, name, home and /tmp, and an SSH server.
 
 A host is one process tree in namespaces of its own, whose process 1 is sshd; it sees this machine's files, but for /root and
-/tmp, which are its own (the Python in use stays visible there, read-only). All hosts are on one bridge that leads nowhere else.
+/tmp, which are its own (the Python in use stays visible there, read-only), and for this checkout: the code that a host runs was
+pushed to it. All hosts are on one bridge that leads nowhere else.
 The driver, too, has process, mount and IPC namespaces of its own (its network is this machine's), so that nothing it does to
 "all Ray processes" reaches beyond. Hosts die with the process that made them. Needs root; Linux with util-linux, iproute2 and
 openssh-server.
@@ -25,6 +26,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+REPO = Path(__file__).resolve().parents[2]
 NETWORK = "10.77.0"
 DRIVER = f"{NETWORK}.1"
 BRIDGE = "mtjpod0"
@@ -37,7 +39,7 @@ IN_NAMESPACES = [
 
 HOST = r"""
 set -euo pipefail
-i=$1 state=$2 count=$3 network=$4; shift 4        # the rest: folders to keep although /root and /tmp are replaced
+i=$1 state=$2 count=$3 network=$4 hidden=$5; shift 5   # the rest: folders to keep although /root and /tmp are replaced
 mount --make-rprivate /                           # else mounts are seen outside
 own=$state/host$i; mkdir -p "$own/root/.ssh" "$own/tmp"
 for kept in "$@"; do
@@ -48,6 +50,7 @@ chmod 700 "$own/root" "$own/root/.ssh"; chmod 1777 "$own/tmp"
 install -m 600 "$state/key.pub" "$own/root/.ssh/authorized_keys"
 install -m 600 "$state/host_key$i" "$own/root/.host_key"
 mount --rbind "$own/root" /root; mount --rbind "$own/tmp" /tmp
+mount -t tmpfs -o size=4k,mode=755 tmpfs "$hidden"
 mount -t tmpfs -o size=2g,mode=1777 tmpfs /dev/shm
 mount -t tmpfs -o size=16m,mode=755 tmpfs /run; mkdir -p /run/sshd
 hostname "pod-w$i"
@@ -177,7 +180,7 @@ class PodOfHosts:
                 str(self.count),
             ]
             process = subprocess.Popen(
-                [*command, NETWORK, *self.keep],
+                [*command, NETWORK, str(REPO), *self.keep],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -1,8 +1,9 @@
-"""train.py on the pod of hosts as a user launches it, and ways to break what it runs on."""
+"""train.py on the pod of hosts as a user launches it, with data and checkpoints in a bucket; and ways to break what it runs on."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -10,52 +11,90 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from driving import Driver, write
-from hosts import PodOfHosts
+import commands
+from driving import Driver
+from gcs_server import GcsServer
+from hosts import DRIVER, PodOfHosts
 from tpu_api import TpuApi
 
 TPU = "pod"
-# dp 2, fsdp 2, tp 2 over the eight devices of four processes
-MESH = {"fsdp": 2, "tp": 2}
+PLACE = ("--tpu", TPU, "--tpu_region", "europe-west4-a", "--tpu-type", "v3-32", "--preemptible")
 WORKER = "mesh_transformer.cluster.worker"
+SHAKESPEARE = commands.REPO / "data/tiny_shakespeare"
+# configs/tiny_shakespeare.json made tinier; dp 2, fsdp 2, tp 2 over the eight devices of four processes
+CONFIG: dict[str, dict[str, Any]] = {
+    "model": {"layers": 1, "d_model": 32, "n_heads": 4, "n_vocab": 257, "seq": 32, "pe_rotary_dims": 8},
+    "optimizer": {"lr": 1e-2, "end_lr": 1e-3, "warmup_steps": 10},
+    "mesh": {"fsdp": 2, "tp": 2},
+    "data": {
+        "train_set": "gs://texts/train.index", "val_set": {"shakespeare": "gs://texts/val.txt"}, "tokenizer": "bytes",
+        "batch_size": 8, "shuffle": True, "val_batches": 4,
+    },
+    "checkpoint": {"model_dir": "run", "keep_every": None},
+    "logging": {"tensorboard": False},
+}  # fmt: skip
 
 
 class PodDrivers:
-    """Starts drivers in the driver's namespaces; `shared` is a folder that driver and hosts have in common."""
+    """Starts drivers in the driver's namespaces.
 
-    def __init__(self, hosts: PodOfHosts, api: TpuApi, shared: Path):
-        self.hosts, self.api, self.shared = hosts, api, shared
+    Args:
+        gcs: what gs:// is for driver and hosts; tiny_shakespeare is in its bucket `texts`.
+        shared: a folder that driver and hosts have in common. The driver's home, `apart`, no host sees; the records of
+            the training text are there too.
+    """
+
+    def __init__(self, hosts: PodOfHosts, api: TpuApi, gcs: GcsServer, shared: Path):
+        self.hosts, self.api, self.gcs, self.shared = hosts, api, gcs, shared
+        self.apart = hosts.driver_home
         keys = hosts.driver_home / ".ssh"
         keys.mkdir(mode=0o700, exist_ok=True)
         for suffix in ("", ".pub"):
             shutil.copy(f"{hosts.key_file}{suffix}", keys / f"google_compute_engine{suffix}")
+        options = ("--tokenizer", "bytes", "--seq", str(CONFIG["model"]["seq"]))
+        text = str(SHAKESPEARE / "train.txt")
+        commands.run("create_finetune_tfrecords.py", text, "train", *options, cwd=self.apart)
+        (self.records,) = self.apart.glob("train_*.tfrecords")
+        gcs.put("texts", self.records.name, self.records.read_bytes())
+        gcs.put("texts", "train.index", f"{self.records.name}\n".encode())
+        gcs.put("texts", "val.txt", (SHAKESPEARE / "val.txt").read_bytes())
 
-    def write(self, name: str, steps: int, every: int) -> Path:
-        """The folder of a new run."""
-        optimizer = {"total_steps": steps, "anneal_steps": steps, "gradient_accumulation_steps": 1}
-        return write(
-            self.shared / name,
-            mesh=MESH,
-            optimizer=optimizer,
-            data={"val_every": every, "val_batches": 1},
-            checkpoint={"ckpt_every": every, "keep_every": None},
-        ).parent
+    def write(self, name: str, steps: int, every: int, *, shared: bool = True) -> Path:
+        """The folder of a new run: one that all hosts have, which keeps its checkpoints; the hosts read the training
+        data from the bucket. Not `shared`: the driver's own, and so are the training data, which it streams; the
+        checkpoints go to the bucket `models`, below the folder's name."""
+        groups = {
+            "optimizer": {"total_steps": steps, "anneal_steps": steps},
+            "data": {"val_every": every},
+            "checkpoint": {"ckpt_every": every},
+        }
+        if not shared:
+            groups["data"] |= {"read_by": "driver", "train_set": str(self.records)}
+            groups["checkpoint"] |= {"bucket": "models", "model_dir": name}
+        folder = (self.shared if shared else self.apart) / name
+        folder.mkdir()
+        whole = {group: {**values, **groups.get(group, {})} for group, values in CONFIG.items()}
+        (folder / "config.json").write_text(json.dumps(whole))
+        return folder
 
     @contextlib.contextmanager
-    def start(self, folder: Path, *arguments: str) -> Iterator[Driver]:
+    def start(self, folder: Path, *arguments: str, program: str = "train.py") -> Iterator[Driver]:
         """A driver, which is killed on the way out if it still runs."""
         variables = {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
             "HF_HUB_OFFLINE": "1",
+            **self.gcs.environment(),
             "JAX_COMPILATION_CACHE_DIR": str(self.shared / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         of_workers = [part for name, value in variables.items() for part in ("--env", f"{name}={value}")]
-        place = ("--tpu", TPU, "--tpu_region", "europe-west4-a", "--tpu-type", "v3-32", "--preemptible")
-        prefix = [*self.hosts.driver_prefix(**self.api.environment()), "env", "-C", str(folder)]
-        driver = Driver(folder, *place, "--environment", sys.prefix, *of_workers, *arguments, prefix=prefix)
+        own = {**self.gcs.environment(), **self.api.environment()}
+        prefix = [*self.hosts.driver_prefix(**own), "env", "-C", str(folder)]
+        given = [*PLACE, "--environment", sys.prefix, *of_workers, *arguments]
+        driver = Driver(folder, *given, prefix=prefix, program=program)
         try:
             yield driver
         finally:
@@ -114,7 +153,7 @@ def pod_drivers(hosts: PodOfHosts) -> Iterator[PodDrivers]:
         tempfile.mkdtemp(prefix="mesh-transformer-pod-", dir="/var/tmp")
     )  # hosts have their own /tmp
     try:
-        with TpuApi(hosts.addresses, hosts.host_keys()) as api:
-            yield PodDrivers(hosts, api, shared)
+        with TpuApi(hosts.addresses, hosts.host_keys()) as api, GcsServer(DRIVER) as gcs:
+            yield PodDrivers(hosts, api, gcs, shared)
     finally:
         shutil.rmtree(shared, ignore_errors=True)

@@ -143,7 +143,7 @@ def test_launch_and_launch_again(
     assert said(pod, f"cat {third.code}/mesh_transformer/mark.py") == ["value = 2"] * 4
     assert not set(pids(pod)) & set(before), "Ray's workers would still import the old code"
     assert said(pod, "stat -c %a .mesh_transformer") == ["700"] * 4
-    assert said(pod, "ls .mesh_transformer/*.part* .mesh_transformer/*.gz 2>/dev/null | wc -l") == ["0"] * 4
+    assert said(pod, "ls .mesh_transformer/*.part* .mesh_transformer/*.tar 2>/dev/null | wc -l") == ["0"] * 4
 
     packed = code_archive(str(tree))
     (tree / "mesh_transformer" / "mark.py").write_text("value = 3\n")

@@ -1,13 +1,21 @@
-"""The proof: train.py as a user launches it, on a TPU of four hosts with eight devices; and whatever dies, the same numbers."""
+"""The proof: train.py as a user launches it, on a TPU of four hosts with eight devices; and whatever dies, the same numbers.
+
+Host and driver share no folder for the first run: what is trained on, tiny_shakespeare, the driver reads and streams, and
+checkpoints, metrics and validation data are in a bucket. The run with the faults has its checkpoints in a folder that all
+mount, and reads from the bucket on each host.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import commands
 import pytest
 from commands import metrics
 from driving import same_numbers
@@ -19,6 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 STEPS = 4 * EVERY
 DETECTION_S = 30
 END_S = 240
+UNTRAINED = math.log(256)  # nats a byte, if all were as likely
+LETTERS = 3.3  # of a model that knows how often each byte of tiny_shakespeare comes, and nothing else
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +40,13 @@ def drivers(hosts: PodOfHosts) -> Iterator[PodDrivers]:
 @pytest.fixture(scope="module")
 def straight(drivers: PodDrivers) -> tuple[Path, str, list[str]]:
     """The folder of a run to which nothing happens, what its driver showed, and each host's output of its worker."""
-    folder = drivers.write("straight", STEPS, EVERY)
+    folder = drivers.write("straight", STEPS, EVERY, shared=False)
     with drivers.start(folder) as run:
         shown = run.finish(timeout_s=END_S)
+    (folder / "run").mkdir()
+    (folder / "run/metrics.jsonl").write_bytes(drivers.gcs.objects("models")["straight/metrics.jsonl"])
     logs = [
-        drivers.hosts.inside(i, "bash", "-c", f"cat /tmp/mesh-transformer-0/run-*-{i}.log").stdout
+        drivers.hosts.inside(i, "bash", "-c", f"cat /tmp/mesh-transformer-0/*-{i}.log").stdout
         for i in range(4)
     ]
     return folder / "run", shown, logs
@@ -49,12 +61,54 @@ def test_the_whole_launch(straight: tuple[Path, str, list[str]], drivers: PodDri
         assert set(re.findall(r"Rank (\d) is connected to 3 peer ranks", log)) == {str(i)}
     records = metrics(folder)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    assert records[-1]["train/loss"] < 0.5 * records[0]["train/loss"]
-    evaluated = [record["step"] for record in records if "val/loss_held" in record]
-    assert evaluated == list(range(EVERY, STEPS + 1, EVERY))
-    assert (folder / f"step_{STEPS}").is_dir()
+    assert records[0]["train/loss"] > UNTRAINED
+    validated = {r["step"]: r["val/loss_shakespeare"] for r in records if "val/loss_shakespeare" in r}
+    assert list(validated) == list(range(EVERY, STEPS + 1, EVERY))
+    assert validated[STEPS] < LETTERS - 0.5
+    stored = drivers.gcs.objects("models")
+    assert {name.split("/")[1] for name in stored if "commit_success" in name} == {f"step_{STEPS}"}
+    assert stored["straight/loss.png"].startswith(b"\x89PNG")
     assert f"training {STEPS}/{STEPS}" in shown
     assert "cost: 8 chips" in shown
+    left = [path.name for path in drivers.apart.glob("straight/*")]
+    assert sorted(left) == ["config.json", "run"], "the run was to leave nothing on the driver"
+    for i in range(4):
+        assert drivers.hosts.inside(i, "test", "-e", str(drivers.records)).returncode == 1
+
+
+def test_evaluation(straight: tuple[Path, str, list[str]], drivers: PodDrivers, shared: Path) -> None:
+    """eval_harness.py on the slice: the checkpoint in the bucket, the first questions of LAMBADA; the numbers of one process."""
+    pytest.importorskip("lm_eval")
+    data, folder = drivers.shared / "questions", straight[0].parent
+    (data / "lambada").mkdir(parents=True)
+    lines = (shared / "data/lambada/lambada_test.jsonl").read_text().splitlines(keepends=True)
+    (data / "lambada/lambada_test.jsonl").write_text("".join(lines[:16]))
+    command = ("--tasks", "lambada", "--data-dir", str(data), "--limit", "12", "--output")
+    with drivers.start(folder, *command, "slice.json", program="eval_harness.py") as run:
+        run.finish(timeout_s=END_S)
+    commands.run(
+        "eval_harness.py", "--config", "config.json", *command, "alone.json", cwd=folder, devices=8,
+        **drivers.gcs.environment(),
+    )  # fmt: skip
+    found, expected = (json.loads((folder / f"{name}.json").read_text()) for name in ("slice", "alone"))
+    assert found["evaluation"] == expected["evaluation"]
+    assert found["evaluation"]["step"] == STEPS
+    assert found["tokens"] == expected["tokens"]
+    one, other = (report["results"]["lambada_openai"] for report in (found, expected))
+    assert one["acc,none"] == other["acc,none"]
+    assert math.log(one["perplexity,none"]) == pytest.approx(math.log(other["perplexity,none"]), rel=1e-6)
+
+
+def test_a_folder_that_each_host_has_for_itself(drivers: PodDrivers) -> None:
+    """/tmp is there on every host, but no host sees another one's checkpoints: said before anything is computed."""
+    folder = drivers.write("own", STEPS, EVERY)
+    with drivers.start(folder, "--set", "checkpoint.model_dir=/tmp/run") as run:
+        shown = run.finish(2, timeout_s=END_S)
+    assert "error: worker 0: checkpoint.model_dir /tmp/run is not one folder for all hosts" in shown
+    assert "processes [1, 2, 3] do not see" in shown
+    assert "Traceback" not in shown
+    left = [drivers.hosts.inside(i, "ls", "-A", "/tmp/run").stdout for i in range(4)]
+    assert left == ["run_id\n", "", "", ""]
 
 
 def test_faults_in_one_run(straight: tuple[Path, str, list[str]], drivers: PodDrivers) -> None:

@@ -60,3 +60,13 @@ def test_a_run_in_a_bucket_is_resumed_on_a_fresh_machine(tmp_path, bucket):
         **environment,
     )  # fmt: skip
     assert "no checkpoint in run" in errors
+
+    # The first machine's copy is that of a run that --new has deleted.
+    new = ("--new", "--yes", "--set", "optimizer.total_steps=4")
+    run("train.py", "--config", "config.json", *new, cwd=first, **environment)
+    assert _steps(bucket) == {"step_4"}
+    records = metrics(first / "run")
+    assert [(record["step"], record["train/steps_redone"]) for record in records] == [
+        (i, 0) for i in range(1, 5)
+    ]
+    assert bucket.objects("models")["run/metrics.jsonl"] == (first / "run/metrics.jsonl").read_bytes()

@@ -1,0 +1,101 @@
+"""The folder in which a run's first process writes metrics and plots. Of a run in a bucket it is a working copy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import uuid
+
+from mesh_transformer import files
+from mesh_transformer.errors import UserError
+
+METRICS, CURVE, RUN_ID = "metrics.jsonl", "loss.png", "run_id"
+_TENSORBOARD = "tensorboard"
+
+
+def take_up(root: str, folder: str) -> str:
+    """Make `folder` ready for the run at `root`, the same folder or one in a bucket.
+
+    What the bucket holds counts. A working copy of another run, such as one that was deleted in the bucket, is removed; one
+    that is not the beginning of the bucket's metrics with more behind it has them replaced.
+
+    Returns:
+        A name for the run that survives restarts, for W&B.
+
+    Raises:
+        UserError: one of the two cannot be written.
+    """
+    _check_writable(folder)
+    path = os.path.join(folder, RUN_ID)
+    own = files.open_binary(path).read(64).strip().decode("ascii", "replace") if os.path.exists(path) else ""
+    name = _id_in_bucket(root) if files.is_remote(root) else own or _new_id()
+    if files.is_remote(root):
+        if own != name:
+            _remove(folder)
+        _go_on_with(files.join(root, METRICS), os.path.join(folder, METRICS))
+    if own != name:
+        files.replace(path, name.encode())
+    return name
+
+
+def publish(root: str, folder: str) -> None:
+    """Copy metrics and plot to the bucket, if that is where the run is."""
+    if not files.is_remote(root):
+        return
+    for name in (METRICS, CURVE):
+        if os.path.exists(os.path.join(folder, name)):
+            files.upload(os.path.join(folder, name), files.join(root, name))
+
+
+def _check_writable(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.model_dir {folder} cannot be written ({error}): choose another folder"
+        ) from error
+
+
+def _id_in_bucket(root: str) -> str:
+    from google.api_core.exceptions import ClientError
+
+    path = files.join(root, RUN_ID)
+    try:
+        if files.exists(path):
+            return files.open_binary(path).read(64).strip().decode("ascii", "replace")
+        name = _new_id()
+        files.replace(path, name.encode())
+    except ClientError as error:
+        raise UserError(
+            f"checkpoint.bucket: {root} cannot be written ({error.message}): name another bucket, or give this "
+            f"machine's account the right to read and write it"
+        ) from error
+    return name
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:8]
+
+
+def _remove(folder: str) -> None:
+    for name in (METRICS, CURVE):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, name))
+    shutil.rmtree(os.path.join(folder, _TENSORBOARD), ignore_errors=True)
+
+
+def _go_on_with(remote: str, local: str) -> None:
+    """Steps behind the newest copy in the bucket are in the local file alone: it stays if it begins like that."""
+    if not files.exists(remote):
+        return
+    with files.open_binary(remote) as source:
+        stored = source.read()
+    if os.path.exists(local):
+        with open(local, "rb") as file:
+            if file.read(len(stored)) == stored:
+                return
+    files.replace(local, stored)
