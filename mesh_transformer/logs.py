@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from mesh_transformer import signs
 from mesh_transformer.config import LoggingConfig
 
 log = logging.getLogger("mesh_transformer")
@@ -65,6 +66,7 @@ class Progress:
 
     def update(self, done: int, **shown: str) -> None:
         """`done` units are finished; `shown` stands beside the count."""
+        signs.note()
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(done - self._bar.n if not self._bar.disable else 0)
         now = time.monotonic()
