@@ -14,6 +14,7 @@ from driving import (
     driver,
     is_running,
     kill,
+    parent,
     same_numbers,
     stop_main_thread,
     wait_for_end,
@@ -143,5 +144,45 @@ def test_a_host_dies_while_the_driver_streams(folder, ray_nodes, straight, worke
         sys.stdout.write(
             f"host gone: seen after {seen - when:.1f} s, the next step {again - back:.1f} s after it was back\n"
         )
+        run.finish()
+    assert same_numbers(straight, folder / "run")[-1]["train/steps_redone"] > 0
+
+
+def test_agents_killed_and_stopped(folder, ray_nodes, straight, worker_environment):
+    """The process between driver and worker: its worker saves and ends, or is killed with it."""
+    faults = [
+        (50, 1, kill, ["its agent has died"]),
+        (90, 0, lambda pid: os.kill(pid, signal.SIGSTOP), ["has not answered"]),
+    ]
+    with driver(folder, *_command(ray_nodes), **worker_environment) as run:
+        for step, worker_id, break_it, told in faults:
+            run.wait_for_step(step)
+            worker = worker_pid(ray_nodes.temporary, worker_id)
+            agent, when = parent(worker), run.now
+            break_it(agent)
+            if worker_id == 0:  # time stands still: the run would come to its end meanwhile
+                os.kill(worker_pid(ray_nodes.temporary, 1), signal.SIGSTOP)
+            seen = _seen(run, when, f"agent: {told[0]}", told, f"worker {worker_id}: ")
+            again = run.wait_for_line("recovered", when)
+            sys.stdout.write(f"agent: the next step {again - seen:.1f} s later\n")
+            assert not is_running(agent)
+            assert not is_running(worker)
+        run.finish()
+    assert same_numbers(straight, folder / "run")[-1]["train/steps_redone"] > 0
+
+
+def test_the_head_of_ray_dies(folder, ray_nodes, straight, worker_environment):
+    """All its nodes go with it. The driver waits for a new head at the same address, and for its nodes."""
+    with driver(folder, *_command(ray_nodes), **worker_environment) as run:
+        run.wait_for_step(50)
+        pids, when = [worker_pid(ray_nodes.temporary, i) for i in range(2)], run.now
+        ray_nodes.ask("kill head")
+        seen = _seen(run, when, "head", ["the head of the Ray cluster"])
+        run.wait_for_line("waiting for hosts", when)
+        assert not any(map(is_running, pids))
+        ray_nodes.ask("add head")
+        back = run.now
+        again = run.wait_for_line("recovered", seen)
+        sys.stdout.write(f"head: the next step {again - back:.1f} s after it was back\n")
         run.finish()
     assert same_numbers(straight, folder / "run")[-1]["train/steps_redone"] > 0
