@@ -35,7 +35,7 @@ def join(path: str, *parts: str) -> str:
 
 def patience(path: str) -> contextlib.AbstractContextManager[None]:
     """Around what another library does with a path: a bucket may keep it waiting, and that is no hang."""
-    return signs.storage_call() if is_remote(path) else contextlib.nullcontext()
+    return signs.service_call() if is_remote(path) else contextlib.nullcontext()
 
 
 def open_binary(path: str, mode: str = "rb") -> IO[bytes]:
@@ -250,7 +250,7 @@ def _retry() -> Any:
         repeated = policy(call)
 
         def noted(*arguments: Any, **named: Any) -> Any:
-            with signs.storage_call():
+            with signs.service_call():
                 return repeated(*arguments, **named)
 
         return noted

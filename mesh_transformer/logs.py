@@ -180,7 +180,8 @@ class WandB:
         self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        with signs.service_call():
+            self._run.finish()
 
 
 def open_sinks(config: LoggingConfig, whole_config: dict[str, Any], folder: str, run_id: str) -> list[Sink]:
@@ -193,7 +194,8 @@ def open_sinks(config: LoggingConfig, whole_config: dict[str, Any], folder: str,
         sinks.append(TensorBoard(os.path.join(folder, "tensorboard")))
     if config.wandb_project:
         try:
-            sinks.append(WandB(config, whole_config, folder, run_id))
+            with signs.service_call():
+                sinks.append(WandB(config, whole_config, folder, run_id))
         except Exception as error:  # noqa: BLE001  (wandb raises its own kinds; none may stop the run)
             log.warning(
                 "Weights & Biases is not available (%s): going on without it", str(error).split("\n")[0]

@@ -1,7 +1,7 @@
 """Signs that this process is at work, for whoever must tell a long wait from a hang (`cluster/failures.py`).
 
 A process that compiles, reads, writes or computes on its CPUs uses them; one that hangs uses nearly none. What would look
-like a hang is noted here: work that is done on a device, and calls to a storage service that may be repeated for a while.
+like a hang is noted here: work that is done on a device, and calls to other services, which may be repeated for a while.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 SHARE = 0.02  # of one core: a worker of which every thread waits, with JAX's heartbeats and gloo, was seen to use 0.003
 WINDOW_S = 3.0  # over which that is averaged
-STORAGE_S = 150.0  # a call to a storage service that takes longer counts no more; `files` repeats one for 120
+SERVICE_S = 150.0  # a call to a service that takes longer counts no more; `files` repeats one for 120
 
 _noted = itertools.count(1)
 _last = 0  # the newest of them
@@ -28,8 +28,8 @@ def note() -> None:
 
 
 @contextlib.contextmanager
-def storage_call() -> Iterator[None]:
-    """Around what waits for a storage service, which may not answer for a while, and ends by itself."""
+def service_call() -> Iterator[None]:
+    """Around what waits for a service, such as a bucket, that may not answer for a while; the wait ends by itself."""
     call = next(_noted)
     _calls[call] = time.monotonic()
     try:
@@ -59,7 +59,7 @@ class Watch:
     def at_work(self) -> bool:
         """Whether there was a sign since the last look. One by CPU time is seen within WINDOW_S."""
         now = self._clock()
-        if self._seen != _last or any(now - began < STORAGE_S for began in list(_calls.values())):
+        if self._seen != _last or any(now - began < SERVICE_S for began in list(_calls.values())):
             self._seen = _last
             return True
         if (passed := now - self._began) < WINDOW_S:

@@ -98,9 +98,10 @@ class RayCluster(AgentCluster):
     def _open(self) -> None:
         try:
             _connect(self._address)
-        except UserError as error:
-            raise HostsMissing(str(error)) from error
-        nodes = _nodes()
+            nodes = _nodes()
+        except (UserError, RayError) as error:
+            raise HostsMissing(_line(error)) from error
+        self._head_answered = time.monotonic()
         missing = [i for i in range(self.count) if i not in nodes]
         if missing:
             raise HostsMissing(

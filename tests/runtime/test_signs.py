@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mesh_transformer import files, logs, signs
-from mesh_transformer.signs import SHARE, STORAGE_S, WINDOW_S, Watch
+from mesh_transformer.signs import SERVICE_S, SHARE, WINDOW_S, Watch
 
 
 class Process:
@@ -65,14 +65,14 @@ def test_what_progress_tells(process):
     assert not watch.at_work()
 
 
-def test_a_storage_call_counts_for_a_while(monkeypatch):
+def test_a_service_call_counts_for_a_while(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(signs.time, "monotonic", lambda: now[0])
     watch = Watch(lambda: now[0], lambda: 0.0, lambda: False)
     with files.patience("gs://bucket/run"):
-        now[0] = STORAGE_S - 1
+        now[0] = SERVICE_S - 1
         assert watch.at_work()
-        now[0] = STORAGE_S + 1
+        now[0] = SERVICE_S + 1
         assert not watch.at_work()
     assert watch.at_work()  # it has ended
     with files.patience("folder"):
