@@ -6,12 +6,15 @@ connections; then the library's own exception is raised.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import shutil
+from collections.abc import Callable
 from functools import lru_cache
 from typing import IO, Any
 
+from mesh_transformer import signs
 from mesh_transformer.errors import UserError
 
 RETRY_FIRST_S = 0.2
@@ -28,6 +31,11 @@ def is_remote(path: str) -> bool:
 def join(path: str, *parts: str) -> str:
     """`os.path.join` that keeps `gs://` URLs with forward slashes."""
     return posixpath.join(path, *parts) if is_remote(path) else os.path.join(path, *parts)
+
+
+def patience(path: str) -> contextlib.AbstractContextManager[None]:
+    """Around what another library does with a path: a bucket may keep it waiting, and that is no hang."""
+    return signs.service_call() if is_remote(path) else contextlib.nullcontext()
 
 
 def open_binary(path: str, mode: str = "rb") -> IO[bytes]:
@@ -233,9 +241,21 @@ def _split_folder(path: str) -> tuple[str, str]:
 
 
 def _retry() -> Any:
+    """What the library takes for a policy: makes of a call one that is repeated, and noted while it lasts."""
     from google.cloud.storage.retry import DEFAULT_RETRY
 
-    return DEFAULT_RETRY.with_delay(initial=RETRY_FIRST_S, maximum=RETRY_MAX_S).with_timeout(RETRY_TOTAL_S)
+    policy = DEFAULT_RETRY.with_delay(initial=RETRY_FIRST_S, maximum=RETRY_MAX_S).with_timeout(RETRY_TOTAL_S)
+
+    def repeating(call: Callable[..., Any]) -> Callable[..., Any]:
+        repeated = policy(call)
+
+        def noted(*arguments: Any, **named: Any) -> Any:
+            with signs.service_call():
+                return repeated(*arguments, **named)
+
+        return noted
+
+    return repeating
 
 
 def _gcs_client() -> Any:

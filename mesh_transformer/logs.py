@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from mesh_transformer import signs
 from mesh_transformer.config import LoggingConfig
 
 log = logging.getLogger("mesh_transformer")
@@ -65,6 +66,7 @@ class Progress:
 
     def update(self, done: int, **shown: str) -> None:
         """`done` units are finished; `shown` stands beside the count."""
+        signs.note()
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(done - self._bar.n if not self._bar.disable else 0)
         now = time.monotonic()
@@ -178,7 +180,8 @@ class WandB:
         self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        with signs.service_call():
+            self._run.finish()
 
 
 def open_sinks(config: LoggingConfig, whole_config: dict[str, Any], folder: str, run_id: str) -> list[Sink]:
@@ -191,7 +194,8 @@ def open_sinks(config: LoggingConfig, whole_config: dict[str, Any], folder: str,
         sinks.append(TensorBoard(os.path.join(folder, "tensorboard")))
     if config.wandb_project:
         try:
-            sinks.append(WandB(config, whole_config, folder, run_id))
+            with signs.service_call():
+                sinks.append(WandB(config, whole_config, folder, run_id))
         except Exception as error:  # noqa: BLE001  (wandb raises its own kinds; none may stop the run)
             log.warning(
                 "Weights & Biases is not available (%s): going on without it", str(error).split("\n")[0]

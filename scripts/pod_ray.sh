@@ -4,13 +4,18 @@
 #   pod_ray.sh stop STATE
 #   pod_ray.sh status STATE                         exit code 0 if it runs
 # STATE is a folder: the supervisor's process id, the fingerprint of what it runs, and its log are there. The supervisor
-# is the leader of a session of its own, and starts the node again when it ends.
+# is the leader of a session of its own, and starts the node again when it ends. Before a node is stopped, the workers of
+# runs on it get SIGTERM, and SAVE_S to save and end.
 set -euo pipefail
 
 READY_LINE="Ray runtime started"
 ENDED_LINE="ray ended with code"
+SAVED="the worker of a run was told to save, and has ended"
+UNSAVED="the worker of a run was told to save, and has not ended"
 READY_S=120
 STOP_S=15
+SAVE_S=${MESH_TRANSFORMER_SAVE_S:-120}
+WORKER="mesh_transformer.cluster.worker"
 
 verb=$1 state=$2
 shift 2
@@ -35,6 +40,29 @@ session_processes() {
     ps -o pid= -s "$1" 2>/dev/null || true
 }
 
+workers() { # of runs, which agents under this node have started, each in a session of its own
+    ps -eo pid=,ppid=,args= | awk -v ours=" $(session_processes "$1" | xargs) " -v name="$WORKER" \
+        'index($0, name) && index(ours, " " $2 " ") { print $1 }'
+}
+
+let_save() { # all of a run agree on the step, since all its hosts do this at the same time
+    local pid left deadline=$((SECONDS + SAVE_S))
+    left=$(workers "$1")
+    [[ -z $left ]] && return
+    # shellcheck disable=SC2086
+    kill -TERM $left 2>/dev/null || true
+    for pid in $left; do
+        while kill -0 "$pid" 2>/dev/null && [[ " $(workers "$1" | xargs) " == *" $pid "* ]]; do
+            if ((SECONDS >= deadline)); then
+                echo "$UNSAVED after $SAVE_S s"
+                return
+            fi
+            sleep 0.1
+        done
+    done
+    echo "$SAVED"
+}
+
 stop() {
     local pid deadline
     if ! pid=$(supervisor); then
@@ -42,6 +70,7 @@ stop() {
         return
     fi
     if running; then
+        let_save "$pid"
         kill -TERM "$pid" 2>/dev/null || true
         deadline=$((SECONDS + STOP_S))
         while [[ -n $(session_processes "$pid") && $SECONDS -lt $deadline ]]; do

@@ -133,6 +133,11 @@ def worker_pid(temporary: Path, worker_id: int) -> int:
     return pid
 
 
+def parent(pid: int) -> int:
+    """The process that started another one: of a worker, its agent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def is_running(pid: int) -> bool:
     """Whether a process is there, and no zombie."""
     try:

@@ -119,7 +119,8 @@ class CheckpointStore:
         self._damaged.clear()
         tensors = ocp.args.PyTreeSave(state, save_args=jax.tree.map(orbax.save_args, state))
         args = ocp.args.Composite(state=tensors, manifest=ocp.args.JsonSave(document))
-        manager.save(step, args=args, force=True)
+        with files.patience(self._root):
+            manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
         """Return when no save is under way.
@@ -130,7 +131,8 @@ class CheckpointStore:
         if self._manager is None:
             return
         try:
-            self._manager.wait_until_finished()
+            with files.patience(self._root):
+                self._manager.wait_until_finished()
         except Exception:
             self._save_failed = True
             raise
@@ -193,8 +195,9 @@ class CheckpointStore:
         return None if newest < 0 else newest
 
     def _load(self, step: int, abstract: Any, *, part: bool) -> Checkpoint:
-        source = agreed(lambda: NativeSource(self.folder(step)))
-        return Checkpoint(step, restore(source, abstract, part=part), source.extra)
+        with files.patience(self._root):
+            source = agreed(lambda: NativeSource(self.folder(step)))
+            return Checkpoint(step, restore(source, abstract, part=part), source.extra)
 
     def _open(self) -> ocp.CheckpointManager:
         self._delete_unfinished()

@@ -21,7 +21,7 @@ from mesh_transformer.cloud.pod import Host, Pod
 log = logging.getLogger(__name__)
 STATE = ".mesh_transformer"  # in the home folder of each host
 SETUP_S = 3600.0
-RAY_S = 180.0
+RAY_S = 300.0  # workers of a run may have to save before their node is started anew
 CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
@@ -92,8 +92,9 @@ def provision(
 
 
 def stop_ray(pod: Pod, provisioned: Provisioned) -> None:
-    """Stop Ray on all hosts; where none runs nothing happens."""
-    pod.run(f"{_script(provisioned.code, 'pod_ray.sh')} stop $HOME/{STATE}", doing="stopping Ray")
+    """Stop Ray on all hosts, after the workers of runs have saved; where none runs nothing happens."""
+    command = f"{_script(provisioned.code, 'pod_ray.sh')} stop $HOME/{STATE}"
+    pod.run(command, timeout_s=RAY_S, doing="stopping Ray")
 
 
 def fetch_logs(pod: Pod, provisioned: Provisioned, folder: str) -> None:
@@ -203,7 +204,12 @@ def _join(pod: Pod, join: Join, python_folder: str, code: str) -> None:
         return f"cd $HOME/{code} && scripts/pod_ray.sh start $HOME/{STATE} {fingerprint} {start}"
 
     pod.put(join.token_file, f"{STATE}/ray_token")
-    pod.run(command, timeout_s=RAY_S, doing="starting Ray")
+    for outcome in pod.run(command, timeout_s=RAY_S, doing="starting Ray"):
+        for line in outcome.output.splitlines():
+            if "told to save" in line:
+                log.info(
+                    "%s: Ray was started anew, for other code or settings; before, %s", outcome.host, line
+                )
 
 
 def _script(code: str, name: str) -> str:

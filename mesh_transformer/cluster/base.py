@@ -70,7 +70,8 @@ class Status:
         pid: the worker process; None if there is none.
         exit_code: as in `subprocess`: minus the signal that killed it.
         beat_age_s: since the thread of the job announced anything.
-        alive_age_s: since any thread of the process did.
+        idle_s: since it showed any sign of work (`signs`), or had no batch to take from the driver.
+        alive_age_s: since any thread of the process announced anything.
         slowest_step_s: the longest step so far.
         begun: where the run began: {"step", "total", "steps_redone", "chips"}; None before.
         tail: the end of the process's output, once it has ended.
@@ -86,6 +87,7 @@ class Status:
     phase: str = "start"
     step: int = 0
     beat_age_s: float = 0.0
+    idle_s: float = 0.0
     alive_age_s: float = 0.0
     slowest_step_s: float = 0.0
     error: WorkerError | None = None

@@ -17,6 +17,10 @@ from mesh_transformer.cluster.base import Category, Status
 SILENT_S = 12.0  # an agent that answers nothing for so long is unreachable
 STOPPED_S = 15.0  # a process of which no thread says anything for so long is stopped
 SLOWER = 4.0  # a step may take so many times the slowest one before it
+# What may be quiet for longer: forming the mesh, whose waits are those of JAX and of the TPU's runtime; and one generation of
+# many tokens, for which the host only waits.
+SLOW_PHASES, SLOW_S = {"start", "evaluate", "generate"}, 120.0
+ORDER = ("start", "open", "data", "compile", "step", "validate", "save", "leave")  # of the phases of one step
 TAKEN = {
     "PREEMPTED",
     "SUSPENDED",
@@ -61,14 +65,19 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds that the thread of a job may be silent: in a step, in any other phase."""
+    """Seconds that the thread of a job may be silent: in a step, or in any phase while nothing is done; in any phase."""
 
     step_s: float
     phase_s: float
 
     def of(self, status: Status) -> float:
-        """The limit for what a worker is at."""
-        return max(self.step_s, SLOWER * status.slowest_step_s) if status.phase == "step" else self.phase_s
+        """How long a worker may do nothing, for what it is at."""
+        least = SLOW_S if status.phase in SLOW_PHASES else 0.0
+        return max(self.step_s, SLOWER * status.slowest_step_s, least)
+
+    def idle(self, status: Status) -> bool:
+        """Whether it has done nothing for too long. What a step does on a device shows only when it ends."""
+        return _quiet_s(status) > self.of(status)
 
 
 def category(types: Sequence[str], message: str) -> Category:
@@ -104,7 +113,7 @@ def classify(statuses: Sequence[Status], slice_state: str | None, limits: Limits
         lambda: _first(statuses, _stopped),
         lambda: _first(statuses, _bug),
         lambda: _first(statuses, _failed),
-        lambda: _first(sorted(statuses, key=lambda s: -s.beat_age_s), _hung(limits)),  # the cause first
+        lambda: _hung(statuses, limits),
     ]
     return next(filter(None, (rule() for rule in rules)), Verdict(Kind.RUNNING))
 
@@ -182,11 +191,31 @@ def _failed(status: Status) -> tuple[Kind, str] | None:
     return None
 
 
-def _hung(limits: Limits) -> Callable[[Status], tuple[Kind, str] | None]:
-    def rule(status: Status) -> tuple[Kind, str] | None:
-        if status.state == "running" and status.beat_age_s > limits.of(status):
-            what = f"{status.beat_age_s:.0f} s in phase {status.phase}, step {status.step}"
-            return Kind.CRASH, f"it hangs: {what}; the limit is {limits.of(status):.0f} s"
-        return None
+def _hung(statuses: Sequence[Status], limits: Limits) -> Verdict | None:
+    """In one mesh each waits for the others: the one that is furthest behind is the cause, unless it is still at work."""
+    running = sorted((s for s in statuses if s.state == "running"), key=lambda s: (_place(s), -_quiet_s(s)))
+    for status in running:
+        where = f"in phase {status.phase}, step {status.step}; the limit is"
+        if status.beat_age_s > max(limits.phase_s, limits.of(status)):
+            reason = f"it hangs: {status.beat_age_s:.0f} s {where} {limits.phase_s:.0f} s"
+            return Verdict(Kind.CRASH, reason, status.worker_id)
+        if limits.idle(status) and not any(_awaited(other, status, limits) for other in running):
+            reason = f"it hangs: nothing done for {_quiet_s(status):.0f} s {where} {limits.of(status):.0f} s"
+            return Verdict(Kind.CRASH, reason, status.worker_id)
+    return None
 
-    return rule
+
+def _quiet_s(status: Status) -> float:
+    return status.beat_age_s if status.phase == "step" else status.idle_s
+
+
+def _place(status: Status) -> tuple[int, int]:
+    """How far a worker has come."""
+    return status.step, ORDER.index(status.phase) if status.phase in ORDER else 0
+
+
+def _awaited(other: Status, status: Status, limits: Limits) -> bool:
+    """Whether a worker may be waiting for another one, which is at work. In a step all are done at the same time."""
+    behind = _place(other) < _place(status)
+    beside = _place(other) == _place(status) and status.phase != "step"
+    return (behind or beside) and not limits.idle(other)

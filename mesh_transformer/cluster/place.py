@@ -175,6 +175,7 @@ class Place:
             raise UserError("--tpu and --ray-address need Ray: pip install -r requirements.txt")
         made = self._launch(config) if self.ray_address is None else None
         # Ray reads its variables when it is imported, and a launch sets the token's
+        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a late call must not start a cluster of its own
         from mesh_transformer.cluster.ray_cluster import RayCluster
 
         if made is None:

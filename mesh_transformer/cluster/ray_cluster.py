@@ -3,10 +3,14 @@
 Host i is the node with the custom resource `tpu_worker_<i>` or, where no node has one, the label ray.io/tpu-worker-id that Ray
 itself gives to TPU hosts: the number is the TPU's own, not Ray's rank. Agents are detached actors, so they outlive the
 driver; their names, made from the run's, are how the next driver finds them. Ray never restarts one.
+
+A cluster whose head has died is over: its nodes end within a minute, and a driver that asks the head for anything is ended by
+Ray. So the driver looks for it by itself, lets go of that cluster, and joins the next one at the same address.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import socket
 import time
@@ -21,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mesh_transformer.cluster import processes_by_id
 from mesh_transformer.cluster.agent import Agent, TakenOver
 from mesh_transformer.cluster.agents import AgentCluster, NoAnswer
-from mesh_transformer.cluster.base import Hosts, HostsMissing, NoHosts, Status
+from mesh_transformer.cluster.base import Hosts, HostsMissing, NoHosts, Poll, Status
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 
@@ -31,6 +35,8 @@ LABEL = "ray.io/tpu-worker-id"
 END_S = 20.0  # for an ended actor to give its name back
 REACH_S = 10.0
 HELPER_S = 20.0  # for a task that kills what does not answer
+HEAD_S = 12.0  # a head that cannot be reached for so long is gone; Ray ends its clients after 60
+HEAD_ANSWER_S = 2.0
 
 
 class RayCluster(AgentCluster):
@@ -64,13 +70,38 @@ class RayCluster(AgentCluster):
             )
         super().__init__(count or max(found) + 1, {**_RAYS_OWN, **(environment or {})})
         self._run, self._hosts = run, hosts or NoHosts()
+        self._address = str(ray.get_runtime_context().gcs_address)
+        self._head_answered = time.monotonic()
         self._actors: list[Any] = []
         self._pids: list[int | None] = [None] * self.count  # of the agents
         self._places: dict[int, Any] = {}  # node ids
         self._waiting: dict[int, Any] = {}  # status calls without an answer yet
 
+    def poll(self) -> Poll:
+        if (gone := self._head_gone()) is None:
+            return super().poll()
+        statuses = (dataclasses.replace(known.status, lost=gone, silent_s=HEAD_S) for known in self._known)
+        return Poll(tuple(statuses))
+
+    def _head_gone(self) -> str | None:
+        """Why the head counts as gone: nobody listens there, or it has not been reached for HEAD_S."""
+        now = time.monotonic()
+        try:
+            _reach(self._address, HEAD_ANSWER_S)
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError) or now - self._head_answered > HEAD_S:
+                return f"the head of the Ray cluster, {self._address}, is gone: {error}"
+        else:
+            self._head_answered = now
+        return None
+
     def _open(self) -> None:
-        nodes = _nodes()
+        try:
+            _connect(self._address)
+            nodes = _nodes()
+        except (UserError, RayError) as error:
+            raise HostsMissing(_line(error)) from error
+        self._head_answered = time.monotonic()
         missing = [i for i in range(self.count) if i not in nodes]
         if missing:
             raise HostsMissing(
@@ -125,6 +156,10 @@ class RayCluster(AgentCluster):
         if not self._actors:
             return
         answers = self._call("kill", [(self._driver,)] * self.count, 12.0)
+        if self._head_gone() is not None:
+            self._actors = []
+            ray.shutdown()
+            return
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         for i, answer in enumerate(answers):
@@ -174,13 +209,17 @@ def _connect(address: str) -> None:
 
 def _check_reachable(address: str) -> None:
     """Ray itself tries for three minutes."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdigit() or "/" in host:
-        return
     try:
-        socket.create_connection((host, int(port)), REACH_S).close()
+        _reach(address, REACH_S)
     except OSError as error:
         raise UserError(f"no Ray cluster answers at {address}: {error}") from error
+
+
+def _reach(address: str, timeout_s: float) -> None:
+    """Raises OSError if nobody listens at host:port; an address of another form is not tried."""
+    host, separator, port = address.rpartition(":")
+    if separator and port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout_s).close()
 
 
 def _nodes() -> dict[int, dict[str, Any]]:

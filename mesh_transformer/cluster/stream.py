@@ -22,6 +22,14 @@ MARGIN = 4  # those that it may not take yet
 RELEASE_S = 3.0
 
 
+def may_take(given: int, taken: int) -> bool:
+    """Whether a worker that has taken so many of the batches given to it has another one that it may take.
+
+    All are known to hold those before the last one given.
+    """
+    return taken + MARGIN <= given - 2
+
+
 class StreamedFeed:
     """A worker's end: a `Loader` of what comes in.
 

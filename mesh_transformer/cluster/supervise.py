@@ -167,7 +167,9 @@ class Supervisor:
 
     def _patience(self) -> float:
         saving = any(
-            status.state == "running" and status.phase == "leave" and not status.silent_s
+            status.state == "running"
+            and status.phase == "leave"
+            and not (status.silent_s or self._limits.idle(status))
             for status in self._statuses
         )
         return LEAVE_S if saving else SETTLE_S

@@ -1,7 +1,7 @@
 """A worker process: runs one job in its main thread and tells its agent about it.
 
-Its first message is the job, {"name", "config", "arguments", "run", "worker_id"}. What it tells, besides {"kind": "alive"}
-every second: {"kind": "begun", ...}, {"kind": "phase", "name", "step"}, {"kind": "metrics", "step", "scalars"}, what
+Its first message is the job, {"name", "config", "arguments", "run", "worker_id"}. What it tells, besides {"kind": "alive",
+"at_work"} every second: {"kind": "begun", ...}, {"kind": "phase", "name", "step"}, {"kind": "metrics", "step", "scalars"}, what
 `stream.StreamedFeed` tells, and at last {"kind": "result", "value"} or {"kind": "error", "category", "message",
 "traceback"}. What it is told: {"kind": "batch", ...} and {"kind": "leave"}.
 
@@ -30,6 +30,7 @@ from mesh_transformer.cluster.stream import StreamedFeed
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import Scalars
 from mesh_transformer.runtime.observer import Observer
+from mesh_transformer.signs import Watch
 
 ALIVE_EVERY_S = 1.0
 ORPHAN_S = 60.0  # for saving, once nobody is there to tell
@@ -132,8 +133,9 @@ class Worker(Observer):
             self._feed.leave()
 
     def _stay_alive(self) -> None:
+        watch = Watch()
         while True:
-            self._tell({"kind": "alive"})
+            self._tell({"kind": "alive", "at_work": watch.at_work()})
             time.sleep(ALIVE_EVERY_S)
 
     def _fail(self, error: Exception) -> NoReturn:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mesh_transformer.cluster.base import Event, Job
 from mesh_transformer.cluster.channel import Channel
-from mesh_transformer.cluster.stream import DEPTH
+from mesh_transformer.cluster.stream import DEPTH, may_take
 
 CODE = Path(__file__).resolve().parents[2]  # the folder in which the package lies
 TAIL_BYTES = 8192
@@ -39,7 +39,7 @@ class WorkerProcess:
         self._changed = threading.Condition()
         self._taken, self._given, self._wants_data = 0, 0, False
         self._phase, self._step, self._slowest = "start", 0, 0.0
-        self._beat = self._alive = self._phase_began = time.monotonic()
+        self._beat = self._alive = self._sign = self._phase_began = time.monotonic()
         self._error: dict[str, Any] | None = None
         self._begun: Event | None = None
         self._log_path = log_path
@@ -78,6 +78,8 @@ class WorkerProcess:
         """The fields of `base.Status` that an agent knows."""
         running, now = self.running, time.monotonic()
         with self._changed:
+            if self._phase == "data" and self._wants_data and not may_take(self._given, self._taken):
+                self._sign = now
             return {
                 "state": "running" if running else "ended",
                 "pid": self._process.pid,
@@ -85,6 +87,7 @@ class WorkerProcess:
                 "phase": self._phase,
                 "step": self._step,
                 "beat_age_s": now - self._beat,
+                "idle_s": now - self._sign,
                 "alive_age_s": now - self._alive,
                 "slowest_step_s": self._slowest,
                 "error": self._error,
@@ -147,8 +150,9 @@ class WorkerProcess:
         now, kind = time.monotonic(), event["kind"]
         self._alive = now
         if kind == "alive":
+            self._sign = now if event["at_work"] else self._sign
             return
-        self._beat = now
+        self._beat = self._sign = now
         if kind == "phase":
             if self._phase == "step":
                 self._slowest = max(self._slowest, now - self._phase_began)

@@ -15,10 +15,14 @@ class ClusterConfig(Group):
     """How train.py watches its workers. Without a driver these mean nothing."""
 
     step_limit: Seconds = Field(
-        20.0, description="a step that takes longer, and over 4 times the slowest one before, is a hang"
+        20.0,
+        description="a step that takes longer, and over 4 times the slowest one before, is a hang; so is any other phase "
+        "in which nothing is done for so long",
     )
     phase_limit: Seconds = Field(
-        3600.0, description="the same for starting, compiling, waiting for data, one validation, one save"
+        3600.0,
+        description="starting, compiling, waiting for data, one validation or one save that takes longer is a hang, "
+        "whatever is done meanwhile",
     )
     max_crashes: Annotated[CountOrZero, Unit("crashes")] = Field(
         5, description="crashes in a row, without a newer checkpoint, after which the driver begins again"

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from mesh_transformer import signs
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary
 
@@ -194,7 +195,8 @@ def _download(name: str) -> str:
     import huggingface_hub
 
     try:
-        return huggingface_hub.snapshot_download(name, allow_patterns=list(_FILES))
+        with signs.service_call():
+            return huggingface_hub.snapshot_download(name, allow_patterns=list(_FILES))
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise UserError(

@@ -17,7 +17,7 @@ class Observer:
         """The state is there, after `step` of `total` steps; `steps_redone` counts those of all restarts."""
 
     def phase(self, name: str, step: int) -> None:
-        """The run turns to `name`: start, data, compile, step, validate, save or leave; `step` is the one at hand."""
+        """The run turns to `name`: start, open, data, compile, step, validate, save or leave; `step` is the one at hand."""
 
     def metrics(self, step: int, scalars: Scalars) -> None:
         """The numbers of a step, as they are written to the metrics file."""

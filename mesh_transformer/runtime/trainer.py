@@ -61,8 +61,9 @@ def train(
     compiled = platforms.CompileCache()
     platforms.start_distributed()
     with Interrupt() as interrupt:
-        session = Session.open(config)
-        code = TrainingRun(session, source, interrupt, observer or Observer(), open_feed).train()
+        session, observer = Session.open(config), observer or Observer()
+        observer.phase("open", 0)
+        code = TrainingRun(session, source, interrupt, observer, open_feed).train()
     log.info("%s", compiled)
     return code
 

@@ -62,6 +62,7 @@ class Validation:
             if jax.process_count() == 1 and stop():
                 return []
             results.append(self._session.program.eval_step(params, self._session.place_eval(tokens)))
+            jax.block_until_ready(results[-2:-1])  # one batch waits for the device, and what is told is done
             progress.update(i)
         progress.close()
         return jax.device_get(results)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from gcs_server import CUT, GcsServer
 
 from mesh_transformer import files
 from mesh_transformer.errors import UserError
+from mesh_transformer.signs import Watch
 
 
 @pytest.fixture(params=["local", "gs"])
@@ -123,3 +126,19 @@ def test_a_lasting_fault_is_raised(gcs: GcsServer, metrics: str, monkeypatch: py
     with pytest.raises(Exception, match="403"):
         files.upload(metrics, "gs://bucket/x")
     assert len(gcs.requests) == asked + 1
+
+
+def test_a_call_that_is_repeated_is_no_hang(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "RETRY_FIRST_S", 1.0)
+    gcs.fail(503, times=1)
+    watch = Watch(cpu=lambda: 0.0, disk=lambda: False)
+    call = threading.Thread(target=files.exists, args=["gs://bucket/x"])
+    call.start()
+    while not gcs.requests:
+        time.sleep(0.01)
+    watch.at_work()
+    assert watch.at_work()  # without another note in between
+    call.join()
+    assert watch.at_work()
+    assert not watch.at_work()
+    assert len(gcs.requests) == 2

@@ -4,8 +4,8 @@ Each has an address of its own; not 127.0.0.1, which Ray takes for the machine's
 
     python ray_nodes.py COUNT FOLDER
 
-Prints its address, then obeys lines of standard input, each answered with "ok": `kill I` (SIGKILL to raylet I), `add I`. At
-the end of the input it ends what it has started, and nothing else.
+Prints its address, then obeys lines of standard input, each answered with "ok": `kill I` (SIGKILL to raylet I), `add I`,
+`kill head` (to all that is the head), `add head` (a new one at the same address, and new nodes in place of all). At the end of the input it ends what it has started, and nothing else.
 """
 
 from __future__ import annotations
@@ -45,12 +45,23 @@ def main() -> None:
     for i in range(int(sys.argv[1])):
         add(i)
     _say(cluster.address)
+    port = int(cluster.address.rpartition(":")[2])
     for line in sys.stdin:
-        verb, number = line.split()
-        if verb == "kill":
-            cluster.remove_node(nodes.pop(int(number)), allow_graceful=False)
+        verb, which = line.split()
+        if line == "kill head\n":
+            cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+        elif line == "add head\n":
+            for i in list(nodes):
+                nodes.pop(i).kill_all_processes(check_alive=False, allow_graceful=False)
+            cluster.head_node = None
+            cluster.worker_nodes.clear()
+            cluster.add_node(**head, gcs_server_port=port)
+            for i in range(int(sys.argv[1])):
+                add(i)
+        elif verb == "kill":
+            cluster.remove_node(nodes.pop(int(which)), allow_graceful=False)
         else:
-            add(int(number))
+            add(int(which))
         _say("ok")
     cluster.shutdown()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.cluster import stream
-from mesh_transformer.cluster.stream import MARGIN, StreamedFeed
+from mesh_transformer.cluster.stream import DEPTH, MARGIN, StreamedFeed, may_take
 
 
 def batch(number):
@@ -70,3 +70,13 @@ def test_the_last_batches_are_given_out_slowly(feed, monkeypatch):
     assert not got
     thread.join(5)
     assert got[0][0, 0, 0] == 1
+
+
+@pytest.mark.parametrize("given", range(DEPTH + 1))
+def test_the_agent_knows_whether_a_worker_waits_for_the_driver(feed, given):
+    """Only then it does not hang: both ends count alike."""
+    for number in range(given):
+        feed.put(number, batch(number), {}, number - 1)
+    thread, got = taking(feed)
+    thread.join(0.2)
+    assert bool(got) is may_take(given, 0)

@@ -149,6 +149,22 @@ def test_workers_that_save_are_not_killed():
     assert fake.starts[1] >= 30
 
 
+def test_a_worker_that_hangs_at_the_end_is_not_waited_for():
+    """It is not saving any more."""
+
+    def life(seconds):
+        if seconds < 5:
+            return at_work(1)
+        return [
+            Status(0, "ended", exit_code=0),
+            Status(1, "running", phase="leave", step=5, idle_s=seconds - 5),
+        ]
+
+    made, fake = supervisor([life, finishes])
+    assert made.run()[0] == 0
+    assert 25 <= fake.starts[1] <= 35
+
+
 @pytest.mark.parametrize(("kind", "error"), [("user", UserError), ("run", RunError), ("bug", UserError)])
 def test_the_users_error_stops_at_once(kind, error):
     def life(seconds):

@@ -67,6 +67,10 @@ FAULTS = {
             "raylet killed", lambda d: d.signal(2, d.raylet(2), "KILL"), ("its agent has died", "its host")
         ),
         Fault(
+            "agent killed", lambda d: d.signal(2, d.agent(2), "KILL"), ("its agent has died",), redone=False
+        ),
+        Fault("head of Ray killed", lambda d: d.kill_head(), ("the head of the Ray cluster",)),
+        Fault(
             "link down",
             lambda d: d.hosts.link(2, up=False),
             ("its agent has died", "its host"),

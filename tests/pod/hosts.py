@@ -212,7 +212,7 @@ class PodOfHosts:
         _sh("ip", "link", "set", f"{BRIDGE}v{i}", "up" if up else "down")
 
     def inside(self, i: int, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command in host `i`, not over SSH."""
+        """Run a command in host `i` (-1: where the driver is), not over SSH."""
         prefix = ["nsenter", "-t", str(self._first[i]), "-m", "-p", "-n", "-u", "-i", "--"]
         return subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
 

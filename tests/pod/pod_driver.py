@@ -120,6 +120,15 @@ class PodDrivers:
         """The raylet of host `i`, as that host numbers it."""
         return self._only(i, "-x", "raylet")
 
+    def agent(self, i: int) -> int:
+        """The agent of host `i`, as that host numbers it."""
+        return self._only(i, "-f", "^ray::Agent")
+
+    def kill_head(self) -> None:
+        """kill -9 of what makes the driver's machine the head: the nodes of the cluster go with it, and come back."""
+        done = self.hosts.inside(-1, "pkill", "-KILL", "-x", "gcs_server")
+        assert done.returncode == 0, done.stderr
+
     def signal(self, i: int, pid: int, name: str) -> None:
         """Send a signal to a process of host `i`."""
         done = self.hosts.inside(i, "kill", f"-{name}", str(pid))

@@ -1,0 +1,90 @@
+"""scripts/pod_ray.sh, with a stand-in for Ray: what happens to the workers of a run when their node is started anew."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pod_ray.sh"
+
+# A node with an agent, which starts a worker in a session of its own, as the real ones do.
+NODE = """
+import subprocess, sys, time
+print("Ray runtime started", flush=True)
+subprocess.Popen([sys.executable, "worker.py", "mesh_transformer.cluster.worker"], start_new_session=True)
+time.sleep(600)
+"""
+WORKER = """
+import signal, sys, time
+def tell(word):
+    with open("mark", "a") as file:
+        file.write(word)
+def save(*_):
+    time.sleep({saving_s})
+    tell("saved ")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+tell("began ")
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def pod_ray(tmp_path):
+    def call(*arguments, **environment):
+        done = subprocess.run(
+            ["bash", str(SCRIPT), arguments[0], str(tmp_path / "state"), *arguments[1:]],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        return done.stdout
+
+    yield call
+    call("stop", MESH_TRANSFORMER_SAVE_S="0")
+
+
+def start(pod_ray, folder, *, saving_s=1):
+    """Start a node, whose worker takes a while to save. Returns the command, and the file with what the worker did."""
+    (folder / "node.py").write_text(NODE)
+    (folder / "worker.py").write_text(WORKER.format(saving_s=saving_s))
+    command = ["env", "-C", str(folder), sys.executable, "node.py"]
+    assert pod_ray("start", "one", *command) == "ray started\n"
+    mark, deadline = folder / "mark", time.monotonic() + 20
+    while not mark.exists() or not mark.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return command, mark
+
+
+def test_the_same_command_leaves_the_worker_alone(pod_ray, tmp_path):
+    command, mark = start(pod_ray, tmp_path)
+    assert pod_ray("start", "one", *command) == "ray is up\n"
+    assert mark.read_text() == "began "
+
+
+def test_another_command_lets_it_save_first(pod_ray, tmp_path):
+    """As after an edit of the code."""
+    command, mark = start(pod_ray, tmp_path)
+    said = pod_ray("start", "two", *command)
+    assert "has ended" in said
+    assert mark.read_text().startswith("began saved ")
+
+
+def test_a_stop_lets_it_save_first(pod_ray, tmp_path):
+    _, mark = start(pod_ray, tmp_path)
+    assert "has ended" in pod_ray("stop")
+    assert mark.read_text() == "began saved "
+
+
+def test_one_that_does_not_end_is_not_waited_for_without_end(pod_ray, tmp_path):
+    _, mark = start(pod_ray, tmp_path, saving_s=8)
+    assert "has not ended after 1 s" in pod_ray("stop", MESH_TRANSFORMER_SAVE_S="1")
+    assert mark.read_text() == "began "
