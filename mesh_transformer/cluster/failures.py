@@ -17,8 +17,8 @@ from mesh_transformer.cluster.base import Category, Status
 SILENT_S = 12.0  # an agent that answers nothing for so long is unreachable
 STOPPED_S = 15.0  # a process of which no thread says anything for so long is stopped
 SLOWER = 4.0  # a step may take so many times the slowest one before it
-# What may be quiet for longer: forming the mesh, whose waits are those of JAX and of the TPU's runtime; and one generation of
-# many tokens, for which the host only waits.
+# What may be quiet for longer: forming the mesh, whose waits are those of JAX and of the TPU's runtime; one generation of
+# many tokens, for which the host only waits; and the first step of a process, of which nobody knows how long it takes.
 SLOW_PHASES, SLOW_S = {"start", "evaluate", "generate"}, 120.0
 ORDER = ("start", "open", "data", "compile", "step", "validate", "save", "leave")  # of the phases of one step
 TAKEN = {
@@ -72,7 +72,8 @@ class Limits:
 
     def of(self, status: Status) -> float:
         """How long a worker may do nothing, for what it is at."""
-        least = SLOW_S if status.phase in SLOW_PHASES else 0.0
+        first_step = status.phase == "step" and status.slowest_step_s == 0
+        least = SLOW_S if status.phase in SLOW_PHASES or first_step else 0.0
         return max(self.step_s, SLOWER * status.slowest_step_s, least)
 
     def idle(self, status: Status) -> bool:
@@ -197,10 +198,13 @@ def _hung(statuses: Sequence[Status], limits: Limits) -> Verdict | None:
     for status in running:
         where = f"in phase {status.phase}, step {status.step}; the limit is"
         if status.beat_age_s > max(limits.phase_s, limits.of(status)):
-            reason = f"it hangs: {status.beat_age_s:.0f} s {where} {limits.phase_s:.0f} s"
+            reason = (
+                f"it hangs: {status.beat_age_s:.0f} s {where} {limits.phase_s:.0f} s (cluster.phase_limit)"
+            )
             return Verdict(Kind.CRASH, reason, status.worker_id)
         if limits.idle(status) and not any(_awaited(other, status, limits) for other in running):
-            reason = f"it hangs: nothing done for {_quiet_s(status):.0f} s {where} {limits.of(status):.0f} s"
+            limit = f"{limits.of(status):.0f} s (cluster.step_limit {limits.step_s:.0f})"
+            reason = f"it hangs: nothing done for {_quiet_s(status):.0f} s {where} {limit}"
             return Verdict(Kind.CRASH, reason, status.worker_id)
     return None
 

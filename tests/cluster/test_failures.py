@@ -8,12 +8,13 @@ from mesh_transformer.cluster.base import Status, WorkerError
 from mesh_transformer.cluster.failures import Kind, Limits, category, classify
 
 LIMITS = Limits(step_s=20, phase_s=600)
-FINE = Status(0, "running", phase="step", step=7)
+FINE = Status(0, "running", phase="step", step=7, slowest_step_s=0.1)
 
 
 def seen(**facts) -> Status:
     """Worker 1, running step 7 but for what is given."""
-    return Status(**{"worker_id": 1, "state": "running", "phase": "step", "step": 7, **facts})
+    usual = {"worker_id": 1, "state": "running", "phase": "step", "step": 7, "slowest_step_s": 0.1}
+    return Status(**{**usual, **facts})
 
 
 def ended(code: int, worker_id: int = 1, **facts) -> Status:
@@ -54,6 +55,8 @@ TABLE = [
     ("worker stopped, the others aborted", [ended(-6, 0, tail="x\ny"), seen(alive_age_s=22)], None, Kind.CRASH, 1, "stopped"),
     ("stopped while it compiles", [FINE, seen(phase="compile", alive_age_s=16)], None, Kind.CRASH, 1, "stopped"),
     ("only the step's thread hangs", [FINE, seen(beat_age_s=21)], None, Kind.CRASH, 1, "it hangs"),
+    ("the first step takes long", [FINE, seen(slowest_step_s=0, beat_age_s=90)], None, Kind.RUNNING, None, ""),
+    ("the first step hangs", [seen(worker_id=0, slowest_step_s=0, beat_age_s=121), seen(slowest_step_s=0, beat_age_s=121)], None, Kind.CRASH, 0, "the limit is 120 s (cluster.step_limit 20)"),
     ("a save has no end", [FINE, seen(phase="save", beat_age_s=601)], None, Kind.CRASH, 1, "the limit is 600 s"),
     ("a save that writes for long", [FINE, seen(phase="save", beat_age_s=500, idle_s=2)], None, Kind.RUNNING, None, ""),
     ("a save in which nothing is done", [seen(phase="save", worker_id=0, idle_s=3), seen(phase="save", idle_s=21)], None, Kind.RUNNING, None, ""),
