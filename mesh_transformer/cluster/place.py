@@ -15,11 +15,11 @@ from typing import Any
 from mesh_transformer.cluster import local
 from mesh_transformer.cluster.base import Cluster, Hosts, Job, NoHosts, run_name
 from mesh_transformer.cluster.processes import ProcessCluster
-from mesh_transformer.cluster.stop_signals import StopSignals
 from mesh_transformer.cluster.supervise import Supervisor
 from mesh_transformer.cluster.view import View
 from mesh_transformer.config import Config
 from mesh_transformer.errors import UserError
+from mesh_transformer.stop_signals import StopSignals
 
 
 @dataclasses.dataclass(frozen=True)

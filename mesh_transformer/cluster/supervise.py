@@ -15,12 +15,12 @@ from mesh_transformer.cluster.agents import same
 from mesh_transformer.cluster.base import Cluster, Hosts, HostsMissing, Job, NoHosts, Poll
 from mesh_transformer.cluster.failures import Kind, Limits, Verdict, classify
 from mesh_transformer.cluster.slice_state import SliceState
-from mesh_transformer.cluster.stop_signals import StopSignals
 from mesh_transformer.cluster.stream import Streamer
 from mesh_transformer.cluster.view import View
 from mesh_transformer.config import Config, parse_config
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
+from mesh_transformer.stop_signals import StopSignals
 
 POLL_S = 1.0
 SETTLE_S = 3.0  # the cause of a failure may be seen after its consequences

@@ -9,10 +9,10 @@ from commands import CONFIG
 from fake_cluster import Clock, FakeCluster, FakeHosts
 
 from mesh_transformer.cluster.base import Job, Status, WorkerError
-from mesh_transformer.cluster.stop_signals import StopSignals
 from mesh_transformer.cluster.supervise import Supervisor
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import RunError, UserError
+from mesh_transformer.stop_signals import StopSignals
 
 JOB = Job.of("train", parse_config({**CONFIG, "cluster": {"max_crashes": 3}}))
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM to the driver."""
+"""SIGTERM (a preemption notice) and Ctrl-C as a note for a loop that saves first."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from mesh_transformer.logs import log
 
 
 class StopSignals:
-    """While active, the first signal is noted, for the workers to save; a second Ctrl-C ends the driver at once."""
+    """While active, the first signal is noted and `told` is logged. A second Ctrl-C ends the process at once; schedulers repeat
+    SIGTERM, so that does not.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, told: str = "the workers save after this step, then all ends"):
         self.noted: int | None = None
+        self._told = told
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
@@ -27,7 +30,8 @@ class StopSignals:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, signal.SIG_DFL)
         if self.noted is None:
-            log.warning("%s: the workers save after this step, then all ends", signal.Signals(number).name)
+            again = "; once more to stop at once" if number == signal.SIGINT else ""
+            log.warning("%s: %s%s", signal.Signals(number).name, self._told, again)
         self.noted = number
