@@ -41,7 +41,7 @@ session_processes() {
 }
 
 workers() { # of runs, which agents under this node have started, each in a session of its own
-    ps -eo pid=,ppid=,args= | awk -v ours=" $(session_processes "$1" | xargs) " -v name="$WORKER" \
+    ps -eww -o pid=,ppid=,args= | awk -v ours=" $(session_processes "$1" | xargs) " -v name="$WORKER" \
         'index($0, name) && index(ours, " " $2 " ") { print $1 }'
 }
 

@@ -39,7 +39,7 @@ def pod_ray(tmp_path):
     def call(*arguments, **environment):
         done = subprocess.run(
             ["bash", str(SCRIPT), arguments[0], str(tmp_path / "state"), *arguments[1:]],
-            env={**os.environ, **environment},
+            env={**os.environ, "COLUMNS": "40", **environment},  # `ps` may cut its lines
             capture_output=True,
             text=True,
             timeout=60,
