@@ -144,7 +144,9 @@ class Worker(Observer):
         expected = isinstance(error, UserError | RunError)
         message = str(error) if expected else f"{type(error).__name__}: {str(error)[:2000]}"
         told = {"category": whose, "message": message, "traceback": traceback.format_exc()}
-        logs.log.error("%s", message if expected else told["traceback"])
+        if whose == "machine":  # perhaps only the end of another worker: the driver shows errors, not this
+            logs.log.info("%s", told["traceback"])
+        logs.log.error("%s", told["traceback"] if whose == "bug" else message)
         self._tell({"kind": "error", **told})
         sys.stderr.flush()
         os._exit(FAILED[whose])  # jax's own end would wait for processes that do not come

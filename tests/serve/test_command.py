@@ -80,7 +80,8 @@ def test_sigterm_waits_for_long_prompts_and_the_queue(tmp_path):
         wait_for_health(url)
         body = {"prompt": "a" * 400, "max_tokens": 9, "ignore_eos": True}  # 50 pieces
         answers = [pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=20) for _ in range(3)]
-        while "requests_waiting 2.0" not in httpx.get(f"{url}/metrics").text:
+        there = ("requests_running 1.0", "requests_waiting 2.0")  # all three, one of them begun
+        while not all(line in httpx.get(f"{url}/metrics").text for line in there):
             time.sleep(0.01)
         child.send_signal(signal.SIGTERM)
         for answer in answers:
