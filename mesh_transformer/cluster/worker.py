@@ -145,7 +145,8 @@ class Worker(Observer):
         message = str(error) if expected else f"{type(error).__name__}: {str(error)[:2000]}"
         told = {"category": whose, "message": message, "traceback": traceback.format_exc()}
         if whose == "machine":  # perhaps only the end of another worker: the driver shows errors, not this
-            logs.log.info("%s", told["traceback"])
+            for line in told["traceback"].splitlines():
+                logs.log.info("%s", line)
         logs.log.error("%s", told["traceback"] if whose == "bug" else message)
         self._tell({"kind": "error", **told})
         sys.stderr.flush()
