@@ -1,8 +1,8 @@
 """A pod of hosts on one machine: each has its own network, mounts, processes, name, home and /tmp, and an SSH server.
 
 A host is one process tree in namespaces of its own, whose process 1 is sshd; it sees this machine's files, but for /root and
-/tmp, which are its own (the Python in use stays visible there, read-only), and for this checkout: the code that a host runs was
-pushed to it. All hosts are on one bridge that leads nowhere else.
+/tmp, which are its own (the Python in use stays visible there, read-only), and for the package in this checkout: the code that a
+host runs was pushed to it. All hosts are on one bridge that leads nowhere else.
 The driver, too, has process, mount and IPC namespaces of its own (its network is this machine's), so that nothing it does to
 "all Ray processes" reaches beyond. Hosts die with the process that made them. Needs root; Linux with util-linux, iproute2 and
 openssh-server.
@@ -50,7 +50,7 @@ chmod 700 "$own/root" "$own/root/.ssh"; chmod 1777 "$own/tmp"
 install -m 600 "$state/key.pub" "$own/root/.ssh/authorized_keys"
 install -m 600 "$state/host_key$i" "$own/root/.host_key"
 mount --rbind "$own/root" /root; mount --rbind "$own/tmp" /tmp
-mount -t tmpfs -o size=4k,mode=755 tmpfs "$hidden"
+if [[ -d $hidden ]]; then mount -t tmpfs -o size=4k,mode=755 tmpfs "$hidden"; fi
 mount -t tmpfs -o size=2g,mode=1777 tmpfs /dev/shm
 mount -t tmpfs -o size=16m,mode=755 tmpfs /run; mkdir -p /run/sshd
 hostname "pod-w$i"
@@ -180,7 +180,7 @@ class PodOfHosts:
                 str(self.count),
             ]
             process = subprocess.Popen(
-                [*command, NETWORK, str(REPO), *self.keep],
+                [*command, NETWORK, str(REPO / "mesh_transformer"), *self.keep],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
