@@ -81,9 +81,12 @@ def run(
     return finish(start(program, *arguments, cwd=cwd, devices=devices, **environment), code)
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics file; every line must be whole."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def metrics(folder: Path, *, running: bool = False) -> list[dict[str, Any]]:
+    """The records of a run's metrics file; every line must be whole, but for the last one of a run that goes on."""
+    text = (folder / "metrics.jsonl").read_text()
+    if running:
+        text = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, timeout_s: float = 90) -> None:

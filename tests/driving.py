@@ -90,7 +90,8 @@ class Driver:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             path = self.folder / "run/metrics.jsonl"
-            if path.exists() and (records := metrics(self.folder / "run")) and records[-1]["step"] >= step:
+            records = metrics(path.parent, running=True) if path.exists() else []
+            if records and records[-1]["step"] >= step:
                 return records[-1]["step"]
             assert self.process.poll() is None, self.text[-6000:]
             time.sleep(0.02)

@@ -141,4 +141,4 @@ def wait_for_middle(run: Driver, number: int) -> int:
 
 def redone(folder: Path) -> int:
     """Steps done again so far, as the run logs them."""
-    return int(metrics(folder / "run")[-1]["train/steps_redone"])
+    return int(metrics(folder / "run", running=True)[-1]["train/steps_redone"])
