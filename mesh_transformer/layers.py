@@ -172,7 +172,8 @@ class Attention(hk.Module):
             mixed = causal_attend(q, k, v, bias_BHTS)
         else:
             cache = cache.write(layer, positions_BT, k, v)
-            mixed = attend(q, cache.read(layer), cache.mask(positions_q), bias_BHTS)
+            mask = cache.mask(positions_q)
+            mixed = attend(q, cache.read(layer), mask, bias_BHTS, triangular=cache.triangular)
         mixed = constrain(mixed, "batch", "seq", "heads", None)
         mixed = checkpoint_name(mixed, "attn_out")
         d_model = x_BTD.shape[-1]

@@ -24,22 +24,48 @@ def attend(
     parts: Sequence[tuple[jax.Array, jax.Array]],
     mask_B1TS: jax.Array,
     bias_BHTS: jax.Array | None,
+    *,
+    triangular: bool = False,
 ) -> jax.Array:
     """softmax(q k / sqrt(K) + bias) v with masked keys left out; softmax in float32.
 
     Args:
         parts: the keys and values of consecutive positions, (B, H, part of S, K) each.
+        triangular: there is one part, of the queries' own positions, and the mask leaves out every key after its query. The
+            queries then go in some parts, each with the keys up to its end.
 
     Returns:
         (B, T, H, K)
     """
-    weights_BHTS = _weights(q_BTHK, [k for k, _ in parts], mask_B1TS, bias_BHTS)
-    mixed, start = jnp.zeros_like(q_BTHK), 0
+    if not triangular:
+        return _attend(q_BTHK, parts, mask_B1TS, bias_BHTS)
+    ((k_BHSK, v_BHSK),) = parts
+    mixed = []
+    for rows in _parts(q_BTHK.shape[1]):
+        keys = slice(rows.stop)
+        bias = None if bias_BHTS is None else bias_BHTS[:, :, rows, keys]
+        part = k_BHSK[:, :, keys], v_BHSK[:, :, keys]
+        mixed.append(_attend(q_BTHK[:, rows], [part], mask_B1TS[:, :, rows, keys], bias))
+    return jnp.concatenate(mixed, axis=1)
+
+
+def _attend(
+    q_BTHK: jax.Array,
+    parts: Sequence[tuple[jax.Array, jax.Array]],
+    mask_B1TS: jax.Array,
+    bias_BHTS: jax.Array | None,
+) -> jax.Array:
+    """The softmax's division comes last: K numbers for each query instead of S."""
+    logits_BHTS = _logits(q_BTHK, [k for k, _ in parts], mask_B1TS, bias_BHTS)
+    powers_BHTS = jnp.exp(logits_BHTS - logits_BHTS.max(-1, keepdims=True))
+    total_BHT1 = powers_BHTS.sum(-1, keepdims=True)
+    weights_BHTS, start = powers_BHTS.astype(q_BTHK.dtype), 0
+    mixed_BHTK = jnp.zeros((), jnp.float32)
     for _, v_BHSK in parts:
         stop = start + v_BHSK.shape[2]
-        mixed += jnp.einsum("bhts,bhsk->bthk", weights_BHTS[..., start:stop], v_BHSK)
+        mixed_BHTK += jnp.matmul(weights_BHTS[..., start:stop], v_BHSK, preferred_element_type=jnp.float32)
         start = stop
-    return mixed
+    return rearrange((mixed_BHTK / total_BHT1).astype(q_BTHK.dtype), "b h t k -> b t h k")
 
 
 @jax.custom_vjp
@@ -91,7 +117,7 @@ causal_attend.defvjp(_causal_attend_forward, _causal_attend_backward)
 
 def _parts(length: int) -> list[slice]:
     """Consecutive rows of a sequence, all of one size."""
-    count = next(n for n in (4, 2, 1) if n == 1 or length % (n * _SHORTEST_PART) == 0)
+    count = next(n for n in (4, 3, 2, 1) if n == 1 or length % (n * _SHORTEST_PART) == 0)
     size = length // count
     return [slice(start, start + size) for start in range(0, length, size)]
 
@@ -100,11 +126,18 @@ def _weights(
     q_BTHK: jax.Array, parts: Sequence[jax.Array], mask_B1TS: jax.Array, bias_BHTS: jax.Array | None
 ) -> jax.Array:
     """softmax(q k / sqrt(K) + bias), (B, H, T, S), computed in float32, in q's dtype."""
+    return jax.nn.softmax(_logits(q_BTHK, parts, mask_B1TS, bias_BHTS), axis=-1).astype(q_BTHK.dtype)
+
+
+def _logits(
+    q_BTHK: jax.Array, parts: Sequence[jax.Array], mask_B1TS: jax.Array, bias_BHTS: jax.Array | None
+) -> jax.Array:
+    """q k / sqrt(K) + bias where a key is seen, (B, H, T, S), float32."""
     products = [_products(q_BTHK, k_BHSK) for k_BHSK in parts]
     logits = jnp.concatenate(products, axis=-1) / np.sqrt(q_BTHK.shape[-1])
     if bias_BHTS is not None:
         logits = logits + bias_BHTS
-    return jax.nn.softmax(jnp.where(mask_B1TS, logits, _MASKED), axis=-1).astype(q_BTHK.dtype)
+    return jnp.where(mask_B1TS, logits, _MASKED)
 
 
 def _products(q_BTHK: jax.Array, k_BHSK: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,9 @@ def segment_ends(length: int) -> list[int]:
 class Keys(Protocol):
     """What attention needs of the place where keys and values are kept: of all layers, or of one, which is layer 0."""
 
+    triangular: ClassVar[bool]
+    """Whether the keys are those of the queries' positions, none of which sees a later one. See `ops.attention.attend`."""
+
     def write(
         self, layer: jax.Array | int, positions_BT: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array
     ) -> Any:
@@ -113,6 +116,7 @@ class Keys(Protocol):
 class CacheView:
     """What a model sees of a cache: B slots, and the positions 0 .. length - 1. See `Keys`."""
 
+    triangular: ClassVar[bool] = False
     cache: KVCache
     written_B: jax.Array  # int32 slots; one beyond the last is not written
     slots_B: jax.Array | None  # int32 slots; None: all, in their order

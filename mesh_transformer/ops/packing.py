@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ class PackedView:
     See `ops.cache.Keys`.
     """
 
+    triangular: ClassVar[bool] = True
     ends_BT: jax.Array  # int32: the row's index after the last token that sees this one; more than its own
     k_BTHK: jax.Array  # of the layer that was written last
     v_BTHK: jax.Array

@@ -78,6 +78,24 @@ def test_attention_in_parts_is_attention(length, with_bias):
     assert_same(ours(dy), theirs(dy))
 
 
+@pytest.mark.parametrize("length", [256, 192, 100])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_attention_of_a_triangle_is_attention(length, with_bias):
+    q, k, v = (normal(i, 2, length, 3, 8) for i in range(3))
+    bias = normal(3, 2, 3, length, length) if with_bias else None
+    keys = [tuple(x.transpose(0, 2, 1, 3) for x in (k, v))]
+    seen = jax.random.bernoulli(jax.random.key(4), 0.5, (2, 1, length, length)) | jnp.eye(length, dtype=bool)
+    mask = seen & causal_mask(jnp.arange(length)[None], length)
+    expected = jax.nn.softmax(
+        jnp.where(
+            mask, jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(8) + (0 if bias is None else bias), -jnp.inf
+        )
+    )
+    expected = jnp.einsum("bhts,bshk->bthk", expected, v)
+    for triangular in (True, False):
+        assert_same(attend(q, keys, mask, bias, triangular=triangular), expected)
+
+
 def test_attention_in_parts_leaves_out_what_is_masked_anyway():
     q = jax.ShapeDtypeStruct((1, 256, 2, 8), jnp.float32)
     flops = [
