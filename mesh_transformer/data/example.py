@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.tfrecord import field
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
@@ -21,8 +22,8 @@ _MAX_TOKEN = 2**31 - 1
 def encode_example(tokens: np.ndarray) -> bytes:
     """The serialised Example of `tokens`, integers (n,) that are not negative."""
     packed = _encode_varints(tokens)
-    entry = _field(1, b"text") + _field(2, _field(3, _field(1, packed)))
-    return _field(1, _field(1, entry))
+    entry = field(1, b"text") + field(2, field(3, field(1, packed)))
+    return field(1, field(1, entry))
 
 
 def decode_example(data: bytes) -> np.ndarray:
@@ -133,11 +134,3 @@ def _encode_varints(values: np.ndarray) -> bytes:
         used.append(more)
         rest = rest >> np.uint64(7)
     return np.stack(columns, 1)[np.stack(used, 1)].tobytes()
-
-
-def _field(number: int, value: bytes) -> bytes:
-    head, size = [number << 3 | _BYTES], len(value)
-    while size >= 0x80:
-        head.append(size & 0x7F | 0x80)
-        size >>= 7
-    return bytes([*head, size]) + value

@@ -13,13 +13,13 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import IO, NamedTuple
 
-import google_crc32c
 import numpy as np
 
 from mesh_transformer.data.example import decode_example, encode_example
 from mesh_transformer.data.inflate import detect, inflated
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import is_remote, open_binary
+from mesh_transformer.tfrecord import framed, masked_crc32c
 
 MAX_RECORD_BYTES = 64 << 20
 _HEADER = struct.Struct("<QI")
@@ -160,10 +160,7 @@ def read_records(path: str) -> Iterator[np.ndarray]:
 
 def write_record(file: IO[bytes], tokens: np.ndarray) -> int:
     """Append one record of `tokens` to `file`; returns the bytes written."""
-    data = encode_example(tokens)
-    header = struct.pack("<Q", len(data))
-    file.write(b"".join((header, _checksum(header), data, _checksum(data))))
-    return _HEADER.size + len(data) + _CHECKSUM.size
+    return file.write(framed(encode_example(tokens)))
 
 
 def write_records(path: str, sequences: Iterable[np.ndarray]) -> int:
@@ -174,16 +171,6 @@ def write_records(path: str, sequences: Iterable[np.ndarray]) -> int:
             write_record(file, tokens)
             count += 1
     return count
-
-
-def masked_crc32c(data: bytes) -> int:
-    """The checksum of the format: crc32c rotated right by 15 bits plus a constant, modulo 2**32."""
-    crc = google_crc32c.value(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _checksum(data: bytes) -> bytes:
-    return _CHECKSUM.pack(masked_crc32c(data))
 
 
 def _place(path: str, number: int, offset: int) -> str:
