@@ -7,4 +7,4 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/scripts/venv.sh" "$root/.venv-test" test torch
 cd "$root"
-exec "$root/.venv-test/bin/python" -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile "$@"
+exec "$root/.venv-test/bin/python" -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder "$@"

@@ -45,8 +45,10 @@ def start(
     program: str, *arguments: str, cwd: Path, devices: int = 1, **environment: str
 ) -> subprocess.Popen[str]:
     """Start an entry point of the project on forced CPU devices, with its output captured."""
+    inherited = dict(os.environ)
+    inherited.pop("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", None)  # commands keep all that they compile
     env = {
-        **os.environ,
+        **inherited,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "XDG_CACHE_HOME": str(cwd / "cache"),

@@ -22,14 +22,16 @@ def set_up_devices(environment: dict[str, str] | os._Environ[str]) -> None:
         environment["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}=8".strip()
 
 
-def set_up_compile_cache(environment: dict[str, str] | os._Environ[str]) -> None:
-    """Keep compiled programs between sessions in the user's own cache folder.
+def set_up_caches(environment: dict[str, str] | os._Environ[str]) -> None:
+    """Keep compiled programs, and Matplotlib's list of fonts, between sessions in the user's own cache folder.
 
     The key is JAX's (program, flags, versions, devices). A size limit makes JAX take a file lock for each access, so
     parallel sessions are safe. JAX_ENABLE_COMPILATION_CACHE=false switches it off.
     """
     home = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    environment.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(home, "mesh-transformer-tests"))
+    folder = os.path.join(home, "mesh-transformer-tests")
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+    environment.setdefault("MPLCONFIGDIR", folder)
     environment.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(CACHE_BYTES))
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
@@ -39,7 +41,13 @@ if "jax" in sys.modules:
         "jax was imported before tests/conftest.py could choose the devices: which plugin did it?"
     )
 set_up_devices(os.environ)
-set_up_compile_cache(os.environ)
+set_up_caches(os.environ)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests first: short ones then keep every worker busy to the end."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

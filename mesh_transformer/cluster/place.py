@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mesh_transformer.cluster import local
 from mesh_transformer.cluster.base import Cluster, Hosts, Job, NoHosts, run_name
 from mesh_transformer.cluster.processes import ProcessCluster
 from mesh_transformer.cluster.supervise import Supervisor
@@ -149,6 +148,8 @@ class Place:
             UserError, RunError: as `Supervisor.run`.
         """
         if self.here:
+            from mesh_transformer.cluster import local  # and with it jax, which a driver needs not
+
             return local.run(job)
         with self.open(config) as (cluster, hosts), StopSignals() as stop:  # Ray sets handlers too
             supervisor = Supervisor(cluster, job, hosts=hosts, view=View(self.price), stop=stop)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from driving import driver, write
+from commands import run as run_command
+from counting import NAME, write_task
+from driving import STEPS, driver, write
 
 START_S = 120
 
@@ -38,6 +41,36 @@ def straight(tmp_path_factory: pytest.TempPathFactory, worker_environment: dict[
     with driver(folder, "--processes", "2", **worker_environment, TMPDIR=str(folder)) as run:
         run.finish()
     return folder / "run"
+
+
+@pytest.fixture
+def evaluated(straight: Path, worker_environment: dict[str, str], tmp_path: Path) -> Callable[..., float]:
+    """Evaluates the last checkpoint of `straight` by eval_harness.py with these further arguments; returns a number of its report."""
+    pytest.importorskip("lm_eval")
+    tasks, report_path = write_task(tmp_path), tmp_path / "found.json"
+    command = [
+        "--config",
+        "config.json",
+        "--tasks",
+        NAME,
+        "--include-path",
+        str(tasks),
+        "--output",
+        str(report_path),
+    ]
+    environment = {"HF_HOME": str(tmp_path / "hf"), **worker_environment}
+
+    def evaluate(*more: str, **further: str) -> float:
+        report_path.unlink(missing_ok=True)
+        output, _ = run_command(
+            "eval_harness.py", *command, *more, cwd=straight.parent, **environment, **further
+        )
+        assert NAME in output
+        report = json.loads(report_path.read_text())
+        assert report["evaluation"]["step"] == STEPS
+        return report["results"][NAME]["byte_perplexity,none"]
+
+    return evaluate
 
 
 class RayNodes(NamedTuple):

@@ -1,4 +1,4 @@
-"""train.py with real workers on this machine: the numbers, the driver's death, the user's errors."""
+"""train.py and eval_harness.py with real workers on this machine: the numbers, the driver's death, the user's errors."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ def _last_saved(folder):
     last = metrics(folder / "run")[-1]["step"]
     assert (folder / f"run/step_{last}").exists()
     return last
+
+
+def test_evaluation_gives_the_numbers_of_one_process(tmp_path, evaluated):
+    together = evaluated(*TWO, TMPDIR=str(tmp_path))
+    assert together == pytest.approx(evaluated(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import pytest
 from commands import run, write_run
+
+
+class Cached(NamedTuple):
+    """A run's folder after a first start with the default settings, and what that told."""
+
+    run: Path
+    compiled: int
+    read: int
+    cache: str
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cached]:
+    folder = tmp_path_factory.mktemp("first")
+    write_run(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"):
+            patch.delenv(name, raising=False)  # what a user has: the defaults
+        yield Cached(folder, *_counts(folder, "first"))
 
 
 def _counts(folder: Path, model_dir: str, **environment: str) -> tuple[int, int, str]:
@@ -23,34 +45,25 @@ def _counts(folder: Path, model_dir: str, **environment: str) -> tuple[int, int,
     return int(match[1]), int(match[2]), match[3]
 
 
-def test_the_second_start_of_an_unchanged_run_compiles_nothing(tmp_path, monkeypatch):
-    for name in (
-        "JAX_COMPILATION_CACHE_DIR",
-        "JAX_COMPILATION_CACHE_MAX_SIZE",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
-    ):
-        monkeypatch.delenv(name, raising=False)  # what a user has: the defaults
-    write_run(tmp_path)
-    compiled, read, folder = _counts(tmp_path, "first")
-    assert compiled > 3
-    assert read == 0
-    assert folder == str(tmp_path / "cache/mesh-transformer/compiled")
-    assert _counts(tmp_path, "second") == (0, compiled, folder)
+def test_the_second_start_of_an_unchanged_run_compiles_nothing(first):
+    assert first.compiled > 3
+    assert first.read == 0
+    assert first.cache == str(first.run / "cache/mesh-transformer/compiled")
+    assert _counts(first.run, "second") == (0, first.compiled, first.cache)
 
 
-def test_the_users_own_settings_win(tmp_path):
-    write_run(tmp_path)
+def test_the_users_own_folder_is_taken(first, tmp_path):
     own = tmp_path / "own"
-    _, _, folder = _counts(tmp_path, "run", JAX_COMPILATION_CACHE_DIR=str(own))
+    _, _, folder = _counts(first.run, "own", JAX_COMPILATION_CACHE_DIR=str(own))
     assert folder == str(own)
     assert any(own.iterdir())
-    arguments = (
-        "--config",
-        "config.json",
-        "--set",
-        "checkpoint.model_dir=off",
-        "--set",
-        "optimizer.total_steps=1",
-    )
-    _, errors = run("device_train.py", *arguments, cwd=tmp_path, JAX_ENABLE_COMPILATION_CACHE="false")
+
+
+def test_the_user_may_switch_it_off(first):
+    arguments = ("checkpoint.model_dir=off", "optimizer.total_steps=1", "data.val_set={}")
+    options = [part for value in arguments for part in ("--set", value)]
+    _, errors = run(
+        "device_train.py", "--config", "config.json", *options, cwd=first.run,
+        JAX_ENABLE_COMPILATION_CACHE="false",
+    )  # fmt: skip
     assert "the compile cache is off" in errors

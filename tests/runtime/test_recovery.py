@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 from commands import finish, free_port, metrics, run, start, wait_for_step, write_run
@@ -62,53 +64,60 @@ def test_killed_three_times_a_run_ends_as_if_it_were_not(tmp_path):
     assert after_sigterm == redone[2] + 1  # SIGTERM saved: nothing was lost
 
 
-def test_a_damaged_newest_checkpoint_falls_back(tmp_path):
-    write_run(tmp_path, checkpoint={"ckpt_every": 4, "keep_every": 4}, data={"val_set": {}})
-    run("device_train.py", "--config", "config.json", cwd=tmp_path)
-    expected = {record["step"]: record["train/loss"] for record in metrics(tmp_path / "run")}
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """Two runs without validation: `run` of 12 steps, to which nothing happens, and `begun`, of which 5 are done."""
+    folder = tmp_path_factory.mktemp("straight")
+    write_run(folder, checkpoint={"ckpt_every": 4, "keep_every": 4}, data={"val_set": {}})
+    run("device_train.py", "--config", "config.json", cwd=folder)
+    stop = ["--set", "checkpoint.model_dir=begun", "--set", "optimizer.total_steps=5"]
+    run("device_train.py", "--config", "config.json", *stop, cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def copy(straight, tmp_path) -> Path:
+    """A copy of them, with config and data, for a test of its own."""
+    return shutil.copytree(straight, tmp_path / "copy")
+
+
+def test_a_damaged_newest_checkpoint_falls_back(copy):
+    expected = {record["step"]: record["train/loss"] for record in metrics(copy / "run")}
     damaged = [
-        path
-        for path in (tmp_path / "run/step_12").rglob("*")
-        if path.is_file() and path.stat().st_size > 1000
+        path for path in (copy / "run/step_12").rglob("*") if path.is_file() and path.stat().st_size > 1000
     ]
     assert damaged
     for path in damaged:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    _, errors = run("device_train.py", "--config", "config.json", cwd=tmp_path)
+    _, errors = run("device_train.py", "--config", "config.json", cwd=copy)
     assert "step 12" in errors
     assert "damaged" in errors
-    redone = metrics(tmp_path / "run")[12:]
+    redone = metrics(copy / "run")[12:]
     assert [record["step"] for record in redone] == [9, 10, 11, 12]
     for record in redone:
         assert record["train/loss"] == expected[record["step"]]
     assert redone[-1]["train/steps_redone"] == 4
 
 
-def test_another_mesh_goes_on_with_the_same_run(tmp_path):
+def test_another_mesh_goes_on_with_the_same_run(copy):
     """Saved on one device, resumed on dp 2 x fsdp 2 x tp 2: float32 sums differ in their order only."""
-    write_run(tmp_path, data={"val_set": {}})
-    run("device_train.py", "--config", "config.json", "--set", "checkpoint.model_dir=one", cwd=tmp_path)
-    stop = ["--set", "checkpoint.model_dir=many", "--set", "optimizer.total_steps=5"]
-    run("device_train.py", "--config", "config.json", *stop, cwd=tmp_path)
-    mesh = ["--set", "checkpoint.model_dir=many", "--set", "mesh.fsdp=2", "--set", "mesh.tp=2"]
-    run("device_train.py", "--config", "config.json", *mesh, cwd=tmp_path, devices=8)
-    one, many = metrics(tmp_path / "one"), metrics(tmp_path / "many")
+    mesh = ["--set", "checkpoint.model_dir=begun", "--set", "mesh.fsdp=2", "--set", "mesh.tp=2"]
+    run("device_train.py", "--config", "config.json", *mesh, cwd=copy, devices=8)
+    one, many = metrics(copy / "run"), metrics(copy / "begun")
     assert [record["step"] for record in many] == list(range(1, 13))
     for a, b in zip(one, many, strict=True):
         assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
 
 
-def test_changed_data_is_refused_or_read_anew(tmp_path):
-    write_run(tmp_path, data={"val_set": {}})
-    command = ["device_train.py", "--config", "config.json"]
-    run(*command, "--set", "optimizer.total_steps=5", cwd=tmp_path)
-    text = tmp_path / "text.txt"
+def test_changed_data_is_refused_or_read_anew(copy):
+    command = ["device_train.py", "--config", "config.json", "--set", "checkpoint.model_dir=begun"]
+    text = copy / "text.txt"
     text.write_text(text.read_text() + "One more line, and the text is another one.\n")
-    _, errors = run(*command, cwd=tmp_path, code=2)
+    _, errors = run(*command, cwd=copy, code=2)
     assert "--set data.restart=true" in errors
-    _, errors = run(*command, "--set", "data.restart=true", cwd=tmp_path)
+    _, errors = run(*command, "--set", "data.restart=true", cwd=copy)
     assert "from its beginning" in errors
-    assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, 13))
+    assert [record["step"] for record in metrics(copy / "begun")] == list(range(1, 13))
 
 
 @pytest.mark.multiprocess

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import CONFIG, metrics, run, write_run
+
+import device_train
+from mesh_transformer.runtime import cli
 
 
 @pytest.fixture(scope="module")
@@ -77,26 +82,32 @@ def test_sampling_text(trained):
     assert [s["tokens"] for s in again] == [s["tokens"] for s in samples]
 
 
-def test_sampling_tokens_needs_no_tokenizer_and_greedy_takes_the_largest(trained):
+@pytest.fixture(scope="module")
+def greedy(trained):
+    """What follows "99 bottles", sampled by its tokens: no tokenizer is there."""
     prompt = ",".join(str(byte) for byte in b"99 bottles")
-    greedy, _ = _samples(
-        trained, "--prompt-tokens", prompt, "--max-new-tokens", "6", "--temperature", "0",
+    samples, _ = _samples(
+        trained, "--prompt-tokens", prompt, "--max-new-tokens", "8", "--temperature", "0",
         "--set", "data.tokenizer=/nonexistent",
     )  # fmt: skip
-    assert greedy[0]["completion"] is None
-    assert greedy[0]["prompt"] is None
+    return samples[0]
+
+
+def test_sampling_tokens_needs_no_tokenizer_and_greedy_takes_the_largest(trained, greedy):
+    assert greedy["completion"] is None
+    assert greedy["prompt"] is None
+    prompt = ",".join(str(byte) for byte in b"99 bottles")
     likely, _ = _samples(
-        trained, "--prompt-tokens", prompt, "--max-new-tokens", "6", "--top-k", "1", "--seed", "9"
+        trained, "--prompt-tokens", prompt, "--max-new-tokens", "8", "--top-k", "1", "--seed", "9"
     )
-    assert likely[0]["tokens"] == greedy[0]["tokens"]
+    assert likely[0]["tokens"] == greedy["tokens"]
 
 
-def test_sampling_on_eight_devices_gives_the_same_tokens(trained):
-    options = ["--prompt", "12 bottles", "--max-new-tokens", "8", "--temperature", "0"]
-    one, _ = _samples(trained, *options)
+def test_sampling_on_eight_devices_gives_the_same_tokens(trained, greedy):
+    options = ["--prompt", "99 bottles", "--max-new-tokens", "8", "--temperature", "0"]
     eight, _ = _samples(trained, *options, "--set", "mesh.tp=4", "--set", "mesh.fsdp=2", devices=8)
-    assert eight[0]["tokens"] == one[0]["tokens"]
-    np.testing.assert_allclose(eight[0]["logprobs"], one[0]["logprobs"], atol=1e-5)
+    assert eight[0]["tokens"] == greedy["tokens"]
+    np.testing.assert_allclose(eight[0]["logprobs"], greedy["logprobs"], atol=1e-5)
 
 
 def test_a_prompt_beyond_the_context(trained):
@@ -122,7 +133,10 @@ def test_a_prompt_beyond_the_context(trained):
 
 
 def test_fine_tuning_starts_at_step_zero_with_other_weights(trained, tmp_path):
-    write_run(tmp_path, optimizer={"total_steps": 2}, data={"val_set": {}})
+    """And where no validation batches are asked for, there is no validation."""
+    write_run(
+        tmp_path, optimizer={"total_steps": 2}, data={"val_batches": 0, "val_set": {"held": "absent.txt"}}
+    )
     losses = {}
     for name, extra in {"tuned": [], "fresh": ["--fresh-opt"]}.items():
         run(
@@ -132,16 +146,49 @@ def test_fine_tuning_starts_at_step_zero_with_other_weights(trained, tmp_path):
         records = metrics(tmp_path / name)
         assert [record["step"] for record in records] == [1, 2]
         assert [record["train/learning_rate"] for record in records] == [0, pytest.approx(1e-2)]
+        assert not any("val/" in name for record in records for name in record)
         losses[name] = records[0]["train/loss"]
     assert losses["tuned"] == losses["fresh"]
     assert losses["tuned"] < math.log(257) - 1  # it did not start from random weights
+
+
+def assert_one_line(errors: str, message: str) -> None:
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "Traceback" not in errors
+
+
+def test_bad_input_is_one_line_and_exit_code_2(trained):
+    _, errors = run(
+        "device_train.py", "--config", "config.json", "--set", "checkpoint.model_dir=other", "--set", "mesh.tp=4",
+        cwd=trained, code=2,
+    )  # fmt: skip
+    assert_one_line(errors, "--set mesh.tp=1")
+    assert not list(trained.glob("other/step_*"))
+
+
+@pytest.fixture
+def run_here(trained, monkeypatch, capfd):
+    """Runs device_train.py in this process, to its exit code and standard error."""
+    monkeypatch.chdir(trained)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(trained / "cache"))
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["device_train.py", "--config", "config.json", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.run(device_train.main)
+        return ended.value.code, capfd.readouterr().err
+
+    yield command
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--set", "model.n_head=4"], "model.n_heads"),
-        (["--set", "mesh.tp=4"], "--set mesh.tp=1"),
         (["--set", "data.batch_size=6", "--set", "mesh.dp=4"], "data.batch_size 6"),
         (["--set", "data.seq=64"], "model.seq 32"),
         (["--set", "data.train_set=absent.txt"], "absent.txt"),
@@ -151,21 +198,10 @@ def test_fine_tuning_starts_at_step_zero_with_other_weights(trained, tmp_path):
         (["--tune-model-path", "nowhere"], "nowhere"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(trained, arguments, message):
-    _, errors = run(
-        "device_train.py",
-        "--config",
-        "config.json",
-        "--set",
-        "checkpoint.model_dir=other",
-        *arguments,
-        cwd=trained,
-        code=2,
-    )
-    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert message in lines[0]
-    assert "Traceback" not in errors
+def test_every_bad_input_is_one_line(trained, run_here, arguments, message):
+    code, errors = run_here("--set", "checkpoint.model_dir=other", *arguments)
+    assert code == 2
+    assert_one_line(errors, message)
     assert not list(trained.glob("other/step_*"))
 
 
@@ -196,14 +232,6 @@ def test_an_update_that_is_not_finite_is_never_saved(tmp_path):
     records = metrics(tmp_path / "run")
     assert records[-1]["step"] == 12
     assert records[-1]["train/loss"] < 6
-
-
-def test_no_validation_batches_mean_no_validation(tmp_path):
-    write_run(
-        tmp_path, optimizer={"total_steps": 2}, data={"val_batches": 0, "val_set": {"held": "absent.txt"}}
-    )
-    run("device_train.py", "--config", "config.json", cwd=tmp_path)
-    assert not any("val/" in name for record in metrics(tmp_path / "run") for name in record)
 
 
 def test_classic_spelling_trains(tmp_path):
