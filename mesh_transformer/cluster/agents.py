@@ -17,6 +17,7 @@ from mesh_transformer.errors import UserError
 
 ANSWER_S = 3.0  # for a status
 TAKE_OVER_S = DRIVER_GONE_S + 3.0  # until the agents know that a driver before this one is dead
+FEED_S = 5.0  # to take a batch, which an agent answers within a second; one that came twice is dropped
 CALL_S = 30.0  # for everything else
 
 
@@ -111,7 +112,7 @@ class AgentCluster(abc.ABC):
     def feed(self, number: int, batch: np.ndarray, rows: Sequence[slice], state: Any, held: int) -> bool:
         shares = {(part.start, part.stop): self._share(np.ascontiguousarray(batch[:, part])) for part in rows}
         given = [(self._driver, number, shares[part.start, part.stop], state, held) for part in rows]
-        return all(answer is True for answer in self._call("feed", given, CALL_S))
+        return all(answer is True for answer in self._call("feed", given, FEED_S))
 
     def stop(self) -> None:
         self._call("stop", [(self._driver,)] * self.count, CALL_S)

@@ -4,8 +4,9 @@ Host i is the node with the custom resource `tpu_worker_<i>` or, where no node h
 itself gives to TPU hosts: the number is the TPU's own, not Ray's rank. Agents are detached actors, so they outlive the
 driver; their names, made from the run's, are how the next driver finds them. Ray never restarts one.
 
-A cluster whose head has died is over: its nodes end within a minute, and a driver that asks the head for anything is ended by
-Ray. So the driver looks for it by itself, lets go of that cluster, and joins the next one at the same address.
+A cluster whose head has died is over: its nodes end within a minute, and a driver that asks the head for anything, or puts
+something in the object store of its own node when that has died, is ended by Ray. So the driver looks for both by itself,
+lets go of that cluster, and joins the next one at the same address.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ REACH_S = 10.0
 HELPER_S = 20.0  # for a task that kills what does not answer
 HEAD_S = 12.0  # a head that cannot be reached for so long is gone; Ray ends its clients after 60
 HEAD_ANSWER_S = 2.0
+INLINE_BYTES = 64 << 10  # what is smaller goes with the call, as Ray does it, not through the object store
 
 
 class RayCluster(AgentCluster):
@@ -70,7 +72,7 @@ class RayCluster(AgentCluster):
             )
         super().__init__(count or max(found) + 1, {**_RAYS_OWN, **(environment or {})})
         self._run, self._hosts = run, hosts or NoHosts()
-        self._address = str(ray.get_runtime_context().gcs_address)
+        self._address, self._own_node = _addresses()
         self._head_answered = time.monotonic()
         self._actors: list[Any] = []
         self._pids: list[int | None] = [None] * self.count  # of the agents
@@ -84,21 +86,26 @@ class RayCluster(AgentCluster):
         return Poll(tuple(statuses))
 
     def _head_gone(self) -> str | None:
-        """Why the head counts as gone: nobody listens there, or it has not been reached for HEAD_S."""
+        """Why the head counts as gone: nobody listens there or at this machine's node, or they were not reached for HEAD_S."""
         now = time.monotonic()
         try:
-            _reach(self._address, HEAD_ANSWER_S)
+            for address in (self._address, self._own_node):
+                _reach(address, HEAD_ANSWER_S)
         except OSError as error:
             if isinstance(error, ConnectionRefusedError) or now - self._head_answered > HEAD_S:
-                return f"the head of the Ray cluster, {self._address}, is gone: {error}"
+                return f"the head of the Ray cluster, {address}, is gone: {error}"
         else:
             self._head_answered = now
         return None
+
+    def feed(self, number: int, batch: np.ndarray, rows: Sequence[slice], state: Any, held: int) -> bool:
+        return self._head_gone() is None and super().feed(number, batch, rows, state, held)
 
     def _open(self) -> None:
         try:
             _connect(self._address)
             nodes = _nodes()
+            self._address, self._own_node = _addresses()
         except (UserError, RayError) as error:
             raise HostsMissing(_line(error)) from error
         self._head_answered = time.monotonic()
@@ -143,7 +150,7 @@ class RayCluster(AgentCluster):
         return [_answer(call) if call in ready else NoAnswer() for call in calls]
 
     def _share(self, rows: np.ndarray) -> Any:
-        return ray.put(rows)
+        return ray.put(rows) if rows.nbytes > INLINE_BYTES else rows
 
     def _host_alive(self, worker_id: int) -> bool | None:
         try:
@@ -220,6 +227,13 @@ def _reach(address: str, timeout_s: float) -> None:
     host, separator, port = address.rpartition(":")
     if separator and port.isdigit() and "/" not in host:
         socket.create_connection((host, int(port)), timeout_s).close()
+
+
+def _addresses() -> tuple[str, str]:
+    """Of the head, and of the node through which this driver is in the cluster."""
+    context = ray.get_runtime_context()
+    own = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    return str(context.gcs_address), f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}"
 
 
 def _nodes() -> dict[int, dict[str, Any]]:

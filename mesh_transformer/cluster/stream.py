@@ -20,6 +20,7 @@ from mesh_transformer.config import Config
 DEPTH = 8  # batches that a worker holds at most
 MARGIN = 4  # those that it may not take yet
 RELEASE_S = 3.0
+END_S = 6.0  # for the driver's thread to end: longer than a batch is offered for
 
 
 def may_take(given: int, taken: int) -> bool:
@@ -112,8 +113,9 @@ class Streamer:
         self._thread.start()
 
     def stop(self) -> None:
-        """End soon."""
+        """End: nothing is offered to the cluster any more, but for a batch whose reader or agent does not answer."""
         self._stopped.set()
+        self._thread.join(END_S)
 
     def _run(self) -> None:
         from mesh_transformer.runtime.feeds import read_train_set

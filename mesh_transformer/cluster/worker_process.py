@@ -182,7 +182,7 @@ def read_bytes(path: str, offset: int, size: int) -> bytes:
 
 
 def _environment(changes: dict[str, str | None]) -> dict[str, str]:
-    """This process's variables with changes, and the package on the path."""
-    path = os.pathsep.join(filter(None, [str(CODE), os.environ.get("PYTHONPATH")]))
-    merged = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **changes}
+    """This process's variables with changes, and the package first on the path."""
+    merged = {**os.environ, "PYTHONUNBUFFERED": "1", **changes}
+    merged["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CODE), merged.get("PYTHONPATH")]))
     return {name: value for name, value in merged.items() if value is not None}

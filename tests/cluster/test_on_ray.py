@@ -26,6 +26,15 @@ from mesh_transformer.data.text_cache import cached_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 DETECTION_S = 30
+HOLD_RENAMES = """
+import os
+rename = os.rename
+def held(source, target, **named):
+    if os.path.basename(target).startswith("step_") and os.path.exists(os.environ["HELD"]):
+        open(os.environ["HELD"])  # a FIFO that nobody writes to
+    rename(source, target, **named)
+os.rename = held
+"""
 
 
 @pytest.fixture
@@ -171,9 +180,9 @@ def test_agents_killed_and_stopped(folder, ray_nodes, straight, worker_environme
     assert same_numbers(straight, folder / "run")[-1]["train/steps_redone"] > 0
 
 
-def test_the_head_of_ray_dies(folder, ray_nodes, straight, worker_environment):
+def test_the_head_of_ray_dies_while_the_driver_streams(folder, ray_nodes, straight, worker_environment):
     """All its nodes go with it. The driver waits for a new head at the same address, and for its nodes."""
-    with driver(folder, *_command(ray_nodes), **worker_environment) as run:
+    with driver(folder, *_command(ray_nodes, "--set", "data.read_by=driver"), **worker_environment) as run:
         run.wait_for_step(50)
         pids, when = [worker_pid(ray_nodes.temporary, i) for i in range(2)], run.now
         ray_nodes.ask("kill head")
@@ -186,3 +195,25 @@ def test_the_head_of_ray_dies(folder, ray_nodes, straight, worker_environment):
         sys.stdout.write(f"head: the next step {again - back:.1f} s after it was back\n")
         run.finish()
     assert same_numbers(straight, folder / "run")[-1]["train/steps_redone"] > 0
+
+
+def test_a_save_hangs(folder, ray_nodes, straight, worker_environment):
+    """The rename that makes a checkpoint a finished one never returns, in a thread of worker 0: training goes on until the
+    next save."""
+    os.mkfifo(folder / "held")
+    (folder / "sitecustomize.py").write_text(HOLD_RENAMES)
+    hold = (
+        "--env",
+        f"PYTHONPATH={folder}",
+        "--env",
+        f"HELD={folder / 'held'}",
+        "--set",
+        "cluster.step_limit=10",
+    )
+    with driver(folder, *_command(ray_nodes, *hold), **worker_environment) as run:
+        run.wait_for_step(79)
+        when = run.now
+        _seen(run, when, "a save", ["nothing done"], "in phase save, step 80")
+        (folder / "held").unlink()
+        run.finish()
+    assert same_numbers(straight, folder / "run")[-1]["train/steps_redone"] == 79

@@ -10,8 +10,8 @@ from commands import metrics
 from driving import Driver, stop_main_thread
 from pod_driver import TPU, PodDrivers
 
-EVERY = 40  # steps between checkpoints
-MIDDLE = (8, 30)  # steps behind one at which a fault comes
+EVERY = 24  # steps between checkpoints
+MIDDLE = (6, 18)  # steps behind one at which a fault comes
 WAIT_S = 150.0
 DRIVER_KILLED = "driver killed"
 

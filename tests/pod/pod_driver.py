@@ -100,7 +100,7 @@ class PodDrivers:
         finally:
             if driver.process.poll() is None:
                 self.kill(driver)
-            sys.stdout.write(f"{driver.text}\n")  # shown where a test fails
+            sys.stderr.write(f"{driver.text}\n")  # shown where a test fails
 
     def kill(self, driver: Driver) -> None:
         """kill -9."""

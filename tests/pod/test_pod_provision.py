@@ -97,6 +97,12 @@ def join(driver: Driver) -> Join:
     return Join(f"{DRIVER}:6379", driver.token_file, SMALL_NODE, {"JAX_PLATFORMS": "cpu"})
 
 
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout for tests that do not care which: Ray is started anew only where its content changes."""
+    return small_tree(tmp_path_factory.mktemp("checkout"), mark="value = 1\n")
+
+
 @pytest.fixture
 def bring_up(pod: Pod, join: Join) -> Callable[[Path], Provisioned]:
     """Provision with the environment of this test."""
@@ -119,9 +125,8 @@ def wait_for(what: Callable[[], bool], timeout_s: float = 60) -> None:
 
 
 def test_launch_and_launch_again(
-    pod: Pod, driver: Driver, join: Join, bring_up: Callable[[Path], Provisioned], tmp_path: Path
+    pod: Pod, driver: Driver, bring_up: Callable[[Path], Provisioned], tree: Path
 ) -> None:
-    tree = small_tree(tmp_path, mark="value = 1\n")
     first = bring_up(tree)
     assert first.pushed == {"code": ALL}
     nodes = driver.nodes()
@@ -135,20 +140,39 @@ def test_launch_and_launch_again(
     assert second.pushed == {"code": ()}
     assert second.code == first.code
     assert pids(pod) == before, "Ray was started again"
-
-    (tree / "mesh_transformer" / "mark.py").write_text("value = 2\n")
-    third = bring_up(tree)
-    assert third.pushed == {"code": ALL}
-    assert third.code != first.code
-    assert said(pod, f"cat {third.code}/mesh_transformer/mark.py") == ["value = 2"] * 4
-    assert not set(pids(pod)) & set(before), "Ray's workers would still import the old code"
     assert said(pod, "stat -c %a .mesh_transformer") == ["700"] * 4
     assert said(pod, "ls .mesh_transformer/*.part* .mesh_transformer/*.tar 2>/dev/null | wc -l") == ["0"] * 4
 
-    packed = code_archive(str(tree))
-    (tree / "mesh_transformer" / "mark.py").write_text("value = 3\n")
-    assert provision(pod, Existing(sys.prefix), join, str(tree), packed).code == third.code
 
+def test_new_code_and_a_host_that_is_down(
+    hosts: PodOfHosts,
+    pod: Pod,
+    driver: Driver,
+    join: Join,
+    bring_up: Callable[[Path], Provisioned],
+    tree: Path,
+) -> None:
+    """The host is named, and a second launch does the rest: the code is changed everywhere, and Ray started with it."""
+    old, before = bring_up(tree), pids(pod)
+    mark = tree / "mesh_transformer" / "mark.py"
+    mark.write_text("value = 2\n")
+    hosts.stop(3)
+    with pytest.raises(HostsFailed, match="looking at what the hosts have: 1 of 4 hosts failed\nw3 "):
+        bring_up(tree)
+    hosts.start(3)
+    pod.wait_reachable(20)
+    new = bring_up(tree)
+    assert new.pushed == {"code": ALL}
+    assert new.code != old.code
+    assert said(pod, f"cat {new.code}/mesh_transformer/mark.py") == ["value = 2"] * 4
+    after = pids(pod)
+    assert "" not in after
+    assert all(after[i] != before[i] for i in range(3)), "Ray's workers would still import the old code"
+
+    packed = code_archive(str(tree))
+    mark.write_text("value = 3\n")
+    assert provision(pod, Existing(sys.prefix), join, str(tree), packed).code == new.code
+    mark.write_text("value = 2\n")
     value = driver.python(
         "import ray; ray.init(address='10.77.0.1:6379', log_to_driver=False, logging_level='ERROR')\n"
         "@ray.remote(num_cpus=0)\n"
@@ -159,12 +183,14 @@ def test_launch_and_launch_again(
         "print(ray.get(asked))"
     )
     assert value.splitlines()[-1] == str([(f"pod-w{i}", "cpu", 2) for i in ALL])
+    pod.run("rm -r .mesh_transformer/code", [1])
+    assert bring_up(tree).pushed == {"code": (1,)}
 
 
 def test_ray_survives_the_connection_and_is_kept_up(
-    pod: Pod, driver: Driver, bring_up: Callable[[Path], Provisioned], tmp_path: Path
+    pod: Pod, driver: Driver, bring_up: Callable[[Path], Provisioned], tree: Path
 ) -> None:
-    bring_up(small_tree(tmp_path))
+    bring_up(tree)
     raylets = pids(pod)
     pod.run("pkill -KILL -f '^sshd: root' || true", check=False)  # every connection, the master stays
     assert pids(pod) == raylets
@@ -175,8 +201,10 @@ def test_ray_survives_the_connection_and_is_kept_up(
     assert pids(pod)[0] == raylets[0]
 
 
-def test_logs_come_back(pod: Pod, bring_up: Callable[[Path], Provisioned], tmp_path: Path) -> None:
-    provisioned = bring_up(small_tree(tmp_path / "tree"))
+def test_logs_come_back(
+    pod: Pod, bring_up: Callable[[Path], Provisioned], tree: Path, tmp_path: Path
+) -> None:
+    provisioned = bring_up(tree)
     fetch_logs(pod, provisioned, str(tmp_path / "logs"))
     for i in ALL:
         assert "Ray runtime started" in (tmp_path / "logs" / f"w{i}" / "logs" / "ray.log").read_text()
@@ -184,19 +212,21 @@ def test_logs_come_back(pod: Pod, bring_up: Callable[[Path], Provisioned], tmp_p
         assert f"10.77.0.{11 + i}" in raylet
 
 
-def test_a_host_that_is_down_is_named_and_a_second_launch_does_the_rest(
-    hosts: PodOfHosts, pod: Pod, bring_up: Callable[[Path], Provisioned], tmp_path: Path
+def test_head_is_found_again_and_stopped(
+    pod: Pod, driver: Driver, bring_up: Callable[[Path], Provisioned], tree: Path
 ) -> None:
-    tree = small_tree(tmp_path, other="")
-    hosts.stop(3)
-    with pytest.raises(HostsFailed, match="looking at what the hosts have: 1 of 4 hosts failed\nw3 "):
-        bring_up(tree)
-    hosts.start(3)
-    pod.wait_reachable(20)
-    assert bring_up(tree).pushed == {"code": ALL}
-    assert "" not in pids(pod)
-    pod.run("rm -r .mesh_transformer/code", [1])
-    assert bring_up(tree).pushed == {"code": (1,)}
+    provisioned = bring_up(tree)
+    before = driver.python(
+        "import subprocess; print(subprocess.check_output(['pgrep', '-x', 'gcs_server'], text=True))"
+    )
+    assert driver.start() == f"{DRIVER}:6379"
+    assert before == driver.python("import subprocess; print(subprocess.check_output(['pgrep', '-x', 'gcs_server'], text=True))")  # fmt: skip
+    stop_ray(pod, provisioned)
+    assert said(pod, "pgrep -f '[r]aylet|[r]ay::|[p]od_ray.sh' | wc -l") == ["0"] * 4
+    stop_ray(pod, provisioned)
+    driver.python(f"from mesh_transformer.cloud import head; head.stop({str(driver.folder)!r})")
+    left = driver.python("import subprocess; print(subprocess.run(['pgrep', '-a', 'gcs_server|raylet'], text=True, capture_output=True).stdout)")  # fmt: skip
+    assert left == ""
 
 
 def test_ray_that_cannot_start_says_why(pod: Pod, driver: Driver, tmp_path: Path) -> None:
@@ -247,20 +277,3 @@ def test_an_environment_that_cannot_be_made_says_why(pod: Pod, join: Join, tmp_p
         provision(pod, Environment(*files, base), join, str(tree))
     with pytest.raises(HostsFailed, match="no Python 3.99 with its venv module on pod-w2"):
         provision(pod, Environment(*files, "3.99"), join, str(tree))
-
-
-def test_head_is_found_again_and_stopped(
-    pod: Pod, driver: Driver, bring_up: Callable[[Path], Provisioned], tmp_path: Path
-) -> None:
-    provisioned = bring_up(small_tree(tmp_path))
-    before = driver.python(
-        "import subprocess; print(subprocess.check_output(['pgrep', '-x', 'gcs_server'], text=True))"
-    )
-    assert driver.start() == f"{DRIVER}:6379"
-    assert before == driver.python("import subprocess; print(subprocess.check_output(['pgrep', '-x', 'gcs_server'], text=True))")  # fmt: skip
-    stop_ray(pod, provisioned)
-    assert said(pod, "pgrep -f '[r]aylet|[r]ay::|[p]od_ray.sh' | wc -l") == ["0"] * 4
-    stop_ray(pod, provisioned)
-    driver.python(f"from mesh_transformer.cloud import head; head.stop({str(driver.folder)!r})")
-    left = driver.python("import subprocess; print(subprocess.run(['pgrep', '-a', 'gcs_server|raylet'], text=True, capture_output=True).stdout)")  # fmt: skip
-    assert left == ""

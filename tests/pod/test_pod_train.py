@@ -84,12 +84,13 @@ def test_evaluation(straight: tuple[Path, str, list[str]], drivers: PodDrivers, 
     lines = (shared / "data/lambada/lambada_test.jsonl").read_text().splitlines(keepends=True)
     (data / "lambada/lambada_test.jsonl").write_text("".join(lines[:16]))
     command = ("--tasks", "lambada", "--data-dir", str(data), "--limit", "12", "--output")
-    with drivers.start(folder, *command, "slice.json", program="eval_harness.py") as run:
-        run.finish(timeout_s=END_S)
-    commands.run(
+    alone = commands.start(
         "eval_harness.py", "--config", "config.json", *command, "alone.json", cwd=folder, devices=8,
         **drivers.gcs.environment(),
     )  # fmt: skip
+    with drivers.start(folder, *command, "slice.json", program="eval_harness.py") as run:
+        run.finish(timeout_s=END_S)
+    commands.finish(alone)
     found, expected = (json.loads((folder / f"{name}.json").read_text()) for name in ("slice", "alone"))
     assert found["evaluation"] == expected["evaluation"]
     assert found["evaluation"]["step"] == STEPS
