@@ -13,7 +13,7 @@ from typing import Any
 from mesh_transformer.cluster.agent import TakenOver
 from mesh_transformer.cluster.agents import same
 from mesh_transformer.cluster.base import Cluster, Hosts, HostsMissing, Job, NoHosts, Poll
-from mesh_transformer.cluster.failures import Kind, Limits, Verdict, classify
+from mesh_transformer.cluster.failures import SILENT_S, Kind, Limits, Verdict, classify
 from mesh_transformer.cluster.slice_state import SliceState
 from mesh_transformer.cluster.stream import Streamer
 from mesh_transformer.cluster.view import View
@@ -160,19 +160,23 @@ class Supervisor:
             return verdict
         began = self._clock()
         self._slice.refresh()
-        while verdict.kind not in final and self._clock() - began < self._patience():
+        while verdict.kind not in final and self._clock() - began < self._patience(verdict):
             self._sleep(POLL_S / 2)
             verdict = self._look()
         return verdict
 
-    def _patience(self) -> float:
+    def _patience(self, verdict: Verdict) -> float:
+        """Seconds for the cause to be seen. An error may be told sooner than that another's host has gone."""
         saving = any(
             status.state == "running"
             and status.phase == "leave"
             and not (status.silent_s or self._limits.idle(status))
             for status in self._statuses
         )
-        return LEAVE_S if saving else SETTLE_S
+        if saving:
+            return LEAVE_S
+        doubtful = any(status.lost is None and 0 < status.silent_s <= SILENT_S for status in self._statuses)
+        return SILENT_S + SETTLE_S if verdict.kind is Kind.CRASH and doubtful else SETTLE_S
 
     def _recover(self, verdict: Verdict) -> None:
         """End everything, and begin again unless that is pointless."""

@@ -193,6 +193,24 @@ def test_the_cause_is_found_after_its_consequences():
         made.run()
 
 
+@pytest.mark.parametrize(("comes_back", "cause"), [(False, "worker 1: its host"), (True, "worker 0: Gloo")])
+def test_a_host_that_does_not_answer_is_the_cause_of_the_others_errors(comes_back, cause, caplog):
+    """Worker 0's collective fails at once; that worker 1's host has gone is known only after a while."""
+
+    def life(seconds):
+        if seconds < 5:
+            return at_work(1)
+        failed = Status(0, "ended", exit_code=1, error=WorkerError("machine", "Gloo all-reduce failed", ""))
+        silent_s = 0.0 if comes_back and seconds > 9 else seconds - 4
+        return [failed, at_work(1, silent_s=silent_s)[1]]
+
+    made, fake = supervisor([life, finishes])
+    assert made.run()[0] == 0
+    (said,) = [record.getMessage() for record in caplog.records if "crash at step" in record.getMessage()]
+    assert cause in said
+    assert fake.starts[1] < (12 if comes_back else 21)
+
+
 def test_a_second_driver_goes_on_with_the_workers():
     made, fake = supervisor([finishes], found=at_work(3))
     fake.starts.append(0.0)  # by the driver before
