@@ -43,9 +43,8 @@ if "jax" in sys.modules:
     )
 set_up_devices(os.environ)
 set_up_caches(os.environ)
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as in a shell's background; commands under test would inherit it
+# A shell's background job ignores SIGINT, and the commands under test would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
