@@ -16,10 +16,6 @@ from mesh_transformer.cluster.base import Category, Status
 
 SILENT_S = 12.0  # an agent that answers nothing for so long is unreachable
 STOPPED_S = 15.0  # a process of which no thread says anything for so long is stopped
-SLOWER = 4.0  # a step may take so many times the slowest one before it
-# What may be quiet for longer: forming the mesh, whose waits are those of JAX and of the TPU's runtime; one generation of
-# many tokens, for which the host only waits; and the first step of a process, of which nobody knows how long it takes.
-SLOW_PHASES, SLOW_S = {"start", "evaluate", "generate"}, 120.0
 ORDER = ("start", "open", "data", "compile", "step", "validate", "save", "leave")  # of the phases of one step
 TAKEN = {
     "PREEMPTED",
@@ -56,28 +52,35 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What was seen, of which worker (None: of all), and why that is thought."""
+    """What was seen, of which worker (None: of all), and why that is thought; `hung` if it may only have been slow."""
 
     kind: Kind
     reason: str = ""
     worker_id: int | None = None
+    hung: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds that the thread of a job may be silent: in a step, or in any phase while nothing is done; in any phase."""
+    """Seconds that the thread of a job may be silent.
+
+    Args:
+        step_s: in a step, beyond the slowest one so far; in any other phase, or in a step while no time of one is known, as
+            long as nothing is done.
+        phase_s: in any phase, whatever is done.
+        slowest_step_s: of the processes before these, until theirs is known.
+    """
 
     step_s: float
     phase_s: float
+    slowest_step_s: float = 0.0
 
     def of(self, status: Status) -> float:
-        """How long a worker may do nothing, for what it is at."""
-        first_step = status.phase == "step" and status.slowest_step_s == 0
-        least = SLOW_S if status.phase in SLOW_PHASES or first_step else 0.0
-        return max(self.step_s, SLOWER * status.slowest_step_s, least)
+        """How long a worker may do nothing. A device that is slow in the steps is so elsewhere."""
+        return self.step_s + (status.slowest_step_s or self.slowest_step_s)
 
     def idle(self, status: Status) -> bool:
-        """Whether it has done nothing for too long. What a step does on a device shows only when it ends."""
+        """Whether it has done nothing for too long."""
         return _quiet_s(status) > self.of(status)
 
 
@@ -196,21 +199,25 @@ def _hung(statuses: Sequence[Status], limits: Limits) -> Verdict | None:
     """In one mesh each waits for the others: the one that is furthest behind is the cause, unless it is still at work."""
     running = sorted((s for s in statuses if s.state == "running"), key=lambda s: (_place(s), -_quiet_s(s)))
     for status in running:
+        limit = limits.of(status)
         where = f"in phase {status.phase}, step {status.step}; the limit is"
-        if status.beat_age_s > max(limits.phase_s, limits.of(status)):
-            reason = (
-                f"it hangs: {status.beat_age_s:.0f} s {where} {limits.phase_s:.0f} s (cluster.phase_limit)"
-            )
-            return Verdict(Kind.CRASH, reason, status.worker_id)
-        if limits.idle(status) and not any(_awaited(other, status, limits) for other in running):
-            limit = f"{limits.of(status):.0f} s (cluster.step_limit {limits.step_s:.0f})"
-            reason = f"it hangs: nothing done for {_quiet_s(status):.0f} s {where} {limit}"
-            return Verdict(Kind.CRASH, reason, status.worker_id)
+        if status.beat_age_s > max(limits.phase_s, limit):
+            told = f"{status.beat_age_s:.0f} s {where} {limits.phase_s:.0f} s (cluster.phase_limit)"
+        elif limits.idle(status) and not any(_awaited(other, status, limits) for other in running):
+            told = f"nothing done for {_quiet_s(status):.0f} s {where} {limit:.0f} s (cluster.step_limit)"
+        else:
+            continue
+        return Verdict(Kind.CRASH, f"it hangs: {told}", status.worker_id, hung=True)
     return None
 
 
+def _timed(status: Status) -> bool:
+    """Whether it is in a step of which one knows how long it takes. What it does on a device shows only when it ends."""
+    return status.phase == "step" and status.slowest_step_s > 0
+
+
 def _quiet_s(status: Status) -> float:
-    return status.beat_age_s if status.phase == "step" else status.idle_s
+    return status.beat_age_s if _timed(status) else status.idle_s
 
 
 def _place(status: Status) -> tuple[int, int]:
@@ -221,5 +228,5 @@ def _place(status: Status) -> tuple[int, int]:
 def _awaited(other: Status, status: Status, limits: Limits) -> bool:
     """Whether a worker may be waiting for another one, which is at work. In a step all are done at the same time."""
     behind = _place(other) < _place(status)
-    beside = _place(other) == _place(status) and status.phase != "step"
+    beside = _place(other) == _place(status) and not _timed(status)
     return (behind or beside) and not limits.idle(other)

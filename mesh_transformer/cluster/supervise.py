@@ -6,6 +6,7 @@ newest checkpoint, with process i on host i as before.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -137,6 +138,9 @@ class Supervisor:
         begun = poll.statuses[0].begun
         if begun is not None and begun["step"] > self._begun:
             self._begun, self._crashes = begun["step"], 0
+            self._allow(step_s=self._config.cluster.step_limit)
+        if slowest := max(status.slowest_step_s for status in poll.statuses):
+            self._allow(slowest_step_s=slowest)
         for worker_id, event in poll.events:
             self._take(worker_id, event)
         if self._streamer is not None and self._streamer.error is not None:
@@ -193,6 +197,9 @@ class Supervisor:
         step = max((status.step for status in self._statuses), default=0)
         log.warning("%s at step %d: %s%s", verdict.kind.value, step, who, verdict.reason)
         self._cluster.kill(self._statuses)
+        if verdict.hung:
+            self._allow(step_s=2 * self._limits.step_s)
+            log.info("it may only have been slow: now %.0f s are allowed for that", self._limits.step_s)
         if verdict.kind is Kind.CRASH:
             self._back_off(who, verdict)
         else:
@@ -229,6 +236,9 @@ class Supervisor:
             log.warning("the workers could not save: %s (%s)", verdict.reason, verdict.kind.value)
         self._cluster.close()
         return 128 + (self._stop.noted or 0)
+
+    def _allow(self, **limits: float) -> None:
+        self._limits = dataclasses.replace(self._limits, **limits)
 
     def _wait_for_end(self) -> None:
         deadline = self._clock() + LEAVE_S

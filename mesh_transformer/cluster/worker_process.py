@@ -21,6 +21,7 @@ from mesh_transformer.cluster.stream import DEPTH, may_take
 CODE = Path(__file__).resolve().parents[2]  # the folder in which the package lies
 TAIL_BYTES = 8192
 ROOM_WAIT_S = 1.0
+FADING = 0.99  # of the slowest step with each one after it: a single slow one is forgotten after some hundred
 EVENTS_KEPT = 100_000  # of a worker whose driver is gone
 
 
@@ -155,7 +156,7 @@ class WorkerProcess:
         self._beat = self._sign = now
         if kind == "phase":
             if self._phase == "step":
-                self._slowest = max(self._slowest, now - self._phase_began)
+                self._slowest = max(FADING * self._slowest, now - self._phase_began)
             self._phase, self._step, self._phase_began = event["name"], event["step"] or self._step, now
         elif kind == "taken":
             self._taken = event["count"]

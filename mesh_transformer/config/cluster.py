@@ -16,8 +16,8 @@ class ClusterConfig(Group):
 
     step_limit: Seconds = Field(
         20.0,
-        description="a step that takes longer, and over 4 times the slowest one before, is a hang (the first may take "
-        "120); so is any other phase in which nothing is done for so long",
+        description="a step that takes so much longer than the slowest one of late is a hang; so is any other phase in "
+        "which nothing is done for so long. Doubled for each hang in a row without a newer checkpoint",
     )
     phase_limit: Seconds = Field(
         3600.0,

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from mesh_transformer import signs
 from mesh_transformer.infer.requests import Emitted, Engine, Finish, Piece, SamplingParams, Token
 
 
@@ -150,6 +151,7 @@ class Scheduler:
                 slot = self._slots[emitted.slot]
                 slot.cached += 1  # the token before went in, to give this one
                 self._take(slot, emitted, progress)
+        signs.note()
         return [
             Output(request, tuple(got.tokens), tuple(got.prompt), got.finish)
             for request, got in progress.items()

@@ -25,11 +25,17 @@ def failed(kind: str, code: int = 1, worker_id: int = 1) -> Status:
     return ended(code, worker_id, error=WorkerError(kind, "the message", "Traceback: the traceback"))
 
 
+def first_step(worker_id: int, idle_s: float) -> Status:
+    """In a step before which no time of one is known, for 90 s."""
+    return seen(worker_id=worker_id, step=3, slowest_step_s=0, beat_age_s=90, idle_s=idle_s)
+
+
 TABLE = [
     # name, statuses, state of the slice, kind, worker, part of the reason
     ("at work", [FINE, seen()], None, Kind.RUNNING, None, ""),
     ("at work, slice ready", [FINE, seen()], "READY", Kind.RUNNING, None, ""),
-    ("a long step is no hang if one before was", [FINE, seen(beat_age_s=39, slowest_step_s=10)], None, Kind.RUNNING, None, ""),
+    ("a long step is no hang if one before was", [FINE, seen(beat_age_s=29, slowest_step_s=10)], None, Kind.RUNNING, None, ""),
+    ("a step far longer than those before hangs", [FINE, seen(beat_age_s=31, slowest_step_s=10)], None, Kind.CRASH, 1, "the limit is 30 s"),
     ("a long compilation is no hang", [FINE, seen(phase="compile", beat_age_s=500)], None, Kind.RUNNING, None, ""),
     ("a busy agent", [FINE, seen(silent_s=5)], None, Kind.RUNNING, None, ""),
     ("one is ready before the other", [ended(0, 0), seen(phase="leave")], None, Kind.RUNNING, None, ""),
@@ -55,8 +61,9 @@ TABLE = [
     ("worker stopped, the others aborted", [ended(-6, 0, tail="x\ny"), seen(alive_age_s=22)], None, Kind.CRASH, 1, "stopped"),
     ("stopped while it compiles", [FINE, seen(phase="compile", alive_age_s=16)], None, Kind.CRASH, 1, "stopped"),
     ("only the step's thread hangs", [FINE, seen(beat_age_s=21)], None, Kind.CRASH, 1, "it hangs"),
-    ("the first step takes long", [FINE, seen(slowest_step_s=0, beat_age_s=90)], None, Kind.RUNNING, None, ""),
-    ("the first step hangs", [seen(worker_id=0, slowest_step_s=0, beat_age_s=121), seen(slowest_step_s=0, beat_age_s=121)], None, Kind.CRASH, 0, "the limit is 120 s (cluster.step_limit 20)"),
+    ("the first step computes for long", [first_step(0, idle_s=1), first_step(1, idle_s=2)], None, Kind.RUNNING, None, ""),
+    ("the first step of one host computes for long, the other one waits in it", [first_step(0, idle_s=80), first_step(1, idle_s=2)], None, Kind.RUNNING, None, ""),
+    ("the first step hangs", [first_step(0, idle_s=21), first_step(1, idle_s=21.5)], None, Kind.CRASH, 1, "the limit is 20 s (cluster.step_limit)"),
     ("a save has no end", [FINE, seen(phase="save", beat_age_s=601)], None, Kind.CRASH, 1, "the limit is 600 s"),
     ("a save that writes for long", [FINE, seen(phase="save", beat_age_s=500, idle_s=2)], None, Kind.RUNNING, None, ""),
     ("a save in which nothing is done", [seen(phase="save", worker_id=0, idle_s=3), seen(phase="save", idle_s=21)], None, Kind.RUNNING, None, ""),
@@ -69,11 +76,14 @@ TABLE = [
     ("a step hangs, the other one is past it", [seen(worker_id=0, phase="save", beat_age_s=22), seen(beat_age_s=22)], None, Kind.CRASH, 1, "phase step"),
     ("a step hangs, the other one waits behind it", [seen(worker_id=0, phase="validate", idle_s=30), seen(beat_age_s=22)], None, Kind.CRASH, 1, "phase step"),
     ("opening the data hangs", [seen(worker_id=0, phase="open", step=0, idle_s=21), seen(phase="open", step=0, idle_s=21)], None, Kind.CRASH, 0, "phase open"),
-    ("the mesh forms slowly", [seen(worker_id=0, phase="start", step=0, idle_s=90), seen(phase="start", step=0, idle_s=100)], None, Kind.RUNNING, None, ""),
+    ("the mesh forms slowly", [seen(worker_id=0, phase="start", step=0, beat_age_s=90, idle_s=19), seen(phase="start", step=0, beat_age_s=90, idle_s=18)], None, Kind.RUNNING, None, ""),
     ("one host's start is slow", [seen(worker_id=0, phase="start", step=0, beat_age_s=400, idle_s=300), seen(phase="start", step=0, beat_age_s=400, idle_s=1)], None, Kind.RUNNING, None, ""),
-    ("the mesh does not form", [seen(worker_id=0, phase="start", step=0, idle_s=121), seen(phase="start", step=0, idle_s=121)], None, Kind.CRASH, 0, "the limit is 120 s"),
+    ("the mesh does not form", [seen(worker_id=0, phase="start", step=0, idle_s=21), seen(phase="start", step=0, idle_s=20.5)], None, Kind.CRASH, 0, "the limit is 20 s"),
+    ("an evaluation hangs", [seen(worker_id=0, phase="evaluate", step=0, idle_s=21), seen(phase="evaluate", step=0, idle_s=22)], None, Kind.CRASH, 1, "phase evaluate"),
+    ("an evaluation on one host computes for long", [seen(worker_id=0, phase="evaluate", step=0, idle_s=90), seen(phase="evaluate", step=0, idle_s=3)], None, Kind.RUNNING, None, ""),
+    ("a generation hangs", [seen(worker_id=0, phase="generate", step=0, idle_s=21), seen(phase="generate", step=0, idle_s=22)], None, Kind.CRASH, 1, "phase generate"),
     ("a compilation that does nothing", [FINE, seen(phase="compile", step=6, idle_s=21)], None, Kind.CRASH, 1, "phase compile"),
-    ("a device that is slow in the steps is so elsewhere", [FINE, seen(phase="validate", idle_s=39, slowest_step_s=10)], None, Kind.RUNNING, None, ""),
+    ("a device that is slow in the steps is so elsewhere", [FINE, seen(phase="validate", idle_s=29, slowest_step_s=10)], None, Kind.RUNNING, None, ""),
     ("the last save is being written", [seen(worker_id=0, phase="leave", idle_s=1), seen(phase="leave", idle_s=50)], None, Kind.RUNNING, None, ""),
     ("the end hangs, the other one has ended", [ended(0, 0), seen(phase="leave", idle_s=21)], None, Kind.CRASH, 1, "phase leave"),
     ("all aborted, nobody knows why", [ended(-6, 0, tail="the last line"), ended(-6)], None, Kind.CRASH, 0, "the last line"),
@@ -96,6 +106,7 @@ def test_verdict(name, statuses, slice_state, kind, worker, reason):
     verdict = classify(statuses, slice_state, LIMITS)
     assert (verdict.kind, verdict.worker_id) == (kind, worker)
     assert reason in verdict.reason
+    assert verdict.hung == ("it hangs" in verdict.reason)
 
 
 @pytest.mark.parametrize(

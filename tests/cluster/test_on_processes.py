@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import time
 
 import pytest
 from commands import metrics
 from commands import run as run_command
+from counting import NAME, write_task
 from driving import STEPS, driver, kill, same_numbers, wait_for_end, worker_pid, write
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 TWO = ["--processes", "2"]
+DETECTION_S = 30
+HOLD_IMPORTS = """
+import contextlib, os, sys
+def hold(event, arguments):
+    if event == "import" and arguments[0] == os.environ["HELD_IMPORT"] and os.path.exists(os.environ["HELD"]):
+        with open(os.environ["HELD"] + ".reached", "w"):
+            pass
+        with contextlib.suppress(FileNotFoundError), open(os.environ["HELD"]):  # a FIFO that nobody writes to
+            pass
+sys.addaudithook(hold)
+"""
 
 
 @pytest.fixture
@@ -77,3 +92,62 @@ def test_the_users_error_stops_at_once(tmp_path, environment, change, code, told
     assert told in errors.splitlines()[-1]
     assert "beginning again" not in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("phase", "held_import"),
+    [("start", "mesh_transformer.runtime.trainer"), ("evaluate", "mesh_transformer.runtime.evals.adaptor")],
+)
+def test_a_start_that_hangs_and_one_that_is_slow(tmp_path, straight, environment, phase, held_import):
+    """Workers wait without end before their mesh forms, or in an evaluation: found within 30 s. Then they wait for longer
+    than that took, and go on: they are let."""
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    (tmp_path / "sitecustomize.py").write_text(HOLD_IMPORTS)
+    environment.update(PYTHONPATH=str(tmp_path), HELD=str(held), HELD_IMPORT=held_import)
+    folder, program, more = tmp_path, "train.py", []
+    if phase == "evaluate":
+        pytest.importorskip("lm_eval")
+        folder, program = straight.parent, "eval_harness.py"
+        more = [
+            "--tasks",
+            NAME,
+            "--include-path",
+            str(write_task(tmp_path)),
+            "--output",
+            str(tmp_path / "found.json"),
+        ]
+    else:
+        write(folder)
+    with driver(folder, *TWO, *more, program=program, **environment) as run:
+        when = _reached(held, run)
+        seen = run.wait_for_line("worker crash", when)
+        sys.stdout.write(
+            f"hangs in {phase}: seen after {seen - when:.1f} s: {run.line_with('worker crash', when)}\n"
+        )
+        assert "nothing done" in run.line_with(f"in phase {phase}, step 0", when)
+        assert seen - when < DETECTION_S
+        _reached(held, run)
+        time.sleep(DETECTION_S)  # a while after the limit, or else this would be no slow start
+        waiting = os.open(held, os.O_WRONLY)
+        held.unlink()
+        os.close(waiting)
+        errors = run.finish()
+    assert errors.count("worker crash") == 1
+    if phase == "start":
+        assert len(same_numbers(straight, folder / "run")) == STEPS
+
+
+def _reached(held, run):
+    """When a worker came to what is held, from now on."""
+    reached = held.with_name("held.reached")
+    deadline = time.monotonic() + 60
+    while not reached.exists():
+        assert run.process.poll() is None, run.text
+        assert time.monotonic() < deadline, run.text
+        time.sleep(0.05)
+    now = run.now
+    time.sleep(2)  # the other worker too
+    reached.unlink()
+    return now

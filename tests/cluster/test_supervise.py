@@ -165,6 +165,61 @@ def test_a_worker_that_hangs_at_the_end_is_not_waited_for():
     assert 25 <= fake.starts[1] <= 35
 
 
+def quiet(phase, until, then=finishes):
+    """Both workers do nothing in a phase for a while, and go on as if nothing had been."""
+
+    def life(seconds):
+        if seconds >= until:
+            return then(seconds - until)
+        return [Status(i, "running", phase=phase, step=0, idle_s=seconds) for i in range(2)]
+
+    return life
+
+
+@pytest.mark.parametrize("phase", ["start", "open", "compile", "step", "evaluate", "generate"])
+def test_a_healthy_slow_start_loses_only_its_first_tries(phase):
+    """Nobody can tell it from a hang, which must be found within 30 s: each further attempt may take twice as long."""
+    made, fake = supervisor([quiet(phase, 70)] * 3)
+    assert made.run()[0] == 0
+    assert made.crashes == 2
+    first, second, third = fake.starts
+    assert second - first < 30
+    assert 40 < third - second < 50
+
+
+def hangs(begun):
+    """A step that never ends, after steps of a second."""
+
+    def life(seconds):
+        beat_age_s = max(0.0, seconds - 5)
+        return at_work(begun + 7, begun, beat_age_s=beat_age_s, slowest_step_s=1.0)
+
+    return life
+
+
+def test_a_hang_after_progress_is_found_as_soon_as_the_first():
+    made, fake = supervisor(
+        [quiet("start", 30, hangs(0)), quiet("start", 30, hangs(0)), hangs(0), hangs(10), finishes]
+    )
+    assert made.run()[0] == 0
+    lasted = [b - a for a, b in zip(fake.starts, fake.starts[1:], strict=False)]
+    assert lasted[0] < 30
+    assert 30 + 5 + 21 < lasted[1] < 30 + 5 + 21 + 10  # what was allowed for the start is so no more
+    assert lasted[2] > 5 + 41  # no newer checkpoint
+    assert 5 + 21 < lasted[3] < 5 + 30
+
+
+def test_how_long_a_step_takes_is_known_to_the_next_processes():
+    """Its first step may take as long, and the usual limit longer."""
+
+    def dies_with_slow_steps(seconds):
+        return at_work(1, slowest_step_s=60.0) if seconds < 5 else dies()(seconds)
+
+    made, fake = supervisor([dies_with_slow_steps, quiet("step", 75)])
+    assert made.run()[0] == 0
+    assert made.crashes == 1
+
+
 @pytest.mark.parametrize(("kind", "error"), [("user", UserError), ("run", RunError), ("bug", UserError)])
 def test_the_users_error_stops_at_once(kind, error):
     def life(seconds):
