@@ -45,6 +45,7 @@ def test_as_one_process_of_four_devices(tmp_path, straight):
     assert records[0]["train/loss"] == pytest.approx(expected[0]["train/loss"], rel=1e-6)
 
 
+@pytest.mark.faults
 def test_streamed_batches_and_the_drivers_end(tmp_path, straight, environment):
     """SIGTERM to the driver saves. Killed, its workers reach a step that all have batches for, save there, and end."""
     write(tmp_path, data={"read_by": "driver"})

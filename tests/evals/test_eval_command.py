@@ -198,6 +198,27 @@ def test_without_the_harness_the_message_says_what_to_install(trained):
     assert "Traceback" not in child.stderr
 
 
+@pytest.mark.parametrize(("name", "whole"), [("mine", False), ("both", True), ("arc_easy", True)])
+def test_single_tasks_of_ones_own_spare_the_index_of_the_harness(tmp_path, monkeypatch, name, whole):
+    """Making it takes many seconds. A group may name what lies elsewhere."""
+    from lm_eval.tasks import TaskManager
+
+    class Whole(Exception):
+        pass
+
+    class Manager(TaskManager):
+        def __init__(self, include_defaults=True, **named):
+            if include_defaults:
+                raise Whole
+            super().__init__(include_defaults=False, **named)
+
+    (tmp_path / "mine.yaml").write_text(TASK.format(file="absent").replace("bottles", "mine"))
+    (tmp_path / "both.yaml").write_text("group: both\ntask: [mine, arc_easy]")
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", Manager)
+    with pytest.raises(Whole if whole else UserError):
+        tasks.Tasks([name], include_path=str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["lambada/lambada_openai", "piqa/piqa"])
 def test_the_tasks_for_local_data_ask_what_the_harness_asks(name):
     import lm_eval.tasks

@@ -61,12 +61,13 @@ class Tasks:
         for what, folder in (("task files", include_path), ("LAMBADA and PIQA", data_dir)):
             if folder is not None and not os.path.isdir(folder):
                 raise UserError(f"{folder} is no folder: {what} are to be read from it")
-        manager = _manager(include_path, data_dir)
+        names = [OLD_NAMES.get(name, name) for name in names]
+        manager = _manager(names, include_path, data_dir)
         self.limit = limit
         _seed()
         self._loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
         for name in names:
-            for kind, found in _load(manager, OLD_NAMES.get(name, name)).items():
+            for kind, found in _load(manager, name).items():
                 self._loaded[kind].update(found)
         for task in self._loaded["tasks"].values():
             self._set_fewshot(task, num_fewshot)
@@ -115,12 +116,18 @@ def _seed() -> None:
     np.random.seed(1234)
 
 
-def _manager(include_path: str | None, data_dir: str | None) -> Any:
+def _manager(names: Sequence[str], include_path: str | None, data_dir: str | None) -> Any:
+    """What knows the tasks: where these are single ones of one's own folders, without the harness's 14,000 files."""
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each task file that replaces another
     folders = [str(LOCAL)] * (data_dir is not None) + [include_path] * (include_path is not None)
-    return TaskManager(include_path=folders or None, metadata={"data_dir": data_dir} if data_dir else None)
+    metadata = {"data_dir": data_dir} if data_dir else None
+    if folders:
+        own = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
+        if set(names) <= set(own.all_subtasks):
+            return own
+    return TaskManager(include_path=folders or None, metadata=metadata)
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
