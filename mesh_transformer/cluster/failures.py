@@ -52,12 +52,12 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What was seen, of which worker (None: of all), and why that is thought; `hung` if it may only have been slow."""
+    """What was seen, of which worker (None: of all), and why that is thought; `quiet`: it may only have been slow."""
 
     kind: Kind
     reason: str = ""
     worker_id: int | None = None
-    hung: bool = False
+    quiet: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,12 +202,12 @@ def _hung(statuses: Sequence[Status], limits: Limits) -> Verdict | None:
         limit = limits.of(status)
         where = f"in phase {status.phase}, step {status.step}; the limit is"
         if status.beat_age_s > max(limits.phase_s, limit):
-            told = f"{status.beat_age_s:.0f} s {where} {limits.phase_s:.0f} s (cluster.phase_limit)"
-        elif limits.idle(status) and not any(_awaited(other, status, limits) for other in running):
-            told = f"nothing done for {_quiet_s(status):.0f} s {where} {limit:.0f} s (cluster.step_limit)"
-        else:
-            continue
-        return Verdict(Kind.CRASH, f"it hangs: {told}", status.worker_id, hung=True)
+            told = f"it hangs: {status.beat_age_s:.0f} s {where} {limits.phase_s:.0f} s (cluster.phase_limit)"
+            return Verdict(Kind.CRASH, told, status.worker_id)
+        if limits.idle(status) and not any(_awaited(other, status, limits) for other in running):
+            quiet = f"nothing done for {_quiet_s(status):.0f} s"
+            told = f"it hangs: {quiet} {where} {limit:.0f} s (cluster.step_limit)"
+            return Verdict(Kind.CRASH, told, status.worker_id, quiet=True)
     return None
 
 

@@ -197,7 +197,7 @@ class Supervisor:
         step = max((status.step for status in self._statuses), default=0)
         log.warning("%s at step %d: %s%s", verdict.kind.value, step, who, verdict.reason)
         self._cluster.kill(self._statuses)
-        if verdict.hung:
+        if verdict.quiet:
             self._allow(step_s=2 * self._limits.step_s)
             log.info("it may only have been slow: now %.0f s are allowed for that", self._limits.step_s)
         if verdict.kind is Kind.CRASH:

@@ -106,7 +106,7 @@ def test_verdict(name, statuses, slice_state, kind, worker, reason):
     verdict = classify(statuses, slice_state, LIMITS)
     assert (verdict.kind, verdict.worker_id) == (kind, worker)
     assert reason in verdict.reason
-    assert verdict.hung == ("it hangs" in verdict.reason)
+    assert verdict.quiet == ("nothing done" in verdict.reason)
 
 
 @pytest.mark.parametrize(
