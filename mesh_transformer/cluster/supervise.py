@@ -61,6 +61,7 @@ class Supervisor:
         self._wanted: dict[int, dict[str, Any]] = {}
         self._result: Any = None
         self._begun, self._crashes = -1, 0
+        self._quiet_at = -1  # the step of the last hang that may have been slowness
         self._asked_to_stop = False
         self.preemptions = self.crashes = 0  # all that there were
 
@@ -138,9 +139,10 @@ class Supervisor:
         begun = poll.statuses[0].begun
         if begun is not None and begun["step"] > self._begun:
             self._begun, self._crashes = begun["step"], 0
-            self._allow(step_s=self._config.cluster.step_limit)
         if slowest := max(status.slowest_step_s for status in poll.statuses):
             self._allow(slowest_step_s=slowest)
+            if min(status.step for status in poll.statuses) > self._quiet_at:
+                self._allow(step_s=self._config.cluster.step_limit)
         for worker_id, event in poll.events:
             self._take(worker_id, event)
         if self._streamer is not None and self._streamer.error is not None:
@@ -198,6 +200,7 @@ class Supervisor:
         log.warning("%s at step %d: %s%s", verdict.kind.value, step, who, verdict.reason)
         self._cluster.kill(self._statuses)
         if verdict.quiet:
+            self._quiet_at = step
             self._allow(step_s=2 * self._limits.step_s)
             log.info("it may only have been slow: now %.0f s are allowed for that", self._limits.step_s)
         if verdict.kind is Kind.CRASH:

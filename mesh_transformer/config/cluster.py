@@ -17,7 +17,7 @@ class ClusterConfig(Group):
     step_limit: Seconds = Field(
         20.0,
         description="a step that takes so much longer than the slowest one of late is a hang; so is any other phase in "
-        "which nothing is done for so long. Doubled for each hang in a row without a newer checkpoint",
+        "which nothing is done for so long. Doubled by each hang, until the run is past its step",
     )
     phase_limit: Seconds = Field(
         3600.0,

@@ -197,16 +197,33 @@ def hangs(begun):
     return life
 
 
-def test_a_hang_after_progress_is_found_as_soon_as_the_first():
-    made, fake = supervisor(
-        [quiet("start", 30, hangs(0)), quiet("start", 30, hangs(0)), hangs(0), hangs(10), finishes]
-    )
+def test_a_hang_past_the_last_one_is_found_as_soon_as_the_first():
+    """What was allowed for a slow start is so no more once steps are done, with or without a newer checkpoint."""
+    lives = [quiet("start", 30, hangs(0)), quiet("start", 30, hangs(0)), hangs(0), hangs(1), finishes]
+    made, fake = supervisor(lives)
     assert made.run()[0] == 0
     lasted = [b - a for a, b in zip(fake.starts, fake.starts[1:], strict=False)]
     assert lasted[0] < 30
-    assert 30 + 5 + 21 < lasted[1] < 30 + 5 + 21 + 10  # what was allowed for the start is so no more
-    assert lasted[2] > 5 + 41  # no newer checkpoint
-    assert 5 + 21 < lasted[3] < 5 + 30
+    assert 30 + 5 + 21 < lasted[1] < 30 + 5 + 21 + 10
+    assert lasted[2] > 5 + 41  # at the same step
+    assert 5 + 21 < lasted[3] < 5 + 21 + 15
+
+
+def test_slow_first_steps_are_let_until_one_of_them_was_timed():
+    """The first two count as compiling."""
+
+    def three_slow_steps(seconds):
+        number = int(seconds // 30)
+        phases = ["compile", "compile", "step"]
+        if number >= len(phases):
+            return finishes(seconds - 90)
+        return [
+            Status(i, "running", phase=phases[number], step=number + 1, idle_s=seconds % 30) for i in range(2)
+        ]
+
+    made, _ = supervisor([three_slow_steps] * 2)
+    assert made.run()[0] == 0
+    assert made.crashes == 1
 
 
 def test_how_long_a_step_takes_is_known_to_the_next_processes():
