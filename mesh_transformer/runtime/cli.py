@@ -67,6 +67,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except BrokenPipeError:
         code = 1
     except KeyboardInterrupt:
+        sys.unraisablehook = lambda _: None  # what was only half made complains when it is deleted
         sys.stderr.write("interrupted\n")
         code = 128 + signal.SIGINT
     sys.exit(code)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import CONFIG, metrics, run, write_run
+from commands import CONFIG, REPO, metrics, run, write_run
 
 import device_train
 from mesh_transformer.runtime import cli
@@ -203,6 +205,24 @@ def test_every_bad_input_is_one_line(trained, run_here, arguments, message):
     assert code == 2
     assert_one_line(errors, message)
     assert not list(trained.glob("other/step_*"))
+
+
+def test_ctrl_c_is_one_line_whatever_was_half_made(tmp_path):
+    """Python 3.13's HTTPResponse complains of that when it is deleted."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from mesh_transformer.runtime import cli\n"
+        "class Half:\n"
+        "    def __del__(self): self.absent\n"
+        "def main():\n"
+        "    half = Half()\n"
+        "    raise KeyboardInterrupt\n"
+        "cli.run(main)\n"
+    )
+    child = subprocess.run(
+        [sys.executable, program], env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, text=True
+    )
+    assert (child.returncode, child.stdout, child.stderr) == (130, "", "interrupted\n")
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(trained, tmp_path):
