@@ -181,6 +181,8 @@ class Supervisor:
         )
         if saving:
             return LEAVE_S
+        if verdict.quiet:
+            return 0.0  # another cause would have been seen long before
         doubtful = any(status.lost is None and 0 < status.silent_s <= SILENT_S for status in self._statuses)
         return SILENT_S + SETTLE_S if verdict.kind is Kind.CRASH and doubtful else SETTLE_S
 
