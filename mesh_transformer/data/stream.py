@@ -57,7 +57,7 @@ class Walk:
         """The next record; None where a file ends, behind which the next file follows.
 
         Raises:
-            UserError: a file is damaged, or a whole pass met no record.
+            UserError: a file is damaged, or two passes met no record.
         """
         if self._reader is None:
             self._reader = RecordReader(self._path())
@@ -66,7 +66,8 @@ class Walk:
             self._barren = 0
             return record
         self._barren += 1
-        if self._barren > len(self._files):
+        # shuffled, the other files may all lie behind a record in its epoch and before it in the next
+        if self._barren >= 2 * len(self._files):
             raise UserError(f"there is no record in {_some(self._files)}: make the files again")
         self.close()
         self._place += 1

@@ -16,6 +16,7 @@ import pytest
 
 from mesh_transformer.data.loader import make_train_loader, make_val_loader
 from mesh_transformer.data.records import write_records
+from mesh_transformer.data.stream import Walk
 from mesh_transformer.errors import UserError
 
 MODES = [
@@ -120,6 +121,42 @@ def test_shuffled_epochs_hold_every_record_once(dataset, window):
 def test_seeds_shuffle_differently(dataset):
     orders = [take(train(dataset, shuffle=True, seed=seed), 4) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
+
+
+def test_every_window_is_shuffled_in_its_own_order(tmp_path):
+    write_records(str(tmp_path / "one.tfrecords"), [np.full(5, k) for k in range(64)])
+    loader = train(tmp_path / "one.tfrecords", shuffle=True, shuffle_window=32)
+    halves = np.array(take(loader, 16)).reshape(4, 16)
+    orders = [(half - half.min()).tolist() for half in halves]
+    assert [sorted(order) for order in orders] == [list(range(16))] * 4
+    assert len({tuple(order) for order in orders}) == 4
+
+
+@pytest.mark.parametrize("counts", [(5, 0), (0, 0, 3, 0), (0, 1, 4, 0, 0)])
+@pytest.mark.parametrize("window", [2, 1000])
+def test_empty_record_files_shorten_no_epoch(tmp_path, counts, window):
+    """Shuffled files: the empty ones may lie at the end of one epoch and at the beginning of the next."""
+    first, names = 0, []
+    for place, count in enumerate(counts):
+        names.append(f"{place}.tfrecords")
+        write_records(str(tmp_path / names[-1]), [np.full(5, first + k) for k in range(count)])
+        first += count
+    index = tmp_path / "all.index"
+    index.write_text("\n".join(names))
+    for seed in range(3):
+        loader = train(index, shuffle=True, shuffle_window=window, seed=seed, prefetch=0)
+        drawn = np.array(take(loader, 3 * first)).reshape(-1, first)
+        assert [sorted(epoch) for epoch in drawn.tolist()] == [list(range(first))] * len(drawn)
+
+
+def test_files_without_a_record_are_not_read_for_ever(tmp_path):
+    files = [str(tmp_path / name) for name in "ab"]
+    for path in files:
+        write_records(path, [])
+    walk = Walk(files)
+    assert [walk.read() for _ in range(3)] == [None] * 3
+    with pytest.raises(UserError, match="there is no record in .*make the files again"):
+        walk.read()
 
 
 def test_compressed_records_give_the_same_batches(dataset):

@@ -86,6 +86,17 @@ def test_shuffling_follows_the_seed_and_keeps_the_documents(tmp_path):
     assert sorted(orders[0]) == sorted(orders[2]) == sorted(plain)
 
 
+def test_the_sequences_of_one_document_are_shuffled(tmp_path):
+    """The order of the documents tells nothing here: only packed sequences can change places."""
+    source = tmp_path / "a.txt"
+    source.write_text("".join(f"{k:07d}." for k in range(60)))
+    orders = [tokens_of(source, tmp_path, seed=seed)[0].tolist() for seed in (1, 1, 2)]
+    plain = tokens_of(source, tmp_path, **IN_ORDER)[0].tolist()
+    assert orders[0] == orders[1] != orders[2]
+    assert plain not in orders
+    assert sorted(orders[0]) == sorted(orders[2]) == sorted(plain)
+
+
 def test_repacking_moves_the_boundaries(tmp_path):
     source = tmp_path / "a.txt"
     source.write_text("abcdefghij")
