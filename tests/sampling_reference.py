@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.infer.requests import LEAST_TEMPERATURE, SamplingParams
 
 
 def complete(
@@ -37,7 +37,7 @@ def _forward(run: Any) -> Any:
 
 def _draw(logits: np.ndarray, tokens: list[int], drawn: int, w: SamplingParams) -> int:
     logits = penalised(logits, tokens, drawn, w)
-    if w.temperature == 0:
+    if w.temperature < LEAST_TEMPERATURE:
         return int(np.argmax(logits))
     kept = kept_tokens(logits / np.float32(w.temperature), w.top_k, w.top_p, w.min_p)
     filtered = np.full(len(logits), -np.inf, np.float32)

@@ -10,6 +10,7 @@ import numpy as np
 
 from mesh_transformer.infer.programs import MAX_STEPS, Pieces, SlotPrograms
 from mesh_transformer.infer.requests import (
+    LEAST_TEMPERATURE,
     MAX_STOP_TOKENS,
     Emitted,
     Finish,
@@ -264,7 +265,7 @@ def _options(params: SamplingParams) -> SamplingOptions:
     ends = np.full(MAX_STOP_TOKENS, -1, np.int32)
     ends[: len(params.stop_token_ids)] = params.stop_token_ids
     values: Any = (
-        np.float32(params.temperature),
+        np.float32(params.temperature if params.temperature >= LEAST_TEMPERATURE else 0),
         np.float32(params.top_p),
         np.int32(params.top_k),
         np.float32(params.min_p),

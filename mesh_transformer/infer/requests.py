@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 MAX_STOP_TOKENS = 16  # a request
 MAX_TOP_LOGPROBS = 20  # alternatives a token
 MAX_NGRAM = 64
+LEAST_TEMPERATURE = 1e-5  # a lower one is greedy
+# float32 logits times or over these, and over the least temperature, stay far below its largest number
+MAX_TEMPERATURE, MAX_REPETITION, MAX_BIAS = 1e6, 1e6, 1e6
 
 Finish = Literal["stop", "length"]
 
@@ -23,7 +25,8 @@ class SamplingParams:
     frequency penalty times a token's count in the completion, and the presence penalty if it is there, are
     subtracted; tokens that would complete an n-gram for the second time, and end tokens before `min_tokens`, are
     left out; division by the temperature; then tokens stay that have at least `min_p` times the largest
-    probability, then the `top_k` likeliest, then the smallest set of these of probability `top_p`.
+    probability, then the `top_k` likeliest, then the smallest set of these of probability `top_p`, which is never
+    empty. A temperature below LEAST_TEMPERATURE is 0.
 
     Raises:
         ValueError: a field is out of its range; the message names it.
@@ -32,7 +35,7 @@ class SamplingParams:
     max_tokens: int = 16  # 0: only the prompt is computed
     min_tokens: int = 0  # before so many, no token of stop_token_ids is drawn
     temperature: float = 1.0  # 0: the likeliest token
-    top_p: float = 1.0
+    top_p: float = 1.0  # 0: the likeliest token, and those that tie with it
     top_k: int = 0  # 0: all
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -46,23 +49,30 @@ class SamplingParams:
     prompt_logprobs: bool = False  # report the prompt's tokens too; its cache is then not reused
 
     def __post_init__(self) -> None:
-        finite = math.isfinite
         for name, allowed, fits in [
             ("max_tokens", "0 or more", self.max_tokens >= 0),
             ("min_tokens", f"0 to max_tokens ({self.max_tokens})", 0 <= self.min_tokens <= self.max_tokens),
-            ("temperature", "0 (greedy) or more", finite(self.temperature) and self.temperature >= 0),
-            ("top_p", "above 0, at most 1", 0 < self.top_p <= 1),
+            (
+                "temperature",
+                f"0 (greedy) or more, at most {MAX_TEMPERATURE:,.0f}",
+                0 <= self.temperature <= MAX_TEMPERATURE,
+            ),
+            ("top_p", "0 or more, at most 1", 0 <= self.top_p <= 1),
             ("top_k", "0 (all) or more", 0 <= self.top_k < 2**31),
             ("min_p", "0 to 1", 0 <= self.min_p <= 1),
             (
                 "repetition_penalty",
-                "above 0",
-                finite(self.repetition_penalty) and self.repetition_penalty > 0,
+                f"above 0, {1 / MAX_REPETITION:g} to {MAX_REPETITION:,.0f}",
+                1 / MAX_REPETITION <= self.repetition_penalty <= MAX_REPETITION,
             ),
             ("presence_penalty", "-2 to 2", -2 <= self.presence_penalty <= 2),
             ("frequency_penalty", "-2 to 2", -2 <= self.frequency_penalty <= 2),
             ("no_repeat_ngram", f"0 (off) to {MAX_NGRAM}", 0 <= self.no_repeat_ngram <= MAX_NGRAM),
-            ("logit_bias", "finite numbers", all(finite(bias) for _, bias in self.logit_bias)),
+            (
+                "logit_bias",
+                f"numbers of {-MAX_BIAS:,.0f} to {MAX_BIAS:,.0f}",
+                all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias),
+            ),
             ("stop_token_ids", f"at most {MAX_STOP_TOKENS}", len(self.stop_token_ids) <= MAX_STOP_TOKENS),
             ("seed", "0 to 2**32 - 1", 0 <= self.seed < 2**32),
             ("logprobs", f"none or 0 to {MAX_TOP_LOGPROBS}", 0 <= (self.logprobs or 0) <= MAX_TOP_LOGPROBS),

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 class SamplingOptions(NamedTuple):
     """How each of B sequences is sampled: the fields of `SamplingParams`, (B,) each but for `end_BE`."""
 
-    temperature_B: jax.Array  # float32; 0 is greedy
-    top_p_B: jax.Array  # float32 in (0, 1]; 1 keeps everything
+    temperature_B: jax.Array  # float32; 0 is greedy; others are LEAST_TEMPERATURE or more
+    top_p_B: jax.Array  # float32 in [0, 1]; 1 keeps everything
     top_k_B: jax.Array  # int32; 0 keeps everything
     min_p_B: jax.Array  # float32; 0 keeps everything
     repetition_B: jax.Array  # float32; 1 is off
@@ -55,9 +55,11 @@ def penalise(logits_BV: jax.Array, options: SamplingOptions, seen: Seen) -> jax.
 def sample(logits_BV: jax.Array, keys_B: jax.Array, options: SamplingOptions) -> jax.Array:
     """One token a sequence, (B,) int32: temperature, min-p, top-k, top-p (Holtzman et al. 2020), then a draw.
 
-    Temperature 0 takes the largest logit. Rows at -inf are never drawn.
+    Temperature 0 takes the largest logit. Tokens at -inf, and those whose logit is no number, are not drawn; where all are
+    such, the token is 0. So a padding row of the vocabulary never is.
     """
     o = options
+    logits_BV = _numbers(logits_BV)
 
     def draw(logits_BV: jax.Array) -> jax.Array:
         temperature = jnp.where(o.temperature_B > 0, o.temperature_B, 1.0)[:, None]
@@ -103,10 +105,14 @@ def likeliest(logprobs_BV: jax.Array, wanted: jax.Array, most: int) -> tuple[jax
 
 
 def _argmax(x_BV: jax.Array) -> jax.Array:
-    """The first index of each row's largest value, int32. Two plain reductions, which XLA for CPU vectorises."""
-    n = x_BV.shape[-1]
-    first = jnp.where(x_BV == x_BV.max(-1, keepdims=True), jnp.arange(n, dtype=jnp.int32), n)
-    return jnp.minimum(first.min(-1), n - 1)  # a row of NaN has no largest value
+    """The first index of each row's largest number, int32. Two plain reductions, which XLA for CPU vectorises."""
+    x_BV, n = _numbers(x_BV), x_BV.shape[-1]
+    return jnp.where(x_BV == x_BV.max(-1, keepdims=True), jnp.arange(n, dtype=jnp.int32), n).min(-1)
+
+
+def _numbers(x: jax.Array) -> jax.Array:
+    """With -inf in the place of NaN."""
+    return jnp.where(jnp.isnan(x), -jnp.inf, x)
 
 
 def _when(flag: jax.Array, change: Callable[[jax.Array], jax.Array], logits_BV: jax.Array) -> jax.Array:
@@ -175,7 +181,8 @@ def _nucleus(logits_BV: jax.Array, top_p_B: jax.Array) -> jax.Array:
 
 def _ordered(x: jax.Array) -> jax.Array:
     """Int32 numbers in the order of float32 ones."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.int32)  # + 0.0: minus zero is zero
+    # minus zero is zero; XLA leaves `x + 0.0` out
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 

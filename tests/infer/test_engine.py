@@ -17,7 +17,16 @@ import sampling_reference as reference
 from builders import TINY, program
 
 from mesh_transformer.infer.engine import SlotEngine
-from mesh_transformer.infer.requests import Emitted, Piece, Prefilled, SamplingParams, Token
+from mesh_transformer.infer.requests import (
+    LEAST_TEMPERATURE,
+    MAX_REPETITION,
+    MAX_TEMPERATURE,
+    Emitted,
+    Piece,
+    Prefilled,
+    SamplingParams,
+    Token,
+)
 from mesh_transformer.parallel.sharding import Partition, inference_rules
 from mesh_transformer.runtime.serving_engine import ServingEngine, as_cpus_like_it
 
@@ -144,6 +153,16 @@ CASES = {
         max_tokens=24, min_tokens=9, seed=9, stop_token_ids=(BANNED, END), logit_bias=((END, 50.0),)
     ),
     "one token": SamplingParams(max_tokens=1, temperature=0),
+    "no float32 temperature": SamplingParams(max_tokens=12, temperature=1e-38, seed=10),
+    "least temperature": SamplingParams(max_tokens=12, temperature=LEAST_TEMPERATURE, seed=11),
+    "hottest": SamplingParams(max_tokens=12, temperature=MAX_TEMPERATURE, seed=12),
+    "most repetition penalty": SamplingParams(
+        max_tokens=24, temperature=LEAST_TEMPERATURE, repetition_penalty=MAX_REPETITION, seed=13
+    ),
+    "least repetition penalty": SamplingParams(
+        max_tokens=24, temperature=LEAST_TEMPERATURE, repetition_penalty=1 / MAX_REPETITION, seed=14
+    ),
+    "no nucleus": SamplingParams(max_tokens=12, temperature=1.5, top_p=0, seed=15),
 }
 
 
@@ -176,6 +195,9 @@ def test_the_options_matter() -> None:
     for name in ("repetition", "presence", "frequency", "bias", "1-grams", "2-grams", "3-grams"):
         assert by_definition(name)[0] != greedy[: len(by_definition(name)[0])], name
     assert by_definition("stop token")[2] == by_definition("min_tokens")[2] == "stop"
+    for name in ("no float32 temperature", "least temperature", "no nucleus"):
+        assert by_definition(name)[0] == greedy[:12], name
+    assert by_definition("hottest")[0] != greedy[:12]
     assert len(by_definition("min_tokens")[0]) == 10
     assert 1 < len(by_definition("stop token")[0]) < 24
 

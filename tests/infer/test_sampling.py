@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from sampling_reference import kept_tokens
 
-from mesh_transformer.infer.sampling import SamplingOptions, keep_most_likely, sample
+from mesh_transformer.infer.requests import LEAST_TEMPERATURE, MAX_TEMPERATURE, SamplingParams
+from mesh_transformer.infer.sampling import SamplingOptions, keep_most_likely, likeliest, sample
 
 
 def _options(n: int, temperature: float = 1.0, top_k: int = 0) -> SamplingOptions:
@@ -60,3 +62,51 @@ def test_temperature_zero_is_greedy_beside_others_that_are_not():
     }
     assert {first for first, _ in draws} == {int(logits[0].argmax())}
     assert len({second for _, second in draws}) > 5
+
+
+def test_minus_zero_ties_with_zero():
+    """In a compiled program too, in which XLA has no use for `x + 0.0`."""
+    logits = np.float32([[0.0, -0.0, -1.0, -0.0], [-0.0, 0.0, -1.0, -2.0]])
+    ones = np.ones(2, np.float32)
+    for top_k, top_p in ((1, 1.0), (0, 0.25)):
+        kept = jax.jit(keep_most_likely)(logits, np.full(2, top_k, np.int32), ones * top_p, ones * 0)
+        assert np.isfinite(kept).tolist() == [[True, True, False, True], [True, True, False, False]]
+
+
+REAL, NAN, INF = 5, np.nan, np.inf
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[NAN] * REAL, [-INF] * REAL, [NAN, 1, 2, NAN, -INF], [INF, 1, INF, 0, NAN], [-3e38, 3e38, 0, 1, 2]],
+    ids=str,
+)
+@pytest.mark.parametrize("temperature", [0, LEAST_TEMPERATURE, 1, MAX_TEMPERATURE])
+def test_no_draw_is_a_padding_row(row, temperature):
+    n = 40
+    padded = np.float32([[*row, -INF, -INF, -INF]] * n)
+    options = _options(n, temperature, top_k=2)._replace(top_p_B=np.full(n, 0.5, np.float32))
+    for asked in (options, _options(n, temperature)):
+        assert int(jax.jit(sample)(padded, jax.random.split(jax.random.key(0), n), asked).max()) < REAL
+    ids, _ = likeliest(jax.nn.log_softmax(padded), jnp.int32(1), 1)
+    assert int(ids.max()) < REAL
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 1e39),
+        ("temperature", NAN),
+        ("repetition_penalty", 1e39),
+        ("repetition_penalty", 1e-39),
+        ("repetition_penalty", INF),
+        ("top_p", NAN),
+        ("min_p", NAN),
+        ("presence_penalty", NAN),
+        ("logit_bias", ((1, 1e39),)),
+        ("logit_bias", ((1, NAN),)),
+    ],
+)
+def test_what_float32_cannot_hold_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"^{field} must be "):
+        SamplingParams(**{field: value})

@@ -65,7 +65,7 @@ def test_a_stop_cuts_the_completion(server):
         ({"context": "a", "top_p": 1}, "temp is missing"),
         ({"context": 3, "top_p": 1, "temp": 1}, "string; got 3"),
         ({"context": "a", "top_p": "high", "temp": 1}, "top_p"),
-        ({"context": "a", "top_p": 2, "temp": 1}, "top_p must be above 0"),
+        ({"context": "a", "top_p": 2, "temp": 1}, "top_p must be 0 or more, at most 1; got 2"),
         ({"context": "a", "top_p": 1, "temp": -1}, "temp must be"),
         ({"context": "a", "top_p": 1, "temp": 1, "length": 0}, "length must be 1 or more"),
         ({"context": "a", "top_p": 1, "temp": 1, "top_k": -1}, "top_k"),

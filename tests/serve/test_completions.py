@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from infer.fake_engine import alone
@@ -66,16 +68,36 @@ def test_every_form_of_prompt_with_two_samples_each(server, prompt, parts):
     assert answer["usage"]["prompt_tokens"] == sum(map(len, parts))
 
 
-def test_the_last_seed_is_followed_by_the_first(server):
-    answer = server.complete("a", n=2, seed=2**32 - 1, max_tokens=2)
-    assert answer["choices"][1]["text"] == text_of(expected(b"a", seed=0, max_tokens=2))
-    negative = server.complete("a", seed=-1, max_tokens=2)
-    assert negative["choices"][0]["text"] == answer["choices"][0]["text"]
+@contextmanager
+def asked_of_the_engine(server) -> Iterator[list[SamplingParams]]:
+    """The parameters of the sequences that the engine gets meanwhile, in order."""
+    seen, insert = [], server.engine.insert
+
+    def noting(slot, prompt, params, **how):
+        seen.append(params)
+        insert(slot, prompt, params, **how)
+
+    server.engine.insert = noting
+    try:
+        yield seen
+    finally:
+        server.engine.insert = insert
 
 
-def test_without_a_seed_samples_differ(server):
-    texts = {server.complete("hello", max_tokens=8)["choices"][0]["text"] for _ in range(4)}
-    assert len(texts) > 1
+def test_a_seed_is_that_of_the_first_sample_of_each_prompt(server):
+    """Those of the others follow, and the last seed is followed by the first."""
+    with asked_of_the_engine(server) as seen:
+        server.complete(["a", "b"], n=3, seed=2**32 - 2, max_tokens=2)
+        server.complete("a", n=2, seed=-1, max_tokens=2)
+    assert [params.seed for params in seen] == [2**32 - 2, 2**32 - 1, 0] * 2 + [2**32 - 1, 0]
+
+
+def test_without_a_seed_every_choice_has_its_own(server):
+    with asked_of_the_engine(server) as seen:
+        for _ in range(2):
+            server.complete(["hello"] * 4, n=4, max_tokens=1)
+    # by chance two of 32 seeds are the same once in 10 million runs
+    assert len({params.seed for params in seen}) == 32
 
 
 def test_the_same_seed_gives_the_same_text_whatever_else_runs(server):
@@ -171,6 +193,18 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it(server):
     wanted.tokens.pop()
     assert (choice["text"], choice["finish_reason"]) == (text_of(wanted), "stop")
     assert answer["usage"]["completion_tokens"] == index + 1
+
+
+def test_the_offset_of_a_stop_token_is_the_texts_end(server):
+    seed, text = ascii_seed(b"abc", 12)
+    tokens = [token.id for token in expected(b"abc", seed=seed, max_tokens=12).tokens]
+    stop = next(i for i in range(4, 12) if tokens[i] not in tokens[:i] and tokens[i - 1] < 128)
+    fields = {"seed": seed, "max_tokens": 12, "stop_token_ids": [tokens[stop]], "logprobs": 0}
+    for before in ("", "abc"):
+        choice = server.complete("abc", **fields, echo=bool(before))["choices"][0]
+        assert choice["text"].startswith(before)
+        assert text.startswith(choice["text"].removeprefix(before))
+        assert choice["logprobs"]["text_offset"][-1] == len(choice["text"]) > len(before)
 
 
 def test_the_end_of_text_ends_a_completion_unless_it_is_ignored(server):
@@ -274,13 +308,7 @@ def test_sampling_fields_reach_the_engine(server):
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2,
         "frequency_penalty": -0.3, "min_tokens": 2,
     }  # fmt: skip
-    seen = []
-    insert = server.engine.insert
-    server.engine.insert = lambda slot, prompt, params, **how: (
-        seen.append(params),
-        insert(slot, prompt, params, **how),
-    )
-    try:
+    with asked_of_the_engine(server) as seen:
         server.complete(
             "a",
             **fields,
@@ -290,8 +318,6 @@ def test_sampling_fields_reach_the_engine(server):
             stop_token_ids=[9],
         )
         server.complete("a", top_k=-1)
-    finally:
-        server.engine.insert = insert
     assert {name: getattr(seen[0], name) for name in fields} == fields
     assert seen[0].no_repeat_ngram == 3
     assert dict(seen[0].logit_bias) == {7: -100, 8: 2.5}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -67,15 +68,16 @@ async def _begin(body: CompletionRequest, model: ServedModel, job: Job) -> Answe
     prompts = await _prompts(body, model)
     for prompt in prompts:
         model.check_room(prompt, body.max_tokens, "prompt")
-    asked = _sampling(body, model)
+    asked = _sampling(body, model, len(prompts))
     with_logprobs = body.logprobs is not None
     echoes = await _echoes(body, model, prompts) if body.echo else [None] * len(prompts)
     choices = [
         Choice(model, prompt, body.stop, min_tokens=body.min_tokens, echo=echo, logprobs=with_logprobs)
         for prompt, echo in zip(prompts, echoes, strict=True)
-        for _ in asked
+        for _ in range(body.n)
     ]
-    job.start([SequenceRequest(prompt, params) for prompt in prompts for params in asked])
+    repeated = [prompt for prompt in prompts for _ in range(body.n)]
+    job.start(list(map(SequenceRequest, repeated, asked)))
     return Answer(body, model, job, choices, sum(map(len, prompts)))
 
 
@@ -179,31 +181,30 @@ async def _prompts(body: CompletionRequest, model: ServedModel) -> Sequence[Sequ
     return body.prompt
 
 
-def _sampling(body: CompletionRequest, model: ServedModel) -> list[SamplingParams]:
-    """The parameters of each of the n samples, which differ in their seed."""
-    seed = secrets.randbits(32) if body.seed is None else body.seed
-    stop_tokens = model.end_tokens(body.stop_token_ids, ignore_eos=body.ignore_eos)
-    return [
-        sampling_params(
-            {"no_repeat_ngram": "no_repeat_ngram_size"},
-            max_tokens=body.max_tokens,
-            min_tokens=body.min_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=max(body.top_k, 0) if body.top_k >= -1 else body.top_k,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            no_repeat_ngram=body.no_repeat_ngram_size,
-            logit_bias=body.logit_bias,
-            stop_token_ids=stop_tokens,
-            seed=(seed + i) % 2**32,
-            logprobs=body.logprobs,
-            prompt_logprobs=body.echo and body.logprobs is not None,
-        )
-        for i in range(body.n)
-    ]
+def _sampling(body: CompletionRequest, model: ServedModel, prompts: int) -> list[SamplingParams]:
+    """The parameters of every choice: of each prompt, in order, its n samples. They differ in their seed."""
+    params = sampling_params(
+        {"no_repeat_ngram": "no_repeat_ngram_size"},
+        max_tokens=body.max_tokens,
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(body.top_k, 0) if body.top_k >= -1 else body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        no_repeat_ngram=body.no_repeat_ngram_size,
+        logit_bias=body.logit_bias,
+        stop_token_ids=model.end_tokens(body.stop_token_ids, ignore_eos=body.ignore_eos),
+        logprobs=body.logprobs,
+        prompt_logprobs=body.echo and body.logprobs is not None,
+    )
+    if body.seed is None:
+        seeds = [secrets.randbits(32) for _ in range(prompts * body.n)]
+    else:
+        seeds = [(body.seed + i) % 2**32 for i in range(body.n)] * prompts
+    return [dataclasses.replace(params, seed=seed) for seed in seeds]
 
 
 async def _echoes(
