@@ -1,22 +1,26 @@
 """The endless stream of records: the files in order or shuffled, with a position that can be stored.
 
 A position is a small dict of plain numbers and strings. It counts records, never batches or hosts, so it is the
-same on every host and holds after the batch or the number of hosts changed.
+same on every host and holds after the batch or the number of hosts changed. With it go the stamps of the files that it
+depends on (`stamp.py`): the one that is read, and under shuffle all those of the half that is drawn from.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from mesh_transformer.data.records import Record, RecordReader
+from mesh_transformer.data.stamp import check_stamp, stamp
 from mesh_transformer.errors import UserError
 
 Position = dict[str, Any]
 
+_PLACE = re.compile(r"[0-9]{1,9}")
 _NUMBERS = ("epoch", "file", "record", "offset", "taken")
 
 
@@ -47,6 +51,7 @@ class Walk:
         self._files, self._seed = tuple(files), seed
         self._epoch, self._place = 0, 0
         self._reader: RecordReader | None = None
+        self._stamp = ""
         self._barren = 0
 
     @property
@@ -60,7 +65,7 @@ class Walk:
             UserError: a file is damaged, or two passes met no record.
         """
         if self._reader is None:
-            self._reader = RecordReader(self._path())
+            self._reader = self._open()
         record = self._reader.read(keep)
         if record is not None:
             self._barren = 0
@@ -76,7 +81,7 @@ class Walk:
         return None
 
     def position(self) -> Position:
-        """Where the next record lies. `file` is its place in the epoch's order, `offset` in bytes."""
+        """Where the next record lies. `file` is its place in the epoch's order, `offset` in bytes; `files` are stamps."""
         number, offset = (self._reader.number, self._reader.offset) if self._reader else (0, 0)
         return {
             "epoch": self._epoch,
@@ -84,7 +89,12 @@ class Walk:
             "name": os.path.basename(self._path()),
             "record": number,
             "offset": offset,
+            "files": self.stamps(),
         }
+
+    def stamps(self) -> dict[str, str]:
+        """The stamp of the file that is open, by its place in the epoch's order; none where no record of it was read."""
+        return {str(self._place): self._stamp} if self._reader else {}
 
     def go_to(self, position: Mapping[str, Any]) -> None:
         """Continue at a stored position.
@@ -93,20 +103,28 @@ class Walk:
             UserError: the files are not those that the position was taken from.
         """
         epoch, place = position["epoch"], position["file"]
-        if place >= len(self._files) or os.path.basename(self._path(epoch, place)) != position["name"]:
+        stamps = {int(at): noted for at, noted in position.get("files", {}).items()}  # older positions have none
+        if max([place, *stamps]) >= len(self._files) or os.path.basename(self._path(epoch, place)) != position["name"]:
             raise UserError(
                 f"the stored data position is in {position['name']}, number {place + 1} of its data set, "
                 f"which does not fit {_some(self._files)}: bring back the former data set (same files, same order), "
                 f"or read the data from its beginning with --set data.restart=true"
             )
+        for at, noted in stamps.items():
+            check_stamp(self._path(epoch, at), noted)
         self.close()
         self._epoch, self._place, self._barren = epoch, place, 0
-        self._reader = RecordReader(self._path(), position["record"], position["offset"])
+        if position["offset"]:
+            self._reader = self._open(position["record"], position["offset"])
 
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+    def _open(self, number: int = 0, offset: int = 0) -> RecordReader:
+        self._stamp = stamp(self._path())
+        return RecordReader(self._path(), number, offset)
 
     def _path(self, epoch: int | None = None, place: int | None = None) -> str:
         epoch = self._epoch if epoch is None else epoch
@@ -211,6 +229,7 @@ class Shuffled:
             record = self._walk.read()
             if record is not None:
                 self._next.append(record)
+                self._next_start["files"].update(self._walk.stamps())
                 self._next_full = len(self._next) == self._half
                 return
             if self._walk.epoch != self._next_start["epoch"]:
@@ -222,7 +241,12 @@ class Shuffled:
 
 def _check(position: Mapping[str, Any], order: str) -> None:
     whole = all(type(position.get(key)) is int and position[key] >= 0 for key in _NUMBERS)
-    if position.get("version") != 1 or not whole or not isinstance(position.get("name"), str):
+    files = position.get("files", {})
+    stamped = isinstance(files, dict) and all(
+        _PLACE.fullmatch(at) and isinstance(noted, str) for at, noted in files.items()
+    )
+    named = isinstance(position.get("name"), str)
+    if position.get("version") != 1 or not (whole and named and stamped):
         raise UserError(f"the stored data position cannot be read: {dict(position)!r}"[:500])
     if position.get("order") != order:
         raise UserError(
