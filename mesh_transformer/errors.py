@@ -11,6 +11,10 @@ class UserError(ValueError):
     """
 
 
+class CredentialsError(UserError):
+    """This machine has no credentials for a bucket, or they are refused. On a host of a cluster that may pass."""
+
+
 class RunError(RuntimeError):
     """A run that cannot go on for a reason that is no bug, such as a loss that is not finite.
 

@@ -1,7 +1,8 @@
 """Paths that may be local or on Google Cloud Storage (`gs://bucket/name`).
 
 Calls to the cloud are repeated with growing pauses, for two minutes, after answers 408, 429 and 5xx and after cut
-connections; then the library's own exception is raised.
+connections; then the library's own exception is raised. Without credentials, or with ones that are refused, every function
+raises CredentialsError.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import contextlib
 import os
 import posixpath
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import IO, Any
 
 from mesh_transformer import signs
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import CredentialsError, UserError
 
 RETRY_FIRST_S = 0.2
 RETRY_MAX_S = 20.0
@@ -250,7 +251,7 @@ def _retry() -> Any:
         repeated = policy(call)
 
         def noted(*arguments: Any, **named: Any) -> Any:
-            with signs.service_call():
+            with signs.service_call(), _credentials_explained():
                 return repeated(*arguments, **named)
 
         return noted
@@ -259,7 +260,31 @@ def _retry() -> Any:
 
 
 def _gcs_client() -> Any:
-    return _cached_client(os.environ.get("GOOGLE_CLOUD_PROJECT"), os.environ.get("STORAGE_EMULATOR_HOST"))
+    with _credentials_explained():
+        return _cached_client(os.environ.get("GOOGLE_CLOUD_PROJECT"), os.environ.get("STORAGE_EMULATOR_HOST"))
+
+
+@contextlib.contextmanager
+def _credentials_explained() -> Iterator[None]:
+    from google.auth.exceptions import DefaultCredentialsError, RefreshError
+
+    try:
+        yield
+    except (DefaultCredentialsError, RefreshError) as error:
+        said = str(error).partition("\n")[0].partition(" To set up Application Default Credentials")[0]
+        raise CredentialsError(
+            f"no access to gs:// paths: {said.strip().rstrip('.')[:300]}. Run: gcloud auth application-default login; or name "
+            f"local paths (a run is local with --set checkpoint.bucket=)"
+        ) from error
+
+
+def check_credentials() -> None:
+    """See that this machine can reach buckets, before others are asked to. It takes up to 12 s where a metadata server is silent.
+
+    Raises:
+        CredentialsError: there are no credentials.
+    """
+    _gcs_client()
 
 
 @lru_cache(maxsize=1)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import CredentialsError, UserError
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def agreed(read: Callable[[], T]) -> T:
     reason = ""
     try:
         result = read()
-    except (MemoryError, jax.errors.JaxRuntimeError):
+    except (CredentialsError, MemoryError, jax.errors.JaxRuntimeError):
         raise  # the machine's fault, not the checkpoint's
     except Exception as error:  # noqa: BLE001  (Orbax and TensorStore raise all sorts for a damaged file)
         reason = first_cause(error)

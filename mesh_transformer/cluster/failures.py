@@ -88,9 +88,11 @@ def category(types: Sequence[str], message: str) -> Category:
     """Whose error an exception is, from the names of its class and its bases.
 
     `bug` is the user's too: the same program would raise it again. An exception that quotes the status of a service (a
-    collective, a storage) is the machine's.
+    collective, a storage) is the machine's, and so are credentials that a host lacks.
     """
     names = set(types)
+    if "CredentialsError" in names:
+        return "machine"
     if "UserError" in names:
         return "user"
     if "RunError" in names:

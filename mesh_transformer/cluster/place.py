@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mesh_transformer import files
 from mesh_transformer.cluster.base import Cluster, Hosts, Job, NoHosts, run_name
 from mesh_transformer.cluster.processes import ProcessCluster
 from mesh_transformer.cluster.supervise import Supervisor
@@ -170,6 +171,8 @@ class Place:
         name = run_name(config)
         environment: dict[str, str | None] = {**self.variables}
         if self.processes is not None:
+            if any(map(files.is_remote, (config.checkpoint.root, config.data.train_set or ""))):
+                files.check_credentials()  # the workers have this machine's
             yield ProcessCluster(name, self.processes, environment), NoHosts()
             return
         if importlib.util.find_spec("ray") is None:  # before a TPU costs anything

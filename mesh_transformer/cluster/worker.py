@@ -144,7 +144,9 @@ class Worker(Observer):
         expected = isinstance(error, UserError | RunError)
         message = str(error) if expected else f"{type(error).__name__}: {str(error)[:2000]}"
         told = {"category": whose, "message": message, "traceback": traceback.format_exc()}
-        if whose == "machine":  # perhaps only the end of another worker: the driver shows errors, not this
+        if (
+            whose == "machine" and not expected
+        ):  # perhaps only the end of another worker: the driver shows errors, not this
             for line in told["traceback"].splitlines():
                 logs.log.info("%s", line)
         logs.log.error("%s", told["traceback"] if whose == "bug" else message)

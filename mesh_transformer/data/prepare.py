@@ -24,7 +24,7 @@ from mesh_transformer.data.records import write_records
 from mesh_transformer.data.token_store import Packing, TokenStore
 from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer
 from mesh_transformer.errors import UserError
-from mesh_transformer.files import is_remote, join, open_binary
+from mesh_transformer.files import check_credentials, is_remote, join, open_binary
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,9 @@ def prepare(source: str, name: str, output_dir: str, tokenizer: Tokenizer, optio
         )
     files = input_files(source)
     local = None if is_remote(output_dir) else output_dir
-    if local is not None:
+    if local is None:
+        check_credentials()
+    else:
         os.makedirs(local, exist_ok=True)
     with scratch_file(local or ".") as scratch:
         written = write_corpus(files, scratch, tokenizer, options)

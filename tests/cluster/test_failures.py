@@ -113,6 +113,7 @@ def test_verdict(name, statuses, slice_state, kind, worker, reason):
     ("types", "message", "expected"),
     [
         (["UserError", "ValueError", "Exception"], "lr must be positive", "user"),
+        (["CredentialsError", "UserError", "ValueError", "Exception"], "no access to gs:// paths", "machine"),
         (["RunError", "RuntimeError", "Exception"], "step 3: not finite", "run"),
         (["TypeError", "Exception"], "f() takes 1 argument", "bug"),
         (["KeyError", "LookupError", "Exception"], "'x'", "bug"),
