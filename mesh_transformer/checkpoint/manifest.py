@@ -1,7 +1,10 @@
 """What a checkpoint says of itself: shape, dtype and checksum of each tensor, and the run's own JSON.
 
-The checksum is the sum of a tensor's bits, as unsigned integers, modulo 2**32. Integer addition is associative, so
-it does not depend on the mesh, is computed where the shards lie, and any single flipped bit changes it.
+The checksum is a weighted sum modulo 2**32: each element's bits as an unsigned integer, times the weight of its position.
+Integer addition is associative, so the sum does not depend on the mesh or on chunks, and is computed where the shards lie.
+A weight is the product of one pseudo-random odd number for each coordinate. Odd factors lose no bits, so a change of a single
+element always changes the sum. An exchange of elements, rows or layers changes it too, but for a chance of about 1e-8.
+Earlier versions wrote the plain sum of the bits, which an exchange leaves as it is; theirs is still compared.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +28,7 @@ DTYPES = {
 }
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 2**48
+WEIGHTED, PLAIN = "weighted", "plain"  # kinds of checksums; a manifest that names none has plain ones
 
 
 class DamagedCheckpoint(UserError):
@@ -43,16 +47,21 @@ class TensorSpec(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """The tensors of a checkpoint by path (`params/wte/w`), and the caller's JSON."""
+    """The tensors of a checkpoint by path (`params/wte/w`), the caller's JSON, and the kind of the checksums."""
 
     tensors: dict[str, TensorSpec]
     extra: dict[str, Any]
+    kind: str = WEIGHTED
+
+    def checksum(self, part: np.ndarray, start: Sequence[int]) -> int:
+        """The checksum of the part of a tensor that begins at `start`: those of all parts add up, modulo 2**32."""
+        return sum_bits(part, start if self.kind == WEIGHTED else None)
 
 
 def describe(state: Any, extra: dict[str, Any]) -> Manifest:
     """The manifest of `state`, a pytree of arrays; waits for the arrays. In several processes all must call it."""
     leaves = flatten(state)  # one after the other: XLA for CPU makes a copy of what it sums
-    specs = {name: TensorSpec(tuple(x.shape), str(x.dtype), int(_sum_bits(x))) for name, x in leaves.items()}
+    specs = {name: TensorSpec(tuple(x.shape), str(x.dtype), _sum_on_devices(x)) for name, x in leaves.items()}
     return Manifest(specs, extra)
 
 
@@ -62,7 +71,8 @@ def encode(manifest: Manifest) -> dict[str, Any]:
     Raises:
         TypeError: `extra` holds something that JSON has no form for.
     """
-    body = {"tensors": {name: list(spec) for name, spec in manifest.tensors.items()}, "extra": manifest.extra}
+    tensors = {name: list(spec) for name, spec in manifest.tensors.items()}
+    body = {"tensors": tensors, "extra": manifest.extra, "checksums": manifest.kind}
     body = json.loads(json.dumps(body))  # what a reader gets: tuples are lists, keys are strings
     return {"crc32": _crc(body), "body": body}
 
@@ -77,11 +87,15 @@ def decode(document: Any) -> Manifest:
         body, crc = document["body"], document["crc32"]
         if crc != _crc(body):
             raise DamagedCheckpoint("the manifest's CRC is wrong")
-        tensors, extra = body["tensors"], body["extra"]
+        tensors, extra, kind = body["tensors"], body["extra"], body.get("checksums", PLAIN)
         if not (isinstance(tensors, dict) and isinstance(extra, dict)):
             raise DamagedCheckpoint("the manifest's tensors and extra are no JSON objects")
-        return Manifest({name: _spec(name, entry) for name, entry in tensors.items()}, extra)
-    except (KeyError, TypeError, RecursionError) as error:
+        if kind not in (WEIGHTED, PLAIN):
+            raise DamagedCheckpoint(
+                f"the manifest has checksums of the kind {kind!r:.60}: a newer version wrote it"
+            )
+        return Manifest({name: _spec(name, entry) for name, entry in tensors.items()}, extra, kind)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"the manifest is not one of ours: {error!r}") from error
 
 
@@ -158,22 +172,50 @@ def flatten(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def sum_bits(array: np.ndarray) -> int:
-    """The checksum of an array, or its part of one: the parts' sums add up, modulo 2**32."""
+def sum_bits(array: np.ndarray, start: Sequence[int] | None) -> int:
+    """The weighted checksum of the part of a tensor that begins at `start`; None: the plain one."""
     if array.dtype == np.bool_:
-        return int(array.sum(dtype=np.uint32))
-    word = {1: np.uint8, 2: np.uint16}.get(array.dtype.itemsize, np.uint32)
-    return int(np.ascontiguousarray(array).view(word).sum(dtype=np.uint32))
+        array = array.view(np.uint8)
+    words = np.asarray(array, order="C")[..., None].view(_word(array.dtype))
+    total = words.sum(-1, dtype=np.uint32) if array.dtype.itemsize > 4 else words[..., 0]
+    if start is None:
+        return int(total.sum(dtype=np.uint32))
+    # float32 with a short mantissa has no low bits, and only those reach all bits of the sum
+    total = total ^ (total >> 16)
+    for dimension in reversed(range(array.ndim)):
+        weights = _weights(dimension, start[dimension], array.shape[dimension])
+        total = np.einsum("...i,i->...", total, weights, dtype=np.uint32)
+    return int(total)
 
 
 def _crc(body: Any) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
+def _word(dtype: np.dtype) -> np.dtype:
+    """The unsigned integer as which an element's bits are read; of eight bytes there are two, which are added up."""
+    return np.dtype(f"u{min(dtype.itemsize, 4)}")
+
+
+def _weights(dimension: int, start: int, size: int) -> np.ndarray:
+    """The factors (size,), uint32 and odd, of coordinates from `start` on: MurmurHash3's finaliser of the coordinate."""
+    h: np.ndarray = (np.arange(start, start + size) + (dimension + 1) * 0x9E3779B9).astype(np.uint32)
+    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
+    return (h ^ (h >> 16)) | np.uint32(1)
+
+
+def _sum_on_devices(x: jax.Array) -> int:
+    """`sum_bits` of a whole tensor, where it lies."""
+    return int(_weighted_sum(x, [_weights(dimension, 0, size) for dimension, size in enumerate(x.shape)]))
+
+
 @jax.jit
-def _sum_bits(x: jax.Array) -> jax.Array:
-    """`sum_bits` on the devices."""
-    if x.dtype == jnp.bool_:
-        return jnp.sum(x, dtype=jnp.uint32)
-    word = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    return jnp.sum(jax.lax.bitcast_convert_type(x, word), dtype=jnp.uint32)
+def _weighted_sum(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+    word = _word(x.dtype)
+    bits = x if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, word)
+    total = bits.astype(jnp.uint32) if bits.ndim == x.ndim else jnp.sum(bits, -1, dtype=jnp.uint32)
+    total ^= total >> 16
+    for dimension, factors in enumerate(weights):
+        total *= factors.reshape(-1, *(1,) * (x.ndim - dimension - 1))
+    return jnp.sum(total, dtype=jnp.uint32)

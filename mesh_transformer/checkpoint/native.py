@@ -109,7 +109,7 @@ class NativeSource:
         spans, checksum = _spans(index, array.shape), 0
         out = np.empty([len(span) for span in spans], array.dtype.numpy_dtype)
         for place, values in self._pieces(stored, array, [range(size) for size in array.shape]):
-            checksum += manifests.sum_bits(values)
+            checksum += self.manifest.checksum(values, [part.start for part in place])
             _copy_common(out, spans, place, values)
         if checksum % 2**32 != self.manifest.tensors[stored].checksum:
             raise DamagedCheckpoint(f"{self.where}: wrong checksum of {stored}")

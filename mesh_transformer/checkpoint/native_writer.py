@@ -74,7 +74,7 @@ def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
         for path, value in scalars.items():
             array = _create(store, path, TensorInfo((), value.dtype), context)
             _wait(array.write(value))
-            specs["/".join(path)] = TensorSpec((), value.dtype.name, manifests.sum_bits(value))
+            specs["/".join(path)] = TensorSpec((), value.dtype.name, manifests.sum_bits(value, ()))
         for name, path in names.items():
             checksum = _copy(source, name, _create(store, path, source.tensors[name], context), transfer)
             info = source.tensors[name]
@@ -91,7 +91,8 @@ def _copy(source: TensorSource, name: str, array: Any, transfer: Transfer) -> in
     try:
         for index in pieces(whole, chunk_shape(info), info.dtype.itemsize, ROWS_BYTES):
             block = np.ascontiguousarray(source.read(name, index))
-            checksum = (checksum + manifests.sum_bits(block)) % 2**32
+            start = [part.start for part in index]
+            checksum = (checksum + manifests.sum_bits(block, start)) % 2**32
             if writing is not None:
                 _wait(writing)
             writing = array[index].write(block, can_reference_source_data_indefinitely=True)

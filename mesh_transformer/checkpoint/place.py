@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from mesh_transformer.checkpoint.target import Transfer
 from mesh_transformer.checkpoint.tensors import Index, TensorSource
 
 Read = Callable[[str, Index], np.ndarray]
+Sum = Callable[[np.ndarray, Sequence[int]], int]  # of a part of a tensor and where that begins
 
 
 def place(source: TensorSource, abstract: Any) -> Any:
@@ -38,9 +39,10 @@ def place(source: TensorSource, abstract: Any) -> Any:
     """
     check_shapes(source, abstract)
     if not isinstance(source, NativeSource):
-        return _place_all(source.read, abstract)[0]
-    state, sums = _place_all(lambda name, index: source.read_stored(source.stored[name], index), abstract)
-    manifests.verify(source.manifest, {source.stored[name]: value for name, value in sums.items()})
+        return _place_all(source.read, abstract, lambda *_: 0)[0]
+    stored, checksum = source.stored, source.manifest.checksum
+    state, sums = _place_all(lambda name, index: source.read_stored(stored[name], index), abstract, checksum)
+    manifests.verify(source.manifest, {stored[name]: value for name, value in sums.items()})
     return state
 
 
@@ -55,7 +57,7 @@ def restore(source: NativeSource, abstract: Any, *, part: bool) -> Any:
         DamagedCheckpoint: as in `place`.
     """
     manifests.check_fits(source.manifest, abstract, part=part, where=source.where)
-    state, sums = _place_all(source.read_stored, abstract)
+    state, sums = _place_all(source.read_stored, abstract, source.manifest.checksum)
     manifests.verify(source.manifest, sums)
     return state
 
@@ -76,37 +78,40 @@ def place_scalar(value: int, like: Any) -> jax.Array:
     return jax.make_array_from_callback((), like.sharding, lambda _: scalar)
 
 
-def _place_all(read: Read, abstract: Any) -> tuple[Any, dict[str, int]]:
+def _place_all(read: Read, abstract: Any, checksum: Sum) -> tuple[Any, dict[str, int]]:
     """The tensors as they lie on the devices of all processes, and their checksums as they were read."""
     leaves = manifests.flatten(abstract)
     with Transfer("reading", sum(_local_bytes(leaf) for leaf in leaves.values())) as transfer:
-        placed = agreed(lambda: [_place(read, name, leaf, transfer) for name, leaf in leaves.items()])
+        placed = agreed(
+            lambda: [_place(read, name, leaf, checksum, transfer) for name, leaf in leaves.items()]
+        )
     parts = multihost_utils.process_allgather(np.array([part for _, part in placed], np.uint32))
     sums = parts.reshape(-1, len(placed)).sum(axis=0, dtype=np.uint32)
     state = jax.tree.unflatten(jax.tree.structure(abstract), [array for array, _ in placed])
     return state, dict(zip(leaves, map(int, sums), strict=True))
 
 
-def _place(read: Read, name: str, leaf: Any, transfer: Transfer) -> tuple[jax.Array, int]:
+def _place(read: Read, name: str, leaf: Any, checksum: Sum, transfer: Transfer) -> tuple[jax.Array, int]:
     """One tensor, slice after slice, each read once; and this process's part of the checksum: of slices that several
     processes hold, the first counts."""
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = defaultdict(list)
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
         bounds = (s.indices(n)[:2] for s, n in zip(index or (), leaf.shape, strict=True))
         devices[tuple(bounds)].append(device)
-    shards, checksum = [], 0
+    shards, total = [], 0
     for spans, holders in devices.items():
         ours = [device for device in holders if device.process_index == jax.process_index()]
         if not ours:
             continue
         stored = read(name, tuple(slice(*span) for span in spans))
-        checksum += manifests.sum_bits(stored) if ours[0] == holders[0] else 0
+        if ours[0] == holders[0]:
+            total += checksum(stored, [start for start, _ in spans])
         values = stored.astype(leaf.dtype, copy=False)
         shards += jax.block_until_ready([jax.device_put(values, device) for device in ours])
         transfer.add(values.nbytes * len(ours))
         del stored, values  # before the next slice is read
     array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards, dtype=leaf.dtype)
-    return array, checksum % 2**32
+    return array, total % 2**32
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
