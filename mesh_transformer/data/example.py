@@ -16,6 +16,7 @@ from mesh_transformer.errors import UserError
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 _MAX_TOKEN = 2**31 - 1
+_OTHER_LISTS = {1: "bytes", 2: "floats"}  # the kinds of a Feature beside int64
 
 
 def encode_example(tokens: np.ndarray) -> bytes:
@@ -29,7 +30,7 @@ def decode_example(data: bytes) -> np.ndarray:
     """The tokens of a serialised Example, int32 (n,).
 
     Raises:
-        UserError: not an Example, no int64 feature `text`, or a number that is no token.
+        UserError: not an Example, no feature `text`, one of bytes or floats, or a number that is no token.
     """
     chunks: list[np.ndarray] | None = None
     names = []
@@ -37,7 +38,7 @@ def decode_example(data: bytes) -> np.ndarray:
         name = b"".join(_submessages(entry, 1)).decode("utf-8", "replace")
         names.append(name)
         if name == "text":
-            chunks = [ints for feature in _submessages(entry, 2) for ints in _int64_lists(feature)]
+            chunks = [ints for feature in _submessages(entry, 2) for ints in _tokens(feature)]
     if chunks is None:
         raise UserError(f"the record has no feature `text` (it has: {', '.join(names[:5]) or 'none'})")
     values = np.concatenate(chunks) if chunks else np.empty(0, np.uint64)
@@ -46,7 +47,13 @@ def decode_example(data: bytes) -> np.ndarray:
     return values.astype(np.int32)
 
 
-def _int64_lists(feature: bytes) -> Iterator[np.ndarray]:
+def _tokens(feature: bytes) -> Iterator[np.ndarray]:
+    for number, _ in _fields(feature):
+        if number in _OTHER_LISTS:
+            raise UserError(
+                f"its feature `text` holds {_OTHER_LISTS[number]}; tokens must be int64: make the records from the text "
+                "with create_finetune_tfrecords.py"
+            )
     for int64_list in _submessages(feature, 3):
         single = []
         for number, value in _fields(int64_list):

@@ -251,8 +251,9 @@ def _tokens(record: Record, shape: Batching) -> np.ndarray:
     if len(tokens) != seq + 1:
         raise UserError(
             f"{record.path}: record {record.number} at byte {record.offset} has {len(tokens)} tokens, "
-            f"sequences of {seq} need {seq + 1}: set data.seq to {len(tokens) - 1}, or make the records again "
-            f"with create_finetune_tfrecords.py --seq {seq}"
+            f"sequences of {seq} need {seq + 1}: "
+            + (f"set data.seq to {len(tokens) - 1}, or " if len(tokens) > 1 else "")
+            + f"make the records again with create_finetune_tfrecords.py --seq {seq}"
         )
     if shape.n_vocab is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < shape.n_vocab:
         raise UserError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from mesh_transformer import signs
@@ -219,13 +220,28 @@ def _from_folder(folder: str, name: str) -> HubTokenizer:
         kind = transformers.PreTrainedTokenizerFast
     else:
         kind = getattr(transformers, "GPT2TokenizerFast")  # noqa: B009  (an alias the stubs do not list)
-    try:
+    place = join(name, "tokenizer.json") if "tokenizer.json" in has else name
+    with _told_of(place):
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001  (the Rust library raises plain Exceptions)
-        raise UserError(f"{name}: its tokenizer files cannot be read ({error}); {_WAY_OUT}"[:800]) from error
     if not getattr(tokenizer, "is_fast", False) or len(tokenizer) <= 1:
         raise UserError(f"{name}: its tokenizer is empty or of a kind that is not supported; {_WAY_OUT}")
-    return HubTokenizer(tokenizer, name)
+    found = HubTokenizer(tokenizer, name)
+    # some faults of a normalizer or a decoder show only when it works
+    with _told_of(place), contextlib.suppress(Exception):
+        found.decode(found.encode("a é"))
+    return found
+
+
+@contextlib.contextmanager
+def _told_of(place: str) -> Iterator[None]:
+    """What the Rust library raises, as a UserError: plain Exceptions, and panics, which are none and cannot be imported."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).strip().replace("\n", " ")
+        raise UserError(f"{place}: the tokenizer cannot be read ({reason}); {_WAY_OUT}"[:800]) from error
 
 
 def _eot_id(backend: Any, tokenizer: Any, name: str) -> int:

@@ -220,6 +220,10 @@ def test_names_are_looked_up_under_data(dataset, monkeypatch, tmp_path_factory):
             lambda i: write_records(str(i.with_name("a.tfrecords")), [np.arange(9)]),
             "has 9 tokens.*need 5.*data.seq to 8",
         ),
+        (
+            lambda i: write_records(str(i.with_name("a.tfrecords")), [np.arange(0)]),
+            "has 0 tokens, sequences of 4 need 5: make",
+        ),
         (lambda i: [i.with_name(f"{n}.tfrecords").write_bytes(b"") for n in "abc"], "no record in 3"),
     ],
 )

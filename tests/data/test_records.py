@@ -56,10 +56,11 @@ def test_example_round_trip(tokens):
     assert decoded.tolist() == tokens
 
 
-def test_unpacked_numbers_and_other_features():
-    def field(number, value):
-        return bytes([number << 3 | 2, len(value)]) + value
+def field(number: int, value: bytes) -> bytes:
+    return bytes([number << 3 | 2, len(value)]) + value
 
+
+def test_unpacked_numbers_and_other_features():
     unpacked = field(3, bytes([1 << 3, 7, 1 << 3, 0x80, 1]))
     other = field(1, field(1, b"meta") + field(2, field(1, field(1, b"x"))))
     example = field(1, other + field(1, field(1, b"text") + field(2, unpacked)))
@@ -69,6 +70,17 @@ def test_unpacked_numbers_and_other_features():
 def test_example_without_text():
     with pytest.raises(UserError, match="no feature `text` .*texu"):
         decode_example(encode_example(np.arange(3)).replace(b"text", b"texu"))
+
+
+@pytest.mark.parametrize(("kind", "number"), [("bytes", 1), ("floats", 2)])
+def test_text_that_is_no_tokens(tmp_path, monkeypatch, kind, number):
+    feature = field(number, field(1, b"abcd"))  # a list of one text, or of one float32
+    example = field(1, field(1, field(1, b"text") + field(2, feature)))
+    monkeypatch.setattr(records, "encode_example", lambda _: example)
+    path = tmp_path / "x.tfrecords"
+    write_records(str(path), [np.arange(4)])
+    with pytest.raises(UserError, match=rf"x\.tfrecords: record 0 at byte 0: .* holds {kind}; .* int64"):
+        read_all(path)
 
 
 @given(st.binary(max_size=60))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import shutil
 import threading
 import time
@@ -86,6 +87,36 @@ def test_folders_without_a_tokenizer(tmp_path, content):
     for name, text in content.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=r"--set data\.tokenizer=FOLDER"):
+        load_tokenizer(str(tmp_path))
+
+
+def tokenizer_json(**parts):
+    vocabulary = {"<|endoftext|>": 0, "a": 1, "b": 2}
+    special = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": 0, "content": "<|endoftext|>", **special}],
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        **dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")),
+        **parts,
+    }
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}},
+        {"decoder": {"type": "Strip", "content": "a", "start": 9, "stop": 9}},
+    ],
+    ids=["read", "encode", "decode"],
+)
+def test_a_panic_of_the_library_names_the_file(tmp_path, parts):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(tokenizer_json()))
+    assert load_tokenizer(str(tmp_path)).encode("ab") == [1, 2]
+    path.write_text(json.dumps(tokenizer_json(**parts)))
+    with pytest.raises(UserError, match=rf"{path}: the tokenizer cannot be read .*data\.tokenizer="):
         load_tokenizer(str(tmp_path))
 
 
