@@ -76,6 +76,9 @@ stop() {
         while [[ -n $(session_processes "$pid") && $SECONDS -lt $deadline ]]; do
             sleep 0.1
         done
+    elif [[ -e /proc/$pid ]]; then # a stranger, who got the number later: what is in its session is its own
+        rm -f "$state/ray.pid" "$state/ray.fingerprint"
+        return
     fi
     # shellcheck disable=SC2046
     kill -9 $(session_processes "$pid") 2>/dev/null || true

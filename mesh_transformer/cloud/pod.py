@@ -146,16 +146,19 @@ class Pod:
 
         _checked(ssh.get(self._chosen(hosts), self.access, source, target), f"fetching {source}")
 
-    def kill(self, worker_id: int, pid: int, *, timeout_s: float = 15.0) -> None:
+    def kill(self, worker_id: int, pid: int, started: int, *, timeout_s: float = 15.0) -> None:
         """kill -9 a process of one host, even a stopped one; one that is gone is no error.
+
+        Args:
+            started: when it did, in clock ticks since the host's start (field 22 of /proc/PID/stat); a later process of the
+                same number is left alone.
 
         Raises:
             HostsFailed, HostsRefused: the host cannot be reached, or the process is somebody else's.
         """
         if pid <= 1:
             raise UserError(f"{pid} is no process to kill")
-        command = f"kill -9 {pid} 2>/dev/null || ! [ -d /proc/{pid} ]"
-        self.run(command, [worker_id], timeout_s=timeout_s, doing=f"killing process {pid}")
+        self.run(kill_command(pid, started), [worker_id], timeout_s=timeout_s, doing=f"killing process {pid}")
 
     def wait_reachable(self, timeout_s: float = 300.0) -> None:
         """Return once every host lets us in: a new TPU VM is ready some time before its SSH server and users are.
@@ -184,6 +187,12 @@ class Pod:
         if unknown:
             raise UserError(f"no workers {unknown}: there are {sorted(by_id)}")
         return [by_id[worker_id] for worker_id in wanted]
+
+
+def kill_command(pid: int, started: int) -> str:
+    """The shell command of `Pod.kill`. A process's name may hold spaces and brackets, so fields are counted behind it."""
+    now = f"$(sed 's/.*) //' /proc/{pid}/stat 2>/dev/null | cut -d ' ' -f 20)"
+    return f'[ "{now}" != {started} ] || kill -9 {pid}'
 
 
 def _checked(outcomes: list[Outcome], doing: str) -> list[Outcome]:

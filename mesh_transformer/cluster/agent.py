@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.cluster import host_lock
+from mesh_transformer.cluster import host_folder, host_lock
 from mesh_transformer.cluster.base import Job
-from mesh_transformer.cluster.worker_process import WorkerProcess, read_bytes
+from mesh_transformer.cluster.processes_by_id import Process, identify
+from mesh_transformer.cluster.worker_process import WorkerProcess, read_log
 
 DRIVER_GONE_S = 5.0  # after which another driver may take over
 LINES_BYTES = 65536  # of the worker's output, at most, in one answer
@@ -35,6 +36,9 @@ class Agent:
         run: name of the run.
         address: of this host, for the other ones.
         on_deserted: called when no driver has come for as long as the last job says.
+
+    Raises:
+        UserError: the folder for the worker's output is not safe.
     """
 
     def __init__(
@@ -50,7 +54,8 @@ class Agent:
         self._driver, self._asked = "", time.monotonic()
         self._driver_timeout_s, self._driver_wait_s = 20.0, 3600.0
         self._lock = threading.Lock()
-        self._log = os.path.join(host_lock.folder(), f"{run}-{worker_id}.log")
+        name = f"{host_lock.worker_name(run, worker_id)}.log"
+        self._log = os.fdopen(host_folder.open_file(name, os.O_RDWR | os.O_APPEND), "rb+", buffering=0)
         self._closed = threading.Event()
         threading.Thread(target=self._watch_driver, name="watch-driver", daemon=True).start()
 
@@ -78,7 +83,7 @@ class Agent:
             settings = job.config["cluster"]
             self._driver_timeout_s = settings["driver_timeout"]
             self._driver_wait_s = settings["driver_wait"]
-            size = os.path.getsize(self._log) if os.path.exists(self._log) else 0
+            size = os.fstat(self._log.fileno()).st_size
             self._worker = WorkerProcess(job, self._run, self._id, environment, self._log)
             return size
 
@@ -113,12 +118,13 @@ class Agent:
                 self._worker.kill()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching. No other method may be called then."""
         self._closed.set()
+        self._log.close()
 
-    def pid(self) -> int:
+    def process(self) -> Process | None:
         """The process of this agent."""
-        return os.getpid()
+        return identify(os.getpid())
 
     def _check(self, driver: str) -> None:
         if driver != self._driver:
@@ -127,7 +133,7 @@ class Agent:
 
     def _lines(self, offset: int) -> tuple[int, list[str]]:
         """The whole lines of the log from `offset`, and where they end."""
-        content = read_bytes(self._log, offset, LINES_BYTES)
+        content = read_log(self._log, offset, LINES_BYTES)
         whole = content.rpartition(b"\n")[0] + b"\n" if b"\n" in content else b""
         if not whole and len(content) == LINES_BYTES:  # one endless line
             whole = content

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from mesh_transformer import files
+from mesh_transformer.cluster.processes_by_id import Process
 from mesh_transformer.config import Config
 
 State = Literal["idle", "running", "ended"]
@@ -67,7 +68,7 @@ class Status:
         lost: why its agent is known to be gone; None if it is not.
         silent_s: since its agent answered last, by the driver's clock.
         host_alive: whether its host is still part of the cluster; None if nobody can say.
-        pid: the worker process; None if there is none.
+        process: the worker process; None if there is none, or its host cannot tell.
         exit_code: as in `subprocess`: minus the signal that killed it.
         beat_age_s: since the thread of the job announced anything.
         idle_s: since it showed any sign of work (`signs`), or had no batch to take from the driver.
@@ -82,7 +83,7 @@ class Status:
     lost: str | None = None
     silent_s: float = 0.0
     host_alive: bool | None = None
-    pid: int | None = None
+    process: Process | None = None
     exit_code: int | None = None
     phase: str = "start"
     step: int = 0
@@ -160,7 +161,7 @@ class Hosts(Protocol):
     def state(self) -> str | None:
         """The state of the slice, as the cloud names it (READY, PREEMPTED ...), GONE without one; None if unknown."""
 
-    def kill(self, worker_id: int, pid: int) -> None:
+    def kill(self, worker_id: int, process: Process) -> None:
         """Send SIGKILL to a process of a host, if both are there."""
 
     def remake(self) -> None:
@@ -177,7 +178,7 @@ class NoHosts:
     def state(self) -> str | None:
         return None
 
-    def kill(self, worker_id: int, pid: int) -> None:
+    def kill(self, worker_id: int, process: Process) -> None:
         """Nobody can."""
 
     def remake(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from typing import Any
 
+from mesh_transformer.cluster import host_lock
 from mesh_transformer.cluster.agent import Agent, TakenOver
 from mesh_transformer.cluster.agents import AgentCluster, NoAnswer
 from mesh_transformer.cluster.base import Status
@@ -23,6 +25,7 @@ class ProcessCluster(AgentCluster):
 
     def _open(self) -> None:
         if not self._agents:
+            self._lock = host_lock.hold_as_driver(self._run)  # its agents could not tell another driver
             self._agents = [Agent(i, self._run, on_deserted=lambda: None) for i in range(self.count)]
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
@@ -46,4 +49,6 @@ class ProcessCluster(AgentCluster):
         self._call("kill", [(self._driver,)] * len(self._agents), 30.0)
         for agent in self._agents:
             agent.close()
+        if self._agents:
+            os.close(self._lock)
         self._agents = []

@@ -27,6 +27,7 @@ from mesh_transformer.cluster import processes_by_id
 from mesh_transformer.cluster.agent import Agent, TakenOver
 from mesh_transformer.cluster.agents import AgentCluster, NoAnswer
 from mesh_transformer.cluster.base import Hosts, HostsMissing, NoHosts, Poll, Status
+from mesh_transformer.cluster.processes_by_id import Process
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 
@@ -75,7 +76,7 @@ class RayCluster(AgentCluster):
         self._address, self._own_node = _addresses()
         self._head_answered = time.monotonic()
         self._actors: list[Any] = []
-        self._pids: list[int | None] = [None] * self.count  # of the agents
+        self._processes: list[Process | None] = [None] * self.count  # of the agents
         self._places: dict[int, Any] = {}  # node ids
         self._waiting: dict[int, Any] = {}  # status calls without an answer yet
 
@@ -117,11 +118,11 @@ class RayCluster(AgentCluster):
         self._places = {i: nodes[i]["NodeID"] for i in range(self.count)}
         self._waiting.clear()
         self._actors = [self._agent(i, nodes[i]) for i in range(self.count)]
-        answers = self._call("pid", [()] * self.count, 60.0)
+        answers = self._call("process", [()] * self.count, 60.0)
         for i, answer in enumerate(answers):
             if isinstance(answer, NoAnswer) and answer.lost and "creation task" in answer.lost:
                 raise UserError(f"host {i} cannot run an agent of this program: {answer.lost}")
-        self._pids = [None if isinstance(answer, NoAnswer) else answer for answer in answers]
+        self._processes = [None if isinstance(answer, NoAnswer) else answer for answer in answers]
 
     def _agent(self, worker_id: int, node: dict[str, Any]) -> Any:
         """The agent of this run that is on a host already, or a new one."""
@@ -171,7 +172,7 @@ class RayCluster(AgentCluster):
             ray.kill(actor, no_restart=True)
         for i, answer in enumerate(answers):
             if isinstance(answer, NoAnswer):
-                self._kill_by_hand(i, statuses[i].pid if i < len(statuses) else None)
+                self._kill_by_hand(i, statuses[i].process if i < len(statuses) else None)
         deadline = time.monotonic() + END_S
         while any(_existing(f"{self._run}-{i}") is not None for i in range(self.count)):
             if time.monotonic() > deadline:
@@ -180,21 +181,21 @@ class RayCluster(AgentCluster):
             time.sleep(0.1)
         self._actors = []
 
-    def _kill_by_hand(self, worker_id: int, worker_pid: int | None) -> None:
+    def _kill_by_hand(self, worker_id: int, worker: Process | None) -> None:
         """A stopped process answers to nothing but SIGKILL: by a task on its node, or else by whoever owns the host."""
-        pids = [pid for pid in (worker_pid, self._pids[worker_id]) if pid is not None]
+        known = [process for process in (worker, self._processes[worker_id]) if process is not None]
         if self._host_alive(worker_id):
             place = NodeAffinitySchedulingStrategy(self._places[worker_id], soft=False)
             task = ray.remote(processes_by_id.kill).options(
                 num_cpus=0, max_retries=0, scheduling_strategy=place
             )
             try:
-                ray.get(task.remote(pids), timeout=HELPER_S)
+                ray.get(task.remote(known), timeout=HELPER_S)
                 return
             except (RayError, GetTimeoutError) as error:
                 log.warning("host %d: its processes were not ended through Ray: %s", worker_id, _line(error))
-        for pid in pids:
-            self._hosts.kill(worker_id, pid)
+        for process in known:
+            self._hosts.kill(worker_id, process)
 
 
 # What Ray sets for its own workers and would limit ours.

@@ -20,6 +20,7 @@ from mesh_transformer.cloud.provision import CHECKOUT
 from mesh_transformer.cloud.request import Request, Tier
 from mesh_transformer.cloud.state import Phase
 from mesh_transformer.cloud.tpus import Tpus
+from mesh_transformer.cluster.processes_by_id import Process
 from mesh_transformer.errors import RunError
 from mesh_transformer.logs import log
 from mesh_transformer.slices import parse
@@ -94,11 +95,11 @@ class TpuSlice:
         found = self._tpus.find(self._request.name)
         return "GONE" if found is None else _STATES.get(found.phase, found.state)
 
-    def kill(self, worker_id: int, pid: int) -> None:
+    def kill(self, worker_id: int, process: Process) -> None:
         if self._pod is None:
             return
         try:
-            self._pod.kill(worker_id, pid)
+            self._pod.kill(worker_id, *process)
         except RunError as error:
             log.warning("%s", error)
 

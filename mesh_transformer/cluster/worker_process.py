@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from mesh_transformer.cluster import host_lock
 from mesh_transformer.cluster.base import Event, Job
 from mesh_transformer.cluster.channel import Channel
+from mesh_transformer.cluster.processes_by_id import identify
 from mesh_transformer.cluster.stream import DEPTH, may_take
 
 CODE = Path(__file__).resolve().parents[2]  # the folder in which the package lies
@@ -30,10 +32,10 @@ class WorkerProcess:
 
     Args:
         environment: variables on top of this process's; None removes one.
-        log_path: where its output goes, appended.
+        log: where its output goes, open for appending and reading.
     """
 
-    def __init__(self, job: Job, run: str, worker_id: int, environment: dict[str, str | None], log_path: str):
+    def __init__(self, job: Job, run: str, worker_id: int, environment: dict[str, str | None], log: BinaryIO):
         self.job = job
         self._events: list[Event] = []
         self._forgotten = 0  # events that the driver has had
@@ -43,19 +45,20 @@ class WorkerProcess:
         self._beat = self._alive = self._sign = self._phase_began = time.monotonic()
         self._error: dict[str, Any] | None = None
         self._begun: Event | None = None
-        self._log_path = log_path
+        self._log = log
         ours, theirs = socket.socketpair()
-        with open(log_path, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "mesh_transformer.cluster.worker", str(theirs.fileno())],
-                cwd=job.folder if os.path.isdir(job.folder) else CODE,
-                env=_environment(environment),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C in the driver's terminal is the driver's
-            )
+        name = host_lock.worker_name(run, worker_id)  # by which `host_lock` knows it
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mesh_transformer.cluster.worker", str(theirs.fileno()), name],
+            cwd=job.folder if os.path.isdir(job.folder) else CODE,
+            env=_environment(environment),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C in the driver's terminal is the driver's
+        )
+        self._identity = identify(self._process.pid)
         theirs.close()
         self._channel = Channel(ours)
         self._channel.send(
@@ -83,7 +86,7 @@ class WorkerProcess:
                 self._sign = now
             return {
                 "state": "running" if running else "ended",
-                "pid": self._process.pid,
+                "process": self._identity,
                 "exit_code": None if running else self._process.returncode,
                 "phase": self._phase,
                 "step": self._step,
@@ -169,17 +172,13 @@ class WorkerProcess:
             self._events.append(event)
 
     def _tail(self) -> str:
-        return read_bytes(self._log_path, -TAIL_BYTES, TAIL_BYTES).decode(errors="replace")
+        return read_log(self._log, -TAIL_BYTES, TAIL_BYTES).decode(errors="replace")
 
 
-def read_bytes(path: str, offset: int, size: int) -> bytes:
-    """Up to `size` bytes of a file from `offset`, from its end if that is negative; none if somebody has tidied it away."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(offset if offset >= 0 else max(0, os.path.getsize(path) + offset))
-            return file.read(size)
-    except FileNotFoundError:
-        return b""
+def read_log(log: BinaryIO, offset: int, size: int) -> bytes:
+    """Up to `size` bytes of an open file from `offset`, from its end if that is negative."""
+    end = os.fstat(log.fileno()).st_size
+    return os.pread(log.fileno(), size, offset if offset >= 0 else max(0, end + offset))
 
 
 def _environment(changes: dict[str, str | None]) -> dict[str, str]:

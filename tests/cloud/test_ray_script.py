@@ -88,3 +88,19 @@ def test_one_that_does_not_end_is_not_waited_for_without_end(pod_ray, tmp_path):
     _, mark = start(pod_ray, tmp_path, saving_s=8)
     assert "has not ended after 1 s" in pod_ray("stop", MESH_TRANSFORMER_SAVE_S="1")
     assert mark.read_text() == "began "
+
+
+def test_a_stranger_with_the_number_of_a_dead_supervisor_survives(pod_ray, tmp_path):
+    """It leads a session of its own, as a supervisor does."""
+    stranger = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    first = Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "ray.pid").write_text(f"{stranger.pid} {boot}-{first}\n")
+    pod_ray("stop")
+    time.sleep(0.1)
+    ended = stranger.poll()
+    stranger.kill()
+    stranger.wait()
+    assert ended is None
+    assert not (tmp_path / "state" / "ray.pid").exists()

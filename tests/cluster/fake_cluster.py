@@ -80,7 +80,7 @@ class FakeHosts:
     def state(self) -> str | None:
         return self.named
 
-    def kill(self, worker_id: int, pid: int) -> None:
+    def kill(self, worker_id: int, process) -> None:
         pass
 
     def remake(self) -> None:

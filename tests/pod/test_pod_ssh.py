@@ -156,12 +156,15 @@ def test_files(pod: Pod, tmp_path: Path) -> None:
 
 def test_kill_of_a_stopped_process(pod: Pod) -> None:
     pids = said(pod, "setsid sleep 1000 >/dev/null 2>&1 & echo $!")
+    pid, started = int(pids[3]), int(pod.run(f"cut -d ' ' -f 22 /proc/{pids[3]}/stat", [3])[0].output)
     pod.run("pkill -STOP -x sleep")
-    pod.kill(3, int(pids[3]))
+    pod.kill(3, pid, started - 1)  # of a process that had the number before
+    assert said(pod, "pgrep -x sleep | wc -l") == ["1"] * 4
+    pod.kill(3, pid, started)
     assert said(pod, "pgrep -x sleep | wc -l") == ["1", "1", "1", "0"]
-    pod.kill(3, int(pids[3]))
+    pod.kill(3, pid, started)
     with pytest.raises(UserError, match="no process to kill"):
-        pod.kill(3, 1)
+        pod.kill(3, 1, started)
     pod.run("pkill -KILL -x sleep", range(3))
 
 

@@ -1,0 +1,177 @@
+"""The lock of a worker, in a folder that other users may have prepared: nothing of theirs is followed, no stranger is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mesh_transformer.cloud.pod import kill_command
+from mesh_transformer.cluster import host_lock, processes_by_id
+from mesh_transformer.cluster.agent import Agent
+from mesh_transformer.errors import UserError
+
+HOLDER = """
+import fcntl, os, sys
+file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(file, fcntl.LOCK_EX)
+os.pwrite(file, str(os.getpid()).encode(), 0)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the locks will be; the temporary folder is the test's own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"mesh-transformer-{os.getuid()}"
+
+
+@contextlib.contextmanager
+def process(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that lives until its standard input ends, once it has said a line."""
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        started.stdout.readline()
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
+def stranger() -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    return process(sys.executable, "-c", "print(1, flush=True); input()")
+
+
+def holder(folder: Path, *of_a_worker: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """A process that holds the lock of worker 0 of run "a", with the command line of a worker or of something else."""
+    return process(sys.executable, "-c", HOLDER, str(folder / "a-0.lock"), *of_a_worker)
+
+
+def lives(started: subprocess.Popen[str]) -> bool:
+    time.sleep(0.1)
+    return started.poll() is None
+
+
+def a_link(folder: Path) -> str:
+    prey = folder.parent / "prey"
+    prey.mkdir(mode=0o700)
+    folder.symlink_to(prey)
+    return "is a link"
+
+
+def open_to_others(folder: Path) -> str:
+    folder.mkdir()
+    folder.chmod(0o777)
+    return r"is open to other users \(mode 777\)"
+
+
+def anothers(folder: Path) -> str:
+    if os.getuid() != 0:
+        pytest.skip("only root can make a folder of another user")
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, 12345)
+    return "belongs to user 12345"
+
+
+@pytest.mark.parametrize("prepare", [a_link, open_to_others, anothers])
+def test_a_folder_of_others_is_refused(folder: Path, prepare) -> None:
+    """In one line, by workers and agents, before anything in it is touched."""
+    told = prepare(folder)
+    before = sorted(folder.parent.rglob("*"))
+    for use in (lambda: host_lock.hold("a", 0), lambda: Agent(0, "a"), lambda: host_lock.hold_as_driver("a")):
+        with pytest.raises(UserError, match=f"mesh-transformer-.*{told}.*TMPDIR") as refused:
+            use()
+        assert "\n" not in str(refused.value)
+    assert sorted(folder.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "use"), [("a-0.lock", lambda: host_lock.hold("a", 0)), ("a-0.log", lambda: Agent(0, "a"))]
+)
+def test_a_link_in_the_folder_is_not_followed(folder: Path, name: str, use) -> None:
+    """The file of another program that it leads to is neither cut off nor appended to."""
+    prey = folder.parent / "prey"
+    prey.write_text("precious")
+    folder.mkdir(mode=0o700)
+    (folder / name).symlink_to(prey)
+    with pytest.raises(UserError, match=f"{name} .*is a link"):
+        use()
+    assert prey.read_text() == "precious"
+
+
+def test_the_folder_and_its_files_are_the_users_alone(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        os.close(host_lock.hold("a", 0))
+        Agent(0, "a").close()
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
+    assert modes == {folder.name: 0o700, "a-0.lock": 0o600, "a-0.log": 0o600}
+
+
+def test_a_stranger_named_by_the_lock_survives(folder: Path) -> None:
+    """Whoever holds it; and nobody is killed where the number has passed on to a worker of another run."""
+    folder.mkdir(mode=0o700)
+    lock = folder / "a-0.lock"
+    worker_of = ("-m", processes_by_id.WORKER.decode(), "5")
+    with (
+        stranger() as victim,
+        holder(folder) as held,
+        process(sys.executable, "-c", "print(1, flush=True); input()", *worker_of, "b-0") as other,
+    ):
+        for named in (victim, held, other):
+            lock.write_text(str(named.pid))
+            with pytest.raises(OSError, match=f"is held: process {named.pid} is no worker of it"):
+                host_lock.hold("a", 0, wait_s=0)
+            assert lives(named)
+        for text in ("", "0", "1", "-1", "x", "9" * 30, str(os.getpid())):
+            lock.write_text(text)
+            with pytest.raises(OSError, match="is left alone"):
+                host_lock.hold("a", 0, wait_s=0)
+
+
+def test_a_worker_of_the_run_that_was_left_behind_is_killed(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    with holder(folder, "-m", processes_by_id.WORKER.decode(), "5", "a-0") as left:
+        began = time.monotonic()
+        file = host_lock.hold("a", 0, wait_s=0.3)
+        assert time.monotonic() - began >= 0.3  # it had its time to save
+        assert left.wait(5) == -9
+    assert (folder / "a-0.lock").read_text() == str(os.getpid())
+    with open(folder / "a-0.lock") as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(file)
+
+
+def test_a_number_that_has_passed_on_is_not_killed() -> None:
+    """A driver knows a process by its number and its start, and kills workers only; by itself and over SSH."""
+    with (
+        stranger() as victim,
+        process(
+            sys.executable, "-c", "print(1, flush=True); input()", processes_by_id.WORKER.decode()
+        ) as worker,
+    ):
+        known, unknown = processes_by_id.identify(worker.pid), processes_by_id.identify(victim.pid)
+        earlier = known._replace(started=known.started - 1)
+        assert processes_by_id.kill([earlier, unknown]) == []
+        for process_, code in ((earlier, 0), (known._replace(pid=2**22), 0)):
+            done = subprocess.run(
+                ["bash", "-c", kill_command(*process_)], capture_output=True, text=True, check=False
+            )
+            assert (done.returncode, done.stderr) == (code, "")
+        assert lives(worker)
+        assert processes_by_id.kill([earlier, unknown, known]) == [known.pid]
+        assert worker.wait(5) == -9
+        subprocess.run(["bash", "-c", kill_command(*unknown)], check=True)
+        assert victim.wait(5) == -9
