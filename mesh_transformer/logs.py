@@ -16,6 +16,7 @@ from mesh_transformer.config import LoggingConfig
 
 log = logging.getLogger("mesh_transformer")
 Scalars = Mapping[str, float]
+_MAX_STEPS = 2**31  # a step is an int32 on the device
 
 
 def set_up(level: int = logging.INFO) -> None:
@@ -128,18 +129,46 @@ def _ends_in_mid_line(path: str) -> bool:
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:
-    """The records of a metrics file, oldest first; lines that a kill cut short are left out."""
-    records = []
-    if os.path.exists(path):
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    records.append(record)
-    return records
+    """The records of a metrics file, oldest first; lines that are none, such as one that a kill cut short, are left out."""
+    if not os.path.exists(path):
+        return []
+    with open(path, "rb") as file:
+        return [record for line in file if (record := _record(line)) is not None]
+
+
+def cut_broken_end(path: str) -> None:
+    """Cut from a metrics file the lines behind its last record, and say so."""
+    if not os.path.exists(path):
+        return
+    end, broken = 0, b""
+    with open(path, "r+b") as file:
+        for line in file:
+            if _record(line) is not None:
+                end, broken = file.tell(), b""
+            elif not broken:
+                broken = line.strip()
+        if broken:
+            file.truncate(end)
+            shown = broken[:60].decode("ascii", "backslashreplace")
+            log.warning("%s ended with no record of a step, which is cut off: %s", path, shown)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record on a line of a metrics file: a step, and numbers or null; None if it holds anything else."""
+    try:
+        record = json.loads(line)
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            return None
+        if not all(value is None or _is_number(value) for value in record.values()):
+            return None
+        counts = (record["step"], record.get("train/steps_redone") or 0)
+        return record if all(0 <= count < _MAX_STEPS for count in counts) else None
+    except (ValueError, OverflowError, RecursionError):
+        return None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 class TensorBoard:

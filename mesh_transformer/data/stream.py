@@ -103,8 +103,13 @@ class Walk:
             UserError: the files are not those that the position was taken from.
         """
         epoch, place = position["epoch"], position["file"]
-        stamps = {int(at): noted for at, noted in position.get("files", {}).items()}  # older positions have none
-        if max([place, *stamps]) >= len(self._files) or os.path.basename(self._path(epoch, place)) != position["name"]:
+        stamps = {
+            int(at): noted for at, noted in position.get("files", {}).items()
+        }  # older positions have none
+        if (
+            max([place, *stamps]) >= len(self._files)
+            or os.path.basename(self._path(epoch, place)) != position["name"]
+        ):
             raise UserError(
                 f"the stored data position is in {position['name']}, number {place + 1} of its data set, "
                 f"which does not fit {_some(self._files)}: bring back the former data set (same files, same order), "

@@ -180,7 +180,11 @@ class TrainingRun:
         return report
 
     def _logged(self) -> start.Logged:
-        records = logs.read_json_lines(os.path.join(self.folder, METRICS)) if self.is_first else []
+        if not self.is_first:
+            return start.Logged()
+        path = os.path.join(self.folder, METRICS)
+        logs.cut_broken_end(path)
+        records = logs.read_json_lines(path)
         if not records:
             return start.Logged()
         return start.Logged(records[-1]["step"], int(records[-1].get("train/steps_redone") or 0))

@@ -100,9 +100,15 @@ def test_a_damaged_newest_checkpoint_falls_back(copy):
 
 
 def test_another_mesh_goes_on_with_the_same_run(copy):
-    """Saved on one device, resumed on dp 2 x fsdp 2 x tp 2: float32 sums differ in their order only."""
+    """Saved on one device, resumed on dp 2 x fsdp 2 x tp 2: float32 sums differ in their order only.
+
+    The metrics file ends with a line that is no record: it is cut off.
+    """
+    with (copy / "begun/metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "train/loss": ' + "[" * 100_000)
     mesh = ["--set", "checkpoint.model_dir=begun", "--set", "mesh.fsdp=2", "--set", "mesh.tp=2"]
-    run("device_train.py", "--config", "config.json", *mesh, cwd=copy, devices=8)
+    _, errors = run("device_train.py", "--config", "config.json", *mesh, cwd=copy, devices=8)
+    assert errors.count("is cut off") == 1
     one, many = metrics(copy / "run"), metrics(copy / "begun")
     assert [record["step"] for record in many] == list(range(1, 13))
     for a, b in zip(one, many, strict=True):
