@@ -23,7 +23,7 @@ from mesh_transformer.config import ModelConfig
 from mesh_transformer.layers import at_position
 from mesh_transformer.ops.cache import Keys, KVCache
 from mesh_transformer.ops.linear import PackedBlock
-from mesh_transformer.parallel.sharding import active, collect_axes, constrain, gather_weights, map_axes
+from mesh_transformer.parallel.sharding import Axes, active, collect_axes, constrain, gather_weights, map_axes
 
 Params = dict[str, Any]
 """{"embed": ..., "blocks": ..., "head": ...}; the arrays of "blocks" have a leading layer dimension."""
@@ -117,6 +117,20 @@ class Model:
     def cast(self, params: Params) -> Params:
         """Parameters in the compute dtype: done once a step, while they are still sharded."""
         return jax.tree.map(lambda p: p.astype(self.dtype), params)
+
+    def without_padding(self, params: Params) -> Params:
+        """The same tree with zeros in the vocabulary's padding rows, whatever they hold: these rows belong to no norm."""
+        n_vocab = self.config.n_vocab
+
+        def live(axes: Axes, x: jax.Array) -> jax.Array:
+            if "vocab" not in axes:
+                return x
+            rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, axes.index("vocab"))
+            return jnp.where(rows < n_vocab, x, 0)
+
+        if self.config.padded_vocab == n_vocab:
+            return params
+        return jax.tree.map(live, self.axes, params, is_leaf=lambda node: isinstance(node, tuple))
 
     def new_cache(self, slots: int, length: int, *, stacked: bool = True) -> KVCache:
         """An empty cache for `slots` sequences of up to `length` positions; `stacked` as the parameters' layers are."""

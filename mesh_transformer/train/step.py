@@ -111,9 +111,8 @@ class TrainProgram:
         norm = optax.tree.norm(gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        param_norm = optax.tree.norm(
-            params
-        )  # of the sum, which exists anyway: XLA would compute the updates twice
+        # of the sum, which exists anyway: XLA would compute the updates twice
+        param_norm = optax.tree.norm(self.model.without_padding(params))
         finite = jnp.isfinite(metrics["train/loss"] + norm + param_norm)
         averages = state.noise
         if len(tokens_ABT) > 1:

@@ -60,6 +60,32 @@ def test_a_step_that_is_not_finite_is_reported_or_skipped():
             assert np.isnan(after.noise.g)  # nothing entered the averages
 
 
+TABLES = [("embed", "tokens", "w", 0), ("head", "logits", "w", 1), ("head", "logits", "b", 0)]
+
+
+@pytest.mark.parametrize("mesh", [[], ["mesh.tp=2", "mesh.fsdp=2", "mesh.dp=2"]], ids=["one", "dp-fsdp-tp"])
+def test_what_padding_rows_hold_enters_no_metric_and_no_update(mesh):
+    """300 of 384 rows are the vocabulary. The gradient is clipped: a norm that counts padding would change the update."""
+    run = program(TINY, "model.n_vocab=300", "optimizer.warmup_steps=0", *mesh, devices=8 if mesh else 1)
+
+    def two_steps(padding):
+        state, seen = run.init(jax.random.key(0)), []
+        for stage, module, field, axis in TABLES:
+            module = state.params[stage][module]
+            table = np.array(module[field])
+            np.moveaxis(table, axis, 0)[300:] *= padding
+            np.moveaxis(table, axis, 0)[300:] += padding
+            module[field] = jax.device_put(table, module[field].sharding)
+        for _ in range(2):
+            state, metrics = run.train_step(state, TOKENS % 300)
+            seen.append(jax.device_get(metrics))
+        return seen, jax.device_get(state.params["blocks"])
+
+    empty, full = two_steps(0), two_steps(1000)
+    assert empty[0][0]["train/grad_norm"] > 1  # clip_norm
+    jax.tree.map(np.testing.assert_array_equal, empty, full)
+
+
 def test_noise_scale_equals_its_definition():
     """Appendix A.1 of McCandlish et al.: |G|^2 and tr(Sigma) from two batch sizes, then averages."""
     rng = np.random.default_rng(0)
