@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import golden
 import pytest
+from skipped import NO_SHARED, closing_lines
 
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
 CACHE_BYTES = 1 << 30
@@ -79,9 +81,31 @@ def repo() -> Path:
 
 
 @pytest.fixture(scope="session")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints, records and numbers of the original program. Read only."""
+    return golden.unpack("original", tmp_path_factory.mktemp("original"))
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2's tokenizer and the first questions of LAMBADA and PIQA. Read only."""
+    return golden.unpack("texts", tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="session")
 def shared(repo: Path) -> Path:
-    """The folder `shared` beside the checkout: golden numbers and data sets that are not shipped."""
+    """The folder `shared` beside the checkout: what is too large to be shipped."""
     folder = repo.parent / "shared"
     if not folder.is_dir():
-        pytest.skip("the folder ../shared is not here: the comparison with its golden data was not made")
+        pytest.skip(NO_SHARED)
     return folder
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> Iterator[None]:
+    """Close with what was not run, after pytest's own summary."""
+    yield
+    for line in closing_lines(terminalreporter.stats.get("skipped", []), config.option.markexpr):
+        terminalreporter.write_line(line)

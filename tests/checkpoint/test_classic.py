@@ -24,7 +24,7 @@ CHECKPOINTS = [
     ("tiny_mp8", "mp8/ckpt_full/step_5", Form(8, True)),
     ("tiny_mp8", "mp8/ckpt_init/step_0", Form(8, True)),
     ("tiny_mp8", "mp8/ckpt_slim_bf16/step_5", Form(8, False)),
-    ("tiny_mp1", "mp1/ckpt_full/step_5", Form(1, True)),
+    ("tiny_mp1", "mp1/ckpt_params/step_5", Form(1, False)),
     ("variant_fixed_layernorm", "variants/fixed_layernorm/ckpt_params/step_0", Form(4, False)),
     ("variant_t5_layernorm", "variants/t5_layernorm/ckpt_params/step_0", Form(4, False)),
     ("variant_rotary_rmsnorm-bias", "variants/rotary_rmsnorm-bias/ckpt_params/step_0", Form(4, False)),
@@ -32,16 +32,16 @@ CHECKPOINTS = [
 SUMS = ("embed/tokens/b", "blocks/ff_out/b")
 
 
-def opened(shared: Path, config: str, checkpoint: str):
-    model = load_config(str(shared / f"golden/configs/{config}.json"), ["mesh.tp=1"]).model
-    return model, ClassicSource(str(shared / "golden" / checkpoint), model)
+def opened(original: Path, config: str, checkpoint: str):
+    model = load_config(str(original / f"configs/{config}.json"), ["mesh.tp=1"]).model
+    return model, ClassicSource(str(original / checkpoint), model)
 
 
 @pytest.mark.parametrize(("config", "checkpoint", "form"), CHECKPOINTS)
-def test_the_same_shards_give_the_same_bytes(shared, tmp_path, caplog, config, checkpoint, form):
-    model, source = opened(shared, config, checkpoint)
+def test_the_same_shards_give_the_same_bytes(original, tmp_path, caplog, config, checkpoint, form):
+    model, source = opened(original, config, checkpoint)
     write_classic(source, model, str(tmp_path), form.shards)
-    expected, found = stored(shared / "golden" / checkpoint), stored(tmp_path)
+    expected, found = stored(original / checkpoint), stored(tmp_path)
     assert list(found) == list(expected)
     assert not [name for name in expected if found[name] != expected[name]]
     assert inspect(str(tmp_path)) == source.form == form
@@ -53,32 +53,43 @@ def test_the_same_shards_give_the_same_bytes(shared, tmp_path, caplog, config, c
     [
         ("tiny_mp8", "mp8/ckpt_full/step_5", 1),
         ("tiny_mp8", "mp8/ckpt_full/step_5", 4),
-        ("tiny_mp1", "mp1/ckpt_full/step_5", 8),
+        ("tiny_mp1", "mp1/ckpt_params/step_5", 8),
         ("variant_fixed_layernorm", "variants/fixed_layernorm/ckpt_params/step_0", 2),
         ("variant_t5_layernorm", "variants/t5_layernorm/ckpt_params/step_0", 8),
         ("variant_rotary_rmsnorm-bias", "variants/rotary_rmsnorm-bias/ckpt_params/step_0", 1),
     ],
 )
-def test_other_shards_hold_the_same_weights(shared, tmp_path, config, checkpoint, shards):
+def test_other_shards_hold_the_same_weights(original, tmp_path, config, checkpoint, shards):
     """As merged by the tests' own reader: exactly; sums of biases within one unit in the last place."""
-    model, source = opened(shared, config, checkpoint)
+    model, source = opened(original, config, checkpoint)
     write_classic(source, model, str(tmp_path / "out"), shards)
-    expected = flatten(golden.read_params(shared / "golden" / checkpoint, model))
+    expected = flatten(golden.read_params(original / checkpoint, model))
     found = flatten(golden.read_params(tmp_path / "out", model))
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_array_max_ulp(found[name], array, maxulp=1 if name in SUMS else 0)
     again = ClassicSource(str(tmp_path / "out"), model)
     assert again.counts == source.counts
-    moved, original = values(again), values(source)
-    assert not [name for name in original if not np.array_equal(moved[name], original[name])]
+    moved, before = values(again), values(source)
+    assert not [name for name in before if not np.array_equal(moved[name], before[name])]
     write_classic(again, model, str(tmp_path / "back"), source.form.shards)
-    assert stored(tmp_path / "back") == stored(shared / "golden" / checkpoint)
+    assert stored(tmp_path / "back") == stored(original / checkpoint)
 
 
-def test_tensors_are_the_parameters_of_the_model(shared):
-    model, source = opened(shared, "tiny_mp8", "mp8/ckpt_full/step_5")
-    params = flatten({"params": golden.read_params(shared / "golden/mp8/ckpt_full/step_5", model)})
+def test_a_full_checkpoint_of_one_shard(shared, tmp_path):
+    """Through one shard and through eight: the same bytes."""
+    model, source = opened(shared / "golden", "tiny_mp1", "mp1/ckpt_full/step_5")
+    assert source.form == Form(1, True)
+    write_classic(source, model, str(tmp_path / "one"), 1)
+    write_classic(source, model, str(tmp_path / "eight"), 8)
+    write_classic(ClassicSource(str(tmp_path / "eight"), model), model, str(tmp_path / "back"), 1)
+    expected = stored(shared / "golden/mp1/ckpt_full/step_5")
+    assert stored(tmp_path / "one") == stored(tmp_path / "back") == expected
+
+
+def test_tensors_are_the_parameters_of_the_model(original):
+    model, source = opened(original, "tiny_mp8", "mp8/ckpt_full/step_5")
+    params = flatten({"params": golden.read_params(original / "mp8/ckpt_full/step_5", model)})
     found = values(source)
     assert {name for name in found if name.startswith("params/")} == set(params)
     for name, array in params.items():
@@ -91,11 +102,11 @@ def test_tensors_are_the_parameters_of_the_model(shared):
 @pytest.mark.parametrize(
     ("dtype", "reference"), [(BFLOAT16, "ckpt_slim_bf16"), (np.dtype(np.float16), None)], ids=str
 )
-def test_slim(shared, tmp_path, dtype, reference):
-    model, source = opened(shared, "tiny_mp8", "mp8/ckpt_full/step_5")
+def test_slim(original, tmp_path, dtype, reference):
+    model, source = opened(original, "tiny_mp8", "mp8/ckpt_full/step_5")
     write_classic(source, model, str(tmp_path), 8, full=False, dtype=dtype)
     if reference is not None:
-        assert stored(tmp_path) == stored(shared / "golden/mp8" / reference / "step_5")
+        assert stored(tmp_path) == stored(original / "mp8" / reference / "step_5")
     slim, full = values(ClassicSource(str(tmp_path), model)), values(source)
     for name, array in slim.items():
         # each of the eight shares of a bias is rounded, to float16's smallest step where it is that small
@@ -104,13 +115,13 @@ def test_slim(shared, tmp_path, dtype, reference):
         np.testing.assert_allclose(array.astype(np.float64), expected, rtol=0, atol=tolerance, err_msg=name)
 
 
-def test_shards_that_disagree_keep_their_function(shared, tmp_path, caplog):
-    model, source = opened(shared, "tiny_mp8", "mp8/ckpt_perturbed/step_7")
+def test_shards_that_disagree_keep_their_function(original, tmp_path, caplog):
+    model, source = opened(original, "tiny_mp8", "mp8/ckpt_perturbed/step_7")
     with caplog.at_level(logging.WARNING):
         write_classic(source, model, str(tmp_path), 8)
     assert [record.message.count("differs between shards") for record in caplog.records] == [1, 0]
     assert "never used" in caplog.records[1].message
-    expected = flatten(golden.read_params(shared / "golden/mp8/ckpt_perturbed/step_7", model))
+    expected = flatten(golden.read_params(original / "mp8/ckpt_perturbed/step_7", model))
     for name, array in flatten(golden.read_params(tmp_path, model)).items():
         np.testing.assert_array_max_ulp(array, expected[name], maxulp=1 if name in SUMS else 0)
 

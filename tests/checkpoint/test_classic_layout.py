@@ -74,11 +74,11 @@ def test_fewer_arrays_than_files():
 
 
 @pytest.mark.parametrize(("section", "full"), [("FULL", True), ("SLIM", False)])
-def test_the_observed_table(shared, section, full):
+def test_the_observed_table(original, section, full):
     """Each line of ORDER.md: file, key, name and shape of one shard of eight."""
-    text = (shared / "golden/ORDER.md").read_text().split(f"### {section} checkpoint")[1].split("###")[0]
+    text = (original / "ORDER.md").read_text().split(f"### {section} checkpoint")[1].split("###")[0]
     rows = re.findall(r"\| \d+ \| (\d+)\.npz \| arr_(\d+) \| `([^`]+)` \| \(([^)]*)\)", text)
-    config = load_config(str(shared / "golden/configs/tiny_mp8.json"), []).model
+    config = load_config(str(original / "configs/tiny_mp8.json"), []).model
     found = [
         (str(number), str(key), leaf.name, re.sub(r"[()]", "", str(leaf.shard_shape(8))))
         for number, part in enumerate(pieces(leaves(config, full=full)))

@@ -88,11 +88,11 @@ def test_a_bucket_folder_counts_once_it_is_finished(gcs: GcsServer) -> None:
         recognise("gs://bucket/none")
 
 
-def test_opened(tmp_path: Path, shared: Path) -> None:
-    model = load_config(str(shared / "golden/configs/tiny_mp8.json")).model
+def test_opened(tmp_path: Path, original: Path) -> None:
+    model = load_config(str(original / "configs/tiny_mp8.json")).model
     native(tmp_path, 3)
     assert isinstance(open_source(str(tmp_path), model), NativeSource)
-    assert isinstance(open_source(str(shared / "golden/mp8/ckpt_full"), model), ClassicSource)
+    assert isinstance(open_source(str(original / "mp8/ckpt_full"), model), ClassicSource)
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "bucket"])
@@ -121,8 +121,8 @@ def test_classic_steps_outlive_the_native_ones_beside_them(
     assert all(there(name) for name in kept)
 
 
-def test_a_classic_run_without_its_meta_json(tmp_path: Path, shared: Path) -> None:
-    shutil.copytree(shared / "golden/mp1/ckpt_full/step_5", tmp_path / "step_5")
+def test_a_classic_run_without_its_meta_json(tmp_path: Path, original: Path) -> None:
+    shutil.copytree(original / "mp1/ckpt_params/step_5", tmp_path / "step_5")
     with pytest.raises(UserError, match="not its meta.json"):
         classic_run(str(tmp_path))
     (tmp_path / "meta.json").write_text(json.dumps({"step": 6, "checkpoints": [5, 6], "aux": {}}))

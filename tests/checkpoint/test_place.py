@@ -26,15 +26,15 @@ GOLDEN = {
 MESHES = [["mesh.tp=8"], ["mesh.fsdp=8"], ["mesh.fsdp=2", "mesh.tp=2"], ["mesh.dp=8", "mesh.zero1=true"]]
 
 
-def classic(shared: Path, run: Any) -> ClassicSource:
-    return ClassicSource(str(shared / "golden/mp8/ckpt_full/step_5"), run.model.config)
+def classic(original: Path, run: Any) -> ClassicSource:
+    return ClassicSource(str(original / "mp8/ckpt_full/step_5"), run.model.config)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["-".join(mesh) for mesh in MESHES])
-def test_every_mesh_gets_the_values_of_one_device(shared: Path, mesh: list[str]) -> None:
+def test_every_mesh_gets_the_values_of_one_device(original: Path, mesh: list[str]) -> None:
     one, many = program(GOLDEN), program(GOLDEN, *mesh, devices=8)
-    expected = place(classic(shared, one), {"params": one.abstract_state.params})["params"]
-    found = place(classic(shared, many), {"params": many.abstract_state.params})["params"]
+    expected = place(classic(original, one), {"params": one.abstract_state.params})["params"]
+    found = place(classic(original, many), {"params": many.abstract_state.params})["params"]
     assert jax.tree.map(lambda x: x.sharding, found) == many.state_shardings.params
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
@@ -52,9 +52,9 @@ class Counting:
         return array
 
 
-def test_each_slice_is_read_once_and_nothing_else(shared: Path) -> None:
+def test_each_slice_is_read_once_and_nothing_else(original: Path) -> None:
     run = program(GOLDEN, "mesh.tp=4", "mesh.fsdp=1", "mesh.dp=2", devices=8)
-    source = Counting(classic(shared, run))
+    source = Counting(classic(original, run))
     abstract = {"params": run.abstract_state.params}
     place(source, abstract)  # type: ignore[arg-type]
     for name, leaf in flatten(abstract).items():
@@ -64,9 +64,9 @@ def test_each_slice_is_read_once_and_nothing_else(shared: Path) -> None:
     assert len({name for name, _ in source.read_shapes}) == len(flatten(abstract))
 
 
-def test_another_model_is_refused_before_anything_is_read(shared: Path) -> None:
+def test_another_model_is_refused_before_anything_is_read(original: Path) -> None:
     run = program(GOLDEN)
-    source = Counting(classic(shared, run))
+    source = Counting(classic(original, run))
     source.tensors["params/embed/tokens/w"] = TensorInfo((384, 64), np.dtype(np.float32))
     del source.tensors["params/head/logits/b"]
     with pytest.raises(UserError) as wrong:
@@ -77,7 +77,7 @@ def test_another_model_is_refused_before_anything_is_read(shared: Path) -> None:
     assert source.read_shapes == []
 
 
-def test_what_cannot_be_read_is_told(shared: Path) -> None:
+def test_what_cannot_be_read_is_told(original: Path) -> None:
     run = program(GOLDEN)
 
     class Broken(Counting):
@@ -85,7 +85,7 @@ def test_what_cannot_be_read_is_told(shared: Path) -> None:
             raise OSError("the disk is gone")
 
     with pytest.raises(DamagedCheckpoint, match="the disk is gone"):
-        place(Broken(classic(shared, run)), {"params": run.abstract_state.params})  # type: ignore[arg-type]
+        place(Broken(classic(original, run)), {"params": run.abstract_state.params})  # type: ignore[arg-type]
 
 
 PATTERN = """

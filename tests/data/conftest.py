@@ -9,25 +9,11 @@ import pytest
 
 from mesh_transformer.data.records import write_records
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared"
-
 
 @pytest.fixture(scope="session")
-def golden() -> Path:
+def golden(original: Path) -> Path:
     """The folder of the records and batches of the original program."""
-    folder = SHARED / "golden" / "tfrecords"
-    if not folder.is_dir():
-        pytest.skip(f"golden records not found in {folder}")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder of the test data: GPT-2's tokenizer files and text."""
-    folder = SHARED / "data"
-    if not folder.is_dir():
-        pytest.skip(f"test data not found in {folder}")
-    return folder
+    return original / "tfrecords"
 
 
 @pytest.fixture

@@ -15,8 +15,10 @@ from mesh_transformer.errors import UserError
 
 
 @pytest.mark.parametrize(("case", "accumulation", "batch"), [("train_2x2", 2, 2), ("train_3x1", 3, 1)])
-def test_the_batches_that_would_have_followed(shared: Path, case: str, accumulation: int, batch: int) -> None:
-    folder = shared / "golden/tfrecords"
+def test_the_batches_that_would_have_followed(
+    original: Path, case: str, accumulation: int, batch: int
+) -> None:
+    folder = original / "tfrecords"
     index = str(folder / "tiny.train.index")
     states = json.loads((folder / "loader_golden.json").read_text())[f"{case}/states"]
     batches = np.load(folder / "loader_golden.npz")[f"{case}/batches"]
@@ -43,7 +45,7 @@ def test_the_batches_that_would_have_followed(shared: Path, case: str, accumulat
         ([1], "expected used"),
     ],
 )
-def test_a_position_that_does_not_fit(shared: Path, noted: Any, message: str) -> None:
+def test_a_position_that_does_not_fit(original: Path, noted: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as wrong:
-        classic_position(str(shared / "golden/tfrecords/tiny.train.index"), noted, 4)
+        classic_position(str(original / "tfrecords/tiny.train.index"), noted, 4)
     assert "data.restart=true" in str(wrong.value)

@@ -210,10 +210,10 @@ def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
         tokens_of(tmp_path / "a.jsonl", tmp_path)
 
 
-def test_cutting_long_documents_changes_no_token(shared_data, monkeypatch):
+def test_cutting_long_documents_changes_no_token(texts, monkeypatch):
     monkeypatch.setattr(corpus, "PIECE_CHARS", 300)
-    tokenizer = load_tokenizer(str(shared_data / "gpt2_tokenizer"))
-    text = (shared_data / "tinyshakespeare" / "input.txt").read_text()[:60_000]
+    tokenizer = load_tokenizer(str(texts / "gpt2_tokenizer"))
+    text = (REPO / "data/tiny_shakespeare/train.txt").read_text()[:60_000]
     text += "".join(f"x{k}  y,\n\n \n\tz'll {k}...\n" for k in range(2000))
     pieces = list(cut([text[k : k + 100] for k in range(0, len(text), 100)], None))
     assert len(pieces) > 150
@@ -277,10 +277,10 @@ def test_cleaners():
     assert make_cleaner(False, False)("ﬁne ,") == "ﬁne ,"
 
 
-def test_command_line(tmp_path, shared_data):
+def test_command_line(tmp_path, texts):
     (tmp_path / "in.txt").write_text("hello\n\nhello " * 100)
     command = [sys.executable, str(REPO / "create_finetune_tfrecords.py"), "in.txt", "small", "--seq", "8"]
-    folder = str(shared_data / "gpt2_tokenizer")
+    folder = str(texts / "gpt2_tokenizer")
     done = subprocess.run([*command, "--tokenizer", folder], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     (path,) = tmp_path.glob("small_*.tfrecords")

@@ -19,8 +19,8 @@ from mesh_transformer.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def gpt2(shared_data):
-    return load_tokenizer(str(shared_data / "gpt2_tokenizer"))
+def gpt2(texts):
+    return load_tokenizer(str(texts / "gpt2_tokenizer"))
 
 
 @given(st.text())
@@ -63,10 +63,10 @@ def test_lone_surrogates_do_not_crash(gpt2):
 
 
 @pytest.mark.parametrize("keep", [{"tokenizer.json"}, {"tokenizer.json", "tokenizer_config.json"}])
-def test_other_spellings_of_a_folder(shared_data, tmp_path, gpt2, keep):
+def test_other_spellings_of_a_folder(texts, tmp_path, gpt2, keep):
     from transformers import AutoTokenizer, GPT2TokenizerFast  # noqa: F401
 
-    GPT2TokenizerFast.from_pretrained(str(shared_data / "gpt2_tokenizer")).save_pretrained(str(tmp_path))
+    GPT2TokenizerFast.from_pretrained(str(texts / "gpt2_tokenizer")).save_pretrained(str(tmp_path))
     for path in tmp_path.iterdir():
         if path.name not in keep:
             path.unlink()
@@ -75,8 +75,8 @@ def test_other_spellings_of_a_folder(shared_data, tmp_path, gpt2, keep):
     assert (loaded.n_vocab, loaded.eot) == (50257, 50256)
 
 
-def test_the_fingerprint_tells_tokenizers_apart(shared_data, gpt2):
-    again = load_tokenizer(None, folder=str(shared_data / "gpt2_tokenizer"))
+def test_the_fingerprint_tells_tokenizers_apart(texts, gpt2):
+    again = load_tokenizer(None, folder=str(texts / "gpt2_tokenizer"))
     assert again.fingerprint == gpt2.fingerprint != load_tokenizer("bytes").fingerprint
 
 
@@ -153,19 +153,19 @@ def test_an_unreachable_hub_names_the_way_out(monkeypatch, tmp_path):
         load_tokenizer("./nowhere")
 
 
-def test_the_hub_is_asked_for_gpt2(monkeypatch, shared_data):
+def test_the_hub_is_asked_for_gpt2(monkeypatch, texts):
     import huggingface_hub
 
     asked = []
-    folder = str(shared_data / "gpt2_tokenizer")
+    folder = str(texts / "gpt2_tokenizer")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or folder)
     assert load_tokenizer(None).n_vocab == 50257
     assert asked == ["gpt2"]
 
 
-def test_nothing_is_run_from_a_folder(tmp_path, shared_data):
+def test_nothing_is_run_from_a_folder(tmp_path, texts):
     for name in ("vocab.json", "merges.txt"):
-        shutil.copyfile(shared_data / "gpt2_tokenizer" / name, tmp_path / name)
+        shutil.copyfile(texts / "gpt2_tokenizer" / name, tmp_path / name)
     marker = tmp_path / "ran"
     (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()")
     (tmp_path / "tokenizer_config.json").write_text(
@@ -176,13 +176,13 @@ def test_nothing_is_run_from_a_folder(tmp_path, shared_data):
     assert not marker.exists()
 
 
-def test_a_tokenizer_in_a_bucket(monkeypatch, shared_data):
+def test_a_tokenizer_in_a_bucket(monkeypatch, texts):
     """Beside a run's checkpoints, or named in the config."""
     with GcsServer() as server:
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         for name in ("vocab.json", "merges.txt"):
-            server.put("models", f"run/{name}", (shared_data / "gpt2_tokenizer" / name).read_bytes())
+            server.put("models", f"run/{name}", (texts / "gpt2_tokenizer" / name).read_bytes())
         found = [load_tokenizer(None, "gs://models/run"), load_tokenizer("gs://models/run")]
     for tokenizer in found:
         assert tokenizer.encode("hello\n\nhello") == [31373, 198, 198, 31373]

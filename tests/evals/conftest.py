@@ -17,8 +17,8 @@ pytest.importorskip("lm_eval")
 
 
 @pytest.fixture(scope="session")
-def tokenizer(shared: Path) -> Tokenizer:
-    return load_tokenizer(str(shared / "data/gpt2_tokenizer"))
+def tokenizer(texts: Path) -> Tokenizer:
+    return load_tokenizer(str(texts / "gpt2_tokenizer"))
 
 
 @pytest.fixture(scope="session")
@@ -28,12 +28,12 @@ def our_model(tokenizer: Tokenizer) -> EvalModel:
 
 
 @pytest.fixture(scope="session")
-def their_lm(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def their_lm(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("torch")
     pytest.importorskip("accelerate")
     model = gpt2_model()
     folder = tmp_path_factory.mktemp("hf") / "model"
-    return theirs(model, hf.random_params(model), shared / "data/gpt2_tokenizer", folder)
+    return theirs(model, hf.random_params(model), texts / "gpt2_tokenizer", folder)
 
 
 TASKS = {
@@ -72,10 +72,10 @@ metric_list: [{{metric: acc}}, {{metric: perplexity}}]
 
 
 @pytest.fixture(scope="session")
-def task_files(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def task_files(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of task files: a rolling task, one that generates, one without contexts."""
     folder = tmp_path_factory.mktemp("tasks")
-    text = (shared / "data/tinyshakespeare/input.txt").read_text()[:20_000]
+    text = (repo / "data/tiny_shakespeare/train.txt").read_text()[:20_000]
     pieces = [text[start : start + 40 * (1 + i % 15)] for i, start in enumerate(range(0, len(text), 600))]
     data = folder / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))

@@ -114,10 +114,10 @@ def test_hugging_face_and_classic_checkpoints_give_the_same_numbers(trained):
         assert found["acc_norm,none"] == last["eval/bottles/acc_norm"]
 
 
-def test_lambada_and_piqa_from_a_folder_on_eight_devices(trained, shared):
+def test_lambada_and_piqa_from_a_folder_on_eight_devices(trained, texts):
     """With a longer context than the model was trained with: rotary positions know no last one."""
     _, errors = evaluate(
-        trained, "--tasks", "lambada,piqa", "--data-dir", str(shared / "data"), "--limit", "4", "--num-fewshot", "0",
+        trained, "--tasks", "lambada,piqa", "--data-dir", str(texts), "--limit", "4", "--num-fewshot", "0",
         "--output", "two.json", "--set", "mesh.tp=4", "--set", "model.seq=1024", devices=8,
     )  # fmt: skip
     found = json.loads((trained / "two.json").read_text())["results"]

@@ -23,8 +23,8 @@ def assert_same(our: list[tuple[float, bool]], their: list[tuple[float, bool]]) 
 
 
 @pytest.fixture(scope="module")
-def questions(shared):
-    return Tasks(["piqa", "lambada"], data_dir=str(shared / "data"), limit=EXAMPLES)
+def questions(texts):
+    return Tasks(["piqa", "lambada"], data_dir=str(texts), limit=EXAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +45,18 @@ def test_piqa_and_lambada(our_model, their_scores):
     assert our_model.counts.computed - before < 0.9 * computed
 
 
-def test_padding_of_piqa_alone(our_model, shared):
-    requests = Tasks(["piqa"], data_dir=str(shared / "data"), limit=EXAMPLES).requests()["loglikelihood"]
+def test_padding_of_piqa_alone(our_model, texts):
+    requests = Tasks(["piqa"], data_dir=str(texts), limit=EXAMPLES).requests()["loglikelihood"]
     our_model.counts.__init__()
     HarnessLM(our_model).loglikelihood(requests)
     assert our_model.counts.padding < 0.15
     assert our_model.counts.shared > 0.2 * our_model.counts.given
 
 
-def test_metrics(our_model, their_lm, shared, task_files):
+def test_metrics(our_model, their_lm, texts, task_files):
     tasks = Tasks(
         ["piqa", "lambada", "rolled", "written", "bare"],
-        include_path=str(task_files), data_dir=str(shared / "data"), limit=16,
+        include_path=str(task_files), data_dir=str(texts), limit=16,
     )  # fmt: skip
     found, expected = (tasks.run(lm)["results"] for lm in (HarnessLM(our_model), their_lm))
     assert found.keys() == expected.keys() == {"piqa", "lambada_openai", "rolled", "written", "bare"}
@@ -110,11 +110,11 @@ def test_one_row_at_a_time_gives_the_same_flags(our_model, their_scores, tokeniz
     assert_same(*scores)
 
 
-def test_golden_weights(shared, tmp_path, tokenizer):
-    model = program(golden.config(shared / "golden/configs/tiny_mp1.json")).model.config
-    params = golden.read_params(shared / "golden/mp1/ckpt_full/step_5", model)
+def test_golden_weights(original, texts, tmp_path, tokenizer):
+    model = program(golden.config(original / "configs/tiny_mp1.json")).model.config
+    params = golden.read_params(original / "mp1/ckpt_params/step_5", model)
     random = np.random.default_rng(0)
-    train = np.load(shared / "golden/mp1/f32/eval.npz")["tokens"]
+    train = np.load(original / "mp1/f32/eval.npz")["tokens"]
     requests = []
     for _ in range(100):
         context = [*train[0], *random.integers(0, model.n_vocab, 20)][: random.integers(1, 80)]
@@ -123,7 +123,7 @@ def test_golden_weights(shared, tmp_path, tokenizer):
                 (("a", "b"), context, random.integers(0, model.n_vocab, random.integers(1, 9)).tolist())
             )
     requests = [(texts, [int(t) for t in context], rest) for texts, context, rest in requests]
-    their = theirs(model, params, shared / "data/gpt2_tokenizer", tmp_path / "hf")
+    their = theirs(model, params, texts / "gpt2_tokenizer", tmp_path / "hf")
     our = HarnessLM(ours(model, params, tokenizer))
     assert_same(our._loglikelihood_tokens(requests), their._loglikelihood_tokens(requests, disable_tqdm=True))
 

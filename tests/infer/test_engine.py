@@ -95,20 +95,20 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("mesh", [["mesh.tp=1"], ["mesh.tp=8"], ["mesh.fsdp=2", "mesh.tp=2"]], ids="-".join)
-def test_greedy_equals_the_original_on_any_mesh(shared, mesh):
-    raw = golden.config(shared / "golden/configs/tiny_mp8.json")
+def test_greedy_equals_the_original_on_any_mesh(original, mesh):
+    raw = golden.config(original / "configs/tiny_mp8.json")
     run = program(raw, *mesh, devices=1 if mesh == ["mesh.tp=1"] else 8)
-    params = golden.read_params(shared / "golden/mp8/ckpt_full/step_5", run.model.config)
+    params = golden.read_params(original / "mp8/ckpt_full/step_5", run.model.config)
     params = jax.device_put(params, run.state_shardings.params)
-    expected = np.load(shared / "golden/mp8/f32/eval.npz")
+    expected = np.load(original / "mp8/f32/eval.npz")
     _check_golden(engine_of(run, params, len(expected["gen/ctx"])), expected, "gen/greedy_top_p0/", 16)
 
 
 @pytest.mark.parametrize("variant", ["rotary_layernorm", "rotary_rmsnorm-bias", "t5_layernorm"])
-def test_greedy_of_the_variants_equals_the_original(shared, variant):
-    run = program(golden.config(shared / f"golden/configs/variant_{variant}.json"), "mesh.tp=1")
-    params = golden.read_variant(shared / "golden/variants" / variant, run.model.config)
-    expected = np.load(shared / "golden/variants" / variant / "eval_f32.npz")
+def test_greedy_of_the_variants_equals_the_original(original, variant):
+    run = program(golden.config(original / f"configs/variant_{variant}.json"), "mesh.tp=1")
+    params = golden.read_variant(original / "variants" / variant, run.model.config)
+    expected = np.load(original / "variants" / variant / "eval_f32.npz")
     _check_golden(engine_of(run, params, len(expected["gen/ctx"])), expected, "gen/", 8)
 
 

@@ -35,8 +35,8 @@ def test_filter_equals_its_definition(top_k, top_p, min_p):
 
 
 @pytest.mark.parametrize("top_p", ["0.9", "0.5", "0.0"])
-def test_top_p_keeps_what_the_original_keeps(shared, top_p):
-    golden = np.load(shared / "golden/fn_sampling.npz")
+def test_top_p_keeps_what_the_original_keeps(original, top_p):
+    golden = np.load(original / "fn_sampling.npz")
     logits, filtered = golden["logits"], golden[f"nucleaus_filter/top_p{top_p}_top_kNone"]
     ours = keep_most_likely(logits, np.zeros(2, np.int32), np.full(2, float(top_p), np.float32), np.zeros(2))
     np.testing.assert_array_equal(np.isfinite(ours), filtered > -1e9)

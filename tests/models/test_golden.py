@@ -23,15 +23,17 @@ def _losses(model, params: Params, tokens: np.ndarray):
 @pytest.mark.parametrize(
     ("checkpoint", "numbers"),
     [
-        ("mp1/ckpt_full/step_5", "mp1/f32/eval.npz"),
+        ("mp1/ckpt_params/step_5", "mp1/f32/eval.npz"),
         ("mp8/ckpt_full/step_5", "mp8/f32/eval.npz"),
         ("mp8/ckpt_init/step_0", "mp8/f32/eval_init.npz"),
+        ("mp8/ckpt_perturbed/step_7", "mp8/f32/eval_perturbed.npz"),
+        ("mp8/ckpt_slim_bf16/step_5", "mp8/f32/eval_slim.npz"),
     ],
 )
-def test_losses_equal_the_original(shared, checkpoint, numbers):
-    model = program(golden.config(shared / "golden/configs/tiny_mp1.json")).model
-    params = golden.read_params(shared / "golden" / checkpoint, model.config)
-    expected = np.load(shared / "golden" / numbers)
+def test_losses_equal_the_original(original, checkpoint, numbers):
+    model = program(golden.config(original / "configs/tiny_mp1.json")).model
+    params = golden.read_params(original / checkpoint, model.config)
+    expected = np.load(original / numbers)
     logits, losses = _losses(model, params, expected["tokens"])
     np.testing.assert_allclose(losses.nll, expected["eval/all_loss"], rtol=0, atol=TOLERANCE)
     np.testing.assert_array_equal(losses.correct, expected["eval/correct"])
@@ -42,10 +44,10 @@ def test_losses_equal_the_original(shared, checkpoint, numbers):
 @pytest.mark.parametrize(
     "variant", ["fixed_layernorm", "rotary_layernorm", "rotary_rmsnorm-bias", "t5_layernorm"]
 )
-def test_variants_equal_the_original(shared, variant):
-    model = program(golden.config(shared / f"golden/configs/variant_{variant}.json"), "mesh.tp=1").model
-    params = golden.read_variant(shared / "golden/variants" / variant, model.config)
-    expected = np.load(shared / "golden/variants" / variant / "eval_f32.npz")
+def test_variants_equal_the_original(original, variant):
+    model = program(golden.config(original / f"configs/variant_{variant}.json"), "mesh.tp=1").model
+    params = golden.read_variant(original / "variants" / variant, model.config)
+    expected = np.load(original / "variants" / variant / "eval_f32.npz")
     logits, losses = _losses(model, params, expected["tokens"])
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(losses.nll, expected["eval/all_loss"], rtol=0, atol=TOLERANCE)
@@ -57,23 +59,23 @@ def test_variants_equal_the_original(shared, variant):
         np.testing.assert_allclose(loss, expected["train/loss"][step], rtol=1e-6)
 
 
-def test_a_perturbed_weight_is_noticed(shared):
-    model = program(golden.config(shared / "golden/configs/tiny_mp1.json")).model
-    params = golden.read_params(shared / "golden/mp1/ckpt_full/step_5", model.config)
-    expected = np.load(shared / "golden/mp1/f32/eval.npz")
+def test_a_perturbed_weight_is_noticed(original):
+    model = program(golden.config(original / "configs/tiny_mp1.json")).model
+    params = golden.read_params(original / "mp1/ckpt_params/step_5", model.config)
+    expected = np.load(original / "mp1/f32/eval.npz")
     params["blocks"]["attention/k"]["w"][1, 3, 5] += 0.01
     _, losses = _losses(model, params, expected["tokens"])
     assert np.abs(losses.nll - expected["eval/all_loss"]).max() > TOLERANCE
 
 
-def test_padding_rows_take_no_part(shared):
-    raw = golden.config(shared / "golden/configs/tiny_mp1.json")
+def test_padding_rows_take_no_part(original):
+    raw = golden.config(original / "configs/tiny_mp1.json")
     padded = program(raw, "model.vocab_multiple=100").model
     assert padded.config.padded_vocab == 600
-    params = golden.read_params(shared / "golden/mp1/ckpt_full/step_5", padded.config)
+    params = golden.read_params(original / "mp1/ckpt_params/step_5", padded.config)
     params["embed"]["tokens"]["w"][512:] = 100.0  # what the dead rows hold must not matter
     params["head"]["logits"]["w"][:, 512:] = 100.0
-    expected = np.load(shared / "golden/mp1/f32/eval.npz")
+    expected = np.load(original / "mp1/f32/eval.npz")
     logits, losses = _losses(padded, params, expected["tokens"])
     assert np.all(np.asarray(logits)[..., 512:] == -np.inf)
     np.testing.assert_allclose(losses.nll, expected["eval/all_loss"], rtol=0, atol=TOLERANCE)

@@ -11,11 +11,11 @@ from mesh_transformer.ops.attention import t5_buckets
 from mesh_transformer.ops.rotary import angles, rotate
 from mesh_transformer.train.optim import learning_rate
 
-FUNCTIONS = "golden/fn_misc.npz"
+FUNCTIONS = "fn_misc.npz"
 
 
-def test_rotary(shared):
-    expected = np.load(shared / FUNCTIONS)
+def test_rotary(original):
+    expected = np.load(original / FUNCTIONS)
     x_THK = expected["rotary/x"]
     sin, cos = angles(len(x_THK), x_THK.shape[-1])
     np.testing.assert_allclose(sin, expected["rotary/sin"], rtol=0, atol=1e-7)  # float64 there, float32 here
@@ -32,15 +32,15 @@ def test_rotary_leaves_the_other_dims_alone():
     assert np.abs(y_BTHK[:, 1:, :, :4] - x_BTHK[:, 1:, :, :4]).max() > 0.1
 
 
-def test_t5_buckets(shared):
-    expected = np.load(shared / FUNCTIONS)
+def test_t5_buckets(original):
+    expected = np.load(original / FUNCTIONS)
     ahead = expected["t5_bucket/memory_minus_context"]
     ours = t5_buckets(int(-ahead.min()) + 1)
     np.testing.assert_array_equal(ours[np.maximum(-ahead, 0)], expected["t5_bucket/bucket"])
 
 
-def test_gelu_is_the_tanh_form(shared):
-    expected = np.load(shared / FUNCTIONS)
+def test_gelu_is_the_tanh_form(original):
+    expected = np.load(original / FUNCTIONS)
     np.testing.assert_allclose(
         jax.nn.gelu(expected["gelu/x"], approximate=True), expected["gelu/y"], rtol=0, atol=1e-6
     )
@@ -53,8 +53,8 @@ def test_gelu_is_the_tanh_form(shared):
         ("sched_6b", {"lr": 1.2e-4, "end_lr": 1.2e-5, "warmup_steps": 3000, "anneal_steps": 300000}),
     ],
 )
-def test_schedule(shared, name, config):
-    expected = np.load(shared / FUNCTIONS)
+def test_schedule(original, name, config):
+    expected = np.load(original / FUNCTIONS)
     ours = [learning_rate(OptimizerConfig(**config), step) for step in expected[f"{name}/step"]]
     # float32 of the schedule's own arithmetic, against the original's float32
     np.testing.assert_allclose(ours, expected[f"{name}/lr"], rtol=2e-6, atol=1e-12)

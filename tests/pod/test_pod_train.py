@@ -76,12 +76,12 @@ def test_the_whole_launch(straight: tuple[Path, str, list[str]], drivers: PodDri
         assert drivers.hosts.inside(i, "test", "-e", str(drivers.records)).returncode == 1
 
 
-def test_evaluation(straight: tuple[Path, str, list[str]], drivers: PodDrivers, shared: Path) -> None:
+def test_evaluation(straight: tuple[Path, str, list[str]], drivers: PodDrivers, texts: Path) -> None:
     """eval_harness.py on the slice: the checkpoint in the bucket, the first questions of LAMBADA; the numbers of one process."""
     pytest.importorskip("lm_eval")
     data, folder = drivers.shared / "questions", straight[0].parent
     (data / "lambada").mkdir(parents=True)
-    lines = (shared / "data/lambada/lambada_test.jsonl").read_text().splitlines(keepends=True)
+    lines = (texts / "lambada/lambada_test.jsonl").read_text().splitlines(keepends=True)
     (data / "lambada/lambada_test.jsonl").write_text("".join(lines[:16]))
     command = ("--tasks", "lambada", "--data-dir", str(data), "--limit", "12", "--output")
     alone = commands.start(

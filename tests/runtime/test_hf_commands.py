@@ -70,8 +70,8 @@ def test_there_and_back(folder, form) -> None:
     assert tree(folder / "back") == tree(folder / "hf")
 
 
-def test_dtype_and_tokenizer(folder, shared) -> None:
-    tokenizer = str(shared / "data/gpt2_tokenizer")
+def test_dtype_and_tokenizer(folder, texts) -> None:
+    tokenizer = str(texts / "gpt2_tokenizer")
     to_hf(folder, "--input-ckpt", "hf", "--output-path", "half", "--dtype", "fp16")
     assert {str(i.dtype) for i in HFSource(str(folder / "half")).tensors.values()} == {"float16"}
     errors = to_hf(folder, "--input-ckpt", "hf", "--output-path", "no", "--tokenizer", tokenizer, code=2)

@@ -39,15 +39,15 @@ def test_a_flipped_bit_is_not_converted(tmp_path: Path) -> None:
     ]
 
 
-def classic_run(folder: Path, shared: Path) -> dict[str, np.ndarray]:
+def classic_run(folder: Path, original: Path) -> dict[str, np.ndarray]:
     """`config.json` and the data of the golden run, and `run`: its step 5 converted to native. Returns the next step."""
-    config = json.loads((shared / "golden/configs/tiny_mp8.json").read_text())
+    config = json.loads((original / "configs/tiny_mp8.json").read_text())
     data = {"train_set": "text.tfrecords", "val_set": {}, "model_dir": "run", "total_steps": 6}
     (folder / "config.json").write_text(json.dumps({**config, **data}))
-    golden = [np.load(shared / f"golden/mp8/f32/{name}.npz") for name in ("train", "resume_from_step5")]
+    golden = [np.load(original / f"mp8/f32/{name}.npz") for name in ("train", "resume_from_step5")]
     records = np.concatenate([file["tokens"].reshape(-1, 65) for file in golden])
     write_records(str(folder / "text.tfrecords"), records.astype(np.int32))
-    shutil.copytree(shared / "golden/mp8/ckpt_full", folder / "old")
+    shutil.copytree(original / "mp8/ckpt_full", folder / "old")
     aux = {"5": {"train_loader": {"used": [], "file_idx": 4}}}
     (folder / "old/meta.json").write_text(json.dumps({"step": 5, "checkpoints": [5], "aux": aux}))
     model = load_config(str(folder / "config.json")).model
@@ -55,9 +55,9 @@ def classic_run(folder: Path, shared: Path) -> dict[str, np.ndarray]:
     return {key: golden[1][key] for key in ("tokens", "loss")}
 
 
-def test_a_run_of_2021_that_was_converted_goes_on(tmp_path: Path, shared: Path) -> None:
+def test_a_run_of_2021_that_was_converted_goes_on(tmp_path: Path, original: Path) -> None:
     """The step after it has the loss that the original had there: parameters, moments, schedule and data fit."""
-    expected = classic_run(tmp_path, shared)
+    expected = classic_run(tmp_path, original)
     start = ["--tune-model-path", "old"]  # of no use any more
     _, errors = run("device_train.py", "--config", "config.json", *start, cwd=tmp_path, devices=8)
     assert "going on with this run; --tune-model-path was read when it began" in errors
@@ -70,8 +70,8 @@ def test_a_run_of_2021_that_was_converted_goes_on(tmp_path: Path, shared: Path) 
     assert state.extra["counters"] == {"tokens": 6 * tokens_per_step, "steps_redone": 0}
 
 
-def test_a_classic_run_tells_that_tune_model_path_is_not_read(tmp_path: Path, shared: Path) -> None:
-    classic_run(tmp_path, shared)
+def test_a_classic_run_tells_that_tune_model_path_is_not_read(tmp_path: Path, original: Path) -> None:
+    classic_run(tmp_path, original)
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "old").rename(tmp_path / "run")
     arguments = ["--config", "config.json", "--set", "total_steps=5", "--tune-model-path", "nowhere"]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import codecs
 import functools
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from golden import unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh_transformer.data.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, load_tokenizer
 from mesh_transformer.runtime.text_stream import TextStream, token_text
 
-GPT2 = Path(__file__).resolve().parents[2].parent / "shared/data/gpt2_tokenizer"
 TEXTS = st.text(
     st.one_of(
         st.sampled_from("ab .\n'"),
@@ -28,9 +29,8 @@ TEXTS = st.text(
 
 @functools.cache
 def gpt2() -> Tokenizer:
-    if not GPT2.is_dir():
-        pytest.skip(f"GPT-2's tokenizer is not in {GPT2}")
-    return load_tokenizer(str(GPT2))
+    with tempfile.TemporaryDirectory() as folder:
+        return load_tokenizer(str(unpack("texts", Path(folder)) / "gpt2_tokenizer"))
 
 
 @functools.cache

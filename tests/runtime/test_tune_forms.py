@@ -20,18 +20,18 @@ from mesh_transformer.data.records import write_records
 LOSS_RTOL = 1e-4
 
 
-def prepare(folder: Path, shared: Path, *tokens: np.ndarray, shards: int = 1, **values: object) -> None:
+def prepare(folder: Path, original: Path, *tokens: np.ndarray, shards: int = 1, **values: object) -> None:
     """`config.json` of the golden model, and a training set of (step, accumulation, batch, 65) tokens."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.loads((shared / f"golden/configs/tiny_mp{shards}.json").read_text())
+    config = json.loads((original / f"configs/tiny_mp{shards}.json").read_text())
     data = {"train_set": "text.tfrecords", "val_set": {}, "model_dir": "run", "ckpt_every": 100}
     (folder / "config.json").write_text(json.dumps({**config, **data, **values}))
     records = np.concatenate([part.reshape(-1, 65) for part in tokens])
     write_records(str(folder / "text.tfrecords"), records.astype(np.int32))
 
 
-def golden(shared: Path, name: str) -> dict[str, np.ndarray]:
-    file = np.load(shared / f"golden/{name}.npz")
+def golden(original: Path, name: str) -> dict[str, np.ndarray]:
+    file = np.load(original / f"{name}.npz")
     return {key: file[key] for key in ("tokens", "loss", "last_loss")}
 
 
@@ -51,16 +51,16 @@ def assert_losses(
         np.testing.assert_allclose(found[step], theirs, rtol=LOSS_RTOL, err_msg=str(step))
 
 
-def test_a_run_from_eight_shards_is_the_originals_run_of_one(tmp_path: Path, shared: Path) -> None:
+def test_a_run_from_eight_shards_is_the_originals_run_of_one(tmp_path: Path, original: Path) -> None:
     """Tuned for 3 steps from the 8-shard start, written as a classic run of one shard, gone on with for 2."""
     first, second = tmp_path / "first", tmp_path / "second"
-    expected = golden(shared, "mp1/f32/train")
-    prepare(first, shared, expected["tokens"], total_steps=3)
-    start = str(shared / "golden/mp8/ckpt_init/step_0")
+    expected = golden(original, "mp1/f32/train")
+    prepare(first, original, expected["tokens"], total_steps=3)
+    start = str(original / "mp8/ckpt_init/step_0")
     run("device_train.py", "--config", "config.json", "--tune-model-path", start, cwd=first)
     assert_losses(losses(first), expected, 1, 2, 3)
 
-    prepare(second, shared, expected["tokens"], total_steps=5)
+    prepare(second, original, expected["tokens"], total_steps=5)
     model = load_config(str(second / "config.json")).model
     write_classic(NativeSource(str(first / "run/step_3")), model, str(second / "run/step_3"), 1)
     aux = {"3": {"train_loader": {"used": [], "file_idx": 2}}}
@@ -74,10 +74,10 @@ def test_a_run_from_eight_shards_is_the_originals_run_of_one(tmp_path: Path, sha
     assert "complete: 5 of 5" in errors
 
 
-def test_a_run_of_2021_goes_on_on_eight_devices(tmp_path: Path, shared: Path) -> None:
-    before, after = golden(shared, "mp8/f32/train"), golden(shared, "mp8/f32/resume_from_step5")
-    prepare(tmp_path, shared, before["tokens"], after["tokens"], shards=8, total_steps=6)
-    shutil.copytree(shared / "golden/mp8/ckpt_full", tmp_path / "run")
+def test_a_run_of_2021_goes_on_on_eight_devices(tmp_path: Path, original: Path) -> None:
+    before, after = golden(original, "mp8/f32/train"), golden(original, "mp8/f32/resume_from_step5")
+    prepare(tmp_path, original, before["tokens"], after["tokens"], shards=8, total_steps=6)
+    shutil.copytree(original / "mp8/ckpt_full", tmp_path / "run")
     aux = {"5": {"train_loader": {"used": [], "file_idx": 4}}}
     (tmp_path / "run/meta.json").write_text(json.dumps({"step": 5, "checkpoints": [5], "aux": aux}))
     run("device_train.py", "--config", "config.json", cwd=tmp_path, devices=8)
@@ -89,10 +89,10 @@ def test_a_run_of_2021_goes_on_on_eight_devices(tmp_path: Path, shared: Path) ->
 
 
 @pytest.mark.parametrize("options", [[], ["--fresh-opt"]], ids=["slim", "fresh-opt"])
-def test_no_moments_or_fresh_ones(tmp_path: Path, shared: Path, options: list[str]) -> None:
-    expected = golden(shared, "mp1/f32/train")
-    prepare(tmp_path, shared, expected["tokens"], total_steps=1)
-    source = shared / ("golden/mp8/ckpt_full/step_5" if options else "golden/mp8/ckpt_slim_bf16/step_5")
+def test_no_moments_or_fresh_ones(tmp_path: Path, original: Path, options: list[str]) -> None:
+    expected = golden(original, "mp1/f32/train")
+    prepare(tmp_path, original, expected["tokens"], total_steps=1)
+    source = original / ("mp8/ckpt_full/step_5" if options else "mp8/ckpt_slim_bf16/step_5")
     _, errors = run(
         "device_train.py", "--config", "config.json", "--tune-model-path", str(source), *options, cwd=tmp_path
     )
@@ -100,16 +100,16 @@ def test_no_moments_or_fresh_ones(tmp_path: Path, shared: Path, options: list[st
     assert NativeSource(str(tmp_path / "run/step_1")).counts == (1, 1, 1)
 
 
-def test_moments_are_carried_into_a_fine_tuning_run(tmp_path: Path, shared: Path) -> None:
-    prepare(tmp_path, shared, golden(shared, "mp1/f32/train")["tokens"], total_steps=1)
-    source = str(shared / "golden/mp8/ckpt_full/step_5")
+def test_moments_are_carried_into_a_fine_tuning_run(tmp_path: Path, original: Path) -> None:
+    prepare(tmp_path, original, golden(original, "mp1/f32/train")["tokens"], total_steps=1)
+    source = str(original / "mp8/ckpt_full/step_5")
     run("device_train.py", "--config", "config.json", "--tune-model-path", source, cwd=tmp_path)
     assert NativeSource(str(tmp_path / "run/step_1")).counts == (1, 6, 1)  # Adam's count goes on
 
 
-def test_a_slim_run_cannot_go_on(tmp_path: Path, shared: Path) -> None:
-    prepare(tmp_path, shared, golden(shared, "mp1/f32/train")["tokens"])
-    shutil.copytree(shared / "golden/mp8/ckpt_slim_bf16", tmp_path / "run")
+def test_a_slim_run_cannot_go_on(tmp_path: Path, original: Path) -> None:
+    prepare(tmp_path, original, golden(original, "mp1/f32/train")["tokens"])
+    shutil.copytree(original / "mp8/ckpt_slim_bf16", tmp_path / "run")
     _, errors = run("device_train.py", "--config", "config.json", cwd=tmp_path, code=2)
     assert "not its meta.json" in errors
     meta = {"step": 5, "checkpoints": [5], "aux": {"5": {}}}
@@ -119,10 +119,10 @@ def test_a_slim_run_cannot_go_on(tmp_path: Path, shared: Path) -> None:
     assert "--tune-model-path" in errors
 
 
-def test_sampling_from_a_bucket_of_2021(tmp_path: Path, shared: Path) -> None:
+def test_sampling_from_a_bucket_of_2021(tmp_path: Path, original: Path) -> None:
     """The same greedy tokens from local and remote shards."""
-    prepare(tmp_path, shared, golden(shared, "mp1/f32/train")["tokens"])
-    local = shared / "golden/mp8/ckpt_full"
+    prepare(tmp_path, original, golden(original, "mp1/f32/train")["tokens"])
+    local = original / "mp8/ckpt_full"
     options = ["--prompt-tokens", "5,9,200,31", "--max-new-tokens", "6", "--temperature", "0", "--json"]
 
     def sample(checkpoint: str, **environment: str) -> list[int]:

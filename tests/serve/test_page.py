@@ -20,7 +20,10 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 PROMPT = [*b"Hello"]
 
 if CHROMIUM is None:
-    pytest.skip("there is no Chromium on this machine: the page was not tested", allow_module_level=True)
+    pytest.skip(
+        "the page is tested in Chromium, which is not on this machine: apt-get install chromium",
+        allow_module_level=True,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,11 @@ import numpy as np
 from builders import program
 
 
-def test_five_steps_equal_the_original(shared):
-    raw = golden.config(shared / "golden/configs/tiny_mp1.json")
+def test_five_steps_equal_the_original(original):
+    raw = golden.config(original / "configs/tiny_mp1.json")
     run = program(raw)
-    start = np.load(shared / "golden/init_logical.npz")
-    params = golden.to_params({name: start[name] for name in start.files}, 512)
-    expected = np.load(shared / "golden/mp1/f32/train.npz")
+    params = golden.read_params(original / "mp8/ckpt_init/step_0", run.model.config)
+    expected = np.load(original / "mp1/f32/train.npz")
     accumulation = raw["gradient_accumulation_steps"]
 
     state = run.init(jax.random.key(0))
@@ -31,7 +30,7 @@ def test_five_steps_equal_the_original(shared):
             )
         np.testing.assert_allclose(metrics["train/learning_rate"], expected["lr_applied"][step], rtol=1e-6)
 
-    final = np.load(shared / "golden/mp1/f32/final_params.npz")
+    final = np.load(original / "mp1/f32/final_params.npz")
     expected_params = golden.to_params({name: final[name][0] for name in final.files}, 512)
     jax.tree.map(_close, dict(state.params), expected_params)
     assert int(state.step) == 5

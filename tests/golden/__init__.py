@@ -1,11 +1,13 @@
-"""Numbers from the original program (../shared/golden), as test code reads them."""
+"""Numbers and checkpoints of the original program, as test code reads them: README.md."""
 
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 _BLOCK = {
@@ -38,6 +40,13 @@ _COLUMNS = ("linear/w", "linear_1/w", "linear_2/w", "linear_4/w", "linear_4/b", 
             "projection_shard/~/linear/b", "pos_embs")  # fmt: skip
 _ROWS = ("linear_3/w", "linear_5/w", "embedding_shard/~/linear/w", "rel_embedding")
 _SUMMED = ("embedding_shard/~/linear/b", "linear_5/b")
+
+
+def unpack(name: str, folder: Path) -> Path:
+    """Unpack `name`.tar.xz, one of the archives beside this file, into a folder; returns the folder."""
+    with tarfile.open(Path(__file__).with_name(f"{name}.tar.xz")) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 def config(path: Path) -> dict[str, Any]:
@@ -73,10 +82,15 @@ def read_checkpoint(step_dir: Path, names: list[str]) -> dict[str, np.ndarray]:
     shards = []
     for shard in sorted(step_dir.glob("shard_*"), key=lambda path: int(path.name.removeprefix("shard_"))):
         files = [np.load(shard / f"{i}.npz", allow_pickle=False) for i in range(16)]
-        leaves = [file[f"arr_{i}"] for file in files for i in range(len(file.files))]
+        leaves = [_leaf(file[f"arr_{i}"]) for file in files for i in range(len(file.files))]
         first = len(leaves) - 1 - len(names)  # parameters and the step come last
         shards.append(dict(zip(names, leaves[first:-1], strict=True)))
     return {name: merge(name, np.stack([shard[name] for shard in shards])) for name in names}
+
+
+def _leaf(array: np.ndarray) -> np.ndarray:
+    """An array as it is, but bfloat16, which numpy reads as two bytes without a type, as float32."""
+    return array.view(ml_dtypes.bfloat16).astype(np.float32) if array.dtype == np.dtype("V2") else array
 
 
 def merge(name: str, shards: np.ndarray) -> np.ndarray:
