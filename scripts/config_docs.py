@@ -28,10 +28,31 @@ or flat, with the keys of the original mesh-transformer-jax:
 
     {"layers": 28, "d_model": 4096, "n_heads": 16, "n_vocab": 50400, "cores_per_replica": 8}
 
-A file with at least one group at its top is grouped; every other file is flat, and a 2021 file works unedited. One file
-does not mix them. Fields with no classic key are reached from a flat file by `--set`. `null` means the same as leaving
-the key out, in both spellings and in `--set`. Unknown keys, duplicate keys and values of the wrong type are refused with
-a message that names the nearest field.
+A file with groups is grouped; every other file is flat, also one that has the name of a group among its classic keys. One
+file does not mix them. Fields with no classic key are reached from a flat file by `--set`. `null` means the same as leaving
+the key out, in both spellings and in `--set`. Unknown keys and values of the wrong type are refused with a message that names
+the nearest field; `--ignore-keys step_shift,my_key` leaves keys out that only a fork's program reads (of a group:
+`--ignore-keys model.my_key`).
+
+### Files of 2021
+
+A flat file that ran on the original works unedited and means what it meant there. Where that is not what the file says, one line
+tells it:
+
+| in the file | taken as |
+|---|---|
+| `pe_rotary_dims` above the width of a head | the whole head is turned |
+| `d_head` | not read: a head has d_model / n_heads dims; `--set model.d_head=N` counts |
+| no `pe` | `t5`, all that the original had before it had this key; with `pe_rotary_dims`: `rotary` |
+| `norm` `layernorm-desync` | `layernorm` with one shard; with more it is refused, since each had a norm of its own |
+| a key twice | the last one counts; in a grouped file it is refused |
+| `bucket` `B/dir` | folder `dir` of bucket B |
+| an empty `model_dir` | bucket itself; with no bucket the default |
+| a `model_dir` that begins with `gs://` | the whole path, in place of `bucket` |
+| `eval_harness_tasks` that is an object or a text | no tasks |
+| `tpu_size` that is no number | absent |
+
+A value of the command line counts as it is written.
 
 ## Overrides
 
@@ -47,7 +68,7 @@ Every entry point that takes `--config` takes `--set NAME=VALUE`, any number of 
 | an empty string | `--set checkpoint.bucket=` |
 
 VALUE is JSON (`true`, `3`, `1e-4`, `["lambada"]`) and otherwise a string. For a field that holds text it is the text as
-written: `--set logging.name=1e5` is the name `1e5`.
+written: `--set logging.name=1e5` is the name `1e5`. `--ignore-keys` is applied before all of them.
 
 ## The mesh
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -32,6 +34,12 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def size(value: Any) -> int | None:
+    """A usable size, or None for what validation is going to refuse."""
+    value = whole(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
 def _text(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):  # a run named 2021
         return str(value)
@@ -52,7 +60,8 @@ Layers = Annotated[Count, Unit("layers")]
 Tokens = Annotated[Count, Unit("tokens")]
 Rows = Annotated[Count, Unit("rows")]
 Devices = Annotated[Count, Unit("devices")]
-Steps = Annotated[Count, Unit("steps")]
+# steps are counted by Python, or compared as float32: a distance that no run reaches means "never"
+Steps = Annotated[int, Strict(), Ge(1), BeforeValidator(whole), Unit("steps")]
 Sequences = Annotated[Count, Unit("sequences")]
 Mebibytes = Annotated[Count, Unit("MiB")]
 
@@ -85,6 +94,12 @@ class Group(BaseModel):
         return values
 
 
+def _divisors(value: int) -> Iterator[int]:
+    for small in range(1, math.isqrt(value) + 1):
+        if value % small == 0:
+            yield from (small, value // small)
+
+
 def check_divides(what: str, value: int, by_what: str, by: int, also: str = "") -> None:
     """Refuse a size that its mesh axes do not divide, naming sizes that would do.
 
@@ -93,7 +108,7 @@ def check_divides(what: str, value: int, by_what: str, by: int, also: str = "") 
     """
     if value % by:
         below, above = value // by * by, (value // by + 1) * by
-        divisor = next(d for d in range(by - 1, 0, -1) if value % d == 0)
+        divisor = max(d for d in _divisors(value) if d < by)
         sizes = f"{below} or {above}" if below else f"{above}"
         raise UserError(
             f"{what} {value} is not divisible by {by_what} {by}: make it {sizes}, or {by_what} {divisor}"

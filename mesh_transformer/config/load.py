@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mesh_transformer import files
-from mesh_transformer.config import classic, names, strict_json
+from mesh_transformer.config import classic, classic_meaning, names, strict_json
 from mesh_transformer.config.describe import allowed, kind_of, short
-from mesh_transformer.config.overrides import apply_override
+from mesh_transformer.config.overrides import apply_override, is_ignored, is_set, without_ignored
 from mesh_transformer.config.schema import GROUPS, Config
 from mesh_transformer.errors import UserError
 
 MAX_FILE_BYTES = 1 << 20
 
+log = logging.getLogger(__name__)
+
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Read `path` (local or gs://), apply `NAME=VALUE` overrides in order, and validate.
+    """Read `path` (local or gs://), apply the overrides in order, and validate.
+
+    Args:
+        overrides: `NAME=VALUE`, or `-KEY`: a key of the file that is left out.
 
     Raises:
         UserError: the file, a key, a value or a combination of values is not usable.
@@ -29,24 +36,61 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     try:
         if not text.strip():
             raise UserError("the file is empty: a config is a JSON object, see the files under configs/")
-        return parse_config(strict_json.parse(text), overrides)
+        repeated: list[str] = []
+        raw = strict_json.parse(text, repeated)
+        config, notes = _resolve(raw, overrides, repeated)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    for note in notes:
+        _tell_once(f"{path}: {note}")
+    return config
 
 
 def parse_config(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Validate a config given as a dictionary, grouped or classic.
+    """Validate a config given as a dictionary, grouped or classic; `overrides` as in `load_config`.
 
     Raises:
         UserError: a key, a value or a combination of values is not usable.
     """
-    grouped = _grouped(raw)
-    for override in overrides:
-        apply_override(grouped, override)
+    config, notes = _resolve(raw, overrides)
+    for note in notes:
+        log.warning("%s", note)
+    return config
+
+
+@cache
+def _tell_once(line: str) -> None:
+    # a command may read its file more than once
+    log.warning("%s", line)
+
+
+def _resolve(raw: Any, overrides: Sequence[str], repeated: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """The config, and a sentence for each thing in a classic file that was not taken as it is written."""
+    if not isinstance(raw, dict):
+        raise UserError(f"a config must be a JSON object ({{...}}), not {short(raw)}")
+    raw = without_ignored(raw, overrides)
+    changes = [override for override in overrides if not is_ignored(override)]
+    names.check_file(raw)
+    flat = not names.is_grouped(raw)
+    if repeated and not flat:
+        raise UserError(f"{repeated[0]}: keep one")
+    grouped = classic.to_grouped(raw) if flat else _groups(raw)
+    for change in changes:
+        apply_override(grouped, change)
+    notes = [f"{twice}: the last one counts" for twice in repeated]
+    if flat:
+        notes += classic_meaning.apply(grouped, partial(is_set, changes))
     try:
-        return Config.model_validate(grouped)
+        return Config.model_validate(grouped), notes
     except ValidationError as error:
         raise UserError(_explain_all(error.errors())) from error
+
+
+def _groups(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    for group, values in raw.items():
+        if not isinstance(values, (dict, type(None))):
+            raise UserError(f"{group} = {short(values)}: expected an object of fields ({{...}})")
+    return {group: dict(values) for group, values in raw.items() if values is not None}
 
 
 def _read(path: str) -> str:
@@ -67,21 +111,6 @@ def _read(path: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8 JSON") from error
-
-
-def _grouped(raw: Any) -> dict[str, dict[str, Any]]:
-    if not isinstance(raw, dict):
-        raise UserError(f"a config must be a JSON object ({{...}}), not {short(raw)}")
-    if not raw.keys() & GROUPS.keys():
-        names.check_flat_keys(raw)
-        return classic.to_grouped(raw)
-    names.check_groups(raw)
-    grouped = {group: values for group, values in raw.items() if values is not None}
-    for group, values in grouped.items():
-        if not isinstance(values, dict):
-            raise UserError(f"{group} = {short(values)}: expected an object of fields ({{...}})")
-        names.check_fields(group, values)
-    return {group: dict(values) for group, values in grouped.items()}
 
 
 def _explain_all(details: list[ErrorDetails]) -> str:

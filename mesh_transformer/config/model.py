@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mesh_transformer.config.base import (
-    Count,
     CountOrZero,
     Derived,
     Dims,
@@ -17,9 +16,18 @@ from mesh_transformer.config.base import (
     Mebibytes,
     Rows,
     Tokens,
-    whole,
+    size,
 )
 from mesh_transformer.errors import UserError
+
+
+def _one_norm(value: Any) -> Any:
+    if value == "layernorm-desync":
+        raise UserError(
+            "each shard of the original had a norm of its own, and here there is one: did you mean layernorm?"
+        )
+    return value
+
 
 Norm = Literal["layernorm", "layernorm-nobias", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias"]
 Remat = Literal["auto", "none", "full", "save_attn", "save_matmuls"]
@@ -49,7 +57,9 @@ class ModelConfig(Group):
     pe_rotary_dims: Annotated[Dims, Derived("d_head")] = Field(
         0, description="first dims of each head that rotary turns; even, at most d_head (GPT-J-6B: 64 of 256)"
     )
-    norm: Norm = Field("layernorm", description="normalisation before each block and before the head")
+    norm: Annotated[Norm, BeforeValidator(_one_norm)] = Field(
+        "layernorm", description="normalisation before each block and before the head"
+    )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="dtype of the arithmetic; auto: bfloat16 on TPU and GPU, float32 on CPU"
     )
@@ -72,7 +82,7 @@ class ModelConfig(Group):
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
         """d_head, d_ff and pe_rotary_dims from d_model and n_heads, where those are usable."""
-        d_model, n_heads = _size(values.get("d_model")), _size(values.get("n_heads"))
+        d_model, n_heads = size(values.get("d_model")), size(values.get("n_heads"))
         if d_model:
             values.setdefault("d_ff", 4 * d_model)
         if d_model and n_heads and "d_head" not in values:
@@ -82,7 +92,7 @@ class ModelConfig(Group):
                     f"change one of them or set model.d_head"
                 )
             values["d_head"] = d_model // n_heads
-        if d_head := _size(values.get("d_head")):
+        if d_head := size(values.get("d_head")):
             values.setdefault("pe_rotary_dims", d_head)
         return values
 
@@ -104,9 +114,3 @@ class ModelConfig(Group):
     def padded_vocab(self) -> int:
         """Rows of the vocabulary tables: n_vocab rounded up to vocab_multiple, whatever the mesh."""
         return -(-self.n_vocab // self.vocab_multiple) * self.vocab_multiple
-
-
-def _size(value: Any) -> Count | None:
-    """A usable size, or None for what validation is going to refuse."""
-    value = whole(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,16 +1,22 @@
-"""The names of the fields in both spellings, and the nearest one to a name that is wrong."""
+"""The names of the fields in both spellings, and what is told of a name that is wrong."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterator
+from typing import Any
 
 from mesh_transformer.config import classic
+from mesh_transformer.config.aliases import ALIASES
 from mesh_transformer.config.schema import GROUPS
 from mesh_transformer.errors import UserError
 
 FIELDS: dict[str, tuple[str, ...]] = {name: tuple(group.model_fields) for name, group in GROUPS.items()}
 SHOWN_CHARS = 60
+SHOWN_KEYS = 8
+NEAR = 0.75  # of difflib's ratio: one letter of four is wrong, or two of a longer name
+NOT_OURS = "no field of this program"
 
 
 def owners(field: str) -> list[str]:
@@ -24,37 +30,37 @@ def spelled(group: str, field: str) -> str:
     return f"{group}.{field}" + (f" (classic: {key})" if key and key != field else "")
 
 
-def check_flat_keys(keys: Iterable[str]) -> None:
-    """Refuse a key that no classic config has.
+def is_grouped(raw: dict[str, Any]) -> bool:
+    """Whether a file is in the grouped spelling. A classic file may have a key that is also the name of a group."""
+    groups = [key for key in raw if key in GROUPS]
+    if any(isinstance(raw[group], dict) and raw[group].keys() & set(FIELDS[group]) for group in groups):
+        return True
+    return bool(groups) and len(groups) >= len(raw.keys() & set(classic.KEYS))
+
+
+def check_file(raw: dict[str, Any]) -> None:
+    """Refuse the names of a file that this program does not have.
 
     Raises:
-        UserError: names the nearest key.
+        UserError: says of each what it may be, and how it is left out.
     """
-    for key in keys:
-        if key not in classic.KEYS:
-            raise UserError(f"unknown key {_cut(key)}: {_advice(key, flat=True)}")
-
-
-def check_groups(keys: Iterable[str]) -> None:
-    """Refuse a top-level key of a grouped config that is not a group.
-
-    Raises:
-        UserError: names the nearest group or field.
-    """
-    for key in keys:
-        if key not in GROUPS:
-            raise UserError(f"unknown group {_cut(key)}: {_advice(key)}")
-
-
-def check_fields(group: str, keys: Iterable[str]) -> None:
-    """Refuse a key that the group does not have.
-
-    Raises:
-        UserError: names the nearest field, of this group or of another.
-    """
-    for key in keys:
-        if key not in FIELDS[group]:
-            raise UserError(f"unknown key {group}.{_cut(key)}: {_advice(key, group)}")
+    faults = dict(_grouped_faults(raw) if is_grouped(raw) else _flat_faults(raw))
+    if not faults:
+        return
+    if not is_grouped(raw) and len(raw) > 1 and len(faults) == len(raw) and _are_objects(raw):
+        raise UserError(
+            f"it holds {len(raw)} objects, {_some(raw)}: a file is one config, write one of them to its own"
+        )
+    strangers = [key for key, fault in faults.items() if fault == NOT_OURS]
+    texts = [f"unknown key {_cut(strangers[0])}: {NOT_OURS}"] if len(strangers) == 1 else []
+    if len(strangers) > 1:
+        texts = [f"unknown keys {_some(strangers)}: no fields of this program"]
+    others = [fault for key, fault in faults.items() if fault != NOT_OURS]
+    texts += others[:SHOWN_KEYS]
+    told = "; ".join(texts).replace("?;", "?")
+    keys = shlex.quote(",".join([*strangers, *(key for key in faults if key not in strangers)])[:600])
+    them = "them" if len(faults) > 1 else "it"
+    raise UserError(f"{told}{' ' if told.endswith('?') else '; '}--ignore-keys {keys} leaves {them} out")
 
 
 def resolve(name: str) -> tuple[str, str, str]:
@@ -66,8 +72,12 @@ def resolve(name: str) -> tuple[str, str, str]:
     group, dot, rest = name.partition(".")
     field, inner, entry = rest.partition(".")
     if dot and field:
-        check_groups([group])
-        check_fields(group, [field])
+        if group not in GROUPS:
+            raise UserError(f"unknown group {_cut(group)}: {_advice(group) or _known(GROUPS)}")
+        if field not in FIELDS[group]:
+            raise UserError(
+                f"unknown key {group}.{_cut(field)}: {_advice(field, group) or _known(FIELDS[group])}"
+            )
         if inner and (group, field) != ("data", "val_set"):
             raise UserError(f"{group}.{field} has no entries: only data.val_set.NAME has")
         if inner and not entry:
@@ -76,7 +86,7 @@ def resolve(name: str) -> tuple[str, str, str]:
     if group in GROUPS:
         raise UserError(f"{group} is a group: name one of its fields, {', '.join(FIELDS[group])}")
     if dot or not (found := owners(group)):
-        raise UserError(f"unknown key {_cut(name)}: {_advice(group)}")
+        raise UserError(f"unknown key {_cut(name)}: {_advice(group) or _known(GROUPS)}")
     if len(found) > 1:
         raise UserError(
             f"{name} is in more than one group: write {' or '.join(f'{g}.{name}' for g in found)}"
@@ -84,21 +94,58 @@ def resolve(name: str) -> tuple[str, str, str]:
     return found[0], group, ""
 
 
+def _flat_faults(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each key that no classic config has, with what is to be told of it."""
+    classic_keys = sum(key in classic.KEYS for key in raw)
+    for key in raw:
+        if key in GROUPS:
+            yield (
+                key,
+                f'"{key}" is the name of a group, the other {classic_keys} keys are classic ones: remove or rename it',
+            )
+        elif key not in classic.KEYS:
+            yield key, _told(key, _advice(key, flat=True))
+
+
+def _grouped_faults(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, values in raw.items():
+        if key not in GROUPS:
+            groups = [classic.RENAMED[key][0]] if key in classic.RENAMED else owners(key)
+            yield key, _outside(key, groups) if groups else _told(key, _advice(key), what="group")
+        elif isinstance(values, dict):
+            for field in values:
+                if field not in FIELDS[key]:
+                    yield f"{key}.{field}", _told(f"{key}.{field}", _advice(field, key))
+
+
+def _outside(key: str, groups: list[str]) -> str:
+    field = classic.RENAMED[key][1] if key in classic.RENAMED else key
+    inside = " or ".join(f'"{group}": {{...}}' for group in groups)
+    written = "it" if field == key else f'it as "{field}"'
+    return f"{key} stands outside the groups: write {written} inside {inside}"
+
+
+def _told(key: str, advice: str, what: str = "key") -> str:
+    return f"unknown {what} {_cut(key)}: {advice}" if advice else NOT_OURS
+
+
 def _advice(key: str, group: str | None = None, flat: bool = False) -> str:
+    """What the key may have been meant to be, or an empty string."""
     near = _nearest(key, group)
     outer, _, inner = key.partition(".")
     if not group and inner in FIELDS.get(outer, ()):
         return f'write it inside its group, {{"{outer}": {{"{inner}": ...}}}}'
     if near is None:
-        known = FIELDS[group] if group else classic.KEYS if flat else tuple(GROUPS)
-        return f"known are {', '.join(known)}"
+        return ""
     if flat and "." in near and not _has_classic_key(near):
         return f"did you mean {near}? A flat (classic) file cannot hold it: pass --set {near}=VALUE, or write the file in groups"
     return f"did you mean {near}?"
 
 
 def _nearest(key: str, group: str | None) -> str | None:
-    """The known name closest to `key`: in its own group, then as an exact name elsewhere, then anywhere."""
+    """The name that `key` may stand for: another program's, an exact one of another group, or a close one."""
+    if key.lower() in ALIASES:
+        return spelled(*ALIASES[key.lower()])
     anywhere = {f"{g}.{f}": spelled(g, f) for g, fields in FIELDS.items() for f in fields}
     anywhere |= {f: spelled(g, f) for g, fields in FIELDS.items() for f in fields}
     anywhere |= {classic_key: spelled(*at) for at, classic_key in classic.CLASSIC_KEY.items()}
@@ -106,14 +153,27 @@ def _nearest(key: str, group: str | None) -> str | None:
         return anywhere[key]
     own = {field: spelled(group, field) for field in FIELDS[group]} if group else {g: g for g in GROUPS}
     for names in (own, anywhere):
-        if close := difflib.get_close_matches(key[:SHOWN_CHARS], names, n=1):
+        if close := difflib.get_close_matches(key[:SHOWN_CHARS], names, n=1, cutoff=NEAR):
             return names[close[0]]
     return None
+
+
+def _known(names: dict[str, Any] | tuple[str, ...]) -> str:
+    return f"known are {', '.join(names)}"
 
 
 def _has_classic_key(near: str) -> bool:
     group, field = near.split(" ")[0].split(".")
     return (group, field) in classic.CLASSIC_KEY
+
+
+def _are_objects(raw: dict[str, Any]) -> bool:
+    return all(isinstance(value, dict) for value in raw.values())
+
+
+def _some(keys: Any) -> str:
+    shown = [_cut(key) for key in list(keys)[:SHOWN_KEYS]]
+    return ", ".join(shown) + (f" and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else "")
 
 
 def _cut(key: str) -> str:

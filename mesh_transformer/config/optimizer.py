@@ -9,7 +9,6 @@ from pydantic import Field
 
 from mesh_transformer.config.base import (
     Count,
-    CountOrZero,
     Fraction,
     Group,
     NonNegative,
@@ -24,10 +23,13 @@ class OptimizerConfig(Group):
 
     lr: Positive = Field(1.2e-4, description="peak learning rate")
     end_lr: NonNegative = Field(1.2e-5, description="learning rate after annealing")
-    warmup_steps: Annotated[CountOrZero, Unit("steps")] = Field(
-        3000, description="linear warm-up from 0 to lr"
+    # numbers of a formula, not counts: the original's files have fractions here
+    warmup_steps: Annotated[NonNegative, Unit("steps")] = Field(
+        3000.0, description="linear warm-up from 0 to lr"
     )
-    anneal_steps: Steps = Field(300000, description="cosine decay from lr to end_lr, after the warm-up")
+    anneal_steps: Annotated[Positive, Unit("steps")] = Field(
+        300000.0, description="cosine decay from lr to end_lr, after the warm-up"
+    )
     total_steps: Steps = Field(350000, description="length of the whole run")
     weight_decay: NonNegative = Field(
         0.1, description="decoupled decay of matrices (not of biases and norms)"

@@ -1,4 +1,4 @@
-"""`--set NAME=VALUE`: one change on top of a config file."""
+"""Changes on top of a config file: `NAME=VALUE` (--set), and `-KEY` for a key that is left out (--ignore-keys)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,23 @@ def apply_override(grouped: dict[str, dict[str, Any]], override: str) -> None:
 
 def is_set(overrides: Sequence[str], group: str, field: str) -> bool:
     """Whether one of the overrides is of this field, in whatever spelling. All must be such as `apply_override` takes."""
-    names_given = (_parts(override)[0] for override in overrides)
+    names_given = (_parts(override)[0] for override in overrides if not is_ignored(override))
     return any(_place(name)[:2] == (group, field) for name in names_given if name not in classic.SWITCHES)
+
+
+def is_ignored(override: str) -> bool:
+    """Whether it is the name of a key that is left out, not a value."""
+    return override.startswith("-")
+
+
+def without_ignored(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A file without the keys that are left out: `KEY` at its top, or `GROUP.KEY`. One that it does not have is no error."""
+    ignored = {override.removeprefix("-") for override in overrides if is_ignored(override)}
+    left = {key: value for key, value in raw.items() if key not in ignored}
+    for group, values in left.items():
+        if group in GROUPS and isinstance(values, dict):
+            left[group] = {key: value for key, value in values.items() if f"{group}.{key}" not in ignored}
+    return left
 
 
 def _parts(override: str) -> tuple[str, str, str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from annotated_types import Ge
+from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from mesh_transformer.config.base import (
     Count,
@@ -19,6 +20,7 @@ from mesh_transformer.config.base import (
     Text,
     Tokens,
     Unit,
+    whole,
 )
 from mesh_transformer.errors import UserError
 
@@ -64,7 +66,7 @@ class DataConfig(Group):
         description="who reads train_set under train.py: each host its own share, or the driver, which streams it to them",
     )
     seed: CountOrZero = Field(0, description="seed of the shuffling")
-    val_batches: Annotated[CountOrZero, Unit("batches")] = Field(
+    val_batches: Annotated[int, Strict(), Ge(0), BeforeValidator(whole), Unit("batches")] = Field(
         100, description="length of one validation, for each set; 0: no validation"
     )
     val_batch_multiplier: Annotated[Count, Unit("microbatches")] = Field(
@@ -108,7 +110,9 @@ class DataConfig(Group):
 class CheckpointConfig(Group):
     """Where the run lives and what is kept."""
 
-    bucket: Text = Field("", description="Google Cloud Storage bucket; empty: model_dir is a local path")
+    bucket: Text = Field(
+        "", description="Google Cloud Storage bucket, or bucket/folder; empty: model_dir is local"
+    )
     model_dir: Name = Field("runs/model", description="the run's folder: checkpoints, metrics, plots")
     ckpt_every: Steps = Field(500, description="distance of checkpoints; the last step is always saved")
     keep_every: Steps | None = Field(
@@ -120,10 +124,10 @@ class CheckpointConfig(Group):
 
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:
-        if "/" in self.bucket:
+        if "://" in self.bucket:
             raise UserError(
-                f"checkpoint.bucket {self.bucket!r} must be a bucket's name without gs:// and folders: "
-                f"the folders go into checkpoint.model_dir"
+                f"checkpoint.bucket {self.bucket!r} must be a bucket's name without gs://, such as "
+                f"{self.bucket.partition('://')[2].strip('/') or 'my-bucket'}"
             )
         if self.bucket and ("://" in self.model_dir or not self.model_dir.strip("/")):
             raise UserError(
@@ -135,7 +139,7 @@ class CheckpointConfig(Group):
     @property
     def root(self) -> str:
         """The folder of the checkpoints: local, or gs://bucket/model_dir."""
-        return f"gs://{self.bucket}/{self.model_dir.strip('/')}" if self.bucket else self.model_dir
+        return f"gs://{self.bucket.strip('/')}/{self.model_dir.strip('/')}" if self.bucket else self.model_dir
 
 
 class LoggingConfig(Group):

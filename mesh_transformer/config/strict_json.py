@@ -5,35 +5,45 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
+from mesh_transformer.config import json_faults
 from mesh_transformer.config.describe import short
 from mesh_transformer.errors import UserError
 
 
-def parse(text: str) -> Any:
+def parse(text: str, repeated: list[str] | None = None) -> Any:
     """Parse JSON text.
+
+    Args:
+        repeated: filled with a sentence for each key that an object has twice with two values, of which the last one
+            is taken; absent: such a key is refused.
 
     Raises:
         UserError: the text is not standard JSON or an object has a key twice.
     """
+
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                if values[key] == value and repeated is not None:
+                    continue
+                twice = f"the key {short(key)} is there twice ({short(values[key])} and {short(value)})"
+                if repeated is None:
+                    raise UserError(f"{twice}: keep one")
+                repeated.append(twice)
+            values[key] = value
+        return values
+
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        return json.loads(text, object_pairs_hook=collect, parse_constant=_refuse_constant)
     except UserError:
         raise
+    except json.JSONDecodeError as error:
+        raise UserError(f"not JSON: {json_faults.explain(text, error)}") from error
     except ValueError as error:
         raise UserError(f"not JSON: {error}") from error
     except RecursionError as error:
         raise UserError("not usable JSON: brackets are nested too deep") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise UserError(
-                f"the key {short(key)} is there twice ({short(values[key])} and {short(value)}): keep one"
-            )
-        values[key] = value
-    return values
 
 
 def _refuse_constant(name: str) -> NoReturn:

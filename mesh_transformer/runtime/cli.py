@@ -17,7 +17,7 @@ ANY_FORM = (
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """A parser with --config and --set."""
+    """A parser with --config, --set and --ignore-keys; what the last two give is `overrides` (config/overrides.py)."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--config", required=True, help="config file, grouped or classic (docs/config.md)")
     made.add_argument(
@@ -27,6 +27,15 @@ def parser(description: str) -> argparse.ArgumentParser:
         dest="overrides",
         metavar="group.key=value",
         help="change one value of the config; may be given several times",
+    )
+    made.add_argument(
+        "--ignore-keys",
+        type=lambda keys: [f"-{key.strip()}" for key in keys.split(",")],
+        action="extend",
+        default=[],
+        dest="overrides",
+        metavar="KEY,...",
+        help="keys of the config file that are left out: those of another program, for instance",
     )
     return made
 

@@ -29,8 +29,8 @@ def slim(
     Raises:
         UserError: there is no checkpoint of that step, or it does not fit the config, or the target is there.
     """
-    config = load_config(config_path, overrides)
     logs.set_up()
+    config = load_config(config_path, overrides)
     root = config.checkpoint.root.rstrip("/")
     source = open_step(root, config.model, step)
     write_step(
@@ -70,8 +70,8 @@ def reshard(
     """
     if out is None and prompt is None:
         raise UserError("nothing to do: give --out FOLDER, --prompt TEXT or both")
-    config = load_config(config_path, overrides)
     logs.set_up()
+    config = load_config(config_path, overrides)
     _check_shards_out(shards_out, overrides, form, prompt)
     shards = config.mesh.tp if shards_out is None else shards_out
     if out is not None and form is Form.CLASSIC:

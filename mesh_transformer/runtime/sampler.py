@@ -213,8 +213,8 @@ def run(
     Raises:
         UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
     """
-    config = load_config(config_path, overrides)
     logs.set_up()
+    config = load_config(config_path, overrides)
     source = checkpoint or config.checkpoint.root
     ids = None if prompt_tokens is None else parse_tokens(prompt_tokens)
     platforms.CompileCache()

@@ -36,10 +36,10 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
         UserError: the config, the devices, the data or a checkpoint cannot be used.
         RunError: the loss or a gradient is not finite.
     """
+    logs.set_up()
     config = load_config(config_path, overrides)
     if fresh_opt and not tune_model_path:
         raise UserError("--fresh-opt drops the Adam moments of --tune-model-path: give that too")
-    logs.set_up()
     return train(config, start.Source(tune_model_path, fresh_opt))
 
 

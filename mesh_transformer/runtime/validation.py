@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 
 import jax
@@ -58,7 +57,7 @@ class Validation:
             quiet=jax.process_index() > 0,
         )
         results = []
-        for i, tokens in enumerate(itertools.islice(batches, n), start=1):
+        for i, tokens in zip(range(1, n + 1), batches, strict=False):
             if jax.process_count() == 1 and stop():
                 return []
             results.append(self._session.program.eval_step(params, self._session.place_eval(tokens)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -92,6 +93,27 @@ def test_the_way_out_of_too_few_devices_works(
         assert way_out in str(caught.value)
     changes = [way_out.removeprefix("--set ") for way_out in ways_out]
     assert parse_config(raw, changes).check_devices(n_devices) == MeshShape(n_devices, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh", "message"),
+    [
+        ({}, {"tp": 2_000_000_000}, "model.n_heads 8 is not divisible by mesh.tp 2000000000: make it 2000000000, or mesh.tp 8"),
+        ({}, {"fsdp": 2**31 - 1}, "model.d_model 64 is not divisible by mesh.fsdp 2147483647: make it 2147483647, or mesh.fsdp 64"),
+        # a prime, whose divisors are the furthest apart
+        (
+            {"n_heads": 2**31 - 1, "d_head": 2},
+            {"tp": 2_000_000_000},
+            "model.n_heads 2147483647 is not divisible by mesh.tp 2000000000: make it 2000000000 or 4000000000, or mesh.tp 1",
+        ),
+    ],
+)  # fmt: skip
+def test_a_huge_axis_is_refused_at_once(sizes: dict[str, Any], mesh: dict[str, int], message: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        config(sizes, mesh=mesh)
+    assert str(caught.value) == message
+    assert time.monotonic() - start < 2  # it was 80 seconds
 
 
 def test_microbatch() -> None:

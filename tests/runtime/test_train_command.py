@@ -255,25 +255,27 @@ def test_an_update_that_is_not_finite_is_never_saved(tmp_path):
 
 
 def test_classic_spelling_trains(tmp_path):
-    """A flat config as people had in 2021, but for its sizes; a W&B project is no obstacle."""
+    """A flat config of a fork in 2021, but for its sizes; a W&B project is no obstacle."""
     write_run(tmp_path)
     classic = {
-        "layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 257, "norm": "layernorm", "pe": "rotary", "pe_rotary_dims": 8,
-        "seq": 32, "cores_per_replica": 4, "per_replica_batch": 1, "gradient_accumulation_steps": 2, "warmup_steps": 2,
+        "layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 257, "norm": "layernorm", "pe": "rotary", "pe_rotary_dims": 64,
+        "d_head": 4, "seq": 32, "cores_per_replica": 4, "per_replica_batch": 1, "gradient_accumulation_steps": 2, "warmup_steps": 2,
         "anneal_steps": 10, "lr": 1e-3, "end_lr": 1e-4, "weight_decay": 0.1, "total_steps": 4, "tpu_size": 256,
-        "model_dir": "classic", "train_set": "text.txt", "val_set": {"held": "text.txt"}, "val_batches": 1, "val_every": 2,
-        "ckpt_every": 2, "keep_every": 4, "eval_harness_tasks": [], "name": "old", "wandb_project": "mesh", "comment": "",
+        "model_dir": "classic", "train_set": "text.txt", "val_set": {"held": "text.txt"}, "val_batches": 1,
+        "val_every": 99999999999, "ckpt_every": 3, "keep_every": 3, "eval_harness_tasks": {}, "step_shift": 3, "name": "old", "wandb_project": "mesh", "comment": "",
     }  # fmt: skip
     (tmp_path / "classic.json").write_text(json.dumps(classic))
     _, errors = run(
-        "device_train.py", "--config", "classic.json", "--set", "data.tokenizer=bytes", cwd=tmp_path, devices=8,
-        WANDB_MODE="offline",
+        "device_train.py", "--config", "classic.json", "--set", "data.tokenizer=bytes", "--ignore-keys", "step_shift",
+        cwd=tmp_path, devices=8, WANDB_MODE="offline",
     )  # fmt: skip
     assert "dp 2 x fsdp 1 x tp 4" in errors
     records = metrics(tmp_path / "classic")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
-    assert [("val/loss_held" in record) for record in records] == [False, True, False, True]
-    assert [path.name for path in (tmp_path / "classic").glob("step_*")] == ["step_4"]
+    assert [("val/loss_held" in record) for record in records] == [False, False, False, True]
+    assert sorted(path.name for path in (tmp_path / "classic").glob("step_*")) == ["step_3", "step_4"]
+    warnings = [line.split(" W ")[1] for line in errors.splitlines() if "classic.json: " in line]
+    assert [warning.split(": ")[1] for warning in warnings] == ["d_head 4", "pe_rotary_dims 64"]
 
 
 assert CONFIG["checkpoint"]["ckpt_every"] == 5  # the tests above count on it

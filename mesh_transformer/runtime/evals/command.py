@@ -66,8 +66,8 @@ def run(config_path: str, overrides: Sequence[str], options: Options) -> int:
     Raises:
         UserError: an argument, the config, the devices, a task, the tokenizer or the checkpoint cannot be used.
     """
-    config = load_config(config_path, overrides)
     logs.set_up()
+    config = load_config(config_path, overrides)
     evaluation = evaluate(config, options)
     if jax.process_index() == 0:
         show(evaluation, options.output)

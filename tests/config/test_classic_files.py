@@ -1,0 +1,218 @@
+"""Files of the original program and of its forks: what it took is taken, with the meaning that it had there."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh_transformer.config import Config, load_config, parse_config
+from mesh_transformer.errors import UserError
+
+FLAT = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 512, "pe": "rotary", "norm": "layernorm"}
+
+
+def read(folder: Path, text: str, *overrides: str) -> Config:
+    path = folder / "config.json"
+    path.write_text(text)
+    return load_config(str(path), overrides)
+
+
+def refusal(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        read(folder, text, *overrides)
+    return str(caught.value).removeprefix(f"{folder / 'config.json'}: ")
+
+
+def test_the_files_of_2021_load_or_are_refused_as_by_the_original(shared: Path) -> None:
+    folder = shared / "data" / "configs_2021"
+    if not folder.is_dir():
+        pytest.skip("../shared/data/configs_2021 is not here: no file of 2021 was read")
+    with (folder / "EXPECTED.tsv").open() as table:
+        rows = list(csv.DictReader(table, delimiter="\t"))
+    wrong = []
+    for row in rows:
+        try:
+            load_config(str(folder / row["file"]))
+            found = "accept"
+        except UserError as error:
+            found = f"reject, {error}"
+        if not found.startswith(row["expected"]):
+            wrong.append(f"{row['file']}: {row['expected']} {row['why']}, not {found}")
+    assert wrong == []
+    assert {row["expected"] for row in rows} == {"accept", "reject"}
+
+
+@pytest.mark.parametrize(
+    ("values", "notes", "as_if"),
+    [
+        ({"pe_rotary_dims": 64}, ["pe_rotary_dims 64: more than the 8 dims of a head"], {"pe_rotary_dims": 8}),
+        ({"pe_rotary_dims": 8}, [], {"pe_rotary_dims": 8}),
+        ({"pe": "fixed", "pe_rotary_dims": 0}, [], {"pe": "fixed"}),
+        ({"d_head": 16}, ["d_head 16: not read", "= 8 dims"], {}),
+        ({"d_head": 8}, [], {}),
+        ({"d_head": 16, "pe_rotary_dims": 16}, ["d_head 16", "pe_rotary_dims 16"], {}),
+        ({"pe": None}, ["no pe: t5"], {"pe": "t5"}),
+        ({"pe": None, "pe_rotary_dims": 4}, ["no pe: rotary"], {"pe_rotary_dims": 4}),
+        ({"norm": "layernorm-desync"}, ["norm layernorm-desync"], {}),
+        ({"norm": "layernorm-desync", "cores_per_replica": 1}, ["norm layernorm-desync"], {}),
+        ({"bucket": "b/dir/", "model_dir": "x"}, [], {"bucket": "b", "model_dir": "dir/x"}),
+        ({"bucket": "gs://b", "model_dir": "x"}, ["bucket 'gs://b': read as b"], {"bucket": "b", "model_dir": "x"}),
+        ({"bucket": "b", "model_dir": ""}, ["model_dir '': the run's folder is the bucket"], {"model_dir": "gs://b"}),
+        ({"bucket": "b", "model_dir": "gs://c/x"}, ["bucket 'b' is not used"], {"model_dir": "gs://c/x"}),
+        ({"bucket": "", "model_dir": ""}, ["model_dir '': the default"], {}),
+        ({"eval_harness_tasks": {}}, [], {}),
+        ({"eval_harness_tasks": "none yet"}, ["eval_harness_tasks 'none yet': no list"], {}),
+        ({"tpu_size": "v3-8"}, ["tpu_size 'v3-8'"], {}),
+        ({"comment": ["a", 1]}, [], {"comment": '["a", 1]'}),
+        ({"comment": "a\u00a0b"}, [], {"comment": "a b"}),
+        ({"warmup_steps": 0.5, "anneal_steps": 2.25}, [], {"warmup_steps": 0.5, "anneal_steps": 2.25}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_means_what_it_meant(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, values: dict, notes: list[str], as_if: dict
+) -> None:
+    config = read(tmp_path, json.dumps({**FLAT, **values}))
+    expected = parse_config({**FLAT, **as_if})
+    root = config.checkpoint.root
+    assert config.model_copy(update={"checkpoint": expected.checkpoint}) == expected
+    assert root == expected.checkpoint.root
+    lines = [record.getMessage() for record in caplog.records]
+    assert all(line.startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in line for line in lines)
+    assert all(note in "\n".join(lines) for note in notes)
+    assert bool(lines) == bool(notes)
+
+
+def test_a_warning_is_given_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        read(tmp_path, json.dumps({**FLAT, "pe_rotary_dims": 64}))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_a_key_given_twice_counts_at_its_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = json.dumps({**FLAT, "lr": 1, "val_set": {"a": "x"}})
+    text = text.replace('"lr": 1', '"lr": 1, "lr": 2, "end_lr": 0, "end_lr": 0').replace(
+        '"x"', '"x", "a": "y"'
+    )
+    config = read(tmp_path, text)
+    assert (config.optimizer.lr, config.data.val_set) == (2, {"a": "y"})
+    told = [record.getMessage().split(": ", 1)[1] for record in caplog.records]
+    assert told == [  # end_lr has one value: that needs no word
+        "the key 'a' is there twice ('x' and 'y'): the last one counts",
+        "the key 'lr' is there twice (1 and 2): the last one counts",
+    ]
+
+
+@pytest.mark.parametrize("every", [1, 3, 2**31, 10**30])
+def test_distances_of_any_size(every: int) -> None:
+    names = ("val_every", "ckpt_every", "keep_every", "total_steps", "val_batches")
+    config = parse_config({**FLAT, **dict.fromkeys(names, every)})
+    assert (config.data.val_every, config.checkpoint.ckpt_every, config.checkpoint.keep_every) == (every,) * 3
+    with pytest.raises(UserError, match=r"data.val_every = 0: expected a whole number, 1 or more$"):
+        parse_config({**FLAT, "val_every": 0})
+
+
+def test_the_command_line_counts_before_the_meaning(caplog: pytest.LogCaptureFixture) -> None:
+    old = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 512, "norm": "layernorm-desync", "d_head": 16}
+    changes = ["model.pe=rotary", "norm=layernorm", "model.d_head=32", "cores_per_replica=2"]
+    model = parse_config(old, changes).model
+    assert (model.pe, model.norm, model.d_head, model.pe_rotary_dims) == ("rotary", "layernorm", 32, 32)
+    assert caplog.records == []
+    # what the file's dims mean follows the sizes of the command line
+    assert parse_config({**FLAT, "pe_rotary_dims": 64}, ["d_model=1024"]).model.pe_rotary_dims == 64
+    for refused in (["cores_per_replica=2"], ["model.norm=layernorm-desync"]):
+        with pytest.raises(UserError, match=r"'layernorm-desync': each shard .*did you mean layernorm\?"):
+            parse_config({**old, "cores_per_replica": 1}, refused)
+
+
+def test_whole_heads_and_the_relative_bias_are_those_of_the_golden_models(shared: Path) -> None:
+    """tests/models/test_golden.py compares the models of the right side with the original's numbers."""
+    read = {}
+    for variant in ("rotary_layernorm", "t5_layernorm"):
+        read[variant] = json.loads((shared / "golden" / "configs" / f"variant_{variant}.json").read_text())
+    rotary, t5 = read["rotary_layernorm"], read["t5_layernorm"]
+    assert rotary["d_model"] // rotary["n_heads"] == rotary["pe_rotary_dims"]
+    assert parse_config({**rotary, "pe_rotary_dims": 64, "d_head": 1}).model == parse_config(rotary).model
+    assert parse_config({**t5, "pe": None, "pe_rotary_dims": None}).model == parse_config(t5).model
+
+
+def test_keys_of_a_fork_are_left_out(tmp_path: Path) -> None:
+    text = json.dumps({**FLAT, "step_shift": 3, "secret": None, "optimizer": ["init_fn"]})
+    message = refusal(tmp_path, text)
+    hint = "--ignore-keys step_shift,secret,optimizer leaves them out"
+    assert message == (
+        'unknown keys step_shift, secret: no fields of this program; "optimizer" is the name of a group, '
+        f"the other 6 keys are classic ones: remove or rename it; {hint}"
+    )
+    assert read(tmp_path, text, "-step_shift", "-secret", "-optimizer", "-other").model.layers == 2
+    grouped = json.dumps({"model": {**FLAT, "secret": 3}, "extra": 1})
+    assert "--ignore-keys model.secret,extra leaves them out" in refusal(tmp_path, grouped)
+    assert read(tmp_path, grouped, "-model.secret", "-extra", "model.layers=3").model.layers == 3
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({**FLAT, "secret": 1}, "unknown key secret: no field of this program; --ignore-keys secret leaves it out"),
+        ({**FLAT, "a key": 1}, "unknown key a key: no field of this program; --ignore-keys 'a key' leaves it out"),
+        ({**FLAT, "learning_rate": 1}, "unknown key learning_rate: did you mean optimizer.lr? --ignore-keys learning_rate leaves it out"),
+        ({**FLAT, "n_layer": 1}, "unknown key n_layer: did you mean model.layers? --ignore-keys n_layer leaves it out"),
+        ({**FLAT, "batch": 1}, "unknown key batch: did you mean data.batch_size? A flat (classic) file cannot hold it: pass --set data.batch_size=VALUE, or write the file in groups; --ignore-keys batch leaves it out"),
+        ({**FLAT, "model": "gpt"}, '"model" is the name of a group, the other 6 keys are classic ones: remove or rename it; --ignore-keys model leaves it out'),
+        ({"model": FLAT, "lr": 1}, 'lr stands outside the groups: write it inside "optimizer": {...}; --ignore-keys lr leaves it out'),
+        ({"model": FLAT, "seed": 1}, 'seed stands outside the groups: write it inside "model": {...} or "data": {...}; --ignore-keys seed leaves it out'),
+        ({"model": FLAT, "cores_per_replica": 1}, 'cores_per_replica stands outside the groups: write it as "tp" inside "mesh": {...}; --ignore-keys cores_per_replica leaves it out'),
+        ({"model": FLAT, "steps": 1}, "unknown group steps: did you mean optimizer.total_steps? --ignore-keys steps leaves it out"),
+        ({"model": {**FLAT, "vocab_size": 1}}, "unknown key model.vocab_size: did you mean model.n_vocab? --ignore-keys model.vocab_size leaves it out"),
+        ({"gpt2": {"a": 1}, "gptj": {"a": 1}}, "it holds 2 objects, gpt2, gptj: a file is one config, write one of them to its own"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_name_that_is_wrong(tmp_path: Path, raw: dict[str, Any], message: str) -> None:
+    assert refusal(tmp_path, json.dumps(raw)) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("learning_rate", "optimizer.lr"), ("n_layer", "model.layers"), ("n_layers", "model.layers"),
+        ("steps", "optimizer.total_steps"), ("epochs", "optimizer.total_steps"), ("vocab_size", "model.n_vocab"),
+        ("context", "model.seq"), ("batch", "data.batch_size"), ("Learning_Rate", "optimizer.lr"),
+    ],
+)  # fmt: skip
+def test_names_of_other_programs_on_the_command_line(name: str, field: str) -> None:
+    with pytest.raises(UserError, match=rf"^--set {name}=3: unknown key {name}: did you mean {field}\?$"):
+        parse_config(FLAT, [f"{name}=3"])
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"layers": 1,}', "line 1: a comma before the closing bracket"),
+        ('{\n"a": 1,\n\n}', "line 2: a comma before the closing bracket"),
+        ('{"a": [\n1,\n]}', "line 2: a comma before the closing bracket"),
+        ('{\n"a": 1,\n<<<<<<< HEAD\n"b": 2}', "line 3: <<<<<<< HEAD: an unfinished git merge"),
+        ('{\n"a": 1\n=======\n"b": 2}', "line 3: =======: an unfinished git merge"),
+        ('{\n\n// x\n"a": 1}', "line 3: JSON has no comments"),
+        ('{"a": 1, # x\n"b": 1}', "line 1: JSON has no comments"),
+        ('{"a": 1\n"b": 1}', "line 1: a comma is missing at its end"),
+        ('{"a": "x\n}', "line 1: a text without its closing quote"),
+        ('{"a": x"}', 'line 1: x": a text without its opening quote'),
+        ("{'a': 1}", "line 1: ' is no quote of JSON: write \""),
+        ('{\u201ca\u201d: 1}', "line 1: \u201c is no quote of JSON: write \""),
+        ('{a: 1}', 'line 1: a where a key in double quotes belongs, as in "key": value'),
+        ('{"a" 1}', 'line 1: 1 where a colon belongs, as in "key": value'),
+        ('{"a": True}', "line 1: True is not JSON: write true"),
+        ('{"a": .5}', "line 1: .5 is no value: a number, true, false, null, or a text in double quotes"),
+        ('{"a": "C:\\x"}', "line 1: a lone backslash in a text: write it twice"),
+        ('{"a": 1', "line 1: the text ends before its last bracket is closed"),
+        ('{"a": 1}}', "line 1: more text after the closing bracket"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_the_json(tmp_path: Path, text: str, fault: str) -> None:
+    assert refusal(tmp_path, text) == f"not JSON: {fault}"
