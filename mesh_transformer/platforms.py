@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
+import socket
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,8 +33,12 @@ def start_distributed() -> None:
     JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID; without them this
     process runs alone. CPUs talk over gloo. Must run before the first use of a device.
 
+    Process 0 listens at that address alone, since JAX's coordinator asks nobody who they are; where the others reach it by an
+    address that its machine does not have, at JAX_COORDINATOR_BIND_ADDRESS.
+
     Raises:
-        UserError: only some of the variables are set, or one is not a number.
+        UserError: only some of the variables are set, one is not a number, or process 0 has no such address.
+        OSError: another process listens there.
     """
     values = {name: os.environ.get(name) for name in _ENVIRONMENT}
     if values["JAX_COORDINATOR_ADDRESS"] is None:
@@ -43,10 +49,44 @@ def start_distributed() -> None:
         raise UserError(
             f"a job of several processes needs {', '.join(_ENVIRONMENT)}, the last two as numbers; found {values}"
         ) from error
+    listens = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or values["JAX_COORDINATOR_ADDRESS"]
+    if index == 0:
+        _check_can_listen(listens)
     if "cpu" in os.environ.get("JAX_PLATFORMS", ""):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        values["JAX_COORDINATOR_ADDRESS"], count, index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S
+        values["JAX_COORDINATOR_ADDRESS"],
+        count,
+        index,
+        coordinator_bind_address=listens,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+    )
+
+
+def _check_can_listen(address: str) -> None:
+    """Raises what `start_distributed` does: where its coordinator cannot listen, jaxlib ends with a segmentation fault."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"JAX_COORDINATOR_ADDRESS {address}: give HOST:PORT of process 0 ({error})"
+        ) from error
+    for family, *_, place in found:
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the coordinator does
+                probe.bind(place)
+                return
+        except OSError as error:
+            failure = error
+    if failure.errno == errno.EADDRINUSE:
+        raise OSError(
+            errno.EADDRINUSE, f"another process listens at {address}, the address of JAX's coordinator"
+        )
+    raise UserError(
+        f"process 0 cannot listen at {address} ({failure.strerror}): give an address of its machine in "
+        "JAX_COORDINATOR_ADDRESS, or, where the others reach it by another one, in JAX_COORDINATOR_BIND_ADDRESS"
     )
 
 

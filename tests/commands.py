@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import os
 import socket
@@ -108,3 +110,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def listens_at(pid: int, port: int) -> set[str]:
+    """The addresses at which a process listens on a TCP port, as the kernel tells."""
+    sockets = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            sockets.add(os.readlink(entry))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            place, state, inode = (line.split()[i] for i in (1, 3, 9))
+            address, _, number = place.partition(":")
+            if state == "0A" and int(number, 16) == port and f"socket:[{inode}]" in sockets:
+                words = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
+                listening = ipaddress.ip_address(words)
+                found.add(str(getattr(listening, "ipv4_mapped", None) or listening))
+    return found

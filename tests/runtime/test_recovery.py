@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import finish, free_port, metrics, run, start, wait_for_step, write_run
+from commands import finish, free_port, listens_at, metrics, run, start, wait_for_step, write_run
 
 STEPS = 240
 SAME = (
@@ -159,8 +159,10 @@ def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path):
             for i in range(2)
         ]
 
-    processes = start_both(free_port())
+    port = free_port()
+    processes = start_both(port)
     wait_for_step(processes[0], two / "run", 4)
+    assert listens_at(processes[0].pid, port) == {"127.0.0.1"}  # JAX's coordinator obeys whoever reaches it
     processes[1].send_signal(signal.SIGTERM)
     for process in processes:
         finish(process, 143)

@@ -1,0 +1,62 @@
+"""Where the coordinator of a job of several processes listens."""
+
+from __future__ import annotations
+
+import socket
+
+import jax
+import pytest
+from commands import free_port
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.platforms import start_distributed
+
+ELSEWHERE = "203.0.113.7"  # an address for examples, of no machine
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch):
+    """Sets the variables of process 0 of two, starts it, and returns what JAX was asked for."""
+
+    def start(address: str, **variables: str) -> dict[str, object]:
+        asked: dict[str, object] = {}
+        monkeypatch.setattr(
+            jax.distributed, "initialize", lambda address, *_, **named: asked.update(named, address=address)
+        )
+        given = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": "2",
+            "JAX_PROCESS_ID": "0",
+            **variables,
+        }
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        start_distributed()
+        return asked
+
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    return start
+
+
+def test_it_listens_at_the_given_address_or_another_one_of_its_machine(job) -> None:
+    port = free_port()
+    given = f"localhost:{port}"
+    assert job(given)["coordinator_bind_address"] == given
+    behind = f"127.0.0.1:{port}"
+    asked = job(f"{ELSEWHERE}:{port}", JAX_COORDINATOR_BIND_ADDRESS=behind)
+    assert (asked["address"], asked["coordinator_bind_address"]) == (f"{ELSEWHERE}:{port}", behind)
+    job(f"{ELSEWHERE}:{port}", JAX_PROCESS_ID="1")  # only process 0 listens
+
+
+@pytest.mark.parametrize("address", [f"{ELSEWHERE}:1234", "nowhere.invalid:1234", "localhost", "localhost:x"])
+def test_where_it_cannot_listen_is_told(job, address: str) -> None:
+    with pytest.raises(UserError, match=address):
+        job(address)
+
+
+def test_a_taken_port_is_told(job) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(OSError, match="another process listens"),
+    ):
+        job(f"127.0.0.1:{taken.getsockname()[1]}")
