@@ -13,7 +13,7 @@ def main() -> int:
         "--prompt", metavar="TEXT", help="the prompt; without it, one prompt a line of standard input"
     )
     source.add_argument(
-        "--prompt-tokens", metavar="1,2,3", help="the prompt as token ids; needs no tokenizer"
+        "--prompt-tokens", metavar="1,2,3", help="the prompt as token ids; needs no tokenizer, without --stop"
     )
     parser.add_argument(
         "--ckpt",
@@ -28,6 +28,34 @@ def main() -> int:
         "--top-p", type=float, default=1.0, help="keep the likeliest tokens of this total probability"
     )
     parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="divide positive and multiply negative logits of tokens that are there already; 1 is off",
+    )
+    parser.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="subtract from the logits of tokens in the completion, -2 to 2",
+    )
+    parser.add_argument(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="the same, times how often a token is there",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a completion before this text (may be repeated)",
+    )
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="completions of each prompt")
     parser.add_argument("--seed", type=int, default=0, help="the same seed and prompt give the same samples")
     parser.add_argument("--truncate", action="store_true", help="cut a prompt that is too long on its left")
@@ -40,6 +68,10 @@ def main() -> int:
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
+        repetition_penalty=arguments.repetition_penalty,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        stop=arguments.stop,
         num_samples=arguments.num_samples,
         seed=arguments.seed,
         truncate=arguments.truncate,

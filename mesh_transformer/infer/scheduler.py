@@ -44,6 +44,7 @@ class _Request:
     prompt: list[int]
     params: SamplingParams
     on_admit: Callable[[], None] | None
+    rest: SamplingParams | None = None  # of what is drawn when the context is full
 
 
 @dataclasses.dataclass
@@ -97,6 +98,8 @@ class Scheduler:
         prompt: Sequence[int],
         params: SamplingParams,
         on_admit: Callable[[], None] | None = None,
+        *,
+        slide: bool = False,
     ) -> None:
         """Queue a request; its tokens come from later steps.
 
@@ -104,6 +107,9 @@ class Scheduler:
             request: an id that no waiting or running request has.
             prompt: token ids, at least one.
             on_admit: called in the step that gives the request its slot.
+            slide: prompt and completion may be longer than the context together: of the prompt its end is taken, and each
+                time that the context is full, the completion goes on from the last half of it, computed again as a prompt.
+                What the penalties count begins again there. Not with `prompt_logprobs`.
 
         Raises:
             QueueFull: `max_queue` requests wait for a slot already.
@@ -111,7 +117,7 @@ class Scheduler:
         """
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
-        if len(prompt) + params.max_tokens > self._engine.context:
+        if not slide and len(prompt) + params.max_tokens > self._engine.context:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}: together "
                 f"{len(prompt) + params.max_tokens}, more than the context of {self._engine.context}"
@@ -120,7 +126,8 @@ class Scheduler:
             raise ValueError(f"there is a request {request} already")
         if len(self._waiting) >= self._max_queue + len(self._free()):
             raise QueueFull(f"{self._max_queue} requests wait already")
-        self._waiting[request] = _Request(request, list(prompt), params, on_admit)
+        new = _Request(request, list(prompt), params, on_admit)
+        self._waiting[request] = _window(new, self._engine.context) if slide else new
 
     def cancel(self, request: int) -> None:
         """Forget a waiting or running request: no more Outputs, and its slot is free. Other ids are ignored."""
@@ -259,9 +266,14 @@ class Scheduler:
         self._generated_tokens += 1
         got = progress.setdefault(request.id, _Progress())
         got.tokens.append(emitted.token)
-        if emitted.finish is not None:
+        if emitted.finish is None:
+            return
+        self._release(slot)
+        if emitted.finish == "length" and request.rest is not None:
+            rest = _Request(request.id, slot.tokens, request.rest, None)
+            self._waiting = {request.id: _window(rest, self._engine.context), **self._waiting}
+        else:
             got.finish = emitted.finish
-            self._release(slot)
 
     def _release(self, slot: _Slot) -> None:
         """Make a slot free; what its cache holds may serve others."""
@@ -269,6 +281,22 @@ class Scheduler:
         slot.request, slot.used = None, next(self._clock)
         if slot in self._prefilling:
             self._prefilling.remove(slot)
+
+
+def _window(whole: _Request, context: int) -> _Request:
+    """The part of a request that one context takes: the end of its prompt, with room for half a context of new tokens."""
+    params = whole.params
+    prompt = whole.prompt[-(context - min(params.max_tokens, context // 2)) :]
+    now = min(params.max_tokens, context - len(prompt))
+    part = dataclasses.replace(params, max_tokens=now, min_tokens=min(params.min_tokens, now))
+    rest = dataclasses.replace(
+        params,
+        max_tokens=params.max_tokens - now,
+        min_tokens=params.min_tokens - part.min_tokens,
+        # the positions come again, and a draw depends on seed and position: it must not be the same one again
+        seed=(params.seed + 1) % 2**32,
+    )
+    return dataclasses.replace(whole, prompt=prompt, params=part, rest=rest if rest.max_tokens else None)
 
 
 def _common(tokens: Sequence[int], prompt: Sequence[int]) -> int:

@@ -26,7 +26,7 @@ def answer(
     platforms.start_distributed()
     texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
     tokenizer = None
-    if any(text is not None for text in texts):
+    if request.stop or any(text is not None for text in texts):
         tokenizer = load_tokenizer(config.data.tokenizer, split_step(checkpoint)[0])
     tokens: list[list[int]] = []
     for prompt in prompts:

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -17,9 +18,10 @@ from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.programs import MAX_STEPS
 from mesh_transformer.infer.requests import SamplingParams, Token
-from mesh_transformer.infer.scheduler import Scheduler
+from mesh_transformer.infer.scheduler import Output, Scheduler
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serving_engine import open_engine
+from mesh_transformer.runtime.text_stream import TextStream
 from mesh_transformer.runtime.weights import split_step
 
 MAX_SLOTS = 16  # samples at a time; further ones wait
@@ -37,31 +39,43 @@ class Request:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: Sequence[str] = ()  # texts that end a sample and are not part of it
     num_samples: int = 1
-    seed: int = 0
+    seed: int = 0  # sample i is drawn with (seed + i) mod 2**32
     truncate: bool = False
 
     def __post_init__(self) -> None:
         for name, value, allowed, fits in [
-            (
-                "--max-new-tokens",
-                self.max_new_tokens,
-                "1 or more",
-                (self.max_new_tokens or 1) >= 1 and self.max_new_tokens != 0,
-            ),
-            ("--temperature", self.temperature, "0 (greedy) or more", 0 <= self.temperature < float("inf")),
-            ("--top-p", self.top_p, "above 0, at most 1", 0 < self.top_p <= 1),
-            ("--top-k", self.top_k, "0 (off) or more", self.top_k >= 0),
-            ("--num-samples", self.num_samples, "1 or more", self.num_samples >= 1),
-            ("--seed", self.seed, "0 to 2**32 - 1", 0 <= self.seed < 2**32),
+            ("max-new-tokens", self.max_new_tokens, "1 or more", self.max_new_tokens in range(1, 2**31)),
+            ("num-samples", self.num_samples, "1 or more", self.num_samples >= 1),
+            ("stop", "''", "at least one character", "" not in self.stop),
         ]:
-            if not fits:
-                raise UserError(f"{name} {value}: must be {allowed}")
+            if value is not None and not fits:
+                raise UserError(f"--{name} must be {allowed}; got {value}")
+        try:
+            SamplingParams(seed=self.seed, **self._chosen())
+        except ValueError as error:
+            name, _, reason = str(error).partition(" ")
+            raise UserError(f"--{name.replace('_', '-')} {reason}") from error
+
+    def params(self, number: int, max_tokens: int, eos: int | None) -> SamplingParams:
+        """How a sample is drawn; `eos` ends it too."""
+        ends = () if eos is None else (eos,)
+        seed = (self.seed + number) % 2**32
+        return SamplingParams(max_tokens=max_tokens, stop_token_ids=ends, seed=seed, **self._chosen())
+
+    def _chosen(self) -> dict[str, Any]:
+        names = ("temperature", "top_p", "top_k")
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        return {name: getattr(self, name) for name in (*names, *penalties)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One completion. `logprobs` are of the raw distribution, before temperature and filters, in nats."""
+    """One completion. `tokens` hold what ended it, `completion` does not. `logprobs` are of the raw distribution, before temperature and filters, in nats."""
 
     prompt: str | None
     completion: str | None
@@ -75,6 +89,31 @@ class Sample:
         return json.dumps({**dataclasses.asdict(self), "logprobs": logprobs})
 
 
+class _Drawn:
+    """One sample as it grows, as text too if there is a tokenizer."""
+
+    def __init__(self, stream: TextStream | None):
+        self.tokens: list[Token] = []
+        self._stream = stream
+
+    def take(self, output: Output) -> bool:
+        """Add what a step gave; whether a stop text ends the sample here."""
+        for token in output.tokens:
+            self.tokens.append(token)
+            if self._stream is not None and not (output.finish == "stop" and token is output.tokens[-1]):
+                self._stream.push(token.id)
+                if self._stream.stopped:
+                    return True
+        return False
+
+    def text(self) -> str | None:
+        """Of the whole sample, without what ended it."""
+        if self._stream is None:
+            return None
+        self._stream.finish()
+        return self._stream.text
+
+
 class Sampler:
     """An engine with a model's weights, and what schedules the samples on it."""
 
@@ -83,29 +122,25 @@ class Sampler:
         self._engine = open_engine(config, checkpoint, slots=min(samples, MAX_SLOTS))
 
     def sample(
-        self, prompt: Sequence[int], request: Request, eos: int | None
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """`num_samples` completions: their new tokens (the end-of-text token included) and log-probabilities."""
+        self, prompt: Sequence[int], request: Request, tokenizer: Tokenizer | None
+    ) -> list[tuple[list[Token], str | None]]:
+        """`num_samples` completions: their new tokens, with what ended them, and their texts if there is a tokenizer.
+
+        The end-of-text token of the tokenizer ends them, and the stop texts of the request do.
+        """
         tokens, new = fit(self.config, prompt, request)
+        eos = tokenizer.eot if tokenizer is not None and tokenizer.eot < self.config.n_vocab else None
         scheduler = Scheduler(self._engine, max_queue=request.num_samples, max_steps=MAX_STEPS)
+        drawn = []
         for i in range(request.num_samples):
-            scheduler.submit(i, tokens, _params(request, new, eos, i))
-        drawn: list[list[Token]] = [[] for _ in range(request.num_samples)]
+            scheduler.submit(i, tokens, request.params(i, new, eos))
+            stream = None if tokenizer is None else TextStream(tokenizer, request.stop, context=tokens)
+            drawn.append(_Drawn(stream))
         while not scheduler.idle:
             for output in scheduler.step():
-                drawn[output.request] += output.tokens
-        return [[t.id for t in sample] for sample in drawn], [[t.logprob for t in sample] for sample in drawn]
-
-
-def _params(request: Request, new: int, eos: int | None, number: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=new,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        stop_token_ids=() if eos is None else (eos,),
-        seed=(request.seed + number) % 2**32,
-    )
+                if drawn[output.request].take(output):
+                    scheduler.cancel(output.request)
+        return [(sample.tokens, sample.text()) for sample in drawn]
 
 
 def fit(config: ModelConfig, prompt: Sequence[int], request: Request) -> tuple[list[int], int]:
@@ -144,7 +179,7 @@ class Job:
 
     config: Config
     request: Request
-    tokenizer: Tokenizer | None  # None: the prompt was given as token ids
+    tokenizer: Tokenizer | None  # None: the prompt was given as token ids, and there are no stop texts
     prompt: str | None
     tokens: list[int] | None  # of the prompt; None: prompts come from standard input
 
@@ -165,9 +200,9 @@ class Job:
         """
         config.mesh.shape(jax.device_count())
         tokenizer, tokens = None, ids
-        if ids is None:
+        if ids is None or request.stop:
             tokenizer = load_tokenizer(config.data.tokenizer, split_step(checkpoint)[0])
-            tokens = None if prompt is None else tokenizer.encode(prompt)
+            tokens = tokenizer.encode(prompt) if prompt is not None else ids
         if tokens is not None:
             fit(config.model, tokens, request)
         return cls(config, request, tokenizer, prompt, tokens)
@@ -228,12 +263,10 @@ def complete(
 ) -> Iterator[Sample]:
     """The samples of one prompt, as text too if there is a tokenizer."""
     began = time.monotonic()
-    eos = tokenizer.eot if tokenizer is not None and tokenizer.eot < sampler.config.n_vocab else None
-    completions, logprobs = sampler.sample(tokens, request, eos)
-    seconds = time.monotonic() - began
-    for new, chosen in zip(completions, logprobs, strict=True):
-        text = None if tokenizer is None else tokenizer.decode([t for t in new if t != eos])
-        yield Sample(prompt, text, new, chosen, round(seconds, 3))
+    drawn = sampler.sample(tokens, request, tokenizer)
+    seconds = round(time.monotonic() - began, 3)
+    for new, text in drawn:
+        yield Sample(prompt, text, [token.id for token in new], [token.logprob for token in new], seconds)
 
 
 def parse_tokens(text: str) -> list[int]:

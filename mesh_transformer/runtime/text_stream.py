@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 from mesh_transformer.data.tokenizer import UNKNOWN, Tokenizer
@@ -40,7 +41,8 @@ class TextStream:
     ):
         if "" in stops:
             raise ValueError("a stop string must have at least one character")
-        self._tokenizer, self._stops, self._include_stop = tokenizer, tuple(stops), include_stop
+        self._tokenizer, self._stops, self._include_stop = tokenizer, sorted(set(stops)), include_stop
+        self._longest = max(map(len, stops), default=0)
         self._min_tokens, self._exempt = (
             min_tokens,
             0,
@@ -105,9 +107,14 @@ class TextStream:
     def _possible_stop(self) -> int:
         """Where in the held text a stop begins that its end may be a part of; its length if there is none."""
         held = self._held
-        longest = max(map(len, self._stops), default=0)
-        starts = range(max(0, len(held) - longest + 1), len(held))
-        return next((i for i in starts if any(stop.startswith(held[i:]) for stop in self._stops)), len(held))
+        starts = range(max(0, len(held) - self._longest + 1), len(held))
+        return next((i for i in starts if self._begins_a_stop(held[i:])), len(held))
+
+    def _begins_a_stop(self, text: str) -> bool:
+        at = bisect.bisect_left(
+            self._stops, text
+        )  # in this order those that begin with a text stand behind it
+        return at < len(self._stops) and self._stops[at].startswith(text)
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

@@ -18,8 +18,8 @@ class Collector:
         self.got: dict[int, Completion] = {}
         self.admitted: list[int] = []
 
-    def submit(self, request: int, prompt: list[int], asked: SamplingParams) -> None:
-        self.scheduler.submit(request, prompt, asked, lambda: self.admitted.append(request))
+    def submit(self, request: int, prompt: list[int], asked: SamplingParams, **how: bool) -> None:
+        self.scheduler.submit(request, prompt, asked, lambda: self.admitted.append(request), **how)
         self.requests[request] = (prompt, asked)
 
     def step(self) -> list[int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 from collector import Collector
-from fake_engine import alone
+from fake_engine import Completion, alone
 
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.infer.scheduler import QueueFull
@@ -291,3 +292,49 @@ def test_idle():
     assert not c.scheduler.idle
     assert c.step() == [0]
     assert c.scheduler.idle
+
+
+def slid(prompt: list[int], asked: SamplingParams, context: int) -> tuple[list[int], str]:
+    """The tokens of a completion that slides, and its end: each window alone, after at least half a context of text."""
+    text, drawn, end, seed = list(prompt), 0, "length", asked.seed
+    while drawn < asked.max_tokens and end == "length":
+        left = asked.max_tokens - drawn
+        window = text[-max(context - left, context - context // 2) :]
+        new = min(left, context - len(window))
+        made = alone(window, dataclasses.replace(asked, max_tokens=new, seed=seed))
+        seed += 1
+        text += [token.id for token in made.tokens]
+        drawn, end = drawn + len(made.tokens), made.finish
+    return text[len(prompt) :], end
+
+
+@pytest.mark.parametrize("length", [5, 16, 20, 100])
+@pytest.mark.parametrize(
+    "asked", [params(1), params(9), params(70, seed=3), params(90, stop_token_ids=(31,))], ids=str
+)
+def test_a_completion_that_slides(length, asked):
+    """Beside others that wait for the one slot; it comes in its place in the queue, and is admitted once."""
+    c = Collector(slots=1, context=20)
+    prompt = [(3 * i * i + i) % 101 for i in range(length)]
+    c.submit(0, prompt, asked, slide=True)
+    c.scheduler.submit(1, PROMPT[:5], params(3))
+    while not c.scheduler.idle:
+        c.step()
+    tokens, end = slid(prompt, asked, 20)
+    assert ([token.id for token in c.got[0].tokens], c.got[0].finish) == (tokens, end)
+    assert c.admitted == [0]
+    assert c.got[1] == alone(PROMPT[:5], params(3))
+    assert not c.engine.in_use
+
+
+def test_cancelling_one_that_slides():
+    c = Collector(slots=2, context=20)
+    c.submit(0, PROMPT[:5], params(1000), slide=True)
+    while (
+        len(c.got.get(0, Completion([], [], None)).tokens) < 15
+    ):  # its first context is full: it waits again
+        c.step()
+    assert c.scheduler.stats.waiting == 1
+    c.scheduler.cancel(0)
+    assert c.scheduler.idle
+    assert c.step() == []

@@ -84,6 +84,26 @@ def asked_of_the_engine(server) -> Iterator[list[SamplingParams]]:
         server.engine.insert = insert
 
 
+@pytest.mark.parametrize("fields", [{}, {"prompt": None}])
+def test_without_a_prompt_a_new_text_begins(server, fields):
+    asked = {"seed": 5, "max_tokens": 4, **fields}
+    answer = server.post(asked).json()
+    assert answer["choices"][0]["text"] == text_of(expected([256], seed=5, max_tokens=4))
+    assert answer["usage"]["prompt_tokens"] == 1
+
+
+@pytest.mark.parametrize("max_tokens", [7, 7.0, "7"])
+def test_a_whole_number_of_tokens_in_every_spelling(server, max_tokens):
+    answer = server.complete("a", seed=1, max_tokens=max_tokens, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 7
+
+
+def test_the_path_may_name_the_model(server):
+    """As the clients of 2021 write it: openai 0.28's `engine=`."""
+    answer = server.post({"prompt": "a", "seed": 1}, f"/v1/engines/{NAME}/completions").json()
+    assert answer["choices"] == server.complete("a", seed=1)["choices"]
+
+
 def test_a_seed_is_that_of_the_first_sample_of_each_prompt(server):
     """Those of the others follow, and the last seed is followed by the first."""
     with asked_of_the_engine(server) as seen:
@@ -154,6 +174,13 @@ def test_a_stop_string_that_straddles_tokens_ends_the_text_before_it(server, str
         choice = server.complete(**fields)["choices"][0]
         got, finish = choice["text"], choice["finish_reason"]
     assert (got, finish) == (text[: text.index(stop)], "stop")
+
+
+def test_a_thousand_stop_strings(server):
+    seed, text = ascii_seed(b"stop")
+    stops = [f"no stop {i}" for i in range(999)]
+    choice = server.complete("stop", seed=seed, max_tokens=30, stop=[*stops, text[6:8]])["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(text[6:8])], "stop")
 
 
 def test_a_stop_string_in_the_prompt_stops_nothing(server):
@@ -305,7 +332,7 @@ def test_ignored_and_null_fields(server):
 
 def test_sampling_fields_reach_the_engine(server):
     fields = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2,
+        "temperature": 0.5, "top_p": 0, "top_k": 7, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2,
         "frequency_penalty": -0.3, "min_tokens": 2,
     }  # fmt: skip
     with asked_of_the_engine(server) as seen:

@@ -30,7 +30,6 @@ def locked():
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"prompt": None}, "prompt", "missing"),
         ({"prompt": []}, "prompt", "list of token ids"),
         ({"prompt": [[]]}, "prompt", "none of them empty"),
         ({"prompt": ["a", [1]]}, "prompt", "only texts, or only"),
@@ -48,7 +47,11 @@ def locked():
         ({"prompt": "a" * 60, "max_tokens": 5}, "prompt", "60 tokens and max_tokens is 5: together 65"),
         ({"max_tokens": -1}, "max_tokens", "0 or more"),
         ({"max_tokens": 2.5}, "max_tokens", "integer; got 2.5"),
-        ({"max_tokens": "3"}, "max_tokens", "integer; got '3'"),
+        ({"max_tokens": "3.5"}, "max_tokens", "integer; got '3.5'"),
+        ({"max_tokens": "-3"}, "max_tokens", "integer; got '-3'"),
+        ({"max_tokens": "9" * 5000}, "max_tokens", "integer; got '999"),
+        ({"max_tokens": "9" * 10}, "max_tokens", "less than 2147483648"),
+        ({"max_tokens": 1e300}, "max_tokens", "less than 2147483648"),
         ({"max_tokens": True}, "max_tokens", "integer; got true"),
         ({"min_tokens": 17}, "min_tokens", "max_tokens (16)"),
         ({"temperature": -0.5}, "temperature", "0 (greedy) or more"),
@@ -72,7 +75,7 @@ def locked():
         ({"seed": 2**63}, "seed", "less than"),
         ({"seed": "1"}, "seed", "integer"),
         ({"stop": ""}, "stop", "1 to 1000 characters"),
-        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": ["a"] * 1001}, "stop", "at most 1000"),
         ({"stop": [1]}, "stop", "text or a list"),
         ({"stop_token_ids": list(range(16))}, "stop_token_ids", "at most 15"),
         ({"stop_token_ids": 3}, "stop_token_ids", "list of token ids"),
@@ -196,6 +199,13 @@ def test_the_description_names_no_status_that_is_not_sent(server):
 
 def test_paths_and_methods_that_are_not_there(server):
     refusal(server.client.get("/v1/nothing"), 404)
+    for response in (
+        server.post({"messages": []}, "/v1/chat/completions"),
+        server.client.get("/v1/chat/completions"),
+    ):
+        assert "POST /v1/completions" in refusal(response, 404)["message"]
+    other = server.post({"prompt": "a"}, "/v1/engines/davinci/completions")
+    assert refusal(other, 404)["code"] == "model_not_found"
     wrong = server.client.get("/v1/completions")
     refusal(wrong, 405)
     assert wrong.headers["allow"] == "POST"

@@ -33,10 +33,9 @@ def router(model: ServedModel) -> APIRouter:
 
 async def _complete(body: ClassicRequest, model: ServedModel, job: Job) -> str:
     (prompt,) = await model.encode([body.context], "context")
-    model.check_room(prompt, 1, "context")
     params = sampling_params(
         {"temperature": "temp"},
-        max_tokens=min(body.length, model.loop.context - len(prompt)),
+        max_tokens=body.length,
         temperature=body.temp,
         top_p=body.top_p,
         top_k=body.top_k,
@@ -44,5 +43,5 @@ async def _complete(body: ClassicRequest, model: ServedModel, job: Job) -> str:
         seed=secrets.randbits(32),
     )
     choice = Choice(model, prompt, body.stop)
-    job.start([SequenceRequest(prompt, params)])
+    job.start([SequenceRequest(prompt, params, slide=True)])
     return "".join([delta.text async for _, delta in follow(job, [choice])])

@@ -35,6 +35,12 @@ def router(model: ServedModel) -> APIRouter:
     routes = APIRouter(prefix="/v1")
     created = int(time.time())
 
+    @routes.post("/engines/{engine:path}/completions", response_model=CompletionResponse, responses=ERRORS)
+    async def complete_by(engine: str, body: CompletionRequest, request: Request) -> Response:
+        """As openai 0.28 asks with `engine=`."""
+        _check_name(engine, model)
+        return await complete(body, request)
+
     @routes.post("/completions", response_model=CompletionResponse, responses=ERRORS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         _check(body, model)
@@ -46,6 +52,11 @@ def router(model: ServedModel) -> APIRouter:
                 return json_response(await unless_gone(request.receive, limit.within(answer.whole())))
             held.pop_all()  # the stream leaves the job
         return EventStream(job, answer.events(), limit)
+
+    @routes.get("/chat/completions", status_code=404, response_model=ErrorResponse)
+    @routes.post("/chat/completions", status_code=404, response_model=ErrorResponse)
+    async def chat() -> None:
+        raise ApiError(404, "there is no chat here: send the text as `prompt` to POST /v1/completions")
 
     @routes.get("/models", responses={401: ERRORS[401]})
     async def list_models() -> dict[str, Any]:

@@ -136,8 +136,9 @@ def _check_encoding(encoding: str) -> None:
 
 
 def _for_pages(path: str) -> bool:
-    """Whether pages of other origins may call a path: the APIs, whose errors too a page must be able to read."""
-    return path == "/complete" or path.startswith("/v1/")
+    """Whether pages of other origins may call a path: the APIs, whose errors too a page must be able to read, and
+    whether they are ready."""
+    return path in ("/complete", "/health") or path.startswith("/v1/")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -31,10 +31,11 @@ class WarmEngine(Engine, Protocol):
 
 
 class SequenceRequest(NamedTuple):
-    """One sequence to be sampled: a prompt of at least one token, which fits the context with its max_tokens."""
+    """One sequence to be sampled: a prompt of at least one token, which fits the context with its max_tokens, or slides."""
 
     prompt: Sequence[int]
     params: SamplingParams
+    slide: bool = False
 
 
 class _Submit(NamedTuple):
@@ -186,8 +187,12 @@ class EngineLoop:
         if isinstance(command, _Cancel):
             scheduler.cancel(command.id)
             return
-        id, (prompt, params) = command
-        scheduler.submit(id, prompt, params, lambda: self._admitted.append((id, time.monotonic())))
+        id, (prompt, params, slide) = command
+
+        def admitted() -> None:
+            self._admitted.append((id, time.monotonic()))
+
+        scheduler.submit(id, prompt, params, admitted, slide=slide)
 
     def _ready(self, context: int) -> None:
         self.context = context

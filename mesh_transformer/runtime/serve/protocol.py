@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
 
 from mesh_transformer.config.describe import short
 from mesh_transformer.infer.requests import MAX_STOP_TOKENS
 
 MAX_SEQUENCES = 128  # prompts x n of a request
-MAX_STOPS, MAX_STOP_CHARS = 16, 1000
+MAX_STOPS, MAX_STOP_CHARS = 1000, 1000
 MAX_LOGIT_BIAS, MAX_BIAS = 1024, 100.0
 INT64 = 2**63
+END_OF_TEXT: list[str | list[int]] = [""]  # the prompt that stands for none: the end-of-text token
 Count = Annotated[int, Field(lt=2**31)]
 
 _TEXT = {"type": "string"}
@@ -81,6 +90,24 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
+def _as_whole(value: Any) -> Any:
+    """8.0 and "8" as the whole number that they are; anything else as it is."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    # ten digits are more than any count has
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 10:
+        return int(value)
+    return value
+
+
+_TOKEN_COUNT = {"type": "integer", "exclusiveMaximum": 2**31}
+# OpenAI takes a whole number in any of JSON's spellings here, and clients send them
+TokenCount = Annotated[
+    int,
+    Field(lt=2**31),
+    BeforeValidator(_as_whole),
+    WithJsonSchema({"anyOf": [_TOKEN_COUNT, {"type": "string", "pattern": "^[0-9]{1,9}$"}]}),
+]
 Prompts = Annotated[
     Any,
     PlainValidator(_prompts),
@@ -142,9 +169,9 @@ class StreamOptions(_Body):
 class CompletionRequest(_Body):
     """POST /v1/completions. Ranges are those of `SamplingParams`, in whose words a value is refused."""
 
-    prompt: Prompts
+    prompt: Prompts = END_OF_TEXT
     model: str | None = None
-    max_tokens: Count = 16
+    max_tokens: TokenCount = 16
     min_tokens: Count = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -176,7 +203,7 @@ class ClassicRequest(_Body):
     context: str
     top_p: Annotated[float, Field(strict=False)]
     temp: Annotated[float, Field(strict=False)]
-    length: Count = 256  # new tokens; less where the context has not so much room
+    length: TokenCount = 256  # new tokens
     top_k: Count = 0
     stop: Stops = ()
 
