@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+
 from mesh_transformer.runtime import cli
 
 
@@ -20,6 +23,26 @@ def main() -> int:
         metavar="DIR",
         help=f"{cli.ANY_FORM} (the config's run if absent)",
     )
+    _add_sampling_options(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object a sample, one a line")
+    arguments = parser.parse_args()
+    from mesh_transformer.runtime import sampler
+
+    names = [field.name for field in dataclasses.fields(sampler.Request)]
+    request = sampler.Request(**{name: getattr(arguments, name) for name in names})
+    return sampler.run(
+        arguments.config,
+        arguments.overrides,
+        request,
+        checkpoint=arguments.ckpt,
+        prompt=arguments.prompt,
+        prompt_tokens=arguments.prompt_tokens,
+        as_json=arguments.json,
+    )
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """One for each field of `sampler.Request`."""
     parser.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="256, or what the context has room for, if absent"
     )
@@ -59,32 +82,6 @@ def main() -> int:
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="completions of each prompt")
     parser.add_argument("--seed", type=int, default=0, help="the same seed and prompt give the same samples")
     parser.add_argument("--truncate", action="store_true", help="cut a prompt that is too long on its left")
-    parser.add_argument("--json", action="store_true", help="one JSON object a sample, one a line")
-    arguments = parser.parse_args()
-    from mesh_transformer.runtime import sampler
-
-    request = sampler.Request(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        repetition_penalty=arguments.repetition_penalty,
-        presence_penalty=arguments.presence_penalty,
-        frequency_penalty=arguments.frequency_penalty,
-        stop=arguments.stop,
-        num_samples=arguments.num_samples,
-        seed=arguments.seed,
-        truncate=arguments.truncate,
-    )
-    return sampler.run(
-        arguments.config,
-        arguments.overrides,
-        request,
-        checkpoint=arguments.ckpt,
-        prompt=arguments.prompt,
-        prompt_tokens=arguments.prompt_tokens,
-        as_json=arguments.json,
-    )
 
 
 if __name__ == "__main__":
