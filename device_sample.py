@@ -26,10 +26,10 @@ def main() -> int:
     _add_sampling_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a sample, one a line")
     arguments = parser.parse_args()
-    from mesh_transformer.runtime import sampler
+    from mesh_transformer.runtime import sample_request, sampler
 
-    names = [field.name for field in dataclasses.fields(sampler.Request)]
-    request = sampler.Request(**{name: getattr(arguments, name) for name in names})
+    names = [field.name for field in dataclasses.fields(sample_request.Request)]
+    request = sample_request.Request(**{name: getattr(arguments, name) for name in names})
     return sampler.run(
         arguments.config,
         arguments.overrides,
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """One for each field of `sampler.Request`."""
+    """One for each field of `sample_request.Request`."""
     parser.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="256, or what the context has room for, if absent"
     )

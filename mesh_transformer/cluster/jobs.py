@@ -56,10 +56,10 @@ def _evaluate(config: Config, arguments: dict[str, Any], around: Around) -> Outc
 
 def _generate(config: Config, arguments: dict[str, Any], around: Around) -> Outcome:
     """`arguments`: checkpoint, prompts (texts, or lists of token ids), request. The result: a list of samples a prompt."""
-    from mesh_transformer.runtime import sample_prompts, sampler
+    from mesh_transformer.runtime import sample_prompts, sample_request
 
     around.observer.phase("generate", 0)
-    request = sampler.Request(**arguments["request"])
+    request = sample_request.Request(**arguments["request"])
     answers = sample_prompts.answer(config, request, arguments["checkpoint"], arguments["prompts"])
     return Outcome(0, [[dataclasses.asdict(sample) for sample in samples] for samples in answers])
 

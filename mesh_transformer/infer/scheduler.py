@@ -51,9 +51,8 @@ class _Request:
 class _Slot:
     index: int
     request: _Request | None = None  # None: the slot is free
-    tokens: list[int] = dataclasses.field(
-        default_factory=list
-    )  # the sequence, kept after its request is over
+    # the sequence, kept after its request is over
+    tokens: list[int] = dataclasses.field(default_factory=list)
     cached: int = 0  # so many of `tokens` are in the cache
     used: int = 0  # when it was last released or copied from; larger is later
 
@@ -107,9 +106,8 @@ class Scheduler:
             request: an id that no waiting or running request has.
             prompt: token ids, at least one.
             on_admit: called in the step that gives the request its slot.
-            slide: prompt and completion may be longer than the context together: of the prompt its end is taken, and each
-                time that the context is full, the completion goes on from the last half of it, computed again as a prompt.
-                What the penalties count begins again there. Not with `prompt_logprobs`.
+            slide: prompt and completion may be longer than the context. Of the prompt its end is taken; when the context is
+                full, its last half becomes a prompt, and what penalties count begins again. Not with `prompt_logprobs`.
 
         Raises:
             QueueFull: `max_queue` requests wait for a slot already.
@@ -126,8 +124,8 @@ class Scheduler:
             raise ValueError(f"there is a request {request} already")
         if len(self._waiting) >= self._max_queue + len(self._free()):
             raise QueueFull(f"{self._max_queue} requests wait already")
-        new = _Request(request, list(prompt), params, on_admit)
-        self._waiting[request] = _window(new, self._engine.context) if slide else new
+        whole = _Request(request, list(prompt), params, on_admit)
+        self._waiting[request] = _window(whole, self._engine.context) if slide else whole
 
     def cancel(self, request: int) -> None:
         """Forget a waiting or running request: no more Outputs, and its slot is free. Other ids are ignored."""
@@ -159,10 +157,7 @@ class Scheduler:
                 slot.cached += 1  # the token before went in, to give this one
                 self._take(slot, emitted, progress)
         signs.note()
-        return [
-            Output(request, tuple(got.tokens), tuple(got.prompt), got.finish)
-            for request, got in progress.items()
-        ]
+        return [Output(id, tuple(p.tokens), tuple(p.prompt), p.finish) for id, p in progress.items()]
 
     @property
     def idle(self) -> bool:
@@ -270,8 +265,8 @@ class Scheduler:
             return
         self._release(slot)
         if emitted.finish == "length" and request.rest is not None:
-            rest = _Request(request.id, slot.tokens, request.rest, None)
-            self._waiting = {request.id: _window(rest, self._engine.context), **self._waiting}
+            rest = _window(_Request(request.id, slot.tokens, request.rest, None), self._engine.context)
+            self._waiting = {request.id: rest, **self._waiting}
         else:
             got.finish = emitted.finish
 
@@ -293,7 +288,7 @@ def _window(whole: _Request, context: int) -> _Request:
         params,
         max_tokens=params.max_tokens - now,
         min_tokens=params.min_tokens - part.min_tokens,
-        # the positions come again, and a draw depends on seed and position: it must not be the same one again
+        # positions come again, and a draw depends on seed and position
         seed=(params.seed + 1) % 2**32,
     )
     return dataclasses.replace(whole, prompt=prompt, params=part, rest=rest if rest.max_tokens else None)

@@ -15,7 +15,7 @@ from mesh_transformer.checkpoint.open import open_found, open_step
 from mesh_transformer.config import Config, is_set, load_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import join
-from mesh_transformer.runtime import sampler
+from mesh_transformer.runtime import sample_request, sampler
 from mesh_transformer.runtime.convert import write_step
 
 
@@ -85,7 +85,7 @@ def reshard(
     job = None
     if prompt is not None:
         tried = _tried(config_path, overrides, shards)
-        job = sampler.Job.prepare(tried, sampler.Request(), checkpoint, prompt=prompt)
+        job = sampler.Job.prepare(tried, sample_request.Request(), checkpoint, prompt=prompt)
     if out is not None:
         checkpoint = write_step(source, config.model, out, form=form, shards=shards, overwrite=overwrite)
     if job is not None:

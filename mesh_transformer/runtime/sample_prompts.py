@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import load_tokenizer
-from mesh_transformer.runtime.sampler import Request, Sample, Sampler, complete, fit
+from mesh_transformer.runtime.sample_request import Request
+from mesh_transformer.runtime.sampler import Sample, Sampler, complete, fit
 from mesh_transformer.runtime.weights import split_step
 
 

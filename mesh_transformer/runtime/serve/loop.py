@@ -188,11 +188,9 @@ class EngineLoop:
             scheduler.cancel(command.id)
             return
         id, (prompt, params, slide) = command
-
-        def admitted() -> None:
-            self._admitted.append((id, time.monotonic()))
-
-        scheduler.submit(id, prompt, params, admitted, slide=slide)
+        scheduler.submit(
+            id, prompt, params, lambda: self._admitted.append((id, time.monotonic())), slide=slide
+        )
 
     def _ready(self, context: int) -> None:
         self.context = context
