@@ -69,6 +69,7 @@ def test_both_starts_are_one(original: Path, shared: Path) -> None:
 
 
 def test_the_texts_are_the_first_of_the_whole_ones(texts: Path, shared: Path) -> None:
+    assert len(list(files(texts))) == 5
     for name in files(texts):
         ours, whole = (texts / name).read_bytes(), (shared / "data" / name).read_bytes()
         assert ours.endswith(b"\n") or ours == whole

@@ -108,6 +108,7 @@ def test_slim(original, tmp_path, dtype, reference):
     if reference is not None:
         assert stored(tmp_path) == stored(original / "mp8" / reference / "step_5")
     slim, full = values(ClassicSource(str(tmp_path), model)), values(source)
+    assert slim.keys() == {name for name in full if name.startswith("params/")}
     for name, array in slim.items():
         # each of the eight shares of a bias is rounded, to float16's smallest step where it is that small
         tolerance = 8 * 2.0**-25 if name.endswith(SUMS) and dtype == np.float16 else 0
