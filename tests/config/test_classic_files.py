@@ -31,7 +31,7 @@ def refusal(folder: Path, text: str, *overrides: str) -> str:
 def test_the_files_of_2021_load_or_are_refused_as_by_the_original(shared: Path) -> None:
     folder = shared / "data" / "configs_2021"
     if not folder.is_dir():
-        pytest.skip("../shared/data/configs_2021 is not here: no file of 2021 was read")
+        pytest.skip("the folder `shared` beside this checkout has no data/configs_2021: put it there")
     with (folder / "EXPECTED.tsv").open() as table:
         rows = list(csv.DictReader(table, delimiter="\t"))
     wrong = []
@@ -130,11 +130,11 @@ def test_the_command_line_counts_before_the_meaning(caplog: pytest.LogCaptureFix
             parse_config({**old, "cores_per_replica": 1}, refused)
 
 
-def test_whole_heads_and_the_relative_bias_are_those_of_the_golden_models(shared: Path) -> None:
+def test_whole_heads_and_the_relative_bias_are_those_of_the_golden_models(original: Path) -> None:
     """tests/models/test_golden.py compares the models of the right side with the original's numbers."""
     read = {}
     for variant in ("rotary_layernorm", "t5_layernorm"):
-        read[variant] = json.loads((shared / "golden" / "configs" / f"variant_{variant}.json").read_text())
+        read[variant] = json.loads((original / f"configs/variant_{variant}.json").read_text())
     rotary, t5 = read["rotary_layernorm"], read["t5_layernorm"]
     assert rotary["d_model"] // rotary["n_heads"] == rotary["pe_rotary_dims"]
     assert parse_config({**rotary, "pe_rotary_dims": 64, "d_head": 1}).model == parse_config(rotary).model
