@@ -68,6 +68,9 @@ def main() -> int:
 
 def measure(path: str, overrides: list[str], slice_name: str, accumulation: int) -> dict[str, Any]:
     """Compile the step of a config for a slice. Sizes are bytes of one device, gib figures are rounded."""
+    if slice_name not in platforms.SLICES:
+        known = ", ".join(platforms.SLICES)
+        raise UserError(f"--topology {slice_name}: the memory that a program may use is known for {known}")
     devices = platforms.slice_devices(slice_name)
     config = _for_devices(path, overrides, len(devices))
     shape = config.check_devices(len(devices))

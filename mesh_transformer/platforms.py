@@ -7,7 +7,6 @@ import importlib.util
 import os
 import socket
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -149,38 +148,40 @@ def vocab_columns(platform: str) -> int:
 
 
 class Slice(NamedTuple):
-    """A TPU slice that programs can be compiled for with no TPU attached."""
+    """A TPU slice whose limit of memory is known."""
 
     topology: str  # as libtpu names it
     memory_gib: float  # HBM of one JAX device
     usable_gib: (
         float  # of it, what libtpu 0.0.42 gives a program: its refusal of one that is too big names it
     )
-    options: MappingProxyType[str, Any] = MappingProxyType({})
 
 
-def _slice(name: str, usable_gib: float, **options: str) -> Slice:
+def _slice(name: str, usable_gib: float) -> Slice:
     kind = slices.parse(name)
-    topology = f"{kind.generation.name}:{kind.topology}"
-    return Slice(topology, kind.memory_gib_per_device, usable_gib, MappingProxyType(options))
+    return Slice(_topology(kind), kind.memory_gib_per_device, usable_gib)
+
+
+def _topology(kind: slices.SliceType) -> str:
+    generation = {"v7x": "tpu7x"}.get(kind.generation.name, kind.generation.name)
+    return f"{generation}:{kind.topology}"
 
 
 SLICES = {
     "v3-8": _slice("v3-8", 15.48),
-    "v4-8": _slice("v4-8", 30.75, chip_config_name="megacore"),  # 4 devices
+    "v4-8": _slice("v4-8", 30.75),  # 4 devices
     "v5e-8": _slice("v5e-8", 15.75),
     "v6e-8": _slice("v6e-8", 31.25),
 }
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
-    """The devices of a slice in SLICES, to compile for: libtpu describes them, nothing is attached.
+    """The devices of a TPU slice such as v3-32, to compile for: libtpu describes them, nothing is attached.
 
     Raises:
-        UserError: no such slice is known, or libtpu is not installed.
+        UserError: no such type is known, or libtpu is not installed.
     """
-    if name not in SLICES:
-        raise UserError(f"unknown TPU slice {name}: the known ones are {', '.join(SLICES)}")
+    kind = slices.parse(name)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             "compiling for TPUs needs libtpu, which is not installed: pip install -e '.[tpu]' in an environment "
@@ -188,7 +189,10 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
         )
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud which TPU this machine has
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is opened: nothing to lock
-    chosen = SLICES[name]
-    return topologies.get_topology_desc(
-        platform="tpu", topology_name=chosen.topology, **chosen.options
-    ).devices
+    options: dict[str, Any] = {}
+    if kind.generation.devices_per_chip < kind.generation.cores_per_chip:
+        options["chip_config_name"] = "megacore"
+    if kind.hosts == 1:  # else libtpu gives every host four chips
+        sizes = [int(size) for size in kind.topology.split("x")]
+        options["chips_per_host_bounds"] = (*sizes, 1)[:3]
+    return topologies.get_topology_desc(platform="tpu", topology_name=_topology(kind), **options).devices

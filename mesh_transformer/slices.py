@@ -25,7 +25,7 @@ _SPACE = {
 class Generation:
     """What all slices of one generation of TPUs share."""
 
-    name: str  # as people write it and libtpu takes it
+    name: str  # as people write it
     api_name: str  # as the Cloud TPU API spells it in accelerator types
     cores_per_chip: int
     devices_per_chip: int  # that JAX sees: v4 and v5p join the two cores of a chip

@@ -76,6 +76,10 @@ The mesh has the axes dp x fsdp x tp, and their product is the number of devices
 devices / (fsdp * tp), so the same file runs on any multiple of fsdp * tp devices. On fewer devices the run stops at once
 and names the change, such as `--set mesh.tp=1`; the parameters of a checkpoint do not depend on the mesh.
 
+The devices of a host go to `tp` first, then to `fsdp`, then to `dp`. So a `tp` group lies within a host where `mesh.tp` divides the
+number of the host's devices: 8 on v2, v3 and v7x and on the single host of a v5e-8 or v6e-8, 4 on other TPU hosts. A larger group
+spans `tp` / 4 (or 8) neighbouring hosts.
+
 The batch is split over dp * fsdp. One microbatch has `data.batch_size` sequences, or `data.per_replica_batch` on each of
 those replicas (`--set` of one takes the place of the other); one step has `optimizer.gradient_accumulation_steps` microbatches:
 

@@ -109,9 +109,11 @@ class AgentCluster(abc.ABC):
             self._note(i, answer)
         return Poll(tuple(known.status for known in self._known), tuple(events), tuple(lines))
 
-    def feed(self, number: int, batch: np.ndarray, rows: Sequence[slice], state: Any, held: int) -> bool:
-        shares = {(part.start, part.stop): self._share(np.ascontiguousarray(batch[:, part])) for part in rows}
-        given = [(self._driver, number, shares[part.start, part.stop], state, held) for part in rows]
+    def feed(
+        self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held: int
+    ) -> bool:
+        shares = {part: self._share(np.take(batch, part, axis=1)) for part in set(map(tuple, rows))}
+        given = [(self._driver, number, shares[tuple(part)], state, held) for part in rows]
         return all(answer is True for answer in self._call("feed", given, FEED_S))
 
     def stop(self) -> None:

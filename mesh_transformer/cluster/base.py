@@ -131,7 +131,9 @@ class Cluster(Protocol):
     def poll(self) -> Poll:
         """Look at all workers."""
 
-    def feed(self, number: int, batch: np.ndarray, rows: Sequence[slice], state: Any, held: int) -> bool:
+    def feed(
+        self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held: int
+    ) -> bool:
         """Give batch `number` to all workers, each its rows, with the loader's state behind it.
 
         Args:

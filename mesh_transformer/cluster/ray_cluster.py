@@ -99,7 +99,9 @@ class RayCluster(AgentCluster):
             self._head_answered = now
         return None
 
-    def feed(self, number: int, batch: np.ndarray, rows: Sequence[slice], state: Any, held: int) -> bool:
+    def feed(
+        self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held: int
+    ) -> bool:
         return self._head_gone() is None and super().feed(number, batch, rows, state, held)
 
     def _open(self) -> None:

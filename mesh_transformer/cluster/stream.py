@@ -39,7 +39,7 @@ class StreamedFeed:
         rows, microbatch: the sequences of a microbatch that this worker needs, and how many there are.
     """
 
-    def __init__(self, tell: Callable[[dict[str, Any]], None], rows: slice, microbatch: int):
+    def __init__(self, tell: Callable[[dict[str, Any]], None], rows: Sequence[int], microbatch: int):
         self._tell, self._rows, self._microbatch = tell, rows, microbatch
         self._batches: dict[int, tuple[np.ndarray, Any]] = {}
         self._taken, self._held = 0, -1
@@ -91,8 +91,8 @@ class StreamedFeed:
     def _ask(self) -> None:
         if not self._asked:
             self._asked = True
-            rows = [self._rows.start, self._rows.stop]
-            self._tell({"kind": "feed", "rows": rows, "microbatch": self._microbatch, "state": self._state})
+            needed = {"rows": list(self._rows), "microbatch": self._microbatch, "state": self._state}
+            self._tell({"kind": "feed", **needed})
 
     def _may_take(self, number: int) -> bool:
         released = 0 if self._left is None else int((time.monotonic() - self._left) / RELEASE_S)
@@ -106,7 +106,7 @@ class Streamer:
         """`wanted` holds the event `feed` of each worker."""
         self._cluster, self._config = cluster, config
         self._microbatch, self._state = wanted[0]["microbatch"], wanted[0]["state"]
-        self._rows = [slice(*event["rows"]) for event in wanted]
+        self._rows = [event["rows"] for event in wanted]
         self._stopped = threading.Event()
         self.error: BaseException | None = None  # what ended it early
         self._thread = threading.Thread(target=self._run, name="streamer", daemon=True)
@@ -121,7 +121,7 @@ class Streamer:
         from mesh_transformer.runtime.feeds import read_train_set
 
         try:
-            loader = read_train_set(self._config, self._microbatch, slice(0, self._microbatch))
+            loader = read_train_set(self._config, self._microbatch, range(self._microbatch))
             try:
                 if self._state is not None:
                     loader.set_state(self._state)

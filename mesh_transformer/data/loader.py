@@ -7,7 +7,7 @@ Every host walks the whole stream and decodes its own rows; what is stored to re
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,22 +51,14 @@ class Batching:
     seq: int
     accumulation: int
     batch: int
-    rows: slice
+    rows: tuple[int, ...]
     n_vocab: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.seq, self.accumulation, self.batch) < 1:
             raise ValueError(f"seq, accumulation and batch must be positive: {self}")
-        if self.rows.step not in (None, 1) or not 0 <= self.first < self.last <= self.batch:
-            raise ValueError(f"rows must be a part of 0..{self.batch}: {self.rows}")
-
-    @property
-    def first(self) -> int:
-        return self.rows.start or 0
-
-    @property
-    def last(self) -> int:
-        return self.batch if self.rows.stop is None else int(self.rows.stop)
+        if not self.rows or list(self.rows) != sorted(set(self.rows).intersection(range(self.batch))):
+            raise ValueError(f"rows must be some of 0..{self.batch - 1}, ascending: {self.rows}")
 
     @property
     def records(self) -> int:
@@ -79,7 +71,7 @@ def make_train_loader(
     *,
     seq: int,
     batch: int,
-    rows: slice,
+    rows: Sequence[int],
     accumulation: int = 1,
     shuffle: bool = False,
     shuffle_window: int = 16384,
@@ -96,7 +88,7 @@ def make_train_loader(
         source: an index file, a .tfrecords file or a .txt file; a path, gs:// or a name under data/.
         seq: tokens of a sequence; records hold one more.
         batch: sequences of one microbatch over all hosts.
-        rows: the part of 0..batch that this host takes.
+        rows: those of 0..batch - 1 that this host takes, ascending.
         accumulation: microbatches of a step.
         shuffle: permute files and records by `seed` within `shuffle_window`; batches then span files.
         batch_across_files: without shuffling, carry what does not fill a batch into the next file and epoch.
@@ -109,7 +101,7 @@ def make_train_loader(
         UserError: a file is missing, or its first record does not hold seq + 1 tokens. Later, from `next`: a
             damaged record, or a whole pass that fills no batch.
     """
-    shape = Batching(seq, accumulation, batch, rows, n_vocab)
+    shape = Batching(seq, accumulation, batch, tuple(rows), n_vocab)
     files = _files(source, shape, tokenizer, cache_dir)
 
     def stream() -> Stream:
@@ -123,7 +115,7 @@ def make_val_loader(
     *,
     seq: int,
     batch: int,
-    rows: slice,
+    rows: Sequence[int],
     repeat: bool = True,
     n_vocab: int | None = None,
     tokenizer: str | None = None,
@@ -135,7 +127,7 @@ def make_val_loader(
     What does not fill a batch at the end of a file is dropped. With `repeat` an iteration never ends, without it
     it ends with the last file. Arguments and errors as in `make_train_loader`.
     """
-    shape = Batching(seq, 1, batch, rows, n_vocab)
+    shape = Batching(seq, 1, batch, tuple(rows), n_vocab)
     files = _files(source, shape, tokenizer, cache_dir)
     batches = _Batches(lambda: Ordered(files, across_files=False), shape, len(files), source, repeat)
     return _prefetched(batches.map(_first), prefetch)
@@ -191,18 +183,19 @@ class _BatchIterator(grain.DatasetIterator):
 
     def __next__(self) -> np.ndarray:
         shape = self._shape
-        out = np.empty((shape.accumulation, shape.last - shape.first, shape.seq + 1), np.int32)
+        place = {row: i for i, row in enumerate(shape.rows)}
+        out = np.empty((shape.accumulation, len(place), shape.seq + 1), np.int32)
         filled = 0
         while filled < shape.records:
             micro, row = divmod(filled, shape.batch)
-            mine = shape.first <= row < shape.last
+            mine = row in place
             record = self._stream.draw(mine)
             if record is None:
                 self._drop(filled)
                 filled = 0
                 continue
             if mine:
-                out[micro, row - shape.first] = _tokens(record, shape)
+                out[micro, place[row]] = _tokens(record, shape)
             filled += 1
         self._dropped.clear()
         self._fruitful = True

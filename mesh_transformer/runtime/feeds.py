@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -22,7 +22,7 @@ def open_train_feed(session: Session) -> Loader:
     return read_train_set(session.config, microbatch, session.rows(microbatch))
 
 
-def read_train_set(config: Config, microbatch: int, rows: slice) -> Loader:
+def read_train_set(config: Config, microbatch: int, rows: Sequence[int]) -> Loader:
     """As `open_train_feed`, for these `rows` of each microbatch: the driver of a pod reads them for its workers.
 
     Raises:

@@ -11,7 +11,7 @@ import numpy as np
 from mesh_transformer import platforms
 from mesh_transformer.config import Config, MeshShape
 from mesh_transformer.models import registry
-from mesh_transformer.parallel.mesh import make_mesh
+from mesh_transformer.parallel.mesh import make_mesh, process_rows
 from mesh_transformer.train.step import TrainProgram
 
 
@@ -40,11 +40,9 @@ class Session:
         """Sequences of one microbatch over the whole mesh."""
         return self.config.microbatch(self.shape)
 
-    def rows(self, batch: int) -> slice:
-        """The sequences of a global batch that this process's devices hold."""
-        index = self.program.eval_sharding.addressable_devices_indices_map((batch, 1))
-        spans = [rows.indices(batch) for rows, _ in filter(None, index.values())]
-        return slice(min(start for start, _, _ in spans), max(stop for _, stop, _ in spans))
+    def rows(self, batch: int) -> tuple[int, ...]:
+        """The sequences of a global batch that this process's devices hold, ascending."""
+        return process_rows(self.program.eval_sharding, batch, jax.process_index())
 
     def place_batch(self, tokens: np.ndarray) -> jax.Array:
         """This process's (A, rows, T + 1) of a training batch, as part of the global array."""

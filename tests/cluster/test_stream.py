@@ -30,7 +30,7 @@ def told():
 
 @pytest.fixture
 def feed(told):
-    return StreamedFeed(told.append, slice(2, 4), 8)
+    return StreamedFeed(told.append, (1, 4), 8)
 
 
 def test_it_asks_first_and_then_tells_of_each_batch(feed, told):
@@ -42,7 +42,7 @@ def test_it_asks_first_and_then_tells_of_each_batch(feed, told):
     assert feed.get_state() == {"at": 0}
     assert next(feed)[0, 0, 0] == 1
     assert told == [
-        {"kind": "feed", "rows": [2, 4], "microbatch": 8, "state": {"epoch": 3}},
+        {"kind": "feed", "rows": [1, 4], "microbatch": 8, "state": {"epoch": 3}},
         {"kind": "taken", "count": 1},
         {"kind": "taken", "count": 2},
     ]

@@ -23,9 +23,7 @@ def test_the_batches_that_would_have_followed(
     states = json.loads((folder / "loader_golden.json").read_text())[f"{case}/states"]
     batches = np.load(folder / "loader_golden.npz")[f"{case}/batches"]
     for at, state in enumerate(states[:-1]):
-        loader = make_train_loader(
-            index, seq=64, accumulation=accumulation, batch=batch, rows=slice(0, batch)
-        )
+        loader = make_train_loader(index, seq=64, accumulation=accumulation, batch=batch, rows=range(batch))
         loader.set_state(classic_position(index, state, accumulation * batch))
         np.testing.assert_array_equal(next(loader), batches[at + 1], err_msg=str(at))
         loader.close()

@@ -28,7 +28,7 @@ MODES = [
 ]
 
 
-def train(index, *, rows=slice(0, 2), prefetch=2, **kwargs):
+def train(index, *, rows=range(2), prefetch=2, **kwargs):
     return make_train_loader(
         str(index), seq=4, batch=2, accumulation=2, rows=rows, prefetch=prefetch, **kwargs
     )
@@ -42,7 +42,7 @@ def take(loader, n):
 def test_golden_training_batches(golden, case, accumulation, batch):
     want = np.load(golden / "loader_golden.npz")[f"{case}/batches"]
     index = str(golden / "tiny.train.index")
-    loader = make_train_loader(index, seq=64, accumulation=accumulation, batch=batch, rows=slice(0, batch))
+    loader = make_train_loader(index, seq=64, accumulation=accumulation, batch=batch, rows=range(batch))
     got = np.stack([next(loader) for _ in want])
     assert got.dtype == np.int32
     np.testing.assert_array_equal(got, want)
@@ -51,10 +51,10 @@ def test_golden_training_batches(golden, case, accumulation, batch):
 def test_golden_validation_batches(golden):
     want = np.load(golden / "loader_golden.npz")
     index = str(golden / "tiny.val.index")
-    val = make_val_loader(index, seq=64, batch=2, rows=slice(0, 2))
+    val = make_val_loader(index, seq=64, batch=2, rows=range(2))
     for _ in range(2):
         np.testing.assert_array_equal(np.stack(list(itertools.islice(val, 5))), want["val_2/batches"])
-    once = make_val_loader(index, seq=64, batch=2, rows=slice(0, 2), repeat=False)
+    once = make_val_loader(index, seq=64, batch=2, rows=range(2), repeat=False)
     np.testing.assert_array_equal(np.stack(list(once)), want["val_2/sample_once"])
 
 
@@ -76,7 +76,7 @@ def test_resume_at_every_step(dataset, mode, prefetch):
 @pytest.mark.parametrize("mode", MODES)
 def test_hosts_split_the_rows_and_share_the_position(dataset, mode):
     whole = train(dataset, **mode)
-    hosts = [train(dataset, rows=slice(k, k + 1), **mode) for k in range(2)]
+    hosts = [train(dataset, rows=range(k, k + 1), **mode) for k in range(2)]
     for _ in range(9):
         parts = [next(host) for host in hosts]
         np.testing.assert_array_equal(np.concatenate(parts, 1), next(whole))
@@ -86,12 +86,33 @@ def test_hosts_split_the_rows_and_share_the_position(dataset, mode):
     assert take(other, 5) == take(whole, 5)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_host_takes_any_rows(dataset, mode):
+    """Not only consecutive ones, and those of another host too."""
+    options = {"seq": 4, "batch": 4, **mode}
+    whole = make_train_loader(str(dataset), rows=range(4), **options)
+    hosts = [
+        (rows, make_train_loader(str(dataset), rows=rows, **options)) for rows in ((0, 3), (1, 2, 3), (2,))
+    ]
+    for _ in range(6):
+        batch = next(whole)
+        for rows, host in hosts:
+            np.testing.assert_array_equal(next(host), batch[:, list(rows)])
+            assert host.get_state() == whole.get_state()
+
+
+@pytest.mark.parametrize("rows", [(), (2, 1), (1, 1), (3, 4), (-1, 0)])
+def test_rows_are_ascending_and_of_the_batch(dataset, rows):
+    with pytest.raises(ValueError, match="rows must be some of 0..3, ascending"):
+        make_train_loader(str(dataset), seq=4, batch=4, rows=rows)
+
+
 def test_a_host_decodes_only_its_rows(dataset, monkeypatch):
     from mesh_transformer.data import records
 
     decoded = []
     original = records.decode_example
-    loader = train(dataset, rows=slice(1, 2), prefetch=0)
+    loader = train(dataset, rows=range(1, 2), prefetch=0)
     monkeypatch.setattr(records, "decode_example", lambda data: decoded.append(1) or original(data))
     next(loader)
     assert len(decoded) == 2
@@ -232,7 +253,7 @@ def test_bad_input_is_refused_at_once(dataset, change, message):
     with pytest.raises(UserError, match=message):
         train(dataset)
     with pytest.raises(UserError, match=message):
-        make_val_loader(str(dataset), seq=4, batch=1, rows=slice(0, 1))
+        make_val_loader(str(dataset), seq=4, batch=1, rows=range(1))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -247,15 +268,15 @@ def test_damage_surfaces_where_it_is_reached(dataset, prefetch):
 
 def test_a_pass_without_a_batch(dataset):
     for make in (
-        lambda: iter(make_val_loader(str(dataset), seq=4, batch=12, rows=slice(0, 1))),
-        lambda: iter(make_val_loader(str(dataset), seq=4, batch=12, rows=slice(0, 1), repeat=False)),
-        lambda: make_train_loader(str(dataset), seq=4, batch=12, rows=slice(3, 4)),
+        lambda: iter(make_val_loader(str(dataset), seq=4, batch=12, rows=range(1))),
+        lambda: iter(make_val_loader(str(dataset), seq=4, batch=12, rows=range(1), repeat=False)),
+        lambda: make_train_loader(str(dataset), seq=4, batch=12, rows=range(3, 4)),
     ):
         with pytest.raises(
             UserError, match="fills no batch: 3 record file.*longest with 11 records.*takes 12"
         ):
             next(make())
-    across = make_train_loader(str(dataset), seq=4, batch=50, rows=slice(0, 50), batch_across_files=True)
+    across = make_train_loader(str(dataset), seq=4, batch=50, rows=range(50), batch_across_files=True)
     assert np.array(take(across, 1)).tolist() == [[[k % 22 for k in range(50)]]]
 
 
@@ -341,7 +362,7 @@ def test_files_behind_the_position_may_change(dataset):
 
 def test_dropped_iterators_leave_no_threads(dataset):
     before = threading.active_count()
-    val = make_val_loader(str(dataset), seq=4, batch=1, rows=slice(0, 1))
+    val = make_val_loader(str(dataset), seq=4, batch=1, rows=range(1))
     for _ in range(3):
         next(iter(val))
     gc.collect()
@@ -357,7 +378,7 @@ def test_text_is_tokenised_once(tmp_path, monkeypatch):
     source = str(tmp_path / "play.txt")
 
     def first():
-        loader = make_train_loader(source, seq=16, batch=3, rows=slice(0, 3), tokenizer="bytes")
+        loader = make_train_loader(source, seq=16, batch=3, rows=range(3), tokenizer="bytes")
         return bytes(next(loader).astype(np.uint8).reshape(-1)).decode()
 
     assert first() == text[:51]
@@ -398,7 +419,7 @@ def test_an_index_may_have_record_in_its_name(dataset):
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
     (tmp_path / "text.txt").write_text("abc" * 100)
-    options = {"seq": 8, "batch": 2, "rows": slice(0, 2), "tokenizer": "bytes", "cache_dir": str(tmp_path)}
+    options = {"seq": 8, "batch": 2, "rows": range(2), "tokenizer": "bytes", "cache_dir": str(tmp_path)}
     make_train_loader(str(tmp_path / "text.txt"), n_vocab=257, **options)
     with pytest.raises(UserError, match=r"token 99, and model.n_vocab is 99"):
         make_train_loader(str(tmp_path / "text.txt"), n_vocab=99, **options)

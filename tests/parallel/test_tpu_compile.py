@@ -6,6 +6,8 @@ Runs where libtpu is installed (docs/architecture.md says how); elsewhere it is 
 from __future__ import annotations
 
 import copy
+import json
+import runpy
 from pathlib import Path
 
 import jax
@@ -25,11 +27,12 @@ pytest.importorskip(
 )
 pytestmark = pytest.mark.slow
 SLICE = "v3-8"
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "6B_finetune_v3-8.json"
+REPO = Path(__file__).resolve().parents[2]
+CONFIG = REPO / "configs" / "6B_finetune_v3-8.json"
 
 
-def _compile(config: Config) -> jax.stages.Compiled:
-    devices = platforms.slice_devices(SLICE)
+def _compile(config: Config, slice_name: str = SLICE) -> jax.stages.Compiled:
+    devices = platforms.slice_devices(slice_name)
     shape = config.check_devices(len(devices))
     model = build(platforms.resolve(config.model, "tpu"))
     program = TrainProgram(config, model, make_mesh(shape, devices))
@@ -71,3 +74,19 @@ def test_the_compiler_refuses_two_layers_more():
     """Its own limit is the one of platforms.SLICES, and what it counts is what `peak_bytes` counts."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"exceeds available HBM \(15\.48G\)"):
         _compile(load_config(str(CONFIG), ["model.layers=30"]))
+
+
+@pytest.mark.parametrize("name", ["v4-32", "v5e-16", "v6e-16"])
+def test_a_step_compiles_for_several_hosts(name):
+    """On the mesh of configs/1.3B.json, for which JAX's own `make_mesh` has no order on a v6e-16."""
+    raw = copy.deepcopy(TINY)
+    raw["model"] |= {"d_model": 256, "seq": 128}
+    assert _compile(parse_config(raw, ["mesh.fsdp=4", "mesh.tp=2"]), name).as_text()
+
+
+def test_the_recorded_devices_are_those_of_libtpu():
+    """Else run scripts/tpu_devices.py."""
+    recorded = json.loads(Path(__file__).with_name("tpu_devices.json").read_text())
+    describe = runpy.run_path(str(REPO / "scripts/tpu_devices.py"))["describe"]
+    for name, devices in recorded.items():
+        assert describe(name) == devices, name

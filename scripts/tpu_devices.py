@@ -1,0 +1,41 @@
+"""Write tests/parallel/tpu_devices.json: the devices of TPU slices as libtpu lists them. Needs jax[tpu], but no TPU.
+
+Run it where libtpu knows further slices or lists their devices in another order.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mesh_transformer import platforms, slices
+
+TARGET = Path(__file__).resolve().parents[1] / "tests" / "parallel" / "tpu_devices.json"
+LARGEST = 256  # devices of a slice: larger ones repeat the pattern
+
+
+def main() -> None:
+    """Describe all slices that are not too large."""
+    jax.config.update("jax_platforms", "cpu")
+    types = [name for generation in slices.GENERATIONS for name in generation.types]
+    kept = [name for name in types if slices.parse(name).devices <= LARGEST]
+    lines = [f"{json.dumps(name)}: {json.dumps(describe(name), separators=(',', ':'))}" for name in kept]
+    TARGET.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def describe(name: str) -> dict[str, Any]:
+    """The kind of a slice's devices, and for each process in turn its index and its devices: (id, x, y, z, core)."""
+    devices = platforms.slice_devices(name)
+    processes = [
+        [process, [[one.id, *one.coords, one.core_on_chip] for one in some]]
+        for process, some in groupby(devices, key=lambda device: device.process_index)
+    ]
+    return {"kind": devices[0].device_kind, "processes": processes}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The mesh of every shipped config on TPU slices, and the rows of each process, from the devices as libtpu lists them.
+
+`tpu_devices.json` holds them (scripts/tpu_devices.py writes it), so nothing is compiled and libtpu is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+from mesh_transformer import slices
+from mesh_transformer.config import MeshShape, load_config
+from mesh_transformer.errors import UserError
+from mesh_transformer.parallel.mesh import AXES, make_mesh, process_rows
+from mesh_transformer.parallel.sharding import Partition, training_rules
+
+RECORDED = json.loads(Path(__file__).with_name("tpu_devices.json").read_text())
+CONFIGS = {
+    path.stem: load_config(str(path)) for path in Path(__file__).resolve().parents[2].glob("configs/*.json")
+}
+SHAPES = [
+    MeshShape(4, 1, 4),
+    MeshShape(1, 2, 8),
+    MeshShape(2, 4, 2),
+    MeshShape(1, 16, 1),
+    MeshShape(1, 1, 16),
+]
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a mesh asks of a TPU device."""
+
+    id: int
+    process_index: int
+    coords: tuple[int, int, int]
+    core_on_chip: int
+    device_kind: str
+    platform: str = "tpu"
+
+
+def devices_of(name):
+    recorded = RECORDED[name]
+    return [
+        Described(number, process, (x, y, z), core, recorded["kind"])
+        for process, devices in recorded["processes"]
+        for number, x, y, z, core in devices
+    ]
+
+
+def fitting(devices):
+    """The shipped configs that these devices do for: name, config, shape."""
+    for name, config in CONFIGS.items():
+        try:
+            yield name, config, config.check_devices(len(devices))
+        except UserError:
+            continue
+
+
+def torus(shape, devices):
+    """A mesh in the order that JAX prefers, regardless of hosts."""
+    return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
+
+
+def check_rows(config, mesh, batch):
+    """Each process reads what its devices hold, no more, and together they read the whole batch."""
+    sharding = Partition(mesh, training_rules(config.mesh)).sharding("batch", None)
+    replicas = mesh.devices.reshape(-1, mesh.shape["tp"])
+    size, held = batch // len(replicas), {}
+    for replica, devices in enumerate(replicas):
+        for device in devices:
+            held.setdefault(device.process_index, set()).update(range(replica * size, (replica + 1) * size))
+    found = {process: process_rows(sharding, batch, process) for process in held}
+    assert found == {process: tuple(sorted(rows)) for process, rows in held.items()}
+    assert set().union(*found.values()) == set(range(batch))
+    return found
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_every_shipped_config_has_a_mesh_and_every_process_its_rows(name):
+    devices, per_process = devices_of(name), slices.parse(name).devices_per_host
+    for config_name, config, shape in fitting(devices):
+        mesh = make_mesh(shape, devices)
+        assert mesh.devices.shape == shape, config_name
+        assert set(mesh.devices.flat) == set(devices)
+        spanned = {len({one.process_index for one in group}) for group in mesh.devices.reshape(-1, shape.tp)}
+        assert spanned == {shape.tp // math.gcd(shape.tp, per_process)}, config_name
+        batch = config.microbatch(shape)
+        for rows in (batch, batch * config.data.val_batch_multiplier):
+            check_rows(config, mesh, rows)
+            check_rows(config, torus(shape, devices), rows)
+
+
+@pytest.mark.parametrize("name", ["v4-32", "v5e-16", "v6e-16"])
+@pytest.mark.parametrize("config", ["125M", "350M"])
+def test_rows_need_not_be_consecutive(name, config):
+    """Or the check of rows above would pass for spans."""
+    devices, config = devices_of(slices.parse(name).name), CONFIGS[config]
+    rows = check_rows(config, torus(config.check_devices(len(devices)), devices), len(devices))
+    assert rows[0] != tuple(range(rows[0][0], rows[0][-1] + 1))
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if len(devices_of(name)) == 16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_tp_group_stays_within_a_process_or_covers_the_fewest(name, shape):
+    devices, per_process = devices_of(name), slices.parse(name).devices_per_host
+    groups = make_mesh(shape, devices).devices.reshape(-1, shape.tp)
+    for group in groups:
+        assert len({one.process_index for one in group}) == max(1, shape.tp // per_process)
+
+
+def test_positions_within_a_process_are_the_same_in_all():
+    """So that a data-parallel group is a regular part of the torus."""
+    mesh = make_mesh(MeshShape(4, 4, 1), devices_of("v5litepod-16")).devices
+    places = np.vectorize(lambda one: (one.coords[0] % 2, one.coords[1] % 2), otypes=[object])(mesh)
+    assert all(len(set(column)) == 1 for column in places[:, :, 0].T)
+
+
+def test_processes_with_different_numbers_of_devices_are_refused():
+    with pytest.raises(UserError, match=r"as many devices of every process.*\{0: 4, 1: 3\}"):
+        make_mesh(MeshShape(7, 1, 1), devices_of("v4-16")[:7])
+
+
+def test_two_devices_of_one_chip_are_refused():
+    """A v4 without megacore, which JAX has no mesh for."""
+    devices = [Described(i, 0, (i // 2, 0, 0), i % 2, "TPU v4") for i in range(8)]
+    with pytest.raises(
+        UserError, match=r"no mesh dp 8 x fsdp 1 x tp 1 of the 8 devices of process 0.*megacore"
+    ):
+        make_mesh(MeshShape(8, 1, 1), devices)

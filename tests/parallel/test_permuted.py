@@ -1,0 +1,88 @@
+"""Two and four processes whose devices lie anywhere in the mesh, as those of a TPU slice may, give the numbers of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import free_port
+from conftest import DEVICES_FLAG
+from parallel import permuted
+
+DEVICES = 8
+QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# the devices of process 0 come first; a tp group is two neighbours of the list
+ORDERS = {2: [0, 1, 2, 4, 5, 6, 3, 7], 4: [0, 2, 4, 6, 1, 5, 3, 7]}
+
+
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory):
+    folder, before = tmp_path_factory.mktemp("one"), Path.cwd()
+    permuted.write(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        try:
+            return permuted.found(folder)
+        finally:
+            os.chdir(before)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("count", ORDERS)
+def test_as_in_one_process(tmp_path, in_one_process, count):
+    permuted.write(tmp_path)
+    together = _in_processes(tmp_path, count)
+    assert any(one["rows"] != list(range(one["rows"][0], one["rows"][-1] + 1)) for one in together)
+    assert set().union(*(one["rows"] for one in together)) == set(in_one_process["rows"])
+    for one in together:
+        _assert_same(one["metrics"], in_one_process["metrics"])
+        np.testing.assert_allclose(one["log_likelihoods"], in_one_process["log_likelihoods"], rtol=1e-5)
+
+
+def _in_processes(folder, count):
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"{DEVICES_FLAG}={DEVICES // count} {QUICK_COMPILE}",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "JAX_NUM_PROCESSES": str(count),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    order = ",".join(map(str, ORDERS[count]))
+    children = [
+        subprocess.Popen(
+            [sys.executable, permuted.__file__, str(folder), order],
+            env={**environment, "JAX_PROCESS_ID": str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    try:
+        outputs = [child.communicate(timeout=240)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for child, output in zip(children, outputs, strict=True):
+        assert child.returncode == 0, output[-6000:]
+    return [json.loads((folder / f"found_{i}.json").read_text()) for i in range(count)]
+
+
+def _assert_same(records, expected):
+    """But for the order of float32 sums in a collective."""
+    assert [record["step"] for record in records] == [record["step"] for record in expected]
+    for record, other in zip(records, expected, strict=True):
+        names = [
+            name for name in other if name in ("train/loss", "train/grad_norm") or name.startswith("val/")
+        ]
+        assert {name: record[name] for name in names} == pytest.approx(
+            {name: other[name] for name in names}, rel=1e-5
+        )
+    assert "val/loss_held" in records[-1]
