@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import httpx
 import pytest
 from served import KEY, expected, refusal, serve, text_of, wait_until
 from wire import ask, body_of, connect, read_to_end, receive, send_slowly
@@ -151,6 +152,34 @@ def test_all_bodies_together_are_bounded(monkeypatch):
         first.sendall(request[-1:])
         receive(first, b'"total_tokens":61}}')
         assert server.post(large).status_code == 200
+
+
+def test_the_bodies_of_one_client_leave_room_for_others(monkeypatch):
+    monkeypatch.setattr(guard, "MAX_CLIENT_BODIES_BYTES", 100_000)
+    with serve() as server, connect(server.url) as first:
+        request = ask(ignored="x" * 60_000)
+        first.sendall(request[:-1])
+        large = {"prompt": "a", "ignored": "x" * 60_000}
+        wait_until(lambda: server.post(large).status_code == 503)
+        assert server.complete("a")["choices"]  # a short one
+        with httpx.Client(
+            base_url=server.url, transport=httpx.HTTPTransport(local_address="127.0.0.2")
+        ) as other:
+            assert other.post("/v1/completions", json=large).status_code == 200
+        first.sendall(request[-1:])
+        receive(first, b'"total_tokens":61}}')
+        assert server.post(large).status_code == 200
+
+
+def test_clients_behind_a_proxy_of_this_machine_are_told_apart(monkeypatch):
+    monkeypatch.setattr(guard, "MAX_CLIENT_BODIES_BYTES", 100_000)
+    with serve() as server, connect(server.url) as first:
+        request = ask(ignored="x" * 60_000, head_lines="X-Forwarded-For: 192.0.2.1\r\n")
+        first.sendall(request[:-1])
+        large = {"prompt": "a", "ignored": "x" * 60_000}
+        asked = {"X-Forwarded-For": "192.0.2.1"}
+        wait_until(lambda: server.post(large, headers=asked).status_code == 503)
+        assert server.post(large, headers={"X-Forwarded-For": "192.0.2.2"}).status_code == 200
 
 
 class SlowTokenizer(ByteTokenizer):

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from served import KEY, refusal, serve
-from wire import body_of, connect, read_to_end
+from wire import body_of, connect, read_to_end, receive
 
 from mesh_transformer.runtime.serve.guard import MAX_BODY_BYTES
 from mesh_transformer.runtime.serve.protocol import ErrorResponse
@@ -156,6 +156,38 @@ def test_a_body_that_is_too_large(server, chunked):
     response = server.client.post("/v1/completions", content=content, headers=JSON)
     assert str(MAX_BODY_BYTES) in refusal(response, 413)["message"]
     assert server.complete("a")["choices"]
+
+
+@pytest.mark.parametrize(
+    "headers", ["", "Connection: close\r\n", "Authorization: Bearer wrong\r\nConnection: close\r\n"]
+)
+def test_the_refusal_of_a_large_body_arrives(server, locked, headers):
+    """At a client that sends all before it reads, whatever becomes of the connection."""
+    size = 4 * MAX_BODY_BYTES
+    with connect((locked if "wrong" in headers else server).url) as client:
+        client.sendall(
+            f"POST /complete HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {size}\r\n\r\n".encode()
+        )
+        for _ in range(size // 65536):
+            client.sendall(b" " * 65536)
+        answer = receive(client, b"}}")
+    assert answer.startswith(b"HTTP/1.1 401 " if "wrong" in headers else b"HTTP/1.1 413 ")
+    ErrorResponse.model_validate(body_of(answer), strict=True)
+
+
+@pytest.mark.parametrize("method", ["POST", "OPTIONS"])
+def test_a_body_with_two_lengths_ends_its_connection(server, method):
+    """RFC 9112, 6.1: what follows may be a request of somebody else, or a part of the body."""
+    head = (
+        f"{method} /complete HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    with connect(server.url) as client:
+        client.sendall(head.encode() + b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = read_to_end(client)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"\r\nconnection: close\r\n" in answer.lower()
+    assert "Transfer-Encoding" in body_of(answer)["error"]["message"]
 
 
 def test_a_body_in_pieces_is_read(server):

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mesh_transformer.runtime.serve import sockets
 from mesh_transformer.runtime.serve.connection import ClientGone
 from mesh_transformer.runtime.serve.errors import ApiError, unavailable
 
 MAX_BODY_BYTES = 4 << 20
-MAX_BODIES_BYTES = 64 << 20  # of all requests that are not answered
+# of all requests that are not answered, and of those of one client
+MAX_BODIES_BYTES, MAX_CLIENT_BODIES_BYTES = 64 << 20, 16 << 20
+SMALL_BODY_BYTES = 4 << 10  # so much of each body counts for nothing: a short request always has room
 MAX_BODY_S = 60.0  # for a body to arrive
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/openapi.json"})  # need no key
 _CORS = {
@@ -38,7 +43,7 @@ class Guard:
     def __init__(self, app: ASGIApp, keys: Sequence[bytes], timeout_s: float):
         self._app, self._keys = app, [_digest(key) for key in keys]
         self._body_s = min(timeout_s, MAX_BODY_S)
-        self._held = 0  # bytes of all bodies
+        self._held: Counter[str] = Counter()  # bytes of all bodies, by client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,23 +51,27 @@ class Guard:
             return
         if _for_pages(scope["path"]):
             send = _with_cors(send)
-            if scope["method"] == "OPTIONS":
-                await Response(status_code=204)(scope, receive, send)
-                return
         if scope["method"] == "HEAD":  # uvicorn leaves the body out
             scope = {**scope, "method": "GET"}
-        taken = _Taken()
+        taken, refusal = _Taken((scope["client"] or ("",))[0]), None
         try:
             await self._answer(scope, receive, send, taken)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            refusal = error.response()
         except ClientGone:
             return
         finally:
-            self._held -= taken.bytes
+            self._held[taken.client] -= taken.bytes
+            self._held += Counter()  # forgets who holds nothing
+        if refusal is not None:
+            await _refuse(refusal, taken, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, taken: _Taken) -> None:
         headers = Headers(scope=scope)
+        _check_framing(headers)
+        if scope["method"] == "OPTIONS" and _for_pages(scope["path"]):
+            await Response(status_code=204)(scope, receive, send)
+            return
         if scope["path"] not in OPEN_PATHS:
             self._check_key(headers.get("authorization", ""))
         _check_encoding(headers.get("content-encoding", "identity"))
@@ -93,7 +102,7 @@ class Guard:
         """The whole body, at most MAX_BODY_BYTES however it is sent.
 
         Raises:
-            ApiError: 413, it is larger; 503, all bodies together are too large.
+            ApiError: 413, it is larger; 503, all bodies together are too large, or those of its client.
             ClientGone: it never came to its end.
         """
         body = bytearray()
@@ -101,26 +110,52 @@ class Guard:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            part = message.get("body", b"")
-            body += part
-            taken.bytes += len(part)
-            self._held += len(part)
+            taken.unread = message.get("more_body", False)
+            body += message.get("body", b"")
             _check_size(len(body))
-            if self._held > MAX_BODIES_BYTES:
+            more = max(0, len(body) - SMALL_BODY_BYTES) - taken.bytes
+            taken.bytes += more
+            self._held[taken.client] += more
+            if self._held[taken.client] > MAX_CLIENT_BODIES_BYTES or self._held.total() > MAX_BODIES_BYTES:
                 raise unavailable("too many large requests at once", code="queue_full", retry_after_s=1)
-            if not message.get("more_body", False):
+            if not taken.unread:
                 return bytes(body)
 
 
 class _Taken:
-    """What one request has of `Guard._held`."""
+    """What one request has of `Guard._held`, and whether its body is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: str) -> None:
+        self.client = client  # its address
         self.bytes = 0
+        self.unread = True  # there is more to come of its body
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+async def _refuse(response: Response, taken: _Taken, receive: Receive, send: Send) -> None:
+    """Answer before the body has come, and read the rest of it: a socket that is closed with unread bytes is reset, and the
+    client loses the answer."""
+    start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(sockets.HEAD_S):
+            while taken.unread:
+                taken.unread = (await receive()).get("more_body", False)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _check_framing(headers: Headers) -> None:
+    """Raises ApiError, 400, for a body with two lengths, of which a proxy may believe the other (RFC 9112, 6.1)."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise ApiError(
+            400,
+            "the request has both Transfer-Encoding and Content-Length: send one of them",
+            headers={"Connection": "close"},
+        )
 
 
 def _check_size(size: int) -> None:
