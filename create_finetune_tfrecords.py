@@ -56,9 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = vars(parse(arguments))
     logs.set_up(logging.DEBUG if args.pop("verbose") else logging.INFO)
     source, name, folder, spec = (args.pop(key) for key in ("input", "name", "output_dir", "tokenizer"))
-    input_files(source)  # a missing input is told before a tokenizer is fetched
-    written = prepare(source, name, folder, load_tokenizer(spec), Options(**args))
-    sys.stdout.write(f"{written.path}: {written.sequences} sequences, {written.tokens} tokens\n")
+    files = input_files(source)  # a missing input is told before a tokenizer is fetched
+    written = prepare(files, name, folder, load_tokenizer(spec), Options(**args))
+    skipped = f"; {written.null_lines} lines skipped: their text is null" if written.null_lines else ""
+    sys.stdout.write(f"{written.path}: {written.sequences} sequences, {written.tokens} tokens{skipped}\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from mesh_transformer.errors import UserError
 
 MAX_BYTES = 1 << 50  # more than any file: a larger size is not even multiplied
 MAX_DIMENSIONS = 8
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_HEADER_BYTES = 4 << 20  # some 30,000 tensors
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -45,10 +45,14 @@ def read_header(path: str) -> dict[str, FileTensor]:
     """
     size = files.size(path)
     length = int.from_bytes(files.read_range(path, 0, 8), "little")
-    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+    if size < 8 or length > size - 8:
         raise UserError(
-            f"{path}: its {size} bytes cannot hold a header of the {length} bytes it announces (at most "
-            f"{MAX_HEADER_BYTES}): it is cut short, or no safetensors file; download it again"
+            f"{path}: its {size} bytes cannot hold a header of the {length} bytes it announces: it is cut short, or no "
+            "safetensors file; download it again"
+        )
+    if length > MAX_HEADER_BYTES:
+        raise UserError(
+            f"{path}: its header has {length} bytes, at most {MAX_HEADER_BYTES} are read: split the tensors over several files"
         )
     header = _parse(path, files.read_range(path, 8, length))
     header.pop("__metadata__", None)

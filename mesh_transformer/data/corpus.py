@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
-import tarfile
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from mesh_transformer.data.inflate import Compression, inflated
+from mesh_transformer.data.tar import tar_members
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import is_remote, open_binary
 
+_log = logging.getLogger(__name__)
+
 PIECE_CHARS = 1 << 17
-MAX_LINE_BYTES = 256 << 20
+MAX_LINE_BYTES = 64 << 20  # of JSON lines: a text of some ten thousand pages
+MAX_OUTSIDE_BYTES = 4 << 20  # of a line, outside of its strings: lists and objects take 31 times that in memory
+_NAMED = 3  # of files that are left out
 _HARD_CUT_CHARS = 8 * PIECE_CHARS
 _KINDS = (".txt", ".jsonl", ".tar")
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".xz": "xz", ".zst": "zst"}
@@ -23,17 +28,39 @@ _ACCEPTED = ".txt, .jsonl, .tar, each also with .gz, .xz or .zst behind it, .tgz
 # Behind a letter or digit, white space begins something new in every byte-level tokenizer.
 _NEW_LINE = re.compile(r"(?<=[^\W_])\n")
 _NEW_WORD = re.compile(r"(?<=[^\W_])[ \n]")
+_JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 class Piece(NamedTuple):
-    """A part of a document; `ends` in its last."""
+    """A part of a document; `ends` in its last. `null`: it stands for a line whose text is null."""
 
     text: str
     ends: bool
+    null: bool = False
+
+
+class _Unread:
+    """Files of kinds that are not read: how many, and the names of the first."""
+
+    def __init__(self) -> None:
+        self._count, self._names = 0, list[str]()
+
+    def add(self, name: str) -> None:
+        self._count += 1
+        if len(self._names) < _NAMED:
+            self._names.append(name)
+
+    def tell(self, place: str) -> None:
+        """Log a warning if there is any."""
+        if self._count:
+            some = ", ".join(self._names) + (", ..." if self._count > _NAMED else "")
+            _log.warning("%s: %d files left out (%s); these are read: %s", place, self._count, some, _ACCEPTED)
 
 
 def input_files(path: str) -> list[str]:
-    """The input files behind `path`: itself, or those in the folder and the folders in it, sorted.
+    """The input files behind `path`: itself, or those in the folder and the folders in it, sorted, none that is hidden.
+
+    A warning names files in the folder that are of other kinds.
 
     Raises:
         UserError: there is none, or a file is of a kind that is not read.
@@ -44,10 +71,16 @@ def input_files(path: str) -> list[str]:
         return [path]
     if not os.path.isdir(path):
         raise UserError(f"no such file or folder: {path}")
-    found = sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
-    files = [f for f in found if _kind(f)[0] is not None and not os.path.basename(f).startswith(".")]
+    named = ((folder, name) for folder, _, names in os.walk(path) for name in names)
+    found = sorted(os.path.join(folder, name) for folder, name in named if not name.startswith("."))
+    files = [file for file in found if _kind(file)[0] is not None]
     if not files:
         raise UserError(f"{path}: no input file in this folder; these are read: {_ACCEPTED}")
+    unread = _Unread()
+    for file in found:
+        if _kind(file)[0] is None:
+            unread.add(os.path.relpath(file, path))
+    unread.tell(path)
     return files
 
 
@@ -63,6 +96,7 @@ def file_pieces(path: str, separator: str | None) -> Iterator[Piece]:
 
 def _kind(name: str) -> tuple[str | None, Compression | None]:
     """(.txt | .jsonl | .tar | '' for a compressed file that must be looked into | None, compression)."""
+    name = name.lower()
     if name.endswith(".tgz"):
         return ".tar", "gzip"
     stem, suffix = os.path.splitext(name)
@@ -84,36 +118,21 @@ def _pieces_of(file: IO[bytes], place: str, name: str, separator: str | None) ->
         yield from _tar_pieces(file, place, separator)
     elif kind == ".jsonl":
         for text in _json_texts(file, place):
-            yield from cut([text], separator)
+            yield from cut([text], separator) if text is not None else [Piece("", True, null=True)]
     else:
         yield from cut(_text_blocks(file, place), separator)
 
 
 def _tar_pieces(file: IO[bytes], place: str, separator: str | None) -> Iterator[Piece]:
-    try:
-        with tarfile.open(fileobj=file, mode="r|") as archive:
-            for member in archive:
-                data = archive.extractfile(member) if member.isfile() else None
-                if data is not None and _kind(member.name)[0] in (".txt", ".jsonl"):
-                    stream = io.BufferedReader(_Member(data))
-                    yield from _pieces_of(stream, f"{place}: {member.name}", member.name, separator)
-    except (tarfile.TarError, EOFError) as error:
-        raise UserError(f"{place}: damaged tar archive: {error}") from error
-
-
-class _Member(io.RawIOBase):
-    """A member of a tar stream; what tarfile hands out cannot be asked whether it seeks."""
-
-    def __init__(self, data: IO[bytes]):
-        self._data = data
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        data = self._data.read(len(target))
-        target[: len(data)] = data
-        return len(data)
+    unread = _Unread()
+    for name, data in tar_members(file, place):
+        if os.path.basename(name).startswith("."):
+            continue
+        if _kind(name)[0] in (".txt", ".jsonl"):
+            yield from _pieces_of(data, f"{place}: {name}", name, separator)
+        else:
+            unread.add(name)
+    unread.tell(place)
 
 
 def _text_blocks(file: IO[bytes], place: str) -> Iterator[str]:
@@ -132,25 +151,48 @@ def _text_blocks(file: IO[bytes], place: str) -> Iterator[str]:
         yield block
 
 
-def _json_texts(file: IO[bytes], place: str) -> Iterator[str]:
+def _json_texts(file: IO[bytes], place: str) -> Iterator[str | None]:
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES:
-            raise UserError(f"{place}, line {number}: longer than {MAX_LINE_BYTES} bytes")
+            raise UserError(f"{place}, line {number}: longer than {MAX_LINE_BYTES} bytes: cut it into documents")
+        if _has_too_much_outside(line):
+            raise UserError(
+                f"{place}, line {number}: more than {MAX_OUTSIDE_BYTES} bytes outside of strings: leave out what is not text"
+            )
         if line.strip():
             yield _json_text(line, f"{place}, line {number}")
 
 
-def _json_text(line: bytes, place: str) -> str:
+def _has_too_much_outside(line: bytes) -> bool:
+    """Whether a line of JSON has more numbers, names and brackets than the notes beside a text; a string counts as a byte."""
+    if len(line) <= MAX_OUTSIDE_BYTES:
+        return False
+    outside = end = 0
+    for string in _JSON_STRING.finditer(line):
+        outside += string.start() - end + 1
+        end = string.end()
+        if outside > MAX_OUTSIDE_BYTES:
+            return True
+    return outside + len(line) - end > MAX_OUTSIDE_BYTES
+
+
+def _json_text(line: bytes, place: str) -> str | None:
+    """The text of a line, the paragraphs of a list joined as the original's reader did; None: the line says null."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: not JSON ({error})") from error
-    text = value.get("text") if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        raise UserError(f'{place}: neither {{"text": "..."}} nor a string')
-    return text
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict) and "text" in value:
+        text = value["text"]
+        if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
+            return "\n\n".join(text)
+        if text is None or isinstance(text, str):
+            return text
+    raise UserError(f'{place}: neither a string nor {{"text": T}} where T is a string, a list of them or null')
 
 
 def cut(blocks: Iterable[str], separator: str | None) -> Iterator[Piece]:

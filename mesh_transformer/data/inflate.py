@@ -21,6 +21,8 @@ Compression = Literal["gzip", "zlib", "xz", "zst"]
 _CHUNK_BYTES = 1 << 16
 _ZST_CHUNK_BYTES = 1 << 10  # its decompressor takes no output limit: few bytes in bound the bytes out
 _XZ_MEMORY_BYTES = 1 << 28
+_FREE_BYTES = 1 << 30  # and beyond: so many times the compressed bytes, which deflate cannot reach nor any text
+_MAX_INFLATION = 1100
 _MAGIC: tuple[tuple[bytes, Compression], ...] = (
     (b"\x1f\x8b\x08", "gzip"),
     (b"\xfd7zXZ\x00", "xz"),
@@ -52,6 +54,7 @@ class Inflated(io.RawIOBase):
         self._input = b""
         self._output = memoryview(b"")
         self._at_end = False
+        self._bytes_in = self._bytes_out = 0
 
     def readable(self) -> bool:
         return True
@@ -67,6 +70,12 @@ class Inflated(io.RawIOBase):
                 self._output = memoryview(self._step(len(view)))
             except (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError) as error:
                 raise UserError(f"{self._path}: damaged {self._kind} data: {error}") from error
+            self._bytes_out += len(self._output)
+        if self._bytes_out > max(_FREE_BYTES, _MAX_INFLATION * self._bytes_in):
+            raise UserError(
+                f"{self._path}: {self._bytes_in} bytes expand to {self._bytes_out} and more, which those of no text or record "
+                "file do: it is damaged, or meant to fill the disk"
+            )
         n = min(len(view), len(self._output))
         view[:n] = self._output[:n]
         self._output = self._output[n:]
@@ -85,6 +94,7 @@ class Inflated(io.RawIOBase):
                     raise EOFError("the file ends early (cut short while copying?)")
                 self._at_end = True
                 return b""
+            self._bytes_in += len(self._input)
         if self._decoder is None:
             self._input = self._input.lstrip(b"\0") if self._kind != "zlib" else self._input
             if not self._input:

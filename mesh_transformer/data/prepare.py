@@ -12,14 +12,14 @@ import shutil
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.data.cleaning import make_cleaner
-from mesh_transformer.data.corpus import Piece, file_pieces, input_files
+from mesh_transformer.data.corpus import Piece, file_pieces
 from mesh_transformer.data.records import write_records
 from mesh_transformer.data.token_store import Packing, TokenStore
 from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer
@@ -67,17 +67,18 @@ class Options:
 
 @dataclass(frozen=True)
 class Written:
-    """What `prepare` wrote."""
+    """What `prepare` wrote; `null_lines` had no text and were skipped."""
 
     path: str
     sequences: int
     tokens: int
     documents: int
     source_tokens: int
+    null_lines: int
 
 
-def prepare(source: str, name: str, output_dir: str, tokenizer: Tokenizer, options: Options) -> Written:
-    """Write `{name}_{sequences}.tfrecords` into `output_dir` from a file or a folder of files.
+def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, options: Options) -> Written:
+    """Write `{name}_{sequences}.tfrecords` into `output_dir` from what `input_files` found.
 
     Raises:
         UserError: bad input, or less text than one sequence; nothing is left behind then.
@@ -86,7 +87,6 @@ def prepare(source: str, name: str, output_dir: str, tokenizer: Tokenizer, optio
         raise UserError(
             f"the output's name {name!r} is no plain file name: choose its folder with --output-dir"
         )
-    files = input_files(source)
     local = None if is_remote(output_dir) else output_dir
     if local is None:
         check_credentials()
@@ -96,7 +96,7 @@ def prepare(source: str, name: str, output_dir: str, tokenizer: Tokenizer, optio
         written = write_corpus(files, scratch, tokenizer, options)
         path = join(output_dir, f"{name}_{written.sequences}.tfrecords")
         _publish(scratch, path)
-    return Written(path, written.sequences, written.tokens, written.documents, written.source_tokens)
+    return replace(written, path=path)
 
 
 def write_corpus(files: list[str], path: str, tokenizer: Tokenizer, options: Options) -> Written:
@@ -106,7 +106,7 @@ def write_corpus(files: list[str], path: str, tokenizer: Tokenizer, options: Opt
         UserError: bad input, or less text than one sequence.
     """
     with TokenStore(os.path.dirname(path) or ".", tokenizer.n_vocab) as store:
-        _tokenise(files, store, tokenizer, options)
+        null_lines = _tokenise(files, store, tokenizer, options)
         length = options.seq + 1
         if store.n_tokens * options.n_repack_epochs < length:
             raise UserError(
@@ -119,7 +119,7 @@ def write_corpus(files: list[str], path: str, tokenizer: Tokenizer, options: Opt
             raise UserError(
                 f"none of {total} sequences has {options.min_unique_tokens} distinct tokens: lower --min-unique-tokens"
             )
-        return Written(path, count, count * length, store.n_documents, store.n_tokens)
+        return Written(path, count, count * length, store.n_documents, store.n_tokens, null_lines)
 
 
 def sequences(store: TokenStore, options: Options) -> Iterator[np.ndarray]:
@@ -160,15 +160,19 @@ def _publish(scratch: str, path: str) -> None:
         shutil.copyfileobj(source, target, 1 << 20)
 
 
-def _tokenise(files: list[str], store: TokenStore, tokenizer: Tokenizer, options: Options) -> None:
+def _tokenise(files: list[str], store: TokenStore, tokenizer: Tokenizer, options: Options) -> int:
+    """Put the documents into `store`; returns how many lines stood for none."""
+    null_lines = 0
     clean = make_cleaner(options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize)
     separator = None if options.treat_eot_as_text else EOT_TEXT
     for batch in _batches(_track(_all_pieces(files, separator), "pieces of text")):
         encoded = tokenizer.encode_literal([clean(piece.text) for piece in batch])
         for piece, tokens in zip(batch, encoded, strict=True):
             store.add(tokens)
+            null_lines += piece.null
             if piece.ends:
                 store.end_document(tokenizer.eot)
+    return null_lines
 
 
 def _all_pieces(files: list[str], separator: str | None) -> Iterator[Piece]:

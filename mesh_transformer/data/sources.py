@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary
 
-_RECORD_FILE = re.compile(r"\.tfrecords?(\.(gz|gzip|zlib|z))?$")
+_RECORD_FILE = re.compile(r"\.tfrecords?(\.(gz|gzip|zlib|z))?$", re.IGNORECASE)
 _MAX_INDEX_BYTES = 16 << 20
 _LOOKUPS_AT_ONCE = 16
 
@@ -35,7 +35,7 @@ def find_source(source: str) -> str:
 
 def is_text(path: str) -> bool:
     """Whether the name says plain text."""
-    return path.endswith(".txt")
+    return path.lower().endswith(".txt")
 
 
 def record_files(path: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mesh_transformer.checkpoint.hf import HFSource
 from mesh_transformer.checkpoint.hf_write import write_hf
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.safetensors_file import MAX_HEADER_BYTES
+from mesh_transformer.checkpoint.safetensors_file import MAX_HEADER_BYTES, read_header
 from mesh_transformer.errors import UserError
 
 MODEL = hf.model_config(layers=2, d_model=12, n_vocab=7, vocab_multiple=8, seq=8, pe_rotary_dims=4)
@@ -154,6 +154,20 @@ def test_an_absurd_header_length_is_refused(whole, tmp_path, length) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + path.read_bytes()[8:])
     refused(folder, "cannot hold a header")
+
+
+def test_a_long_header_takes_no_memory(tmp_path) -> None:
+    """Empty lists take 31 times their text once they are parsed."""
+    path = tmp_path / "model.safetensors"
+    header = b'{"a": [' + b"[]," * (MAX_HEADER_BYTES // 3) + b"[]]}"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=f"has {len(header)} bytes, at most {MAX_HEADER_BYTES} are read"):
+            read_header(str(path))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_that_shrinks_later_is_damage(whole, tmp_path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
 import lzma
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import zstandard
 import create_finetune_tfrecords
 from mesh_transformer.data import corpus
 from mesh_transformer.data.cleaning import detokenize_wikitext, make_cleaner
-from mesh_transformer.data.corpus import cut
+from mesh_transformer.data.corpus import cut, input_files
 from mesh_transformer.data.prepare import Options, prepare, sequences
 from mesh_transformer.data.records import read_records
 from mesh_transformer.data.token_store import TokenStore
@@ -32,7 +33,7 @@ IN_ORDER = {"preserve_data_order": True}
 
 def tokens_of(source, tmp_path, seq=7, **options):
     """The written sequences as one array, and what `prepare` reported."""
-    written = prepare(str(source), "out", str(tmp_path / "records"), BYTES, Options(seq=seq, **options))
+    written = prepare(input_files(str(source)), "out", str(tmp_path / "records"), BYTES, Options(seq=seq, **options))
     rows = np.stack(list(read_records(written.path)))
     assert rows.shape == (written.sequences, seq + 1)
     assert written.tokens == rows.size
@@ -142,12 +143,45 @@ TAR = tarred({"x/1.txt": b"alpha", "x/skip.bin": b"\0", "x/2.jsonl": b'"beta"\n'
         ("a.tar.gz", gzip.compress(TAR)),
         ("a.tgz", gzip.compress(TAR)),
         ("a.tar", TAR),
+        ("A.TXT", b"alpha<|endoftext|>beta"),
+        ("a.Jsonl.GZ", gzip.compress(LINES)),
+        ("a.TGZ", gzip.compress(TAR)),
+        ("b.XZ", lzma.compress(TAR)),
+        ("b.tar", tarred({"1.TXT": b"alpha", "2.JSONL": b'"beta"\n'})),
     ],
 )
 def test_kinds_of_input(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
     rows, _ = tokens_of(tmp_path / name, tmp_path, seq=10, **IN_ORDER)
     assert text_of(rows) == "alpha|beta|"
+
+
+def test_lines_as_the_originals_reader_took_them(tmp_path, monkeypatch, capsys):
+    """lm_dataformat joined the paragraphs of a list with an empty line."""
+    lines = [{"text": ["one", "two"]}, {"text": None}, {"text": []}, {"text": "three"}, {"text": None}]
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows, written = tokens_of("a.jsonl", tmp_path, seq=14, **IN_ORDER)
+    assert text_of(rows) == "one\n\ntwo|three|"
+    assert (written.documents, written.null_lines) == (2, 2)
+    create_finetune_tfrecords.main(["a.jsonl", "n", "--tokenizer", "bytes", "--seq", "14"])
+    assert capsys.readouterr().out == "./n_1.tfrecords: 1 sequences, 15 tokens; 2 lines skipped: their text is null\n"
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_files_of_other_kinds_are_named(tmp_path, caplog, archive):
+    names = ["a.txt", *(f"{k}.pdf" for k in range(5)), "b.md", ".hidden"]
+    if archive:
+        (tmp_path / "in.tar").write_bytes(tarred(dict.fromkeys(sorted(names), b"some text")))
+    else:
+        (tmp_path / "in").mkdir()
+        for name in names:
+            (tmp_path / "in" / name).write_text("some text")
+    source = tmp_path / ("in.tar" if archive else "in")
+    with caplog.at_level(logging.WARNING):
+        tokens_of(source, tmp_path, **IN_ORDER)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"{source}: 6 files left out (0.pdf, 1.pdf, 2.pdf, ...); these are read: .txt, .jsonl, .tar")
 
 
 def test_a_folder_is_read_in_order(tmp_path):
@@ -174,6 +208,8 @@ def test_a_folder_is_read_in_order(tmp_path):
         ("a.pdf", b"%PDF", "not a kind of file"),
         ("a.jsonl", b'"fine line"\n{"text": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"body": "x"}\n', "line 1: neither"),
+        ("a.jsonl", b'{"text": ["x", 1]}\n', "line 1: neither"),
+        ("a.jsonl", b'["x"]\n', "line 1: neither"),
         ("a.jsonl", b"[" * 100_000, "line 1: not JSON"),
         ("a.jsonl", b'"\xff"\n', "line 1: not JSON"),
         ("a.jsonl.zst", zstandard.compress(LINES * 50)[:-7], "damaged zst"),
@@ -200,7 +236,7 @@ def test_other_refusals(tmp_path):
         (tmp_path / "a.txt", "x", {"n_repack_epochs": 0}, "at least 1"),
     ):
         with pytest.raises(UserError, match=message):
-            prepare(str(source), name, str(tmp_path), BYTES, Options(**options))
+            prepare(input_files(str(source)), name, str(tmp_path), BYTES, Options(**options))
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
@@ -233,7 +269,7 @@ PEAK = """
 import re, sys
 from mesh_transformer.data.prepare import Options, prepare
 from mesh_transformer.data.tokenizer import ByteTokenizer
-prepare(sys.argv[1], "m", ".", ByteTokenizer(), Options(seq=2047))
+prepare([sys.argv[1]], "m", ".", ByteTokenizer(), Options(seq=2047))
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10)
 """
 

@@ -1,0 +1,95 @@
+"""Tar archives from strangers as a stream of their files.
+
+tarfile believes what a header says: it reads names and attributes whole, one header within another, and skips as many
+bytes as a header claims, whether or not there are any. So what it may read for the headers of one member is bounded,
+and so are reads behind the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tarfile
+from collections.abc import Iterator
+from typing import IO, Any
+
+from mesh_transformer.errors import UserError
+
+MAX_HEADER_BYTES = 16 << 10  # of a member: its own header, and a path and a link of 4 KiB each in others before it
+
+_STEP_BYTES = 20 * tarfile.BLOCKSIZE  # that tarfile reads at a time
+
+
+def tar_members(file: IO[bytes], place: str) -> Iterator[tuple[str, IO[bytes]]]:
+    """Name and bytes of each file in an archive, in order; a file can be read until the next one is asked for.
+
+    Args:
+        file: the archive, without compression; need not seek.
+        place: its name in messages.
+
+    Raises:
+        UserError: the archive is damaged, ends early, has a sparse file, or headers that are too large.
+    """
+    bounded = _Bounded(file)
+    with _damage_of(place):
+        archive = tarfile.open(fileobj=bounded, mode="r|", bufsize=_STEP_BYTES)
+    while True:
+        with _damage_of(place):
+            member = archive.next()
+        if member is None:
+            return
+        # what tarfile keeps of the members behind it would grow with their number
+        archive.members.clear()
+        archive.pax_headers.clear()
+        bounded.allow(archive.offset - archive.fileobj.tell() + MAX_HEADER_BYTES)
+        if member.issparse():
+            raise UserError(f"{place}: {member.name[:200]} is a sparse file: pack it without --sparse")
+        data = archive.extractfile(member) if member.isfile() else None
+        if data is not None:
+            yield member.name, io.BufferedReader(_Member(data, place))
+
+
+@contextlib.contextmanager
+def _damage_of(place: str) -> Iterator[None]:
+    try:
+        yield
+    except (tarfile.TarError, EOFError) as error:
+        raise UserError(f"{place}: damaged tar archive: {error}") from error
+
+
+class _Bounded:
+    """What tarfile reads from: no more than is allowed, and once behind the end."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file, self._at_end = file, False
+        self.allow(MAX_HEADER_BYTES)
+
+    def allow(self, size: int) -> None:
+        """From here on `size` bytes may be read, in steps."""
+        self._left = size + _STEP_BYTES
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if self._at_end:
+            raise EOFError("it ends inside a member")
+        self._at_end = not data
+        self._left -= len(data)
+        if self._left < 0:
+            raise EOFError(f"a member with more than {MAX_HEADER_BYTES >> 10} KiB of headers")
+        return data
+
+
+class _Member(io.RawIOBase):
+    """A member of a tar stream; what tarfile hands out cannot be asked whether it seeks."""
+
+    def __init__(self, data: IO[bytes], place: str):
+        self._data, self._place = data, place
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        with _damage_of(self._place):
+            data = self._data.read(len(target))
+        target[: len(data)] = data
+        return len(data)
