@@ -47,7 +47,7 @@ tells it:
 | `norm` `layernorm-desync` | `layernorm` with one shard; with more it is refused, since each had a norm of its own |
 | a key twice | the last one counts; in a grouped file it is refused |
 | `bucket` `B/dir` | folder `dir` of bucket B |
-| an empty `model_dir` | bucket itself; with no bucket the default |
+| an empty `model_dir` | the default, `runs/model` |
 | a `model_dir` that begins with `gs://` | the whole path, in place of `bucket` |
 | `eval_harness_tasks` that is an object or a text | no tasks |
 | `tpu_size` that is no number | absent |

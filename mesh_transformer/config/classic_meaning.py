@@ -12,7 +12,9 @@ from typing import Any
 
 from mesh_transformer.config.base import size
 from mesh_transformer.config.describe import short
+from mesh_transformer.config.run import CheckpointConfig
 
+DEFAULT_FOLDER = CheckpointConfig.model_fields["model_dir"].default
 Grouped = dict[str, dict[str, Any]]
 
 
@@ -94,22 +96,18 @@ def _norm(given: _Given) -> Iterator[str]:
 
 
 def _place(given: _Given) -> Iterator[str]:
-    checkpoint, bucket = given.groups["checkpoint"], given.get("checkpoint", "bucket")
+    checkpoint = given.groups["checkpoint"]
+    bucket, folder = given.get("checkpoint", "bucket"), given.get("checkpoint", "model_dir")
     if isinstance(bucket, str) and bucket.startswith("gs://"):
         checkpoint["bucket"] = bucket.removeprefix("gs://")
         yield f"bucket {short(bucket)}: read as {checkpoint['bucket']}"
-    bucket, folder = checkpoint.get("bucket"), given.get("checkpoint", "model_dir")
-    if not isinstance(folder, str) or (bucket and not isinstance(bucket, str)):
-        return
-    if bucket and folder.startswith("gs://"):
-        checkpoint["bucket"] = ""
+    if isinstance(folder, str) and folder.startswith("gs://") and checkpoint.get("bucket"):
+        checkpoint["bucket"], _, checkpoint["model_dir"] = folder.removeprefix("gs://").partition("/")
         yield f"model_dir {short(folder)}: a whole path; bucket {short(bucket)} is not used"
-    elif not folder.strip("/ ") and bucket:
-        checkpoint |= {"bucket": "", "model_dir": f"gs://{bucket.strip('/')}"}
-        yield f"model_dir {short(folder)}: the run's folder is the bucket itself, {checkpoint['model_dir']}"
-    elif not folder:
+    if isinstance(folder, str) and not checkpoint["model_dir"].strip("/ "):
+        # never the bucket itself: a run's folder is emptied by --new
         given.drop("checkpoint", "model_dir")
-        yield f"model_dir {short(folder)}: the default is taken"
+        yield f"model_dir {short(folder)}: no folder; the default is taken, {DEFAULT_FOLDER}"
 
 
 def _tasks(given: _Given) -> Iterator[str]:

@@ -62,9 +62,11 @@ def test_the_files_of_2021_load_or_are_refused_as_by_the_original(shared: Path) 
         ({"norm": "layernorm-desync", "cores_per_replica": 1}, ["norm layernorm-desync"], {}),
         ({"bucket": "b/dir/", "model_dir": "x"}, [], {"bucket": "b", "model_dir": "dir/x"}),
         ({"bucket": "gs://b", "model_dir": "x"}, ["bucket 'gs://b': read as b"], {"bucket": "b", "model_dir": "x"}),
-        ({"bucket": "b", "model_dir": ""}, ["model_dir '': the run's folder is the bucket"], {"model_dir": "gs://b"}),
-        ({"bucket": "b", "model_dir": "gs://c/x"}, ["bucket 'b' is not used"], {"model_dir": "gs://c/x"}),
-        ({"bucket": "", "model_dir": ""}, ["model_dir '': the default"], {}),
+        ({"bucket": "b", "model_dir": ""}, ["model_dir '': no folder; the default is taken, runs/model"], {"bucket": "b"}),
+        ({"bucket": "b", "model_dir": "/"}, ["model_dir '/': no folder"], {"bucket": "b"}),
+        ({"bucket": "b", "model_dir": "gs://c/x"}, ["bucket 'b' is not used"], {"bucket": "c", "model_dir": "x"}),
+        ({"bucket": "b", "model_dir": "gs://c"}, ["bucket 'b' is not used", "runs/model"], {"bucket": "c"}),
+        ({"bucket": "", "model_dir": ""}, ["model_dir '': no folder"], {}),
         ({"eval_harness_tasks": {}}, [], {}),
         ({"eval_harness_tasks": "none yet"}, ["eval_harness_tasks 'none yet': no list"], {}),
         ({"tpu_size": "v3-8"}, ["tpu_size 'v3-8'"], {}),
@@ -79,9 +81,8 @@ def test_a_value_means_what_it_meant(
 ) -> None:
     config = read(tmp_path, json.dumps({**FLAT, **values}))
     expected = parse_config({**FLAT, **as_if})
-    root = config.checkpoint.root
     assert config.model_copy(update={"checkpoint": expected.checkpoint}) == expected
-    assert root == expected.checkpoint.root
+    assert config.checkpoint.root == expected.checkpoint.root
     lines = [record.getMessage() for record in caplog.records]
     assert all(line.startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in line for line in lines)
     assert all(note in "\n".join(lines) for note in notes)
