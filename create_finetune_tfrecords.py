@@ -18,7 +18,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("input", help="file or folder: .txt, .jsonl, .tar, also with .gz, .xz or .zst behind it")
+    add("input", help="file or folder: .txt, .jsonl, .tar, also compressed (.gz, .xz, .zst)")
     add("name", help="the output is NAME_SEQUENCES.tfrecords")
     add("--output-dir", default=".", help="folder of the output, local or gs:// (default: the current one)")
     add(
@@ -30,7 +30,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tokenizer", default="gpt2", help="hub name, folder or `bytes` (default: %(default)s)")
     add("--normalize-with-ftfy", action="store_true", help="repair broken Unicode")
     add("--normalize-with-wikitext-detokenize", action="store_true", help="undo the spacing of WikiText")
-    add("--treat-eot-as-text", action="store_true", help="<|endoftext|> in the text does not end a document")
+    add(
+        "--treat-eot-as-text",
+        action="store_true",
+        help="take <|endoftext|> in the input as text, not as the end of a document",
+    )
     add(
         "--min-unique-tokens",
         type=int,
@@ -43,11 +47,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=1,
         metavar="N",
-        help="passes over the documents, cut differently",
+        help="number of passes over the documents, each shuffled and cut into sequences anew",
     )
     add("--seed", type=int, default=0, help="seed of the shuffling (default: %(default)s)")
     add("--preserve-data-order", action="store_true", help="do not shuffle documents and sequences")
-    add("--verbose", action="store_true", help="say more on standard error")
+    add("--verbose", action="store_true", help="more messages on standard error")
     return parser.parse_args(arguments)
 
 

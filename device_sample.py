@@ -21,10 +21,12 @@ def main() -> int:
     parser.add_argument(
         "--ckpt",
         metavar="DIR",
-        help=f"{cli.ANY_FORM} (the config's run if absent)",
+        help=f"{cli.ANY_FORM} (default: the run of the config)",
     )
     _add_sampling_options(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object a sample, one a line")
+    parser.add_argument(
+        "--json", action="store_true", help="print each sample as a JSON object on a line of its own"
+    )
     arguments = parser.parse_args()
     from mesh_transformer.runtime import sample_request, sampler
 
@@ -44,44 +46,58 @@ def main() -> int:
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """One for each field of `sample_request.Request`."""
     parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="256, or what the context has room for, if absent"
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="largest number of new tokens (default: 256, or what the context has room for)",
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default %(default)s)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="keep the likeliest tokens of this total probability"
+        "--temperature", type=float, default=1.0, help="0: always the likeliest token (default: %(default)s)"
     )
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens whose probabilities sum to this (default: %(default)s, all)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="sample from the K likeliest tokens (default: 0, all)"
+    )
     parser.add_argument(
         "--repetition-penalty",
         type=float,
         default=1.0,
         metavar="P",
-        help="divide positive and multiply negative logits of tokens that are there already; 1 is off",
+        help="over 1: make tokens of the prompt and the completion less likely, by dividing positive and multiplying negative logits (default: 1, off)",
     )
     parser.add_argument(
         "--presence-penalty",
         type=float,
         default=0.0,
         metavar="P",
-        help="subtract from the logits of tokens in the completion, -2 to 2",
+        help="subtract this from the logits of each token in the completion; -2 to 2 (default: 0)",
     )
     parser.add_argument(
         "--frequency-penalty",
         type=float,
         default=0.0,
         metavar="P",
-        help="the same, times how often a token is there",
+        help="subtract this from the logits for each time that a token is in the completion; -2 to 2 (default: 0)",
     )
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="end a completion before this text (may be repeated)",
+        help="end a completion before this text; may be given several times",
     )
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="completions of each prompt")
     parser.add_argument("--seed", type=int, default=0, help="the same seed and prompt give the same samples")
-    parser.add_argument("--truncate", action="store_true", help="cut a prompt that is too long on its left")
+    parser.add_argument(
+        "--truncate",
+        action="store_true",
+        help="cut the beginning off a prompt that is too long (default: refuse it)",
+    )
 
 
 if __name__ == "__main__":

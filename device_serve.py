@@ -16,37 +16,41 @@ def main(open_engine: OpenEngine | None = None) -> int:
     parser.add_argument(
         "--ckpt",
         metavar="DIR",
-        help="a run's folder or one step_N in it, of the original program too, or a Hugging Face folder (the config's run if absent)",
+        help=f"{cli.ANY_FORM} (default: the run of the config)",
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)"
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"
     )
-    parser.add_argument("--port", type=int, default=5000, help="0 is any free one (default %(default)s)")
+    parser.add_argument("--port", type=int, default=5000, help="port; 0: any free one (default: %(default)s)")
     parser.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="keys, one a line; a request needs one: Authorization: Bearer KEY",
+        help="file of keys, one on each line; a request must then send one: Authorization: Bearer KEY",
     )
     parser.add_argument(
-        "--slots", type=int, default=8, metavar="N", help="sequences computed at once (default %(default)s)"
+        "--slots",
+        type=int,
+        default=8,
+        metavar="N",
+        help="sequences computed at the same time (default: %(default)s)",
     )
     parser.add_argument(
         "--max-queue",
         type=int,
         default=64,
         metavar="N",
-        help="sequences that may wait; more get 503 (default %(default)s)",
+        help="sequences that may wait; further requests get status 503 (default: %(default)s)",
     )
     parser.add_argument(
         "--timeout-seconds",
         type=float,
         default=600.0,
         metavar="S",
-        help="for one request (default %(default)s)",
+        help="seconds after which a request is ended (default: %(default)s)",
     )
     parser.add_argument(
         "--drain-seconds", type=float, default=30.0, metavar="S",
-        help="SIGTERM: time to finish what runs (default %(default)s)",
+        help="seconds that running requests get to finish after SIGTERM (default: %(default)s)",
     )  # fmt: skip
     arguments = parser.parse_args()
     from mesh_transformer.runtime.serve import start

@@ -13,10 +13,14 @@ def main() -> int:
     parser = cli.parser(__doc__.split("\n")[0])
     parser.add_argument(
         "--tune-model-path",
-        help="start at step 0 from this checkpoint: ours, of the original program or of Hugging Face",
+        metavar="DIR",
+        help="start at step 0 from the weights of this checkpoint: a native one, one of the original program or a Hugging "
+        "Face folder; local or gs://",
     )
     parser.add_argument(
-        "--fresh-opt", action="store_true", help="with --tune-model-path: leave its Adam moments"
+        "--fresh-opt",
+        action="store_true",
+        help="with --tune-model-path: do not load its Adam moments; start them at zero",
     )
     arguments = parser.parse_args()
     from mesh_transformer.runtime import trainer

@@ -8,12 +8,11 @@ from mesh_transformer.runtime import cli
 def main() -> int:
     """Parse the arguments and evaluate."""
     parser = cli.parser(__doc__)
-    parser.add_argument("--ckpt", metavar="DIR", help=f"{cli.ANY_FORM} (the config's run if absent)")
+    parser.add_argument("--ckpt", metavar="DIR", help=f"{cli.ANY_FORM} (default: the run of the config)")
     parser.add_argument(
         "--tasks",
         metavar="A,B",
-        help="tasks, groups or tags of the harness (the original's six if absent: lambada_openai, piqa, hellaswag, "
-        "winogrande, mathqa, pubmedqa)",
+        help="tasks, groups or tags of the harness (default: lambada_openai,piqa,hellaswag,winogrande,mathqa,pubmedqa)",
     )
     parser.add_argument("--include-path", metavar="DIR", help="folder with further task files")
     parser.add_argument(
@@ -21,21 +20,25 @@ def main() -> int:
         metavar="DIR",
         help="read LAMBADA and PIQA from DIR/lambada and DIR/piqa, not from the Hugging Face hub",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N questions of each task alone")
-    parser.add_argument("--num-fewshot", type=int, metavar="K", help="solved examples before each question")
+    parser.add_argument("--limit", type=int, metavar="N", help="ask only the first N questions of each task")
     parser.add_argument(
-        "--batch-tokens", type=int, default=4096, metavar="N", help="tokens computed at once (default %(default)s)"
+        "--num-fewshot", type=int, metavar="K", help="number of solved examples before each question"
+    )
+    parser.add_argument(
+        "--batch-tokens", type=int, default=4096, metavar="N", help="tokens computed at the same time (default: %(default)s)"
     )  # fmt: skip
     parser.add_argument(
         "--cache",
         metavar="FILE",
-        help="keep results by model and request in this SQLite file, and take from it what is there",
+        help="SQLite file of results: what is in it is not computed again, what is computed is added",
     )
     parser.add_argument(
-        "--ftfy", action="store_true", help="repair the texts that are scored with ftfy, as the original did"
+        "--ftfy",
+        action="store_true",
+        help="repair broken Unicode in the scored texts with ftfy, as the original did",
     )
     parser.add_argument(
-        "--output", metavar="F.json", help="write results, config, versions and token counts here"
+        "--output", metavar="F.json", help="write results, config, versions and token counts to this file"
     )
     from mesh_transformer.cluster.place import Place
 

@@ -16,13 +16,13 @@ def main() -> None:
         "--shards-out",
         type=int,
         metavar="K",
-        help="shards of a classic result, and devices that share the model when a prompt is given (default: mesh.tp)",
+        help="shards of a classic output; with --prompt, also the devices that the model is split over (default: mesh.tp)",
     )
     cli.add_step_output(parser, "--out", "classic")
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
-        help="print a completion of it by the result, or by --ckpt itself without --out",
+        help="complete this text with the new checkpoint (without --out: with --ckpt) and print the result",
     )
     arguments = parser.parse_args()
     from mesh_transformer.checkpoint.forms import Form

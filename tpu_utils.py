@@ -172,42 +172,68 @@ def _pair(text: str) -> tuple[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--zone", required=True, help="such as europe-west4-a")
+    where.add_argument("--zone", required=True, help="zone, such as europe-west4-a")
     where.add_argument(
-        "--project", help="the environment's (GOOGLE_CLOUD_PROJECT) or the credentials' if absent"
+        "--project", help="cloud project (default: GOOGLE_CLOUD_PROJECT, else that of the credentials)"
     )
     login = argparse.ArgumentParser(add_help=False)
-    login.add_argument("--user", help="to log in as; you if absent")
-    login.add_argument("--ssh-key", metavar="FILE", help="private key; Google's, then yours, if absent")
+    login.add_argument("--user", help="login name on the hosts (default: your name here)")
+    login.add_argument(
+        "--ssh-key",
+        metavar="FILE",
+        help="private key for the login (default: gcloud's, else the first one in ~/.ssh)",
+    )
     hosts = argparse.ArgumentParser(add_help=False, parents=[login])
-    hosts.add_argument("--external", action="store_true", help="use external addresses")
+    hosts.add_argument("--external", action="store_true", help="log in to the hosts' external addresses")
     hosts.add_argument(
-        "--known-hosts", metavar="FILE", help="keys of the hosts by address; the API is asked if absent"
+        "--known-hosts",
+        metavar="FILE",
+        help="file of the hosts' public keys (default: they are read from the API)",
     )
     actions = parser.add_subparsers(required=True, metavar="create|list|describe|ssh|run|delete")
     _add_create(
         actions.add_parser(
-            "create", parents=[where, login], help="make a TPU and wait until it is ready; repeatable"
+            "create",
+            parents=[where, login],
+            help="create a TPU and wait until it is ready; one that exists is used",
         )
     )
-    actions.add_parser("list", parents=[where], help="all TPUs of the zone, made or queued").set_defaults(
-        action=_list
-    )
-    _add(actions.add_parser("describe", parents=[where], help="state, type, hosts, age"), _describe)
-    ssh = _add(actions.add_parser("ssh", parents=[where, hosts], help="a shell on one host"), _ssh)
+    actions.add_parser(
+        "list", parents=[where], help="list all TPUs of the zone, created or queued"
+    ).set_defaults(action=_list)
+    _add(actions.add_parser("describe", parents=[where], help="print state, type, hosts and age"), _describe)
+    ssh = _add(actions.add_parser("ssh", parents=[where, hosts], help="open a shell on one host"), _ssh)
     ssh.add_argument(
         "--worker", type=int, default=0, metavar="N", help="TPU worker id (default: %(default)s)"
     )
     run = _add(
         actions.add_parser(
-            "run", parents=[where, hosts], help="a command on all hosts at once: ... -- COMMAND"
+            "run", parents=[where, hosts], help="run a command on all hosts at the same time: ... -- COMMAND"
         ),
         _run,
     )
-    run.add_argument("--worker", type=int, action="append", metavar="N", help="only there; may be repeated")
-    run.add_argument("--timeout", type=float, metavar="S", help="seconds for each host; for ever if absent")
-    delete = _add(actions.add_parser("delete", parents=[where], help="delete it; repeatable"), _delete)
-    delete.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait")
+    run.add_argument(
+        "--worker",
+        type=int,
+        action="append",
+        metavar="N",
+        help="TPU worker id of the host; may be given several times (default: all hosts)",
+    )
+    run.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds after which the command is ended on a host (default: none)",
+    )
+    delete = _add(
+        actions.add_parser(
+            "delete", parents=[where], help="delete a TPU; one that does not exist is no error"
+        ),
+        _delete,
+    )
+    delete.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait (default: %(default)s)"
+    )
     return parser
 
 
@@ -219,29 +245,49 @@ def _add(parser: argparse.ArgumentParser, action: object) -> argparse.ArgumentPa
 
 def _add_create(parser: argparse.ArgumentParser) -> None:
     _add(parser, _create)
-    parser.add_argument("--type", required=True, help="such as v3-32, v5e-16, v6e-8")
+    parser.add_argument("--type", required=True, help="type of the TPU, such as v3-32, v5e-16, v6e-8")
     tier = parser.add_mutually_exclusive_group()
-    tiers: tuple[Tier, ...] = ("spot", "preemptible", "reserved")
-    for name in tiers:
-        tier.add_argument(f"--{name}", dest="tier", action="store_const", const=name)
+    stopped = "cheaper capacity that the cloud may stop at any time"
+    tiers: dict[Tier, str] = {
+        "spot": stopped,
+        "preemptible": f"{stopped}, after a day at the latest",
+        "reserved": "capacity of a reservation",
+    }
+    for name, meaning in tiers.items():
+        tier.add_argument(f"--{name}", dest="tier", action="store_const", const=name, help=meaning)
     parser.set_defaults(tier="on-demand")
     parser.add_argument("--queued", action="store_true", help="wait in Google's queue for capacity")
     parser.add_argument(
-        "--valid-for", type=int, metavar="S", help="with --queued: leave the queue after S seconds"
+        "--valid-for", type=int, metavar="S", help="with --queued: give up after S seconds in the queue"
     )
     parser.add_argument(
         "--reservation", help="with --queued --reserved: projects/P/locations/Z/reservations/R"
     )
     parser.add_argument(
-        "--again", action="store_true", help="make it again if it is lost, wait out stockouts"
+        "--again",
+        action="store_true",
+        help="create it again when it is lost, and try again while the zone has no capacity",
     )
-    parser.add_argument("--timeout", type=float, default=DAY_S, metavar="S", help="seconds to wait (a day)")
-    parser.add_argument("--runtime-version", help="the one for JAX on this type if absent")
-    parser.add_argument("--network")
-    parser.add_argument("--subnetwork")
-    parser.add_argument("--internal-only", action="store_true", help="no external addresses")
-    parser.add_argument("--service-account", metavar="EMAIL", help="that the hosts act as")
-    parser.add_argument("--label", type=_pair, action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=DAY_S,
+        metavar="S",
+        help="seconds to wait until it is ready (default: a day)",
+    )
+    parser.add_argument("--runtime-version", help="runtime version (default: the one for JAX on this type)")
+    parser.add_argument("--network", help="network of the hosts (default: the project's)")
+    parser.add_argument("--subnetwork", help="subnetwork of the hosts (default: the network's)")
+    parser.add_argument("--internal-only", action="store_true", help="give the hosts no external addresses")
+    parser.add_argument("--service-account", metavar="EMAIL", help="service account of the hosts")
+    parser.add_argument(
+        "--label",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="label of the TPU; may be given several times",
+    )
     parser.add_argument("--tag", action="append", default=[], help="network tag, for firewall rules")
 
 

@@ -15,21 +15,27 @@ def main() -> int:
 
     parser = cli.parser(__doc__.split("\n")[0])
     Place.add_arguments(parser)
-    parser.add_argument("--new", action="store_true", help="delete what this run has left, and begin afresh")
-    parser.add_argument("--yes", action="store_true", help="with --new: do not ask")
+    parser.add_argument(
+        "--new", action="store_true", help="delete what this run has written, then start at step 0"
+    )
+    parser.add_argument("--yes", action="store_true", help="with --new: delete without asking")
     parser.add_argument(
         "--version",
         type=int,
         choices=[1, 2],
         default=1,
-        help="cores of a replica split the matrices (1, mesh.tp) or weights and moments (2, mesh.fsdp); default 1",
+        help="what mesh.tp cores split: 1, the matrices (tensor parallelism); 2, weights and moments (as mesh.fsdp) (default: 1)",
     )
     parser.add_argument(
         "--tune-model-path",
-        help="start at step 0 from this checkpoint: ours, of the original program or of Hugging Face",
+        metavar="DIR",
+        help="start at step 0 from the weights of this checkpoint: a native one, one of the original program or a Hugging "
+        "Face folder; local or gs://",
     )
     parser.add_argument(
-        "--fresh-opt", action="store_true", help="with --tune-model-path: leave its Adam moments"
+        "--fresh-opt",
+        action="store_true",
+        help="with --tune-model-path: do not load its Adam moments; start them at zero",
     )
     arguments = parser.parse_args()
     options = train_command.Options(

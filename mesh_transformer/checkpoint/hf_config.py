@@ -36,6 +36,8 @@ def model_config_from_hf(folder: str) -> ModelConfig:
     Raises:
         UserError: config.json is missing or unreadable, or describes something other than a GPT-J that we compute.
     """
+    if not files.exists(files.join(folder, "config.json")):
+        raise UserError(f"{folder} is not a Hugging Face folder: it has no config.json")
     raw = read_json(files.join(folder, "config.json"))
     try:
         return _to_model(raw)

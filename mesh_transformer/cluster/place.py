@@ -62,7 +62,7 @@ class Place:
             raise UserError("--environment and --wheelhouse are for the hosts of --tpu")
         if self.environment is not None and self.wheelhouse is not None:
             raise UserError(
-                "--environment is there already, and --wheelhouse is to make one: give one of them"
+                "--environment names one that exists, --wheelhouse installs a new one: give one of them"
             )
         if self.wheelhouse is not None and not glob.glob(os.path.join(glob.escape(self.wheelhouse), "*.whl")):
             raise UserError(
@@ -80,43 +80,48 @@ class Place:
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """The options, for a command line."""
-        parser.add_argument("--tpu", metavar="NAME", help="the TPU slice to run on, made if it is not there")
         parser.add_argument(
-            "--tpu_region", "--tpu-region", metavar="ZONE", help="its zone, such as europe-west4-a"
+            "--tpu", metavar="NAME", help="run on this TPU slice; it is created if it does not exist"
         )
         parser.add_argument(
-            "--tpu-type", metavar="T", help="such as v4-32 (default: v3- and mesh.tpu_size cores)"
+            "--tpu_region", "--tpu-region", metavar="ZONE", help="zone of the slice, such as europe-west4-a"
         )
         parser.add_argument(
-            "--preemptible", action="store_true", help="make it of capacity that may be taken back"
+            "--tpu-type",
+            metavar="T",
+            help="type of the slice, such as v4-32 (default: v3-N, N being mesh.tpu_size)",
+        )
+        parser.add_argument(
+            "--preemptible", action="store_true", help="cheaper capacity that the cloud may stop at any time"
         )
         parser.add_argument(
             "--environment",
             metavar="DIR",
-            help="a Python environment that its hosts have already; absent: one is made",
+            help="Python environment that the hosts already have (default: a new one is installed)",
         )
         parser.add_argument(
-            "--wheelhouse", metavar="DIR", help="make it of the wheels in this folder, without the internet"
+            "--wheelhouse", metavar="DIR", help="install on the hosts from the wheels in DIR (no internet)"
         )
-        parser.add_argument("--user", help="whom to log in to them as (default: as here)")
+        parser.add_argument("--user", help="login name on the hosts (default: your name here)")
         parser.add_argument(
             "--ssh-key",
             metavar="FILE",
-            help="with this private key (default: gcloud's, or the first of yours)",
+            help="private key for the login (default: gcloud's, else the first one in ~/.ssh)",
         )
-        parser.add_argument(
-            "--ray-address", metavar="A", help="run on this Ray cluster, which is there already"
-        )
-        parser.add_argument("--processes", type=int, metavar="N", help="run in N processes of this machine")
+        parser.add_argument("--ray-address", metavar="A", help="run on this Ray cluster, HOST:PORT or auto")
+        parser.add_argument("--processes", type=int, metavar="N", help="run in N processes on this machine")
         parser.add_argument(
             "--env",
             action="append",
             default=[],
             metavar="NAME=VALUE",
-            help="a variable of the workers' environment; may be repeated",
+            help="environment variable of the workers; may be given several times",
         )
         parser.add_argument(
-            "--price", type=float, metavar="P", help="of a chip for an hour: the cost line gives the sum"
+            "--price",
+            type=float,
+            metavar="P",
+            help="price of one chip per hour; the cost of the run is printed",
         )
 
     @classmethod

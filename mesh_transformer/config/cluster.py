@@ -16,20 +16,21 @@ class ClusterConfig(Group):
 
     step_limit: Seconds = Field(
         20.0,
-        description="a step that takes so much longer than the slowest one of late is a hang; so is any other phase in "
-        "which nothing is done for so long. Doubled by each hang, until the run is past its step",
+        description="a step that takes this much longer than the slowest recent one is a hang; so is any other phase "
+        "without work for this long. Each hang doubles it until the run has passed that step",
     )
     phase_limit: Seconds = Field(
         3600.0,
-        description="starting, compiling, waiting for data, one validation or one save that takes longer is a hang, "
-        "whatever is done meanwhile",
+        description="a start, a compilation, a wait for data, a validation or a save that takes longer is a hang, even "
+        "if work is done meanwhile",
     )
     max_crashes: Annotated[CountOrZero, Unit("crashes")] = Field(
-        5, description="crashes in a row, without a newer checkpoint, after which the driver begins again"
+        5,
+        description="crashes in a row without a newer checkpoint after which the driver still starts the workers again",
     )
     driver_timeout: Seconds = Field(
-        20.0, description="workers that no driver asks for so long save and wait for one"
+        20.0, description="workers that hear nothing from a driver for this long save and wait for one"
     )
     driver_wait: Annotated[Count, Unit("seconds")] = Field(
-        3600, description="how long they wait for the same command before they end"
+        3600, description="how long they wait for a driver, the same command, before they end"
     )

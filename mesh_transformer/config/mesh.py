@@ -45,7 +45,7 @@ class MeshConfig(Group):
         description="when fsdp gathers the weights: layer by layer (least memory) or once a step (classic early_collect)",
     )
     tpu_size: Devices | None = Field(
-        None, description="TPU cores that train.py asks the cloud for; sizes nothing elsewhere"
+        None, description="cores of the slice that train.py --tpu creates; not used elsewhere"
     )
 
     def shape(self, n_devices: int) -> MeshShape:

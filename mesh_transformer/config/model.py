@@ -48,7 +48,7 @@ class ModelConfig(Group):
         description="rows of the vocabulary that take part in the softmax, samples and exports"
     )
     vocab_multiple: Rows = Field(
-        128, description="tables are padded with dead rows up to this multiple, so that mesh.tp divides them"
+        128, description="tables get unused rows up to a multiple of this, so that mesh.tp divides them"
     )
     seq: Tokens = Field(2048, description="longest context")
     pe: Literal["rotary", "fixed", "t5"] = Field(
@@ -70,7 +70,7 @@ class ModelConfig(Group):
         "auto: none on CPU, full elsewhere",
     )
     scan_unroll: Layers = Field(
-        1, description="layers unrolled per scan iteration; more is faster to run, slower to compile"
+        1, description="layers unrolled per scan iteration; more runs faster and compiles slower"
     )
     logits_mib: Literal["auto"] | Mebibytes = Field(
         "auto",

@@ -41,17 +41,19 @@ class DataConfig(Group):
         description="validation sets: name to file, as train_set; one file alone is called val",
     )
     per_replica_batch: Annotated[Sequences | None, Derived("1 if batch_size is absent too")] = Field(
-        None, description="one microbatch on each data-parallel replica"
+        None, description="sequences of a microbatch on each data-parallel replica"
     )
     batch_size: Sequences | None = Field(
-        None, description="one microbatch over the whole mesh (instead of per_replica_batch)"
+        None, description="sequences of a microbatch over the whole mesh (instead of per_replica_batch)"
     )
     seq: Annotated[Tokens | None, Derived("model.seq")] = Field(None, description="training sequence length")
     tokenizer: OptionalText = Field(
         None,
         description="`bytes`, a folder with tokenizer files, or a hub name such as gpt2; for .txt files and samples",
     )
-    shuffle: Switch = Field(False, description="shuffle files and records; off: index order and record order")
+    shuffle: Switch = Field(
+        False, description="shuffle files and records; off: the order of the index and of its files"
+    )
     shuffle_window: Annotated[Count, Unit("records")] = Field(16384, description="records held for shuffling")
     batch_across_files: Switch = Field(
         False,
@@ -59,7 +61,8 @@ class DataConfig(Group):
         "as the original",
     )
     restart: bool = Field(
-        False, description="a resumed run reads the training data from its beginning, not from where it was"
+        False,
+        description="a resumed run reads the training data from its beginning, not from where it stopped",
     )
     read_by: Literal["host", "driver"] = Field(
         "host",
@@ -67,12 +70,14 @@ class DataConfig(Group):
     )
     seed: CountOrZero = Field(0, description="seed of the shuffling")
     val_batches: Annotated[int, Strict(), Ge(0), BeforeValidator(whole), Unit("batches")] = Field(
-        100, description="length of one validation, for each set; 0: no validation"
+        100, description="batches of one validation of each set; 0: no validation"
     )
     val_batch_multiplier: Annotated[Count, Unit("microbatches")] = Field(
-        1, description="size of a validation batch"
+        1, description="microbatches that make one validation batch"
     )
-    val_every: Steps = Field(500, description="distance of validations and of eval_harness_tasks")
+    val_every: Steps = Field(
+        500, description="steps between validations, and between runs of eval_harness_tasks"
+    )
     eval_harness_tasks: Annotated[tuple[Name, ...], BeforeValidator(_listed)] = Field(
         (),
         description="lm-evaluation-harness tasks run every val_every steps; a task that cannot be loaded stops the run",
@@ -84,7 +89,7 @@ class DataConfig(Group):
         None, description="folder with LAMBADA and PIQA for eval_harness_tasks; absent: the Hugging Face hub"
     )
     eval_harness_limit: Annotated[Count | None, Unit("questions")] = Field(
-        None, description="the first questions of each of eval_harness_tasks; absent: all"
+        None, description="ask only this many questions of each of eval_harness_tasks; absent: all"
     )
 
     @classmethod
@@ -114,12 +119,13 @@ class CheckpointConfig(Group):
         "", description="Google Cloud Storage bucket, or bucket/folder; empty: model_dir is local"
     )
     model_dir: Name = Field("runs/model", description="the run's folder: checkpoints, metrics, plots")
-    ckpt_every: Steps = Field(500, description="distance of checkpoints; the last step is always saved")
+    ckpt_every: Steps = Field(500, description="steps between checkpoints; the last step is always saved")
     keep_every: Steps | None = Field(
-        None, description="checkpoints at multiples of this are never deleted; absent: only the latest stay"
+        None,
+        description="checkpoints of steps that this divides are never deleted; absent: only the newest are kept",
     )
     keep_latest: Annotated[Count, Unit("checkpoints")] = Field(
-        1, description="newest checkpoints kept besides those of keep_every"
+        1, description="number of newest checkpoints kept, besides those of keep_every"
     )
 
     @model_validator(mode="after")

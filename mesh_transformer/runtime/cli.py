@@ -11,7 +11,7 @@ from typing import NoReturn
 from mesh_transformer.errors import RunError, UserError
 
 ANY_FORM = (
-    "a run's folder (its newest step) or one step_N folder, of ours or of the original program, or a Hugging Face "
+    "a run's folder (its newest step is taken) or a step_N folder, native or of the original program, or a Hugging Face "
     "folder; local or gs://"
 )
 
@@ -35,7 +35,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         default=[],
         dest="overrides",
         metavar="KEY,...",
-        help="keys of the config file that are left out: those of another program, for instance",
+        help="leave these keys of the config file out, such as those that only another program reads",
     )
     return made
 
@@ -53,14 +53,14 @@ def add_step_output(made: argparse.ArgumentParser, flag: str, form: str, *, requ
         "--format",
         choices=["native", "classic"],
         default=form,
-        help="form to write (default: %(default)s)",
+        help="form of the checkpoint to write (default: %(default)s)",
     )
     add_overwrite(made)
 
 
 def add_overwrite(made: argparse.ArgumentParser) -> None:
     """--overwrite."""
-    made.add_argument("--overwrite", action="store_true", help="replace what is there already")
+    made.add_argument("--overwrite", action="store_true", help="replace an existing output")
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:

@@ -184,7 +184,7 @@ def test_a_folder_without_weights_or_config_is_refused(whole, tmp_path) -> None:
     (folder / "model.safetensors").unlink()
     refused(folder, "no weights in .*: expected model.safetensors or pytorch_model.bin")
     (folder / "config.json").unlink()
-    refused(folder, "no such file: .*config.json")
+    refused(folder, "is not a Hugging Face folder: it has no config.json$")
 
 
 def test_layers_of_different_dtypes_are_refused(tmp_path) -> None:

@@ -110,7 +110,10 @@ def test_what_is_there_is_left_alone(folder) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--input", "nothing", "--output-path", "new"], "no such file: nothing/config.json"),
+        (
+            ["--input", "nothing", "--output-path", "new"],
+            "nothing is not a Hugging Face folder: it has no config.json",
+        ),
         (["--input", "hf", "--output-path", "new", "--shards", "2"], "--shards is a number"),
         (
             ["--input", "hf", "--output-path", "new", "--format", "classic", "--shards", "0"],

@@ -1,0 +1,50 @@
+"""What --help says: every option of every entry point has a text, in plain words."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ENTRY_POINTS = (
+    "create_finetune_tfrecords", "device_sample", "device_serve", "device_train", "eval_harness", "from_hf_weights",
+    "resharding_example", "slim_model", "to_hf_weights", "tpu_utils", "tpu_utils create", "tpu_utils run", "train",
+)  # fmt: skip
+DRIVER = (
+    "--wheelhouse DIR install on the hosts from the wheels in DIR (no internet)",
+    "--preemptible cheaper capacity that the cloud may stop at any time",
+    "--price P price of one chip per hour; the cost of the run is printed",
+    "--user USER login name on the hosts (default: your name here)",
+)
+TEXTS = {
+    "train": (
+        *DRIVER,
+        "--fresh-opt with --tune-model-path: do not load its Adam moments; start them at zero",
+        "--ignore-keys KEY,... leave these keys of the config file out",
+    ),
+    "eval_harness": DRIVER,
+    "device_train": ("do not load its Adam moments; start them at zero",),
+    "tpu_utils create": ("--user USER login name on the hosts (default: your name here)",),
+}
+
+
+@pytest.mark.parametrize("command", ENTRY_POINTS)
+def test_every_option_is_explained(
+    command: str, repo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *action = command.split()
+    monkeypatch.setattr(sys, "argv", [name, *action, "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(repo / f"{name}.py"))["main"]()
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    # an option stands at two spaces; its text follows on the line, or on the next one at 24
+    bare = re.findall(r"^  (-(?:(?!  ).)*)\n(?! {24})", shown, re.MULTILINE)
+    assert bare == []
+    text = " ".join(shown.split())
+    for part in TEXTS.get(command, ()):
+        assert part in text
