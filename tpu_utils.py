@@ -206,24 +206,10 @@ def _parser() -> argparse.ArgumentParser:
     ssh.add_argument(
         "--worker", type=int, default=0, metavar="N", help="TPU worker id (default: %(default)s)"
     )
-    run = _add(
+    _add_run(
         actions.add_parser(
             "run", parents=[where, hosts], help="run a command on all hosts at the same time: ... -- COMMAND"
-        ),
-        _run,
-    )
-    run.add_argument(
-        "--worker",
-        type=int,
-        action="append",
-        metavar="N",
-        help="TPU worker id of the host; may be given several times (default: all hosts)",
-    )
-    run.add_argument(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help="seconds after which the command is ended on a host (default: none)",
+        )
     )
     delete = _add(
         actions.add_parser(
@@ -241,6 +227,23 @@ def _add(parser: argparse.ArgumentParser, action: object) -> argparse.ArgumentPa
     parser.add_argument("name", metavar="NAME")
     parser.set_defaults(action=action)
     return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    _add(parser, _run)
+    parser.add_argument(
+        "--worker",
+        type=int,
+        action="append",
+        metavar="N",
+        help="TPU worker id of the host; may be given several times (default: all hosts)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds after which the command is ended on a host (default: none)",
+    )
 
 
 def _add_create(parser: argparse.ArgumentParser) -> None:
