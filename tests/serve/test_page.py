@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from infer import fake_engine
 from served import KEY, expected, serve, text_of, wait_until
 
 from mesh_transformer.infer.requests import Token
+from mesh_transformer.runtime.serve.model import ServedModel
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -83,8 +85,75 @@ def test_tokens_with_their_probabilities(open_page: Any) -> None:
         assert all(url.startswith((served.url, "data:")) for url in page.asked), page.asked
         assert page.faults == []
         page.click("#more")  # the completion becomes the prompt
-        playwright.expect(page.locator("#status")).to_contain_text("first after")
+        playwright.expect(page.locator("#text .prompt")).to_have_text("Hello" + text_of(made))
         assert page.input_value("#prompt") == "Hello" + text_of(made)
+
+
+def words_at_the_end(page: Any) -> str:
+    """The status when a completion is over."""
+    status = page.locator("#status")
+    playwright.expect(status).to_contain_text(", stopped at")
+    return status.inner_text()
+
+
+def test_the_status_in_plain_words(open_page: Any) -> None:
+    with serve() as served:
+        page = open_page(served.url)
+        ask(page, max_tokens="12", seed="1")
+        page.click("#go")
+        assert re.fullmatch(r"12 tokens, [0-9.,]+/s, stopped at max tokens", words_at_the_end(page))
+        ask(page, max_tokens="1")
+        page.click("#go")
+        playwright.expect(page.locator("#status")).to_have_text("1 token, stopped at max tokens")
+        made = text_of(expected(PROMPT, max_tokens=12, seed=1))
+        ask(page, max_tokens="12", stop=next(letter for letter in made[1:] if letter.isprintable()))
+        page.click("#go")
+        assert words_at_the_end(page).endswith("/s, stopped at a stop text or the end of text")
+
+
+def test_continue_asks_for_what_fits(open_page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last token of the context, and then it says that there is no room."""
+    monkeypatch.setattr(ServedModel, "end_tokens", lambda self, others=(), ignore_eos=False: ())
+    monkeypatch.setattr(fake_engine, "draw", ascii_draw(fake_engine.draw))
+    with serve() as served:
+        page = open_page(served.url)
+        ask(page, max_tokens="40", seed="1")
+        page.click("#go")
+        assert words_at_the_end(page).startswith("40 tokens")
+        page.click("#more")  # 64 tokens fit, and 45 are there
+        playwright.expect(page.locator("#status")).to_contain_text(
+            "stopped at the end of the context (64 tokens)"
+        )
+        assert page.locator("#status").inner_text().startswith("19 tokens, ")
+        whole = page.locator("#text").text_content()
+        assert len(whole) == 64
+        page.click("#more")
+        playwright.expect(page.locator("#status")).to_contain_text("the context is full (64 tokens)")
+        assert page.locator("#text").text_content() == whole
+        assert page.locator("#status.bad").count() == 0
+        assert page.faults == []
+
+
+def ascii_draw(draw: Any) -> Any:
+    """An engine's `draw` whose tokens are letters: a text of so many characters has so many tokens."""
+
+    def drawn(*asked: Any) -> Any:
+        token, finish = draw(*asked)
+        return token._replace(id=97 + token.id % 26), finish
+
+    return drawn
+
+
+def test_the_prompt_survives_a_reload(open_page: Any) -> None:
+    with serve() as served:
+        page = open_page(served.url)
+        page.fill("#prompt", "A long story\nof two lines")
+        page.reload()
+        assert page.input_value("#prompt") == "A long story\nof two lines"
+        page.goto(f"{served.url}/version")
+        page.goto(served.url)
+        assert page.input_value("#prompt") == "A long story\nof two lines"
+        assert open_page(served.url).input_value("#prompt") == "Once upon a time"
 
 
 def test_stop_frees_the_slot_and_keeps_the_text(open_page: Any) -> None:
@@ -122,7 +191,7 @@ def test_text_from_the_model_is_text(open_page: Any) -> None:
         ask(page, max_tokens="12")
         page.fill("#prompt", "<img src=x onerror=alert(1)>")
         page.click("#go")
-        playwright.expect(page.locator("#status")).to_contain_text("first after")
+        words_at_the_end(page)
         assert page.locator("#text img").count() == 0
         assert page.locator("#text .prompt").text_content() == "<img src=x onerror=alert(1)>"
 
@@ -142,7 +211,7 @@ def test_what_the_model_writes_is_text_too(open_page: Any, monkeypatch: pytest.M
         page = open_page(served.url)
         ask(page, max_tokens=str(len(html)))
         page.click("#go")
-        playwright.expect(page.locator("#status")).to_contain_text("first after")
+        words_at_the_end(page)
         assert completion(page) == html.decode()
         page.locator("#text span[data-p]").first.hover()
         playwright.expect(page.locator("#tip")).to_contain_text("<")
@@ -192,7 +261,7 @@ def test_it_fits_a_phone_and_goes_by_keyboard(open_page: Any) -> None:
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.id") == "go"
         page.keyboard.press("Enter")
-        playwright.expect(page.locator("#status")).to_contain_text("first after")
+        words_at_the_end(page)
         page.locator("#text span[data-p]").first.tap()
         playwright.expect(page.locator("#tip")).to_be_visible()
 
