@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import free_port
-from conftest import DEVICES_FLAG
 from parallel import permuted
 
 DEVICES = 8
@@ -48,7 +47,7 @@ def test_as_in_one_process(tmp_path, in_one_process, count):
 def _in_processes(folder, count):
     environment = {
         **os.environ,
-        "XLA_FLAGS": f"{DEVICES_FLAG}={DEVICES // count} {QUICK_COMPILE}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count} {QUICK_COMPILE}",
         "XDG_CACHE_HOME": str(folder / "cache"),
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": str(count),
