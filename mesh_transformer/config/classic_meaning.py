@@ -116,6 +116,9 @@ def _tasks(given: _Given) -> Iterator[str]:
         given.drop("data", "eval_harness_tasks")
         if tasks:
             yield f"eval_harness_tasks {short(tasks)}: no list of names; no tasks are run"
+    elif isinstance(tasks, list) and "" in tasks:
+        given.groups["data"]["eval_harness_tasks"] = [task for task in tasks if task != ""]
+        yield f"eval_harness_tasks {short(tasks)}: an empty name is left out"
 
 
 def _tpu_size(given: _Given) -> Iterator[str]:

@@ -117,7 +117,7 @@ def _explain_all(details: list[ErrorDetails]) -> str:
     missing = [_missing(detail["loc"]) for detail in details if detail["type"] == "missing"]
     faults = [_explain(detail) for detail in details if detail["type"] != "missing"]
     if missing:
-        faults.append(f"without a default and not given: {', '.join(missing)}")
+        faults.append(f"required and not given: {', '.join(missing)}")
     return "; ".join(dict.fromkeys(faults))
 
 

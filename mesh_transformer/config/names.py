@@ -15,6 +15,7 @@ from mesh_transformer.errors import UserError
 FIELDS: dict[str, tuple[str, ...]] = {name: tuple(group.model_fields) for name, group in GROUPS.items()}
 SHOWN_CHARS = 60
 SHOWN_KEYS = 8
+SHOWN_HINT = 600
 NEAR = 0.75  # of difflib's ratio: one letter of four is wrong, or two of a longer name
 NOT_OURS = "no field of this program"
 
@@ -58,9 +59,10 @@ def check_file(raw: dict[str, Any]) -> None:
     others = [fault for key, fault in faults.items() if fault != NOT_OURS]
     texts += others[:SHOWN_KEYS]
     told = "; ".join(texts).replace("?;", "?")
-    keys = shlex.quote(",".join([*strangers, *(key for key in faults if key not in strangers)])[:600])
+    keys = ",".join([*strangers, *(key for key in faults if key not in strangers)])
+    named = shlex.quote(keys) if len(keys) <= SHOWN_HINT else "KEY,..."
     them = "them" if len(faults) > 1 else "it"
-    raise UserError(f"{told}{' ' if told.endswith('?') else '; '}--ignore-keys {keys} leaves {them} out")
+    raise UserError(f"{told}{' ' if told.endswith('?') else '; '}--ignore-keys {named} leaves {them} out")
 
 
 def resolve(name: str) -> tuple[str, str, str]:
@@ -159,7 +161,7 @@ def _nearest(key: str, group: str | None) -> str | None:
 
 
 def _known(names: dict[str, Any] | tuple[str, ...]) -> str:
-    return f"known are {', '.join(names)}"
+    return f"{NOT_OURS}; known are {', '.join(names)}"
 
 
 def _has_classic_key(near: str) -> bool:

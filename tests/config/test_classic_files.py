@@ -69,6 +69,7 @@ def test_the_files_of_2021_load_or_are_refused_as_by_the_original(shared: Path) 
         ({"bucket": "", "model_dir": ""}, ["model_dir '': no folder"], {}),
         ({"eval_harness_tasks": {}}, [], {}),
         ({"eval_harness_tasks": "none yet"}, ["eval_harness_tasks 'none yet': no list"], {}),
+        ({"eval_harness_tasks": ["piqa", ""]}, ["an empty name"], {"eval_harness_tasks": ["piqa"]}),
         ({"tpu_size": "v3-8"}, ["tpu_size 'v3-8'"], {}),
         ({"comment": ["a", 1]}, [], {"comment": '["a", 1]'}),
         ({"comment": "a\u00a0b"}, [], {"comment": "a b"}),
@@ -151,6 +152,10 @@ def test_keys_of_a_fork_are_left_out(tmp_path: Path) -> None:
         f"the other 6 keys are classic ones: remove or rename it; {hint}"
     )
     assert read(tmp_path, text, "-step_shift", "-secret", "-optimizer", "-other").model.layers == 2
+    many = {f"{'long' * 10}_{i}": 1 for i in range(50)}
+    assert refusal(tmp_path, json.dumps({**FLAT, **many})).endswith(
+        " and 42 more: no fields of this program; --ignore-keys KEY,... leaves them out"
+    )
     grouped = json.dumps({"model": {**FLAT, "secret": 3}, "extra": 1})
     assert "--ignore-keys model.secret,extra leaves them out" in refusal(tmp_path, grouped)
     assert read(tmp_path, grouped, "-model.secret", "-extra", "model.layers=3").model.layers == 3
