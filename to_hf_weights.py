@@ -13,7 +13,11 @@ def main() -> None:
     parser.add_argument(
         "--dtype",
         choices=["fp16", "fp32", "bf16"],
-        help="of the weights written (default: as they are stored)",
+        help="dtype of the written weights (default: fp16; from a Hugging Face folder: as stored)",
+    )
+    parser.add_argument("--debug", action="store_true", help="log every tensor")
+    parser.add_argument(
+        "--cpu", action="store_true", help="no effect: the conversion never uses an accelerator"
     )
     parser.add_argument(
         "--tokenizer",
@@ -32,6 +36,7 @@ def main() -> None:
         dtype=arguments.dtype,
         tokenizer=arguments.tokenizer,
         overwrite=arguments.overwrite,
+        debug=arguments.debug,
     )
 
 

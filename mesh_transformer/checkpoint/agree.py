@@ -35,9 +35,11 @@ def agreed(read: Callable[[], T]) -> T:
 
 
 def first_cause(error: BaseException) -> str:
-    """The first line of the innermost error, without TensorStore's dump of its settings."""
+    """The innermost error: all that ours says, of others the first line, without TensorStore's dump of its settings."""
     ours = (DamagedCheckpoint, UserError)
     while error.__cause__ is not None and not isinstance(error, ours):
         error = error.__cause__
+    if isinstance(error, ours):
+        return str(error)
     text = str(error).partition(" [tensorstore_spec")[0].partition("\n")[0]
-    return text if isinstance(error, ours) else f"{type(error).__name__}: {text}"[:500]
+    return f"{type(error).__name__}: {text}"[:500]

@@ -198,8 +198,12 @@ class ClassicSource:
         return Counts(counts[STEP], counts.get(ADAM_COUNT), counts.get(SCHEDULE_COUNT))
 
     def _extra(self) -> dict[str, Any]:
-        """{"aux": ...}: what meta.json, beside the step, notes of it: the loader's position."""
+        """{"aux": ...}: what meta.json, beside the step, notes of it: the loader's position; {"config": ...}: its model."""
         root, name = posixpath.split(self.where)
         match = re.fullmatch(r"step_(\d+)", name)
         meta = classic_folder.read_meta(root) if match else None
-        return {"aux": meta.aux[match[1]]} if match and meta and match[1] in meta.aux else {}
+        config = classic_folder.read_config(self.where)
+        extra: dict[str, Any] = {} if config is None else {"config": config}
+        if match and meta and match[1] in meta.aux:
+            extra["aux"] = meta.aux[match[1]]
+        return extra

@@ -11,10 +11,12 @@ import numpy as np
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint.classic_layout import PIECES
+from mesh_transformer.checkpoint.json_file import read_json
 from mesh_transformer.checkpoint.npz import NpzReader
 from mesh_transformer.errors import UserError
 
 MAX_META_BYTES = 16 << 20
+CONFIG = "model.json"  # of our own steps: a config with the model alone, which the original does not look for
 
 
 class Meta(NamedTuple):
@@ -125,6 +127,21 @@ def write_meta(folder: str, step: int, aux: Any = None) -> None:
         {**known.aux, str(step): {} if aux is None else aux},
     )
     files.replace(files.join(root, "meta.json"), json.dumps(meta._asdict()).encode())
+
+
+def read_config(folder: str) -> dict[str, Any] | None:
+    """The config that a step folder of ours notes; None if it is another's.
+
+    Raises:
+        UserError: it is too large, or no JSON object.
+    """
+    path = files.join(folder, CONFIG)
+    return read_json(path) if files.exists(path) else None
+
+
+def write_config(folder: str, config: dict[str, Any]) -> None:
+    """Note the model of a step folder: {"model": ...}."""
+    files.replace(files.join(folder, CONFIG), json.dumps(config, indent=2).encode() + b"\n")
 
 
 def _step(root: str, number: int) -> str:

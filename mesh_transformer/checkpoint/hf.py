@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 
 from mesh_transformer.checkpoint.file_tensor import FileTensor
-from mesh_transformer.checkpoint.hf_config import check_same, is_tied, model_config_from_hf
+from mesh_transformer.checkpoint.hf_config import is_tied, model_config_from_hf
 from mesh_transformer.checkpoint.hf_files import open_tensors
 from mesh_transformer.checkpoint.hf_layout import EMBEDDING, EMBEDDING_BIAS, Entry, entries, padded
+from mesh_transformer.checkpoint.identity import check_same
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
 from mesh_transformer.checkpoint.transpose import copy_transposed
 from mesh_transformer.config import ModelConfig

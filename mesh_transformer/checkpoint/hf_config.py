@@ -9,11 +9,11 @@ from pydantic import ValidationError
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint.hf_layout import check_exports
-from mesh_transformer.config import ModelConfig, strict_json
+from mesh_transformer.checkpoint.json_file import read_json
+from mesh_transformer.config import ModelConfig
 from mesh_transformer.config.base import INT32_MAX
 from mesh_transformer.errors import UserError
 
-MAX_JSON_BYTES = 16 << 20  # of config.json and of an index
 EPSILON = 1e-5
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # three programs of one formula
 END_OF_TEXT = 50256  # GPT-2's
@@ -27,7 +27,6 @@ _SIZES = {
     "seq": ("n_positions", "max_position_embeddings", 2048),
     "pe_rotary_dims": ("rotary_dim", "rotary_dim", 64),
 }
-_ARCHITECTURE = ("layers", "d_model", "n_heads", "d_head", "d_ff", "n_vocab", "pe", "pe_rotary_dims", "norm")
 
 
 def model_config_from_hf(folder: str) -> ModelConfig:
@@ -48,24 +47,6 @@ def model_config_from_hf(folder: str) -> ModelConfig:
 def is_tied(folder: str) -> bool:
     """Whether the table of embeddings serves as the head's matrix too, if the folder has none."""
     return read_json(files.join(folder, "config.json")).get("tie_word_embeddings") is True
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """A JSON object of at most MAX_JSON_BYTES.
-
-    Raises:
-        UserError: there is no such file, it is too large, or no JSON object.
-    """
-    size = files.size(path)
-    if size > MAX_JSON_BYTES:
-        raise UserError(f"{path} is over {MAX_JSON_BYTES} bytes")
-    try:
-        value = strict_json.parse(files.read_range(path, 0, size).decode())
-    except (UserError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return value
 
 
 def _to_model(raw: dict[str, Any]) -> ModelConfig:
@@ -101,21 +82,6 @@ def _size(raw: dict[str, Any], name: str, alias: str, default: int) -> int:
         why = ", and transformers needs one" if name == "rotary_dim" else ""
         raise UserError(f"{name} is {value!r:.60}: expected a whole number of 1 or more{why}")
     return value
-
-
-def check_same(asked: ModelConfig, found: ModelConfig, where: str) -> None:
-    """Refuse a checkpoint of another architecture than the config's.
-
-    Raises:
-        UserError: names every field that differs.
-    """
-    differences = [
-        f"model.{name}: the config has {getattr(asked, name)}, the checkpoint {getattr(found, name)}"
-        for name in _ARCHITECTURE
-        if getattr(asked, name) != getattr(found, name)
-    ]
-    if differences:
-        raise UserError(f"{where} does not fit this configuration:\n  " + "\n  ".join(differences))
 
 
 def to_hf(model: ModelConfig, dtype: np.dtype, end_of_text: int | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from mesh_transformer import files
 from mesh_transformer.checkpoint import safetensors_file, torch_file
 from mesh_transformer.checkpoint.file_tensor import FileTensor
-from mesh_transformer.checkpoint.hf_config import read_json
+from mesh_transformer.checkpoint.json_file import read_json
 from mesh_transformer.errors import UserError
 
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"

@@ -27,6 +27,7 @@ from mesh_transformer.checkpoint.tensors import Index, TensorSource
 from mesh_transformer.checkpoint.transpose import copy_transposed
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
+from mesh_transformer.logs import log
 
 SHARD_BYTES = 5_000_000_000
 BLOCK_BYTES = 128 << 20  # read at a time; two are held
@@ -155,6 +156,7 @@ def _blocks(
     """Our parameters in the order of their tensors, some of their rows at a time."""
     for planned in shard:
         entry, shape = planned.entry, planned.entry.hf_shape
+        log.debug("%s %s %s, from %s", planned.hf, shape, dtype, entry.name)
         row_bytes = math.prod(shape[1:]) * max(dtype.itemsize, source.tensors[entry.name].dtype.itemsize)
         rows = max(1, BLOCK_BYTES // row_bytes)
         for first in range(0, shape[0], rows):

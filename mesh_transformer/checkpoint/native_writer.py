@@ -17,10 +17,12 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint import manifest as manifests
 from mesh_transformer.checkpoint.chunks import ROWS_BYTES, chunk_shape, pieces
 from mesh_transformer.checkpoint.forms import COMMIT_MARKER, finished_steps
+from mesh_transformer.checkpoint.identity import with_model
 from mesh_transformer.checkpoint.manifest import Manifest, TensorSpec
 from mesh_transformer.checkpoint.native import ADAM, SCHEDULE, ocdbt
 from mesh_transformer.checkpoint.target import Transfer, new_folder
 from mesh_transformer.checkpoint.tensors import Counts, TensorInfo, TensorSource
+from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 
 DATA_FILE_BYTES = 16 << 20  # with TensorStore's 2 GiB, writing takes 1.5 times as long
@@ -28,11 +30,13 @@ SHOWN = 5  # names listed in an error message
 EMPTY_NODES = (("opt_state", "0"), ("opt_state", "2", "inner_state"))  # of the optimizer: they hold no array
 
 
-def write_native(source: TensorSource, root: str, *, overwrite: bool = False) -> str:
+def write_native(
+    source: TensorSource, root: str, *, model: ModelConfig | None = None, overwrite: bool = False
+) -> str:
     """Write `{root}/step_N`, N being the step that `source` is of; returns that folder. Local or `gs://`.
 
     With moments in the source the whole training state is written (the averages of the noise scale empty), else the
-    parameters and the step. At any moment two pieces of ROWS_BYTES are held, and what the source holds.
+    parameters and the step. `model` is noted beside them; without it, what `source` notes. At any moment two pieces of ROWS_BYTES are held, and what the source holds.
 
     Raises:
         UserError: the step is there already, or the root holds others; the source is damaged. Nothing is left behind.
@@ -41,7 +45,8 @@ def write_native(source: TensorSource, root: str, *, overwrite: bool = False) ->
     check_alone(root, source.counts.step)
     with new_folder(folder, overwrite=overwrite, source=source.where, marker=COMMIT_MARKER) as temporary:
         tensors = _write_tensors(source, files.join(temporary, "state"))
-        document = manifests.encode(Manifest(tensors, dict(source.extra)))
+        extra = source.extra if model is None else with_model(source.extra, model)
+        document = manifests.encode(Manifest(tensors, dict(extra)))
         _write_json(files.join(temporary, "manifest"), "metadata", document)
     return folder
 

@@ -8,6 +8,7 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint.classic import ClassicSource
 from mesh_transformer.checkpoint.forms import Form, Found, recognise
 from mesh_transformer.checkpoint.hf import HFSource
+from mesh_transformer.checkpoint.identity import check_model
 from mesh_transformer.checkpoint.native import NativeSource
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
@@ -40,8 +41,9 @@ def open_step(root: str, model: ModelConfig, step: int | None) -> TensorSource:
 
 def open_found(found: Found, model: ModelConfig) -> TensorSource:
     """A checkpoint that was recognised; errors as in `open_source`."""
-    if found.form is Form.NATIVE:
-        return NativeSource(found.folder)
-    if found.form is Form.CLASSIC:
-        return ClassicSource(found.folder, model)
-    return HFSource(found.folder, model)
+    if found.form is Form.HUGGING_FACE:
+        return HFSource(found.folder, model)
+    native = found.form is Form.NATIVE
+    source: TensorSource = NativeSource(found.folder) if native else ClassicSource(found.folder, model)
+    check_model(source, model)
+    return source

@@ -31,9 +31,11 @@ from mesh_transformer.checkpoint import manifest as manifests
 from mesh_transformer.checkpoint import orbax
 from mesh_transformer.checkpoint.agree import agreed
 from mesh_transformer.checkpoint.forms import COMMIT_MARKER, is_classic_step
+from mesh_transformer.checkpoint.identity import check_model
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
 from mesh_transformer.checkpoint.native import NativeSource, read_manifest
 from mesh_transformer.checkpoint.place import restore
+from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -65,12 +67,16 @@ class CheckpointStore:
         keep_every: int | None = None,
         keep_latest: int = 1,
         read_only: bool = False,
+        model: ModelConfig | None = None,
     ) -> None:
-        """Open `root`, which need not exist; unless `read_only`, make it and delete what broken-off saves left."""
+        """Open `root`, which need not exist; unless `read_only`, make it and delete what broken-off saves left.
+
+        With `model`, a step that notes another architecture is not restored.
+        """
         for library in ("absl", "fsspec"):  # Orbax and its file access tell of every file at INFO
             logging.getLogger(library).setLevel(logging.WARNING)
         self._root = root if files.is_remote(root) else os.path.abspath(root)
-        self._keep = (keep_every, keep_latest)
+        self._keep, self._model = (keep_every, keep_latest), model
         self._save_failed = False
         self._damaged: set[int] = set()  # steps that `restore` passed over
         self._manager = None if read_only else self._open()
@@ -197,6 +203,8 @@ class CheckpointStore:
     def _load(self, step: int, abstract: Any, *, part: bool) -> Checkpoint:
         with files.patience(self._root):
             source = agreed(lambda: NativeSource(self.folder(step)))
+            if self._model is not None:
+                check_model(source, self._model)
             return Checkpoint(step, restore(source, abstract, part=part), source.extra)
 
     def _open(self) -> ocp.CheckpointManager:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import posixpath
 import re
 from collections.abc import Iterator
@@ -11,15 +12,16 @@ import ml_dtypes
 import numpy as np
 
 from mesh_transformer import logs
-from mesh_transformer.checkpoint.classic_folder import write_meta
+from mesh_transformer.checkpoint.classic_folder import write_config, write_meta
 from mesh_transformer.checkpoint.classic_write import write_classic
-from mesh_transformer.checkpoint.forms import Form
+from mesh_transformer.checkpoint.forms import Form, recognise
 from mesh_transformer.checkpoint.hf import HFSource
 from mesh_transformer.checkpoint.hf_layout import check_exports
 from mesh_transformer.checkpoint.hf_write import n_bytes, stored_dtype, write_hf
+from mesh_transformer.checkpoint.identity import with_model
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
 from mesh_transformer.checkpoint.native_writer import write_native
-from mesh_transformer.checkpoint.open import open_source
+from mesh_transformer.checkpoint.open import open_found
 from mesh_transformer.checkpoint.target import Transfer, check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig, load_config
@@ -38,22 +40,25 @@ def to_hf(
     dtype: str | None = None,
     tokenizer: str | None = None,
     overwrite: bool = False,
+    debug: bool = False,
 ) -> None:
     """Write a checkpoint of any form as a Hugging Face folder.
 
     Args:
-        dtype: one of DTYPES; None: as stored.
+        dtype: one of DTYPES; None: float16, as the original program, and from a Hugging Face folder as stored.
         tokenizer: a folder or a name on the hub, copied beside the weights.
+        debug: log every tensor.
 
     Raises:
         UserError: an argument, the config or the checkpoint cannot be used; `output` is as it was.
     """
-    logs.set_up()
+    logs.set_up(logging.DEBUG if debug else logging.INFO)
     model = load_config(config_path, overrides).model
     check_exports(model)
     check_free(output, overwrite=overwrite, source=checkpoint)
-    source = open_source(checkpoint, model)
-    kind = np.dtype(DTYPES[dtype]) if dtype else stored_dtype(source)
+    found = recognise(checkpoint)
+    source = open_found(found, model)
+    kind = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(found.form, source)
     end_of_text = _end_of_text(tokenizer, model) if tokenizer else None
     with (
         _damage_named(source),
@@ -64,6 +69,13 @@ def to_hf(
         if tokenizer:
             save_tokenizer(tokenizer, folder)
     logs.log.info("%s: %s, from %s", output, kind, source.where)
+
+
+def _default_dtype(form: Form, source: TensorSource) -> np.dtype:
+    kind = stored_dtype(source) if form is Form.HUGGING_FACE else np.dtype(np.float16)
+    why = "as stored" if form is Form.HUGGING_FACE else f"the default for a {form.value} checkpoint"
+    logs.log.info("the weights are written in %s, %s; --dtype chooses another", kind, why)
+    return kind
 
 
 def from_hf(folder: str, output: str, *, form: Form, shards: int = 1, overwrite: bool = False) -> None:
@@ -102,10 +114,11 @@ def write_step(
     check_output(output, form, source.counts.step)
     with _damage_named(source):
         if form is Form.NATIVE:
-            output = write_native(source, output, overwrite=overwrite)
+            output = write_native(source, output, model=model, overwrite=overwrite)
         else:
             with new_folder(output, overwrite=overwrite, source=source.where) as folder:
                 write_classic(source, model, folder, shards, full=full, dtype=dtype)
+                write_config(folder, with_model({}, model)["config"])
             write_meta(output, source.counts.step, source.extra.get("aux"))
     logs.log.info("%s: written from %s", output, source.where)
     return output

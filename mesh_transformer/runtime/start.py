@@ -4,6 +4,7 @@ ones."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from mesh_transformer.checkpoint.forms import ClassicRun, Form, Found, classic_r
 from mesh_transformer.checkpoint.open import open_found
 from mesh_transformer.checkpoint.place import place_scalar
 from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
+from mesh_transformer.config import Config
 from mesh_transformer.data.classic_position import classic_position
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
@@ -96,11 +98,28 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: Logged) -> Begun:
     counters = _counters(extra.get("counters", {"tokens": step * session.tokens_per_step}))
     counters = counters._replace(steps_redone=max(counters.steps_redone, logged.steps_redone) + redone)
     log.info("resuming after step %d; %d steps that were done after it are done again", step, redone)
+    if jax.process_index() == 0 and (changes := _changes(extra.get("config"), session.config)):
+        log.info("resuming with changed options: %s", ", ".join(changes))
     if session.config.data.restart:
         log.warning("data.restart: reading the training data from its beginning")
         return Begun(checkpoint.state, step, counters, None)
     loader = extra["loader"] if "loader" in extra else _classic_loader(session, extra.get("aux"))
     return Begun(checkpoint.state, step, counters, loader)
+
+
+def _changes(noted: Any, config: Config) -> list[str]:
+    """Each option of model, optimizer and data that is not as the checkpoint notes it: `optimizer.lr 0.01 -> 0.02`."""
+    before, now = noted if isinstance(noted, dict) else {}, config.model_dump(mode="json")
+    changes: list[str] = []
+    for group in ("model", "optimizer", "data"):
+        old = before.get(group)
+        if isinstance(old, dict):
+            changes += [
+                f"{group}.{name} {json.dumps(old[name])} -> {json.dumps(value)}"
+                for name, value in now[group].items()
+                if name in old and old[name] != value
+            ]
+    return changes
 
 
 def _counters(noted: Any) -> Counters:

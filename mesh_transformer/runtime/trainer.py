@@ -97,7 +97,10 @@ class TrainingRun:
         settings = self.config.checkpoint
         log.info("%s", self.session.describe())
         store = CheckpointStore(
-            settings.root, keep_every=settings.keep_every, keep_latest=settings.keep_latest
+            settings.root,
+            keep_every=settings.keep_every,
+            keep_latest=settings.keep_latest,
+            model=self.config.model,
         )
         try:
             begun = start.begin(self.session, store, self.source, self._logged())

@@ -101,6 +101,8 @@ def test_hugging_face_and_classic_checkpoints_give_the_same_numbers(trained):
         "run",
         "--output-path",
         "hf",
+        "--dtype",
+        "fp32",
         cwd=trained,
     )
     run(

@@ -67,7 +67,7 @@ COMMANDS = {
         dict,
     ),
     "to Hugging Face": Command(
-        "to_hf_weights.py --config config.json --input-ckpt gs://models/run --output-path {}out/gptj",
+        "to_hf_weights.py --config config.json --input-ckpt gs://models/run --output-path {}out/gptj --dtype fp32",
         "out/gptj",
         with_bias_in_table,
     ),

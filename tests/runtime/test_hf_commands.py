@@ -10,9 +10,11 @@ import hf_folders as hf
 import numpy as np
 import pytest
 
+from mesh_transformer.checkpoint.forms import Form
 from mesh_transformer.checkpoint.hf import HFSource
 from mesh_transformer.checkpoint.hf_write import write_hf
 from mesh_transformer.checkpoint.open import open_source
+from mesh_transformer.runtime import convert
 
 SIZES = {
     **hf.ODD,
@@ -65,9 +67,27 @@ def test_there_and_back(folder, form) -> None:
         assert json.loads((folder / "run/meta.json").read_text())["checkpoints"] == [0]
     else:
         assert_same_weights(folder / "run", folder / "hf")
-    told = to_hf(folder, "--input-ckpt", "run/step_0", "--output-path", "back")
+    told = to_hf(folder, "--input-ckpt", "run/step_0", "--output-path", "back", "--dtype", "fp32")
     assert "MB/s" in told
     assert tree(folder / "back") == tree(folder / "hf")
+
+
+def test_a_run_is_written_in_half_precision_unless_a_dtype_is_given(folder) -> None:
+    """And the original's --cpu and --debug are taken."""
+    convert.from_hf(str(folder / "hf"), str(folder / "run"), form=Form.NATIVE)
+    told = to_hf(folder, "--input-ckpt", "run", "--output-path", "half", "--cpu", "--debug")
+    assert (
+        "the weights are written in float16, the default for a native checkpoint; --dtype chooses another"
+        in told
+    )
+    assert "lm_head.weight (132, 192) float16, from params/head/logits/w" in told
+    half, whole = (hf.read_all(HFSource(str(folder / name))) for name in ("half", "hf"))
+    for name, array in whole.items():
+        np.testing.assert_array_equal(half[name], array.astype(np.float16), err_msg=name)
+    told = to_hf(folder, "--input-ckpt", "hf", "--output-path", "same")
+    assert "the weights are written in float32, as stored; --dtype chooses another" in told
+    assert "from params/" not in told
+    assert tree(folder / "same") == tree(folder / "hf")
 
 
 def test_dtype_and_tokenizer(folder, texts) -> None:

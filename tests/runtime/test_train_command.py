@@ -56,7 +56,32 @@ def test_a_finished_run_does_nothing_more(trained):
     before = (trained / "run/metrics.jsonl").read_bytes()
     _, errors = run("device_train.py", "--config", "config.json", cwd=trained)
     assert "complete" in errors
+    assert "changed options" not in errors
     assert (trained / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_a_resume_tells_what_is_no_longer_as_it_was(trained):
+    changes = ["optimizer.lr=0.02", "data.val_every=6", "model.remat=full", "checkpoint.ckpt_every=7"]
+    sets = [part for change in changes for part in ("--set", change)]
+    _, errors = run("device_train.py", "--config", "config.json", *sets, cwd=trained)
+    (told,) = [line for line in errors.splitlines() if "changed options" in line]
+    assert told.endswith(
+        'resuming with changed options: model.remat "auto" -> "full", optimizer.lr 0.01 -> 0.02, data.val_every 5 -> 6'
+    )
+
+
+def test_another_model_of_equal_shapes_is_not_resumed(trained):
+    before = sorted(
+        (path, path.stat().st_mtime_ns) for path in (trained / "run").rglob("*") if path.is_file()
+    )
+    sets = ["--set", "model.n_heads=8", "--set", "model.pe_rotary_dims=4"]
+    _, errors = run("device_train.py", "--config", "config.json", *sets, cwd=trained, code=2)
+    assert "run/step_12 does not fit this configuration" in errors
+    assert "model.n_heads: the config has 8, the checkpoint 4" in errors
+    assert "model.pe_rotary_dims: the config has 4, the checkpoint 8" in errors
+    assert "Traceback" not in errors
+    after = sorted((path, path.stat().st_mtime_ns) for path in (trained / "run").rglob("*") if path.is_file())
+    assert after == before
 
 
 def _samples(folder: Path, *arguments: str, **options):

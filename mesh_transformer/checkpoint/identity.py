@@ -1,0 +1,86 @@
+"""Which model a checkpoint is of. Its config lies beside the tensors, and is compared before any of them is read.
+
+Shapes do not tell a model: with other heads, rotary dims or norms the same tensors give other numbers. A native step holds
+the config of its run in the manifest, a classic step that we wrote in `model.json`, a Hugging Face folder in config.json.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from mesh_transformer.checkpoint.tensors import TensorSource
+from mesh_transformer.config import ModelConfig, parse_config
+from mesh_transformer.errors import UserError
+from mesh_transformer.logs import log
+
+ARCHITECTURE = (
+    *("family", "layers", "d_model", "n_heads", "d_head", "d_ff", "n_vocab", "pe", "pe_rotary_dims", "norm"),
+)
+
+
+def with_model(extra: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """The JSON beside a checkpoint's tensors, with the model's config in it: `extra["config"]["model"]`."""
+    return {**extra, "config": {"model": model.model_dump(mode="json")}}
+
+
+def check_model(source: TensorSource, asked: ModelConfig) -> None:
+    """Refuse a checkpoint of another architecture than the config's. One that notes no model is told, once a process.
+
+    Raises:
+        UserError: names every field that differs, or the model that is noted cannot be read.
+    """
+    config = source.extra.get("config")
+    noted = config.get("model") if isinstance(config, dict) else None
+    if noted is None:
+        _tell_unknown(source.where)
+    else:
+        check_same(asked, _parsed(noted, source.where), source.where)
+
+
+def check_same(asked: ModelConfig, found: ModelConfig, where: str) -> None:
+    """Refuse one of two architectures that are not the same.
+
+    Raises:
+        UserError: names every field that differs.
+    """
+    ours, theirs = _architecture(asked), _architecture(found)
+    wrong = [
+        name for name in ARCHITECTURE if name in ours.keys() & theirs.keys() and ours[name] != theirs[name]
+    ]
+    if wrong:
+        differences = [
+            f"model.{name}: the config has {ours[name]}, the checkpoint {theirs[name]}" for name in wrong
+        ]
+        sets = " ".join(f"--set model.{name}={theirs[name]}" for name in wrong)
+        raise UserError(
+            f"{where} does not fit this configuration:\n  "
+            + "\n  ".join(differences)
+            + f"\nset the model as the checkpoint has it ({sets}), or name another checkpoint or model_dir"
+        )
+
+
+def _architecture(model: ModelConfig) -> dict[str, Any]:
+    """The fields that decide what the tensors compute; rotary dims only where there is a rotation."""
+    names = (name for name in ARCHITECTURE if name != "pe_rotary_dims" or model.pe == "rotary")
+    return {name: getattr(model, name) for name in names}
+
+
+def _parsed(noted: Any, where: str) -> ModelConfig:
+    try:
+        if not isinstance(noted, dict):
+            raise UserError("expected an object")
+        return parse_config({"model": {name: noted[name] for name in ARCHITECTURE if name in noted}}).model
+    except UserError as error:
+        raise UserError(f"{where}: the model that the checkpoint notes cannot be read: {error}") from error
+
+
+@functools.cache
+def _tell_unknown(where: str) -> None:
+    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+        log.warning(
+            "%s does not note its model: n_heads, pe_rotary_dims and norm could not be compared with the config",
+            where,
+        )

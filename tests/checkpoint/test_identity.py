@@ -1,0 +1,194 @@
+"""Which model a checkpoint is of: compared with the config's before a tensor is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import TINY
+from classic_folders import RandomSource
+
+from mesh_transformer.checkpoint.forms import Form
+from mesh_transformer.checkpoint.identity import ARCHITECTURE, check_same
+from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.open import open_source
+from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.config import Config, ModelConfig, parse_config
+from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.convert import to_hf, write_step
+from mesh_transformer.runtime.reshard import reshard, slim
+from mesh_transformer.runtime.serving_engine import open_engine
+from mesh_transformer.runtime.session import Session
+from mesh_transformer.runtime.weights import read_params, read_weights
+
+RAW = {**TINY, "checkpoint": {"model_dir": "native"}}
+MODEL = parse_config(RAW).model
+# the tensors have the same shapes, and other meanings
+OTHER = ["model.n_heads=4", "model.pe_rotary_dims=8"]
+DIFFERENCES = [
+    "model.n_heads: the config has 4, the checkpoint 8",
+    "model.d_head: the config has 16, the checkpoint 8",
+    "model.pe_rotary_dims: the config has 8, the checkpoint 4",
+    "--set model.n_heads=8 --set model.d_head=8 --set model.pe_rotary_dims=4",
+]
+
+
+def model(**values: Any) -> ModelConfig:
+    return parse_config({"model": {**TINY["model"], **values}}).model
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {
+            "seq": 80,
+            "seed": 3,
+            "compute_dtype": "bfloat16",
+            "remat": "full",
+            "scan_unroll": 2,
+            "logits_mib": 7,
+        },
+        {"d_head": 8, "d_ff": 256},
+    ],
+    ids=["execution", "derived"],
+)
+def test_what_does_not_make_another_model(values: dict[str, Any]) -> None:
+    check_same(model(**values), MODEL, "here")
+    check_same(MODEL, model(**values), "here")
+
+
+@pytest.mark.parametrize("pe", ["fixed", "t5"])
+def test_rotary_dims_count_only_where_there_is_a_rotation(pe: str) -> None:
+    check_same(model(pe=pe, pe_rotary_dims=4), model(pe=pe, pe_rotary_dims=8), "here")
+    with pytest.raises(UserError) as wrong:
+        check_same(model(pe=pe, pe_rotary_dims=8), MODEL, "here")
+    assert f"model.pe: the config has {pe}, the checkpoint rotary" in str(wrong.value)
+    assert "pe_rotary_dims" not in str(wrong.value)
+
+
+OTHERS = {
+    "layers": 2, "d_model": 32, "n_heads": 4, "d_head": 16, "d_ff": 128, "n_vocab": 511, "pe": "t5", "pe_rotary_dims": 2,
+    "norm": "rmsnorm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_field_is_compared(name: str) -> None:
+    with pytest.raises(
+        UserError, match=f"here does not fit .*\n.*model.{name}: the config has {OTHERS[name]}, the"
+    ):
+        check_same(model(**{"d_head": 8, "d_ff": 256, name: OTHERS[name]}), MODEL, "here")
+
+
+def test_the_family_is_compared() -> None:
+    assert {*OTHERS, "family"} == set(ARCHITECTURE)
+    other = MODEL.model_copy(update={"family": "llama"})
+    with pytest.raises(UserError, match="model.family: the config has gptj, the checkpoint llama"):
+        check_same(MODEL, other, "here")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One model in the folders native, classic/step_7 and hf, each written by a conversion; unknown notes no model."""
+    folder = tmp_path_factory.mktemp("written")
+    source = RandomSource(MODEL, full=True)
+    write_step(source, MODEL, str(folder / "native"), form=Form.NATIVE)
+    write_step(source, MODEL, str(folder / "classic/step_7"), form=Form.CLASSIC)
+    write_native(source, str(folder / "unknown"))
+    (folder / "config.json").write_text(json.dumps(RAW))
+    to_hf(str(folder / "config.json"), [], str(folder / "native"), str(folder / "hf"), dtype="fp32")
+    return folder
+
+
+@pytest.fixture
+def without_tensors(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same folders without the values of the native one: whoever reads one of them fails with another message."""
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "native/step_7/state/d")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(*overrides: str) -> Config:
+    return parse_config(RAW, overrides)
+
+
+def in_session(read: Any, form: str) -> None:
+    read(Session.open(config(*OTHER)), form)
+
+
+OPENINGS = {
+    "resume": lambda form: CheckpointStore(form, read_only=True, model=config(*OTHER).model).restore({}),
+    "tune": lambda form: in_session(read_weights, form),
+    "evaluate": lambda form: in_session(read_params, form),
+    "sample, serve": lambda form: open_engine(config(*OTHER), form, slots=1),
+    "to_hf": lambda form: to_hf("config.json", OTHER, form, "new"),
+    "slim": lambda form: slim("config.json", [*OTHER, f"checkpoint.model_dir={form}"], step=None, f16=False),
+    "reshard": lambda form: reshard(
+        "config.json", OTHER, checkpoint=form, shards_out=1, out="new/step_7", form=Form.CLASSIC, prompt=None
+    ),
+}
+
+
+# a run resumes from a native step of its own, and a slim one is made of a step of a run
+PAIRS = [
+    (opening, form)
+    for opening in OPENINGS
+    for form in {"resume": ["native"], "slim": ["native", "classic"]}.get(
+        opening, ["native", "classic", "hf"]
+    )
+]
+
+
+@pytest.mark.parametrize(("opening", "form"), PAIRS)
+def test_another_model_is_refused_at_every_opening(without_tensors: Path, opening: str, form: str) -> None:
+    before = sorted(without_tensors.rglob("*"))
+    with pytest.raises(UserError) as wrong:
+        OPENINGS[opening](form)
+    for line in DIFFERENCES:
+        assert line in str(wrong.value)
+    assert sorted(without_tensors.rglob("*")) == before
+
+
+@pytest.mark.parametrize("form", ["native", "classic"])
+def test_a_conversion_notes_the_whole_model(written: Path, form: str) -> None:
+    noted = open_source(str(written / form), MODEL).extra["config"]
+    assert parse_config(noted).model == MODEL
+
+
+def test_a_checkpoint_without_a_model_says_so_once(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = str(written / "unknown")
+    with caplog.at_level(logging.WARNING, "mesh_transformer"):
+        for _ in range(2):
+            open_source(folder, parse_config(RAW, OTHER).model)
+        open_source(str(written / "native"), MODEL)
+    (told,) = caplog.messages
+    assert told == (
+        f"{folder}/step_7 does not note its model: n_heads, pe_rotary_dims and norm could not be compared with the config"
+    )
+
+
+@pytest.mark.parametrize(
+    ("noted", "message"),
+    [
+        ("gptj", "expected an object"),
+        ({"layers": 2}, "without a default and not given"),
+        ({**MODEL.model_dump(), "n_heads": 10**400}, "n_heads"),
+        ({**MODEL.model_dump(), "family": ["gptj"]}, "family"),
+    ],
+    ids=["text", "incomplete", "huge", "list"],
+)  # fmt: skip
+def test_a_model_that_cannot_be_read_is_refused(tmp_path: Path, noted: Any, message: str) -> None:
+    source = RandomSource(MODEL, full=False)
+    source.extra = {"config": {"model": noted}}
+    write_native(source, str(tmp_path))
+    with pytest.raises(
+        UserError, match=f"step_7: the model that the checkpoint notes cannot be read: .*{message}"
+    ):
+        open_source(str(tmp_path), MODEL)
+    assert NativeSource(str(tmp_path / "step_7")).extra["config"] == {"model": noted}
