@@ -104,6 +104,8 @@ def _place(given: _Given) -> Iterator[str]:
     if isinstance(folder, str) and folder.startswith("gs://") and checkpoint.get("bucket"):
         checkpoint["bucket"], _, checkpoint["model_dir"] = folder.removeprefix("gs://").partition("/")
         yield f"model_dir {short(folder)}: a whole path; bucket {short(bucket)} is not used"
+    elif isinstance(folder, str) and checkpoint.get("bucket"):
+        checkpoint["model_dir"] = folder.strip("/")  # it is the folder of the local copy too
     if isinstance(folder, str) and not checkpoint["model_dir"].strip("/ "):
         # never the bucket itself: a run's folder is emptied by --new
         given.drop("checkpoint", "model_dir")

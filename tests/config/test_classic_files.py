@@ -60,8 +60,8 @@ def test_the_files_of_2021_load_or_are_refused_as_by_the_original(shared: Path) 
         ({"pe": None, "pe_rotary_dims": 4}, ["no pe: rotary"], {"pe_rotary_dims": 4}),
         ({"norm": "layernorm-desync"}, ["norm layernorm-desync"], {}),
         ({"norm": "layernorm-desync", "cores_per_replica": 1}, ["norm layernorm-desync"], {}),
-        ({"bucket": "b/dir/", "model_dir": "x"}, [], {"bucket": "b", "model_dir": "dir/x"}),
         ({"bucket": "gs://b", "model_dir": "x"}, ["bucket 'gs://b': read as b"], {"bucket": "b", "model_dir": "x"}),
+        ({"bucket": "b", "model_dir": "/content/x/"}, [], {"bucket": "b", "model_dir": "content/x"}),
         ({"bucket": "b", "model_dir": ""}, ["model_dir '': no folder; the default is taken, runs/model"], {"bucket": "b"}),
         ({"bucket": "b", "model_dir": "/"}, ["model_dir '/': no folder"], {"bucket": "b"}),
         ({"bucket": "b", "model_dir": "gs://c/x"}, ["bucket 'b' is not used"], {"bucket": "c", "model_dir": "x"}),
@@ -84,10 +84,17 @@ def test_a_value_means_what_it_meant(
     expected = parse_config({**FLAT, **as_if})
     assert config.model_copy(update={"checkpoint": expected.checkpoint}) == expected
     assert config.checkpoint.root == expected.checkpoint.root
+    assert config.checkpoint.model_dir == expected.checkpoint.model_dir
     lines = [record.getMessage() for record in caplog.records]
     assert all(line.startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in line for line in lines)
     assert all(note in "\n".join(lines) for note in notes)
     assert bool(lines) == bool(notes)
+
+
+def test_a_bucket_with_a_folder(caplog: pytest.LogCaptureFixture) -> None:
+    for bucket in ("b/dir", "b/dir/"):
+        assert parse_config({**FLAT, "bucket": bucket, "model_dir": "x"}).checkpoint.root == "gs://b/dir/x"
+    assert caplog.records == []
 
 
 def test_a_warning_is_given_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
