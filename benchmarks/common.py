@@ -95,6 +95,14 @@ def emit(result: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def end(differences: Sequence[str]) -> None:
+    """Exit with code 1 if results that must be the same are not, and say where, on standard error."""
+    for difference in differences:
+        say(f"not the same: {difference}")
+    if differences:
+        raise SystemExit(1)
+
+
 def say(text: str) -> None:
     """A line for people, on standard error."""
     sys.stderr.write(text + "\n")

@@ -5,7 +5,8 @@
 
 Each run is a process of its own. Examples a second: questions (two log-likelihoods each) over the time of the harness's
 `loglikelihood`, tokenization included, after one pass to warm up; what loads a model is left out. `hf` runs with several batch
-sizes, of which the fastest counts. Each request's log-likelihood must be the same on both sides.
+sizes, of which the fastest counts. Each request's log-likelihood must be the same on both sides, but for ROUNDING: else the exit
+code is 1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from typing import Any
 
 import numpy as np
 from checkpoint import make_checkpoint
-from common import REPO, emit, in_turn, machine, median, of_config, parser, peak_memory_mib, this_script
+from common import REPO, emit, end, in_turn, machine, median, of_config, parser, peak_memory_mib, this_script
+
+# in units of the compute dtype's epsilon, of a request's value: two programs' roundings in its layers and in its sum
+ROUNDING = 8
 
 
 def main() -> None:
@@ -37,6 +41,7 @@ def main() -> None:
             commands[f"hf {batch}"] = this_script(__file__, *options)
         runs = in_turn(commands, arguments.rounds)
     emit(summary(runs, arguments))
+    end(differences(runs))
 
 
 def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -59,8 +64,25 @@ def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace
     return {**result, "machine": machine()}
 
 
+def differences(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Where a log-likelihood is not that of our first run."""
+    found, first = [], runs["ours"][0]
+    expected = np.asarray(first["scores"])
+    for name, records in runs.items():
+        for number, record in enumerate(records, 1):
+            scores = np.asarray(record["scores"])
+            allowed = ROUNDING * max(first["epsilon"], record["epsilon"]) * np.abs(expected)
+            # what is no number is not the same
+            for request in np.flatnonzero(~(np.abs(scores - expected) <= allowed)):
+                values = f"{scores[request]}, not {expected[request]}"
+                found.append(f"{name}, round {number}, request {request}: {values}")
+    return found
+
+
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """As eval_harness.py does it."""
+    import jax.numpy as jnp
+
     from mesh_transformer import platforms
     from mesh_transformer.config import load_config
     from mesh_transformer.data.tokenizer import load_tokenizer
@@ -74,7 +96,8 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     model = EvalModel(session, load_tokenizer(arguments.tokenizer))
     model.load(read_params(session, f"{arguments.folder}/native").params)
     result = timed(HarnessLM(model), arguments)
-    return {**result, "tokens_computed": model.counts.computed // 2}
+    epsilon = float(jnp.finfo(session.program.model.config.compute_dtype).eps)
+    return {**result, "tokens_computed": model.counts.computed // 2, "epsilon": epsilon}
 
 
 def hf(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +120,7 @@ def hf(arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = GPT2TokenizerFast.from_pretrained(arguments.tokenizer)
     lm = Counting(pretrained=model, tokenizer=tokenizer, batch_size=batch)
     result = timed(lm, arguments)
-    return {**result, "tokens_computed": lm.computed // 2}
+    return {**result, "tokens_computed": lm.computed // 2, "epsilon": torch.finfo(dtype).eps}
 
 
 def timed(lm: Any, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,8 @@
 
 Each run is a process of its own. Prefill: tokens a second up to and with the first new token; decode: new tokens a
 second after it. The memory rate is that of reading a large matrix for a product with one row; the share of it says how far a
-decode step is from reading every weight once. All programs must choose the same tokens, greedily.
+decode step is from reading every weight once. Transformers runs with the cache that it takes by itself, with its static one, and with
+that one and torch.compile; of the three the fastest counts. All programs must choose the same tokens, greedily: else the exit code is 1.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from typing import Any
 
 import numpy as np
 from checkpoint import make_checkpoint
-from common import emit, in_turn, machine, median, of_config, parser, peak_memory_mib, this_script
+from common import emit, end, in_turn, machine, median, of_config, parser, peak_memory_mib, this_script
 
 PROMPT, NEW, REPEATS = 128, 64, 5
-PEERS = {"torch": ["transformers"], "all": ["transformers", "ctranslate2"], "none": []}
+TRANSFORMERS = ["transformers", "transformers_static", "transformers_compiled"]
+PEERS = {"torch": TRANSFORMERS, "all": [*TRANSFORMERS, "ctranslate2"], "none": []}
+RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
 
 
 def main() -> None:
@@ -46,27 +49,44 @@ def main() -> None:
     if arguments.plot:
         plot(result, arguments.plot)
     emit(result)
+    end(differences(runs))
 
 
 def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians over the rounds, and the ratios to each peer."""
-    rate = median([run["gigabytes_per_s"] for run in runs.pop("memory")])
+    rate = median([run["gigabytes_per_s"] for run in runs["memory"]])
+    runs = {name: records for name, records in runs.items() if name != "memory"}
     result: dict[str, Any] = {"benchmark": "generate", "config": arguments.config, "memory_gb_per_s": rate}
-    firsts = {name: records[0]["tokens"] for name, records in runs.items()}
     for name, records in runs.items():
-        keys = ("prefill_tokens_per_s", "decode_tokens_per_s", "peak_memory_mib")
+        keys = (*RATES, "peak_memory_mib")
         result[name] = {key: median([record[key] for record in records]) for key in keys}
         batch = int(name.split()[1])
         read = result[name]["decode_tokens_per_s"] / batch * records[0]["weight_bytes"] / 1e9
         result[name]["share_of_memory_rate"] = round(read / rate, 3)
-        result[name]["same_tokens"] = firsts[name] == firsts[f"ours {batch}"]
-    for name in runs:
-        worker, batch = name.split()
-        if worker != "ours":
-            ours = result[f"ours {batch}"]
-            for key in ("prefill_tokens_per_s", "decode_tokens_per_s"):
-                result[name][f"ours_over_{key.split('_')[0]}"] = round(ours[key] / result[name][key], 3)
+    for batch in arguments.batches if arguments.peers != "none" else []:
+        ratios = result[f"ours_over_peers at batch {batch}"] = {}
+        for key in RATES:
+            fastest = max(result[f"{worker} {batch}"][key] for worker in TRANSFORMERS)
+            rates = {"transformers": fastest}
+            if arguments.peers == "all":
+                rates["ctranslate2"] = result[f"ctranslate2 {batch}"][key]
+            for peer, theirs in rates.items():
+                ratios[f"{peer} {key.split('_')[0]}"] = round(result[f"ours {batch}"][key] / theirs, 3)
     return {**result, "machine": machine()}
+
+
+def differences(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Where a run chose other tokens than our first one of its batch."""
+    found = []
+    for name, records in runs.items():
+        for number, record in enumerate(records if name != "memory" else [], 1):
+            expected = runs[f"ours {name.split()[1]}"][0]["tokens"]
+            for row, sequences in enumerate(zip(record["tokens"], expected, strict=True)):
+                pairs = enumerate(zip(*sequences, strict=True))
+                if apart := [(at, *pair) for at, pair in pairs if pair[0] != pair[1]]:
+                    at, theirs, ours = apart[0]
+                    found.append(f"{name}, round {number}, sequence {row}, token {at}: {theirs}, not {ours}")
+    return found
 
 
 def plot(result: dict[str, Any], path: str) -> None:
@@ -77,7 +97,7 @@ def plot(result: dict[str, Any], path: str) -> None:
     from matplotlib import pyplot
 
     measured = {tuple(name.split()): value for name, value in result.items() if isinstance(value, dict)}
-    programs = list(dict.fromkeys(name[0] for name in measured if len(name) == 2))
+    programs = [name for name in WORKERS if any(name == of[0] for of in measured)]
     batches = list(dict.fromkeys(name[1] for name in measured if len(name) == 2))
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5))
     for axis, kind in zip(axes, ("prefill", "decode"), strict=True):
@@ -137,8 +157,8 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**result, "weight_bytes": weight_bytes(config)}
 
 
-def transformers(arguments: argparse.Namespace) -> dict[str, Any]:
-    """GPTJForCausalLM.generate in torch, greedy."""
+def transformers(arguments: argparse.Namespace, **how: Any) -> dict[str, Any]:
+    """GPTJForCausalLM.generate in torch, greedy; `how`: further options of `generate`."""
     import torch
     from transformers import GPTJForCausalLM
 
@@ -159,12 +179,27 @@ def transformers(arguments: argparse.Namespace) -> dict[str, Any]:
                 min_new_tokens=new,
                 do_sample=False,
                 pad_token_id=0,
+                **how,
             )
         if device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began, out[:, PROMPT:].tolist()
 
     return measured(generate, arguments)
+
+
+def transformers_static(arguments: argparse.Namespace) -> dict[str, Any]:
+    """With a cache of fixed shape, and nothing compiled."""
+    return transformers(arguments, cache_implementation="static", disable_compile=True)
+
+
+def transformers_compiled(arguments: argparse.Namespace) -> dict[str, Any]:
+    """With a cache of fixed shape, and the decode step compiled, on CPU too."""
+    from transformers import CompileConfig
+
+    config = CompileConfig(mode="default")
+    config._compile_all_devices = True  # without it transformers compiles for accelerators alone
+    return transformers(arguments, cache_implementation="static", compile_config=config)
 
 
 def ctranslate2(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -251,7 +286,14 @@ def prompts(batch: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(1, 50000, (batch, PROMPT)).tolist()
 
 
-WORKERS = {"ours": ours, "transformers": transformers, "ctranslate2": ctranslate2, "memory": memory}
+WORKERS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "ours": ours,
+    "transformers": transformers,
+    "transformers_static": transformers_static,
+    "transformers_compiled": transformers_compiled,
+    "ctranslate2": ctranslate2,
+    "memory": memory,
+}
 
 
 def _arguments() -> argparse.Namespace:
