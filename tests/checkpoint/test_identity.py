@@ -177,7 +177,7 @@ def test_a_checkpoint_without_a_model_says_so_once(written: Path, caplog: pytest
     ("noted", "message"),
     [
         ("gptj", "expected an object"),
-        ({"layers": 2}, "without a default and not given"),
+        ({"layers": 2}, "required and not given"),
         ({**MODEL.model_dump(), "n_heads": 10**400}, "n_heads"),
         ({**MODEL.model_dump(), "family": ["gptj"]}, "family"),
     ],
