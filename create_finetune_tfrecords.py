@@ -62,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source, name, folder, spec = (args.pop(key) for key in ("input", "name", "output_dir", "tokenizer"))
     files = input_files(source)  # a missing input is told before a tokenizer is fetched
     written = prepare(files, name, folder, load_tokenizer(spec), Options(**args))
-    skipped = f"; {written.null_lines} lines skipped: their text is null" if written.null_lines else ""
+    skipped = (
+        f"; lines skipped because their text is null: {written.null_lines}" if written.null_lines else ""
+    )
     sys.stdout.write(f"{written.path}: {written.sequences} sequences, {written.tokens} tokens{skipped}\n")
 
 

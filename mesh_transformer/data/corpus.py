@@ -19,7 +19,9 @@ _log = logging.getLogger(__name__)
 
 PIECE_CHARS = 1 << 17
 MAX_LINE_BYTES = 64 << 20  # of JSON lines: a text of some ten thousand pages
-MAX_OUTSIDE_BYTES = 4 << 20  # of a line, outside of its strings: lists and objects take 31 times that in memory
+MAX_OUTSIDE_BYTES = (
+    4 << 20
+)  # of a line, outside of its strings: lists and objects take 31 times that in memory
 _NAMED = 3  # of files that are left out
 _HARD_CUT_CHARS = 8 * PIECE_CHARS
 _KINDS = (".txt", ".jsonl", ".tar")
@@ -48,13 +50,15 @@ class _Unread:
     def add(self, name: str) -> None:
         self._count += 1
         if len(self._names) < _NAMED:
-            self._names.append(name)
+            self._names.append(name[:100])
 
     def tell(self, place: str) -> None:
         """Log a warning if there is any."""
         if self._count:
             some = ", ".join(self._names) + (", ..." if self._count > _NAMED else "")
-            _log.warning("%s: %d files left out (%s); these are read: %s", place, self._count, some, _ACCEPTED)
+            _log.warning(
+                "%s: files left out: %d (%s); these are read: %s", place, self._count, some, _ACCEPTED
+            )
 
 
 def input_files(path: str) -> list[str]:
@@ -156,7 +160,9 @@ def _json_texts(file: IO[bytes], place: str) -> Iterator[str | None]:
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES:
-            raise UserError(f"{place}, line {number}: longer than {MAX_LINE_BYTES} bytes: cut it into documents")
+            raise UserError(
+                f"{place}, line {number}: longer than {MAX_LINE_BYTES} bytes: cut it into documents"
+            )
         if _has_too_much_outside(line):
             raise UserError(
                 f"{place}, line {number}: more than {MAX_OUTSIDE_BYTES} bytes outside of strings: leave out what is not text"
@@ -192,7 +198,9 @@ def _json_text(line: bytes, place: str) -> str | None:
             return "\n\n".join(text)
         if text is None or isinstance(text, str):
             return text
-    raise UserError(f'{place}: neither a string nor {{"text": T}} where T is a string, a list of them or null')
+    raise UserError(
+        f'{place}: neither a string nor {{"text": T}} where T is a string, a list of them or null'
+    )
 
 
 def cut(blocks: Iterable[str], separator: str | None) -> Iterator[Piece]:

@@ -11,11 +11,13 @@ import contextlib
 import io
 import tarfile
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from mesh_transformer.errors import UserError
 
-MAX_HEADER_BYTES = 16 << 10  # of a member: its own header, and a path and a link of 4 KiB each in others before it
+MAX_HEADER_BYTES = (
+    16 << 10
+)  # of a member: its own header, and a path and a link of 4 KiB each in others before it
 
 _STEP_BYTES = 20 * tarfile.BLOCKSIZE  # that tarfile reads at a time
 
@@ -31,8 +33,9 @@ def tar_members(file: IO[bytes], place: str) -> Iterator[tuple[str, IO[bytes]]]:
         UserError: the archive is damaged, ends early, has a sparse file, or headers that are too large.
     """
     bounded = _Bounded(file)
+    stream = cast(IO[bytes], bounded)  # of which no more than `read` is used
     with _damage_of(place):
-        archive = tarfile.open(fileobj=bounded, mode="r|", bufsize=_STEP_BYTES)
+        archive = tarfile.open(fileobj=stream, mode="r|", bufsize=_STEP_BYTES)  # noqa: SIM115  (it owns nothing)
     while True:
         with _damage_of(place):
             member = archive.next()

@@ -36,7 +36,9 @@ def padded(data: bytes) -> bytes:
 
 def pax(values: dict[str, str], kind: bytes = tarfile.XHDTYPE) -> bytes:
     """An extended header; four digits are enough for the length of any of these."""
-    data = b"".join(b"%04d %s=%s\n" % (len(k) + len(v) + 7, k.encode(), v.encode()) for k, v in values.items())
+    data = b"".join(
+        b"%04d %s=%s\n" % (len(k) + len(v) + 7, k.encode(), v.encode()) for k, v in values.items()
+    )
     return header("x", len(data), kind) + padded(data)
 
 
@@ -124,7 +126,10 @@ def test_lists_beside_a_text_fill_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(notes(10) + notes(MAX_OUTSIDE_BYTES // 3))
     # the line itself, and not 31 times as much
-    with memory_below(5 * MAX_OUTSIDE_BYTES), pytest.raises(UserError, match="line 2: more than 4194304 bytes outside"):
+    with (
+        memory_below(5 * MAX_OUTSIDE_BYTES),
+        pytest.raises(UserError, match="line 2: more than 4194304 bytes outside"),
+    ):
         texts(path)
 
 
@@ -139,7 +144,15 @@ def test_lists_beside_a_text_fill_no_memory(tmp_path: Path) -> None:
         ('"' + '\\"' * 1000, True),
         ('{"text": "x"}' + " " * 1500, False),
     ],
-    ids=["brackets in a text", "some spans", "many spans", "many words", "many keys", "without end", "blanks"],
+    ids=[
+        "brackets in a text",
+        "some spans",
+        "many spans",
+        "many words",
+        "many keys",
+        "without end",
+        "blanks",
+    ],
 )
 def test_what_is_outside_of_strings(monkeypatch: pytest.MonkeyPatch, line: str, allowed: bool) -> None:
     monkeypatch.setattr(corpus, "MAX_OUTSIDE_BYTES", 1000)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import logging
 import subprocess
 import sys
@@ -13,29 +12,12 @@ import zlib
 
 import numpy as np
 import pytest
+from loading import MODES, take, train
 
 from mesh_transformer.data.loader import make_train_loader, make_val_loader
 from mesh_transformer.data.records import write_records
 from mesh_transformer.data.stream import Walk
 from mesh_transformer.errors import UserError
-
-MODES = [
-    {},
-    {"batch_across_files": True},
-    {"shuffle": True, "shuffle_window": 6, "seed": 3},
-    {"shuffle": True, "shuffle_window": 1, "seed": 3},
-    {"shuffle": True, "shuffle_window": 1000, "seed": 4},
-]
-
-
-def train(index, *, rows=range(2), prefetch=2, **kwargs):
-    return make_train_loader(
-        str(index), seq=4, batch=2, accumulation=2, rows=rows, prefetch=prefetch, **kwargs
-    )
-
-
-def take(loader, n):
-    return [next(loader)[..., 0].tolist() for _ in range(n)]
 
 
 @pytest.mark.parametrize(("case", "accumulation", "batch"), [("train_2x2", 2, 2), ("train_3x1", 3, 1)])
@@ -56,21 +38,6 @@ def test_golden_validation_batches(golden):
         np.testing.assert_array_equal(np.stack(list(itertools.islice(val, 5))), want["val_2/batches"])
     once = make_val_loader(index, seq=64, batch=2, rows=range(2), repeat=False)
     np.testing.assert_array_equal(np.stack(list(once)), want["val_2/sample_once"])
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_resume_at_every_step(dataset, mode, prefetch):
-    straight = train(dataset, prefetch=prefetch, **mode)
-    states, batches = [straight.get_state()], []
-    for _ in range(16):
-        batches += take(straight, 1)
-        states.append(straight.get_state())
-    for at, state in enumerate(states[:-2]):
-        resumed = train(dataset, prefetch=prefetch, **mode)
-        resumed.set_state(json.loads(json.dumps(state)))
-        assert resumed.get_state() == state
-        assert take(resumed, 16 - at) == batches[at:]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -280,86 +247,6 @@ def test_a_pass_without_a_batch(dataset):
     assert np.array(take(across, 1)).tolist() == [[[k % 22 for k in range(50)]]]
 
 
-def test_states_of_another_data_set_are_refused(dataset):
-    loader = train(dataset)
-    take(loader, 3)
-    state = loader.get_state()
-    for change, message in (
-        ({"name": "z.tfrecords"}, "does not fit"),
-        ({"file": 7}, "does not fit"),
-        ({"offset": 10**12}, "has only"),
-        ({"record": -1}, "cannot be read"),
-        ({"epoch": "x"}, "cannot be read"),
-        ({"order": "?"}, "data.shuffle"),
-        ({"files": {"7": "x"}}, "does not fit"),
-        ({"files": {"-1": "x"}}, "cannot be read"),
-        ({"files": {"0": 5}}, "cannot be read"),
-        ({"files": ["x"]}, "cannot be read"),
-    ):
-        with pytest.raises(UserError, match=message):
-            train(dataset).set_state({**state, **change})
-    with pytest.raises(UserError, match=r"data\.shuffle"):
-        train(dataset, shuffle=True).set_state(state)
-    with pytest.raises(UserError, match="cannot be read"):
-        train(dataset).set_state({})
-
-
-@pytest.mark.parametrize("size", ["shorter", "longer", "the same"])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_replaced_record_file_is_told(dataset, mode, size):
-    """Whatever the new file holds at the old position: damage, or records of its own."""
-    loader = train(dataset, prefetch=0, **mode)
-    take(loader, 1)
-    state = json.loads(json.dumps(loader.get_state()))
-    read_from = dataset.with_name(state["name"])
-    rows = [np.full(5, 100 + k) for k in range({"a": 11, "b": 3, "c": 8}[read_from.stem])]
-    if size == "the same":
-        write_records(str(read_from), rows)
-    else:
-        write_records(str(read_from), rows * 3 if size == "longer" else [])
-    with pytest.raises(UserError, match=rf"{read_from.name} has changed since .*data\.restart=true"):
-        train(dataset, **mode).set_state(state)
-
-
-def test_every_file_of_a_shuffled_window_is_looked_at(dataset):
-    mode = {"shuffle": True, "shuffle_window": 1000}
-    loader = train(dataset, **mode)
-    take(loader, 2)
-    state = loader.get_state()
-    for name in "abc":
-        path = dataset.with_name(f"{name}.tfrecords")
-        former = path.read_bytes()
-        path.write_bytes(former + former)
-        with pytest.raises(UserError, match=f"{name}.tfrecords has changed"):
-            train(dataset, **mode).set_state(state)
-        path.write_bytes(former)
-    train(dataset, **mode).set_state(state)
-
-
-@pytest.mark.parametrize("mode", MODES[::2])
-def test_positions_of_older_versions_are_read(dataset, mode):
-    """They have no stamps: nothing can be compared."""
-    loader = train(dataset, **mode)
-    take(loader, 3)
-    state = loader.get_state()
-    assert state.pop("files")
-    older = train(dataset, **mode)
-    older.set_state(state)
-    assert take(older, 4) == take(loader, 4)
-
-
-def test_files_behind_the_position_may_change(dataset):
-    """They are read from their beginning, as they are then; a longer index is a longer data set."""
-    loader = train(dataset)
-    take(loader, 1)
-    write_records(str(dataset.with_name("b.tfrecords")), [np.full(5, 50 + k) for k in range(8)])
-    write_records(str(dataset.with_name("d.tfrecords")), [np.full(5, 60 + k) for k in range(4)])
-    dataset.write_text(dataset.read_text() + "d.tfrecords\n")
-    longer = train(dataset)
-    longer.set_state(loader.get_state())
-    assert [batch[0][0] for batch in take(longer, 6)] == [4, 50, 54, 14, 18, 60]
-
-
 def test_dropped_iterators_leave_no_threads(dataset):
     before = threading.active_count()
     val = make_val_loader(str(dataset), seq=4, batch=1, rows=range(1))
@@ -411,6 +298,13 @@ def test_several_processes_may_fill_the_cache(tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+@pytest.mark.parametrize("name", ["a.TFRECORDS", "a.TfRecord.GZ"])
+def test_upper_case_is_lower_case(dataset, name):
+    named = dataset.with_name(name)
+    dataset.with_name("a.tfrecords").rename(named)
+    assert take(train(named), 1) == [[[0, 1], [2, 3]]]
+
+
 def test_an_index_may_have_record_in_its_name(dataset):
     named = dataset.with_name("my.tfrecords.index")
     dataset.rename(named)
@@ -418,8 +312,8 @@ def test_an_index_may_have_record_in_its_name(dataset):
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
-    (tmp_path / "text.txt").write_text("abc" * 100)
+    (tmp_path / "text.TXT").write_text("abc" * 100)
     options = {"seq": 8, "batch": 2, "rows": range(2), "tokenizer": "bytes", "cache_dir": str(tmp_path)}
-    make_train_loader(str(tmp_path / "text.txt"), n_vocab=257, **options)
+    make_train_loader(str(tmp_path / "text.TXT"), n_vocab=257, **options)
     with pytest.raises(UserError, match=r"token 99, and model.n_vocab is 99"):
-        make_train_loader(str(tmp_path / "text.txt"), n_vocab=99, **options)
+        make_train_loader(str(tmp_path / "text.TXT"), n_vocab=99, **options)

@@ -33,7 +33,9 @@ IN_ORDER = {"preserve_data_order": True}
 
 def tokens_of(source, tmp_path, seq=7, **options):
     """The written sequences as one array, and what `prepare` reported."""
-    written = prepare(input_files(str(source)), "out", str(tmp_path / "records"), BYTES, Options(seq=seq, **options))
+    written = prepare(
+        input_files(str(source)), "out", str(tmp_path / "records"), BYTES, Options(seq=seq, **options)
+    )
     rows = np.stack(list(read_records(written.path)))
     assert rows.shape == (written.sequences, seq + 1)
     assert written.tokens == rows.size
@@ -165,7 +167,10 @@ def test_lines_as_the_originals_reader_took_them(tmp_path, monkeypatch, capsys):
     assert text_of(rows) == "one\n\ntwo|three|"
     assert (written.documents, written.null_lines) == (2, 2)
     create_finetune_tfrecords.main(["a.jsonl", "n", "--tokenizer", "bytes", "--seq", "14"])
-    assert capsys.readouterr().out == "./n_1.tfrecords: 1 sequences, 15 tokens; 2 lines skipped: their text is null\n"
+    assert (
+        capsys.readouterr().out
+        == "./n_1.tfrecords: 1 sequences, 15 tokens; lines skipped because their text is null: 2\n"
+    )
 
 
 @pytest.mark.parametrize("archive", [False, True])
@@ -181,7 +186,9 @@ def test_files_of_other_kinds_are_named(tmp_path, caplog, archive):
     with caplog.at_level(logging.WARNING):
         tokens_of(source, tmp_path, **IN_ORDER)
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"{source}: 6 files left out (0.pdf, 1.pdf, 2.pdf, ...); these are read: .txt, .jsonl, .tar")
+    assert told.startswith(
+        f"{source}: files left out: 6 (0.pdf, 1.pdf, 2.pdf, ...); these are read: .txt, .jsonl, .tar"
+    )
 
 
 def test_a_folder_is_read_in_order(tmp_path):
