@@ -15,10 +15,8 @@ from typing import IO, Any, cast
 
 from mesh_transformer.errors import UserError
 
-MAX_HEADER_BYTES = (
-    16 << 10
-)  # of a member: its own header, and a path and a link of 4 KiB each in others before it
-
+# Of a member: its own header, and before it others with a path and a link of 4 KiB each.
+MAX_HEADER_BYTES = 16 << 10
 _STEP_BYTES = 20 * tarfile.BLOCKSIZE  # that tarfile reads at a time
 
 
@@ -42,8 +40,8 @@ def tar_members(file: IO[bytes], place: str) -> Iterator[tuple[str, IO[bytes]]]:
         if member is None:
             return
         # what tarfile keeps of the members behind it would grow with their number
-        archive.members.clear()
-        archive.pax_headers.clear()
+        archive.members = []  # type: ignore[attr-defined]
+        archive.pax_headers = {}
         bounded.allow(archive.offset - archive.fileobj.tell() + MAX_HEADER_BYTES)
         if member.issparse():
             raise UserError(f"{place}: {member.name[:200]} is a sparse file: pack it without --sparse")
