@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import time
 
 from mesh_transformer import logs, slices
+from mesh_transformer.cloud import shell
 from mesh_transformer.cloud.faults import Kind, TpuFailed, TpuRefused
 from mesh_transformer.cloud.login import pod_of, public_keys
 from mesh_transformer.cloud.pod import Access, Host, HostsFailed, HostsRefused, Outcome, Pod
@@ -111,12 +111,7 @@ def _run(arguments: argparse.Namespace, tpus: Tpus) -> int:
         raise UserError("run needs a command: python tpu_utils.py run NAME --zone Z -- COMMAND")
     pod = _pod(arguments, tpus)
     try:
-        pod.run(
-            words[0] if len(words) == 1 else shlex.join(words),
-            arguments.worker,
-            timeout_s=arguments.timeout,
-            echo=True,
-        )
+        pod.run(shell.line_of(words), arguments.worker, timeout_s=arguments.timeout, echo=True)
     except KeyboardInterrupt:
         _say("interrupted: the command may still be running on the hosts")
         return 130
@@ -208,7 +203,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_run(
         actions.add_parser(
-            "run", parents=[where, hosts], help="run a command on all hosts at the same time: ... -- COMMAND"
+            "run",
+            parents=[where, hosts],
+            help="run a command on all hosts at the same time: ... -- PROGRAM ARGUMENTS, or ... -- 'LINE FOR A SHELL'",
         )
     )
     delete = _add(

@@ -33,7 +33,7 @@ supervisor() { # its process number, if it was started in this run of the machin
 
 running() { # is that process our supervisor, and not one that got its number later?
     local pid
-    pid=$(supervisor) && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "pod_ray.sh supervise $state "
+    pid=$(supervisor) && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -qF "pod_ray.sh supervise $state "
 }
 
 session_processes() {

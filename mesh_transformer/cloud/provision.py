@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shlex
 import tarfile
 import tempfile
 import time
@@ -13,10 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from mesh_transformer.cloud import shell
 from mesh_transformer.cloud.archive import HASH_LETTERS, Archive, FolderArchive, code_archive
 from mesh_transformer.cloud.environment import Environment, Existing, pins
 from mesh_transformer.cloud.head import read_token
 from mesh_transformer.cloud.pod import Host, Pod
+from mesh_transformer.cloud.shell import Home, Word, below
 
 log = logging.getLogger(__name__)
 STATE = ".mesh_transformer"  # in the home folder of each host
@@ -40,7 +41,7 @@ class Provisioned:
     """What is on the hosts now."""
 
     code: str  # folder on the hosts, from their home folder
-    python: str  # the interpreter on the hosts
+    python: str  # the interpreter on the hosts, quoted for their shells
     pushed: Mapping[str, tuple[int, ...]]  # worker ids that lacked "code", "wheels", "environment"
     seconds: Mapping[str, float]  # how long each part took
 
@@ -78,22 +79,22 @@ def provision(
                 assert archive is not None
                 _push(pod, archive, path, missing[name])
     code_folder = things["code"][0]
-    if isinstance(environment, Existing):
-        python_folder = environment.folder
-    else:
-        python_folder = f"$HOME/{things['environment'][0]}"
-        if missing["environment"]:
-            with _timed(seconds, "environment"):
-                _set_up(pod, environment, python_folder, code_folder, things, missing["environment"])
+    if isinstance(environment, Environment) and missing["environment"]:
+        with _timed(seconds, "environment"):
+            _set_up(pod, environment, code_folder, things, missing["environment"])
+    python_folder: Word = (
+        environment.folder if isinstance(environment, Existing) else Home(things["environment"][0])
+    )
+    programs = below(python_folder, "bin")
     with _timed(seconds, "ray"):
-        _join(pod, join, python_folder, code_folder)
+        _join(pod, join, below(programs, "ray"), code_folder)
     log.info("%d hosts: %s", len(pod.hosts), ", ".join(f"{name} {s:.1f} s" for name, s in seconds.items()))
-    return Provisioned(code_folder, f"{python_folder}/bin/python", missing, seconds)
+    return Provisioned(code_folder, shell.join(below(programs, "python")), missing, seconds)
 
 
 def stop_ray(pod: Pod, provisioned: Provisioned) -> None:
     """Stop Ray on all hosts, after the workers of runs have saved; where none runs nothing happens."""
-    command = f"{_script(provisioned.code, 'pod_ray.sh')} stop $HOME/{STATE}"
+    command = shell.join(_script(provisioned.code, "pod_ray.sh"), "stop", Home(STATE))
     pod.run(command, timeout_s=RAY_S, doing="stopping Ray")
 
 
@@ -104,7 +105,7 @@ def fetch_logs(pod: Pod, provisioned: Provisioned, folder: str) -> None:
         HostsFailed, HostsRefused: some host's did not come; the others' are there.
     """
     packed = f"{STATE}/logs.tar.gz"
-    command = f"{_script(provisioned.code, 'pod_logs.sh')} $HOME/{STATE} $HOME/{packed}"
+    command = shell.join(_script(provisioned.code, "pod_logs.sh"), Home(STATE), Home(packed))
     outcomes = pod.run(command, check=False, doing="packing logs")
     there = [outcome.host.worker_id for outcome in outcomes if outcome.code == 0]
     with tempfile.TemporaryDirectory() as scratch:
@@ -135,8 +136,12 @@ def _things(
 def _missing(pod: Pod, places: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Worker ids that lack each thing; an environment counts when it is complete."""
     marks = {name: f"{path}/.complete" if name == "environment" else path for name, path in places.items()}
-    look = "; ".join(f"[ -e $HOME/{mark} ] || echo {name}" for name, mark in marks.items())
-    outcomes = pod.run(f"mkdir -p -m 700 $HOME/{STATE}; {look}; true", doing="looking at what the hosts have")
+    look = "; ".join(
+        f"{shell.join('test', '-e', Home(mark))} || {shell.join('echo', name)}"
+        for name, mark in marks.items()
+    )
+    make = shell.join("mkdir", "-p", "-m", "700", Home(STATE))
+    outcomes = pod.run(f"{make}; {look}; true", doing="looking at what the hosts have")
     lacking = {outcome.host.worker_id: outcome.output.split() for outcome in outcomes}
     return {name: tuple(i for i, names in lacking.items() if name in names) for name in places}
 
@@ -158,7 +163,6 @@ def _push(pod: Pod, archive: Archive | FolderArchive, place: str, hosts: tuple[i
 def _set_up(
     pod: Pod,
     environment: Environment,
-    folder: str,
     code: str,
     things: Mapping[str, tuple[str, Archive | FolderArchive | None]],
     hosts: tuple[int, ...],
@@ -169,10 +173,10 @@ def _set_up(
             file.write(text)
             file.flush()
             pod.put(file.name, f"{STATE}/{name}", hosts)
-    wheels = f"$HOME/{things['wheels'][0]}" if "wheels" in things else ""
-    script = _script(code, "pod_setup.sh")
+    wheels = [Home(things["wheels"][0])] if "wheels" in things else []
+    files = [Home(f"{STATE}/requirements.txt"), Home(f"{STATE}/constraints.txt"), *wheels]
     pod.run(
-        f"{script} {folder} {shlex.quote(environment.python)} $HOME/{STATE}/requirements.txt $HOME/{STATE}/constraints.txt {wheels}",
+        shell.join(_script(code, "pod_setup.sh"), Home(things["environment"][0]), environment.python, *files),
         hosts,
         timeout_s=SETUP_S,
         echo=True,
@@ -180,16 +184,15 @@ def _set_up(
     )
 
 
-def _join(pod: Pod, join: Join, python_folder: str, code: str) -> None:
+def _join(pod: Pod, join: Join, ray: Word, code: str) -> None:
     token = read_token(join.token_file)
-    variables = {
-        "PYTHONPATH": f"$HOME/{code}",
-        "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",  # else 3.11.2 may not join a head of 3.11.7
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": f"$HOME/{STATE}/ray_token",
-        **{name: shlex.quote(value) for name, value in join.variables.items()},
-    }
-    settings = " ".join(f"{name}={value}" for name, value in variables.items())
+    settings: list[Word] = [
+        Home(code, before="PYTHONPATH="),
+        "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor",  # else 3.11.2 may not join a head of 3.11.7
+        "RAY_AUTH_MODE=token",
+        Home(f"{STATE}/ray_token", before="RAY_AUTH_TOKEN_PATH="),
+        *(f"{name}={value}" for name, value in join.variables.items()),
+    ]
 
     def command(host: Host) -> str:
         arguments = [
@@ -199,9 +202,9 @@ def _join(pod: Pod, join: Join, python_folder: str, code: str) -> None:
             "--disable-usage-stats",
             *join.arguments,
         ]
-        start = f"env {settings} {python_folder}/bin/ray start {shlex.join(arguments)}"
+        start = shell.join("env", *settings, ray, "start", *arguments)
         fingerprint = hashlib.sha256(f"{start}{token}".encode()).hexdigest()[:HASH_LETTERS]
-        return f"cd $HOME/{code} && scripts/pod_ray.sh start $HOME/{STATE} {fingerprint} {start}"
+        return f"{shell.join('cd', Home(code))} && {shell.join('scripts/pod_ray.sh', 'start', Home(STATE), fingerprint)} {start}"
 
     pod.put(join.token_file, f"{STATE}/ray_token")
     for outcome in pod.run(command, timeout_s=RAY_S, doing="starting Ray"):
@@ -212,8 +215,8 @@ def _join(pod: Pod, join: Join, python_folder: str, code: str) -> None:
                 )
 
 
-def _script(code: str, name: str) -> str:
-    return f"$HOME/{code}/scripts/{name}"
+def _script(code: str, name: str) -> Home:
+    return Home(f"{code}/scripts/{name}")
 
 
 @contextmanager

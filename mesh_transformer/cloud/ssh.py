@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from mesh_transformer.cloud import shell
 from mesh_transformer.cloud.pod import Access, Command, Host, Outcome
 from mesh_transformer.errors import UserError
 
@@ -41,7 +42,7 @@ def put(hosts: list[Host], access: Access, source: str, target: str) -> list[Out
     def action(connection: Any, host: Host) -> Outcome:
         part = f"{target}.{secrets.token_hex(4)}.part"
         connection.put(source, part)
-        return _run(connection, host, f"mv -f {part} {target}", 60.0, echo=False)
+        return _run(connection, host, shell.join("mv", "-f", "--", part, target), 60.0, echo=False)
 
     return _everywhere(hosts, access, action)
 
@@ -59,13 +60,20 @@ def get(hosts: list[Host], access: Access, source: str, target: Callable[[Host],
 
 def command_line(host: Host, access: Access) -> list[str]:
     """The system's ssh for one host, under the same rules."""
-    keys = [part for path in access.key_files() for part in ("-i", path, "-o", "IdentitiesOnly=yes")]
-    return [
-        "ssh", "-F", "/dev/null", *keys, "-p", str(access.port), "-o", "StrictHostKeyChecking=yes", "-o",
-        f"UserKnownHostsFile={access.known_hosts}", "-o", "GlobalKnownHostsFile=/dev/null", "-o",
-        f"ConnectTimeout={access.connect_timeout_s:.0f}", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
-        f"{access.user}@{host.address}",
+    keys = [f"IdentityFile={_literal(path)}" for path in access.key_files()]
+    options = [
+        *keys, *(["IdentitiesOnly=yes"] if keys else []), "StrictHostKeyChecking=yes",
+        f"UserKnownHostsFile={_literal(access.known_hosts)}", "GlobalKnownHostsFile=/dev/null",
+        f"ConnectTimeout={access.connect_timeout_s:.0f}", "ServerAliveInterval=5", "ServerAliveCountMax=3",
     ]  # fmt: skip
+    given = [part for option in options for part in ("-o", option)]
+    return ["ssh", "-F", "/dev/null", "-p", str(access.port), *given, f"{access.user}@{host.address}"]
+
+
+def _literal(path: str) -> str:
+    """A path as a value of an option of ssh, which neither splits it nor replaces anything in it."""
+    escaped = path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{escaped}"'
 
 
 def _everywhere(hosts: list[Host], access: Access, action: Action) -> list[Outcome]:

@@ -1,0 +1,57 @@
+"""Hosts that are folders of this machine: what SSH would run there, a real shell runs here, with the folder as its home."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mesh_transformer.cloud import ssh
+from mesh_transformer.cloud.pod import Access, Host, Pod
+
+
+class LocalConnection:
+    """What `cloud.ssh` uses of a fabric connection."""
+
+    def __init__(self, home: Path):
+        self._home = home
+
+    def run(self, command: str, *, out_stream: Any, err_stream: Any, timeout: float | None, **_: Any) -> Any:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self._home,
+            env={**os.environ, "HOME": str(self._home)},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        out_stream.write(done.stdout)
+        err_stream.write(done.stderr)
+        return SimpleNamespace(exited=done.returncode)
+
+    def put(self, source: str, target: str) -> None:
+        shutil.copy(source, self._home / target)
+
+    def get(self, source: str, target: str) -> None:
+        shutil.copy(self._home / source, target)
+
+
+def local_pod(homes: list[Path], monkeypatch: pytest.MonkeyPatch) -> Pod:
+    """A pod with a host for each home folder, which is made."""
+
+    @contextlib.contextmanager
+    def connected(host: Host, _: Access) -> Iterator[LocalConnection]:
+        yield LocalConnection(homes[host.worker_id])
+
+    monkeypatch.setattr(ssh, "_connected", connected)
+    for home in homes:
+        home.mkdir()
+    return Pod(tuple(Host(i, f"10.0.0.{i}") for i in range(len(homes))), Access(__file__))

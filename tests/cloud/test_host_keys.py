@@ -1,0 +1,131 @@
+"""Hosts that are not known are refused, before anything is told to them: a real SSH server on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import paramiko
+import pytest
+
+from mesh_transformer.cloud.pod import Access, Host, HostsRefused, Pod
+from mesh_transformer.cloud.ssh import command_line
+
+STRANGE = "100% \"of\" 'all' \\ hosts"
+
+
+class Server(paramiko.ServerInterface):
+    """Lets everybody in, answers "hello" to every command, and notes who came."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "publickey"
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        self.seen.append(f"login of {username}")
+        return paramiko.AUTH_SUCCESSFUL
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        return paramiko.OPEN_SUCCEEDED
+
+    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+        self.seen.append(command.decode())
+        threading.Timer(0.3, self._answer, [channel]).start()  # behind the reply to this request
+        return True
+
+    def _answer(self, channel: paramiko.Channel) -> None:
+        channel.sendall(b"hello\n")
+        channel.send_exit_status(0)
+        channel.close()
+
+
+class Running:
+    """A server at work: its port, and its public key as known_hosts has it."""
+
+    def __init__(self, listener: socket.socket):
+        self.server = Server()
+        self._key = paramiko.RSAKey.generate(2048)
+        self._listener = listener
+        self.port = listener.getsockname()[1]
+        self.line = f"[127.0.0.1]:{self.port} {self._key.get_name()} {self._key.get_base64()}\n"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                transport = paramiko.Transport(self._listener.accept()[0])
+                transport.add_server_key(self._key)
+                with contextlib.suppress(paramiko.SSHException, EOFError):
+                    transport.start_server(server=self.server)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield Running(listener)
+
+
+@pytest.fixture
+def access(running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Access:
+    """A login with a key of the test's own, to hosts of which none is known yet."""
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    running.server.seen.clear()
+    paramiko.RSAKey.generate(2048).write_private_key_file(str(tmp_path / f"key {STRANGE}"))
+    known = tmp_path / STRANGE
+    known.write_text("")
+    return Access(str(known), user="me", key_file=str(tmp_path / f"key {STRANGE}"), port=running.port)
+
+
+def of_another_server(line: str) -> str:
+    key = paramiko.RSAKey.generate(2048)
+    return f"{' '.join(line.split()[:2])} {key.get_base64()}\n"
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        (lambda line: "", "its host key is not in .*: unknown hosts are refused"),
+        (of_another_server, "its host key is not the one in"),
+    ],
+    ids=["unknown", "changed"],
+)
+def test_an_unknown_or_changed_host_is_refused(running: Running, access: Access, known, told: str) -> None:
+    path = Path(access.known_hosts)
+    path.write_text(known(running.line))
+    before = path.read_text()
+    pod = Pod((Host(0, "127.0.0.1"),), access)
+    with pytest.raises(HostsRefused, match=f"w0 \\(127.0.0.1\\): {told}"):
+        pod.run("secret command")
+    with pytest.raises(HostsRefused, match=told):
+        pod.put(__file__, "target")
+    if shutil.which("ssh"):
+        done = _system_ssh(access)
+        assert done.returncode == 255
+        assert "Host key verification failed" in done.stderr
+    assert running.server.seen == []
+    assert path.read_text() == before, "a key was added"
+
+
+def test_a_known_host_is_let_in(running: Running, access: Access) -> None:
+    """Else the test above would pass for any reason."""
+    Path(access.known_hosts).write_text(running.line)
+    (outcome,) = Pod((Host(0, "127.0.0.1"),), access).run("a command")
+    assert (outcome.code, outcome.output) == (0, "hello\n")
+    assert running.server.seen == ["login of me", "a command"]
+    if shutil.which("ssh"):
+        done = _system_ssh(access)
+        assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+
+
+def _system_ssh(access: Access) -> subprocess.CompletedProcess[str]:
+    command = [*command_line(Host(0, "127.0.0.1"), access), "a command"]
+    return subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30, check=False
+    )
