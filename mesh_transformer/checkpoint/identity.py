@@ -16,9 +16,8 @@ from mesh_transformer.config import ModelConfig, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 
-ARCHITECTURE = (
-    *("family", "layers", "d_model", "n_heads", "d_head", "d_ff", "n_vocab", "pe", "pe_rotary_dims", "norm"),
-)
+_SIZES = ("layers", "d_model", "n_heads", "d_head", "d_ff", "n_vocab")
+ARCHITECTURE = ("family", *_SIZES, "pe", "pe_rotary_dims", "norm")
 
 
 def with_model(extra: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
