@@ -41,10 +41,11 @@ tells it:
 
 | in the file | taken as |
 |---|---|
-| `pe_rotary_dims` above the width of a head | the whole head is turned |
+| `pe_rotary_dims` above the width of a head | the whole head is rotated |
 | `d_head` | not read: a head has d_model / n_heads dims; `--set model.d_head=N` counts |
 | no `pe` | `t5`, all that the original had before it had this key; with `pe_rotary_dims`: `rotary` |
 | `norm` `layernorm-desync` | `layernorm` with one shard; with more it is refused, since each had a norm of its own |
+| no `norm` | `layernorm`; before the original had this key, each of several shards had a norm of its own |
 | a key twice | the last one counts; in a grouped file it is refused |
 | `bucket` `B/dir` | folder `dir` of bucket B |
 | an empty `model_dir` | the default, `runs/model` |

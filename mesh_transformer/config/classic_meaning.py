@@ -85,7 +85,7 @@ def _position_encoding(given: _Given) -> Iterator[str]:
         given.drop("model", "pe_rotary_dims")
     elif size(dims) and dims > head:
         model["pe_rotary_dims"] = head
-        yield f"pe_rotary_dims {short(dims)}: more than the {head} dims of a head; all are turned, as by the original"
+        yield f"pe_rotary_dims {short(dims)}: more than the {head} dims of a head; the whole head is rotated, as in the original"
 
 
 def _norm(given: _Given) -> Iterator[str]:
@@ -93,6 +93,9 @@ def _norm(given: _Given) -> Iterator[str]:
     if given.get("model", "norm") == "layernorm-desync" and one_shard:
         given.groups["model"]["norm"] = "layernorm"
         yield "norm layernorm-desync: on one shard that is layernorm"
+    if given.absent("model", "norm"):
+        given.groups["model"]["norm"] = "layernorm"
+        yield "no norm: layernorm (--set model.norm=rmsnorm for another)"
 
 
 def _place(given: _Given) -> Iterator[str]:

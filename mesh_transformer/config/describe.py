@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -94,8 +95,8 @@ def short(value: Any) -> str:
 
 
 def _repr(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, int) and abs(value) >= 10**SHOWN_CHARS:
         return "a whole number with too many digits"  # str() of a very long int is itself an error
     if isinstance(value, str):

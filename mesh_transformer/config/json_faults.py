@@ -21,7 +21,14 @@ def explain(text: str, error: json.JSONDecodeError) -> str:
 
 
 _TRAILING = "a comma before the closing bracket"
-_NO_COMMA = "a comma is missing at its end"
+_NO_COMMA = "a comma is missing after the value"
+
+
+def line_of(text: str, pattern: str) -> str:
+    """`line N`, of the first match outside the strings."""
+    outside = re.sub(r'"(?:\\.|[^"\\])*"', lambda string: " " * len(string.group()), text)
+    match = re.search(pattern, outside)
+    return f"line {text.count(chr(10), 0, match.start() if match else 0) + 1}"
 
 
 def _cause(before: str, after: str, message: str) -> str:
@@ -33,15 +40,15 @@ def _cause(before: str, after: str, message: str) -> str:
     if (before.endswith(",") and after[:1] in ("}", "]")) or re.match(r",\s*[}\]]", after):
         return _TRAILING
     if message.startswith(("Unterminated string", "Invalid control character")):
-        return "a text without its closing quote"
+        return "a string without its closing quote"
     if message.startswith("Invalid \\escape"):
-        return "a lone backslash in a text: write it twice"
+        return "a single backslash in a string: write two"
     if message.startswith("Extra data"):
-        return "more text after the closing bracket"
+        return "more text after the last closing bracket"
     if not after:
-        return "the text ends before its last bracket is closed"
+        return "the file ends before the last bracket is closed"
     if after[0] in "'\u2018\u2019\u201c\u201d":
-        return f'{after[0]} is no quote of JSON: write "'
+        return f'{after[0]} is not a quote in JSON: write "'
     return _misplaced(after, message)
 
 
@@ -49,13 +56,13 @@ def _misplaced(after: str, message: str) -> str:
     word = re.match(r"[^\s,:{}\[\]]*", after)
     found = (word.group() if word else "")[:SHOWN_CHARS] or after[0]
     if message.startswith("Expecting ','"):
-        return _NO_COMMA if found.startswith('"') else f"{found} where a comma or a closing bracket belongs"
+        return _NO_COMMA if found.startswith('"') else f"expected a comma or a closing bracket, found {found}"
     if message.startswith("Expecting ':'"):
-        return f'{found} where a colon belongs, as in "key": value'
+        return f'expected a colon, as in "key": value, found {found}'
     if message.startswith("Expecting property name"):
-        return f'{found} where a key in double quotes belongs, as in "key": value'
+        return f"expected a key in double quotes, found {found}"
     if found in WORDS:
         return f"{found} is not JSON: write {WORDS[found]}"
     if found.endswith('"'):
-        return f"{found}: a text without its opening quote"
-    return f"{found} is no value: a number, true, false, null, or a text in double quotes"
+        return f"{found}: a string without its opening quote"
+    return f"expected a number, true, false, null, a string in double quotes, {{ or [, found {found}"

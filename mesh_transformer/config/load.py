@@ -134,7 +134,7 @@ def _explain(detail: ErrorDetails) -> str:
     if len(place) < 2:
         return str(cause or detail["msg"])
     group, field, *inner = place
-    where = ".".join([names.spelled(group, field), *(part for part in inner if part != "[key]")])
+    where = ".".join([names.spelled(group, field), *(part for part in inner if part not in ("", "[key]"))])
     if isinstance(cause, UserError):
         return f"{where} = {short(detail['input'])}: {cause}"
     expected = "a string that is not empty" if inner else allowed(GROUPS[group], field)

@@ -16,6 +16,7 @@ FIELDS: dict[str, tuple[str, ...]] = {name: tuple(group.model_fields) for name, 
 SHOWN_CHARS = 60
 SHOWN_KEYS = 8
 SHOWN_HINT = 600
+MAX_KEYS = 1000  # each unknown one is compared with every name that there is
 NEAR = 0.75  # of difflib's ratio: one letter of four is wrong, or two of a longer name
 NOT_OURS = "no field of this program"
 
@@ -45,24 +46,37 @@ def check_file(raw: dict[str, Any]) -> None:
     Raises:
         UserError: says of each what it may be, and how it is left out.
     """
+    count = len(raw) + sum(len(value) for value in raw.values() if isinstance(value, dict))
+    if count > MAX_KEYS:
+        raise UserError(f"it has {count:,} keys: a config has at most {MAX_KEYS:,}")
     faults = dict(_grouped_faults(raw) if is_grouped(raw) else _flat_faults(raw))
     if not faults:
         return
-    if not is_grouped(raw) and len(raw) > 1 and len(faults) == len(raw) and _are_objects(raw):
-        raise UserError(
-            f"it holds {len(raw)} objects, {_some(raw)}: a file is one config, write one of them to its own"
-        )
     strangers = [key for key, fault in faults.items() if fault == NOT_OURS]
+    if not is_grouped(raw) and len(strangers) == len(raw) and _are_objects(raw):
+        objects = f"{len(raw)} objects" if len(raw) > 1 else "one object"
+        raise UserError(
+            f"it holds {objects}, {_some(raw)}: a file is one config, write the content of one object to a file"
+        )
     texts = [f"unknown key {_cut(strangers[0])}: {NOT_OURS}"] if len(strangers) == 1 else []
     if len(strangers) > 1:
         texts = [f"unknown keys {_some(strangers)}: no fields of this program"]
     others = [fault for key, fault in faults.items() if fault != NOT_OURS]
     texts += others[:SHOWN_KEYS]
     told = "; ".join(texts).replace("?;", "?")
-    keys = ",".join([*strangers, *(key for key in faults if key not in strangers)])
-    named = shlex.quote(keys) if len(keys) <= SHOWN_HINT else "KEY,..."
-    them = "them" if len(faults) > 1 else "it"
-    raise UserError(f"{told}{' ' if told.endswith('?') else '; '}--ignore-keys {named} leaves {them} out")
+    raise UserError(
+        f"{told}{' ' if told.endswith('?') else '; '}"
+        + _how_to_leave_out([*strangers, *(key for key in faults if key not in strangers)])
+    )
+
+
+def _how_to_leave_out(keys: list[str]) -> str:
+    them = "them" if len(keys) > 1 else "it"
+    if not all(_is_plain(key) and "," not in key and not key.startswith("-") for key in keys):
+        return f"remove {them} from the file"
+    listed = ",".join(keys)
+    named = shlex.quote(listed) if len(listed) <= SHOWN_HINT else "KEY,..."
+    return f"--ignore-keys {named} leaves {them} out"
 
 
 def resolve(name: str) -> tuple[str, str, str]:
@@ -140,7 +154,7 @@ def _advice(key: str, group: str | None = None, flat: bool = False) -> str:
     if near is None:
         return ""
     if flat and "." in near and not _has_classic_key(near):
-        return f"did you mean {near}? A flat (classic) file cannot hold it: pass --set {near}=VALUE, or write the file in groups"
+        return f"did you mean {near}? A flat (classic) file cannot hold it: remove it and pass --set {near}=VALUE, or write the file in groups"
     return f"did you mean {near}?"
 
 
@@ -179,4 +193,10 @@ def _some(keys: Any) -> str:
 
 
 def _cut(key: str) -> str:
-    return key if len(key) <= SHOWN_CHARS else f"{key[:SHOWN_CHARS]}..."
+    cut = key if len(key) <= SHOWN_CHARS else f"{key[:SHOWN_CHARS]}..."
+    return cut if _is_plain(key) else repr(cut)
+
+
+def _is_plain(key: str) -> bool:
+    """Whether the key stands in a line as it is: no line break, no control character, no space around it."""
+    return key.isprintable() and key == key.strip() != ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any, NoReturn
 
 from mesh_transformer.config import json_faults
@@ -34,17 +35,20 @@ def parse(text: str, repeated: list[str] | None = None) -> Any:
             values[key] = value
         return values
 
+    def refuse_constant(name: str) -> NoReturn:
+        line = json_faults.line_of(text, name)
+        raise UserError(f"{line}: {name} is not a number in JSON: write a finite number")
+
     try:
-        return json.loads(text, object_pairs_hook=collect, parse_constant=_refuse_constant)
+        return json.loads(text, object_pairs_hook=collect, parse_constant=refuse_constant)
     except UserError:
         raise
     except json.JSONDecodeError as error:
         raise UserError(f"not JSON: {json_faults.explain(text, error)}") from error
     except ValueError as error:
-        raise UserError(f"not JSON: {error}") from error
+        # the one other cause: Python limits the digits of a whole number
+        digits = sys.get_int_max_str_digits()
+        line = json_faults.line_of(text, rf"\d{{{digits + 1}}}")
+        raise UserError(f"{line}: a number of more than {digits:,} digits") from error
     except RecursionError as error:
         raise UserError("not usable JSON: brackets are nested too deep") from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise UserError(f"{name} is not a number that JSON knows: write a finite number")

@@ -58,6 +58,7 @@ def test_the_files_of_2021_load_or_are_refused_as_by_the_original(shared: Path) 
         ({"d_head": 16, "pe_rotary_dims": 16}, ["d_head 16", "pe_rotary_dims 16"], {}),
         ({"pe": None}, ["no pe: t5"], {"pe": "t5"}),
         ({"pe": None, "pe_rotary_dims": 4}, ["no pe: rotary"], {"pe_rotary_dims": 4}),
+        ({"norm": None}, ["no norm: layernorm"], {"norm": "layernorm"}),
         ({"norm": "layernorm-desync"}, ["norm layernorm-desync"], {}),
         ({"norm": "layernorm-desync", "cores_per_replica": 1}, ["norm layernorm-desync"], {}),
         ({"bucket": "gs://b", "model_dir": "x"}, ["bucket 'gs://b': read as b"], {"bucket": "b", "model_dir": "x"}),
@@ -175,19 +176,30 @@ def test_keys_of_a_fork_are_left_out(tmp_path: Path) -> None:
         ({**FLAT, "a key": 1}, "unknown key a key: no field of this program; --ignore-keys 'a key' leaves it out"),
         ({**FLAT, "learning_rate": 1}, "unknown key learning_rate: did you mean optimizer.lr? --ignore-keys learning_rate leaves it out"),
         ({**FLAT, "n_layer": 1}, "unknown key n_layer: did you mean model.layers? --ignore-keys n_layer leaves it out"),
-        ({**FLAT, "batch": 1}, "unknown key batch: did you mean data.batch_size? A flat (classic) file cannot hold it: pass --set data.batch_size=VALUE, or write the file in groups; --ignore-keys batch leaves it out"),
+        ({**FLAT, "batch": 1}, "unknown key batch: did you mean data.batch_size? A flat (classic) file cannot hold it: remove it and pass --set data.batch_size=VALUE, or write the file in groups; --ignore-keys batch leaves it out"),
         ({**FLAT, "model": "gpt"}, '"model" is the name of a group, the other 6 keys are classic ones: remove or rename it; --ignore-keys model leaves it out'),
         ({"model": FLAT, "lr": 1}, 'lr stands outside the groups: write it inside "optimizer": {...}; --ignore-keys lr leaves it out'),
         ({"model": FLAT, "seed": 1}, 'seed stands outside the groups: write it inside "model": {...} or "data": {...}; --ignore-keys seed leaves it out'),
         ({"model": FLAT, "cores_per_replica": 1}, 'cores_per_replica stands outside the groups: write it as "tp" inside "mesh": {...}; --ignore-keys cores_per_replica leaves it out'),
         ({"model": FLAT, "steps": 1}, "unknown group steps: did you mean optimizer.total_steps? --ignore-keys steps leaves it out"),
         ({"model": {**FLAT, "vocab_size": 1}}, "unknown key model.vocab_size: did you mean model.n_vocab? --ignore-keys model.vocab_size leaves it out"),
-        ({"gpt2": {"a": 1}, "gptj": {"a": 1}}, "it holds 2 objects, gpt2, gptj: a file is one config, write one of them to its own"),
+        ({**FLAT, "a\nb": 1}, r"unknown key 'a\nb': no field of this program; remove it from the file"),
+        ({**FLAT, "\x1b[31m": 1, "": 2, "-x": 3, "a,b": 4}, r"unknown keys '\x1b[31m', '', -x, a,b: no fields of this program; remove them from the file"),
+        ({"params": FLAT}, "it holds one object, params: a file is one config, write the content of one object to a file"),
+        ({"Model": FLAT}, "unknown key Model: did you mean model? --ignore-keys Model leaves it out"),
+        ({**FLAT, "val_set": {"": "x"}}, "data.val_set = '': expected a string that is not empty"),
+        ({"gpt2": {"a": 1}, "gptj": {"a": 1}}, "it holds 2 objects, gpt2, gptj: a file is one config, write the content of one object to a file"),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_name_that_is_wrong(tmp_path: Path, raw: dict[str, Any], message: str) -> None:
     assert refusal(tmp_path, json.dumps(raw)) == message
+
+
+def test_too_many_keys_are_refused_before_each_is_looked_up(tmp_path: Path) -> None:
+    many = {f"key_{i}": 1 for i in range(5000)}
+    assert refusal(tmp_path, json.dumps(many)) == "it has 5,000 keys: a config has at most 1,000"
+    assert refusal(tmp_path, json.dumps({"model": many})) == "it has 5,001 keys: a config has at most 1,000"
 
 
 @pytest.mark.parametrize(
@@ -213,18 +225,19 @@ def test_names_of_other_programs_on_the_command_line(name: str, field: str) -> N
         ('{\n"a": 1\n=======\n"b": 2}', "line 3: =======: an unfinished git merge"),
         ('{\n\n// x\n"a": 1}', "line 3: JSON has no comments"),
         ('{"a": 1, # x\n"b": 1}', "line 1: JSON has no comments"),
-        ('{"a": 1\n"b": 1}', "line 1: a comma is missing at its end"),
-        ('{"a": "x\n}', "line 1: a text without its closing quote"),
-        ('{"a": x"}', 'line 1: x": a text without its opening quote'),
-        ("{'a': 1}", "line 1: ' is no quote of JSON: write \""),
-        ('{\u201ca\u201d: 1}', "line 1: \u201c is no quote of JSON: write \""),
-        ('{a: 1}', 'line 1: a where a key in double quotes belongs, as in "key": value'),
-        ('{"a" 1}', 'line 1: 1 where a colon belongs, as in "key": value'),
+        ('{"a": 1\n"b": 1}', "line 1: a comma is missing after the value"),
+        ('{"a": 1 "b": 1}', "line 1: a comma is missing after the value"),
+        ('{"a": "x\n}', "line 1: a string without its closing quote"),
+        ('{"a": x"}', 'line 1: x": a string without its opening quote'),
+        ("{'a': 1}", "line 1: ' is not a quote in JSON: write \""),
+        ('{\u201ca\u201d: 1}', "line 1: \u201c is not a quote in JSON: write \""),
+        ('{a: 1}', 'line 1: expected a key in double quotes, found a'),
+        ('{"a" 1}', 'line 1: expected a colon, as in "key": value, found 1'),
         ('{"a": True}', "line 1: True is not JSON: write true"),
-        ('{"a": .5}', "line 1: .5 is no value: a number, true, false, null, or a text in double quotes"),
-        ('{"a": "C:\\x"}', "line 1: a lone backslash in a text: write it twice"),
-        ('{"a": 1', "line 1: the text ends before its last bracket is closed"),
-        ('{"a": 1}}', "line 1: more text after the closing bracket"),
+        ('{"a": .5}', "line 1: expected a number, true, false, null, a string in double quotes, { or [, found .5"),
+        ('{"a": "C:\\x"}', "line 1: a single backslash in a string: write two"),
+        ('{"a": 1', "line 1: the file ends before the last bracket is closed"),
+        ('{"a": 1}}', "line 1: more text after the last closing bracket"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_the_json(tmp_path: Path, text: str, fault: str) -> None:

@@ -226,18 +226,20 @@ def test_messages_stay_short_for_huge_input() -> None:
         (b"", "the file is empty"),
         (b" \n", "the file is empty"),
         (b"3", "must be a JSON object"),
+        (b"null", "must be a JSON object ({...}), not null"),
         (b'{"layers": 1,}', "not JSON"),
         (b'{"mesh": {}, "mesh": {"tp": 2}}', "'mesh' is there twice ({} and {'tp': 2}): keep one"),
         (b'{"mesh": {"tp": 1, "tp": 2}}', "'tp' is there twice"),
         (b'{"lr": NaN}', "NaN is not a number"),
+        (b'{"name": "NaN \\" NaN",\n"lr": NaN}', "line 2: NaN is not a number"),
         (b'{"lr": -Infinity}', "-Infinity is not a number"),
-        (b'{"layers": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"layers": ' + b"9" * 5000 + b"}", "line 1: a number of more than 4,300 digits"),
         (b"\xff\xfe{", "not UTF-8"),
         (b'{"name": "\xe9"}', "not UTF-8 text (byte 10)"),
         (b"[" * 100_000, "nested too deep"),
         (b" " * (1 << 20) + b"{}", "over 1048576 bytes"),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_file_is_refused(tmp_path: Path, content: bytes, part: str) -> None:
     path = tmp_path / "config.json"
