@@ -16,6 +16,7 @@ from mesh_transformer.config import LoggingConfig
 
 log = logging.getLogger("mesh_transformer")
 Scalars = Mapping[str, float]
+_FLUSH_S = 120.0  # how often TensorBoard's events go to the disk
 _MAX_STEPS = 2**31  # a step is an int32 on the device
 
 
@@ -60,6 +61,7 @@ class Progress:
             initial=done,
             desc=what,
             unit=unit,
+            bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| eta {remaining}{postfix}",
             disable=quiet or self._plain,
             dynamic_ncols=True,
             leave=leave,
@@ -68,7 +70,8 @@ class Progress:
     def update(self, done: int, **shown: str) -> None:
         """`done` units are finished; `shown` stands beside the count."""
         signs.note()
-        self._bar.set_postfix(shown, refresh=False)
+        details = "  ".join(f"{name} {value}" for name, value in shown.items())
+        self._bar.set_postfix_str(details, refresh=False)
         self._bar.update(done - self._bar.n if not self._bar.disable else 0)
         now = time.monotonic()
         last = done >= self._total and self._leave
@@ -76,8 +79,8 @@ class Progress:
             self._printed = now
             rate = (done - self._start) / max(now - self._began, 1e-9)
             eta = _duration((self._total - done) / rate) if rate else "?"
-            details = "".join(f"  {name} {value}" for name, value in shown.items())
-            log.info("%s %d/%d%s  eta %s", self._what, done, self._total, details, eta)
+            told = [f"{self._what} {done}/{self._total}", details, f"eta {eta}"]
+            log.info("%s", "  ".join(filter(None, told)))
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -171,17 +174,38 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-class TensorBoard:
-    """TensorBoard event files."""
-
-    def __init__(self, folder: str):
-        from tensorboardX import SummaryWriter
-
-        self._writer = SummaryWriter(folder)
+class Validations:
+    """A line in the log for each validation and evaluation."""
 
     def write(self, step: int, scalars: Scalars) -> None:
+        measured = {name: value for name, value in scalars.items() if name.startswith(("val/", "eval/"))}
+        if measured:
+            numbers = (f"{name} {value:.4f}" for name, value in measured.items())
+            log.info("step %d: %s", step, "  ".join(numbers))
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+class TensorBoard:
+    """TensorBoard event files, written in the caller's thread: tensorboardX's own dies at a full disk, and its queue blocks."""
+
+    def __init__(self, folder: str):
+        from tensorboardX.event_file_writer import EventsWriter
+
+        os.makedirs(folder, exist_ok=True)
+        self._writer = EventsWriter(os.path.join(folder, "events"))
+        self._flushed = time.monotonic()
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+        if time.monotonic() - self._flushed > _FLUSH_S:
+            self._writer.flush()
+            self._flushed = time.monotonic()
 
     def close(self) -> None:
         self._writer.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +36,27 @@ class _StepNames:
 
     def find_step(self, base_path: Any, step: int) -> Any:
         return self._standard.find_step(base_path, step)
+
+
+def _is_no_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
+
+
+def _complain(unraisable: sys.UnraisableHookArgs) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        _complain_of_others(unraisable)
+
+
+_complain_of_others = sys.unraisablehook
+
+
+def quieten() -> None:
+    """Leave out of the log what Orbax tells of each file, and what its threads tell of a save that fails: it is raised."""
+    for library in ("absl", "fsspec"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    logging.getLogger("absl").addFilter(_is_no_error)
+    # writes of TensorStore that end after one has failed do not find Orbax's event loop any more
+    sys.unraisablehook = _complain
 
 
 def save_args(leaf: Any) -> ocp.SaveArgs:

@@ -73,8 +73,7 @@ class CheckpointStore:
 
         With `model`, a step that notes another architecture is not restored.
         """
-        for library in ("absl", "fsspec"):  # Orbax and its file access tell of every file at INFO
-            logging.getLogger(library).setLevel(logging.WARNING)
+        orbax.quieten()
         self._root = root if files.is_remote(root) else os.path.abspath(root)
         self._keep, self._model = (keep_every, keep_latest), model
         self._save_failed = False

@@ -39,10 +39,11 @@ def run(name: str, config: dict[str, Any], arguments: dict[str, Any], around: Ar
 
 
 def _train(config: Config, arguments: dict[str, Any], around: Around) -> Outcome:
-    """`arguments`: the fields of `runtime.start.Source`."""
+    """`arguments`: the fields of `runtime.start.Source`. The result: those of its `Ending`."""
     from mesh_transformer.runtime import start, trainer
 
-    return Outcome(trainer.train(config, start.Source(**arguments), around.observer, around.open_feed))
+    ending = trainer.train(config, start.Source(**arguments), around.observer, around.open_feed)
+    return Outcome(ending.code, ending._asdict())
 
 
 def _evaluate(config: Config, arguments: dict[str, Any], around: Around) -> Outcome:

@@ -12,7 +12,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 
 _OURS = re.compile(
-    r"step_\d+(\.orbax-checkpoint-tmp.*)?|set_aside|metrics\.jsonl(\.tmp)?|loss\.png(\.tmp)?|run_id|tensorboard|wandb|"
+    r"step_\d+(\.orbax-checkpoint-tmp.*)?|set_aside|metrics\.jsonl(\.tmp)?|loss\.png(\.tmp)?|run_id|run\.lock|tensorboard|wandb|"
     r"\.shared-.*"
 )
 

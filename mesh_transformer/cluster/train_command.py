@@ -12,6 +12,8 @@ from mesh_transformer.cluster.place import Place
 from mesh_transformer.cluster.version import as_version
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
+from mesh_transformer.logs import log
+from mesh_transformer.runtime.ending import Ending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,4 +53,9 @@ def run(config_path: str, overrides: Sequence[str], place: Place, options: Optio
     if options.new:
         delete_old_run(config, yes=options.yes, before=lambda: place.end_workers(config))
     source = {"tune_model_path": options.tune_model_path, "fresh_opt": options.fresh_opt}
-    return place.run(Job.of("train", config, **source), config)[0]
+    code, ended = place.run(Job.of("train", config, **source), config)
+    if ended is not None:
+        log.info("%s", Ending(**ended).told(config_path, overrides))
+    elif code:
+        log.info("stopped; the same command goes on from the newest checkpoint")
+    return code

@@ -97,9 +97,6 @@ class View:
             "loss": f"{scalars['train/loss']:.4f}",
             "tokens/s": f"{scalars['train/tokens_per_sec']:,.0f}",
         }
-        shown |= {
-            name: f"{value:.4f}" for name, value in scalars.items() if name.startswith(("val/", "eval/"))
-        }
         if self._bar is not None:
             self._bar.update(step, **shown)
 

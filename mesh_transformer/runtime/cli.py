@@ -76,12 +76,18 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except BrokenPipeError:
         code = 1
     except KeyboardInterrupt:
-        sys.unraisablehook = lambda _: None  # what was only half made complains when it is deleted
+        _ignore_half_made()
         sys.stderr.write("interrupted\n")
         code = 128 + signal.SIGINT
     sys.exit(code)
 
 
+def _ignore_half_made() -> None:
+    """What was only half made complains when it is deleted."""
+    sys.unraisablehook = lambda _: None
+
+
 def _complain(error: Exception, code: int) -> int:
+    _ignore_half_made()
     sys.stderr.write(f"error: {error}\n")
     return code

@@ -16,6 +16,8 @@ import jax
 from mesh_transformer.errors import RunError
 from mesh_transformer.logs import Progress, Scalars, Sink, log, read_json_lines
 
+_VAL_LOSS = "val/loss_"
+
 
 @dataclasses.dataclass
 class _Pending:
@@ -39,6 +41,7 @@ class Report:
         self._pending: _Pending | None = None
         self._ready = time.monotonic()
         self.constant: dict[str, float] = {}
+        self.val_loss: dict[str, float] = {}  # the newest of each validation set
 
     def push(self, step: int, metrics: Any) -> None:
         """The metrics of `step`, whose computation has been dispatched."""
@@ -51,6 +54,8 @@ class Report:
         if self._pending is None:
             raise AssertionError("add() before push()")
         self._pending.extra.update(scalars)
+        losses = {name: value for name, value in scalars.items() if name.startswith(_VAL_LOSS)}
+        self.val_loss |= {name.removeprefix(_VAL_LOSS): value for name, value in losses.items()}
 
     def settle(self) -> None:
         """Wait for the newest step and check that it is finite.
@@ -128,7 +133,6 @@ class Report:
             "loss": f"{scalars['train/loss']:.4f}",
             "tokens/s": f"{scalars['train/tokens_per_sec']:,.0f}",
         }
-        shown |= {name: f"{value:.4f}" for name, value in pending.extra.items() if name.startswith("val/")}
         self._progress.update(pending.step, **shown)
 
 

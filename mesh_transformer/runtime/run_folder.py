@@ -15,6 +15,22 @@ METRICS, CURVE, RUN_ID = "metrics.jsonl", "loss.png", "run_id"
 _TENSORBOARD = "tensorboard"
 
 
+def check_writable(folder: str) -> None:
+    """Make `folder` if it is missing.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.model_dir {folder} cannot be written ({error}): choose another folder"
+        ) from error
+
+
 def take_up(root: str, folder: str) -> str:
     """Make `folder` ready for the run at `root`, the same folder or one in a bucket.
 
@@ -25,9 +41,8 @@ def take_up(root: str, folder: str) -> str:
         A name for the run that survives restarts, for W&B.
 
     Raises:
-        UserError: one of the two cannot be written.
+        UserError: the bucket cannot be written.
     """
-    _check_writable(folder)
     path = os.path.join(folder, RUN_ID)
     own = files.open_binary(path).read(64).strip().decode("ascii", "replace") if os.path.exists(path) else ""
     name = _id_in_bucket(root) if files.is_remote(root) else own or _new_id()
@@ -47,17 +62,6 @@ def publish(root: str, folder: str) -> None:
     for name in (METRICS, CURVE):
         if os.path.exists(os.path.join(folder, name)):
             files.upload(os.path.join(folder, name), files.join(root, name))
-
-
-def _check_writable(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"checkpoint.model_dir {folder} cannot be written ({error}): choose another folder"
-        ) from error
 
 
 def _id_in_bucket(root: str) -> str:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from mesh_transformer import logs, platforms
+from mesh_transformer import files, logs, platforms
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.data.loader import Loader
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.runtime import start
+from mesh_transformer.runtime.ending import Ending
 from mesh_transformer.runtime.evals.in_training import Evaluation
 from mesh_transformer.runtime.feeds import open_train_feed
 from mesh_transformer.runtime.interrupt import Interrupt
 from mesh_transformer.runtime.observer import Observer, ObserverSink
 from mesh_transformer.runtime.report import Report, plot_losses
-from mesh_transformer.runtime.run_folder import METRICS, publish, take_up
+from mesh_transformer.runtime.run_folder import METRICS, check_writable, publish, take_up
+from mesh_transformer.runtime.run_lock import RunLock
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.shared_folder import check_shared
 from mesh_transformer.runtime.validation import Validation
@@ -40,7 +43,10 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
     config = load_config(config_path, overrides)
     if fresh_opt and not tune_model_path:
         raise UserError("--fresh-opt drops the Adam moments of --tune-model-path: give that too")
-    return train(config, start.Source(tune_model_path, fresh_opt))
+    ending = train(config, start.Source(tune_model_path, fresh_opt))
+    if jax.process_index() == 0:
+        log.info("%s", ending.told(config_path, overrides))
+    return ending.code
 
 
 def train(
@@ -48,7 +54,7 @@ def train(
     source: start.Source,
     observer: Observer | None = None,
     open_feed: Callable[[Session], Loader] = open_train_feed,
-) -> int:
+) -> Ending:
     """Join the other processes, if the environment names them, and train: in any process that is to train.
 
     Args:
@@ -63,9 +69,9 @@ def train(
     with Interrupt() as interrupt:
         session, observer = Session.open(config), observer or Observer()
         observer.phase("open", 0)
-        code = TrainingRun(session, source, interrupt, observer, open_feed).train()
+        ending = TrainingRun(session, source, interrupt, observer, open_feed).train()
     log.info("%s", compiled)
-    return code
+    return ending
 
 
 class TrainingRun:
@@ -88,12 +94,54 @@ class TrainingRun:
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
         self.draw_at = time.monotonic() + DRAW_EVERY_S
-        if self.is_first:
-            self.run_id = take_up(self.config.checkpoint.root, self.folder)
-        check_shared(self.config.checkpoint.root)
 
-    def train(self) -> int:
-        """Run to total_steps, or until interrupted. Returns the exit code: 0, or 128 + the signal."""
+    def train(self) -> Ending:
+        """Run to total_steps, or until interrupted.
+
+        Raises:
+            UserError: another process trains in the folder; a checkpoint or the folder cannot be used.
+            RunError: the loss or a gradient is not finite; the disk is full; the folder was deleted.
+        """
+        root = self.config.checkpoint.root
+        with contextlib.ExitStack() as held:
+            if self.is_first:
+                check_writable(self.folder)
+                self.lock = held.enter_context(RunLock(self.folder))
+            with self._explained():
+                if self.is_first:
+                    self.run_id = take_up(root, self.folder)
+                check_shared(root)
+                return self._train()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors inside that come of a full disk, or of a folder that is gone, become RunErrors that say so."""
+        try:
+            yield
+        except (UserError, RunError):
+            raise
+        except Exception as error:
+            self._check_folder()
+            if not files.is_disk_full(error):
+                raise
+            steps = CheckpointStore(self.config.checkpoint.root, read_only=True).steps()
+            newest = (
+                f"the newest whole checkpoint is step_{steps[-1]}" if steps else "there is no checkpoint yet"
+            )
+            raise RunError(
+                f"{self.folder}: no space is left on the disk, or the quota is used up; {newest}. Free some space and run "
+                f"the same command again: it goes on from there"
+            ) from error
+
+    def _check_folder(self) -> None:
+        """Raises RunError if the folder of a local run has been deleted or moved away: there is nowhere to save."""
+        if self.is_first and not files.is_remote(self.config.checkpoint.root) and not self.lock.in_place():
+            raise RunError(
+                f"{self.folder} was deleted or moved away during the run, with its checkpoints and metrics: put it back and "
+                f"run the same command again, or run it to begin anew"
+            )
+
+    def _train(self) -> Ending:
         settings = self.config.checkpoint
         log.info("%s", self.session.describe())
         store = CheckpointStore(
@@ -110,16 +158,16 @@ class TrainingRun:
                 self.observer.begun(
                     begun.step, self.config.optimizer.total_steps, begun.counters.steps_redone
                 )
-                code = self._loop(begun, store, report)
+                code, step = self._loop(begun, store, report)
         finally:
             store.close()
         self._publish(last=True)
-        return code
+        total, newest = self.config.optimizer.total_steps, files.join(settings.root, f"step_{step}")
+        return Ending(code, begun.step, step, total, report.val_loss, newest)
 
-    def _loop(self, begun: start.Begun, store: CheckpointStore, report: Report) -> int:
+    def _loop(self, begun: start.Begun, store: CheckpointStore, report: Report) -> tuple[int, int]:
+        """The exit code, and the step after which the run ended."""
         total, data, state = self.config.optimizer.total_steps, self.config.data, begun.state
-        if begun.step >= total:
-            log.info("the run is complete: %d of %d steps", begun.step, total)
         for step in range(begun.step + 1, total + 1):
             self.observer.phase("data", step)
             tokens = self.session.place_batch(next(self.feed))
@@ -134,10 +182,9 @@ class TrainingRun:
                 self._save(step, state, begun, store, report)
             if code is not None:
                 self.observer.phase("leave", step)
-                log.info("saved after step %d; the same command goes on from there", step)
-                return code
+                return code, step
         self.observer.phase("leave", total)  # what is still being written
-        return 0
+        return 0, max(begun.step, total)
 
     def _validate(self, step: int, state: TrainState, report: Report) -> None:
         if not self.validation and not self.evaluation:
@@ -154,6 +201,7 @@ class TrainingRun:
         """Save the state after `step`, once that step is known to be finite."""
         report.settle()
         self.observer.phase("save", step)
+        self._check_folder()
         with report.pause():
             tokens = begun.counters.tokens + (step - begun.step) * self.session.tokens_per_step
             extra = {
@@ -177,7 +225,7 @@ class TrainingRun:
         if self.is_first:
             whole = self.config.model_dump(mode="json")
             sinks = logs.open_sinks(self.config.logging, whole, self.folder, self.run_id)
-            sinks.append(ObserverSink(self.observer))
+            sinks += [logs.Validations(), ObserverSink(self.observer)]
         report = Report(sinks, progress, self.session.tokens_per_step, optimizer.nonfinite == "stop")
         report.constant["train/steps_redone"] = begun.counters.steps_redone
         return report

@@ -63,7 +63,9 @@ def test_a_run_in_a_bucket_is_resumed_on_a_fresh_machine(tmp_path, bucket):
 
     # The first machine's copy is that of a run that --new has deleted.
     new = ("--new", "--yes", "--set", "optimizer.total_steps=4")
-    run("train.py", "--config", "config.json", *new, cwd=first, **environment)
+    _, errors = run("train.py", "--config", "config.json", *new, cwd=first, **environment)
+    assert " I reached step 4 of 4, " in errors.splitlines()[-1]
+    assert "; checkpoint gs://models/run/step_4; " in errors.splitlines()[-1]
     assert _steps(bucket) == {"step_4"}
     records = metrics(first / "run")
     assert [(record["step"], record["train/steps_redone"]) for record in records] == [

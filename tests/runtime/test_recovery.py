@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -113,6 +116,48 @@ def test_another_mesh_goes_on_with_the_same_run(copy):
     assert [record["step"] for record in many] == list(range(1, 13))
     for a, b in zip(one, many, strict=True):
         assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
+
+
+@pytest.fixture
+def small_disk(copy):
+    """A folder `disk` with the run `begun` on a file system of 2 MiB of its own, and a function that leaves so many bytes free."""
+    disk = copy / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here, to be filled: {mounted.stderr.strip()}")
+    shutil.copytree(copy / "begun", disk / "begun")
+
+    def leave(size):
+        (disk / "filler").unlink(missing_ok=True)
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        (disk / "filler").write_bytes(bytes(free - size))
+
+    yield disk, leave
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_full_disk_is_one_line_and_costs_no_checkpoint(copy, small_disk):
+    """In a save, and in the metrics before it; with space again the run goes on."""
+    disk, leave = small_disk
+    command = ["device_train.py", "--config", "config.json", "--set", "checkpoint.model_dir=disk/begun"]
+    for room in (64 << 10, 0):
+        leave(room)
+        _, errors = run(*command, cwd=copy, code=1)
+        told = [line for line in errors.splitlines() if not re.match(r"\d\d:\d\d:\d\d I ", line)]
+        assert len(told) == 1, errors
+        assert told[0].startswith("error: disk/begun: no space is left on the disk")
+        assert (
+            "the newest whole checkpoint is step_5. Free some space and run the same command again" in told[0]
+        )
+        whole = {path.name for path in (disk / "begun").glob("step_*") if "tmp" not in path.name}
+        assert whole == {"step_4", "step_5"}
+    (disk / "filler").unlink()
+    run(*command, cwd=copy)
+    last = {record["step"]: record["train/loss"] for record in metrics(disk / "begun")}
+    assert last == {record["step"]: record["train/loss"] for record in metrics(copy / "run")}
 
 
 def test_changed_data_is_refused_or_read_anew(copy):

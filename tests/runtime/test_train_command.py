@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import CONFIG, REPO, metrics, run, write_run
+from commands import CONFIG, REPO, finish, metrics, run, start, wait_for_step, write_run
 
 import device_train
-from mesh_transformer.runtime import cli
+from mesh_transformer import logs
+from mesh_transformer.runtime import cli, run_lock
+from mesh_transformer.runtime.ending import Ending
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +30,16 @@ def trained(tmp_path_factory) -> Path:
     output, errors = run("device_train.py", "--config", "config.json", cwd=folder)
     assert output == ""
     assert "training 12/12" in errors
+    lines = errors.splitlines()
+    assert "programs compiled" in lines[-2]
+    loss = metrics(folder / "run")[-1]["val/loss_held"]
+    assert lines[-1].endswith(
+        f" I reached step 12 of 12, val loss {loss:.2f}; checkpoint run/step_12; "
+        f"sample: python device_sample.py --config config.json"
+    )
+    told = [line.partition(" I ")[2] for line in lines if "val/loss_held" in line]
+    assert [line.partition(":")[0] for line in told] == ["step 5", "step 10", "step 12"]
+    assert told[-1].startswith(f"step 12: val/loss_held {loss:.4f}  val/accuracy_held 0.")
     return folder
 
 
@@ -55,7 +69,12 @@ def test_the_run_leaves_checkpoints_plots_and_events(trained):
 def test_a_finished_run_does_nothing_more(trained):
     before = (trained / "run/metrics.jsonl").read_bytes()
     _, errors = run("device_train.py", "--config", "config.json", cwd=trained)
-    assert "complete" in errors
+    last = errors.splitlines()[-1]
+    assert (
+        "the run is complete: step 12 of 12; to train on, raise the steps: --set optimizer.total_steps=N;"
+        in last
+    )
+    assert "checkpoint run/step_12; sample: python device_sample.py --config config.json" in last
     assert "changed options" not in errors
     assert (trained / "run/metrics.jsonl").read_bytes() == before
 
@@ -70,18 +89,54 @@ def test_a_resume_tells_what_is_no_longer_as_it_was(trained):
     )
 
 
-def test_another_model_of_equal_shapes_is_not_resumed(trained):
-    before = sorted(
-        (path, path.stat().st_mtime_ns) for path in (trained / "run").rglob("*") if path.is_file()
+def _written(folder: Path) -> list[tuple[Path, int]]:
+    """Every file with its time, but for the lock, in which each start writes who it is."""
+    return sorted(
+        (path, path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != run_lock.LOCK
     )
+
+
+def test_another_model_of_equal_shapes_is_not_resumed(trained):
+    before = _written(trained / "run")
     sets = ["--set", "model.n_heads=8", "--set", "model.pe_rotary_dims=4"]
     _, errors = run("device_train.py", "--config", "config.json", *sets, cwd=trained, code=2)
     assert "run/step_12 does not fit this configuration" in errors
     assert "model.n_heads: the config has 8, the checkpoint 4" in errors
     assert "model.pe_rotary_dims: the config has 4, the checkpoint 8" in errors
     assert "Traceback" not in errors
-    after = sorted((path, path.stat().st_mtime_ns) for path in (trained / "run").rglob("*") if path.is_file())
-    assert after == before
+    assert _written(trained / "run") == before
+
+
+def test_the_last_line_names_every_set_and_a_command_that_works():
+    ending = Ending(0, 0, 2000, 2000, {"a": 1.661, "b": 2.0}, "runs/x/step_2000")
+    told = ending.told("my config.json", ["checkpoint.model_dir=runs/x", "-secret", "-data.odd"])
+    assert told == (
+        "reached step 2,000 of 2,000, val loss 1.66 (a), 2.00 (b); checkpoint runs/x/step_2000; sample: "
+        "python device_sample.py --config 'my config.json' --set checkpoint.model_dir=runs/x --ignore-keys secret,data.odd"
+    )
+    stopped = ending._replace(code=143, step=1200)
+    assert stopped.told("c", []) == "saved after step 1,200 of 2,000; the same command goes on from there"
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_the_bar_has_room(monkeypatch, columns):
+    """On a terminal, with the numbers of a long run of a fast model."""
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (columns, 24))
+    progress = logs.Progress("training", 2000, unit="step", done=900)
+    progress.update(1000, loss="1.6612", **{"tokens/s": "123,456"})
+    progress.close()
+    line = screen.getvalue().split("\r")[-1].rstrip("\n")
+    assert len(line) <= columns
+    assert "training 1000/2000 |" in line
+    assert "loss 1.6612  tokens/s 123,456" in line
+    bar = line.split("|")[1]
+    assert len(bar) >= (15 if columns == 80 else 1)
 
 
 def _samples(folder: Path, *arguments: str, **options):
@@ -230,6 +285,34 @@ def test_every_bad_input_is_one_line(trained, run_here, arguments, message):
     assert code == 2
     assert_one_line(errors, message)
     assert not list(trained.glob("other/step_*"))
+
+
+def test_a_second_run_in_one_folder_is_refused(trained, run_here, monkeypatch):
+    monkeypatch.setattr(run_lock, "WAIT_S", 0.2)
+    before = (trained / "run/metrics.jsonl").read_bytes()
+    with run_lock.RunLock(str(trained / "run")):
+        code, errors = run_here("--set", "optimizer.total_steps=20")
+    assert code == 2
+    assert_one_line(errors, f"model_dir run is in use: process {os.getpid()} on host")
+    assert (trained / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_that_is_deleted_during_the_run(trained):
+    long = [
+        "--set",
+        "checkpoint.model_dir=gone",
+        "--set",
+        "optimizer.total_steps=400",
+        "--set",
+        "data.val_batches=0",
+    ]
+    process = start(
+        "device_train.py", "--config", "config.json", *long, "--set", "checkpoint.ckpt_every=200", cwd=trained
+    )
+    wait_for_step(process, trained / "gone", 20)
+    shutil.rmtree(trained / "gone")
+    _, errors = finish(process, 1)
+    assert_one_line(errors, "gone was deleted or moved away during the run")
 
 
 def test_ctrl_c_is_one_line_whatever_was_half_made(tmp_path):
