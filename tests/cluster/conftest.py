@@ -39,7 +39,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory, worker_environment: dict[
     folder = tmp_path_factory.mktemp("straight")
     write(folder)
     with driver(folder, "--processes", "2", **worker_environment, TMPDIR=str(folder)) as run:
-        run.finish()
+        last = run.finish().splitlines()[-1]
+    assert f" I reached step {STEPS} of {STEPS}, val loss " in last, last
+    assert last.endswith("; checkpoint run/step_120; sample: python device_sample.py --config config.json")
     return folder / "run"
 
 
