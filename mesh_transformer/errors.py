@@ -1,6 +1,10 @@
-"""The one exception that means "the user can mend this"."""
+"""Exceptions that mean "the user can mend this", and "this run failed"."""
 
 from __future__ import annotations
+
+import errno
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class UserError(ValueError):
@@ -20,3 +24,14 @@ class RunError(RuntimeError):
 
     Entry points print the message alone and exit with code 1.
     """
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that led to it, says that the disk, the user's share of it or a file is full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        if any(f"[os_error_code='{number}']" in str(error) for number in _FULL):  # as TensorStore tells it
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -8,7 +8,6 @@ raises CredentialsError.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import posixpath
 import shutil
@@ -22,7 +21,6 @@ from mesh_transformer.errors import CredentialsError, UserError
 RETRY_FIRST_S = 0.2
 RETRY_MAX_S = 20.0
 RETRY_TOTAL_S = 120.0
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 REMOTE_PIECE_BYTES = 16 << 20  # what is asked for, held beside the buffer and perhaps repeated at a time
 
 
@@ -39,17 +37,6 @@ def join(path: str, *parts: str) -> str:
 def patience(path: str) -> contextlib.AbstractContextManager[None]:
     """Around what another library does with a path: a bucket may keep it waiting, and that is no hang."""
     return signs.service_call() if is_remote(path) else contextlib.nullcontext()
-
-
-def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that led to it, says that the disk, the user's share of it or a file is full."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return True
-        if any(f"[os_error_code='{number}']" in str(error) for number in _FULL):  # as TensorStore tells it
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def open_binary(path: str, mode: str = "rb") -> IO[bytes]:

@@ -13,7 +13,7 @@ from mesh_transformer import files, logs, platforms
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.data.loader import Loader
-from mesh_transformer.errors import RunError, UserError
+from mesh_transformer.errors import RunError, UserError, is_disk_full
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.runtime import start
 from mesh_transformer.runtime.ending import Ending
@@ -122,7 +122,7 @@ class TrainingRun:
             raise
         except Exception as error:
             self._check_folder()
-            if not files.is_disk_full(error):
+            if not is_disk_full(error):
                 raise
             steps = CheckpointStore(self.config.checkpoint.root, read_only=True).steps()
             newest = (
