@@ -32,7 +32,7 @@ class Request:
 
     def __post_init__(self) -> None:
         for name, value, allowed, fits in [
-            ("max-new-tokens", self.max_new_tokens, "1 or more", self.max_new_tokens in range(1, 2**31)),
+            ("max-new-tokens", self.max_new_tokens, "1 or more", 1 <= (self.max_new_tokens or 0) < 2**31),
             ("num-samples", self.num_samples, "1 or more", self.num_samples >= 1),
             ("stop", "''", "at least one character", "" not in self.stop),
         ]:
