@@ -111,6 +111,6 @@ def check_divides(what: str, value: int, by_what: str, by: int, also: str = "") 
         divisor = max(d for d in _divisors(value) if d < by)
         sizes = f"{below} or {above}" if below else f"{above}"
         raise UserError(
-            f"{what} {value} is not divisible by {by_what} {by}: make it {sizes}, or {by_what} {divisor}"
+            f"{what} {value} is not divisible by {by_what} {by}: set it to {sizes}, or {by_what} to {divisor}"
             + (f", or set {also}" if also else "")
         )

@@ -35,9 +35,8 @@ def spelled(group: str, field: str) -> str:
 def is_grouped(raw: dict[str, Any]) -> bool:
     """Whether a file is in the grouped spelling. A classic file may have a key that is also the name of a group."""
     groups = [key for key in raw if key in GROUPS]
-    if any(isinstance(raw[group], dict) and raw[group].keys() & set(FIELDS[group]) for group in groups):
-        return True
-    return bool(groups) and len(groups) >= len(raw.keys() & set(classic.KEYS))
+    inside = sum(len(raw[key].keys() & set(FIELDS[key])) for key in groups if isinstance(raw[key], dict))
+    return bool(groups) and len(groups) + inside >= len(raw.keys() & set(classic.KEYS))
 
 
 def check_file(raw: dict[str, Any]) -> None:
@@ -127,7 +126,12 @@ def _grouped_faults(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key, values in raw.items():
         if key not in GROUPS:
             groups = [classic.RENAMED[key][0]] if key in classic.RENAMED else owners(key)
-            yield key, _outside(key, groups) if groups else _told(key, _advice(key), what="group")
+            yield (
+                key,
+                _outside(key, groups)
+                if groups
+                else _told(key, _advice(key), "group" if isinstance(values, dict) else "key"),
+            )
         elif isinstance(values, dict):
             for field in values:
                 if field not in FIELDS[key]:

@@ -98,13 +98,13 @@ def test_the_way_out_of_too_few_devices_works(
 @pytest.mark.parametrize(
     ("sizes", "mesh", "message"),
     [
-        ({}, {"tp": 2_000_000_000}, "model.n_heads 8 is not divisible by mesh.tp 2000000000: make it 2000000000, or mesh.tp 8"),
-        ({}, {"fsdp": 2**31 - 1}, "model.d_model 64 is not divisible by mesh.fsdp 2147483647: make it 2147483647, or mesh.fsdp 64"),
+        ({}, {"tp": 2_000_000_000}, "model.n_heads 8 is not divisible by mesh.tp 2000000000: set it to 2000000000, or mesh.tp to 8"),
+        ({}, {"fsdp": 2**31 - 1}, "model.d_model 64 is not divisible by mesh.fsdp 2147483647: set it to 2147483647, or mesh.fsdp to 64"),
         # a prime, whose divisors are the furthest apart
         (
             {"n_heads": 2**31 - 1, "d_head": 2},
             {"tp": 2_000_000_000},
-            "model.n_heads 2147483647 is not divisible by mesh.tp 2000000000: make it 2000000000 or 4000000000, or mesh.tp 1",
+            "model.n_heads 2147483647 is not divisible by mesh.tp 2000000000: set it to 2000000000 or 4000000000, or mesh.tp to 1",
         ),
     ],
 )  # fmt: skip
@@ -122,7 +122,7 @@ def test_microbatch() -> None:
     assert config(data={"per_replica_batch": 3}).microbatch(shape) == 12
     assert config(data={"batch_size": 8}).microbatch(shape) == 8
     with pytest.raises(
-        UserError, match="data.batch_size 6 is not divisible by mesh.dp x mesh.fsdp 4: make it 4 or 8"
+        UserError, match="data.batch_size 6 is not divisible by mesh.dp x mesh.fsdp 4: set it to 4 or 8"
     ):
         config(data={"batch_size": 6}).microbatch(shape)
 
