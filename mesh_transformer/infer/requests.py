@@ -62,7 +62,7 @@ class SamplingParams:
             ("min_p", "0 to 1", 0 <= self.min_p <= 1),
             (
                 "repetition_penalty",
-                f"above 0, {1 / MAX_REPETITION:g} to {MAX_REPETITION:,.0f}",
+                f"above 0: {1 / MAX_REPETITION:f} to {MAX_REPETITION:,.0f}",
                 1 / MAX_REPETITION <= self.repetition_penalty <= MAX_REPETITION,
             ),
             ("presence_penalty", "-2 to 2", -2 <= self.presence_penalty <= 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Sequence
 
 from mesh_transformer.data.tokenizer import UNKNOWN, Tokenizer
@@ -42,11 +43,9 @@ class TextStream:
         if "" in stops:
             raise ValueError("a stop string must have at least one character")
         self._tokenizer, self._stops, self._include_stop = tokenizer, sorted(set(stops)), include_stop
-        self._longest = max(map(len, stops), default=0)
-        self._min_tokens, self._exempt = (
-            min_tokens,
-            0,
-        )  # characters of the completion in which no stop may end
+        self._whole, self._lengths = frozenset(stops), sorted(set(map(len, stops)))
+        self._longest = max(self._lengths, default=0)
+        self._min_tokens = min_tokens
         # Tokens that end a text decide what the next ones look like; so the window has some whose text is known
         # already, and the new text is what the window's has beyond theirs.
         self._window = list(context[-CONTEXT:])
@@ -57,6 +56,8 @@ class TextStream:
         self._unfinished = ""  # the text of the window's other tokens, which later ones may change
         self._decoded = 0  # characters of the completion, those held included
         self._held = ""  # decoded, but perhaps a stop
+        # the first stop so far, where in the completion it begins and its length: a longer one may begin before it
+        self._found = (sys.maxsize, 0)
         self.text = ""  # what was given
         self.stopped = False  # by a stop string; tokens pushed later count for nothing
         self.offsets: list[
@@ -87,15 +88,13 @@ class TextStream:
 
     def _give(self, *, last: bool) -> str:
         """Take the unfinished text as it is, and give what of the held text cannot become a stop."""
-        self._decoded += len(self._unfinished)
+        new = len(self._unfinished)
+        self._decoded += new
         self._held, self._unfinished = self._held + self._unfinished, ""
-        if len(self.offsets) <= self._min_tokens:
-            self._exempt = self._decoded
-        exempt = self._exempt - len(self.text)  # of the held text
+        if len(self.offsets) > self._min_tokens:
+            self._find_stops(new)
         end = len(self._held) if last else self._possible_stop()
-        starts = ((stop, max(0, exempt - len(stop) + 1)) for stop in self._stops)
-        found = [(at, len(stop)) for stop, start in starts if (at := self._held.find(stop, start)) >= 0]
-        at, length = min(found, default=(end + 1, 0))
+        at, length = self._found[0] - len(self.text), self._found[1]
         if at <= end:
             self.stopped = True
             given, self._held = self._held[: at + length * self._include_stop], ""
@@ -103,6 +102,20 @@ class TextStream:
             given, self._held = self._held[:end], self._held[end:]
         self.text += given
         return given
+
+    def _find_stops(self, new: int) -> None:
+        """Note the stop that begins first. Only the last `new` held characters can end one that was not seen before.
+
+        The time depends on how many different lengths the stops have, not on how many they are.
+        """
+        held = self._held
+        found = [
+            (len(self.text) + end - length, length)
+            for end in range(len(held) - new + 1, len(held) + 1)
+            for length in self._lengths
+            if length <= end and held[end - length : end] in self._whole
+        ]
+        self._found = min([self._found, *found])
 
     def _possible_stop(self) -> int:
         """Where in the held text a stop begins that its end may be a part of; its length if there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -299,6 +300,18 @@ def test_a_stop_that_ends_within_min_tokens_is_text(text, stops, min_tokens):
     stream = TextStream(ByteTokenizer(), stops, min_tokens=min_tokens)
     assert "".join(pieces(stream, text.encode())) == text[: min(ends, default=len(text))]
     assert stream.stopped == bool(ends)
+
+
+def test_the_time_of_a_token_does_not_grow_with_the_stops():
+    """Held text is not searched again for every stop at every token."""
+    halves = [
+        "a" * 200 + letter * (1 + i) + "a" * 200 for i in range(40) for letter in "bcdefghijklmnopqrstuvwxyz"
+    ]
+    stream = TextStream(ByteTokenizer(), [*halves[:999], "a" * 999 + "b"])
+    start = time.process_time()
+    assert "".join(pieces(stream, b"a" * 1100 + b"b")) == "a" * 101
+    assert stream.stopped
+    assert time.process_time() - start < 5
 
 
 def test_an_empty_stop_is_refused():

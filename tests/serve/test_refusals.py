@@ -62,7 +62,7 @@ def locked():
         ({"top_k": -2}, "top_k", "0 (all) or more"),
         ({"min_p": 2}, "min_p", "0 to 1"),
         ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
-        ({"repetition_penalty": 1e39}, "repetition_penalty", "1e-06 to 1,000,000; got 1e+39"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty", "above 0: 0.000001 to 1,000,000; got 1e+39"),
         ({"presence_penalty": 3}, "presence_penalty", "-2 to 2"),
         ({"frequency_penalty": -3}, "frequency_penalty", "-2 to 2"),
         ({"no_repeat_ngram_size": 65}, "no_repeat_ngram_size", "0 (off) to 64"),
