@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import re
 import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -66,6 +67,10 @@ def _check_can_listen(address: str) -> None:
     """Raises what `start_distributed` does: where its coordinator cannot listen, jaxlib ends with a segmentation fault."""
     host, _, port = address.rpartition(":")
     try:
+        if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+            raise ValueError(f"{port!r:.20} is no port from 1 to 65535")
+        if ":" in host.strip("[]") and not (host.startswith("[") and host.endswith("]")):
+            raise ValueError("an IPv6 address stands in brackets: [ADDRESS]:PORT")
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
         raise UserError(

@@ -187,7 +187,9 @@ def _has_too_much_outside(line: bytes) -> bool:
 def _json_text(line: bytes, place: str) -> str | None:
     """The text of a line, the paragraphs of a list joined as the original's reader did; None: the line says null."""
     try:
-        value = json.loads(line)
+        value = json.loads(
+            line.decode("utf-8-sig")
+        )  # of bytes it would take UTF-16 too, which is not bounded above
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: not JSON ({error})") from error
     if isinstance(value, str):

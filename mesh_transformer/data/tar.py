@@ -11,7 +11,7 @@ import contextlib
 import io
 import tarfile
 from collections.abc import Iterator
-from typing import IO, Any, cast
+from typing import IO, Any, Self, cast
 
 from mesh_transformer.errors import UserError
 
@@ -33,7 +33,9 @@ def tar_members(file: IO[bytes], place: str) -> Iterator[tuple[str, IO[bytes]]]:
     bounded = _Bounded(file)
     stream = cast(IO[bytes], bounded)  # of which no more than `read` is used
     with _damage_of(place):
-        archive = tarfile.open(fileobj=stream, mode="r|", bufsize=_STEP_BYTES)  # noqa: SIM115  (it owns nothing)
+        archive = tarfile.open(  # noqa: SIM115  (it owns nothing)
+            fileobj=stream, mode="r|", bufsize=_STEP_BYTES, tarinfo=_Header
+        )
     while True:
         with _damage_of(place):
             member = archive.next()
@@ -54,8 +56,21 @@ def tar_members(file: IO[bytes], place: str) -> Iterator[tuple[str, IO[bytes]]]:
 def _damage_of(place: str) -> Iterator[None]:
     try:
         yield
-    except (tarfile.TarError, EOFError) as error:
+    except UserError:
+        raise
+    except (tarfile.TarError, EOFError, ValueError) as error:  # ValueError: of the numbers of a sparse file
         raise UserError(f"{place}: damaged tar archive: {error}") from error
+
+
+class _Header(tarfile.TarInfo):
+    """A header; tarfile takes a damaged one behind the first member for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(archive)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:
+            raise tarfile.ReadError(str(error)) from error
 
 
 class _Bounded:

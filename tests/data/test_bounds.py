@@ -103,6 +103,29 @@ def test_a_sparse_member_is_refused(tmp_path: Path) -> None:
         texts(tmp_path / "a.tar")
 
 
+@pytest.mark.parametrize("values", [{"GNU.sparse.map": "0,1,"}, {"GNU.sparse.realsize": "9" * 4400}])
+def test_numbers_of_a_sparse_file_that_are_none(tmp_path: Path, values: dict[str, str]) -> None:
+    (tmp_path / "a.tar").write_bytes(pax(values) + header("a.txt", 5) + padded(b"alpha") + END)
+    with pytest.raises(UserError, match=r"a\.tar: damaged tar archive"):
+        texts(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("damaged", [b"?" * tarfile.BLOCKSIZE + END, header("b.txt", 4)[:100]])
+def test_a_damaged_header_does_not_end_an_archive_in_silence(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "a.tar").write_bytes(header("a.txt", 5) + padded(b"alpha") + damaged)
+    with pytest.raises(UserError, match=r"a\.tar: damaged tar archive"):
+        texts(tmp_path / "a.tar")
+
+
+def test_json_lines_are_utf_8(tmp_path: Path) -> None:
+    """The bound counts bytes outside of strings, which it cannot find in UTF-16."""
+    (tmp_path / "a.jsonl").write_bytes('{"text": "alpha"}'.encode("utf-8-sig"))
+    assert texts(tmp_path / "a.jsonl") == ["alpha"]
+    (tmp_path / "a.jsonl").write_bytes('{"text": "alpha"}'.encode("utf-16-le"))
+    with pytest.raises(UserError, match=r"a\.jsonl, line 1: not JSON"):
+        texts(tmp_path / "a.jsonl")
+
+
 def test_long_paths_and_links_are_real(tmp_path: Path) -> None:
     """Paths and links of 4,000 characters, in both ways of writing them, attributes, and a member longer than a step."""
     long, text = "d" * 3990 + "/a.txt", b"some text. " * 3000
