@@ -17,6 +17,11 @@ from mesh_transformer.errors import UserError
 
 # Of a member: its own header, and before it others with a path and a link of 4 KiB each.
 MAX_HEADER_BYTES = 16 << 10
+# the type stubs lack their names
+_DAMAGED_HEADERS: tuple[type[tarfile.TarError], ...] = (
+    tarfile.InvalidHeaderError,  # type: ignore[attr-defined]
+    tarfile.TruncatedHeaderError,  # type: ignore[attr-defined]
+)
 _STEP_BYTES = 20 * tarfile.BLOCKSIZE  # that tarfile reads at a time
 
 
@@ -69,7 +74,7 @@ class _Header(tarfile.TarInfo):
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
         try:
             return super().fromtarfile(archive)
-        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:
+        except _DAMAGED_HEADERS as error:
             raise tarfile.ReadError(str(error)) from error
 
 
