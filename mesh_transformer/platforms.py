@@ -7,6 +7,8 @@ import importlib.util
 import os
 import re
 import socket
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ _CACHE_SETTINGS = {
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
 HEARTBEAT_TIMEOUT_S = 20  # the others end this long after a process died or was stopped; JAX would wait 100
+LEAVE_S = 5  # for the other processes to end for the same reason
 _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -92,6 +95,21 @@ def _check_can_listen(address: str) -> None:
         f"process 0 cannot listen at {address} ({failure.strerror}): give an address of its machine in "
         "JAX_COORDINATOR_ADDRESS, or, where the others reach it by another one, in JAX_COORDINATOR_BIND_ADDRESS"
     )
+
+
+def leave_job(code: int) -> None:
+    """After an error, end this process if it is one of several: with the others if they end too, else alone.
+
+    JAX's own end of a process waits 300 s for the others, and they may wait for this one.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    together = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    together.start()
+    together.join(LEAVE_S)
+    os._exit(code)
 
 
 def require_one_process() -> None:

@@ -14,6 +14,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from mesh_transformer.checkpoint.chunks import CHUNK_BYTES
 from mesh_transformer.checkpoint.forms import is_classic_step
+from mesh_transformer.errors import is_disk_full
 
 SAVE_TIMEOUT_S = 3600
 
@@ -42,6 +43,10 @@ def _is_no_error(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR
 
 
+def _is_no_full_disk(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and is_disk_full(record.exc_info[1]))
+
+
 def _complain(unraisable: sys.UnraisableHookArgs) -> None:
     if str(unraisable.exc_value) != "Event loop is closed":
         _complain_of_others(unraisable)
@@ -55,6 +60,8 @@ def quieten() -> None:
     for library in ("absl", "fsspec"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.getLogger("absl").addFilter(_is_no_error)
+    # one write's failure is raised; asyncio tells of each of the others
+    logging.getLogger("asyncio").addFilter(_is_no_full_disk)
     # writes of TensorStore that end after one has failed do not find Orbax's event loop any more
     sys.unraisablehook = _complain
 
@@ -62,6 +69,14 @@ def quieten() -> None:
 def save_args(leaf: Any) -> ocp.SaveArgs:
     """Matrices layer by layer and in small chunks, so that a slice is read without the whole tensor."""
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if np.ndim(leaf) == 3 else ())
+
+
+def _barrier(*, key: str, timeout_ms: int) -> None:
+    """Wait for the other processes of a save. Orbax calls it after a failure too, while it handles the exception."""
+    # No other process reaches the barrier of a failure: the wait would only hide the error.
+    if sys.exception() is not None:
+        raise
+    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 def manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.CheckpointManager:
@@ -75,7 +90,7 @@ def manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.Checkpoi
         single_host_load_and_broadcast=True,
         save_root_metadata=False,
         lightweight_initialize=True,
-        async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S),
+        async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S, barrier_sync_fn=_barrier),
     )
     # gcsfs remembers listings for ever, also of folders that were moved or deleted by other means than itself
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from mesh_transformer import files
 from mesh_transformer.config import Config
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
+from mesh_transformer.runtime.run_lock import RunLock
 
 _OURS = re.compile(
     r"step_\d+(\.orbax-checkpoint-tmp.*)?|set_aside|metrics\.jsonl(\.tmp)?|loss\.png(\.tmp)?|run_id|run\.lock|tensorboard|wandb|"
@@ -25,7 +28,7 @@ def delete_old_run(config: Config, *, yes: bool, before: Callable[[], None] = la
         before: called when all is settled, such as to end who still writes there.
 
     Raises:
-        UserError: the folder holds other things too, the answer was no, or there is no terminal to ask on.
+        UserError: the folder holds other things too or is in use, the answer was no, or there is no terminal to ask on.
     """
     root = config.checkpoint.root
     names = files.list_dir(root)
@@ -43,7 +46,9 @@ def delete_old_run(config: Config, *, yes: bool, before: Callable[[], None] = la
     ):
         raise UserError(f"nothing was deleted: without --new the run in {root} goes on")
     before()
-    files.remove_tree(root)
+    folder = config.checkpoint.model_dir
+    with RunLock(folder) if os.path.isdir(folder) else contextlib.nullcontext():
+        files.remove_tree(root)
     log.info("deleted: %s", root)
 
 

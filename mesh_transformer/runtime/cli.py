@@ -69,10 +69,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until a run saves first
     try:
         code = main() or 0
-    except UserError as error:
-        code = _complain(error, 2)
-    except RunError as error:
-        code = _complain(error, 1)
+    except (UserError, RunError) as error:
+        code = _complain(error)
     except BrokenPipeError:
         code = 1
     except KeyboardInterrupt:
@@ -87,7 +85,12 @@ def _ignore_half_made() -> None:
     sys.unraisablehook = lambda _: None
 
 
-def _complain(error: Exception, code: int) -> int:
+def _complain(error: UserError | RunError) -> int:
     _ignore_half_made()
     sys.stderr.write(f"error: {error}\n")
+    code = 2 if isinstance(error, UserError) else 1
+    if "jax" in sys.modules:  # a command that does without it is in no job
+        from mesh_transformer import platforms
+
+        platforms.leave_job(code)
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -42,8 +43,9 @@ class RunLock:
             os.close(self._file)
             raise
         told = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, json.dumps(told).encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(told).encode(), 0)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -93,6 +94,7 @@ class TrainingRun:
         self.evaluation = Evaluation(session, lambda: interrupt.noted)
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
+        self.lock: RunLock | None = None
         self.draw_at = time.monotonic() + DRAW_EVERY_S
 
     def train(self) -> Ending:
@@ -103,15 +105,13 @@ class TrainingRun:
             RunError: the loss or a gradient is not finite; the disk is full; the folder was deleted.
         """
         root = self.config.checkpoint.root
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as held, self._explained():
             if self.is_first:
                 check_writable(self.folder)
                 self.lock = held.enter_context(RunLock(self.folder))
-            with self._explained():
-                if self.is_first:
-                    self.run_id = take_up(root, self.folder)
-                check_shared(root)
-                return self._train()
+                self.run_id = take_up(root, self.folder)
+            check_shared(root)
+            return self._train()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -135,7 +135,8 @@ class TrainingRun:
 
     def _check_folder(self) -> None:
         """Raises RunError if the folder of a local run has been deleted or moved away: there is nowhere to save."""
-        if self.is_first and not files.is_remote(self.config.checkpoint.root) and not self.lock.in_place():
+        local = not files.is_remote(self.config.checkpoint.root)
+        if local and self.lock is not None and not self.lock.in_place():
             raise RunError(
                 f"{self.folder} was deleted or moved away during the run, with its checkpoints and metrics: put it back and "
                 f"run the same command again, or run it to begin anew"
@@ -160,7 +161,9 @@ class TrainingRun:
                 )
                 code, step = self._loop(begun, store, report)
         finally:
-            store.close()
+            # the save under way may wait for a process whose disk is full too: `close` would wait for it
+            if jax.process_count() == 1 or not is_disk_full(sys.exception()):
+                store.close()
         self._publish(last=True)
         total, newest = self.config.optimizer.total_steps, files.join(settings.root, f"step_{step}")
         return Ending(code, begun.step, step, total, report.val_loss, newest)
@@ -246,7 +249,8 @@ class TrainingRun:
         try:
             plot_losses(self.folder)
         except Exception as error:  # noqa: BLE001  (a picture is not worth a run)
-            log.warning("the loss curve was not drawn: %s", error)
+            if not is_disk_full(error):  # that ends the run in a moment, with a line of its own
+                log.warning("the loss curve was not drawn: %s", error)
         now = time.monotonic()
         self.draw_at = now + max(DRAW_EVERY_S, 20 * (now - began))
 

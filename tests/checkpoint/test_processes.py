@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-import os, sys
+import os, resource, sys, time
 root, port, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax
@@ -17,6 +17,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
 from jax.experimental import multihost_utils
 from mesh_transformer import files
 from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.errors import is_disk_full
 from states import abstract, assert_equal, mesh, shardings, state
 
 by_columns, by_rows = shardings(mesh(tp=4), columns="tp"), shardings(mesh(dp=4), rows="dp")
@@ -51,8 +52,23 @@ if process == 1:
 store.save(3, state(30, by_columns), {})
 check(3, state(30, by_rows))
 assert os.path.isdir(os.path.join(root, "set_aside", "step_3"))
-store.close()
-print("done", process)
+
+# one process cannot write: it does not wait for the other one, which has written and waits for it
+told = os.path.join(root, "told")
+if process == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+store.save(4, state(4, by_columns), {})
+if process == 1:
+    try:
+        store.close()
+    except Exception as error:
+        assert is_disk_full(error), error
+        os.mkdir(told)
+while not os.path.exists(told):
+    time.sleep(0.01)
+assert store.steps() == [2, 3]
+print("done", process, flush=True)
+os._exit(0)
 """
 
 

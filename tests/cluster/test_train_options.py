@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
+import os
 import sys
 
 import pytest
@@ -15,6 +17,8 @@ from mesh_transformer.cluster.place import Place
 from mesh_transformer.cluster.version import as_version
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
+from mesh_transformer.runtime import run_lock
+from mesh_transformer.runtime.run_lock import RunLock
 
 
 def config(**groups):
@@ -100,6 +104,26 @@ def test_new_deletes_no_folder_with_other_things(old_run):
     with pytest.raises(UserError, match=r"thesis\.tex"):
         delete_old_run(of_run, yes=True)
     assert (folder / "step_5").exists()
+
+
+def test_new_deletes_no_run_that_is_at_work(old_run, monkeypatch):
+    folder, of_run = old_run
+    monkeypatch.setattr(run_lock, "WAIT_S", 0.1)
+    with RunLock(str(folder)), pytest.raises(UserError, match=f"in use: process {os.getpid()} "):
+        delete_old_run(of_run, yes=True)
+    assert (folder / "step_5").exists()
+
+
+def test_new_deletes_from_a_full_disk(old_run, monkeypatch):
+    """Where no process can be noted in the lock."""
+    folder, of_run = old_run
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    delete_old_run(of_run, yes=True)
+    assert not folder.exists()
 
 
 def test_new_where_nothing_is(tmp_path):

@@ -140,24 +140,40 @@ def small_disk(copy):
 
 
 def test_a_full_disk_is_one_line_and_costs_no_checkpoint(copy, small_disk):
-    """In a save, and in the metrics before it; with space again the run goes on."""
+    """In a save, in the metrics before it, in the lock at the start; with space again the run goes on."""
     disk, leave = small_disk
     command = ["device_train.py", "--config", "config.json", "--set", "checkpoint.model_dir=disk/begun"]
-    for room in (64 << 10, 0):
-        leave(room)
+    for room in (64 << 10, 0, None):
+        if room is None:
+            (disk / "begun/run.lock").unlink()
+        leave(room or 0)
         _, errors = run(*command, cwd=copy, code=1)
         told = [line for line in errors.splitlines() if not re.match(r"\d\d:\d\d:\d\d I ", line)]
         assert len(told) == 1, errors
-        assert told[0].startswith("error: disk/begun: no space is left on the disk")
-        assert (
-            "the newest whole checkpoint is step_5. Free some space and run the same command again" in told[0]
-        )
-        whole = {path.name for path in (disk / "begun").glob("step_*") if "tmp" not in path.name}
-        assert whole == {"step_4", "step_5"}
+        _check_full_disk(told[0], disk)
     (disk / "filler").unlink()
     run(*command, cwd=copy)
     last = {record["step"]: record["train/loss"] for record in metrics(disk / "begun")}
     assert last == {record["step"]: record["train/loss"] for record in metrics(copy / "run")}
+
+
+@pytest.mark.multiprocess
+def test_a_full_disk_ends_a_job_of_two_processes(copy, small_disk):
+    """The process whose write fails does not wait for the other one, and the driver does not try again."""
+    disk, leave = small_disk
+    leave(64 << 10)
+    command = ["--config", "config.json", "--set", "checkpoint.model_dir=disk/begun", "--processes", "2"]
+    _, errors = run("train.py", *command, cwd=copy, code=1, TMPDIR=str(copy))
+    _check_full_disk(errors.splitlines()[-1], disk)
+    assert "beginning again" not in errors
+    assert "Traceback" not in errors
+
+
+def _check_full_disk(told, disk):
+    assert told.startswith("error: disk/begun: no space is left on the disk")
+    assert "the newest whole checkpoint is step_5. Free some space and run the same command again" in told
+    whole = {path.name for path in (disk / "begun").glob("step_*") if "tmp" not in path.name}
+    assert whole == {"step_4", "step_5"}
 
 
 def test_changed_data_is_refused_or_read_anew(copy):
