@@ -13,6 +13,7 @@ that one and torch.compile; of the three the fastest counts. All programs must c
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -82,7 +83,7 @@ def differences(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
         for number, record in enumerate(records if name != "memory" else [], 1):
             expected = runs[f"ours {name.split()[1]}"][0]["tokens"]
             for row, sequences in enumerate(zip(record["tokens"], expected, strict=True)):
-                pairs = enumerate(zip(*sequences, strict=True))
+                pairs = enumerate(itertools.zip_longest(*sequences))
                 if apart := [(at, *pair) for at, pair in pairs if pair[0] != pair[1]]:
                     at, theirs, ours = apart[0]
                     found.append(f"{name}, round {number}, sequence {row}, token {at}: {theirs}, not {ours}")

@@ -12,15 +12,18 @@ RUNS = {
     "generate": {
         "memory": [{}],
         "ours 2": [{"tokens": [[1, 2, 3], [4, 5, 6]]}] * 2,
-        "transformers 2": [{"tokens": [[1, 2, 3], [4, 5, 6]]}, {"tokens": [[1, 2, 3], [4, 7, 6]]}],
+        "transformers 2": [{"tokens": [[1, 2, 3], [4, 5, 6]]}, {"tokens": [[1, 2, 3], [4, 5]]}],
     },
     "evaluate": {
-        "ours": [{"scores": [-1590.0, -20.0], "epsilon": 2**-23}],
-        "hf 8": [{"scores": [-1590.0, -20.0], "epsilon": 2**-23}, {"scores": [-1590.0014, -21.0], "epsilon": 2**-23}],
+        "ours": [{"scores": [-1590.0, -20.0, -1e-6], "epsilon": 2**-23}],
+        "hf 8": [
+            {"scores": [-1590.0, -20.0, -1e-6], "epsilon": 2**-23},
+            {"scores": [-1590.0014, -21.0, -1.2e-6], "epsilon": 2**-23},
+        ],
     },
 }  # fmt: skip
 WORDS = {
-    "generate": "transformers 2, round 2, sequence 1, token 1: 7, not 5",
+    "generate": "transformers 2, round 2, sequence 1, token 2: None, not 6",
     "evaluate": "hf 8, round 2, request 1: -21.0, not -20.0",
 }
 

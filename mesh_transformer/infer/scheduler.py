@@ -107,7 +107,8 @@ class Scheduler:
             prompt: token ids, at least one.
             on_admit: called in the step that gives the request its slot.
             slide: prompt and completion may be longer than the context. Of the prompt its end is taken; when the context is
-                full, its last half becomes a prompt, and what penalties count begins again. Not with `prompt_logprobs`.
+                full, its last half becomes a prompt that queues again, and what penalties count begins again. Not with
+                `prompt_logprobs`.
 
         Raises:
             QueueFull: `max_queue` requests wait for a slot already.
@@ -265,8 +266,9 @@ class Scheduler:
             return
         self._release(slot)
         if emitted.finish == "length" and request.rest is not None:
-            rest = _window(_Request(request.id, slot.tokens, request.rest, None), self._engine.context)
-            self._waiting = {request.id: rest, **self._waiting}
+            # behind those that wait: a story without end would leave them no slot
+            rest = _Request(request.id, slot.tokens, request.rest, None)
+            self._waiting[request.id] = _window(rest, self._engine.context)
         else:
             got.finish = emitted.finish
 

@@ -313,7 +313,7 @@ def slid(prompt: list[int], asked: SamplingParams, context: int) -> tuple[list[i
     "asked", [params(1), params(9), params(70, seed=3), params(90, stop_token_ids=(31,))], ids=str
 )
 def test_a_completion_that_slides(length, asked):
-    """Beside others that wait for the one slot; it comes in its place in the queue, and is admitted once."""
+    """Beside others that wait for the one slot; `on_admit` is called once."""
     c = Collector(slots=1, context=20)
     prompt = [(3 * i * i + i) % 101 for i in range(length)]
     c.submit(0, prompt, asked, slide=True)
@@ -325,6 +325,16 @@ def test_a_completion_that_slides(length, asked):
     assert c.admitted == [0]
     assert c.got[1] == alone(PROMPT[:5], params(3))
     assert not c.engine.in_use
+
+
+def test_one_that_slides_lets_others_in():
+    c = Collector(slots=1, context=20)
+    c.submit(0, PROMPT[:5], params(1000), slide=True)
+    c.step()
+    c.submit(1, PROMPT[:5], params(3))
+    while 1 not in c.got or c.got[1].finish is None:
+        c.step()
+    assert len(c.got[0].tokens) <= 20  # not after its last window
 
 
 def test_cancelling_one_that_slides():

@@ -198,7 +198,7 @@ class CompletionRequest(_Body):
 
 
 class ClassicRequest(_Body):
-    """POST /complete, as the original: numbers may be written as strings."""
+    """POST /complete, as the original: `top_p`, `temp` and `length` may be written as strings."""
 
     context: str
     top_p: Annotated[float, Field(strict=False)]
