@@ -71,7 +71,7 @@ def test_a_run_from_eight_shards_is_the_originals_run_of_one(tmp_path: Path, ori
     assert sorted(path.name for path in (second / "run").glob("step_*")) == ["step_3", "step_5"]
     assert (second / "run/step_3/shard_0/15.npz").exists()
     _, errors = run("device_train.py", "--config", "config.json", cwd=second)
-    assert "complete: 5 of 5" in errors
+    assert "the run is complete: step 5 of 5" in errors
 
 
 def test_a_run_of_2021_goes_on_on_eight_devices(tmp_path: Path, original: Path) -> None:
