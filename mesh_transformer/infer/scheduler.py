@@ -106,9 +106,8 @@ class Scheduler:
             request: an id that no waiting or running request has.
             prompt: token ids, at least one.
             on_admit: called in the step that gives the request its slot.
-            slide: prompt and completion may be longer than the context. Of the prompt its end is taken; when the context is
-                full, its last half becomes a prompt that queues again, and what penalties count begins again. Not with
-                `prompt_logprobs`.
+            slide: prompt and completion may be longer than the context. The prompt's end is taken; when the context is full, its
+                last half queues as a prompt behind others, and penalties count from there. Not with `prompt_logprobs`.
 
         Raises:
             QueueFull: `max_queue` requests wait for a slot already.
@@ -266,9 +265,8 @@ class Scheduler:
             return
         self._release(slot)
         if emitted.finish == "length" and request.rest is not None:
-            # behind those that wait: a story without end would leave them no slot
-            rest = _Request(request.id, slot.tokens, request.rest, None)
-            self._waiting[request.id] = _window(rest, self._engine.context)
+            whole = dataclasses.replace(request, prompt=slot.tokens, params=request.rest, on_admit=None)
+            self._waiting[request.id] = _window(whole, self._engine.context)
         else:
             got.finish = emitted.finish
 
