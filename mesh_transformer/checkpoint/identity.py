@@ -26,7 +26,7 @@ def with_model(extra: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def check_model(source: TensorSource, asked: ModelConfig) -> None:
-    """Refuse a checkpoint of another architecture than the config's. One that notes no model is told, once a process.
+    """Refuse a checkpoint of another architecture than the config's. A checkpoint without a noted model gives one warning a process.
 
     Raises:
         UserError: names every field that differs, or the model that is noted cannot be read.

@@ -1,4 +1,4 @@
-"""The names of the fields in both spellings, and what is told of a name that is wrong."""
+"""The names of the fields in both spellings, and the messages for unknown names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ FIELDS: dict[str, tuple[str, ...]] = {name: tuple(group.model_fields) for name, 
 SHOWN_CHARS = 60
 SHOWN_KEYS = 8
 SHOWN_HINT = 600
-MAX_KEYS = 1000  # each unknown one is compared with every name that there is
+# each unknown key is compared with every known name
+MAX_KEYS = 1000
 NEAR = 0.75  # of difflib's ratio: one letter of four is wrong, or two of a longer name
 NOT_OURS = "no field of this program"
 

@@ -1,4 +1,4 @@
-"""Hosts that are not known are refused, before anything is told to them: a real SSH server on loopback."""
+"""Unknown hosts are refused before anything is sent to them. The host is a real SSH server on loopback."""
 
 from __future__ import annotations
 
