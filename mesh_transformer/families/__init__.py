@@ -1,0 +1,8 @@
+"""Model families as data: each is one file beside this one and one line here."""
+
+from __future__ import annotations
+
+from mesh_transformer.families import gptj
+from mesh_transformer.families.base import ModelConfig
+
+FAMILIES: dict[str, type[ModelConfig]] = {"gptj": gptj.Config}

@@ -1,0 +1,135 @@
+"""What a decoder is made of, as plain data without jax. A family's config gives one `Decoder`; models/decoder.py builds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """A normalisation, computed in float32.
+
+    layer: (x - mean) / standard deviation. length: x / (|x| + eps), whose scale starts at sqrt(d_model): the classic
+    rmsnorm, and with `one_scale` scalenorm (Nguyen and Salazar 2019).
+    """
+
+    kind: Literal["layer", "length"] = "layer"
+    eps: float = 1e-5
+    offset: bool = True
+    one_scale: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Rotary position encoding (Su et al. 2021, arXiv:2104.09864) of the first `dims` of each head.
+
+    pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). `precision` is
+    that of position * frequency: transformers has float32, the original GPT-J float64.
+    """
+
+    dims: int
+    style: Literal["pairs", "halves"]
+    base: float = 10000.0
+    precision: Literal["float32", "float64"] = "float32"
+
+    def angles(self, n_positions: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sines and cosines, each (n_positions, dims / 2) float32, of position * base^(-2i / dims)."""
+        exponents = np.arange(0, self.dims, 2, dtype=self.precision) / np.dtype(self.precision).type(
+            self.dims
+        )
+        if self.precision == "float64":
+            frequencies = self.base**-exponents
+        else:
+            frequencies = 1 / np.float32(self.base) ** exponents
+        theta = np.arange(n_positions, dtype=self.precision)[:, None] * frequencies
+        return np.sin(theta).astype(np.float32), np.cos(theta).astype(np.float32)
+
+
+class CacheEntry(NamedTuple):
+    """One array that attention keeps of a position: (heads, width), and the name of its first dimension."""
+
+    name: str
+    heads: int
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Multi-head attention; `bias` is on q, k and v, `out_bias` on the output."""
+
+    heads: int
+    head_dim: int
+    rotary: Rotary | None
+    bias: bool = False
+    out_bias: bool = False
+
+    @property
+    def cache_entries(self) -> tuple[CacheEntry, ...]:
+        """What a position leaves behind for later ones: its keys and its values."""
+        entry = CacheEntry("heads", self.heads, self.head_dim)
+        return entry, entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """activation(x w_in + b) w_out + b."""
+
+    d_ff: int
+    activation: Literal["gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Attention and feed-forward around a residual stream x.
+
+    sequential: x += attention(norm(x)); x += ff(ff_norm(x)). parallel: x += attention(norm(x)) + ff(ff_norm(x)).
+    parallel_one_norm: the same with ff(norm(x)).
+    """
+
+    attention: Attention
+    ff: Dense
+    norm: Norm
+    wiring: Literal["sequential", "parallel", "parallel_one_norm"]
+
+
+class Size(NamedTuple):
+    """The size of a named dimension, and the field of the config that gives it."""
+
+    field: str
+    value: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """A whole model. `layers` are equal in the shapes of their parameters."""
+
+    d_model: int
+    n_vocab: int
+    vocab_multiple: int  # the tables get unused rows up to a multiple of this, whatever the mesh
+    seq: int  # longest context
+    layers: tuple[Layer, ...]
+    final_norm: Norm
+    embed_bias: bool = False
+    learned_positions: bool = False
+    relative_bias: bool = False  # T5's: by head and bucket of distance, the same in all layers
+    tied: bool = False  # the head multiplies by the table of embeddings
+    head_bias: bool = False
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the vocabulary tables."""
+        return -(-self.n_vocab // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def sizes(self) -> dict[str, list[Size]]:
+        """The named dimensions of the parameters that mesh axes may divide."""
+        layer = self.layers[0]
+        return {
+            "embed": [Size("d_model", self.d_model)],
+            "heads": [Size("n_heads", layer.attention.heads)],
+            "mlp": [Size("d_ff", layer.ff.d_ff)],
+            "vocab": [Size("n_vocab", self.padded_vocab)],
+        }
