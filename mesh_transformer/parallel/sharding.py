@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -119,10 +120,15 @@ class Partition:
         """The same mesh with some names sharded otherwise."""
         return Partition(self.mesh, {**self.rules, **rules})
 
+    def size(self, name: str) -> int:
+        """The number of parts that dimension `name` is split into: 1 where every device has all of it."""
+        axes = self.rules[name] or ()
+        return math.prod(self.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+
     @property
     def splits_weights(self) -> bool:
         """Whether weights must be gathered over a data axis before they are used."""
-        return self.mesh.shape["fsdp"] > 1
+        return self.size("embed") > 1
 
 
 _ACTIVE: contextvars.ContextVar[Partition | None] = contextvars.ContextVar("partition", default=None)
