@@ -7,8 +7,8 @@ from pathlib import Path
 from pydantic_core import PydanticUndefined
 
 from mesh_transformer.config import classic, describe
-from mesh_transformer.config.base import Group
 from mesh_transformer.config.schema import GROUPS
+from mesh_transformer.fields import Group
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 # the tables stand between these lines of the page; all else there is written by hand

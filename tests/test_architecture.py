@@ -13,7 +13,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "mesh_transformer"
 RANKS = [
-    {"config", "families", "optimizers", "logs", "errors", "files", "signs", "slices", "stop_signals"},
+    {
+        "config",
+        "families",
+        "optimizers",
+        "fields",
+        "logs",
+        "errors",
+        "files",
+        "signs",
+        "slices",
+        "stop_signals",
+    },
     {"platforms", "parallel"},
     {"ops"},
     {"layers"},

@@ -11,8 +11,8 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint.hf_layout import check_exports
 from mesh_transformer.checkpoint.json_file import read_json
 from mesh_transformer.config import ModelConfig
-from mesh_transformer.config.base import INT32_MAX
 from mesh_transformer.errors import UserError
+from mesh_transformer.fields import INT32_MAX
 
 EPSILON = 1e-5
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # three programs of one formula

@@ -10,9 +10,9 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mesh_transformer.config.base import size
 from mesh_transformer.config.describe import short
 from mesh_transformer.config.run import CheckpointConfig
+from mesh_transformer.fields import size
 
 DEFAULT_FOLDER = CheckpointConfig.model_fields["model_dir"].default
 Grouped = dict[str, dict[str, Any]]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mesh_transformer.config.base import Count, CountOrZero, Group, Positive, Unit
+from mesh_transformer.fields import Count, CountOrZero, Group, Positive, Unit
 
 Seconds = Annotated[Positive, Unit("seconds")]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from mesh_transformer.config.base import INT32_MAX, Derived, Group, Unit
+from mesh_transformer.fields import INT32_MAX, Derived, Group, Unit
 
 SHOWN_CHARS = 80
 

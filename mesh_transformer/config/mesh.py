@@ -6,8 +6,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from mesh_transformer.config.base import Derived, Devices, Group, Switch
 from mesh_transformer.errors import UserError
+from mesh_transformer.fields import Derived, Devices, Group, Switch
 
 
 class MeshShape(NamedTuple):

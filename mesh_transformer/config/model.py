@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mesh_transformer.config.base import (
+from mesh_transformer.errors import UserError
+from mesh_transformer.fields import (
     CountOrZero,
     Derived,
     Dims,
@@ -18,7 +19,6 @@ from mesh_transformer.config.base import (
     Tokens,
     size,
 )
-from mesh_transformer.errors import UserError
 
 
 def _one_norm(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Le
 from pydantic import Field
 
-from mesh_transformer.config.base import (
+from mesh_transformer.fields import (
     Count,
     Fraction,
     Group,

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from mesh_transformer.config.base import (
+from mesh_transformer.errors import UserError
+from mesh_transformer.fields import (
     Count,
     CountOrZero,
     Derived,
@@ -22,7 +23,6 @@ from mesh_transformer.config.base import (
     Unit,
     whole,
 )
-from mesh_transformer.errors import UserError
 
 
 def _listed(value: Any) -> Any:

@@ -6,13 +6,13 @@ import math
 
 from pydantic import Field, model_validator
 
-from mesh_transformer.config.base import Group, check_divides
 from mesh_transformer.config.cluster import ClusterConfig
 from mesh_transformer.config.mesh import MeshConfig, MeshShape
 from mesh_transformer.config.model import ModelConfig
 from mesh_transformer.config.optimizer import OptimizerConfig
 from mesh_transformer.config.run import CheckpointConfig, DataConfig, LoggingConfig
 from mesh_transformer.errors import UserError
+from mesh_transformer.fields import Group, check_divides
 
 BYTES_VOCAB = 257  # the `bytes` tokenizer: every byte, and the end of a text
 

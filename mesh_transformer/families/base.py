@@ -6,7 +6,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from mesh_transformer.config.base import (
+from mesh_transformer.errors import UserError
+from mesh_transformer.families.spec import Decoder
+from mesh_transformer.fields import (
     CountOrZero,
     Derived,
     Dims,
@@ -17,8 +19,6 @@ from mesh_transformer.config.base import (
     Tokens,
     size,
 )
-from mesh_transformer.errors import UserError
-from mesh_transformer.families.spec import Decoder
 
 
 class ModelConfig(Group):

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mesh_transformer.config.base import Derived, Dims, size
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ModelConfig
 from mesh_transformer.families.spec import Attention, Decoder, Dense, Layer, Norm, Rotary
+from mesh_transformer.fields import Derived, Dims, size
 
 
 def _one_norm(value: Any) -> Any:

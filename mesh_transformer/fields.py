@@ -1,4 +1,4 @@
-"""What the groups are made of: number and text types that carry their unit, the frozen group, a size check."""
+"""What the groups of a config are made of: number and text types that carry their unit, the frozen group, a size check."""
 
 from __future__ import annotations
 
