@@ -19,8 +19,8 @@ def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
 
     config = load_config(arguments.config, arguments.overrides)
     store = CheckpointStore(str(folder / "native"))
-    program = Session.open(config).program
-    params = jax.jit(lambda key: program.init(key).params)(jax.random.key(0))
+    placement = Session.open(config).placement
+    params = jax.jit(placement.model.init, out_shardings=placement.shardings)(jax.random.key(0))
     store.save(1, {"step": np.int32(1), "params": params}, {})
     store.close()
     if arguments.peers != "none":

@@ -55,12 +55,13 @@ def compile_once(config_path: str, layers: int) -> dict[str, float]:
     """Trace, lower and compile the step; nothing is allocated."""
     from mesh_transformer.config import load_config
     from mesh_transformer.runtime.session import Session
-    from mesh_transformer.train.step import compile_step
+    from mesh_transformer.train.step import TrainProgram, compile_step
 
     config = load_config(config_path, [f"model.layers={layers}"])
     session = Session.open(config)
     began = time.perf_counter()
-    compile_step(session.program, config.optimizer.gradient_accumulation_steps, session.microbatch)
+    program = TrainProgram(session.placement, config)
+    compile_step(program, config.optimizer.gradient_accumulation_steps, session.microbatch)
     return {"seconds": round(time.perf_counter() - began, 2)}
 
 

@@ -98,7 +98,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     model = EvalModel(session, load_tokenizer(arguments.tokenizer))
     model.load(read_params(session, f"{arguments.folder}/native").params)
     result = timed(HarnessLM(model), arguments)
-    epsilon = float(jnp.finfo(session.program.model.config.compute_dtype).eps)
+    epsilon = float(jnp.finfo(session.placement.model.dtype).eps)
     return {**result, "tokens_computed": model.counts.computed // 2, "epsilon": epsilon}
 
 

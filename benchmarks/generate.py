@@ -273,14 +273,13 @@ def timed(run: Any, batch: int) -> dict[str, Any]:
 
 def weight_bytes(config: Any) -> int:
     """What a decode step reads of the weights: all but the embedding, of which it reads a row."""
-    import jax
 
     from mesh_transformer.runtime.session import Session, count_parameters
 
-    session = Session.open(config)
+    placement = Session.open(config).placement
+    dtype = placement.model.dtype
     embedding = config.model.padded_vocab * config.model.d_model
-    count = count_parameters(session.program.abstract_state.params) - embedding
-    return count * jax.numpy.dtype(session.program.model.config.compute_dtype).itemsize
+    return (count_parameters(placement.abstract(dtype)) - embedding) * dtype.itemsize
 
 
 def prompts(batch: int) -> list[list[int]]:

@@ -77,10 +77,11 @@ def trace(
 
     from mesh_transformer.config import load_config
     from mesh_transformer.runtime.session import Session
+    from mesh_transformer.train.step import TrainProgram
 
     config = load_config(config_path, overrides)
     session = Session.open(config)
-    program = session.program
+    program = TrainProgram(session.placement, config)
     state = program.init(jax.random.key(0))
     shape = (config.optimizer.gradient_accumulation_steps, session.microbatch, config.seq + 1)
     tokens = session.place_batch(

@@ -17,10 +17,9 @@ from common import REPO, emit, say
 from mesh_transformer import platforms
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.models import registry
 from mesh_transformer.models.base import LAYER_LOOP
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.hlo import Collective, collectives
-from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.runtime import cli
 from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes
 
@@ -74,8 +73,8 @@ def measure(path: str, overrides: list[str], slice_name: str, accumulation: int)
     devices = platforms.slice_devices(slice_name)
     config = _for_devices(path, overrides, len(devices))
     shape = config.check_devices(len(devices))
-    mesh, batch = make_mesh(shape, devices), config.microbatch(shape)
-    program = TrainProgram(config, registry.build(platforms.resolve(config.model, "tpu")), mesh)
+    batch = config.microbatch(shape)
+    program = TrainProgram(Placement.of(config, devices), config)
     target = platforms.SLICES[slice_name]
     report: dict[str, Any] = {
         "slice": slice_name,

@@ -64,11 +64,12 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     from mesh_transformer import platforms
     from mesh_transformer.config import load_config
     from mesh_transformer.runtime.session import Session, count_parameters
+    from mesh_transformer.train.step import TrainProgram
 
     config = load_config(arguments.config, arguments.overrides)
     platforms.CompileCache()
     session = Session.open(config)
-    program = session.program
+    program = TrainProgram(session.placement, config)
     state = program.init(jax.random.key(0))
     accumulation = config.optimizer.gradient_accumulation_steps
     tokens = session.place_batch(_tokens(config, accumulation, session.microbatch))

@@ -6,10 +6,8 @@ from typing import Any
 
 import jax
 
-from mesh_transformer import platforms
 from mesh_transformer.config import parse_config
-from mesh_transformer.models.registry import build
-from mesh_transformer.parallel.mesh import make_mesh
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.train.step import TrainProgram
 
 TINY: dict[str, Any] = {
@@ -30,7 +28,7 @@ def program(
 ) -> TrainProgram:
     """The compiled-on-first-use functions of a config on the first `devices` CPU devices."""
     config = parse_config(raw, overrides)
-    model = build(
-        platforms.resolve(config.model.model_copy(update={"compute_dtype": dtype, "remat": remat}), "cpu")
-    )
-    return TrainProgram(config, model, make_mesh(config.check_devices(devices), jax.devices()[:devices]))
+    config.check_devices(devices)
+    model = config.model.model_copy(update={"compute_dtype": dtype, "remat": remat})
+    resolved = config.model_copy(update={"model": model})
+    return TrainProgram(Placement.of(resolved, jax.devices()[:devices]), config)

@@ -21,9 +21,9 @@ from mesh_transformer.infer.requests import (
 )
 from mesh_transformer.infer.sampling import SamplingOptions
 from mesh_transformer.infer.slots import Drawn, Request, Scores
-from mesh_transformer.models.base import Model, Params
+from mesh_transformer.models.base import Params
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.cache import segment_ends
-from mesh_transformer.parallel.sharding import Partition
 
 SHORTEST_PIECE = 128  # positions: fewer take nearly as long, the weights are read all the same
 
@@ -32,20 +32,21 @@ class SlotEngine:
     """See `requests.Engine`. Its programs are few: pieces of prompts come in powers of two, what attention reads in the
     segments of the cache, and pieces that begin their prompts are computed several at a time."""
 
-    def __init__(self, model: Model, partition: Partition, params: Params, *, slots: int, chunk: int = 512):
+    def __init__(self, placement: Placement, params: Params, *, slots: int, chunk: int = 512):
         """Allocate the cache.
 
         Args:
-            params: in the compute dtype, on the mesh of `partition`; "blocks" may be a tuple, one tree a layer.
+            params: in the compute dtype, on the mesh of `placement`; "blocks" may be a tuple, one tree a layer.
             slots: sequences at a time.
             chunk: tokens of prompts that are computed at a time.
         """
+        model, partition = placement.model, placement.partition
         self.model, self.mesh = model, partition.mesh
         self.slots, self.context = slots, model.config.seq
         self.chunk, self._longest = chunk, min(chunk, self.context)
         self._params, self._n_vocab = params, model.config.padded_vocab
         self._programs = SlotPrograms(
-            model, partition, slots, self.context, stacked=not isinstance(params["blocks"], tuple)
+            placement, slots, self.context, stacked=not isinstance(params["blocks"], tuple)
         )
         self._slots = self._programs.empty()
         self._requests: dict[int, _Running] = {}

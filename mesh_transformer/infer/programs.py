@@ -25,9 +25,10 @@ from mesh_transformer.infer.slots import (
     release,
 )
 from mesh_transformer.layers import at_position
-from mesh_transformer.models.base import Model, Params
+from mesh_transformer.models.base import Params
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.cache import KVCache
-from mesh_transformer.parallel.sharding import Partition, constrain, use
+from mesh_transformer.parallel.sharding import constrain, use
 
 MAX_STEPS = 16  # of a call of `generate`
 _SCORED = 64  # positions of prompts whose logits exist at a time
@@ -51,14 +52,14 @@ class SlotPrograms:
         stacked: the layers of the parameters are, not a tuple of layers.
     """
 
-    def __init__(self, model: Model, partition: Partition, n_slots: int, context: int, *, stacked: bool):
-        self.model, self.partition, self.n_slots = model, partition, n_slots
+    def __init__(self, placement: Placement, n_slots: int, context: int, *, stacked: bool):
+        self.model, self.partition, self.n_slots = placement.model, placement.partition, n_slots
         heads = self.partition.sharding(None, None, "heads", None, None)
         whole: Any = self.partition.sharding()
 
         def none() -> Slots:
-            cache = model.new_cache(n_slots, context, stacked=stacked)
-            return empty(cache, n_slots, context, model.config.padded_vocab)
+            cache = self.model.new_cache(n_slots, context, stacked=stacked)
+            return empty(cache, n_slots, context, self.model.config.padded_vocab)
 
         abstract = jax.eval_shape(none)
         shardings = jax.tree.map(lambda _: whole, abstract)._replace(

@@ -15,11 +15,12 @@ import numpy as np
 from einops import rearrange
 
 from mesh_transformer.infer.packing import Batch, Plan
-from mesh_transformer.models.base import Model, Params
+from mesh_transformer.models.base import Params
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.models.vocabulary import VocabTiles
 from mesh_transformer.ops.loss import Normaliser
 from mesh_transformer.ops.packing import PackedView
-from mesh_transformer.parallel.sharding import Partition, use
+from mesh_transformer.parallel.sharding import use
 
 Result = tuple[int, float, bool]
 """A query's number, its log-likelihood in nats, whether no token is likelier than the next one anywhere in its
@@ -33,13 +34,14 @@ class Scorer:
         columns: of the vocabulary, whose logits exist at a time, about.
     """
 
-    def __init__(self, model: Model, partition: Partition, *, columns: int):
-        self.model, self.partition = model, partition.with_rules(block_seq=None)
-        self.multiple = partition.mesh.shape["dp"] * partition.mesh.shape["fsdp"]
-        self._tiles = VocabTiles.of(model, self.partition, columns)
+    def __init__(self, placement: Placement, *, columns: int):
+        placement = placement.with_rules(block_seq=None)
+        self.model, self.partition = placement.model, placement.partition
+        self.multiple = placement.size("batch")
+        self._tiles = VocabTiles.of(self.model, self.partition, columns)
         self._head = jax.jit(self._gathered_head)
         self._hidden = jax.jit(self._hidden_ND)
-        self._score = jax.jit(self._scores_PM, out_shardings=partition.sharding())
+        self._score = jax.jit(self._scores_PM, out_shardings=self.partition.sharding())
 
     def run(self, params: Params, plan: Plan) -> Iterator[list[Result]]:
         """The results of each batch in turn, while the device computes the next one.

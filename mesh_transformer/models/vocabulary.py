@@ -34,7 +34,7 @@ class VocabTiles:
     @classmethod
     def of(cls, model: Model, partition: Partition, columns: int) -> VocabTiles:
         """Tiles of about `columns` columns: as many, a power of two, as divide the vocabulary evenly."""
-        rows, tiles = model.config.padded_vocab // partition.mesh.shape["tp"], 1
+        rows, tiles = model.config.padded_vocab // partition.size("vocab"), 1
         while rows % (2 * tiles) == 0 and rows // (2 * tiles) >= max(columns, LEAST_COLUMNS):
             tiles *= 2
         return cls(model, partition, tiles)
@@ -42,7 +42,7 @@ class VocabTiles:
     @property
     def shards(self) -> int:
         """Parts of the vocabulary on different devices."""
-        return self.partition.mesh.shape["tp"]
+        return self.partition.size("vocab")
 
     @property
     def columns(self) -> int:

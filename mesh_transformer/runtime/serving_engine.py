@@ -18,7 +18,7 @@ from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.models.base import Params
 from mesh_transformer.ops.linear import PackedBlock
-from mesh_transformer.parallel.sharding import Partition, inference_rules
+from mesh_transformer.parallel.sharding import inference_rules
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.weights import read_params
 
@@ -32,11 +32,12 @@ def open_engine(config: Config, checkpoint: str, *, slots: int) -> ServingEngine
     session = Session.open(config)
     weights = read_params(session, checkpoint)
     log.info("parameters of step %d from %s", weights.step, checkpoint)
-    model, mesh = session.program.model, session.program.partition.mesh
+    placement = session.placement.with_rules(**inference_rules())
+    model = placement.model
     params = jax.jit(model.cast, donate_argnums=0)(weights.params)
     if jax.default_backend() == "cpu":
-        params = as_cpus_like_it(params, model.functions.same_input)
-    return ServingEngine(model, Partition(mesh, inference_rules()), params, slots=slots)
+        params = pack_for_cpu_decode(params, model.functions.same_input)
+    return ServingEngine(placement, params, slots=slots)
 
 
 class ServingEngine(SlotEngine):
@@ -82,7 +83,7 @@ class ServingEngine(SlotEngine):
         return Path(folder, "engines", digest)
 
 
-def as_cpus_like_it(params: Params, same_input: Sequence[Sequence[str]]) -> Params:
+def pack_for_cpu_decode(params: Params, same_input: Sequence[Sequence[str]]) -> Params:
     """The same parameters for few rows on CPU: "blocks" is a tuple of packed layers, and the head's matrix is transposed.
 
     XLA for CPU takes a layer out of a stack by copying it, at every step. The last layer's matrices are not joined: most of

@@ -1,4 +1,4 @@
-"""A config brought to the devices at hand: the mesh, the model and its compiled functions."""
+"""A config brought to the devices at hand: the mesh, the model and where its arrays lie."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mesh_transformer import platforms
 from mesh_transformer.config import Config, MeshShape
-from mesh_transformer.models import registry
-from mesh_transformer.parallel.mesh import make_mesh, process_rows
-from mesh_transformer.train.step import TrainProgram
+from mesh_transformer.models.placement import Placement
+from mesh_transformer.parallel.mesh import process_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,19 +19,16 @@ class Session:
 
     config: Config
     shape: MeshShape
-    program: TrainProgram
+    placement: Placement
 
     @classmethod
     def open(cls, config: Config) -> Session:
-        """Lay the mesh over all devices, and prepare the functions.
+        """Lay the mesh over all devices, and the model over the mesh.
 
         Raises:
             UserError: the devices do not fit the mesh.
         """
-        shape = config.mesh.shape(jax.device_count())
-        model = registry.build(platforms.resolve(config.model, jax.default_backend()))
-        program = TrainProgram(config, model, make_mesh(shape, jax.devices()))
-        return cls(config, shape, program)
+        return cls(config, config.mesh.shape(jax.device_count()), Placement.of(config, jax.devices()))
 
     @property
     def microbatch(self) -> int:
@@ -42,17 +37,22 @@ class Session:
 
     def rows(self, batch: int) -> tuple[int, ...]:
         """The sequences of a global batch that this process's devices hold, ascending."""
-        return process_rows(self.program.eval_sharding, batch, jax.process_index())
+        return process_rows(self._batch_sharding, batch, jax.process_index())
 
     def place_batch(self, tokens: np.ndarray) -> jax.Array:
         """This process's (A, rows, T + 1) of a training batch, as part of the global array."""
         shape = (len(tokens), self.microbatch, tokens.shape[-1])
-        return jax.make_array_from_process_local_data(self.program.batch_sharding, tokens, shape)
+        sharding = self.placement.partition.sharding(None, "batch", None)
+        return jax.make_array_from_process_local_data(sharding, tokens, shape)
 
     def place_eval(self, tokens: np.ndarray) -> jax.Array:
         """This process's (rows, T + 1) of a validation batch, as part of the global array."""
         shape = (self.val_batch, tokens.shape[-1])
-        return jax.make_array_from_process_local_data(self.program.eval_sharding, tokens, shape)
+        return jax.make_array_from_process_local_data(self._batch_sharding, tokens, shape)
+
+    @property
+    def _batch_sharding(self) -> jax.sharding.NamedSharding:
+        return self.placement.partition.sharding("batch", None)
 
     @property
     def val_batch(self) -> int:
@@ -72,10 +72,10 @@ class Session:
     def describe(self) -> str:
         """One line: size, devices, mesh, tokens a step."""
         axes = " x ".join(f"{name} {size}" for name, size in self.shape._asdict().items())
-        device = jax.devices()[0].device_kind
+        device, model = jax.devices()[0].device_kind, self.placement.model
         return (
-            f"{count_parameters(self.program.abstract_state.params):,} parameters; {jax.device_count()} x {device} "
-            f"in {jax.process_count()} process(es): {axes}; {self.program.model.config.compute_dtype}; "
+            f"{count_parameters(self.placement.abstract(model.dtype)):,} parameters; {jax.device_count()} x {device} "
+            f"in {jax.process_count()} process(es): {axes}; {model.dtype}; "
             f"{self.tokens_per_step:,} tokens a step"
         )
 

@@ -13,14 +13,16 @@ from mesh_transformer.checkpoint.forms import ClassicRun, Form, Found, classic_r
 from mesh_transformer.checkpoint.open import open_found
 from mesh_transformer.checkpoint.place import place_scalar
 from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
+from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import Config
 from mesh_transformer.data.classic_position import classic_position
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
+from mesh_transformer.models.base import Params
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.weights import has_moments, place_weights, read_params, read_weights
-from mesh_transformer.train.optim import restart_schedule
-from mesh_transformer.train.step import TrainState
+from mesh_transformer.runtime.weights import open_agreed, place_named
+from mesh_transformer.train import optim
+from mesh_transformer.train.step import TrainProgram, TrainState
 
 _NO_RUN = "no run can go on from it. Start from it with --tune-model-path {} and another checkpoint.model_dir"
 
@@ -56,7 +58,9 @@ class Begun(NamedTuple):
     loader_state: dict[str, Any] | None  # None: read from the beginning
 
 
-def begin(session: Session, store: CheckpointStore, source: Source, logged: Logged) -> Begun:
+def begin(
+    session: Session, program: TrainProgram, store: CheckpointStore, source: Source, logged: Logged
+) -> Begun:
     """Resume from `store` if it holds a checkpoint, or from the classic run in its folder; else fine-tune from `source`,
     or start afresh.
 
@@ -65,7 +69,6 @@ def begin(session: Session, store: CheckpointStore, source: Source, logged: Logg
     Raises:
         UserError: a checkpoint does not fit the config, or none can be read.
     """
-    program = session.program
     begun_again = Counters(
         steps_redone=logged.steps_redone + logged.step
     )  # killed before its first checkpoint
@@ -77,9 +80,9 @@ def begin(session: Session, store: CheckpointStore, source: Source, logged: Logg
     if checkpoint is not None:
         return _resume(session, checkpoint, logged)
     if run is not None:
-        return _resume(session, _classic_checkpoint(session, run), logged)
+        return _resume(session, _classic_checkpoint(session, program, run), logged)
     if source.tune_model_path:
-        return Begun(_tuned(session, source.tune_model_path, source.fresh_opt), 0, begun_again, None)
+        return Begun(_tuned(session, program, source.tune_model_path, source.fresh_opt), 0, begun_again, None)
     return Begun(program.init(jax.random.key(session.config.model.seed)), 0, begun_again, None)
 
 
@@ -135,19 +138,40 @@ def _counters(noted: Any) -> Counters:
     )
 
 
-def _tuned(session: Session, path: str, fresh_opt: bool) -> TrainState:
+def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) -> TrainState:
     """Parameters (and moments, if there are any, unless dropped) of a checkpoint, at step 0 with its schedule at 0."""
-    program = session.program
-    weights = read_params(session, path) if fresh_opt else read_weights(session, path)
-    log.info("starting from step %d of %s", weights.step, path)
-    if weights.opt_state is not None:
-        return program.begin(weights.params, restart_schedule(weights.opt_state))
+    source = open_agreed(session, path)
+    params, opt_state = read_state(program, source, moments=not fresh_opt)
+    log.info("starting from step %d of %s", source.counts.step, path)
+    if opt_state is not None:
+        return program.begin(params, optim.restart_schedule(opt_state))
     if not fresh_opt:
         log.info("%s has no Adam moments: they start from zero", path)
-    return program.begin(weights.params, program.fresh_optimizer(weights.params))
+    return program.begin(params, program.fresh_optimizer(params))
 
 
-def _classic_checkpoint(session: Session, run: ClassicRun) -> Checkpoint:
+def read_state(program: TrainProgram, source: TensorSource, *, moments: bool = True) -> tuple[Params, Any]:
+    """The parameters of an open checkpoint, and its optimizer state; None if it has no moments, or they are not wanted.
+
+    Raises:
+        UserError: it is of another model or damaged.
+    """
+    abstract = program.abstract_state
+    if not (moments and has_moments(source)):
+        return place_named(source, {"params": abstract.params})["params"], None
+    placed = place_named(source, {"params": abstract.params, **optim.moments(abstract.opt_state)})
+    counts = (
+        place_scalar(count or 0, abstract.step) for count in (source.counts.adam, source.counts.schedule)
+    )
+    return placed["params"], optim.with_moments(abstract.opt_state, placed, *counts)
+
+
+def has_moments(source: TensorSource) -> bool:
+    """Whether a checkpoint holds Adam's moments."""
+    return any(name.startswith("mu/") for name in source.tensors)
+
+
+def _classic_checkpoint(session: Session, program: TrainProgram, run: ClassicRun) -> Checkpoint:
     """The state of a run of the original program: its step, moments and schedule."""
     source = open_found(Found(Form.CLASSIC, run.folder), session.config.model)
     if not has_moments(source):
@@ -155,10 +179,10 @@ def _classic_checkpoint(session: Session, run: ClassicRun) -> Checkpoint:
             f"{run.folder} is a slim checkpoint, without Adam's moments: {_NO_RUN.format(run.folder)}"
         )
     log.info("going on with a run of the original program; new checkpoints are native, its own stay")
-    weights, step = place_weights(session, source), source.counts.step
-    state = session.program.begin(weights.params, weights.opt_state)
+    step = source.counts.step
+    state = program.begin(*read_state(program, source))
     skipped = max(0, step - (source.counts.schedule or 0))
-    abstract = session.program.abstract_state
+    abstract = program.abstract_state
     state = state._replace(
         step=place_scalar(step, abstract.step), skipped=place_scalar(skipped, abstract.skipped)
     )

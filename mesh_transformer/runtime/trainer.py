@@ -28,7 +28,7 @@ from mesh_transformer.runtime.run_lock import RunLock
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.shared_folder import check_shared
 from mesh_transformer.runtime.validation import Validation
-from mesh_transformer.train.step import TrainState
+from mesh_transformer.train.step import TrainProgram, TrainState
 
 DRAW_EVERY_S = 30.0
 
@@ -89,8 +89,9 @@ class TrainingRun:
         self.interrupt, self.observer = interrupt, observer
         self.session, self.config, self.source = session, session.config, source
         self.config.check_devices(jax.device_count())
+        self.program = TrainProgram(session.placement, self.config)
         self.feed = open_feed(session)
-        self.validation = Validation(session)
+        self.validation = Validation(session, self.program)
         self.evaluation = Evaluation(session, lambda: interrupt.noted)
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
@@ -152,7 +153,7 @@ class TrainingRun:
             model=self.config.model,
         )
         try:
-            begun = start.begin(self.session, store, self.source, self._logged())
+            begun = start.begin(self.session, self.program, store, self.source, self._logged())
             if begun.loader_state is not None:
                 self.feed.set_state(begun.loader_state)
             with self._open_report(begun) as report:
@@ -176,7 +177,7 @@ class TrainingRun:
             tokens = self.session.place_batch(next(self.feed))
             # the first step's numbers are awaited when the second one has been dispatched
             self.observer.phase("step" if step > begun.step + 2 else "compile", step)
-            state, metrics = self.session.program.train_step(state, tokens)
+            state, metrics = self.program.train_step(state, tokens)
             report.push(step, metrics)
             if step % data.val_every == 0 or step == total:
                 self._validate(step, state, report)

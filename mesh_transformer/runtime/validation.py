@@ -11,6 +11,7 @@ from mesh_transformer.logs import Progress
 from mesh_transformer.models.base import Params
 from mesh_transformer.runtime.feeds import open_val_feed
 from mesh_transformer.runtime.session import Session
+from mesh_transformer.train.step import TrainProgram
 
 
 class Validation:
@@ -20,8 +21,8 @@ class Validation:
         UserError: on construction, if a set cannot be read.
     """
 
-    def __init__(self, session: Session):
-        self._session = session
+    def __init__(self, session: Session, program: TrainProgram):
+        self._session, self._program = session, program
         data = session.config.data
         sources = data.val_set if data.val_batches else {}
         self._feeds = {name: open_val_feed(session, source) for name, source in sources.items()}
@@ -60,7 +61,7 @@ class Validation:
         for i, tokens in zip(range(1, n + 1), batches, strict=False):
             if jax.process_count() == 1 and stop():
                 return []
-            results.append(self._session.program.eval_step(params, self._session.place_eval(tokens)))
+            results.append(self._program.eval_step(params, self._session.place_eval(tokens)))
             jax.block_until_ready(results[-2:-1])  # one batch waits for the device, and what is told is done
             progress.update(i)
         progress.close()

@@ -1,27 +1,27 @@
-"""Parameters and moments of a checkpoint of any form, on a session's devices."""
+"""The parameters of a checkpoint of any form, on a session's devices."""
 
 from __future__ import annotations
 
 import re
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from mesh_transformer.checkpoint.agree import agreed
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
 from mesh_transformer.checkpoint.open import open_source
-from mesh_transformer.checkpoint.place import place, place_scalar
+from mesh_transformer.checkpoint.place import place
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.base import Params
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.train.optim import moments, with_moments
 
 
 class Weights(NamedTuple):
-    """The parameters of a checkpoint, float32, on their devices; Adam's moments and counts too if asked for."""
+    """The parameters of a checkpoint, float32, on their devices, and its step."""
 
     params: Params
     step: int
-    opt_state: Any | None = None
 
 
 def read_params(session: Session, path: str) -> Weights:
@@ -30,35 +30,9 @@ def read_params(session: Session, path: str) -> Weights:
     Raises:
         UserError: there is no checkpoint, or it is of another model or damaged.
     """
-    source = _open(session, path)
-    return Weights(_params(session, source), source.counts.step)
-
-
-def read_weights(session: Session, path: str) -> Weights:
-    """Parameters and optimizer state of the checkpoint that `path` names; `opt_state` is None if it has no moments.
-
-    Raises:
-        UserError: as in `read_params`.
-    """
-    return place_weights(session, _open(session, path))
-
-
-def place_weights(session: Session, source: TensorSource) -> Weights:
-    """Everything that an open checkpoint holds, on the devices; errors as in `read_params`."""
-    abstract = session.program.abstract_state
-    if not has_moments(source):
-        return Weights(_params(session, source), source.counts.step)
-    placed = _placed(source, {"params": abstract.params, **moments(abstract.opt_state)})
-    adam, schedule = (
-        place_scalar(count or 0, abstract.step) for count in (source.counts.adam, source.counts.schedule)
-    )
-    opt_state = with_moments(abstract.opt_state, placed, adam, schedule)
-    return Weights(placed["params"], source.counts.step, opt_state)
-
-
-def has_moments(source: TensorSource) -> bool:
-    """Whether a checkpoint holds Adam's moments."""
-    return any(name.startswith("mu/") for name in source.tensors)
+    source = open_agreed(session, path)
+    abstract = session.placement.abstract(jnp.dtype("float32"))
+    return Weights(place_named(source, {"params": abstract})["params"], source.counts.step)
 
 
 def split_step(path: str) -> tuple[str, int | None]:
@@ -68,18 +42,19 @@ def split_step(path: str) -> tuple[str, int | None]:
     return ((match[1] or "./").rstrip("/"), int(match[2])) if match else (path, None)
 
 
-def _open(session: Session, path: str) -> TensorSource:
-    """The checkpoint, if every process can open it."""
+def open_agreed(session: Session, path: str) -> TensorSource:
+    """The checkpoint, if every process can open it; errors as in `read_params`."""
     source = agreed(lambda: open_source(path, session.config.model))
     agreed(lambda: source.counts)
     return source
 
 
-def _params(session: Session, source: TensorSource) -> Params:
-    return _placed(source, {"params": session.program.abstract_state.params})["params"]
+def place_named(source: TensorSource, abstract: Any) -> Any:
+    """As `place`, of a checkpoint that the user named.
 
-
-def _placed(source: TensorSource, abstract: Any) -> Any:
+    Raises:
+        UserError: it is of another model or damaged.
+    """
     try:
         return place(source, abstract)
     except DamagedCheckpoint as damage:

@@ -16,10 +16,11 @@ import optax
 
 from mesh_transformer import platforms
 from mesh_transformer.config import Config
-from mesh_transformer.models.base import Model, Params
+from mesh_transformer.models.base import Params
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.models.vocabulary import VocabTiles
 from mesh_transformer.ops.loss import TokenLoss, mean_loss
-from mesh_transformer.parallel.sharding import Partition, constrain_tree, moment_rules, training_rules, use
+from mesh_transformer.parallel.sharding import constrain_tree, moment_rules, use
 from mesh_transformer.train import noise
 from mesh_transformer.train.optim import learning_rate, make_optimizer, schedule_count
 
@@ -42,12 +43,12 @@ class TrainProgram:
     In- and out-shardings come from `state_shardings`; the state is donated.
     """
 
-    def __init__(self, config: Config, model: Model, mesh: jax.sharding.Mesh):
-        self.config, self.model = config, model
-        self.partition = Partition(mesh, training_rules(config.mesh))
-        self.moments = Partition(mesh, moment_rules(config.mesh))
+    def __init__(self, placement: Placement, config: Config):
+        self.placement, self.config = placement, config
+        self.model, self.partition = placement.model, placement.partition
+        self.moments = self.partition.with_rules(**moment_rules(config.mesh))
         self._tiles = self._vocab_tiles()
-        self.optimizer = make_optimizer(config.optimizer, model.axes)
+        self.optimizer = make_optimizer(config.optimizer, self.model.axes)
         self.state_shardings = self._state_shardings()
         whole = self.partition.sharding()
         self.batch_sharding = self.partition.sharding(None, "batch", None)
@@ -79,10 +80,9 @@ class TrainProgram:
 
     def _vocab_tiles(self) -> VocabTiles:
         """The vocabulary as the loss goes through it: whole where it is split over devices, which sum over theirs at once."""
-        mesh = self.partition.mesh
-        if mesh.shape["tp"] > 1:
+        if self.placement.size("vocab") > 1:
             return VocabTiles(self.model, self.partition, 1)
-        columns = platforms.vocab_columns(mesh.devices.flat[0].platform)
+        columns = platforms.vocab_columns(self.partition.mesh.devices.flat[0].platform)
         return VocabTiles.of(self.model, self.partition, columns)
 
     def _state_shardings(self) -> TrainState:
@@ -97,7 +97,7 @@ class TrainProgram:
             transform_non_params=lambda _: whole,
         )
         return TrainState(
-            whole, self.partition.shardings(axes), opt_state, noise.NoiseAverages(whole, whole), whole
+            whole, self.placement.shardings, opt_state, noise.NoiseAverages(whole, whole), whole
         )
 
     def _init(self, key: jax.Array) -> TrainState:
@@ -134,9 +134,9 @@ class TrainProgram:
 
     def _gradients(self, params: Params, tokens_ABT: jax.Array) -> tuple[Params, Metrics, jax.Array]:
         """The mean gradient in float32, the mean metrics, and each microbatch's squared gradient norm (A,)."""
-        params = constrain_tree(self.model.cast(params), self.partition, self.model.axes)
+        params = self.placement.cast(params)
         if self.config.mesh.gather_weights == "per_step":
-            params = constrain_tree(params, self.partition.with_rules(embed=None), self.model.axes)
+            params = self.placement.gather(params)
         loss_and_gradient = jax.value_and_grad(self._loss, has_aux=True)
 
         def microbatch(total: Params, tokens_BT: jax.Array) -> tuple[Params, tuple[Metrics, jax.Array]]:
@@ -192,7 +192,7 @@ class TrainProgram:
     def _eval_step(self, params: Params, tokens_BT: jax.Array) -> Metrics:
         """Mean loss without z-loss, last-token loss and accuracy of tokens (B, T + 1)."""
         with use(self.partition):
-            params = constrain_tree(self.model.cast(params), self.partition, self.model.axes)
+            params = self.placement.cast(params)
             loss, per_token = self._mean_loss(params, tokens_BT, lambda per_token: per_token.nll)
         return {
             "loss": loss,

@@ -24,7 +24,7 @@ from mesh_transformer.runtime.convert import to_hf, write_step
 from mesh_transformer.runtime.reshard import reshard, slim
 from mesh_transformer.runtime.serving_engine import open_engine
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.weights import read_params, read_weights
+from mesh_transformer.runtime.weights import open_agreed, read_params
 
 RAW = {**TINY, "checkpoint": {"model_dir": "native"}}
 MODEL = parse_config(RAW).model
@@ -124,7 +124,7 @@ def in_session(read: Any, form: str) -> None:
 
 OPENINGS = {
     "resume": lambda form: CheckpointStore(form, read_only=True, model=config(*OTHER).model).restore({}),
-    "tune": lambda form: in_session(read_weights, form),
+    "tune": lambda form: in_session(open_agreed, form),
     "evaluate": lambda form: in_session(read_params, form),
     "sample, serve": lambda form: open_engine(config(*OTHER), form, slots=1),
     "to_hf": lambda form: to_hf("config.json", OTHER, form, "new"),

@@ -32,7 +32,7 @@ def gpt2_model(**values: Any) -> ModelConfig:
 def session_of(model: ModelConfig, *overrides: str, devices: int = 1) -> Session:
     """A session of a model on the first devices."""
     made = program({"model": model.model_dump()}, *overrides, devices=devices)
-    return Session(made.config, made.config.check_devices(devices), made)
+    return Session(made.config, made.config.check_devices(devices), made.placement)
 
 
 def ours(
@@ -46,7 +46,7 @@ def ours(
     """Our side with these weights."""
     session = session_of(model, *overrides, devices=devices)
     made = EvalModel(session, tokenizer, **options)
-    made.load(jax.device_put(params, session.program.state_shardings.params))
+    made.load(jax.device_put(params, session.placement.shardings))
     return made
 
 

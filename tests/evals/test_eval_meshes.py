@@ -82,7 +82,7 @@ config = hf.model_config(**tests.MODEL)
 session = session_of(config, "mesh.dp=2", "mesh.tp=2", devices=4)
 params = jax.tree.map(
     lambda whole, sharding: jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index]),
-    hf.random_params(config), session.program.state_shardings.params,
+    hf.random_params(config), session.placement.shardings,
 )
 for _ in range(2):  # the second time from the first process's file
     model = EvalModel(session, ByteTokenizer(), answers=Answers(sys.argv[1] + f"/answers_{process}"))

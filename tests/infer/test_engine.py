@@ -27,16 +27,16 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
-from mesh_transformer.parallel.sharding import Partition, inference_rules
-from mesh_transformer.runtime.serving_engine import ServingEngine, as_cpus_like_it
+from mesh_transformer.parallel.sharding import inference_rules
+from mesh_transformer.runtime.serving_engine import ServingEngine, pack_for_cpu_decode
 
 SLOTS = 4
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
 
 def engine_of(run: Any, params: Any, slots: int = SLOTS, chunk: int = 512) -> SlotEngine:
-    partition = Partition(run.partition.mesh, inference_rules())
-    return SlotEngine(run.model, partition, params, slots=slots, chunk=chunk)
+    placement = run.placement.with_rules(**inference_rules())
+    return SlotEngine(placement, params, slots=slots, chunk=chunk)
 
 
 @functools.cache
@@ -298,9 +298,9 @@ def test_other_models_equal_their_definition(overrides: tuple[str, ...]) -> None
     assert made.ids == reference.complete(run, params, prompt_of(2, 11), GREEDY)[0]
 
 
-def test_parameters_as_cpus_like_them_give_the_same_tokens() -> None:
+def test_parameters_packed_for_cpus_give_the_same_tokens() -> None:
     run, _, engine = tiny()
-    params = as_cpus_like_it(run.init(jax.random.key(3)).params, run.model.functions.same_input)
+    params = pack_for_cpu_decode(run.init(jax.random.key(3)).params, run.model.functions.same_input)
     (expected,), (found,) = (
         complete(e, [(prompt_of(1, 21), SAMPLED)]) for e in (engine, engine_of(run, params, slots=1))
     )
@@ -324,8 +324,8 @@ def test_warming_up_leaves_nothing_to_compile(
     try:
         for first in ({"_prefill": 3, "_generate": 2}, {"_prefill": 1, "_generate": 2}):
             caplog.clear()
-            partition = Partition(run.partition.mesh, inference_rules())
-            engine = ServingEngine(run.model, partition, params, slots=2, chunk=chunk)
+            placement = run.placement.with_rules(**inference_rules())
+            engine = ServingEngine(placement, params, slots=2, chunk=chunk)
             warming = engine.warm_up()
             next(warming)
             assert compiled() == first

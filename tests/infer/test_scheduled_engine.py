@@ -9,7 +9,7 @@ from builders import TINY, program
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import SamplingParams, Token
 from mesh_transformer.infer.scheduler import Scheduler
-from mesh_transformer.parallel.sharding import Partition, inference_rules
+from mesh_transformer.parallel.sharding import inference_rules
 
 CANCELLED = 5  # this request, when it has a few tokens
 
@@ -48,8 +48,7 @@ def test_requests_that_share_prefixes_get_the_tokens_they_get_alone() -> None:
     """Prompts in pieces between others' tokens, copies of prefixes, slots used again, one request cancelled."""
     run = program(TINY, "mesh.tp=1", "model.seq=64")
     params = run.init(jax.random.key(3)).params
-    partition = Partition(run.partition.mesh, inference_rules())
-    engine = SlotEngine(run.model, partition, params, slots=3, chunk=8)
+    engine = SlotEngine(run.placement.with_rules(**inference_rules()), params, slots=3, chunk=8)
     requests = _requests()
     scheduler = Scheduler(engine, max_queue=16, max_steps=4)
     together = _serve(scheduler, requests)

@@ -83,7 +83,8 @@ class Streamed:
         if event["kind"] == "taken":
             self._cluster.taken = event["count"]
             return
-        event, sharding = json.loads(json.dumps(event)), self._session.program.eval_sharding
+        event = json.loads(json.dumps(event))
+        sharding = self._session.placement.partition.sharding("batch", None)
         rows = [process_rows(sharding, event["microbatch"], i) for i in range(jax.process_count())]
         assert event["rows"] == list(rows[jax.process_index()])
         self._streamer = Streamer(self._cluster, self._config, [{**event, "rows": some} for some in rows])

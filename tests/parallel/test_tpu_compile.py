@@ -17,9 +17,8 @@ from builders import TINY
 from mesh_transformer import platforms
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.models.base import LAYER_LOOP
-from mesh_transformer.models.registry import build
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.hlo import collectives
-from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes
 
 pytest.importorskip(
@@ -34,8 +33,7 @@ CONFIG = REPO / "configs" / "6B_finetune_v3-8.json"
 def _compile(config: Config, slice_name: str = SLICE) -> jax.stages.Compiled:
     devices = platforms.slice_devices(slice_name)
     shape = config.check_devices(len(devices))
-    model = build(platforms.resolve(config.model, "tpu"))
-    program = TrainProgram(config, model, make_mesh(shape, devices))
+    program = TrainProgram(Placement.of(config, devices), config)
     return compile_step(program, config.optimizer.gradient_accumulation_steps, config.microbatch(shape))
 
 

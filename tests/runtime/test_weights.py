@@ -14,8 +14,9 @@ from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.weights import read_params, read_weights
-from mesh_transformer.train.step import TrainState
+from mesh_transformer.runtime.start import read_state
+from mesh_transformer.runtime.weights import open_agreed, read_params
+from mesh_transformer.train.step import TrainProgram, TrainState
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,13 @@ def session() -> Session:
 
 
 @pytest.fixture(scope="module")
-def state(session: Session) -> TrainState:
-    state = session.program.init(jax.random.key(1))
+def program(session: Session) -> TrainProgram:
+    return TrainProgram(session.placement, session.config)
+
+
+@pytest.fixture(scope="module")
+def state(program: TrainProgram) -> TrainState:
+    state = program.init(jax.random.key(1))
     count = jax.tree.map(lambda x: x + 3 if x.ndim == 0 else x, state.opt_state)
     return state._replace(step=state.step + 9, opt_state=count)
 
@@ -45,7 +51,12 @@ def step(tmp_path: Path, state: TrainState) -> Path:
     "path", ["run/step_9", "run/step_9/", "run/../run/step_9", "run/good", "link", "step_4", "."]
 )
 def test_the_very_folder_that_is_named_is_read(
-    step: Path, session: Session, state: TrainState, path: str, monkeypatch: pytest.MonkeyPatch
+    step: Path,
+    session: Session,
+    program: TrainProgram,
+    state: TrainState,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     root = step.parent.parent
     if path == "run/good":
@@ -53,14 +64,14 @@ def test_the_very_folder_that_is_named_is_read(
     elif path in ("link", "step_4"):  # another number than that of the step
         (root / path).symlink_to(step)
     monkeypatch.chdir(step if path == "." else root)
-    params, whole = read_params(session, path), read_weights(session, path)
-    assert (params.step, whole.step) == (9, 9)
-    assert params.opt_state is None
-    for found in (params, whole):
-        jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
-        assert jax.tree.map(lambda x: x.sharding, found.params) == session.program.state_shardings.params
-    jax.tree.map(np.testing.assert_array_equal, whole.opt_state, state.opt_state)
-    assert jax.tree.structure(whole.opt_state) == jax.tree.structure(state.opt_state)
+    source = open_agreed(session, path)
+    params, (whole, opt_state) = read_params(session, path), read_state(program, source)
+    assert (params.step, source.counts.step) == (9, 9)
+    for found in (params.params, whole):
+        jax.tree.map(np.testing.assert_array_equal, found, state.params)
+        assert jax.tree.map(lambda x: x.sharding, found) == program.state_shardings.params
+    jax.tree.map(np.testing.assert_array_equal, opt_state, state.opt_state)
+    assert jax.tree.structure(opt_state) == jax.tree.structure(state.opt_state)
 
 
 def test_the_newest_of_a_run(step: Path, session: Session) -> None:
@@ -75,7 +86,7 @@ def test_a_flipped_bit_is_told(step: Path, session: Session) -> None:
     content[len(content) // 2] ^= 1
     biggest.write_bytes(content)
     with pytest.raises(UserError, match=f"{step} is damaged: .*; name another step"):
-        read_weights(session, str(step))
+        read_params(session, str(step))
     shutil.rmtree(step / "manifest")
     with pytest.raises(UserError, match=r"no checkpoint in .*/step_9"):
-        read_weights(session, str(step))
+        read_params(session, str(step))

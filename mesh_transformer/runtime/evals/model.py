@@ -19,8 +19,8 @@ from mesh_transformer.infer.scheduler import Scheduler
 from mesh_transformer.infer.scoring import Scorer
 from mesh_transformer.infer.trees import Query
 from mesh_transformer.logs import Progress
-from mesh_transformer.models.base import Model, Params
-from mesh_transformer.parallel.sharding import Partition, inference_rules, training_rules
+from mesh_transformer.models.base import Params
+from mesh_transformer.parallel.sharding import inference_rules
 from mesh_transformer.runtime.evals.answers import Answer, Answers
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.text_stream import TextStream
@@ -61,11 +61,9 @@ class EvalModel:
     ):
         self.config: Config = session.config
         self.tokenizer, self.counts = tokenizer, Counts()
-        self._model: Model = session.program.model
-        self._partition = Partition(session.program.partition.mesh, training_rules(session.config.mesh))
-        self._cast = jax.jit(self._model.cast, out_shardings=self._partition.shardings(self._model.axes))
-        columns = platforms.vocab_columns(jax.default_backend())
-        self._scorer = Scorer(self._model, self._partition, columns=columns)
+        self._placement, self._model = session.placement, session.placement.model
+        self._cast = jax.jit(self._placement.cast)
+        self._scorer = Scorer(self._placement, columns=platforms.vocab_columns(jax.default_backend()))
         self._batch_tokens, self._answers, self._stop = batch_tokens, answers, stop
         self._engines: dict[int, SlotEngine] = {}
         self._params: Params | None = None
@@ -175,8 +173,8 @@ class EvalModel:
 
     def _engine(self, slots: int) -> SlotEngine:
         if slots not in self._engines:
-            partition = Partition(self._partition.mesh, inference_rules())
-            self._engines[slots] = SlotEngine(self._model, partition, self._weights, slots=slots)
+            placement = self._placement.with_rules(**inference_rules())
+            self._engines[slots] = SlotEngine(placement, self._weights, slots=slots)
         else:
             self._engines[slots].load(self._weights)
         return self._engines[slots]
