@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
 from mesh_transformer.config import classic, describe
-from mesh_transformer.config.schema import GROUPS
+from mesh_transformer.config.schema import GROUPS, VARIANTS, Config
 from mesh_transformer.fields import Group
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "config.md"
@@ -20,25 +21,48 @@ def render() -> str:
     """The text of docs/config.md with its tables made anew."""
     before, _, rest = TARGET.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + "".join(_table(name, group) for name, group in GROUPS.items()) + END + after
+    return before + BEGIN + "".join(map(_table, GROUPS)) + END + after
 
 
-def _table(name: str, group: type[Group]) -> str:
-    rows = [_row(name, group, field) for field in group.model_fields]
+def _table(name: str) -> str:
+    rows = [_row(name, field) for field in GROUPS[name].model_fields]
     header = "| field | allowed | unit | default | meaning | classic key |\n|---|---|---|---|---|---|\n"
-    return f"\n### {name}\n\n{group.__doc__}\n\n{header}" + "".join(rows)
+    return f"\n### {name}\n\n{Config.model_fields[name].annotation.__doc__}\n\n{header}" + "".join(rows)
 
 
-def _row(name: str, group: type[Group], field: str) -> str:
+def _row(name: str, field: str) -> str:
     cells = (
         f"`{name}.{field}`",
-        describe.allowed(group, field),
-        describe.unit(group, field),
-        _default(group, field),
-        group.model_fields[field].description or "",
+        _cell(name, field, describe.allowed),
+        _cell(name, field, describe.unit),
+        _cell(name, field, _default),
+        _only(name, field) + _cell(name, field, _meaning),
         classic.CLASSIC_KEY.get((name, field), ""),
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _cell(name: str, field: str, text: Callable[[type[Group], str], str]) -> str:
+    """The text of a field; of each class of the group that has it, where they differ."""
+    variants = VARIANTS.get(name)
+    if variants is None or field == variants.tag:
+        return text(GROUPS[name], field)
+    texts = {owner: text(variants.classes[owner], field) for owner in variants.having(field)}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{owner}: {said}" for owner, said in texts.items())
+
+
+def _only(name: str, field: str) -> str:
+    """The classes that have a field, where not all have."""
+    variants = VARIANTS.get(name)
+    if variants is None or len(owners := variants.having(field)) == len(variants.classes):
+        return ""
+    return f"({', '.join(owners)}) "
+
+
+def _meaning(group: type[Group], field: str) -> str:
+    return group.model_fields[field].description or ""
 
 
 def _default(group: type[Group], field: str) -> str:

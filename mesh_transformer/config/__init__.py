@@ -4,10 +4,10 @@ from mesh_transformer.config.cluster import ClusterConfig
 from mesh_transformer.config.load import load_config, parse_config
 from mesh_transformer.config.mesh import MeshConfig, MeshShape
 from mesh_transformer.config.model import ModelConfig
-from mesh_transformer.config.optimizer import OptimizerConfig
 from mesh_transformer.config.overrides import is_set
 from mesh_transformer.config.run import CheckpointConfig, DataConfig, LoggingConfig
 from mesh_transformer.config.schema import Config
+from mesh_transformer.optimizers import OptimizerConfig
 
 __all__ = [
     "CheckpointConfig",

@@ -21,6 +21,7 @@ _NAMES: dict[tuple[str, str], str] = {
     ("model", "remat"): "gradient_checkpointing activation_checkpointing checkpoint_activations",
     ("mesh", "tp"): "mp model_parallel tensor_parallel tp_size mp_size",
     ("mesh", "dp"): "data_parallel dp_size",
+    ("optimizer", "name"): "optim optimizer_name optimizer_type optim_type",
     ("optimizer", "lr"): "learning_rate max_lr peak_lr lr_max",
     ("optimizer", "end_lr"): "min_lr final_lr lr_min",
     ("optimizer", "warmup_steps"): "warmup warmup_iters num_warmup_steps",

@@ -58,7 +58,7 @@ def place(grouped: dict[str, dict[str, Any]], key: str, value: Any) -> None:
         raise UserError(f"{key} = {short(value)}: expected true or false")
     if switch := SWITCHES[key]:
         group, field, off, on = switch
-        grouped.setdefault(group, {})[field] = on if value else off
+        grouped.setdefault(group, {})[field] = None if value is None else on if value else off
 
 
 def to_grouped(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -15,8 +15,9 @@ from mesh_transformer import files
 from mesh_transformer.config import classic, classic_meaning, names, strict_json
 from mesh_transformer.config.describe import allowed, kind_of, short
 from mesh_transformer.config.overrides import apply_override, is_ignored, is_set, without_ignored
-from mesh_transformer.config.schema import GROUPS, Config
+from mesh_transformer.config.schema import VARIANTS, Config, class_at
 from mesh_transformer.errors import UserError
+from mesh_transformer.fields import Group
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -80,6 +81,8 @@ def _resolve(raw: Any, overrides: Sequence[str], repeated: Sequence[str] = ()) -
     notes = [f"{twice}: the last one counts" for twice in repeated]
     if flat:
         notes += classic_meaning.apply(grouped, partial(is_set, changes))
+    for group, variants in VARIANTS.items():
+        variants.check(group, grouped.get(group, {}))
     try:
         return Config.model_validate(grouped), notes
     except ValidationError as error:
@@ -122,22 +125,22 @@ def _explain_all(details: list[ErrorDetails]) -> str:
 
 
 def _missing(place: tuple[int | str, ...]) -> str:
-    if len(place) > 1:
-        return names.spelled(str(place[0]), str(place[1]))
-    required = [name for name, field in GROUPS[str(place[0])].model_fields.items() if field.is_required()]
-    return ", ".join(names.spelled(str(place[0]), name) for name in required)
+    group, inside = class_at([str(part) for part in place])
+    required = [name for name, field in group.model_fields.items() if field.is_required()]
+    return ", ".join(names.spelled(str(place[0]), name) for name in inside or required)
 
 
 def _explain(detail: ErrorDetails) -> str:
     cause = detail.get("ctx", {}).get("error")
-    place = tuple(str(part) for part in detail["loc"])
-    if len(place) < 2:
+    place = [str(part) for part in detail["loc"]]
+    group, inside = class_at(place) if place else (Config, [])
+    if not inside:
         return str(cause or detail["msg"])
-    group, field, *inner = place
-    where = ".".join([names.spelled(group, field), *(part for part in inner if part not in ("", "[key]"))])
+    field, *inner = inside
+    where = ".".join([names.spelled(place[0], field), *(part for part in inner if part not in ("", "[key]"))])
     if isinstance(cause, UserError):
         return f"{where} = {short(detail['input'])}: {cause}"
-    expected = "a string that is not empty" if inner else allowed(GROUPS[group], field)
+    expected = "a string that is not empty" if inner else allowed(group, field)
     if detail["type"] == "less_than_equal":
         expected += f", and at most {detail['ctx']['le']}"
     if detail["type"] == "finite_number":
@@ -145,8 +148,8 @@ def _explain(detail: ErrorDetails) -> str:
     return f"{where} = {short(detail['input'])}: expected {expected}{_nearest_choice(group, field, detail)}"
 
 
-def _nearest_choice(group: str, field: str, detail: ErrorDetails) -> str:
-    base = kind_of(GROUPS[group], field).base
+def _nearest_choice(group: type[Group], field: str, detail: ErrorDetails) -> str:
+    base = kind_of(group, field).base
     if get_origin(base) is not Literal or not isinstance(detail["input"], str):
         return ""
     close = difflib.get_close_matches(detail["input"][:100], get_args(base), n=1)

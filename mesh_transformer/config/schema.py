@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from mesh_transformer.config.cluster import ClusterConfig
 from mesh_transformer.config.mesh import MeshConfig, MeshShape
 from mesh_transformer.config.model import ModelConfig
-from mesh_transformer.config.optimizer import OptimizerConfig
 from mesh_transformer.config.run import CheckpointConfig, DataConfig, LoggingConfig
+from mesh_transformer.config.variants import Variants
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import Group, check_divides
+from mesh_transformer.optimizers import OPTIMIZERS, OptimizerConfig, adam
 
 BYTES_VOCAB = 257  # the `bytes` tokenizer: every byte, and the end of a text
 
@@ -22,7 +25,9 @@ class Config(Group):
 
     model: ModelConfig
     mesh: MeshConfig = Field(default_factory=lambda: MeshConfig())
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig())
+    optimizer: Annotated[OptimizerConfig, Variants("name", OPTIMIZERS)] = Field(
+        default_factory=lambda: adam.Config()
+    )
     data: DataConfig = Field(default_factory=lambda: DataConfig())
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig())
     logging: LoggingConfig = Field(default_factory=lambda: LoggingConfig())
@@ -91,12 +96,25 @@ class Config(Group):
         return shape
 
 
-GROUPS: dict[str, type[Group]] = {
-    "model": ModelConfig,
-    "mesh": MeshConfig,
-    "optimizer": OptimizerConfig,
-    "data": DataConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-    "cluster": ClusterConfig,
+VARIANTS: dict[str, Variants] = {
+    name: mark
+    for name, field in Config.model_fields.items()
+    for mark in field.metadata
+    if isinstance(mark, Variants)
 }
+"""The groups whose class one of their fields chooses."""
+
+GROUPS: dict[str, Any] = {
+    name: VARIANTS[name].merged if name in VARIANTS else field.annotation
+    for name, field in Config.model_fields.items()
+}
+"""Every group, a subclass of `Group` with all fields that may stand in it."""
+
+
+def class_at(place: Sequence[str]) -> tuple[type[Group], list[str]]:
+    """The class of the group that a validation error is in, and the place inside it: pydantic names the variant too."""
+    group, *inside = place
+    if group not in VARIANTS:
+        return GROUPS[group], inside
+    variant, *inside = inside or [VARIANTS[group].chosen({})]
+    return VARIANTS[group].classes[variant], inside

@@ -25,33 +25,17 @@ def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
 
 
 def make_optimizer(config: OptimizerConfig, axes: Params) -> optax.GradientTransformation:
-    """Clip by global norm, Adam, decay of matrices, schedule.
+    """Clip by global norm, direction, decay of matrices, schedule.
 
     `axes` are the parameters' dimension names: stacked layers do not make a bias a matrix.
     """
     matrices = map_axes(lambda names: len([name for name in names if name != "layers"]) > 1, axes)
-    adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        _stored_as(jnp.dtype(config.moments_dtype), adam),
+        config.direction(axes),
         optax.add_decayed_weights(config.weight_decay, mask=matrices),
         optax.scale_by_learning_rate(lambda count: learning_rate(config, count)),
     )
-
-
-def _stored_as(dtype: jnp.dtype, adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Adam whose moments are kept in `dtype` between steps and are float32 within one."""
-    if dtype == jnp.float32:
-        return adam
-
-    def cast(state: Any, to: jnp.dtype) -> Any:
-        return state._replace(mu=optax.tree.cast(state.mu, to), nu=optax.tree.cast(state.nu, to))
-
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, state = adam.update(gradients, cast(state, jnp.dtype(jnp.float32)), params)
-        return updates, cast(state, dtype)
-
-    return optax.GradientTransformation(lambda params: cast(adam.init(params), dtype), update)
 
 
 def schedule_count(opt_state: Any) -> jax.Array:

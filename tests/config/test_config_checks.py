@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import ValidationError, create_model
 
 from mesh_transformer.config import Config, MeshShape, parse_config
+from mesh_transformer.config.variants import Variants
 from mesh_transformer.errors import UserError
+from mesh_transformer.fields import Group
+from mesh_transformer.optimizers import OPTIMIZERS
 
 MODEL = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 512, "seq": 32}
 
@@ -133,3 +137,69 @@ def test_checks_that_need_the_devices() -> None:
     with pytest.raises(UserError, match="mesh.zero1=false"):
         config(mesh={"zero1": True}).check_devices(3)
     assert config(mesh={"zero1": True}).check_devices(4).dp == 4
+
+
+OPTIMIZER_OF = {
+    "lion": {"b1": 0.8, "moments_dtype": "bfloat16"},
+    "adafactor": {"decay_rate": 0.7},
+    "adam": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_name_chooses_the_fields(name: str) -> None:
+    """In both spellings, by the file or the command line; and a config that was written is read again."""
+    given = {"name": name, "lr": 1e-3, **OPTIMIZER_OF[name]}
+    chosen = config(optimizer=given)
+    assert type(chosen.optimizer) is OPTIMIZERS[name]
+    assert chosen.optimizer == OPTIMIZERS[name](**given)
+    assert parse_config(chosen.model_dump(mode="json")) == chosen
+    changes = [f"optimizer.{field}={value}" for field, value in given.items()]
+    for raw in (
+        {**MODEL, "bf16_optimizer": None},
+        {"model": MODEL},
+        {"model": MODEL, "optimizer": {"name": None}},
+    ):
+        assert parse_config(raw, changes).optimizer == chosen.optimizer
+    assert type(config(optimizer={"lr": 1e-3}).optimizer) is OPTIMIZERS["adam"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "parts"),
+    [
+        ({}, ["optimizer.name=lino"], ["optimizer.name = 'lino'", "one of adam, lion, adafactor", "mean lion?"]),
+        ({"optimizer": {"name": 3}}, [], ["optimizer.name = 3", "one of adam, lion, adafactor"]),
+        ({"optimizer": {"name": "lion", "eps": 1e-8}}, [], ["optimizer.eps", "adam and adafactor, not of lion"]),
+        ({}, ["optimizer.name=adafactor", "b1=0.5"], ["optimizer.b1", "adam and lion, not of adafactor"]),
+        ({}, ["clipping_thresh=0.5"], ["did you mean optimizer.clipping_threshold?"]),
+        ({}, ["optimizer.decay_rate=0.5"], ["name adafactor, not of adam", "or set optimizer.name=adafactor"]),
+        ({}, ["optimizer.name=adafactor", "bf16_optimizer=true"], ["--set optimizer.moments_dtype=null"]),
+        ({}, ["optimizer.name=lion", "optimizer.b1=2"], ["optimizer.b1 = 2: expected a number, 0 or more and under 1"]),
+        ({}, ["optimizer.nam=lion"], ["did you mean optimizer.name?"]),
+        ({"optimizer": {"optim": "lion"}}, [], ["did you mean optimizer.name?"]),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_optimizer_is_refused(
+    raw: dict[str, Any], changes: list[str], parts: list[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_config({"model": MODEL, **raw}, changes)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_group_of_one_class_says_what_it_lacks() -> None:
+    """The mechanism alone, with required fields, as a model family has them."""
+
+    class Wide(Group):
+        family: Literal["wide"] = "wide"
+        width: int
+
+    variants = Variants("family", {"wide": Wide})
+    holder = create_model("Holder", __base__=Group, model=(Annotated[Group, variants], ...))
+    assert holder.model_validate({"model": {"width": 3}}).model_dump() == {
+        "model": {"family": "wide", "width": 3}
+    }
+    with pytest.raises(ValidationError) as caught:
+        holder.model_validate({"model": {}})
+    assert caught.value.errors()[0]["loc"] == ("model", "wide", "width")

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from mesh_transformer.config import OptimizerConfig
 from mesh_transformer.ops.attention import t5_buckets
 from mesh_transformer.ops.rotary import angles, rotate
+from mesh_transformer.optimizers import adam
 from mesh_transformer.train.optim import learning_rate
 
 FUNCTIONS = "fn_misc.npz"
@@ -55,13 +55,13 @@ def test_gelu_is_the_tanh_form(original):
 )
 def test_schedule(original, name, config):
     expected = np.load(original / FUNCTIONS)
-    ours = [learning_rate(OptimizerConfig(**config), step) for step in expected[f"{name}/step"]]
+    ours = [learning_rate(adam.Config(**config), step) for step in expected[f"{name}/step"]]
     # float32 of the schedule's own arithmetic, against the original's float32
     np.testing.assert_allclose(ours, expected[f"{name}/lr"], rtol=2e-6, atol=1e-12)
 
 
 def test_schedule_without_warmup_starts_at_the_peak():
-    config = OptimizerConfig(lr=1e-3, end_lr=1e-4, warmup_steps=0, anneal_steps=10)
+    config = adam.Config(lr=1e-3, end_lr=1e-4, warmup_steps=0, anneal_steps=10)
     assert float(learning_rate(config, 0)) == pytest.approx(1e-3)
     assert float(learning_rate(config, 10)) == pytest.approx(1e-4)
     assert float(learning_rate(config, 1000)) == pytest.approx(1e-4)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from builders import TINY, program
 
-from mesh_transformer.config import OptimizerConfig
 from mesh_transformer.ops.loss import token_loss
+from mesh_transformer.optimizers import adam
 from mesh_transformer.train import noise
 from mesh_transformer.train.optim import make_optimizer, restart_schedule, schedule_count
 
@@ -146,7 +146,7 @@ def test_bfloat16_moments_follow_the_float32_ones():
     gradient = {"layer": {"w": np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)}}
     updates = {}
     for dtype in ("float32", "bfloat16"):
-        optimizer = make_optimizer(OptimizerConfig(moments_dtype=dtype, warmup_steps=0, lr=1e-2), axes)
+        optimizer = make_optimizer(adam.Config(moments_dtype=dtype, warmup_steps=0, lr=1e-2), axes)
         state = optimizer.init(params)
         for _ in range(3):
             updates[dtype], state = optimizer.update(gradient, state, params)

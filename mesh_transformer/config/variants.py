@@ -1,0 +1,76 @@
+"""A group whose fields depend on one of them: `optimizer.name` chooses the class of `optimizer`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, get_type_hints
+
+from pydantic import GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema, core_schema
+
+from mesh_transformer.config.describe import short
+from mesh_transformer.errors import UserError
+from mesh_transformer.fields import Group
+
+
+@dataclass(frozen=True)
+class Variants:
+    """In `Annotated[Base, Variants(tag, classes)]`: the field `tag` of the group names its class.
+
+    The first class is the default. The tag of each is a `Literal` of its own name.
+    """
+
+    tag: str
+    classes: Mapping[str, type[Group]]
+
+    def chosen(self, values: Any) -> str:
+        """The name of the class for these values, a dictionary or a group; null is the same as absent."""
+        given = values.get(self.tag) if isinstance(values, dict) else getattr(values, self.tag)
+        return next(iter(self.classes)) if given is None else given
+
+    def having(self, field: str) -> list[str]:
+        """The names of the classes that have a field."""
+        return [name for name, group in self.classes.items() if field in group.model_fields]
+
+    @cached_property
+    def merged(self) -> type[Group]:
+        """A group with the fields of all classes, for lookups by name; a field of several is as the first has it."""
+        fields: dict[str, Any] = {}
+        for group in self.classes.values():
+            hints = get_type_hints(group, include_extras=True)
+            for name, field in group.model_fields.items():
+                fields.setdefault(name, (hints[name], field))
+        fields[self.tag] = (Literal[tuple(self.classes)], fields[self.tag][1])
+        return create_model("Merged", __base__=Group, **fields)
+
+    def check(self, group: str, values: dict[str, Any]) -> None:
+        """Refuse an unknown name, and fields that only other classes have.
+
+        Raises:
+            UserError: says which classes there are, or which of them has the field.
+        """
+        name, where = self.chosen(values), f"{group}.{self.tag}"
+        if name not in tuple(self.classes):
+            close = difflib.get_close_matches(str(name)[:100], self.classes, n=1)
+            raise UserError(
+                f"{where} = {short(name)}: expected one of {', '.join(self.classes)}"
+                + (f" (did you mean {close[0]}?)" if close else "")
+            )
+        own = self.classes[name].model_fields
+        for field, value in values.items():
+            if field in own or value is None:
+                continue
+            owners = self.having(field)
+            close = difflib.get_close_matches(field, own, n=1)
+            raise UserError(
+                f"{group}.{field} is a field of {where} {' and '.join(owners)}, not of {name}: leave it out "
+                f"(--set {group}.{field}=null), or set {where}={owners[0]}"
+                + (f" (did you mean {group}.{close[0]}?)" if close else "")
+            )
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        choices = {name: handler.generate_schema(group) for name, group in self.classes.items()}
+        return core_schema.tagged_union_schema(choices, discriminator=self.chosen)

@@ -1,0 +1,12 @@
+"""Optimizers: each is one file beside this one and one line here."""
+
+from __future__ import annotations
+
+from mesh_transformer.optimizers import adafactor, adam, lion
+from mesh_transformer.optimizers.base import OptimizerConfig
+
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+    "adam": adam.Config,
+    "lion": lion.Config,
+    "adafactor": adafactor.Config,
+}

@@ -1,0 +1,36 @@
+"""Adam (Kingma and Ba 2014, arXiv:1412.6980), with decoupled decay (Loshchilov and Hutter 2017, arXiv:1711.05101)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from mesh_transformer.fields import Fraction, Positive
+from mesh_transformer.optimizers.base import MomentsDtype, OptimizerConfig, Slot, like_parameter, stored_as
+
+if TYPE_CHECKING:
+    import optax
+
+
+class Config(OptimizerConfig):
+    """Adam: two averages of each parameter's size."""
+
+    name: Literal["adam"] = Field("adam", description=OptimizerConfig.model_fields["name"].description)
+    b1: Fraction = Field(0.9, description="decay of the first moment")
+    b2: Fraction = Field(0.999, description="decay of the second moment")
+    eps: Positive = Field(1e-8, description="added to the root of the second moment")
+    moments_dtype: MomentsDtype = Field(
+        "float32", description="dtype in which the moments are stored (classic bf16_optimizer: bfloat16)"
+    )
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        """The two moments."""
+        return {"mu": like_parameter, "nu": like_parameter}
+
+    def direction(self, axes: Any) -> optax.GradientTransformation:
+        """The first moment over the root of the second."""
+        import optax
+
+        return stored_as(self.moments_dtype, optax.scale_by_adam(self.b1, self.b2, self.eps), self.slots)
