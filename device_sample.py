@@ -45,45 +45,22 @@ def main() -> int:
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """One for each field of `sample_request.Request`."""
+    from mesh_transformer.infer.requests import OPTIONS
+
     parser.add_argument(
         "--max-new-tokens",
         type=int,
         metavar="N",
         help="largest number of new tokens (default: 256, or what the context has room for)",
     )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="0: always the likeliest token (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the likeliest tokens whose probabilities sum to this (default: %(default)s, all)",
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=0, help="sample from the K likeliest tokens (default: 0, all)"
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="over 1: make tokens of the prompt and the completion less likely, by dividing positive and multiplying negative logits (default: 1, off)",
-    )
-    parser.add_argument(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="subtract this from the logits of each token in the completion; -2 to 2 (default: 0)",
-    )
-    parser.add_argument(
-        "--frequency-penalty",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="subtract this from the logits for each time that a token is in the completion; -2 to 2 (default: 0)",
-    )
+    for name, option in OPTIONS.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(option.default),
+            default=option.default,
+            metavar="VALUE",
+            help=option.help,
+        )
     parser.add_argument(
         "--stop",
         action="append",

@@ -58,7 +58,7 @@ def penalised(logits: np.ndarray, tokens: list[int], drawn: int, w: SamplingPara
     for token in set(completion):
         logits[token] -= np.float32(w.frequency_penalty) * completion.count(token)
         logits[token] -= np.float32(w.presence_penalty)
-    n = w.no_repeat_ngram
+    n = w.no_repeat_ngram_size
     if n and len(tokens) >= n:
         tail = tokens[len(tokens) - n + 1 :]
         for start in range(len(tokens) - n + 1):

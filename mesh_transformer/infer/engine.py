@@ -10,8 +10,8 @@ import numpy as np
 
 from mesh_transformer.infer.programs import MAX_STEPS, Pieces, SlotPrograms
 from mesh_transformer.infer.requests import (
-    LEAST_TEMPERATURE,
     MAX_STOP_TOKENS,
+    OPTIONS,
     Emitted,
     Finish,
     Piece,
@@ -19,7 +19,6 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
-from mesh_transformer.infer.sampling import SamplingOptions
 from mesh_transformer.infer.slots import Drawn, Request, Scores
 from mesh_transformer.models.base import Params
 from mesh_transformer.models.placement import Placement
@@ -68,16 +67,20 @@ class SlotEngine:
         if source is not None and source != slot:
             self._slots = self._programs.copy_cache(self._slots, np.int32(source), np.int32(slot))
         self._requests[slot] = _Running(list(prompt), params)
-        tokens = np.zeros(self.context, np.int32)
+        tokens, ends = np.zeros(self.context, np.int32), np.full(MAX_STOP_TOKENS, -1, np.int32)
         tokens[: len(prompt)] = prompt
+        ends[: len(params.stop_token_ids)] = params.stop_token_ids
         request = Request(
-            tokens,
-            np.int32(len(prompt)),
-            np.int32(reused),
-            np.int32(params.max_tokens),
-            np.uint32(params.seed),
-            _options(params),
-            self._bias(params),
+            tokens_S=tokens,
+            n_tokens=np.int32(len(prompt)),
+            reused=np.int32(reused),
+            max_tokens=np.int32(params.max_tokens),
+            min_tokens=np.int32(params.min_tokens),
+            seed=np.uint32(params.seed),
+            options={name: np.asarray(value, OPTIONS[name].dtype) for name, value in params.options.items()},
+            end_E=ends,
+            biased=np.bool_(params.logit_bias != ()),
+            bias_V=self._bias(params),
         )
         self._slots = self._programs.insert(self._slots, np.int32(slot), request)
 
@@ -260,22 +263,3 @@ def _scored(scores: Scores, following: Sequence[int], n_top: int) -> Iterator[To
     ids, values = scores.top_id_PC[:, :n_top].tolist(), scores.top_logprob_PC[:, :n_top].tolist()
     for at, id in enumerate(following):
         yield Token(id, float(scores.logprob_P[at]), tuple(zip(ids[at], values[at], strict=True)))
-
-
-def _options(params: SamplingParams) -> SamplingOptions:
-    ends = np.full(MAX_STOP_TOKENS, -1, np.int32)
-    ends[: len(params.stop_token_ids)] = params.stop_token_ids
-    values: Any = (
-        np.float32(params.temperature if params.temperature >= LEAST_TEMPERATURE else 0),
-        np.float32(params.top_p),
-        np.int32(params.top_k),
-        np.float32(params.min_p),
-        np.float32(params.repetition_penalty),
-        np.float32(params.presence_penalty),
-        np.float32(params.frequency_penalty),
-        np.int32(params.no_repeat_ngram),
-        np.bool_(bool(params.logit_bias)),
-        np.int32(params.min_tokens),
-        ends,
-    )
-    return SamplingOptions(*values)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 MAX_STOP_TOKENS = 16  # a request
 MAX_TOP_LOGPROBS = 20  # alternatives a token
@@ -16,8 +16,93 @@ MAX_TEMPERATURE, MAX_REPETITION, MAX_BIAS = 1e6, 1e6, 1e6
 Finish = Literal["stop", "length"]
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
+class Option(NamedTuple):
+    """A row of the table of sampling options. Vectors on the device hold int32 where `default` is an int, else float32."""
+
+    default: float
+    off: float  # with this value nothing is computed for the option
+    low: float
+    high: float
+    allowed: str  # low to high, in words
+    help: str  # of device_sample.py's option
+
+    @property
+    def dtype(self) -> str:
+        """Of the option's vector on the device."""
+        return "int32" if isinstance(self.default, int) else "float32"
+
+
+def _row(default: Any, low: float, high: float, allowed: str, help: str, *, off: float | None = None) -> Any:
+    option = Option(default, default if off is None else off, low, high, allowed, help)
+    return dataclasses.field(default=default, metadata={"option": option})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """The table of sampling options, a field each: OPTIONS has their rows by name.
+
+    A new option is a field here and its arithmetic in `sampling.py`. Its name is that in POST /v1/completions and, with
+    dashes, that of device_sample.py's option.
+
+    Raises:
+        ValueError: a field is out of its range; the message begins with its name.
+    """
+
+    temperature: float = _row(
+        1.0, 0, MAX_TEMPERATURE, f"0 (greedy) or more, at most {MAX_TEMPERATURE:,.0f}",
+        "0: always the likeliest token (default: %(default)s)", off=0.0,
+    )  # fmt: skip
+    top_p: float = _row(
+        1.0, 0, 1, "0 or more, at most 1",
+        "sample from the likeliest tokens whose probabilities sum to this (default: %(default)s, all)",
+    )  # fmt: skip
+    top_k: int = _row(
+        0, 0, 2**31 - 1, "0 (all) or more", "sample from so many of the likeliest tokens (default: 0, all)"
+    )
+    min_p: float = _row(
+        0.0, 0, 1, "0 to 1",
+        "sample from the tokens that have at least this times the largest probability (default: 0, all)",
+    )  # fmt: skip
+    repetition_penalty: float = _row(
+        1.0, 1 / MAX_REPETITION, MAX_REPETITION, f"above 0: {1 / MAX_REPETITION:f} to {MAX_REPETITION:,.0f}",
+        "over 1: make tokens of the prompt and the completion less likely, by dividing positive and multiplying "
+        "negative logits (default: 1, off)",
+    )  # fmt: skip
+    presence_penalty: float = _row(
+        0.0, -2, 2, "-2 to 2",
+        "subtract this from the logits of each token in the completion; -2 to 2 (default: 0)",
+    )  # fmt: skip
+    frequency_penalty: float = _row(
+        0.0, -2, 2, "-2 to 2",
+        "subtract this from the logits for each time that a token is in the completion; -2 to 2 (default: 0)",
+    )  # fmt: skip
+    no_repeat_ngram_size: int = _row(
+        0, 0, MAX_NGRAM, f"0 (off) to {MAX_NGRAM}",
+        f"draw no token that completes an n-gram of so many tokens again; 0 to {MAX_NGRAM} (default: 0, off)",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        self._check((name, o.allowed, o.low <= getattr(self, name) <= o.high) for name, o in OPTIONS.items())
+
+    def _check(self, fields: Iterable[tuple[str, str, bool]]) -> None:
+        """Raise ValueError for the first of (name, allowed values, whether it fits) that does not fit."""
+        for name, allowed, fits in fields:
+            if not fits:
+                raise ValueError(f"{name} must be {allowed}; got {getattr(self, name)}")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The value of each row of OPTIONS, by name."""
+        return {name: getattr(self, name) for name in OPTIONS}
+
+
+OPTIONS: dict[str, Option] = {
+    field.name: field.metadata["option"] for field in dataclasses.fields(SamplingOptions)
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams(SamplingOptions):
     """How one completion is sampled.
 
     The steps, in order, on the float32 logits of the next token: `logit_bias` is added; the repetition penalty divides
@@ -29,19 +114,11 @@ class SamplingParams:
     empty. A temperature below LEAST_TEMPERATURE is 0.
 
     Raises:
-        ValueError: a field is out of its range; the message names it.
+        ValueError: as in `SamplingOptions`.
     """
 
     max_tokens: int = 16  # 0: only the prompt is computed
     min_tokens: int = 0  # before so many, no token of stop_token_ids is drawn
-    temperature: float = 1.0  # 0: the likeliest token
-    top_p: float = 1.0  # 0: the likeliest token, and those that tie with it
-    top_k: int = 0  # 0: all
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram: int = 0  # the n; 0: off
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added)
     stop_token_ids: tuple[int, ...] = ()  # the end-of-text token too, unless it is to be ignored
     seed: int = 0  # with the prompt it decides every draw, whatever else is in the batch
@@ -49,36 +126,18 @@ class SamplingParams:
     prompt_logprobs: bool = False  # report the prompt's tokens too; its cache is then not reused
 
     def __post_init__(self) -> None:
-        for name, allowed, fits in [
-            ("max_tokens", "0 or more", self.max_tokens >= 0),
-            ("min_tokens", f"0 to max_tokens ({self.max_tokens})", 0 <= self.min_tokens <= self.max_tokens),
-            (
-                "temperature",
-                f"0 (greedy) or more, at most {MAX_TEMPERATURE:,.0f}",
-                0 <= self.temperature <= MAX_TEMPERATURE,
-            ),
-            ("top_p", "0 or more, at most 1", 0 <= self.top_p <= 1),
-            ("top_k", "0 (all) or more", 0 <= self.top_k < 2**31),
-            ("min_p", "0 to 1", 0 <= self.min_p <= 1),
-            (
-                "repetition_penalty",
-                f"above 0: {1 / MAX_REPETITION:f} to {MAX_REPETITION:,.0f}",
-                1 / MAX_REPETITION <= self.repetition_penalty <= MAX_REPETITION,
-            ),
-            ("presence_penalty", "-2 to 2", -2 <= self.presence_penalty <= 2),
-            ("frequency_penalty", "-2 to 2", -2 <= self.frequency_penalty <= 2),
-            ("no_repeat_ngram", f"0 (off) to {MAX_NGRAM}", 0 <= self.no_repeat_ngram <= MAX_NGRAM),
-            (
-                "logit_bias",
-                f"numbers of {-MAX_BIAS:,.0f} to {MAX_BIAS:,.0f}",
-                all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias),
-            ),
-            ("stop_token_ids", f"at most {MAX_STOP_TOKENS}", len(self.stop_token_ids) <= MAX_STOP_TOKENS),
-            ("seed", "0 to 2**32 - 1", 0 <= self.seed < 2**32),
-            ("logprobs", f"none or 0 to {MAX_TOP_LOGPROBS}", 0 <= (self.logprobs or 0) <= MAX_TOP_LOGPROBS),
-        ]:
-            if not fits:
-                raise ValueError(f"{name} must be {allowed}; got {getattr(self, name)}")
+        biases_fit = all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias)
+        self._check(
+            [
+                ("max_tokens", "0 or more", self.max_tokens >= 0),
+                ("min_tokens", f"0 to max_tokens ({self.max_tokens})", 0 <= self.min_tokens <= self.max_tokens),
+                ("logit_bias", f"numbers of {-MAX_BIAS:,.0f} to {MAX_BIAS:,.0f}", biases_fit),
+                ("stop_token_ids", f"at most {MAX_STOP_TOKENS}", len(self.stop_token_ids) <= MAX_STOP_TOKENS),
+                ("seed", "0 to 2**32 - 1", 0 <= self.seed < 2**32),
+                ("logprobs", f"none or 0 to {MAX_TOP_LOGPROBS}", 0 <= (self.logprobs or 0) <= MAX_TOP_LOGPROBS),
+            ]
+        )  # fmt: skip
+        super().__post_init__()
 
 
 class Token(NamedTuple):

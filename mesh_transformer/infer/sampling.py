@@ -1,7 +1,7 @@
 """Choosing the next token: the steps of `requests.SamplingParams`, on the device.
 
-Shapes: B sequences, which are some of N slots, S positions of a slot, V vocabulary rows, E end tokens, C alternatives. Each option is a vector, one
-value a sequence. A step that no sequence asks for costs nothing.
+Shapes: B sequences, which are some of N slots, S positions of a slot, V vocabulary rows, E end tokens, C alternatives. A step
+that no sequence asks for costs nothing.
 """
 
 from __future__ import annotations
@@ -12,21 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mesh_transformer.infer.requests import LEAST_TEMPERATURE
 
-class SamplingOptions(NamedTuple):
-    """How each of B sequences is sampled: the fields of `SamplingParams`, (B,) each but for `end_BE`."""
-
-    temperature_B: jax.Array  # float32; 0 is greedy; others are LEAST_TEMPERATURE or more
-    top_p_B: jax.Array  # float32 in [0, 1]; 1 keeps everything
-    top_k_B: jax.Array  # int32; 0 keeps everything
-    min_p_B: jax.Array  # float32; 0 keeps everything
-    repetition_B: jax.Array  # float32; 1 is off
-    presence_B: jax.Array  # float32
-    frequency_B: jax.Array  # float32
-    ngram_B: jax.Array  # int32; 0 is off
-    biased_B: jax.Array  # bool: there is a logit bias
-    min_tokens_B: jax.Array  # int32
-    end_BE: jax.Array  # int32, -1 where there are fewer: the tokens that end a completion
+Options = dict[str, jax.Array]
+"""A vector (B,) for each row of `requests.OPTIONS`, by name."""
 
 
 class Seen(NamedTuple):
@@ -34,41 +23,43 @@ class Seen(NamedTuple):
 
     rows_B: jax.Array  # int32: the slots of the sequences
     length_B: jax.Array  # int32: tokens of prompt and completion
-    drawn_B: jax.Array  # int32: of them in the completion
+    early_B: jax.Array  # bool: no end token may be drawn yet
+    end_BE: jax.Array  # int32, -1 where there are fewer: the tokens that end a completion
+    biased_B: jax.Array  # bool: there is a logit bias
+    bias_NV: jax.Array  # float32: the logit bias
     tokens_NS: jax.Array  # int32
     in_prompt_NV: jax.Array  # bool
     counts_NV: jax.Array  # int32: occurrences in the completion
-    bias_NV: jax.Array  # float32: the logit bias
 
 
-def penalise(logits_BV: jax.Array, options: SamplingOptions, seen: Seen) -> jax.Array:
+def penalise(logits_BV: jax.Array, options: Options, seen: Seen) -> jax.Array:
     """Logits after bias, penalties and exclusions: the steps that come before the temperature."""
     o = options
-    penalties_B = (o.repetition_B != 1) | (o.presence_B != 0) | (o.frequency_B != 0)
-    early_B = seen.drawn_B < o.min_tokens_B
-    logits_BV = _when(o.biased_B.any(), lambda x: _biased(x, o.biased_B, seen), logits_BV)
+    penalties_B = (
+        (o["repetition_penalty"] != 1) | (o["presence_penalty"] != 0) | (o["frequency_penalty"] != 0)
+    )
+    n_B = o["no_repeat_ngram_size"]
+    logits_BV = _when(seen.biased_B.any(), lambda x: _biased(x, seen), logits_BV)
     logits_BV = _when(penalties_B.any(), lambda x: _repeated_less(x, o, seen), logits_BV)
-    logits_BV = _when((o.ngram_B > 0).any(), lambda x: _no_repeated_ngram(x, o.ngram_B, seen), logits_BV)
-    return _when(early_B.any(), lambda x: _no_end(x, early_B, o.end_BE), logits_BV)
+    logits_BV = _when((n_B > 0).any(), lambda x: _no_repeated_ngram(x, n_B, seen), logits_BV)
+    return _when(seen.early_B.any(), lambda x: _no_end(x, seen), logits_BV)
 
 
-def sample(logits_BV: jax.Array, keys_B: jax.Array, options: SamplingOptions) -> jax.Array:
+def sample(logits_BV: jax.Array, keys_B: jax.Array, options: Options) -> jax.Array:
     """One token a sequence, (B,) int32: temperature, min-p, top-k, top-p (Holtzman et al. 2020), then a draw.
 
-    Temperature 0 takes the largest logit. Tokens at -inf, and those whose logit is no number, are not drawn; where all are
+    A temperature below LEAST_TEMPERATURE takes the largest logit. Tokens at -inf, and those whose logit is no number, are not drawn; where all are
     such, the token is 0. So a padding row of the vocabulary never is.
     """
-    o = options
-    logits_BV = _numbers(logits_BV)
+    o, logits_BV = options, _numbers(logits_BV)
+    drawn_B, greedy_B = o["temperature"] >= LEAST_TEMPERATURE, _argmax(logits_BV)
 
     def draw(logits_BV: jax.Array) -> jax.Array:
-        temperature = jnp.where(o.temperature_B > 0, o.temperature_B, 1.0)[:, None]
-        kept = keep_most_likely(logits_BV / temperature, o.top_k_B, o.top_p_B, o.min_p_B)
-        drawn = jax.vmap(jax.random.categorical)(keys_B, kept).astype(jnp.int32)
-        return jnp.where(o.temperature_B > 0, drawn, greedy_B)
+        temperature_B = jnp.where(drawn_B, o["temperature"], 1.0)
+        kept = keep_most_likely(logits_BV / temperature_B[:, None], o["top_k"], o["top_p"], o["min_p"])
+        return jnp.where(drawn_B, jax.vmap(jax.random.categorical)(keys_B, kept).astype(jnp.int32), greedy_B)
 
-    greedy_B = _argmax(logits_BV)
-    return jax.lax.cond((o.temperature_B > 0).any(), draw, lambda _: greedy_B, logits_BV)
+    return jax.lax.cond(drawn_B.any(), draw, lambda _: greedy_B, logits_BV)
 
 
 def keep_most_likely(
@@ -119,19 +110,19 @@ def _when(flag: jax.Array, change: Callable[[jax.Array], jax.Array], logits_BV: 
     return jax.lax.cond(flag, change, lambda x: x, logits_BV)
 
 
-def _biased(logits_BV: jax.Array, biased_B: jax.Array, seen: Seen) -> jax.Array:
-    return jnp.where(biased_B[:, None], logits_BV + seen.bias_NV[seen.rows_B], logits_BV)
+def _biased(logits_BV: jax.Array, seen: Seen) -> jax.Array:
+    return jnp.where(seen.biased_B[:, None], logits_BV + seen.bias_NV[seen.rows_B], logits_BV)
 
 
-def _repeated_less(logits_BV: jax.Array, o: SamplingOptions, seen: Seen) -> jax.Array:
+def _repeated_less(logits_BV: jax.Array, o: Options, seen: Seen) -> jax.Array:
     """Repetition penalty (Keskar et al. 2019, of prompt and completion), then frequency and presence (completion)."""
     counts_BV = seen.counts_NV[seen.rows_B]
     repeated = seen.in_prompt_NV[seen.rows_B] | (counts_BV > 0)
-    penalty_B1 = o.repetition_B[:, None]
+    penalty_B1 = o["repetition_penalty"][:, None]
     penalised = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
     logits_BV = jnp.where(repeated, penalised, logits_BV)
-    logits_BV = logits_BV - o.frequency_B[:, None] * counts_BV
-    return logits_BV - o.presence_B[:, None] * (counts_BV > 0)
+    logits_BV = logits_BV - o["frequency_penalty"][:, None] * counts_BV
+    return logits_BV - o["presence_penalty"][:, None] * (counts_BV > 0)
 
 
 def _no_repeated_ngram(logits_BV: jax.Array, n_B: jax.Array, seen: Seen) -> jax.Array:
@@ -151,8 +142,8 @@ def _no_repeated_ngram(logits_BV: jax.Array, n_B: jax.Array, seen: Seen) -> jax.
     return logits_BV.at[jnp.arange(len(banned))[:, None], banned].set(-jnp.inf, mode="drop")
 
 
-def _no_end(logits_BV: jax.Array, early_B: jax.Array, end_BE: jax.Array) -> jax.Array:
-    ends = jnp.where(early_B[:, None] & (end_BE >= 0), end_BE, logits_BV.shape[-1])
+def _no_end(logits_BV: jax.Array, seen: Seen) -> jax.Array:
+    ends = jnp.where(seen.early_B[:, None] & (seen.end_BE >= 0), seen.end_BE, logits_BV.shape[-1])
     return logits_BV.at[jnp.arange(len(ends))[:, None], ends].set(-jnp.inf, mode="drop")
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.infer.requests import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
-from mesh_transformer.infer.sampling import SamplingOptions, Seen, likeliest, penalise, sample
+from mesh_transformer.infer.requests import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, OPTIONS
+from mesh_transformer.infer.sampling import Options, Seen, likeliest, penalise, sample
 from mesh_transformer.ops.cache import KVCache
 
 
@@ -24,12 +24,15 @@ class Slots(NamedTuple):
     token_N: jax.Array  # int32: the newest token, which is not in the cache yet
     left_N: jax.Array  # int32: tokens that may still be drawn
     drawn_N: jax.Array  # int32: tokens drawn so far
+    min_tokens_N: jax.Array  # int32: before so many, no end token is drawn
     seed_N: jax.Array  # uint32
-    options: SamplingOptions  # (N, ...)
+    options: Options  # (N,) each
+    end_NE: jax.Array  # int32, -1 where there are fewer: the tokens that end a completion
+    biased_N: jax.Array  # bool: there is a logit bias
+    bias_NV: jax.Array  # float32
     tokens_NS: jax.Array  # int32: prompt and completion
     in_prompt_NV: jax.Array  # bool
     counts_NV: jax.Array  # int32: occurrences in the completion
-    bias_NV: jax.Array  # float32
 
     @property
     def live_N(self) -> jax.Array:  # bool: not those in mid-prompt, which have nothing to go on from
@@ -62,27 +65,35 @@ class Request(NamedTuple):
     n_tokens: Any  # int32
     reused: Any  # int32: positions that are in the slot's cache already
     max_tokens: Any  # int32
+    min_tokens: Any  # int32
     seed: Any  # uint32
-    options: SamplingOptions  # scalars, and end_E
+    options: Any  # a scalar for each row of `requests.OPTIONS`, by name
+    end_E: Any  # int32
+    biased: Any  # bool
     bias_V: Any  # float32
 
 
 def empty(cache: KVCache, n_slots: int, context: int, vocab: int) -> Slots:
     """Slots that compute nothing."""
-    zeros = jnp.zeros((n_slots,), jnp.int32)
-    nothing = jnp.zeros((n_slots,), jnp.float32)
-    end_NE = jnp.full((n_slots, MAX_STOP_TOKENS), -1, jnp.int32)
-    options = SamplingOptions(
-        *(nothing, nothing + 1, zeros, nothing, nothing + 1, nothing, nothing, zeros),
-        *(zeros > 0, zeros, end_NE),
-    )
+
+    def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
+        return jnp.zeros((n_slots, *shape), dtype)
+
     return Slots(
-        cache,
-        *(zeros, zeros, zeros, zeros, zeros.astype(jnp.uint32), options),
-        jnp.zeros((n_slots, context), jnp.int32),
-        jnp.zeros((n_slots, vocab), bool),
-        jnp.zeros((n_slots, vocab), jnp.int32),
-        jnp.zeros((n_slots, vocab), jnp.float32),
+        cache=cache,
+        length_N=zeros(),
+        token_N=zeros(),
+        left_N=zeros(),
+        drawn_N=zeros(),
+        min_tokens_N=zeros(),
+        seed_N=zeros(dtype=jnp.uint32),
+        options={name: zeros(dtype=option.dtype) for name, option in OPTIONS.items()},
+        end_NE=zeros(MAX_STOP_TOKENS),
+        biased_N=zeros(dtype=bool),
+        bias_NV=zeros(vocab, dtype=jnp.float32),
+        tokens_NS=zeros(context),
+        in_prompt_NV=zeros(vocab, dtype=bool),
+        counts_NV=zeros(vocab),
     )
 
 
@@ -97,12 +108,15 @@ def insert(slots: Slots, slot: jax.Array, request: Request) -> Slots:
         token_N=jnp.int32(0),
         left_N=request.max_tokens,
         drawn_N=jnp.int32(0),
+        min_tokens_N=request.min_tokens,
         seed_N=request.seed,
         options=request.options,
+        end_NE=request.end_E,
+        biased_N=request.biased,
+        bias_NV=request.bias_V,
         tokens_NS=request.tokens_S,
         in_prompt_NV=in_prompt_V,
         counts_NV=jnp.zeros(request.bias_V.shape, jnp.int32),
-        bias_NV=request.bias_V,
     )
     rows = jax.tree.map(lambda all, one: all.at[slot].set(one), _row_wise(slots), _row_wise(new))
     return rows._replace(cache=slots.cache)
@@ -131,15 +145,28 @@ def draw(
     length_B, drawn_B, left_B = (x[rows_B] for x in (slots.length_N, slots.drawn_N, slots.left_N))
 
     def drawn_now() -> Drawn:
-        options = _neutral_unless(live_B, jax.tree.map(lambda x: x[rows_B], slots.options))
+        # what a slot that is not live asks for would be computed for all
+        options = {
+            name: jnp.where(live_B, values_N[rows_B], OPTIONS[name].off)
+            for name, values_N in slots.options.items()
+        }
+        end_BE = slots.end_NE[rows_B]
         seen = Seen(
-            *(rows_B, length_B, drawn_B, slots.tokens_NS, slots.in_prompt_NV, slots.counts_NV, slots.bias_NV)
+            rows_B=rows_B,
+            length_B=length_B,
+            early_B=live_B & (drawn_B < slots.min_tokens_N[rows_B]),
+            end_BE=end_BE,
+            biased_B=live_B & slots.biased_N[rows_B],
+            bias_NV=slots.bias_NV,
+            tokens_NS=slots.tokens_NS,
+            in_prompt_NV=slots.in_prompt_NV,
+            counts_NV=slots.counts_NV,
         )
         keys_B = jax.vmap(_key)(slots.seed_N[rows_B], length_B)
         token_B = sample(penalise(logits_BV, options, seen), keys_B, options)
         logprobs_BV = jax.nn.log_softmax(logits_BV)
         logprob_B = jnp.take_along_axis(logprobs_BV, token_B[:, None], axis=-1)[:, 0]
-        ended_B = (token_B[:, None] == options.end_BE).any(-1) & live_B
+        ended_B = (token_B[:, None] == end_BE).any(-1) & live_B
         return Drawn(token_B, logprob_B, *likeliest(logprobs_BV, n_top, MAX_TOP_LOGPROBS), live_B, ended_B)
 
     drawn = jax.lax.cond(live_B.any(), drawn_now, lambda: nothing_drawn(len(rows_B)))
@@ -157,18 +184,6 @@ def draw(
 def _key(seed: jax.Array, position: jax.Array) -> jax.Array:
     """Of the draw at a position: it depends on nothing else that the batch does."""
     return jax.random.fold_in(jax.random.key(seed), position)
-
-
-def _neutral_unless(live_B: jax.Array, options: SamplingOptions) -> SamplingOptions:
-    """Options that ask for nothing where a slot is not live: what one asked for would be computed for all."""
-    off = SamplingOptions(0.0, 1.0, 0, 0.0, 1.0, 0.0, 0.0, 0, False, 0, -1)  # type: ignore[arg-type]
-    return jax.tree.map(
-        lambda x, neutral: jnp.where(
-            live_B.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.asarray(neutral, x.dtype)
-        ),
-        options,
-        off,
-    )
 
 
 def nothing_drawn(n: int) -> Drawn:

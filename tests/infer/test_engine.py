@@ -143,9 +143,9 @@ CASES = {
     "frequency": SamplingParams(max_tokens=24, temperature=0, frequency_penalty=0.3),
     "negative penalties": SamplingParams(max_tokens=24, presence_penalty=-2, frequency_penalty=-1, seed=8),
     "bias": SamplingParams(max_tokens=12, temperature=0, logit_bias=((LOVED, 3.0), (BANNED, -100.0))),
-    "1-grams": SamplingParams(max_tokens=24, temperature=0, no_repeat_ngram=1),
-    "2-grams": SamplingParams(max_tokens=24, temperature=0, no_repeat_ngram=2),
-    "3-grams": SamplingParams(max_tokens=24, temperature=0, no_repeat_ngram=3),
+    "1-grams": SamplingParams(max_tokens=24, temperature=0, no_repeat_ngram_size=1),
+    "2-grams": SamplingParams(max_tokens=24, temperature=0, no_repeat_ngram_size=2),
+    "3-grams": SamplingParams(max_tokens=24, temperature=0, no_repeat_ngram_size=3),
     "stop token": SamplingParams(
         max_tokens=24, seed=9, stop_token_ids=(END,), logit_bias=((END, 5.5),), temperature=1.0
     ),

@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 from sampling_reference import kept_tokens
 
-from mesh_transformer.infer.requests import LEAST_TEMPERATURE, MAX_TEMPERATURE, SamplingParams
-from mesh_transformer.infer.sampling import SamplingOptions, keep_most_likely, likeliest, sample
+from mesh_transformer.infer.requests import LEAST_TEMPERATURE, MAX_TEMPERATURE, OPTIONS, SamplingParams
+from mesh_transformer.infer.sampling import Options, keep_most_likely, likeliest, sample
 
 
-def _options(n: int, temperature: float = 1.0, top_k: int = 0) -> SamplingOptions:
-    zeros, ones, none = np.zeros(n, np.float32), np.ones(n, np.float32), np.zeros(n, np.int32)
-    return SamplingOptions(
-        np.full(n, temperature, np.float32), ones, np.full(n, top_k, np.int32), zeros, ones, zeros, zeros,
-        none, none > 0, none, np.full((n, 1), -1, np.int32),
-    )  # fmt: skip
+def _options(n: int, **asked: float) -> Options:
+    values = {**SamplingParams().options, **asked}
+    return {name: np.full(n, value, OPTIONS[name].dtype) for name, value in values.items()}
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 5, 40, 1000])
@@ -46,7 +43,7 @@ def test_draws_follow_the_filtered_distribution():
     logits = np.log(np.array([[0.5, 0.25, 0.15, 0.1]], np.float32))
     n = 4000
     keys = jax.random.split(jax.random.key(0), n)
-    tokens = np.asarray(sample(np.repeat(logits, n, 0), keys, _options(n, 0.5, 3)))
+    tokens = np.asarray(sample(np.repeat(logits, n, 0), keys, _options(n, temperature=0.5, top_k=3)))
     weights = np.array([0.5, 0.25, 0.15, 0]) ** 2  # temperature 0.5 squares, top-k 3 drops the last
     share = np.bincount(tokens, minlength=4) / n
     # four standard errors of a share of at most 0.75 in 4000 draws
@@ -56,7 +53,7 @@ def test_draws_follow_the_filtered_distribution():
 
 def test_temperature_zero_is_greedy_beside_others_that_are_not():
     logits = np.random.default_rng(0).normal(size=(2, 100)).astype(np.float32)
-    options = _options(2)._replace(temperature_B=np.float32([0, 1]))
+    options = {**_options(2), "temperature": np.float32([0, 1])}
     draws = {
         tuple(np.asarray(sample(logits, jax.random.split(jax.random.key(s), 2), options))) for s in range(20)
     }
@@ -85,8 +82,8 @@ REAL, NAN, INF = 5, np.nan, np.inf
 def test_no_draw_is_a_padding_row(row, temperature):
     n = 40
     padded = np.float32([[*row, -INF, -INF, -INF]] * n)
-    options = _options(n, temperature, top_k=2)._replace(top_p_B=np.full(n, 0.5, np.float32))
-    for asked in (options, _options(n, temperature)):
+    for filters in ({"top_k": 2, "top_p": 0.5}, {}):
+        asked = _options(n, temperature=temperature, **filters)
         assert int(jax.jit(sample)(padded, jax.random.split(jax.random.key(0), n), asked).max()) < REAL
     ids, _ = likeliest(jax.nn.log_softmax(padded), jnp.int32(1), 1)
     assert int(ids.max()) < REAL

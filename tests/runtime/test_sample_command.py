@@ -13,7 +13,7 @@ from infer.fake_engine import FakeEngine, alone
 import device_sample
 from mesh_transformer import logs, platforms
 from mesh_transformer.data.tokenizer import ByteTokenizer
-from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.infer.requests import OPTIONS, SamplingParams
 from mesh_transformer.runtime import cli, sampler
 
 PROMPT, NEW, VOCAB = b"ab", 24, 257
@@ -67,13 +67,15 @@ def test_options_reach_the_engine(sample):
     code, samples, _ = sample(
         "--prompt-tokens", "97,98", "--temperature", "0.5", "--top-p", "0", "--top-k", "7", "--seed", str(2**32 - 1),
         "--repetition-penalty", "1.5", "--presence-penalty", "0.25", "--frequency-penalty=-2", "--num-samples", "2",
+        "--min-p", "0.125", "--no-repeat-ngram-size", "3",
     )  # fmt: skip
     assert (code, len(samples)) == (0, 2)
     wanted = SamplingParams(
         max_tokens=NEW, temperature=0.5, top_p=0, top_k=7, repetition_penalty=1.5, presence_penalty=0.25,
-        frequency_penalty=-2, seed=2**32 - 1,
+        frequency_penalty=-2, seed=2**32 - 1, min_p=0.125, no_repeat_ngram_size=3,
     )  # fmt: skip
     assert NotingEngine.asked[0] == wanted
+    assert all(value != OPTIONS[name].default for name, value in wanted.options.items())
     assert [params.seed for params in NotingEngine.asked] == [2**32 - 1, 0]
 
 

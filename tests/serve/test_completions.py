@@ -13,7 +13,7 @@ from infer.fake_engine import alone
 from served import NAME, expected, serve, text_of
 
 from mesh_transformer.data.tokenizer import load_tokenizer
-from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.infer.requests import OPTIONS, SamplingParams
 from mesh_transformer.runtime.serve.protocol import CompletionResponse
 
 
@@ -331,20 +331,19 @@ def test_ignored_and_null_fields(server):
 def test_sampling_fields_reach_the_engine(server):
     fields = {
         "temperature": 0.5, "top_p": 0, "top_k": 7, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2,
-        "frequency_penalty": -0.3, "min_tokens": 2,
+        "frequency_penalty": -0.3, "no_repeat_ngram_size": 3, "min_tokens": 2,
     }  # fmt: skip
+    assert fields.keys() >= OPTIONS.keys()
     with asked_of_the_engine(server) as seen:
         server.complete(
             "a",
             **fields,
-            no_repeat_ngram_size=3,
             logit_bias={"7": -100, "8": 2.5},
             seed=-1,
             stop_token_ids=[9],
         )
         server.complete("a", top_k=-1)
     assert {name: getattr(seen[0], name) for name in fields} == fields
-    assert seen[0].no_repeat_ngram == 3
     assert dict(seen[0].logit_bias) == {7: -100, 8: 2.5}
     assert set(seen[0].stop_token_ids) == {9, 256}
     assert (seen[0].seed, seen[1].top_k) == (2**32 - 1, 0)

@@ -12,13 +12,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from mesh_transformer.data.tokenizer import EOT_TEXT
 from mesh_transformer.errors import UserError
-from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.infer.requests import OPTIONS, SamplingParams
 from mesh_transformer.infer.trees import Query
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.evals.model import EvalModel, Prompt, Rehearsal
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_KNOWN = {*_SAMPLING, "do_sample", "until", "max_gen_toks"}
+_KNOWN = {*OPTIONS, "do_sample", "until", "max_gen_toks"}
 
 
 class _Texts(NamedTuple):
@@ -127,7 +126,7 @@ class HarnessLM(TemplateLM):
                 f"set max_gen_toks in its generation_kwargs"
             )
         self._tell_ignored(options.keys() - _KNOWN)
-        sampling = {name: options[name] for name in _SAMPLING if options.get(name) is not None}
+        sampling = {name: options[name] for name in OPTIONS if options.get(name) is not None}
         if not options["do_sample"]:
             sampling["temperature"] = 0.0
         tokens = self.tok_encode(context)[-room:] or [self.prefix_token_id]

@@ -34,7 +34,7 @@ def router(model: ServedModel) -> APIRouter:
 async def _complete(body: ClassicRequest, model: ServedModel, job: Job) -> str:
     (prompt,) = await model.encode([body.context], "context")
     params = sampling_params(
-        {"temperature": "temp"},
+        spelled={"temperature": "temp"},
         max_tokens=body.length,
         temperature=body.temp,
         top_p=body.top_p,

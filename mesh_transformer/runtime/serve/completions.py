@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.infer.requests import OPTIONS, SamplingParams
 from mesh_transformer.runtime.serve.choices import Choice, Delta, Echo, Shown, follow
 from mesh_transformer.runtime.serve.connection import EventStream, TimeLimit, unless_gone
 from mesh_transformer.runtime.serve.errors import ApiError, invalid, json_response, to_json
@@ -194,18 +194,13 @@ async def _prompts(body: CompletionRequest, model: ServedModel) -> Sequence[Sequ
 
 def _sampling(body: CompletionRequest, model: ServedModel, prompts: int) -> list[SamplingParams]:
     """The parameters of every choice: of each prompt, in order, its n samples. They differ in their seed."""
+    options = {name: getattr(body, name) for name in OPTIONS}
+    if options["top_k"] == -1:  # vLLM's spelling of all
+        options["top_k"] = 0
     params = sampling_params(
-        {"no_repeat_ngram": "no_repeat_ngram_size"},
+        **options,
         max_tokens=body.max_tokens,
         min_tokens=body.min_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=max(body.top_k, 0) if body.top_k >= -1 else body.top_k,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        no_repeat_ngram=body.no_repeat_ngram_size,
         logit_bias=body.logit_bias,
         stop_token_ids=model.end_tokens(body.stop_token_ids, ignore_eos=body.ignore_eos),
         logprobs=body.logprobs,

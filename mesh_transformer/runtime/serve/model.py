@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mesh_transformer.config.describe import short
 from mesh_transformer.data.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ def _offsets(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
     return stream.offsets
 
 
-def sampling_params(spelled: Mapping[str, str], **fields: object) -> SamplingParams:
+def sampling_params(*, spelled: Mapping[str, str] = {}, **fields: Any) -> SamplingParams:
     """`SamplingParams`, whose refusal is an answer.
 
     Args:
@@ -101,7 +101,7 @@ def sampling_params(spelled: Mapping[str, str], **fields: object) -> SamplingPar
         ApiError: 400, a field is out of its range.
     """
     try:
-        return SamplingParams(**fields)  # type: ignore[arg-type]
+        return SamplingParams(**fields)
     except ValueError as error:
         name, _, reason = str(error).partition(" ")
         param = spelled.get(name, name)

@@ -15,11 +15,12 @@ from pydantic import (
     Field,
     PlainValidator,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 
 from mesh_transformer.config.describe import short
-from mesh_transformer.infer.requests import MAX_STOP_TOKENS
+from mesh_transformer.infer.requests import MAX_STOP_TOKENS, OPTIONS
 
 MAX_SEQUENCES = 128  # prompts x n of a request
 MAX_STOPS, MAX_STOP_CHARS = 1000, 1000
@@ -27,6 +28,7 @@ MAX_LOGIT_BIAS, MAX_BIAS = 1024, 100.0
 INT64 = 2**63
 END_OF_TEXT: list[str | list[int]] = [""]  # the prompt that stands for none: the end-of-text token
 Count = Annotated[int, Field(lt=2**31)]
+_KINDS: dict[type, Any] = {int: Count, float: float}
 
 _TEXT = {"type": "string"}
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -166,21 +168,20 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class CompletionRequest(_Body):
-    """POST /v1/completions. Ranges are those of `SamplingParams`, in whose words a value is refused."""
-
+class _Text(_Body):
     prompt: Prompts = END_OF_TEXT
     model: str | None = None
     max_tokens: TokenCount = 16
     min_tokens: Count = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: Count = 0  # 0 and -1: all
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram_size: Count = 0
+
+
+_SAMPLING: Any = {name: (_KINDS[type(option.default)], option.default) for name, option in OPTIONS.items()}
+_Sampled = create_model("_Sampled", __base__=_Text, **_SAMPLING)
+
+
+class CompletionRequest(_Sampled):
+    """POST /v1/completions. Ranges are those of `SamplingParams`, in whose words a value is refused."""
+
     logit_bias: LogitBias = ()
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = (
         None  # sample i is drawn with (seed + i) mod 2**32
