@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.cluster import host_folder, host_lock
-from mesh_transformer.cluster.base import Job
-from mesh_transformer.cluster.processes_by_id import Process, identify
+from mesh_transformer.cluster import host
+from mesh_transformer.cluster.base import Job, Status
 from mesh_transformer.cluster.worker_process import WorkerProcess, read_log
 
 DRIVER_GONE_S = 5.0  # after which another driver may take over
@@ -54,8 +53,8 @@ class Agent:
         self._driver, self._asked = "", time.monotonic()
         self._driver_timeout_s, self._driver_wait_s = 20.0, 3600.0
         self._lock = threading.Lock()
-        name = f"{host_lock.worker_name(run, worker_id)}.log"
-        self._log = os.fdopen(host_folder.open_file(name, os.O_RDWR | os.O_APPEND), "rb+", buffering=0)
+        name = f"{host.worker_name(run, worker_id)}.log"
+        self._log = os.fdopen(host.open_file(name, os.O_RDWR | os.O_APPEND), "rb+", buffering=0)
         self._closed = threading.Event()
         threading.Thread(target=self._watch_driver, name="watch-driver", daemon=True).start()
 
@@ -92,11 +91,11 @@ class Agent:
         self._check(driver)
         worker = self._worker
         if worker is None:
-            return {"facts": {"state": "idle"}, "count": 0, "events": [], "offset": log_offset, "lines": []}
-        facts = worker.facts()
+            return {"status": Status(self._id), "count": 0, "events": [], "offset": log_offset, "lines": []}
+        found = worker.status()
         count, events = worker.events(events_after)
         offset, lines = self._lines(log_offset)
-        return {"facts": facts, "count": count, "events": events, "offset": offset, "lines": lines}
+        return {"status": found, "count": count, "events": events, "offset": offset, "lines": lines}
 
     def feed(self, driver: str, number: int, rows: np.ndarray, state: Any, held: int) -> bool:
         """A batch for the worker; false if it has no room for it yet."""
@@ -122,9 +121,9 @@ class Agent:
         self._closed.set()
         self._log.close()
 
-    def process(self) -> Process | None:
+    def process(self) -> host.Process | None:
         """The process of this agent."""
-        return identify(os.getpid())
+        return host.identify(os.getpid())
 
     def _check(self, driver: str) -> None:
         if driver != self._driver:

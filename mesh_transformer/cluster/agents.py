@@ -1,4 +1,4 @@
-"""A `Cluster` made of agents, however their methods are called."""
+"""A cluster is its agents, one on each host, however their methods are called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.cluster.agent import DRIVER_GONE_S
-from mesh_transformer.cluster.base import Event, Job, Poll, Status, WorkerError
+from mesh_transformer.cluster.base import Event, Job, Poll, Status
 from mesh_transformer.errors import UserError
 
 ANSWER_S = 3.0  # for a status
@@ -39,7 +39,9 @@ class _Known:
 
 
 class AgentCluster(abc.ABC):
-    """The driver's side of the agents' methods; a subclass makes agents and calls them.
+    """A fixed number of hosts with one worker each, number i on host i; a subclass makes their agents and calls them.
+
+    Every call returns within seconds. A dead or silent worker raises nothing: `poll` shows it.
 
     Args:
         count: number of hosts.
@@ -53,7 +55,7 @@ class AgentCluster(abc.ABC):
 
     @abc.abstractmethod
     def _open(self) -> None:
-        """Find or make all agents. Raises what `Cluster.attach` does."""
+        """Find or make all agents. Raises what `attach` does."""
 
     @abc.abstractmethod
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
@@ -64,8 +66,8 @@ class AgentCluster(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _end_agents(self, statuses: Sequence[Status]) -> None:
-        """End all agents and their workers, answering or not."""
+    def kill(self) -> None:
+        """End every worker process and agent at once, stopped ones and those that do not answer too."""
 
     def _share(self, rows: np.ndarray) -> Any:
         """What is given to `feed` for these rows."""
@@ -75,10 +77,19 @@ class AgentCluster(abc.ABC):
         """Whether the host of a silent agent is part of the cluster."""
         return None
 
+    def _order(self, method: str, timeout_s: float = CALL_S) -> list[Any]:
+        return self._call(method, [(self._driver,)] * self.count, timeout_s)
+
     def attach(self) -> Poll:
+        """Find the agents of this run on all hosts, or make those that are missing.
+
+        Raises:
+            UserError: another driver has them, or a host cannot run an agent.
+            HostsMissing: not all hosts are there.
+        """
         self._open()
         deadline = time.monotonic() + TAKE_OVER_S
-        while any(answer is False for answer in self._call("attach", [(self._driver,)] * self.count, CALL_S)):
+        while any(answer is False for answer in self._order("attach")):
             if time.monotonic() > deadline:
                 raise UserError("another driver is running this run: end that one first")
             time.sleep(0.5)
@@ -87,72 +98,57 @@ class AgentCluster(abc.ABC):
         return self.poll()
 
     def start(self, job: Job) -> None:
-        coordinator = self._call("coordinator", [(self._driver,)] * self.count, CALL_S)[0]
-        sizes = self._call(
-            "start", [(self._driver, job, self._variables(i, coordinator)) for i in range(self.count)], CALL_S
-        )
-        now = time.monotonic()
+        """Start a job in new processes, which form one mesh. None may be running."""
+        coordinator = self._order("coordinator")[0]
+        given = [(self._driver, job, self._variables(i, coordinator)) for i in range(self.count)]
+        sizes, now = self._call("start", given, CALL_S), time.monotonic()
         self._known = [
             _Known(Status(i, "running"), now, offset=0 if isinstance(size, NoAnswer) else size)
             for i, size in enumerate(sizes)
         ]
 
     def poll(self) -> Poll:
+        """Look at all workers."""
         asked = [(self._driver, known.events, known.offset) for known in self._known]
-        answers = self._call("status", asked, ANSWER_S)
         events: list[tuple[int, Event]] = []
         lines: list[tuple[int, str]] = []
-        for i, answer in enumerate(answers):
-            if not isinstance(answer, NoAnswer):
-                events += [(i, event) for event in answer["events"]]
-                lines += [(i, line) for line in answer["lines"]]
-            self._note(i, answer)
+        answers = self._call("status", asked, ANSWER_S)
+        for i, (known, answer) in enumerate(zip(self._known, answers, strict=True)):
+            now = time.monotonic()
+            if isinstance(answer, NoAnswer):
+                silent_s, alive = now - known.answered, self._host_alive(i)
+                known.status = dataclasses.replace(
+                    known.status, lost=answer.lost, silent_s=silent_s, host_alive=alive
+                )
+                continue
+            events += [(i, event) for event in answer["events"]]
+            lines += [(i, line) for line in answer["lines"]]
+            known.status, known.answered = answer["status"], now
+            known.events, known.offset = answer["count"], answer["offset"]
         return Poll(tuple(known.status for known in self._known), tuple(events), tuple(lines))
 
     def feed(
         self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held: int
     ) -> bool:
+        """Give batch `number` to all workers, each its rows, with the loader's state behind it.
+
+        Args:
+            held: all workers are known to hold the batches up to this one.
+
+        Returns:
+            Whether all have taken it; if not, give it again.
+        """
         shares = {part: self._share(np.take(batch, part, axis=1)) for part in set(map(tuple, rows))}
         given = [(self._driver, number, shares[tuple(part)], state, held) for part in rows]
         return all(answer is True for answer in self._call("feed", given, FEED_S))
 
     def stop(self) -> None:
-        self._call("stop", [(self._driver,)] * self.count, CALL_S)
-
-    def kill(self, statuses: Sequence[Status]) -> None:
-        self._end_agents(statuses)
-
-    def close(self) -> None:
-        self._end_agents([known.status for known in self._known])
+        """Ask the job to save and end: SIGTERM to every worker process."""
+        self._order("stop")
 
     def _variables(self, worker_id: int, coordinator: Any) -> dict[str, str | None]:
         """One mesh of all processes; a single process is one without further ado."""
-        if self.count == 1 or isinstance(coordinator, NoAnswer):
-            alone = dict.fromkeys(("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
-            return {**self._environment, **alone}
-        return {
-            **self._environment,
-            "JAX_COORDINATOR_ADDRESS": coordinator,
-            "JAX_NUM_PROCESSES": str(self.count),
-            "JAX_PROCESS_ID": str(worker_id),
-        }
-
-    def _note(self, worker_id: int, answer: Any) -> None:
-        known, now = self._known[worker_id], time.monotonic()
-        if isinstance(answer, NoAnswer):
-            alive = self._host_alive(worker_id)
-            silent_s = now - known.answered
-            known.status = dataclasses.replace(
-                known.status, lost=answer.lost, silent_s=silent_s, host_alive=alive
-            )
-            return
-        facts = dict(answer["facts"])
-        if facts.get("error"):
-            facts["error"] = WorkerError(**facts["error"])
-        known.status, known.answered = Status(worker_id, **facts), now
-        known.events, known.offset = answer["count"], answer["offset"]
-
-
-def same(job: Job, statuses: Sequence[Status]) -> bool:
-    """Whether all workers run this job, for a driver before this one."""
-    return all(status.state == "running" and status.job_key == job.key for status in statuses)
+        alone = self.count == 1 or isinstance(coordinator, NoAnswer)
+        values = (None, None, None) if alone else (coordinator, str(self.count), str(worker_id))
+        names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+        return {**self._environment, **dict(zip(names, values, strict=True))}

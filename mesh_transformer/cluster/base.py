@@ -1,4 +1,4 @@
-"""What a driver knows of a cluster: a job, the state of each worker, and the few things one can ask of it."""
+"""What a driver knows of a cluster: a job, the state of each worker, and the machines under them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
-
-import numpy as np
+from typing import Any, Literal
 
 from mesh_transformer import files
-from mesh_transformer.cluster.processes_by_id import Process
+from mesh_transformer.cluster.host import Process
 from mesh_transformer.config import Config
 
 State = Literal["idle", "running", "ended"]
@@ -109,79 +106,24 @@ class Poll:
     lines: tuple[tuple[int, str], ...] = ()  # (worker id, line of its output)
 
 
-class Cluster(Protocol):
-    """A fixed number of hosts with one worker each, number i on host i. Every call returns within seconds.
-
-    A dead or silent worker raises nothing: `poll` shows it.
-    """
-
-    count: int
-
-    def attach(self) -> Poll:
-        """Find the agents of this run on all hosts, or make those that are missing.
-
-        Raises:
-            UserError: another driver has them, or a host cannot run an agent.
-            HostsMissing: not all hosts are there.
-        """
-
-    def start(self, job: Job) -> None:
-        """Start a job in new processes, which form one mesh. None may be running."""
-
-    def poll(self) -> Poll:
-        """Look at all workers."""
-
-    def feed(
-        self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held: int
-    ) -> bool:
-        """Give batch `number` to all workers, each its rows, with the loader's state behind it.
-
-        Args:
-            held: all workers are known to hold the batches up to this one.
-
-        Returns:
-            Whether all have taken it; if not, give it again.
-        """
-
-    def stop(self) -> None:
-        """Ask the job to save and end: SIGTERM to every worker process."""
-
-    def kill(self, statuses: Sequence[Status]) -> None:
-        """End every worker process and agent at once, stopped ones too."""
-
-    def close(self) -> None:
-        """Let the hosts go. Nothing runs there any more."""
-
-
 class HostsMissing(RuntimeError):
     """Some hosts of the cluster are not there now."""
 
 
-class Hosts(Protocol):
-    """The machines under a cluster, for what Ray cannot do. `NoHosts` where nobody can."""
+class Hosts:
+    """The machines under a cluster, for what Ray cannot do. Here nobody can: whoever runs that cluster brings them back."""
 
     def state(self) -> str | None:
         """The state of the slice, as the cloud names it (READY, PREEMPTED ...), GONE without one; None if unknown."""
+        return None
 
     def kill(self, worker_id: int, process: Process) -> None:
         """Send SIGKILL to a process of a host, if both are there."""
 
     def remake(self) -> None:
-        """Bring back every host that is missing, ready to run agents. Returns when all are there.
+        """Bring back every host that is missing, ready to run agents. Returns when all are there, or when somebody else is to
+        bring them: `AgentCluster.attach` sees when.
 
         Raises:
             UserError: the cloud refuses, for a reason that waiting does not mend.
         """
-
-
-class NoHosts:
-    """Hosts of which only Ray knows: whoever runs that cluster brings them back."""
-
-    def state(self) -> str | None:
-        return None
-
-    def kill(self, worker_id: int, process: Process) -> None:
-        """Nobody can."""
-
-    def remake(self) -> None:
-        """Somebody else does; `Cluster.attach` sees when."""

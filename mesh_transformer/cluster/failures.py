@@ -10,26 +10,19 @@ import dataclasses
 import enum
 import re
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from mesh_transformer.cluster.base import Category, Status
 
 SILENT_S = 12.0  # an agent that answers nothing for so long is unreachable
 STOPPED_S = 15.0  # a process of which no thread says anything for so long is stopped
 ORDER = ("start", "open", "data", "compile", "step", "validate", "save", "leave")  # of the phases of one step
-TAKEN = {
-    "PREEMPTED",
-    "SUSPENDED",
-    "SUSPENDING",
-    "TERMINATED",
-    "STOPPED",
-    "STOPPING",
-    "FAILED",
-    "DELETING",
-    "GONE",
-}
+TAKEN = {"PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "STOPPED", "STOPPING", "FAILED", "DELETING",
+         "GONE"}  # fmt: skip
 LEFT = {128 + signal.SIGTERM, 128 + signal.SIGINT}  # saved and ended because of a signal
 
+_OWN_TYPES: dict[str, Category] = {"CredentialsError": "machine", "UserError": "user", "RunError": "run"}
 _MACHINE_TYPES = {"OSError", "EOFError", "MemoryError", "GoogleAPIError", "ClientError"}
 _BUG_TYPES = {"TypeError", "AttributeError", "NameError", "ImportError", "LookupError", "AssertionError", "ValueError",
               "ArithmeticError", "NotImplementedError", "SyntaxError"}  # fmt: skip
@@ -90,18 +83,13 @@ def category(types: Sequence[str], message: str) -> Category:
     `bug` is the user's too: the same program would raise it again. An exception that quotes the status of a service (a
     collective, a storage) is the machine's, and so are credentials that a host lacks.
     """
+    if own := next((_OWN_TYPES[name] for name in types if name in _OWN_TYPES), None):
+        return own
     names = set(types)
-    if "CredentialsError" in names:
-        return "machine"
-    if "UserError" in names:
-        return "user"
-    if "RunError" in names:
-        return "run"
-    if "JaxRuntimeError" in names or "XlaRuntimeError" in names:
+    if names & {"JaxRuntimeError", "XlaRuntimeError"}:
         return "bug" if re.match(r"\W*RESOURCE_EXHAUSTED", message) else "machine"
-    if names & _MACHINE_TYPES or _OF_A_SERVICE.match(message):
-        return "machine"
-    return "bug" if names & _BUG_TYPES else "machine"
+    of_machine = names & _MACHINE_TYPES or _OF_A_SERVICE.match(message)
+    return "bug" if names & _BUG_TYPES and not of_machine else "machine"
 
 
 def classify(statuses: Sequence[Status], slice_state: str | None, limits: Limits) -> Verdict:
@@ -110,60 +98,42 @@ def classify(statuses: Sequence[Status], slice_state: str | None, limits: Limits
     Args:
         slice_state: as `Hosts.state` gives it.
     """
-    rules: list[Callable[[], Verdict | None]] = [
-        lambda: _told(statuses),
-        lambda: _taken(slice_state),
-        lambda: _all_ended(statuses),
-        lambda: _first(statuses, _cut_off(slice_state)),
-        lambda: _first(statuses, _killed),
-        lambda: _first(statuses, _stopped),
-        lambda: _first(statuses, _bug),
-        lambda: _first(statuses, _failed),
-        lambda: _hung(statuses, limits),
-    ]
-    return next(filter(None, (rule() for rule in rules)), Verdict(Kind.RUNNING))
-
-
-def _told(statuses: Iterable[Status]) -> Verdict | None:
-    """An error that says itself that it is not the machine's."""
-    kinds = {"user": Kind.USER_ERROR, "run": Kind.RUN_ERROR}
-    for status in statuses:
-        if status.error is not None and status.error.category in kinds:
-            return Verdict(kinds[status.error.category], status.error.message, status.worker_id)
-    return None
-
-
-def _taken(slice_state: str | None) -> Verdict | None:
+    codes = [status.exit_code for status in statuses]
+    if told := _first(statuses, _told):
+        return told
     if slice_state in TAKEN:
         return Verdict(Kind.PREEMPTION, f"the slice is {slice_state}")
-    return None
-
-
-def _all_ended(statuses: Sequence[Status]) -> Verdict | None:
-    codes = [status.exit_code for status in statuses]
     if all(code == 0 for code in codes):
         return Verdict(Kind.FINISHED)
     if all(code == 0 or code in LEFT for code in codes):
         return Verdict(Kind.NOTICE, "every worker has saved and ended because of a signal")
+    failed = _first(statuses, partial(_cut_off, slice_state), _killed, _stopped, _bug, _failed)
+    return failed or _hung(statuses, limits) or Verdict(Kind.RUNNING)
+
+
+def _first(statuses: Sequence[Status], *rules: Callable[[Status], tuple[Kind, str] | None]) -> Verdict | None:
+    """What the first rule says that has something to say of a worker."""
+    for rule in rules:
+        for status in statuses:
+            if found := rule(status):
+                return Verdict(*found, status.worker_id)
     return None
 
 
-def _first(statuses: Sequence[Status], rule: Callable[[Status], tuple[Kind, str] | None]) -> Verdict | None:
-    for status in statuses:
-        if found := rule(status):
-            return Verdict(*found, status.worker_id)
+def _told(status: Status) -> tuple[Kind, str] | None:
+    """An error that says itself that it is not the machine's."""
+    kinds: dict[str, Kind] = {"user": Kind.USER_ERROR, "run": Kind.RUN_ERROR}
+    if status.error is not None and status.error.category in kinds:
+        return kinds[status.error.category], status.error.message
     return None
 
 
-def _cut_off(slice_state: str | None) -> Callable[[Status], tuple[Kind, str] | None]:
-    def rule(status: Status) -> tuple[Kind, str] | None:
-        if status.lost is None and status.silent_s <= SILENT_S:
-            return None
-        why = status.lost or f"its host has not answered for {status.silent_s:.0f} s"
-        taken = status.host_alive is False and slice_state is None
-        return (Kind.PREEMPTION, f"its host is gone ({why})") if taken else (Kind.CRASH, why)
-
-    return rule
+def _cut_off(slice_state: str | None, status: Status) -> tuple[Kind, str] | None:
+    if status.lost is None and status.silent_s <= SILENT_S:
+        return None
+    why = status.lost or f"its host has not answered for {status.silent_s:.0f} s"
+    taken = status.host_alive is False and slice_state is None
+    return (Kind.PREEMPTION, f"its host is gone ({why})") if taken else (Kind.CRASH, why)
 
 
 def _killed(status: Status) -> tuple[Kind, str] | None:

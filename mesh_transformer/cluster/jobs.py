@@ -6,18 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from mesh_transformer.cluster.base import Job
 from mesh_transformer.config import Config, parse_config
 from mesh_transformer.data.loader import Loader
 from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.feeds import open_train_feed
 from mesh_transformer.runtime.observer import Observer
 from mesh_transformer.runtime.session import Session
 
-
-class Around(NamedTuple):
-    """What surrounds a job in its process."""
-
-    observer: Observer
-    open_feed: Callable[[Session], Loader]
+OpenFeed = Callable[[Session], Loader]
 
 
 class Outcome(NamedTuple):
@@ -27,45 +24,46 @@ class Outcome(NamedTuple):
     result: Any = None
 
 
-def run(name: str, config: dict[str, Any], arguments: dict[str, Any], around: Around) -> Outcome:
-    """Run a job by its name.
+def run(job: Job, observer: Observer | None = None, open_feed: OpenFeed = open_train_feed) -> Outcome:
+    """Run a job in this process, on its devices.
 
     Raises:
         UserError: there is no such job, or it cannot be done with this config.
+        RunError: as the job does.
     """
-    if name not in JOBS:
-        raise UserError(f"unknown job {name!r}: the known ones are {', '.join(JOBS)}")
-    return JOBS[name](parse_config(config), arguments, around)
+    if job.name not in JOBS:
+        raise UserError(f"unknown job {job.name!r}: the known ones are {', '.join(JOBS)}")
+    return JOBS[job.name](parse_config(job.config), job.arguments, observer or Observer(), open_feed)
 
 
-def _train(config: Config, arguments: dict[str, Any], around: Around) -> Outcome:
+def _train(config: Config, arguments: dict[str, Any], observer: Observer, open_feed: OpenFeed) -> Outcome:
     """`arguments`: the fields of `runtime.start.Source`. The result: those of its `Ending`."""
     from mesh_transformer.runtime import start, trainer
 
-    ending = trainer.train(config, start.Source(**arguments), around.observer, around.open_feed)
+    ending = trainer.train(config, start.Source(**arguments), observer, open_feed)
     return Outcome(ending.code, ending._asdict())
 
 
-def _evaluate(config: Config, arguments: dict[str, Any], around: Around) -> Outcome:
+def _evaluate(config: Config, arguments: dict[str, Any], observer: Observer, _: OpenFeed) -> Outcome:
     """`arguments`: the fields of `runtime.evals.command.Options`. The result: those of its `Evaluation`."""
     from mesh_transformer.runtime.evals import command
 
-    around.observer.phase("evaluate", 0)
+    observer.phase("evaluate", 0)
     options = command.Options(**{**arguments, "tasks": tuple(arguments["tasks"])})
     return Outcome(0, command.evaluate(config, options)._asdict())
 
 
-def _generate(config: Config, arguments: dict[str, Any], around: Around) -> Outcome:
+def _generate(config: Config, arguments: dict[str, Any], observer: Observer, _: OpenFeed) -> Outcome:
     """`arguments`: checkpoint, prompts (texts, or lists of token ids), request. The result: a list of samples a prompt."""
     from mesh_transformer.runtime import sample_prompts, sample_request
 
-    around.observer.phase("generate", 0)
+    observer.phase("generate", 0)
     request = sample_request.Request(**arguments["request"])
     answers = sample_prompts.answer(config, request, arguments["checkpoint"], arguments["prompts"])
     return Outcome(0, [[dataclasses.asdict(sample) for sample in samples] for samples in answers])
 
 
-JOBS: dict[str, Callable[[Config, dict[str, Any], Around], Outcome]] = {
+JOBS: dict[str, Callable[[Config, dict[str, Any], Observer, OpenFeed], Outcome]] = {
     "train": _train,
     "evaluate": _evaluate,
     "generate": _generate,

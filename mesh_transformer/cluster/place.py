@@ -9,17 +9,31 @@ import getpass
 import glob
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mesh_transformer import files
-from mesh_transformer.cluster.base import Cluster, Hosts, Job, NoHosts, run_name
+from mesh_transformer.cluster.agents import AgentCluster
+from mesh_transformer.cluster.base import Hosts, Job, run_name
 from mesh_transformer.cluster.processes import ProcessCluster
 from mesh_transformer.cluster.supervise import Supervisor
 from mesh_transformer.cluster.view import View
 from mesh_transformer.config import Config
 from mesh_transformer.errors import UserError
 from mesh_transformer.stop_signals import StopSignals
+
+_OPTIONS: tuple[tuple[str, type, str, str], ...] = (  # with the type and the name of a value, and the help
+    ("--tpu", str, "NAME", "run on this TPU slice; it is created if it does not exist"),
+    ("--tpu_region --tpu-region", str, "ZONE", "zone of the slice, such as europe-west4-a"),
+    ("--tpu-type", str, "T", "type of the slice, such as v4-32 (default: v3-N, N being mesh.tpu_size)"),
+    ("--environment", str, "DIR", "Python environment that the hosts already have (default: a new one is installed)"),
+    ("--wheelhouse", str, "DIR", "install on the hosts from the wheels in DIR (no internet)"),
+    ("--user", str, "USER", "login name on the hosts (default: your name here)"),
+    ("--ssh-key", str, "FILE", "private key for the login (default: gcloud's, else the first one in ~/.ssh)"),
+    ("--ray-address", str, "A", "run on this Ray cluster, HOST:PORT or auto"),
+    ("--processes", int, "N", "run in N processes on this machine"),
+    ("--price", float, "P", "price of one chip per hour; the cost of the run is printed"),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,36 +94,11 @@ class Place:
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """The options, for a command line."""
-        parser.add_argument(
-            "--tpu", metavar="NAME", help="run on this TPU slice; it is created if it does not exist"
-        )
-        parser.add_argument(
-            "--tpu_region", "--tpu-region", metavar="ZONE", help="zone of the slice, such as europe-west4-a"
-        )
-        parser.add_argument(
-            "--tpu-type",
-            metavar="T",
-            help="type of the slice, such as v4-32 (default: v3-N, N being mesh.tpu_size)",
-        )
+        for flags, kind, value, text in _OPTIONS:
+            parser.add_argument(*flags.split(), type=kind, metavar=value, help=text)
         parser.add_argument(
             "--preemptible", action="store_true", help="cheaper capacity that the cloud may stop at any time"
         )
-        parser.add_argument(
-            "--environment",
-            metavar="DIR",
-            help="Python environment that the hosts already have (default: a new one is installed)",
-        )
-        parser.add_argument(
-            "--wheelhouse", metavar="DIR", help="install on the hosts from the wheels in DIR (no internet)"
-        )
-        parser.add_argument("--user", help="login name on the hosts (default: your name here)")
-        parser.add_argument(
-            "--ssh-key",
-            metavar="FILE",
-            help="private key for the login (default: gcloud's, else the first one in ~/.ssh)",
-        )
-        parser.add_argument("--ray-address", metavar="A", help="run on this Ray cluster, HOST:PORT or auto")
-        parser.add_argument("--processes", type=int, metavar="N", help="run in N processes on this machine")
         parser.add_argument(
             "--env",
             action="append",
@@ -117,30 +106,21 @@ class Place:
             metavar="NAME=VALUE",
             help="environment variable of the workers; may be given several times",
         )
-        parser.add_argument(
-            "--price",
-            type=float,
-            metavar="P",
-            help="price of one chip per hour; the cost of the run is printed",
-        )
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Place:
         """From the parsed command line.
 
         Raises:
-            UserError: as the class.
+            UserError: as the class, or a variable is not NAME=VALUE.
         """
-        given = vars(arguments)
-        names = (
-            *("tpu", "tpu_type", "preemptible", "environment", "wheelhouse", "user", "ssh_key"),
-            *("ray_address", "processes", "price"),
-        )
-        return cls(
-            zone=given["tpu_region"],
-            variables=_variables(given["env"]),
-            **{name: given[name] for name in names},
-        )
+        given = {**vars(arguments), "zone": arguments.tpu_region, "variables": {}}
+        for text in arguments.env:
+            name, equals, value = text.partition("=")
+            if not equals or not name:
+                raise UserError(f"--env {name}{equals}: give NAME=VALUE")
+            given["variables"][name] = value
+        return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls)})
 
     @property
     def here(self) -> bool:
@@ -154,13 +134,13 @@ class Place:
             UserError, RunError: as `Supervisor.run`.
         """
         if self.here:
-            from mesh_transformer.cluster import local  # and with it jax, which a driver needs not
+            from mesh_transformer.cluster import jobs  # and with it jax, which a driver needs not
 
-            return local.run(job)
+            return jobs.run(job)
         with self.open(config) as (cluster, hosts), StopSignals() as stop:  # Ray sets handlers too
             supervisor = Supervisor(cluster, job, hosts=hosts, view=View(self.price), stop=stop)
             outcome = supervisor.run()
-            cluster.close()
+            cluster.kill()
             return outcome
 
     def end_workers(self, config: Config) -> None:
@@ -168,17 +148,18 @@ class Place:
         if self.here or self.processes is not None:
             return
         with self.open(config) as (cluster, _):
-            cluster.kill(cluster.attach().statuses)
+            cluster.attach()
+            cluster.kill()
 
     @contextlib.contextmanager
-    def open(self, config: Config) -> Iterator[tuple[Cluster, Hosts]]:
+    def open(self, config: Config) -> Iterator[tuple[AgentCluster, Hosts]]:
         """The cluster for a run with this config. Nothing is ended on the way out: workers outlive their driver."""
         name = run_name(config)
         environment: dict[str, str | None] = {**self.variables}
         if self.processes is not None:
             if any(map(files.is_remote, (config.checkpoint.root, config.data.train_set or ""))):
                 files.check_credentials()  # the workers have this machine's
-            yield ProcessCluster(name, self.processes, environment), NoHosts()
+            yield ProcessCluster(name, self.processes, environment), Hosts()
             return
         if importlib.util.find_spec("ray") is None:  # before a TPU costs anything
             raise UserError("--tpu and --ray-address need Ray: pip install -r requirements.txt")
@@ -188,7 +169,7 @@ class Place:
         from mesh_transformer.cluster.ray_cluster import RayCluster
 
         if made is None:
-            yield RayCluster(name, str(self.ray_address), environment=environment), NoHosts()
+            yield RayCluster(name, str(self.ray_address), environment=environment), Hosts()
         else:
             yield RayCluster(name, made.address, made.count, made, environment), made
 
@@ -196,34 +177,18 @@ class Place:
         """The slice, with Ray on its hosts."""
         try:
             from mesh_transformer.cloud.pod import Access
-            from mesh_transformer.cluster.tpu_slice import TpuSlice
+            from mesh_transformer.cloud.request import Tier
+            from mesh_transformer.cluster.tpu_slice import TpuSlice, environment_of
         except ImportError as error:
             raise UserError(
                 f"--tpu needs mesh_transformer.cloud and its libraries ({error}): pip install -r requirements.txt; "
                 f"--ray-address runs on hosts that you have made yourself"
             ) from error
         kind = self.tpu_type or f"v3-{config.mesh.tpu_size or 8}"
-        made = TpuSlice.of(
-            *(str(self.tpu), str(self.zone), kind),
-            preemptible=self.preemptible,
-            environment=self.environment,
-            wheelhouse=self.wheelhouse,
-            access=Access(
-                "", self.user or getpass.getuser(), self.ssh_key
-            ),  # "": the API tells the hosts' keys
-        )
+        # "": the API tells the hosts' keys
+        access = Access("", self.user or getpass.getuser(), self.ssh_key)
+        tier: Tier = "preemptible" if self.preemptible else "on-demand"
+        python = environment_of(self.environment, self.wheelhouse)
+        made = TpuSlice(str(self.tpu), str(self.zone), kind, tier, python, access)
         made.launch()
         return made
-
-
-def _variables(given: Sequence[str]) -> dict[str, str]:
-    """From NAME=VALUE.
-
-    Raises:
-        UserError: one is not of that form.
-    """
-    pairs = [text.partition("=") for text in given]
-    for name, equals, _ in pairs:
-        if not equals or not name:
-            raise UserError(f"--env {name}{equals}: give NAME=VALUE")
-    return {name: value for name, _, value in pairs}

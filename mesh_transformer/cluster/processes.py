@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from typing import Any
 
-from mesh_transformer.cluster import host_lock
+from mesh_transformer.cluster import host
 from mesh_transformer.cluster.agent import Agent, TakenOver
 from mesh_transformer.cluster.agents import AgentCluster, NoAnswer
-from mesh_transformer.cluster.base import Status
 
 
 class ProcessCluster(AgentCluster):
@@ -25,7 +24,7 @@ class ProcessCluster(AgentCluster):
 
     def _open(self) -> None:
         if not self._agents:
-            self._lock = host_lock.hold_as_driver(self._run)  # its agents could not tell another driver
+            self._lock = host.hold_as_driver(self._run)  # its agents could not tell another driver
             self._agents = [Agent(i, self._run, on_deserted=lambda: None) for i in range(self.count)]
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
@@ -45,10 +44,10 @@ class ProcessCluster(AgentCluster):
                 answers.append(NoAnswer(lost=f"its agent failed: {error}"))
         return answers
 
-    def _end_agents(self, statuses: Sequence[Status]) -> None:
-        self._call("kill", [(self._driver,)] * len(self._agents), 30.0)
-        for agent in self._agents:
-            agent.close()
+    def kill(self) -> None:
         if self._agents:
+            self._order("kill")
+            for agent in self._agents:
+                agent.close()
             os.close(self._lock)
-        self._agents = []
+            self._agents = []

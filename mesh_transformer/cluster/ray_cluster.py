@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import socket
 import time
 from collections.abc import Sequence
@@ -23,11 +24,11 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mesh_transformer.cluster import processes_by_id
+from mesh_transformer.cluster import host
 from mesh_transformer.cluster.agent import Agent, TakenOver
 from mesh_transformer.cluster.agents import AgentCluster, NoAnswer
-from mesh_transformer.cluster.base import Hosts, HostsMissing, NoHosts, Poll, Status
-from mesh_transformer.cluster.processes_by_id import Process
+from mesh_transformer.cluster.base import Hosts, HostsMissing, Poll
+from mesh_transformer.cluster.host import Process
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 
@@ -72,7 +73,7 @@ class RayCluster(AgentCluster):
                 f"ray start --resources='{{\"{RESOURCE}0\": 1}}' (1, 2 ... on the others), as docs/driver.md shows"
             )
         super().__init__(count or max(found) + 1, {**_RAYS_OWN, **(environment or {})})
-        self._run, self._hosts = run, hosts or NoHosts()
+        self._run, self._hosts = run, hosts or Hosts()
         self._address, self._own_node = _addresses()
         self._head_answered = time.monotonic()
         self._actors: list[Any] = []
@@ -112,11 +113,9 @@ class RayCluster(AgentCluster):
         except (UserError, RayError) as error:
             raise HostsMissing(_line(error)) from error
         self._head_answered = time.monotonic()
-        missing = [i for i in range(self.count) if i not in nodes]
-        if missing:
-            raise HostsMissing(
-                f"{len(missing)} of {self.count} are not in the Ray cluster: numbers {missing}"
-            )
+        if missing := [i for i in range(self.count) if i not in nodes]:
+            told = f"{len(missing)} of {self.count} are not in the Ray cluster: numbers {missing}"
+            raise HostsMissing(told)
         self._places = {i: nodes[i]["NodeID"] for i in range(self.count)}
         self._waiting.clear()
         self._actors = [self._agent(i, nodes[i]) for i in range(self.count)]
@@ -131,16 +130,9 @@ class RayCluster(AgentCluster):
         name = f"{self._run}-{worker_id}"
         if (actor := _existing(name)) is not None:
             return actor
-        options = {
-            "name": name,
-            "namespace": NAMESPACE,
-            "lifetime": "detached",
-            "num_cpus": 0,
-            "max_restarts": 0,
-            "max_concurrency": 8,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        }
-        return ray.remote(Agent).options(**options).remote(worker_id, self._run, node["NodeManagerAddress"])
+        options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_concurrency": 8}
+        make = ray.remote(Agent).options(max_restarts=0, **options, **_on(node["NodeID"]))
+        return make.remote(worker_id, self._run, node["NodeManagerAddress"])
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
         calls = []
@@ -157,40 +149,37 @@ class RayCluster(AgentCluster):
 
     def _host_alive(self, worker_id: int) -> bool | None:
         try:
-            nodes = {node["NodeID"]: node["Alive"] for node in ray.nodes()}
+            place = self._places.get(worker_id)
+            return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == place)
         except RayError:
             return None
-        return bool(nodes.get(self._places.get(worker_id), False))
 
-    def _end_agents(self, statuses: Sequence[Status]) -> None:
+    def kill(self) -> None:
         if not self._actors:
             return
-        answers = self._call("kill", [(self._driver,)] * self.count, 12.0)
+        answers = self._order("kill", 12.0)
+        actors, self._actors = self._actors, []
         if self._head_gone() is not None:
-            self._actors = []
             ray.shutdown()
             return
-        for actor in self._actors:
+        for actor in actors:
             ray.kill(actor, no_restart=True)
         for i, answer in enumerate(answers):
             if isinstance(answer, NoAnswer):
-                self._kill_by_hand(i, statuses[i].process if i < len(statuses) else None)
+                self._kill_by_hand(i)
         deadline = time.monotonic() + END_S
         while any(_existing(f"{self._run}-{i}") is not None for i in range(self.count)):
             if time.monotonic() > deadline:
                 log.warning("Ray has not ended all agents of this run")
                 break
             time.sleep(0.1)
-        self._actors = []
 
-    def _kill_by_hand(self, worker_id: int, worker: Process | None) -> None:
+    def _kill_by_hand(self, worker_id: int) -> None:
         """A stopped process answers to nothing but SIGKILL: by a task on its node, or else by whoever owns the host."""
+        worker = self._known[worker_id].status.process if self._known else None
         known = [process for process in (worker, self._processes[worker_id]) if process is not None]
         if self._host_alive(worker_id):
-            place = NodeAffinitySchedulingStrategy(self._places[worker_id], soft=False)
-            task = ray.remote(processes_by_id.kill).options(
-                num_cpus=0, max_retries=0, scheduling_strategy=place
-            )
+            task = ray.remote(host.kill).options(max_retries=0, **_on(self._places[worker_id]))
             try:
                 ray.get(task.remote(known), timeout=HELPER_S)
                 return
@@ -200,6 +189,11 @@ class RayCluster(AgentCluster):
             self._hosts.kill(worker_id, process)
 
 
+def _on(node_id: str) -> dict[str, Any]:
+    """Options of what runs on one node, beside whatever runs there."""
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+
+
 # What Ray sets for its own workers and would limit ours.
 _RAYS_OWN: dict[str, str | None] = {"OMP_NUM_THREADS": None}
 
@@ -207,7 +201,10 @@ _RAYS_OWN: dict[str, str | None] = {"OMP_NUM_THREADS": None}
 def _connect(address: str) -> None:
     if ray.is_initialized():
         return
-    _check_reachable(address)
+    try:
+        _reach(address, REACH_S)  # Ray itself tries for three minutes
+    except OSError as error:
+        raise UserError(f"no Ray cluster answers at {address}: {error}") from error
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RayError, ValueError) as error:
@@ -215,14 +212,6 @@ def _connect(address: str) -> None:
             f"no Ray cluster answers at {address}: {_line(error)}. Where it asks for a token, set RAY_AUTH_MODE=token and "
             "RAY_AUTH_TOKEN_PATH here too"
         ) from error
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself tries for three minutes."""
-    try:
-        _reach(address, REACH_S)
-    except OSError as error:
-        raise UserError(f"no Ray cluster answers at {address}: {error}") from error
 
 
 def _reach(address: str, timeout_s: float) -> None:
@@ -241,16 +230,14 @@ def _addresses() -> tuple[str, str]:
 
 def _nodes() -> dict[int, dict[str, Any]]:
     """The living nodes that are numbered hosts."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    numbered = {
-        int(name.removeprefix(RESOURCE)): node
-        for node in alive
-        for name in node["Resources"]
-        if name.startswith(RESOURCE) and name.removeprefix(RESOURCE).isdigit()
-    }
-    labelled = {
-        int(label): node for node in alive if (label := (node.get("Labels") or {}).get(LABEL, "")).isdigit()
-    }
+    numbered, labelled = {}, {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            for name in node["Resources"]:
+                if match := re.fullmatch(rf"{RESOURCE}(\d+)", name):
+                    numbered[int(match[1])] = node
+            if (label := (node.get("Labels") or {}).get(LABEL, "")).isdigit():
+                labelled[int(label)] = node
     return numbered or labelled
 
 

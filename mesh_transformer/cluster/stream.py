@@ -7,6 +7,7 @@ which takes it a second or two. Until then nobody runs ahead: the last batches a
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.cluster.base import Cluster
 from mesh_transformer.config import Config
 
 DEPTH = 8  # batches that a worker holds at most
@@ -102,9 +102,9 @@ class StreamedFeed:
 class Streamer:
     """The driver's end: a thread that reads batches and gives them to the workers until it is stopped."""
 
-    def __init__(self, cluster: Cluster, config: Config, wanted: Sequence[dict[str, Any]]):
-        """`wanted` holds the event `feed` of each worker."""
-        self._cluster, self._config = cluster, config
+    def __init__(self, feed: Callable[..., bool], config: Config, wanted: Sequence[dict[str, Any]]):
+        """`feed` is the cluster's (`AgentCluster.feed`); `wanted` holds the event `feed` of each worker."""
+        self._feed, self._config = feed, config
         self._microbatch, self._state = wanted[0]["microbatch"], wanted[0]["state"]
         self._rows = [event["rows"] for event in wanted]
         self._stopped = threading.Event()
@@ -121,22 +121,19 @@ class Streamer:
         from mesh_transformer.runtime.feeds import read_train_set
 
         try:
-            loader = read_train_set(self._config, self._microbatch, range(self._microbatch))
-            try:
+            whole = range(self._microbatch)
+            with contextlib.closing(read_train_set(self._config, self._microbatch, whole)) as loader:
                 if self._state is not None:
                     loader.set_state(self._state)
                 self._stream(loader)
-            finally:
-                loader.close()
         except Exception as error:  # noqa: BLE001  (the driver's main thread raises it)
             self.error = error
 
     def _stream(self, loader: Any) -> None:
         number = 0
         while not self._stopped.is_set():
-            batch = next(loader)
-            state = loader.get_state()
-            while not self._cluster.feed(number, batch, self._rows, state, number - 1):
+            batch, state = next(loader), loader.get_state()
+            while not self._feed(number, batch, self._rows, state, number - 1):
                 if self._stopped.wait(0.05):
                     return
             number += 1

@@ -7,15 +7,15 @@ newest checkpoint, with process i on host i as before.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from mesh_transformer.cluster.agent import TakenOver
-from mesh_transformer.cluster.agents import same
-from mesh_transformer.cluster.base import Cluster, Hosts, HostsMissing, Job, NoHosts, Poll
+from mesh_transformer.cluster.agents import AgentCluster
+from mesh_transformer.cluster.base import Hosts, HostsMissing, Job, Poll
 from mesh_transformer.cluster.failures import SILENT_S, Kind, Limits, Verdict, classify
-from mesh_transformer.cluster.slice_state import SliceState
 from mesh_transformer.cluster.stream import Streamer
 from mesh_transformer.cluster.view import View
 from mesh_transformer.config import Config, parse_config
@@ -24,10 +24,37 @@ from mesh_transformer.logs import log
 from mesh_transformer.stop_signals import StopSignals
 
 POLL_S = 1.0
+SLICE_EVERY_S = 10.0  # between two looks at the state of the slice
 SETTLE_S = 3.0  # the cause of a failure may be seen after its consequences
 LEAVE_S = 120.0  # for workers that are saving
 BACK_OFF_MAX_S = 60.0
 MISSING_S = 60.0  # hosts that have not come for so long may have been taken in the meantime
+
+
+class SliceState:
+    """The newest state of the slice under a cluster, asked for in a thread: the cloud may take its time to answer."""
+
+    def __init__(self, hosts: Hosts):
+        self._hosts = hosts
+        self.value: str | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="slice-state", daemon=True).start()
+
+    def refresh(self) -> None:
+        """Ask now."""
+        try:
+            self.value = self._hosts.state()
+        except Exception as error:  # noqa: BLE001  (not to know is no reason to end a run)
+            log.warning("the state of the slice is unknown: %s", error)
+            self.value = None
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(SLICE_EVERY_S):
+            self.refresh()
 
 
 class Supervisor:
@@ -41,7 +68,7 @@ class Supervisor:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: AgentCluster,
         job: Job,
         *,
         hosts: Hosts | None = None,
@@ -51,7 +78,7 @@ class Supervisor:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self._cluster, self._job = cluster, job
-        self._hosts, self._view, self._stop = hosts or NoHosts(), view or View(), stop or StopSignals()
+        self._hosts, self._view, self._stop = hosts or Hosts(), view or View(), stop or StopSignals()
         self._clock, self._sleep = clock, sleep
         self._config: Config = parse_config(job.config)
         settings = self._config.cluster
@@ -96,14 +123,15 @@ class Supervisor:
         poll = self._attach()
         self._statuses = poll.statuses
         by_host = self._job.name != "train" or self._config.data.read_by == "host"
-        if by_host and same(self._job, self._statuses):
-            log.info(
-                "the workers of this run are at work (step %d): going on with them", self._statuses[0].step
-            )
+        running = [status for status in self._statuses if status.state == "running"]
+        same = all(status.job_key == self._job.key for status in running)
+        if by_host and same and len(running) == self._cluster.count:
+            step = self._statuses[0].step
+            log.info("the workers of this run are at work (step %d): going on with them", step)
             self._view.started()
             self._view.show(poll)
             return
-        if any(status.state == "running" for status in self._statuses):
+        if running:
             log.info("the workers of this run are still at work: they save and begin anew")
             self._cluster.stop()
             self._wait_for_end()
@@ -146,7 +174,7 @@ class Supervisor:
         for worker_id, event in poll.events:
             self._take(worker_id, event)
         if self._streamer is not None and self._streamer.error is not None:
-            self._cluster.kill(self._statuses)
+            self._cluster.kill()
             raise self._streamer.error
         return classify(poll.statuses, self._slice.value, self._limits)
 
@@ -157,7 +185,7 @@ class Supervisor:
             self._wanted[worker_id] = event
             if len(self._wanted) == self._cluster.count and self._streamer is None:
                 wanted = [self._wanted[i] for i in range(self._cluster.count)]
-                self._streamer = Streamer(self._cluster, self._config, wanted)
+                self._streamer = Streamer(self._cluster.feed, self._config, wanted)
 
     def _settled(self, verdict: Verdict) -> Verdict:
         """The verdict once its cause has had time to be seen, and workers that are saving have ended."""
@@ -192,15 +220,14 @@ class Supervisor:
         self._end_stream()
         self._view.failed()
         host_lost = any(status.host_alive is False or status.silent_s for status in self._statuses)
+        step = max(status.step for status in self._statuses)
+        if verdict.kind not in (Kind.USER_ERROR, Kind.RUN_ERROR):
+            log.warning("%s at step %d: %s%s", verdict.kind.value, step, who, verdict.reason)
+        self._cluster.kill()
         if verdict.kind is Kind.USER_ERROR:
-            self._cluster.kill(self._statuses)
             raise UserError(f"{who}{verdict.reason}")
         if verdict.kind is Kind.RUN_ERROR:
-            self._cluster.kill(self._statuses)
             raise RunError(verdict.reason)
-        step = max((status.step for status in self._statuses), default=0)
-        log.warning("%s at step %d: %s%s", verdict.kind.value, step, who, verdict.reason)
-        self._cluster.kill(self._statuses)
         if verdict.quiet:
             self._quiet_at = step
             self._allow(step_s=2 * self._limits.step_s)
@@ -219,27 +246,21 @@ class Supervisor:
         self._crashes += 1
         allowed = self._config.cluster.max_crashes
         if self._crashes > allowed:
-            tail = "\n".join(
-                status.tail for status in self._statuses if status.worker_id == verdict.worker_id
-            )
+            tail = "" if verdict.worker_id is None else self._statuses[verdict.worker_id].tail
             raise RunError(
                 f"{self._crashes} crashes without a newer checkpoint in between (cluster.max_crashes {allowed}); "
                 f"the last one: {who}{verdict.reason}\n{tail[-4000:]}"
             )
         pause = min(BACK_OFF_MAX_S, 2.0 ** (self._crashes - 1))
-        log.info(
-            "crash %d of %d without a newer checkpoint: beginning again in %.0f s",
-            self._crashes,
-            allowed,
-            pause,
-        )
+        told = "crash %d of %d without a newer checkpoint: beginning again in %.0f s"
+        log.info(told, self._crashes, allowed, pause)
         self._sleep(pause)
 
     def _stopped(self, verdict: Verdict) -> int:
         """The signal's exit code, once no worker runs."""
         if verdict.kind is not Kind.NOTICE:
             log.warning("the workers could not save: %s (%s)", verdict.reason, verdict.kind.value)
-        self._cluster.close()
+        self._cluster.kill()
         return 128 + (self._stop.noted or 0)
 
     def _allow(self, **limits: float) -> None:

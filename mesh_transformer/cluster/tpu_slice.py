@@ -11,6 +11,7 @@ import socket
 import time
 
 from mesh_transformer.cloud import head
+from mesh_transformer.cloud.api import Timing, pauses
 from mesh_transformer.cloud.archive import code_archive
 from mesh_transformer.cloud.environment import Environment, Existing
 from mesh_transformer.cloud.launch import Plan, launch
@@ -20,7 +21,8 @@ from mesh_transformer.cloud.provision import CHECKOUT
 from mesh_transformer.cloud.request import Request, Tier
 from mesh_transformer.cloud.state import Phase
 from mesh_transformer.cloud.tpus import Tpus
-from mesh_transformer.cluster.processes_by_id import Process
+from mesh_transformer.cluster.base import Hosts
+from mesh_transformer.cluster.host import Process
 from mesh_transformer.errors import RunError
 from mesh_transformer.logs import log
 from mesh_transformer.slices import parse
@@ -28,56 +30,40 @@ from mesh_transformer.slices import parse
 # Ray holds no more than some batches; and where a node has CPUs to give it starts an idle process for each of them.
 STORE = ("--object-store-memory=1000000000",)
 NODE = ("--num-cpus=1", *STORE)
-AGAIN_S = (10.0, 60.0)  # pause after an attempt that failed: the first, the longest
+AGAIN = Timing(pause_s=10.0, longest_pause_s=60.0)  # after an attempt that failed
 _STATES = {Phase.LOST: "PREEMPTED", Phase.GOING: "DELETING", Phase.STOPPED: "STOPPED"}  # of failures.TAKEN
 
 
-class TpuSlice:
-    """The hosts of one slice (`base.Hosts`).
+class TpuSlice(Hosts):
+    """The hosts of one slice.
 
     Args:
-        tpus: where it is, or is to be.
-        request: what it is.
-        plan: how its hosts are made ready.
-        folder: for the state of this machine's Ray head; the next driver finds it there.
+        name, zone, kind, tier: what it is; the kind is such as v3-32.
+        environment: the Python of its hosts.
+        access: how to log in.
+
+    Raises:
+        UserError: an argument is wrong, or there are no credentials.
     """
 
-    def __init__(self, tpus: Tpus, request: Request, plan: Plan, folder: str):
-        self._tpus, self._request, self._plan, self._folder = tpus, request, plan, folder
-        self._pod: Pod | None = None
-        self.address = ""  # of the Ray cluster
-        self.count = request.type.hosts
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         name: str,
         zone: str,
         kind: str,
-        *,
-        preemptible: bool,
-        environment: str | None,
-        wheelhouse: str | None,
+        tier: Tier,
+        environment: Environment | Existing,
         access: Access,
-    ) -> TpuSlice:
-        """The slice that train.py's options name.
-
-        Args:
-            kind: such as v3-32.
-            environment, wheelhouse: as `environment_of`.
-            access: how to log in.
-
-        Raises:
-            UserError: an option is wrong, or there are no credentials.
-        """
-        code = code_archive(
-            CHECKOUT
-        )  # hosts that come later get this driver's code, whatever is edited meanwhile
-        plan = Plan(environment_of(environment, wheelhouse), access, NODE, code=code)
-        tier: Tier = "preemptible" if preemptible else "on-demand"
-        request = Request(name, parse(kind), tier=tier, ssh_keys=public_keys(plan.access))
-        folder = os.path.join(os.path.expanduser("~"), ".mesh_transformer", f"head-{name}")
-        return cls(Tpus(zone), request, plan, folder)
+    ):
+        self._tpus = Tpus(zone)
+        self._request = Request(name, parse(kind), tier=tier, ssh_keys=public_keys(access))
+        # hosts that come later get this driver's code, whatever is edited meanwhile
+        self._plan = Plan(environment, access, NODE, code=code_archive(CHECKOUT))
+        # for the state of this machine's Ray head; the next driver finds it there
+        self._folder = os.path.join(os.path.expanduser("~"), ".mesh_transformer", f"head-{name}")
+        self._pod: Pod | None = None
+        self.address = ""  # of the Ray cluster
+        self.count = self._request.type.hosts
 
     def launch(self) -> None:
         """Have the slice, with Ray on every host, joined to the head on this machine.
@@ -96,23 +82,20 @@ class TpuSlice:
         return "GONE" if found is None else _STATES.get(found.phase, found.state)
 
     def kill(self, worker_id: int, process: Process) -> None:
-        if self._pod is None:
-            return
         try:
-            self._pod.kill(worker_id, *process)
+            if self._pod is not None:
+                self._pod.kill(worker_id, *process)
         except RunError as error:
             log.warning("%s", error)
 
     def remake(self) -> None:
-        pause, longest = AGAIN_S
-        while True:
+        for pause_s in pauses(AGAIN):
             try:
                 self.launch()
                 return
             except RunError as error:  # such as a host that cannot be reached: it comes back, or is taken
-                log.warning("%s; trying again in %.0f s", error, pause)
-                time.sleep(pause)
-                pause = min(longest, 2 * pause)
+                log.warning("%s; trying again in %.0f s", error, pause_s)
+                time.sleep(pause_s)
 
 
 def environment_of(existing: str | None, wheelhouse: str | None) -> Environment | Existing:

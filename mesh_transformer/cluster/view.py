@@ -31,10 +31,11 @@ class View:
 
     def show(self, poll: Poll) -> None:
         """Lines of worker 0, warnings and foreign output of the others; the bar."""
+        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
         for worker_id, line in poll.lines:
             badge = _BADGE.match(line)
             if worker_id == 0 or badge is None or badge[1] != "I":
-                sys.stderr.write(f"{self._clear()}[{worker_id}] {line}\n")
+                sys.stderr.write(f"{clear}[{worker_id}] {line}\n")
         begun = poll.statuses[0].begun
         if begun is not None and begun != self._begun:
             self._begun = begun
@@ -66,16 +67,10 @@ class View:
         if self._bar is not None:
             self._bar.close()
         if self._chips:
-            hours = (time.monotonic() - self._began) / 3600
-            price = (
-                ""
-                if self._price is None
-                else f", {self._price * self._chip_hours:,.2f} at {self._price} each"
-            )
-            log.info(
-                "cost: %d chips, %.3f h of this driver, %.3f chip-hours of workers%s",
-                *(self._chips, hours, self._chip_hours, price),
-            )
+            hours, used = (time.monotonic() - self._began) / 3600, self._chip_hours
+            price = "" if self._price is None else f", {self._price * used:,.2f} at {self._price} each"
+            told = "cost: %d chips, %.3f h of this driver, %.3f chip-hours of workers%s"
+            log.info(told, self._chips, hours, used, price)
 
     def _show_begun(self, event: Event) -> None:
         self._chips = event["chips"]
@@ -87,18 +82,9 @@ class View:
 
     def _show_metrics(self, step: int, scalars: dict[str, Any]) -> None:
         if self._failed_at is not None:
-            log.info(
-                "recovered: step %d, %.1f s after the failure was seen",
-                step,
-                time.monotonic() - self._failed_at,
-            )
+            lasted = time.monotonic() - self._failed_at
+            log.info("recovered: step %d, %.1f s after the failure was seen", step, lasted)
             self._failed_at = None
-        shown = {
-            "loss": f"{scalars['train/loss']:.4f}",
-            "tokens/s": f"{scalars['train/tokens_per_sec']:,.0f}",
-        }
         if self._bar is not None:
-            self._bar.update(step, **shown)
-
-    def _clear(self) -> str:
-        return "\r\x1b[K" if sys.stderr.isatty() else ""
+            loss, speed = scalars["train/loss"], scalars["train/tokens_per_sec"]
+            self._bar.update(step, loss=f"{loss:.4f}", **{"tokens/s": f"{speed:,.0f}"})

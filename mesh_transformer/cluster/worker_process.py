@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,10 +14,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mesh_transformer.cluster import host_lock
-from mesh_transformer.cluster.base import Event, Job
-from mesh_transformer.cluster.channel import Channel
-from mesh_transformer.cluster.processes_by_id import identify
+from mesh_transformer.cluster import host
+from mesh_transformer.cluster.base import Event, Job, Status, WorkerError
 from mesh_transformer.cluster.stream import DEPTH, may_take
 
 CODE = Path(__file__).resolve().parents[2]  # the folder in which the package lies
@@ -36,40 +34,30 @@ class WorkerProcess:
     """
 
     def __init__(self, job: Job, run: str, worker_id: int, environment: dict[str, str | None], log: BinaryIO):
-        self.job = job
+        self.job, self._id, self._log = job, worker_id, log
         self._events: list[Event] = []
         self._forgotten = 0  # events that the driver has had
-        self._changed = threading.Condition()
+        self._changed, self._sending = threading.Condition(), threading.Lock()
         self._taken, self._given, self._wants_data = 0, 0, False
         self._phase, self._step, self._slowest = "start", 0, 0.0
         self._beat = self._alive = self._sign = self._phase_began = time.monotonic()
-        self._error: dict[str, Any] | None = None
+        self._error: WorkerError | None = None
         self._begun: Event | None = None
-        self._log = log
-        ours, theirs = socket.socketpair()
-        name = host_lock.worker_name(run, worker_id)  # by which `host_lock` knows it
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mesh_transformer.cluster.worker", str(theirs.fileno()), name],
-            cwd=job.folder if os.path.isdir(job.folder) else CODE,
-            env=_environment(environment),
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C in the driver's terminal is the driver's
-        )
-        self._identity = identify(self._process.pid)
-        theirs.close()
-        self._channel = Channel(ours)
-        self._channel.send(
-            {
-                "name": job.name,
-                "config": job.config,
-                "arguments": job.arguments,
-                "run": run,
-                "worker_id": worker_id,
-            }
-        )
+        self._pipe, theirs = multiprocessing.Pipe()
+        name = host.worker_name(run, worker_id)  # by which `host` knows it
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mesh_transformer.cluster.worker", str(theirs.fileno()), name],
+                cwd=job.folder if os.path.isdir(job.folder) else CODE,
+                env=_environment(environment),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the driver's terminal is the driver's
+            )
+        self._identity = host.identify(self._process.pid)
+        self._send((job, run, worker_id))
         self._thread = threading.Thread(target=self._listen, name=f"worker-{worker_id}", daemon=True)
         self._thread.start()
 
@@ -78,27 +66,28 @@ class WorkerProcess:
         """Whether it has not ended, or not told all yet."""
         return self._thread.is_alive()
 
-    def facts(self) -> dict[str, Any]:
-        """The fields of `base.Status` that an agent knows."""
+    def status(self) -> Status:
+        """What its host knows of it."""
         running, now = self.running, time.monotonic()
         with self._changed:
             if self._phase == "data" and self._wants_data and not may_take(self._given, self._taken):
                 self._sign = now
-            return {
-                "state": "running" if running else "ended",
-                "process": self._identity,
-                "exit_code": None if running else self._process.returncode,
-                "phase": self._phase,
-                "step": self._step,
-                "beat_age_s": now - self._beat,
-                "idle_s": now - self._sign,
-                "alive_age_s": now - self._alive,
-                "slowest_step_s": self._slowest,
-                "error": self._error,
-                "begun": self._begun,
-                "tail": "" if running else self._tail(),
-                "job_key": self.job.key,
-            }
+            return Status(
+                self._id,
+                "running" if running else "ended",
+                process=self._identity,
+                exit_code=None if running else self._process.returncode,
+                phase=self._phase,
+                step=self._step,
+                beat_age_s=now - self._beat,
+                idle_s=now - self._sign,
+                alive_age_s=now - self._alive,
+                slowest_step_s=self._slowest,
+                error=self._error,
+                begun=self._begun,
+                tail="" if running else read_log(self._log, -TAIL_BYTES, TAIL_BYTES).decode(errors="replace"),
+                job_key=self.job.key,
+            )
 
     def events(self, after: int) -> tuple[int, list[Event]]:
         """The events behind the first `after`, which are forgotten, and the count of all."""
@@ -117,14 +106,13 @@ class WorkerProcess:
             if number != self._given or not self._has_room():
                 return False
             self._given += 1
-        header = {"kind": "batch", "number": number, "shape": rows.shape, "state": state, "held": held}
-        return self._send(header, np.ascontiguousarray(rows, np.int32).tobytes())
+        return self._send((number, np.asarray(rows, np.int32), state, held))
 
     def stop(self) -> None:
         """SIGTERM: save and end."""
         if self.running:
             self._process.send_signal(signal.SIGTERM)
-            self._send({"kind": "leave"})
+            self._send("leave")
 
     def kill(self, wait_s: float = 10.0) -> None:
         """SIGKILL, which a stopped process obeys too; returns when it is gone."""
@@ -132,23 +120,28 @@ class WorkerProcess:
             self._process.kill()
         self._thread.join(wait_s)
 
-    def _send(self, header: dict[str, Any], payload: bytes = b"") -> bool:
+    def _send(self, message: Any) -> bool:
         try:
-            self._channel.send(header, payload)
+            with self._sending:
+                self._pipe.send(message)
             return True
         except OSError:
-            return False  # it has ended: `facts` tells
+            return False  # it has ended: `status` tells
 
     def _has_room(self) -> bool:
         return self._wants_data and self._given - self._taken < DEPTH
 
     def _listen(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            with self._changed:
-                self._note(message[0])
-                self._changed.notify_all()
-        self._process.wait()
-        self._channel.close()
+        try:
+            while True:
+                event = self._pipe.recv()
+                with self._changed:
+                    self._note(event)
+                    self._changed.notify_all()
+        except (EOFError, OSError):
+            self._process.wait()
+            with self._sending:
+                self._pipe.close()
 
     def _note(self, event: Event) -> None:
         now, kind = time.monotonic(), event["kind"]
@@ -166,13 +159,10 @@ class WorkerProcess:
         elif kind == "begun":
             self._begun = event
         elif kind == "error":
-            self._error = {name: event[name] for name in ("category", "message", "traceback")}
+            self._error = event["error"]
         elif len(self._events) < EVENTS_KEPT:
             self._wants_data |= kind == "feed"
             self._events.append(event)
-
-    def _tail(self) -> str:
-        return read_log(self._log, -TAIL_BYTES, TAIL_BYTES).decode(errors="replace")
 
 
 def read_log(log: BinaryIO, offset: int, size: int) -> bytes:

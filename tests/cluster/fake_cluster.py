@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from mesh_transformer.cluster.base import HostsMissing, Poll, Status
+from mesh_transformer.cluster.base import Hosts, HostsMissing, Poll, Status
 
 
 class Clock:
@@ -63,15 +63,12 @@ class FakeCluster:
         self.calls.append("stop")
         self.asked_to_stop = True
 
-    def kill(self, statuses) -> None:
+    def kill(self) -> None:
         self.calls.append("kill")
-
-    def close(self) -> None:
-        self.calls.append("close")
 
 
 @dataclasses.dataclass
-class FakeHosts:
+class FakeHosts(Hosts):
     """A slice in the state `named`, ready again when it was remade."""
 
     named: str | None = "READY"
@@ -79,9 +76,6 @@ class FakeHosts:
 
     def state(self) -> str | None:
         return self.named
-
-    def kill(self, worker_id: int, process) -> None:
-        pass
 
     def remake(self) -> None:
         self.remade += 1

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mesh_transformer.cloud.pod import kill_command
-from mesh_transformer.cluster import host_lock, processes_by_id
+from mesh_transformer.cluster import host
 from mesh_transformer.cluster.agent import Agent
 from mesh_transformer.errors import UserError
 
@@ -88,7 +88,7 @@ def test_a_folder_of_others_is_refused(folder: Path, prepare) -> None:
     """In one line, by workers and agents, before anything in it is touched."""
     told = prepare(folder)
     before = sorted(folder.parent.rglob("*"))
-    for use in (lambda: host_lock.hold("a", 0), lambda: Agent(0, "a"), lambda: host_lock.hold_as_driver("a")):
+    for use in (lambda: host.hold("a", 0), lambda: Agent(0, "a"), lambda: host.hold_as_driver("a")):
         with pytest.raises(UserError, match=f"mesh-transformer-.*{told}.*TMPDIR") as refused:
             use()
         assert "\n" not in str(refused.value)
@@ -96,7 +96,7 @@ def test_a_folder_of_others_is_refused(folder: Path, prepare) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "use"), [("a-0.lock", lambda: host_lock.hold("a", 0)), ("a-0.log", lambda: Agent(0, "a"))]
+    ("name", "use"), [("a-0.lock", lambda: host.hold("a", 0)), ("a-0.log", lambda: Agent(0, "a"))]
 )
 def test_a_link_in_the_folder_is_not_followed(folder: Path, name: str, use) -> None:
     """The file of another program that it leads to is neither cut off nor appended to."""
@@ -112,7 +112,7 @@ def test_a_link_in_the_folder_is_not_followed(folder: Path, name: str, use) -> N
 def test_the_folder_and_its_files_are_the_users_alone(folder: Path) -> None:
     before = os.umask(0)
     try:
-        os.close(host_lock.hold("a", 0))
+        os.close(host.hold("a", 0))
         Agent(0, "a").close()
     finally:
         os.umask(before)
@@ -124,7 +124,7 @@ def test_a_stranger_named_by_the_lock_survives(folder: Path) -> None:
     """Whoever holds it; and nobody is killed where the number has passed on to a worker of another run."""
     folder.mkdir(mode=0o700)
     lock = folder / "a-0.lock"
-    worker_of = ("-m", processes_by_id.WORKER.decode(), "5")
+    worker_of = ("-m", host.WORKER.decode(), "5")
     with (
         stranger() as victim,
         holder(folder) as held,
@@ -133,19 +133,19 @@ def test_a_stranger_named_by_the_lock_survives(folder: Path) -> None:
         for named in (victim, held, other):
             lock.write_text(str(named.pid))
             with pytest.raises(OSError, match=f"is held: process {named.pid} is no worker of it"):
-                host_lock.hold("a", 0, wait_s=0)
+                host.hold("a", 0, wait_s=0)
             assert lives(named)
         for text in ("", "0", "1", "-1", "x", "9" * 30, str(os.getpid())):
             lock.write_text(text)
             with pytest.raises(OSError, match="is left alone"):
-                host_lock.hold("a", 0, wait_s=0)
+                host.hold("a", 0, wait_s=0)
 
 
 def test_a_worker_of_the_run_that_was_left_behind_is_killed(folder: Path) -> None:
     folder.mkdir(mode=0o700)
-    with holder(folder, "-m", processes_by_id.WORKER.decode(), "5", "a-0") as left:
+    with holder(folder, "-m", host.WORKER.decode(), "5", "a-0") as left:
         began = time.monotonic()
-        file = host_lock.hold("a", 0, wait_s=0.3)
+        file = host.hold("a", 0, wait_s=0.3)
         assert time.monotonic() - began >= 0.3  # it had its time to save
         assert left.wait(5) == -9
     assert (folder / "a-0.lock").read_text() == str(os.getpid())
@@ -158,20 +158,18 @@ def test_a_number_that_has_passed_on_is_not_killed() -> None:
     """A driver knows a process by its number and its start, and kills workers only; by itself and over SSH."""
     with (
         stranger() as victim,
-        process(
-            sys.executable, "-c", "print(1, flush=True); input()", processes_by_id.WORKER.decode()
-        ) as worker,
+        process(sys.executable, "-c", "print(1, flush=True); input()", host.WORKER.decode()) as worker,
     ):
-        known, unknown = processes_by_id.identify(worker.pid), processes_by_id.identify(victim.pid)
+        known, unknown = host.identify(worker.pid), host.identify(victim.pid)
         earlier = known._replace(started=known.started - 1)
-        assert processes_by_id.kill([earlier, unknown]) == []
+        assert host.kill([earlier, unknown]) == []
         for process_, code in ((earlier, 0), (known._replace(pid=2**22), 0)):
             done = subprocess.run(
                 ["bash", "-c", kill_command(*process_)], capture_output=True, text=True, check=False
             )
             assert (done.returncode, done.stderr) == (code, "")
         assert lives(worker)
-        assert processes_by_id.kill([earlier, unknown, known]) == [known.pid]
+        assert host.kill([earlier, unknown, known]) == [known.pid]
         assert worker.wait(5) == -9
         subprocess.run(["bash", "-c", kill_command(*unknown)], check=True)
         assert victim.wait(5) == -9

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from driving import driver, write
 
-from mesh_transformer.cluster import agent, agents, host_lock
+from mesh_transformer.cluster import agent, agents, host
 from mesh_transformer.cluster.agent import TakenOver
 from mesh_transformer.cluster.base import run_name
 from mesh_transformer.cluster.processes import ProcessCluster
@@ -28,7 +28,7 @@ def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessCl
     made = ProcessCluster("a", 2)
     made.attach()
     yield made
-    made.close()
+    made.kill()
 
 
 def of_the_same_agents(cluster: ProcessCluster) -> ProcessCluster:
@@ -73,13 +73,13 @@ def test_a_driver_of_processes_of_this_machine_has_a_lock(first: ProcessCluster)
         ProcessCluster("a", 2).attach()
     other_run = ProcessCluster("b", 1)
     other_run.attach()
-    other_run.close()
-    first.kill([])
+    other_run.kill()
+    first.kill()
     successor = ProcessCluster("a", 2)
     successor.attach()
     with pytest.raises(UserError, match=REFUSED):
         first.attach()
-    successor.close()
+    successor.kill()
     first.attach()
 
 
@@ -89,7 +89,7 @@ def test_a_second_command_is_refused(
     write(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    held = host_lock.hold_as_driver(run_name(load_config("config.json")))
+    held = host.hold_as_driver(run_name(load_config("config.json")))
     with driver(tmp_path, "--processes", "2", **worker_environment, TMPDIR=str(tmp_path)) as second:
         errors = second.finish(2)
     os.close(held)

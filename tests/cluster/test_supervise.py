@@ -319,4 +319,4 @@ def test_a_signal_saves_and_ends(number):
 
     made, fake = supervisor([life], stop=stop)
     assert made.run() == (128 + number, None)
-    assert fake.calls == ["attach", "start", "stop", "close"]
+    assert fake.calls == ["attach", "start", "stop", "kill"]

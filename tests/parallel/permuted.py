@@ -56,7 +56,7 @@ class Alone(AgentCluster):
 
     def _open(self) -> None: ...
 
-    def _end_agents(self, statuses) -> None: ...
+    def kill(self) -> None: ...
 
     def _call(self, method, arguments, timeout_s):
         _, number, rows, state, held = arguments[jax.process_index()]
@@ -87,7 +87,9 @@ class Streamed:
         sharding = self._session.placement.partition.sharding("batch", None)
         rows = [process_rows(sharding, event["microbatch"], i) for i in range(jax.process_count())]
         assert event["rows"] == list(rows[jax.process_index()])
-        self._streamer = Streamer(self._cluster, self._config, [{**event, "rows": some} for some in rows])
+        self._streamer = Streamer(
+            self._cluster.feed, self._config, [{**event, "rows": some} for some in rows]
+        )
 
     def close(self) -> None:
         self._streamer.stop()
