@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_transformer.cloud.faults import Kind, explain, fault
+from mesh_transformer.cloud.faults import explain
 from mesh_transformer.errors import UserError
 
 ADDRESS_VARIABLE = "MTJ_TPU_API"
@@ -113,10 +112,11 @@ def call(method: Callable[..., Any], doing: str, timing: Timing, **request: Any)
         TpuRefused, TpuFailed: the call failed, or did so for `timing.retry_s`.
     """
     with explained(doing):
-        return method(request=request, timeout=timing.call_s, retry=_retry(timing))
+        return method(request=request, timeout=timing.call_s, retry=retries(timing))
 
 
-def _retry(timing: Timing) -> Any:
+def retries(timing: Timing) -> Any:
+    """The policy of Google's libraries for calls that the service cannot answer now."""
     from google.api_core import exceptions, retry
 
     transient = retry.if_exception_type(
@@ -125,36 +125,7 @@ def _retry(timing: Timing) -> Any:
         exceptions.InternalServerError,
         exceptions.Aborted,
     )
-    return retry.Retry(
-        predicate=transient,
-        initial=timing.pause_s,
-        maximum=timing.longest_pause_s,
-        timeout=timing.retry_s,
-    )
-
-
-def finish(operation: Any, doing: str, timing: Timing, deadline: float, tell: Callable[[], None]) -> None:
-    """Wait for a long-running operation, calling `tell` at each look.
-
-    Args:
-        operation: what the client's method returned.
-        doing: for messages.
-        timing: pauses between looks.
-        deadline: on `time.monotonic()`'s clock.
-        tell: reports progress.
-
-    Raises:
-        TpuRefused, TpuFailed: the operation failed, or was not done by the deadline.
-    """
-    for pause_s in pauses(timing):
-        with explained(doing):
-            if operation.done(retry=_retry(timing)):
-                operation.result(timeout=timing.call_s)
-                return
-        if time.monotonic() >= deadline:
-            raise fault(doing, Kind.TIMEOUT, "not done in time")
-        tell()
-        time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+    return retry.Retry(transient, timing.pause_s, timing.longest_pause_s, timeout=timing.retry_s)
 
 
 def pauses(timing: Timing) -> Iterator[float]:

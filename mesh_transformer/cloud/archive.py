@@ -14,14 +14,9 @@ from typing import IO
 
 from mesh_transformer.errors import UserError
 
-CODE = (
-    "mesh_transformer",
-    "configs",
-    "scripts",
-    "data",
-    "pyproject.toml",
-    "requirements.txt",
-)  # and *.py at the top
+CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# and *.py at the top
+CODE = ("mesh_transformer", "configs", "scripts", "data", "pyproject.toml", "requirements.txt")
 MOST_BYTES = 256 << 20
 HASH_LETTERS = 16
 
@@ -107,8 +102,7 @@ def pack(root: str, paths: list[str], most_bytes: int = MOST_BYTES) -> Archive:
 
 
 def _add(tar: tarfile.TarFile, root: str, path: str) -> None:
-    full = os.path.join(root, path)
-    entry = tarfile.TarInfo(path)
+    full, entry = os.path.join(root, path), tarfile.TarInfo(path)
     entry.mode = 0o755 if os.access(full, os.X_OK) else 0o644
     with open(full, "rb") as file:
         content = file.read()

@@ -25,9 +25,8 @@ class Environment:
 
     requirements: str = "requirements.txt"  # local file
     extra: tuple[str, ...] = ("jax[tpu]",)  # further requirements
-    wheelhouse: str | None = (
-        None  # local folder of wheels: for hosts without internet, which then ask for nothing
-    )
+    # local folder of wheels: for hosts without internet, which then ask for nothing
+    wheelhouse: str | None = None
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"  # a version, or a path on the hosts
 
     @cached_property

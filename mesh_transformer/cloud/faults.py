@@ -99,9 +99,8 @@ def explain(error: Exception, doing: str) -> Fault:
 
 
 def _kind(code: int, message: str, reason: str | None) -> Kind:
-    if (
-        code == _RESOURCE_EXHAUSTED
-    ):  # one code for two things; a failed operation has only words to tell them apart
+    if code == _RESOURCE_EXHAUSTED:
+        # one code for two things; a failed operation has only words to tell them apart
         words = message.lower()
         out_of_stock = "quota" not in words and any(word in words for word in _STOCKOUT_WORDS)
         return Kind.STOCKOUT if out_of_stock else Kind.QUOTA

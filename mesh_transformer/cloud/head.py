@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from mesh_transformer.cloud.archive import CHECKOUT
 from mesh_transformer.errors import RunError, UserError
 
 log = logging.getLogger(__name__)
@@ -89,12 +91,10 @@ def read_token(path: str) -> str:
 
 
 def _make_token(path: str) -> None:
-    try:
+    with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
 
 
 def _ray() -> str:
@@ -105,15 +105,10 @@ def _ray() -> str:
 
 
 def _script(verb: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    script = os.path.join(root, "scripts", "pod_ray.sh")
+    command = ["bash", os.path.join(CHECKOUT, "scripts", "pod_ray.sh"), verb, *arguments]
+    variables = {**os.environ, **(environment or {})}
     done = subprocess.run(
-        ["bash", script, verb, *arguments],
-        env={**os.environ, **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        check=False,
+        command, env=variables, capture_output=True, text=True, timeout=START_S, check=False
     )
     if done.returncode != 0:
         raise RunError(f"the Ray head did not {verb}: {done.stderr.strip() or done.stdout.strip()}")

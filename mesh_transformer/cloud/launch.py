@@ -6,14 +6,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mesh_transformer.cloud.archive import Archive
 from mesh_transformer.cloud.environment import Environment, Existing
 from mesh_transformer.cloud.head import Head
 from mesh_transformer.cloud.login import pod_of, public_keys
 from mesh_transformer.cloud.pod import Access, Pod
-from mesh_transformer.cloud.provision import CHECKOUT, Join, Provisioned, provision
+from mesh_transformer.cloud.provision import Join, Provisioned, provision
 from mesh_transformer.cloud.request import Request
 from mesh_transformer.cloud.state import Tpu
 from mesh_transformer.cloud.tpus import DAY_S, Tpus
@@ -26,13 +26,9 @@ class Plan:
     """What a launch needs to know besides the TPU."""
 
     environment: Environment | Existing
-    access: Access = field(
-        default_factory=lambda: Access(known_hosts="")
-    )  # "": the API tells the hosts' keys
+    access: Access  # with known_hosts "" the API tells the hosts' keys
     ray_arguments: tuple[str, ...] = ()  # of `ray start` on the hosts
-    variables: Mapping[str, str] = field(default_factory=dict)  # environment of Ray and its workers there
-    root: str = CHECKOUT  # the code to run
-    code: Archive | None = None  # None: what `root` holds at each launch
+    code: Archive | None = None  # None: what CHECKOUT holds at each launch
     tpu_timeout_s: float = DAY_S
     ssh_timeout_s: float = 300.0
 
@@ -68,8 +64,8 @@ def launch(tpus: Tpus, request: Request, head: Head, plan: Plan) -> Launched:
     pod = pod_of(tpus, tpu, plan.access)
     pod.wait_reachable(plan.ssh_timeout_s)
     reached = time.monotonic()
-    join = Join(head.address, head.token_file, plan.ray_arguments, plan.variables)
-    provisioned = provision(pod, plan.environment, join, plan.root, plan.code)
+    join = Join(head.address, head.token_file, plan.ray_arguments)
+    provisioned = provision(pod, plan.environment, join, code=plan.code)
     seconds = {"tpu": ready - began, "ssh": reached - ready, **provisioned.seconds}
     log.info("TPU %s is up: %s", tpu.name, ", ".join(f"{name} {s:.1f} s" for name, s in seconds.items()))
     return Launched(tpu, pod, provisioned, seconds)

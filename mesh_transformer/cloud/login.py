@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
@@ -31,13 +32,13 @@ def public_keys(access: Access) -> tuple[str, ...]:
     return tuple(made)
 
 
-def pod_of(tpus: Tpus, tpu: Tpu, access: Access | None = None, *, external: bool = False) -> Pod:
+def pod_of(tpus: Tpus, tpu: Tpu, access: Access, *, external: bool = False) -> Pod:
     """The hosts of a TPU that is ready.
 
     Args:
         tpus: where it is.
         tpu: as `tpus` describes it.
-        access: how to log in; None, or empty `known_hosts`, asks the API for the hosts' keys.
+        access: how to log in; an empty `known_hosts` asks the API for the hosts' keys.
         external: use external addresses: for a driver outside the TPU's network.
 
     Raises:
@@ -51,22 +52,17 @@ def pod_of(tpus: Tpus, tpu: Tpu, access: Access | None = None, *, external: bool
         raise UserError(
             f"TPU {tpu.name} has no external addresses: run this on a machine of its network without --external"
         )
-    access = access or Access(known_hosts="")
     if not access.known_hosts:
-        folder = os.path.join(_cache_folder(), "known_hosts")
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        folder = os.path.join(cache, "mesh-transformer", "known_hosts")
         path = os.path.join(folder, f"{tpus.project}.{tpus.zone}.{tpu.name}")
         os.makedirs(folder, mode=0o700, exist_ok=True)
         keys = tpus.host_keys(tpu)
         files.replace(path, known_hosts({host.address: keys[host.worker_id] for host in hosts}).encode())
-        access = Access(**{**vars(access), "known_hosts": path})
+        access = dataclasses.replace(access, known_hosts=path)
     return Pod(hosts, access)
 
 
 def known_hosts(keys: Mapping[str, Sequence[str]]) -> str:
     """A known_hosts file: the keys of each address."""
     return "".join(f"{address} {key}\n" for address, found in keys.items() for key in found)
-
-
-def _cache_folder() -> str:
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(home, "mesh-transformer")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mesh_transformer.cloud import shell
-from mesh_transformer.cloud.archive import HASH_LETTERS, Archive, FolderArchive, code_archive
+from mesh_transformer.cloud.archive import CHECKOUT, HASH_LETTERS, Archive, FolderArchive, code_archive
 from mesh_transformer.cloud.environment import Environment, Existing, pins
 from mesh_transformer.cloud.head import read_token
 from mesh_transformer.cloud.pod import Host, Pod
@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 STATE = ".mesh_transformer"  # in the home folder of each host
 SETUP_S = 3600.0
 RAY_S = 300.0  # workers of a run may have to save before their node is started anew
-CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+Things = dict[
+    str, tuple[str, Archive | FolderArchive | None]
+]  # name -> its place there, the archive that becomes it
 
 
 @dataclass(frozen=True)
@@ -68,20 +70,17 @@ def provision(
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "pack"):
-        code = code or code_archive(root)
-        things = _things(code, environment, root)
+        things = _things(code or code_archive(root), environment, root)
     with _timed(seconds, "look"):
-        missing = _missing(pod, {name: path for name, (path, _) in things.items()})
-    for name in ("code", "wheels"):
-        if missing.get(name):
+        missing = _missing(pod, things)
+    for name, (place, archive) in things.items():
+        if archive is not None and missing[name]:
             with _timed(seconds, f"push {name}"):
-                path, archive = things[name]
-                assert archive is not None
-                _push(pod, archive, path, missing[name])
+                _push(pod, archive, place, missing[name])
     code_folder = things["code"][0]
     if isinstance(environment, Environment) and missing["environment"]:
         with _timed(seconds, "environment"):
-            _set_up(pod, environment, code_folder, things, missing["environment"])
+            _set_up(pod, environment, things, missing["environment"])
     python_folder: Word = (
         environment.folder if isinstance(environment, Existing) else Home(things["environment"][0])
     )
@@ -117,33 +116,26 @@ def fetch_logs(pod: Pod, provisioned: Provisioned, folder: str) -> None:
         pod.run(command, [host.worker_id for host in pod.hosts if host.worker_id not in there])
 
 
-def _things(
-    code: Archive, environment: Environment | Existing, root: str
-) -> dict[str, tuple[str, Archive | FolderArchive | None]]:
-    """What the hosts need: name -> its place there, by content, and the archive that becomes it."""
-    things: dict[str, tuple[str, Archive | FolderArchive | None]] = {
-        "code": (f"{STATE}/code/{code.hash}", code)
-    }
+def _things(code: Archive, environment: Environment | Existing, root: str) -> Things:
+    """What the hosts need, each in a place named by its content."""
+    things: Things = {"code": (f"{STATE}/code/{code.hash}", code)}
     if isinstance(environment, Environment):
         with open(os.path.join(root, "scripts", "pod_setup.sh"), encoding="utf-8") as file:
             name = environment.hash(file.read())
-        things["environment"] = (f"{STATE}/environments/{name}", None)
         if environment.wheels is not None:
             things["wheels"] = (f"{STATE}/wheels/{environment.wheels.hash}", environment.wheels)
+        things["environment"] = (f"{STATE}/environments/{name}", None)
     return things
 
 
-def _missing(pod: Pod, places: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Worker ids that lack each thing; an environment counts when it is complete."""
-    marks = {name: f"{path}/.complete" if name == "environment" else path for name, path in places.items()}
-    look = "; ".join(
-        f"{shell.join('test', '-e', Home(mark))} || {shell.join('echo', name)}"
-        for name, mark in marks.items()
-    )
+def _missing(pod: Pod, things: Things) -> dict[str, tuple[int, ...]]:
+    """Worker ids that lack each thing; an environment, which is made there, counts when it is complete."""
+    marks = {name: place if archive else f"{place}/.complete" for name, (place, archive) in things.items()}
+    looks = [f"{shell.join('test', '-e', Home(mark))} || echo {name}" for name, mark in marks.items()]
     make = shell.join("mkdir", "-p", "-m", "700", Home(STATE))
-    outcomes = pod.run(f"{make}; {look}; true", doing="looking at what the hosts have")
+    outcomes = pod.run("; ".join([make, *looks, "true"]), doing="looking at what the hosts have")
     lacking = {outcome.host.worker_id: outcome.output.split() for outcome in outcomes}
-    return {name: tuple(i for i, names in lacking.items() if name in names) for name in places}
+    return {name: tuple(i for i, names in lacking.items() if name in names) for name in things}
 
 
 def _push(pod: Pod, archive: Archive | FolderArchive, place: str, hosts: tuple[int, ...]) -> None:
@@ -160,28 +152,18 @@ def _push(pod: Pod, archive: Archive | FolderArchive, place: str, hosts: tuple[i
     pod.run(unpack, hosts, timeout_s=600, doing="unpacking")
 
 
-def _set_up(
-    pod: Pod,
-    environment: Environment,
-    code: str,
-    things: Mapping[str, tuple[str, Archive | FolderArchive | None]],
-    hosts: tuple[int, ...],
-) -> None:
+def _set_up(pod: Pod, environment: Environment, things: Things, hosts: tuple[int, ...]) -> None:
     log.info("making the environment of workers %s: this takes minutes, once", list(hosts))
     for name, text in (("requirements.txt", environment.requirement_lines), ("constraints.txt", pins())):
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write(text)
             file.flush()
             pod.put(file.name, f"{STATE}/{name}", hosts)
+    script, target = _script(things["code"][0], "pod_setup.sh"), Home(things["environment"][0])
+    files = [Home(f"{STATE}/requirements.txt"), Home(f"{STATE}/constraints.txt")]
     wheels = [Home(things["wheels"][0])] if "wheels" in things else []
-    files = [Home(f"{STATE}/requirements.txt"), Home(f"{STATE}/constraints.txt"), *wheels]
-    pod.run(
-        shell.join(_script(code, "pod_setup.sh"), Home(things["environment"][0]), environment.python, *files),
-        hosts,
-        timeout_s=SETUP_S,
-        echo=True,
-        doing="making the environment",
-    )
+    command = shell.join(script, target, environment.python, *files, *wheels)
+    pod.run(command, hosts, timeout_s=SETUP_S, echo=True, doing="making the environment")
 
 
 def _join(pod: Pod, join: Join, ray: Word, code: str) -> None:
@@ -204,15 +186,15 @@ def _join(pod: Pod, join: Join, ray: Word, code: str) -> None:
         ]
         start = shell.join("env", *settings, ray, "start", *arguments)
         fingerprint = hashlib.sha256(f"{start}{token}".encode()).hexdigest()[:HASH_LETTERS]
-        return f"{shell.join('cd', Home(code))} && {shell.join('scripts/pod_ray.sh', 'start', Home(STATE), fingerprint)} {start}"
+        run = shell.join("scripts/pod_ray.sh", "start", Home(STATE), fingerprint)
+        return f"{shell.join('cd', Home(code))} && {run} {start}"
 
     pod.put(join.token_file, f"{STATE}/ray_token")
+    told = "%s: Ray was started anew, for other code or settings; before, %s"
     for outcome in pod.run(command, timeout_s=RAY_S, doing="starting Ray"):
         for line in outcome.output.splitlines():
             if "told to save" in line:
-                log.info(
-                    "%s: Ray was started anew, for other code or settings; before, %s", outcome.host, line
-                )
+                log.info(told, outcome.host, line)
 
 
 def _script(code: str, name: str) -> Home:

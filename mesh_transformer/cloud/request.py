@@ -28,9 +28,8 @@ class Request:
     name: str
     type: slices.SliceType
     tier: Tier = "on-demand"
-    queued: bool = (
-        False  # wait in Google's queue (a queued resource) rather than fail when there is no capacity
-    )
+    # wait in Google's queue (a queued resource) rather than fail when there is no capacity
+    queued: bool = False
     valid_for_s: int | None = None  # with queued: give up the place in the queue after so many seconds
     reservation: str | None = None  # with queued and reserved: projects/P/locations/Z/reservations/R
     runtime_version: str | None = None  # None: what suits the type
@@ -40,7 +39,6 @@ class Request:
     service_account: str | None = None  # e-mail; None: the project's default
     labels: Mapping[str, str] = field(default_factory=dict)
     tags: tuple[str, ...] = ()  # network tags, for firewall rules
-    metadata: Mapping[str, str] = field(default_factory=dict)
     ssh_keys: tuple[str, ...] = ()  # lines "user:ssh-ed25519 AAAA... comment" that may log in
 
     def __post_init__(self) -> None:
@@ -71,40 +69,35 @@ class Request:
 
     def node(self) -> dict[str, Any]:
         """The API's `Node`. Guest attributes are on: the hosts publish their SSH keys there."""
-        metadata = {"enable-guest-attributes": "TRUE", **self.metadata}
-        if self.ssh_keys:
-            metadata["ssh-keys"] = "\n".join(self.ssh_keys)
-        network: dict[str, Any] = {"enable_external_ips": self.external_addresses}
-        network |= {
-            key: value for key in ("network", "subnetwork") if (value := getattr(self, key)) is not None
-        }
-        made = {
-            "accelerator_type": self.type.name,
-            "runtime_version": self.runtime(),
-            "network_config": network,
-            "labels": dict(self.labels),
-            "tags": list(self.tags),
-            "metadata": metadata,
-        }
-        if self.tier != "on-demand":
-            made["scheduling_config"] = {self.tier: True}
-        if self.service_account is not None:
-            made["service_account"] = {"email": self.service_account, "scope": [ALL_SCOPES]}
-        return made
+        network = {"network": self.network, "subnetwork": self.subnetwork}
+        account = self.service_account
+        return _given(
+            accelerator_type=self.type.name,
+            runtime_version=self.runtime(),
+            network_config=_given(enable_external_ips=self.external_addresses, **network),
+            labels=dict(self.labels),
+            tags=list(self.tags),
+            metadata=_given(
+                **{"enable-guest-attributes": "TRUE", "ssh-keys": "\n".join(self.ssh_keys) or None}
+            ),
+            scheduling_config=None if self.tier == "on-demand" else {self.tier: True},
+            service_account=None if account is None else {"email": account, "scope": [ALL_SCOPES]},
+        )
 
     def queued_resource(self, parent: str) -> dict[str, Any]:
         """The API's `QueuedResource` of one node, which has the queued resource's own name."""
         node = self.node()
         node.pop("scheduling_config", None)  # the tier is said once, outside
-        made: dict[str, Any] = {
-            "tpu": {"node_spec": [{"parent": parent, "node_id": self.name, "node": node}]}
-        }
-        if self.tier == "spot":
-            made["spot"] = {}
-        if self.tier == "reserved":
-            made["guaranteed"] = {}
-        if self.reservation is not None:
-            made["reservation_name"] = self.reservation
-        if self.valid_for_s is not None:
-            made["queueing_policy"] = {"valid_until_duration": {"seconds": self.valid_for_s}}
-        return made
+        limit = self.valid_for_s
+        return _given(
+            tpu={"node_spec": [{"parent": parent, "node_id": self.name, "node": node}]},
+            spot={} if self.tier == "spot" else None,
+            guaranteed={} if self.tier == "reserved" else None,
+            reservation_name=self.reservation,
+            queueing_policy=None if limit is None else {"valid_until_duration": {"seconds": limit}},
+        )
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    """The fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}

@@ -29,9 +29,8 @@ def run(
     """Run a command on each host and wait; the outcomes are in the order of `hosts`."""
 
     def action(connection: Any, host: Host) -> Outcome:
-        return _run(
-            connection, host, command if isinstance(command, str) else command(host), timeout_s, echo=echo
-        )
+        line = command if isinstance(command, str) else command(host)
+        return _run(connection, host, line, timeout_s, echo=echo)
 
     return _everywhere(hosts, access, action)
 
@@ -86,11 +85,9 @@ def _everywhere(hosts: list[Host], access: Access, action: Action) -> list[Outco
         try:
             with _connected(host, access) as connection:
                 open_connections.append(connection)
-                return (
-                    Outcome(host, None, fault="interrupted")
-                    if interrupted.is_set()
-                    else action(connection, host)
-                )
+                if interrupted.is_set():
+                    return Outcome(host, None, fault="interrupted")
+                return action(connection, host)
         except Exception as error:  # noqa: BLE001  (whatever a host brings about is told with its name, beside the others')
             return _outcome_of(error, host, access)
 
@@ -102,9 +99,7 @@ def _everywhere(hosts: list[Host], access: Access, action: Action) -> list[Outco
             interrupted.set()
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in futures):
-                for connection in list(
-                    open_connections
-                ):  # again and again: fabric opens what it finds closed
+                for connection in list(open_connections):  # again: fabric opens what it finds closed
                     connection.close()
                 time.sleep(0.1)
             raise
@@ -151,54 +146,25 @@ def _notice_silence(transport: Any, silence_s: float) -> None:
 def _run(connection: Any, host: Host, command: str, timeout_s: float | None, *, echo: bool) -> Outcome:
     from invoke.exceptions import CommandTimedOut
 
-    output = _Output(host, echo=echo)
+    lines: list[str] = []  # of both streams, in their order
+    fault = None
+
+    def take(line: str) -> None:
+        lines.append(line)
+        if echo:
+            log.info("w%d| %s", host.worker_id, line.rstrip("\n"))
+
+    out, err = _Stream(take), _Stream(take)
+    settings = {"hide": False, "warn": True, "in_stream": False, "encoding": "utf-8"}
     try:
-        result = connection.run(
-            command,
-            hide=False,
-            warn=True,
-            in_stream=False,
-            out_stream=output.stream(),
-            err_stream=output.stream(),
-            encoding="utf-8",
-            timeout=timeout_s,
-        )
+        code = connection.run(command, out_stream=out, err_stream=err, timeout=timeout_s, **settings).exited
     except CommandTimedOut:
-        return Outcome(
-            host, None, output.text(), f"not done after {timeout_s:g} s; it may still be running there"
-        )
-    if result.exited == DROPPED:
-        return Outcome(
-            host, None, output.text(), "the connection was dropped; the command may still be running"
-        )
-    return Outcome(host, result.exited, output.text())
-
-
-class _Output:
-    """Both streams of a command in the order of their lines."""
-
-    def __init__(self, host: Host, *, echo: bool):
-        self._host, self._echo = host, echo
-        self._lines: list[str] = []
-        self._lock = threading.Lock()
-        self._streams: list[_Stream] = []
-
-    def stream(self) -> _Stream:
-        """A new stream of which each line goes here."""
-        self._streams.append(_Stream(self._add))
-        return self._streams[-1]
-
-    def text(self) -> str:
-        """All lines."""
-        for stream in self._streams:
-            stream.finish()
-        return "".join(self._lines)
-
-    def _add(self, line: str) -> None:
-        with self._lock:
-            self._lines.append(line)
-        if self._echo:
-            log.info("w%d| %s", self._host.worker_id, line.rstrip("\n"))
+        code, fault = None, f"not done after {timeout_s:g} s; it may still be running there"
+    if code == DROPPED:
+        code, fault = None, "the connection was dropped; the command may still be running"
+    out.finish()
+    err.finish()
+    return Outcome(host, code, "".join(lines), fault)
 
 
 class _Stream:
@@ -210,9 +176,8 @@ class _Stream:
         self._take, self._rest = take, ""
 
     def write(self, text: str) -> None:
-        *lines, self._rest = (self._rest + text).splitlines(keepends=True) or [""]
-        if self._rest.endswith("\n"):
-            lines, self._rest = [*lines, self._rest], ""
+        lines = (self._rest + text).splitlines(keepends=True)
+        self._rest = lines.pop() if lines and not lines[-1].endswith("\n") else ""
         for line in lines:
             self._take(line)
 
@@ -223,26 +188,23 @@ class _Stream:
         """Give the unfinished line away."""
         if self._rest:
             self._take(self._rest)
-            self._rest = ""
 
 
 def _outcome_of(error: Exception, host: Host, access: Access) -> Outcome:
     import paramiko
 
     if isinstance(error, UserError):
-        return Outcome(host, None, fault=str(error), refused=True)
-    if isinstance(error, paramiko.BadHostKeyException):
-        text = (
+        refusal = str(error)
+    elif isinstance(error, paramiko.BadHostKeyException):
+        refusal = (
             f"its host key is not the one in {access.known_hosts}: another machine may have taken its address; if the TPU was "
             "made again, remove the old line"
         )
-        return Outcome(host, None, fault=text, refused=True)
-    if isinstance(error, paramiko.AuthenticationException):
-        text = f"it does not let {access.user} in with {' or '.join(access.key_files()) or 'the keys of the SSH agent'}: {error}"
-        return Outcome(host, None, fault=text, refused=True)
-    if isinstance(error, paramiko.SSHException) and "not found in known_hosts" in str(error):
-        text = f"its host key is not in {access.known_hosts}: unknown hosts are refused (docs/pod.md says how keys are learned)"
-        return Outcome(host, None, fault=text, refused=True)
-    return Outcome(
-        host, None, fault=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    )
+    elif isinstance(error, paramiko.AuthenticationException):
+        keys = " or ".join(access.key_files()) or "the keys of the SSH agent"
+        refusal = f"it does not let {access.user} in with {keys}: {error}"
+    elif isinstance(error, paramiko.SSHException) and "not found in known_hosts" in str(error):
+        refusal = f"its host key is not in {access.known_hosts}: unknown hosts are refused (docs/pod.md says how keys are learned)"
+    else:
+        return Outcome(host, None, fault=f"{type(error).__name__}: {error}".removesuffix(": "))
+    return Outcome(host, None, fault=refusal, refused=True)

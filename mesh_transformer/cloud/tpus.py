@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from mesh_transformer.cloud.api import Timing, call, connect, explained, finish, pauses, project_of
+from mesh_transformer.cloud.api import Timing, call, connect, explained, pauses, project_of, retries
 from mesh_transformer.cloud.faults import Kind, TpuFailed, TpuRefused, fault
 from mesh_transformer.cloud.request import Request
 from mesh_transformer.cloud.state import Phase, Tpu, observe
@@ -46,7 +46,7 @@ class Tpus:
         """The TPU of that name, queued or made; None if there is none."""
         doing = f"looking for TPU {name}"
         node = self._get(self._client.get_node, self._node_name(name), doing)
-        queued_name = (node.queued_resource if node is not None else "") or self._queued_name(name)
+        queued_name = (node and node.queued_resource) or f"{self.parent}/queuedResources/{name}"
         queued = self._get(self._client.get_queued_resource, queued_name, doing)
         return None if node is None and queued is None else observe(name, node, queued)
 
@@ -63,18 +63,17 @@ class Tpus:
 
     def all(self) -> list[Tpu]:
         """All TPUs, made or queued, by name."""
-        request = {"parent": self.parent}
         doing = f"listing the TPUs of {self.zone}"
-        with explained(doing):
-            nodes = {
-                _last(node.name): node
-                for node in call(self._client.list_nodes, doing, self.timing, **request)
-            }
-            queued = {
-                spec.node_id or _last(entry.name): entry
-                for entry in call(self._client.list_queued_resources, doing, self.timing, **request)
-                for spec in entry.tpu.node_spec[:1]
-            }
+        client = self._client
+        with explained(doing):  # the further pages too
+            made, entries = (
+                list(call(method, doing, self.timing, parent=self.parent))
+                for method in (client.list_nodes, client.list_queued_resources)
+            )
+        nodes = {_last(node.name): node for node in made}
+        queued = {
+            spec.node_id or _last(entry.name): entry for entry in entries for spec in entry.tpu.node_spec[:1]
+        }
         return [observe(name, nodes.get(name), queued.get(name)) for name in sorted(nodes | queued)]
 
     def create(self, request: Request, timeout_s: float = DAY_S) -> Tpu:
@@ -121,10 +120,11 @@ class Tpus:
             )
             entries = [entry for found in answer.guest_attributes for entry in found.query_value.items]
             keys[host.worker_id] = [
-                f"{entry.key} {entry.value}" for entry in entries if _is_key_type(entry.key) and entry.value
+                f"{entry.key} {entry.value}"
+                for entry in entries
+                if entry.key.startswith(("ssh-", "ecdsa-")) and entry.value
             ]
-        missing = [worker_id for worker_id, found in keys.items() if not found]
-        if missing:
+        if missing := [worker_id for worker_id, found in keys.items() if not found]:
             raise TpuFailed(
                 f"TPU {tpu.name}: workers {missing} published no SSH host key: try again in a minute; if the TPU was not "
                 "made by tpu_utils.py, give --known-hosts FILE with lines ADDRESS KEYTYPE KEY (docs/pod.md)",
@@ -161,13 +161,19 @@ class Tpus:
         for pause_s in pauses(self.timing):
             yield pause_s
             if time.monotonic() >= deadline:
-                raise fault(doing, Kind.TIMEOUT, "not ready in time")
+                raise fault(doing, Kind.TIMEOUT, "not done in time")
             time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
 
     def _try_create(self, request: Request, doing: str, deadline: float, *, again: bool) -> bool:
         log.info("%s, %s%s", doing, request.tier, ", in the queue" if request.queued else "")
+        fields: dict[str, Any] = {"node_id": request.name, "node": request.node()}
+        method = self._client.create_node
+        if request.queued:
+            queued = request.queued_resource(self.parent)
+            fields = {"queued_resource_id": request.name, "queued_resource": queued}
+            method = self._client.create_queued_resource
         try:
-            self._create(request, doing, deadline)
+            self._operate(method, doing, deadline, parent=self.parent, **fields)
         except TpuRefused as error:
             if error.kind is not Kind.EXISTS:  # an attempt that seemed to fail had reached the service
                 raise
@@ -177,20 +183,6 @@ class Tpus:
             log.warning("%s", error)
             return False
         return True
-
-    def _create(self, request: Request, doing: str, deadline: float) -> None:
-        if request.queued:
-            method, fields = (
-                self._client.create_queued_resource,
-                {
-                    "queued_resource_id": request.name,
-                    "queued_resource": request.queued_resource(self.parent),
-                },
-            )
-        else:
-            method, fields = self._client.create_node, {"node_id": request.name, "node": request.node()}
-        operation = call(method, doing, self.timing, parent=self.parent, **fields)
-        finish(operation, doing, self.timing, deadline, lambda: log.info("%s", doing))
 
     def _give_up_or_delete(self, found: Tpu, doing: str, deadline: float, *, again: bool, made: bool) -> None:
         """A lost TPU goes; but one that we just asked for and that failed for the user's reason would only fail again."""
@@ -206,19 +198,26 @@ class Tpus:
         self._until_gone(found.name, doing, deadline)
 
     def _delete(self, found: Tpu, doing: str, deadline: float) -> None:
-        if found.queued_name is not None:  # with force, its node goes too
-            method, fields = (
-                self._client.delete_queued_resource,
-                {"name": found.queued_name, "force": True},
-            )
-        else:
-            method, fields = self._client.delete_node, {"name": self._node_name(found.name)}
         try:
-            operation = call(method, doing, self.timing, **fields)
-            finish(operation, doing, self.timing, deadline, lambda: log.info("%s", doing))
+            if found.queued_name is None:
+                name = self._node_name(found.name)
+                self._operate(self._client.delete_node, doing, deadline, name=name)
+            else:  # with force, its node goes too
+                method, name = self._client.delete_queued_resource, found.queued_name
+                self._operate(method, doing, deadline, name=name, force=True)
         except TpuRefused as error:
             if error.kind is not Kind.NOT_FOUND:  # gone meanwhile: all the better
                 raise
+
+    def _operate(self, method: Any, doing: str, deadline: float, **request: Any) -> None:
+        """Begin a long-running operation and wait for its end."""
+        operation = call(method, doing, self.timing, **request)
+        for _ in self._looks(doing, deadline):
+            with explained(doing):
+                if operation.done(retry=retries(self.timing)):
+                    operation.result(timeout=self.timing.call_s)
+                    return
+            log.info("%s", doing)
 
     def _until_gone(self, name: str, doing: str, deadline: float) -> None:
         for _ in self._looks(doing, deadline):
@@ -239,9 +238,6 @@ class Tpus:
     def _node_name(self, name: str) -> str:
         return f"{self.parent}/nodes/{name}"
 
-    def _queued_name(self, name: str) -> str:
-        return f"{self.parent}/queuedResources/{name}"
-
 
 def _require_same(found: Tpu, request: Request) -> None:
     wanted = (request.type.name, request.tier, request.runtime())
@@ -255,7 +251,3 @@ def _require_same(found: Tpu, request: Request) -> None:
 
 def _last(name: str) -> str:
     return name.rsplit("/", 1)[-1]
-
-
-def _is_key_type(key: str) -> bool:
-    return key.startswith(("ssh-", "ecdsa-"))

@@ -12,12 +12,11 @@ import time
 
 from mesh_transformer.cloud import head
 from mesh_transformer.cloud.api import Timing, pauses
-from mesh_transformer.cloud.archive import code_archive
+from mesh_transformer.cloud.archive import CHECKOUT, code_archive
 from mesh_transformer.cloud.environment import Environment, Existing
 from mesh_transformer.cloud.launch import Plan, launch
 from mesh_transformer.cloud.login import public_keys
 from mesh_transformer.cloud.pod import Access, Pod
-from mesh_transformer.cloud.provision import CHECKOUT
 from mesh_transformer.cloud.request import Request, Tier
 from mesh_transformer.cloud.state import Phase
 from mesh_transformer.cloud.tpus import Tpus

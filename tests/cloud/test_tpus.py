@@ -177,7 +177,7 @@ def test_stockout(api: TpuApi, tpus: Tpus) -> None:
 def test_waiting_in_the_queue(api: TpuApi, tpus: Tpus, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     api.capacity["v3-32"] = 0
-    with pytest.raises(TpuFailed, match="not ready in time"):
+    with pytest.raises(TpuFailed, match="not done in time"):
         tpus.create(request(queued=True), timeout_s=1)
     assert "queue WAITING_FOR_RESOURCES" in caplog.text
     assert tpus.describe("a").phase is Phase.COMING
