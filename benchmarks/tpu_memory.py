@@ -78,7 +78,7 @@ def measure(path: str, overrides: list[str], slice_name: str, accumulation: int)
     target = platforms.SLICES[slice_name]
     report: dict[str, Any] = {
         "slice": slice_name,
-        "mesh": shape._asdict(),
+        "mesh": shape,
         "accumulation": accumulation,
         "microbatch": batch,
         "memory_gib": target.memory_gib,

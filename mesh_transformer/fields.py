@@ -1,11 +1,9 @@
-"""What the groups of a config are made of: number and text types that carry their unit, the frozen group, a size check."""
+"""What the groups of a config are made of: number and text types that carry their unit, and the frozen group."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, model_validator
@@ -76,6 +74,18 @@ Name = Annotated[str, MinLen(1), BeforeValidator(_text)]
 OptionalText = Annotated[str | None, BeforeValidator(_blank_is_none)]
 
 
+class Size(NamedTuple):
+    """The size of a named dimension, and the field that gives it.
+
+    Where the size is `value` rounded up to a multiple, as the rows of a vocabulary are, `multiple_field` gives that one.
+    """
+
+    field: str
+    value: int
+    multiple_field: str = ""
+    multiple: int = 1
+
+
 class Group(BaseModel):
     """A frozen group of fields that rejects names it does not know; null is the same as absent."""
 
@@ -92,25 +102,3 @@ class Group(BaseModel):
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Fill in fields that depend on others; the values are not validated yet."""
         return values
-
-
-def _divisors(value: int) -> Iterator[int]:
-    for small in range(1, math.isqrt(value) + 1):
-        if value % small == 0:
-            yield from (small, value // small)
-
-
-def check_divides(what: str, value: int, by_what: str, by: int, also: str = "") -> None:
-    """Refuse a size that its mesh axes do not divide, naming sizes that would do.
-
-    Raises:
-        UserError: `by` does not divide `value`.
-    """
-    if value % by:
-        below, above = value // by * by, (value // by + 1) * by
-        divisor = max(d for d in _divisors(value) if d < by)
-        sizes = f"{below} or {above}" if below else f"{above}"
-        raise UserError(
-            f"{what} {value} is not divisible by {by_what} {by}: set it to {sizes}, or {by_what} to {divisor}"
-            + (f", or set {also}" if also else "")
-        )

@@ -7,21 +7,43 @@ from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
-from mesh_transformer.config import classic, describe
+from mesh_transformer.config import classic, describe, parse_config
+from mesh_transformer.config.mesh import SWITCHES, MeshConfig, training_rules
 from mesh_transformer.config.schema import GROUPS, VARIANTS, Config
 from mesh_transformer.fields import Group
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "config.md"
-# the tables stand between these lines of the page; all else there is written by hand
-BEGIN = "<!-- fields -->\n"
-END = "\n<!-- end of fields -->\n"
+EXAMPLE = parse_config(
+    {"model": {"layers": 1, "d_model": 2, "n_heads": 1, "n_vocab": 1}, "data": {"batch_size": 1}}
+)
 
 
 def render() -> str:
-    """The text of docs/config.md with its tables made anew."""
-    before, _, rest = TARGET.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + "".join(map(_table, GROUPS)) + END + after
+    """The text of docs/config.md with its tables made anew: what stands between two marks. All else is written by hand."""
+    text = TARGET.read_text(encoding="utf-8")
+    for name, table in {
+        "dimensions": "| dimension | split over | size |\n|---|---|---|\n"
+        + "".join(map(_dimension, EXAMPLE.sizes)),
+        "fields": "".join(map(_table, GROUPS)),
+    }.items():
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->\n"
+        before, _, rest = text.partition(begin)
+        text = before + begin + table + end + rest.partition(end)[2]
+    return text
+
+
+def _dimension(name: str) -> str:
+    """The row of a named dimension that axes split: the axes, those of each switch that changes them, and the sizes."""
+    plain = training_rules(MeshConfig())[name]
+    ways = [" x ".join(plain)] if plain else []
+    for switch, rules_of in SWITCHES.items():
+        if (axes := rules_of(MeshConfig(**{switch: True}))[name]) and axes != plain:
+            ways.append(f"{' x '.join(axes)} with `mesh.{switch}`")
+    fields = [
+        f"`{size.field}`" + (f", rounded up by `{size.multiple_field}`" if size.multiple_field else "")
+        for size in EXAMPLE.sizes[name]
+    ]
+    return f"| {name} | {'; '.join(ways)} | {', '.join(fields)} |\n"
 
 
 def _table(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from mesh_transformer.config.cluster import ClusterConfig
 from mesh_transformer.config.load import load_config, parse_config
-from mesh_transformer.config.mesh import MeshConfig, MeshShape
+from mesh_transformer.config.mesh import AXES, MeshConfig, MeshShape, mesh_shape
 from mesh_transformer.config.model import ModelConfig
 from mesh_transformer.config.overrides import is_set
 from mesh_transformer.config.run import CheckpointConfig, DataConfig, LoggingConfig
@@ -10,6 +10,7 @@ from mesh_transformer.config.schema import Config
 from mesh_transformer.optimizers import OptimizerConfig
 
 __all__ = [
+    "AXES",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
@@ -21,5 +22,6 @@ __all__ = [
     "OptimizerConfig",
     "is_set",
     "load_config",
+    "mesh_shape",
     "parse_config",
 ]

@@ -1,36 +1,43 @@
-"""The group `mesh`: how the devices are laid out."""
+"""The group `mesh`: the axes of the device mesh, and which named dimensions each of them splits."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import Derived, Devices, Group, Switch
 
+MeshShape = dict[str, int]
+"""The size of each axis, in the order of AXES."""
+MeshAxes = tuple[str, ...] | None
+"""The mesh axes that split a dimension, the outermost first."""
+Rules = Mapping[str, MeshAxes]
+"""The mesh axes of each named dimension."""
 
-class MeshShape(NamedTuple):
-    """Sizes of the mesh axes."""
 
-    dp: int
-    fsdp: int
-    tp: int
+class Axis:
+    """Marks a field of MeshConfig as a mesh axis that splits the named dimensions `splits`."""
 
-    @property
-    def replicas(self) -> int:
-        """Shards of the batch: dp * fsdp."""
-        return self.dp * self.fsdp
+    def __init__(self, *splits: str):
+        self.splits = splits
 
 
 class MeshConfig(Group):
     """How the devices are laid out."""
 
-    dp: Annotated[Devices | None, Derived("devices / (fsdp * tp)")] = Field(
+    # The axes, slowest first: the devices of a host are divided over the last one first.
+    dp: Annotated[Devices | None, Axis("batch"), Derived("devices / the other axes")] = Field(
         None, description="data-parallel replicas, each with all the weights of its fsdp and tp group"
     )
-    fsdp: Devices = Field(1, description="data-parallel shards that also split weights and moments (ZeRO-3)")
-    tp: Devices = Field(
+    fsdp: Annotated[Devices, Axis("batch", "embed")] = Field(
+        1, description="data-parallel shards that also split weights and moments (ZeRO-3)"
+    )
+    tp: Annotated[Devices, Axis("heads", "mlp", "vocab")] = Field(
         1, description="tensor parallelism (Megatron): heads, feed-forward and vocabulary are split"
     )
     zero1: Switch = Field(
@@ -48,31 +55,85 @@ class MeshConfig(Group):
         None, description="cores of the slice that train.py --tpu creates; not used elsewhere"
     )
 
+    @property
+    def given(self) -> MeshShape:
+        """The sizes of the axes that have one; an axis without takes the devices that these leave."""
+        return {axis: size for axis in AXES if (size := getattr(self, axis)) is not None}
+
     def shape(self, n_devices: int) -> MeshShape:
         """The mesh for `n_devices` devices.
 
         Raises:
             UserError: the axes do not multiply to the number of devices.
         """
-        model = self.fsdp * self.tp
-        if self.dp is None and (n_devices < model or n_devices % model):
+        given = self.given
+        product = math.prod(given.values())
+        left, over = divmod(n_devices, product)
+        complete = len(given) == len(AXES)
+        if over or (complete and left > 1):
+            needs = f"= {product} devices" if complete else f"needs a multiple of {product} devices"
             raise UserError(
-                f"mesh.fsdp {self.fsdp} x mesh.tp {self.tp} needs a multiple of {model} devices, found {n_devices}: "
-                + _way_out(self, n_devices)
+                f"{' x '.join(f'mesh.{axis} {size}' for axis, size in given.items())} {needs}, found {n_devices}: "
+                + _way_out(given, n_devices)
             )
-        dp = self.dp if self.dp is not None else n_devices // model
-        if dp * model != n_devices:
-            raise UserError(
-                f"mesh.dp {dp} x mesh.fsdp {self.fsdp} x mesh.tp {self.tp} = {dp * model} devices, found {n_devices}: "
-                + _way_out(self, n_devices)
-            )
-        return MeshShape(dp, self.fsdp, self.tp)
+        return {axis: given.get(axis, left) for axis in AXES}
 
 
-def _way_out(mesh: MeshConfig, n_devices: int) -> str:
-    changes = ["--set mesh.dp=null"] if mesh.dp is not None else []
-    changes += [f"--set mesh.{axis}=1" for axis in ("fsdp", "tp") if getattr(mesh, axis) > 1]
+def _way_out(given: MeshShape, n_devices: int) -> str:
+    defaults = {axis: MeshConfig.model_fields[axis].default for axis in given}
+    changes = [
+        f"--set mesh.{axis}={json.dumps(defaults[axis])}" for axis in given if given[axis] != defaults[axis]
+    ]
     advice = f"{' '.join(changes)} runs it on what is here ({n_devices})"
     if n_devices == 1:
         advice += "; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight devices"
     return advice
+
+
+AXES: dict[str, Axis] = {
+    name: mark
+    for name, field in MeshConfig.model_fields.items()
+    for mark in field.metadata
+    if isinstance(mark, Axis)
+}
+
+
+def mesh_shape(**sizes: int) -> MeshShape:
+    """A mesh of these sizes; an axis that is not given has one device."""
+    return dict.fromkeys(AXES, 1) | sizes
+
+
+# Parameters: layers, embed, heads, mlp, vocab. Activations: batch, seq, block_seq (the residual stream's
+# sequence between blocks), act_embed; heads, mlp and vocab are shared with the parameters.
+DIMENSIONS = ("batch", "seq", "block_seq", "act_embed", "layers", "embed", "heads", "mlp", "vocab")
+_RULES: Rules = {
+    name: tuple(axis for axis, mark in AXES.items() if name in mark.splits) or None for name in DIMENSIONS
+}
+
+
+def training_rules(mesh: MeshConfig) -> Rules:
+    """The table for training: every dimension over the axes that split it."""
+    return {**_RULES, "block_seq": ("tp",) if mesh.shard_activations else None}
+
+
+def moment_rules(mesh: MeshConfig) -> Rules:
+    """The table for gradients and optimizer state: as the weights, and also over dp under ZeRO-1."""
+    # dp last: a device's moments are then a part of its own weights
+    return {**_RULES, "embed": ("fsdp", "dp") if mesh.zero1 else _RULES["embed"]}
+
+
+def inference_rules() -> Rules:
+    """The table for sampling: weights as in training, every sequence on every data-parallel replica."""
+    return {**_RULES, "batch": None}
+
+
+SWITCHES: dict[str, Callable[[MeshConfig], Rules]] = {
+    "shard_activations": training_rules,
+    "zero1": moment_rules,
+}
+"""The fields that split a further dimension, or one over further axes, and the table in which they do."""
+
+
+def parts(shape: Mapping[str, int], rules: Rules, name: str) -> int:
+    """The number of parts that the mesh splits dimension `name` into."""
+    return math.prod(shape[axis] for axis in rules[name] or ())

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from mesh_transformer.config.cluster import ClusterConfig
-from mesh_transformer.config.mesh import MeshConfig, MeshShape
+from mesh_transformer.config.divisibility import Sizes, check_sizes
+from mesh_transformer.config.mesh import MeshConfig, MeshShape, mesh_shape, parts, training_rules
 from mesh_transformer.config.model import ModelConfig
 from mesh_transformer.config.run import CheckpointConfig, DataConfig, LoggingConfig
 from mesh_transformer.config.variants import Variants
 from mesh_transformer.errors import UserError
-from mesh_transformer.fields import Group, check_divides
+from mesh_transformer.fields import Group, Size
 from mesh_transformer.optimizers import OPTIMIZERS, OptimizerConfig, adam
 
 BYTES_VOCAB = 257  # the `bytes` tokenizer: every byte, and the end of a text
@@ -35,7 +35,7 @@ class Config(Group):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        self._check_sharded_sizes()
+        check_sizes(self.sizes, self.mesh, mesh_shape(**self.mesh.given))
         if self.seq > self.model.seq:
             raise UserError(
                 f"data.seq {self.seq} is over the model's limit model.seq {self.model.seq}: "
@@ -48,51 +48,42 @@ class Config(Group):
             )
         return self
 
-    def _check_sharded_sizes(self) -> None:
-        model, mesh = self.model, self.mesh
-        check_divides("model.n_heads", model.n_heads, "mesh.tp", mesh.tp)
-        check_divides("model.d_ff", model.d_ff, "mesh.tp", mesh.tp)
-        check_divides("model.d_model", model.d_model, "mesh.fsdp", mesh.fsdp)
-        if model.padded_vocab % mesh.tp:
-            raise UserError(
-                f"the padded vocabulary {model.padded_vocab} (model.n_vocab {model.n_vocab} rounded up to "
-                f"model.vocab_multiple {model.vocab_multiple}) is not divisible by mesh.tp {mesh.tp}: "
-                f"set model.vocab_multiple to {math.lcm(model.vocab_multiple, mesh.tp)}, or change mesh.tp"
-            )
-        if mesh.shard_activations:
-            also = "mesh.shard_activations=false"
-            check_divides("the sequence length data.seq", self.seq, "mesh.tp", mesh.tp, also)
-        if self.data.batch_size is not None:
-            replicas = (mesh.dp or 1) * mesh.fsdp
-            check_divides("data.batch_size", self.data.batch_size, "mesh.dp x mesh.fsdp", replicas)
-
     @property
     def seq(self) -> int:
         """Tokens of a training sequence."""
         return self.data.seq or self.model.seq
 
+    @property
+    def sizes(self) -> Sizes:
+        """The dimensions that mesh axes may split, with the fields that give their sizes."""
+        model, batch = self.model, self.data.batch_size
+        return {
+            "batch": [Size("data.batch_size", batch)] if batch else [],
+            "block_seq": [Size("data.seq", self.seq)],
+            "embed": [Size("model.d_model", model.d_model)],
+            "heads": [Size("model.n_heads", model.n_heads)],
+            "mlp": [Size("model.d_ff", model.d_ff)],
+            "vocab": [Size("model.n_vocab", model.n_vocab, "model.vocab_multiple", model.vocab_multiple)],
+        }
+
     def microbatch(self, shape: MeshShape) -> int:
         """Sequences of one microbatch over the whole mesh.
 
         Raises:
-            UserError: data.batch_size does not divide over dp x fsdp.
+            UserError: the axes that split the batch do not divide data.batch_size.
         """
-        if self.data.batch_size is None:
-            return (self.data.per_replica_batch or 1) * shape.replicas
-        check_divides("data.batch_size", self.data.batch_size, "mesh.dp x mesh.fsdp", shape.replicas)
-        return self.data.batch_size
+        check_sizes({"batch": self.sizes["batch"]}, self.mesh, shape)
+        replicas = parts(shape, training_rules(self.mesh), "batch")
+        return self.data.batch_size or (self.data.per_replica_batch or 1) * replicas
 
     def check_devices(self, n_devices: int) -> MeshShape:
         """The mesh shape for `n_devices`, after every check that depends on it.
 
         Raises:
-            UserError: the axes, the batch or ZeRO-1 do not fit these devices.
+            UserError: the axes do not fit these devices, or do not divide a size.
         """
         shape = self.mesh.shape(n_devices)
-        self.microbatch(shape)
-        if self.mesh.zero1:
-            also = "mesh.zero1=false"
-            check_divides("model.d_model", self.model.d_model, "mesh.dp x mesh.fsdp", shape.replicas, also)
+        check_sizes(self.sizes, self.mesh, shape)
         return shape
 
 

@@ -13,20 +13,18 @@ from einops import rearrange
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from mesh_transformer.config import MeshShape
+from mesh_transformer.config import AXES, MeshShape
 from mesh_transformer.errors import UserError
-
-AXES = MeshShape._fields
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh with axes dp, fsdp and tp over `devices`, of which every process has the same number.
+    """A mesh with the axes of AXES over `devices`, of which every process has the same number.
 
-    The devices of one process (a host, on TPU) are divided over tp first, then over fsdp, then over dp, in the order that
-    JAX chooses for their torus. The processes follow in their own order, again tp first. So the devices of a tp group
-    belong to one process where tp divides the number of devices of a process: 8 on a host of v2, v3 and v7x, and on the
-    only host of a v5e-8 or v6e-8; 4 on every other host. A larger tp group spans tp / gcd(tp, devices of a process)
-    consecutive processes.
+    The devices of one process (a host, on TPU) are divided over the last axis first, then over the one before it, and so on,
+    in the order that JAX chooses for their torus. The processes follow in their own order, again the last axis first. So
+    the devices of a group of the last axis, tp, belong to one process where tp divides the number of devices of a process: 8
+    on a host of v2, v3 and v7x, and on the only host of a v5e-8 or v6e-8; 4 on every other host. A larger tp group spans
+    tp / gcd(tp, devices of a process) consecutive processes.
 
     Raises:
         UserError: the processes have different numbers of devices, or a process's devices are not whole chips that fill a box.
@@ -39,15 +37,16 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
         raise UserError(f"a mesh needs as many devices of every process; devices by process: {counts}")
     first = hosts[min(hosts)]
     inner = _divide(len(first), shape)
-    outer = MeshShape(*(whole // part for whole, part in zip(shape, inner, strict=True)))
+    outer = {axis: shape[axis] // inner[axis] for axis in AXES}
     order = [first.index(device) for device in _order(inner, first).flat]
+    within = {f"{axis}_in": size for axis, size in inner.items()}
     grid = rearrange(
         np.array([hosts[process] for process in counts], object)[:, order],
-        "(dp fsdp tp) (dp_in fsdp_in tp_in) -> (dp dp_in) (fsdp fsdp_in) (tp tp_in)",
-        **outer._asdict(),
-        **{f"{axis}_in": size for axis, size in inner._asdict().items()},
+        f"({' '.join(outer)}) ({' '.join(within)}) -> {' '.join(f'({axis} {axis}_in)' for axis in AXES)}",
+        **outer,
+        **within,
     )
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def process_rows(sharding: NamedSharding, batch: int, process: int) -> tuple[int, ...]:
@@ -58,19 +57,21 @@ def process_rows(sharding: NamedSharding, batch: int, process: int) -> tuple[int
 
 
 def _divide(devices: int, shape: MeshShape) -> MeshShape:
-    """The part of each axis that lies in one process of so many devices: as much as it has for tp, then fsdp, then dp."""
-    tp = math.gcd(devices, shape.tp)
-    fsdp = math.gcd(devices // tp, shape.fsdp)
-    return MeshShape(math.gcd(devices // tp // fsdp, shape.dp), fsdp, tp)
+    """The part of each axis that lies in one process of so many devices: as much as it has for the last, then the one before."""
+    inner: MeshShape = {}
+    for axis in reversed(AXES):
+        inner[axis] = math.gcd(devices, shape[axis])
+        devices //= inner[axis]
+    return dict(reversed(inner.items()))
 
 
 def _order(shape: MeshShape, devices: list[jax.Device]) -> np.ndarray:
     """The devices of one process as JAX lays a mesh of this shape over them."""
     try:
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return mesh_utils.create_device_mesh(tuple(shape.values()), devices, allow_split_physical_axes=True)
     # JAX asserts that the devices are whole chips which fill a box
     except (AssertionError, ValueError) as error:
-        axes = " x ".join(f"{axis} {size}" for axis, size in shape._asdict().items())
+        axes = " x ".join(f"{axis} {size}" for axis, size in shape.items())
         where = f"the {len(devices)} devices of process {devices[0].process_index}"
         raise UserError(
             f"JAX finds no mesh {axes} of {where}, which must be whole chips that fill a box: {error}"

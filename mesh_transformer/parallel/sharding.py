@@ -10,48 +10,20 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import haiku as hk
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mesh_transformer.config import MeshConfig
+from mesh_transformer.config.mesh import MeshAxes as MeshAxes
+from mesh_transformer.config.mesh import Rules, parts
+from mesh_transformer.config.mesh import inference_rules as inference_rules
+from mesh_transformer.config.mesh import moment_rules as moment_rules
+from mesh_transformer.config.mesh import training_rules as training_rules
 
 Axes = tuple[str | None, ...]
-MeshAxes = str | tuple[str, ...] | None
-Rules = Mapping[str, MeshAxes]
-
-# Parameters: layers, embed, heads, mlp, vocab. Activations: batch, seq, block_seq (the residual stream's
-# sequence between blocks), act_embed; heads, mlp and vocab are shared with the parameters.
-_RULES: Rules = {
-    "batch": ("dp", "fsdp"),
-    "seq": None,
-    "block_seq": None,
-    "act_embed": None,
-    "layers": None,
-    "embed": "fsdp",
-    "heads": "tp",
-    "mlp": "tp",
-    "vocab": "tp",
-}
-
-
-def training_rules(mesh: MeshConfig) -> Rules:
-    """The table for training: batch over dp and fsdp, weights over fsdp and tp."""
-    return {**_RULES, "block_seq": "tp" if mesh.shard_activations else None}
-
-
-def moment_rules(mesh: MeshConfig) -> Rules:
-    """The table for gradients and optimizer state: as the weights, and also over dp under ZeRO-1."""
-    return {**_RULES, "embed": ("fsdp", "dp") if mesh.zero1 else "fsdp"}
-
-
-def inference_rules() -> Rules:
-    """The table for sampling: weights as in training, every sequence on every data-parallel replica."""
-    return {**_RULES, "batch": None}
 
 
 class WithAxes:
@@ -122,8 +94,7 @@ class Partition:
 
     def size(self, name: str) -> int:
         """The number of parts that dimension `name` is split into: 1 where every device has all of it."""
-        axes = self.rules[name] or ()
-        return math.prod(self.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+        return parts(self.mesh.shape, self.rules, name)
 
     @property
     def splits_weights(self) -> bool:

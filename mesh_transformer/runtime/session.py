@@ -71,7 +71,7 @@ class Session:
 
     def describe(self) -> str:
         """One line: size, devices, mesh, tokens a step."""
-        axes = " x ".join(f"{name} {size}" for name, size in self.shape._asdict().items())
+        axes = " x ".join(f"{name} {size}" for name, size in self.shape.items())
         device, model = jax.devices()[0].device_kind, self.placement.model
         return (
             f"{count_parameters(self.placement.abstract(model.dtype)):,} parameters; {jax.device_count()} x {device} "

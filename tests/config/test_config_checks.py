@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import ValidationError, create_model
 
-from mesh_transformer.config import Config, MeshShape, parse_config
+from mesh_transformer.config import Config, mesh_shape, parse_config
 from mesh_transformer.config.variants import Variants
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import Group
@@ -30,8 +30,15 @@ def config(model: dict[str, Any] | None = None, **groups: dict[str, Any]) -> Con
         ({"model": {"n_heads": 64}}, ["model.d_head 1 is too narrow", "lower model.n_heads"]),
         ({"mesh": {"tp": 3}}, ["model.n_heads 8", "mesh.tp 3", "6 or 9"]),
         ({"model": {"d_ff": 6}, "mesh": {"tp": 4}}, ["model.d_ff 6", "mesh.tp 4", "4 or 8"]),
-        ({"model": {"vocab_multiple": 1, "n_vocab": 257}, "mesh": {"tp": 2}}, ["257", "vocab_multiple to 2"]),
+        (
+            {"model": {"vocab_multiple": 1, "n_vocab": 257}, "mesh": {"tp": 2}},
+            ["257", "vocab_multiple to 2, or mesh.tp to 1"],
+        ),
         ({"mesh": {"fsdp": 3}}, ["model.d_model 64", "mesh.fsdp 3"]),
+        (
+            {"mesh": {"dp": 3, "zero1": True}},
+            ["model.d_model 64", "mesh.dp x mesh.fsdp 3", "or set mesh.zero1=false"],
+        ),
         ({"data": {"seq": 33}}, ["data.seq 33", "model.seq 32"]),
         ({"data": {"seq": 10}, "mesh": {"tp": 4, "shard_activations": True}}, ["data.seq 10", "=false"]),
         ({"data": {"batch_size": 3}, "mesh": {"dp": 2}}, ["data.batch_size 3", "2 or 4"]),
@@ -64,15 +71,15 @@ def test_edges_that_are_allowed() -> None:
 @pytest.mark.parametrize(
     ("mesh", "n_devices", "shape"),
     [
-        ({}, 1, (1, 1, 1)),
-        ({}, 8, (8, 1, 1)),
-        ({"tp": 4}, 8, (2, 1, 4)),
-        ({"fsdp": 2, "tp": 2}, 8, (2, 2, 2)),
-        ({"dp": 2, "fsdp": 4}, 8, (2, 4, 1)),
+        ({}, 1, {}),
+        ({}, 8, {"dp": 8}),
+        ({"tp": 4}, 8, {"dp": 2, "tp": 4}),
+        ({"fsdp": 2, "tp": 2}, 8, {"dp": 2, "fsdp": 2, "tp": 2}),
+        ({"dp": 2, "fsdp": 4}, 8, {"dp": 2, "fsdp": 4}),
     ],
 )
-def test_mesh_shape(mesh: dict[str, int], n_devices: int, shape: tuple[int, int, int]) -> None:
-    assert config(mesh=mesh).check_devices(n_devices) == MeshShape(*shape)
+def test_mesh_shape(mesh: dict[str, int], n_devices: int, shape: dict[str, int]) -> None:
+    assert config(mesh=mesh).check_devices(n_devices) == mesh_shape(**shape)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +103,7 @@ def test_the_way_out_of_too_few_devices_works(
     for way_out in ways_out:
         assert way_out in str(caught.value)
     changes = [way_out.removeprefix("--set ") for way_out in ways_out]
-    assert parse_config(raw, changes).check_devices(n_devices) == MeshShape(n_devices, 1, 1)
+    assert parse_config(raw, changes).check_devices(n_devices) == mesh_shape(dp=n_devices)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +128,7 @@ def test_a_huge_axis_is_refused_at_once(sizes: dict[str, Any], mesh: dict[str, i
 
 
 def test_microbatch() -> None:
-    shape = MeshShape(2, 2, 2)
+    shape = mesh_shape(dp=2, fsdp=2, tp=2)
     assert config().microbatch(shape) == 4
     assert config(data={"per_replica_batch": 3}).microbatch(shape) == 12
     assert config(data={"batch_size": 8}).microbatch(shape) == 8
@@ -136,7 +143,7 @@ def test_checks_that_need_the_devices() -> None:
         config(data={"batch_size": 4}).check_devices(8)
     with pytest.raises(UserError, match="mesh.zero1=false"):
         config(mesh={"zero1": True}).check_devices(3)
-    assert config(mesh={"zero1": True}).check_devices(4).dp == 4
+    assert config(mesh={"zero1": True}).check_devices(4)["dp"] == 4
 
 
 OPTIMIZER_OF = {

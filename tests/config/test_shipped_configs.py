@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def test_shipped_config_fits_its_devices(repo: Path, name: str) -> None:
     devices, sequences = INTENDED[name]
     config = load_config(str(repo / "configs" / name))
     shape = config.check_devices(devices)
-    assert shape.dp * shape.fsdp * shape.tp == devices
+    assert math.prod(shape.values()) == devices
     assert config.microbatch(shape) * config.optimizer.gradient_accumulation_steps == sequences
     assert config.optimizer.end_lr < config.optimizer.lr
     assert config.optimizer.warmup_steps + config.optimizer.anneal_steps <= config.optimizer.total_steps

@@ -20,11 +20,11 @@ from jax.sharding import AxisType, Mesh
 from mesh_transformer import platforms
 from mesh_transformer.cluster.agents import AgentCluster
 from mesh_transformer.cluster.stream import DEPTH, StreamedFeed, Streamer
-from mesh_transformer.config import Config, load_config
+from mesh_transformer.config import AXES, Config, load_config
 from mesh_transformer.data.loader import make_val_loader
 from mesh_transformer.data.tokenizer import ByteTokenizer
 from mesh_transformer.infer.trees import Query
-from mesh_transformer.parallel.mesh import AXES, process_rows
+from mesh_transformer.parallel.mesh import process_rows
 from mesh_transformer.runtime import session as sessions
 from mesh_transformer.runtime.evals.model import EvalModel
 from mesh_transformer.runtime.feeds import open_train_feed, open_val_feed, read_train_set
@@ -150,8 +150,8 @@ def _check(placed: jax.Array, whole: np.ndarray) -> None:
 
 def _main(folder: str, order: str) -> None:
     def make_mesh(shape, devices):
-        grid = np.array([devices[int(i)] for i in order.split(",")], object).reshape(shape)
-        return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        grid = np.array([devices[int(i)] for i in order.split(",")], object).reshape(tuple(shape.values()))
+        return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
     platforms.start_distributed()
     sessions.make_mesh = make_mesh

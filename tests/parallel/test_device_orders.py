@@ -16,9 +16,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from mesh_transformer import slices
-from mesh_transformer.config import MeshShape, load_config
+from mesh_transformer.config import AXES, load_config, mesh_shape
 from mesh_transformer.errors import UserError
-from mesh_transformer.parallel.mesh import AXES, make_mesh, process_rows
+from mesh_transformer.parallel.mesh import make_mesh, process_rows
 from mesh_transformer.parallel.sharding import Partition, training_rules
 
 RECORDED = json.loads(Path(__file__).with_name("tpu_devices.json").read_text())
@@ -26,11 +26,11 @@ CONFIGS = {
     path.stem: load_config(str(path)) for path in Path(__file__).resolve().parents[2].glob("configs/*.json")
 }
 SHAPES = [
-    MeshShape(4, 1, 4),
-    MeshShape(1, 2, 8),
-    MeshShape(2, 4, 2),
-    MeshShape(1, 16, 1),
-    MeshShape(1, 1, 16),
+    mesh_shape(dp=4, tp=4),
+    mesh_shape(fsdp=2, tp=8),
+    mesh_shape(dp=2, fsdp=4, tp=2),
+    mesh_shape(fsdp=16),
+    mesh_shape(tp=16),
 ]
 
 
@@ -66,7 +66,8 @@ def fitting(devices):
 
 def torus(shape, devices):
     """A mesh in the order that JAX prefers, regardless of hosts."""
-    return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
+    sizes = tuple(shape.values())
+    return Mesh(mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True), tuple(AXES))
 
 
 def check_rows(config, mesh, batch):
@@ -88,10 +89,12 @@ def test_every_shipped_config_has_a_mesh_and_every_process_its_rows(name):
     devices, per_process = devices_of(name), slices.parse(name).devices_per_host
     for config_name, config, shape in fitting(devices):
         mesh = make_mesh(shape, devices)
-        assert mesh.devices.shape == shape, config_name
+        assert mesh.shape == shape, config_name
         assert set(mesh.devices.flat) == set(devices)
-        spanned = {len({one.process_index for one in group}) for group in mesh.devices.reshape(-1, shape.tp)}
-        assert spanned == {shape.tp // math.gcd(shape.tp, per_process)}, config_name
+        spanned = {
+            len({one.process_index for one in group}) for group in mesh.devices.reshape(-1, shape["tp"])
+        }
+        assert spanned == {shape["tp"] // math.gcd(shape["tp"], per_process)}, config_name
         batch = config.microbatch(shape)
         for rows in (batch, batch * config.data.val_batch_multiplier):
             check_rows(config, mesh, rows)
@@ -111,21 +114,32 @@ def test_rows_need_not_be_consecutive(name, config):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_tp_group_stays_within_a_process_or_covers_the_fewest(name, shape):
     devices, per_process = devices_of(name), slices.parse(name).devices_per_host
-    groups = make_mesh(shape, devices).devices.reshape(-1, shape.tp)
+    groups = make_mesh(shape, devices).devices.reshape(-1, shape["tp"])
     for group in groups:
-        assert len({one.process_index for one in group}) == max(1, shape.tp // per_process)
+        assert len({one.process_index for one in group}) == max(1, shape["tp"] // per_process)
 
 
 def test_positions_within_a_process_are_the_same_in_all():
     """So that a data-parallel group is a regular part of the torus."""
-    mesh = make_mesh(MeshShape(4, 4, 1), devices_of("v5litepod-16")).devices
+    mesh = make_mesh(mesh_shape(dp=4, fsdp=4), devices_of("v5litepod-16")).devices
     places = np.vectorize(lambda one: (one.coords[0] % 2, one.coords[1] % 2), otypes=[object])(mesh)
     assert all(len(set(column)) == 1 for column in places[:, :, 0].T)
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_further_axis_needs_no_line_in_make_mesh(monkeypatch, tp):
+    """A row before the others: its groups are the last to share a process."""
+    monkeypatch.setattr("mesh_transformer.parallel.mesh.AXES", ["pp", *AXES])
+    shape = {"pp": 2, **mesh_shape(dp=8 // tp, tp=tp)}
+    mesh = make_mesh(shape, devices_of("v5litepod-16"))
+    assert mesh.shape == shape
+    stages = [{one.process_index for one in stage.flat} for stage in mesh.devices]
+    assert stages == [{0, 1}, {2, 3}]
+
+
 def test_processes_with_different_numbers_of_devices_are_refused():
     with pytest.raises(UserError, match=r"as many devices of every process.*\{0: 4, 1: 3\}"):
-        make_mesh(MeshShape(7, 1, 1), devices_of("v4-16")[:7])
+        make_mesh(mesh_shape(dp=7), devices_of("v4-16")[:7])
 
 
 def test_two_devices_of_one_chip_are_refused():
@@ -134,4 +148,4 @@ def test_two_devices_of_one_chip_are_refused():
     with pytest.raises(
         UserError, match=r"no mesh dp 8 x fsdp 1 x tp 1 of the 8 devices of process 0.*megacore"
     ):
-        make_mesh(MeshShape(8, 1, 1), devices)
+        make_mesh(mesh_shape(dp=8), devices)
