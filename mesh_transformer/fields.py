@@ -89,7 +89,8 @@ class Size(NamedTuple):
 class Group(BaseModel):
     """A frozen group of fields that rejects names it does not know; null is the same as absent."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+    # the text below a field is its description
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -84,7 +84,7 @@ def _only(name: str, field: str) -> str:
 
 
 def _meaning(group: type[Group], field: str) -> str:
-    return group.model_fields[field].description or ""
+    return " ".join((group.model_fields[field].description or "").split())
 
 
 def _default(group: type[Group], field: str) -> str:

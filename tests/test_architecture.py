@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mesh_transformer.config import AXES
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "mesh_transformer"
 RANKS = [
@@ -125,6 +127,15 @@ def pure(tree: ast.Module, path: str) -> Iterator[str]:
             yield f"{node.lineno}: {dotted(node)}: the mesh is an argument"
 
 
+def no_axis_names(tree: ast.Module, path: str) -> Iterator[str]:
+    if part_of(path) not in PURE:
+        return
+    for node in ast.walk(tree):
+        name = getattr(node, "value", None) if isinstance(node, ast.Constant) else getattr(node, "attr", None)
+        if name in AXES:
+            yield f"{node.lineno}: {name}: name a dimension, the table of config/mesh.py says which axes split it"
+
+
 def no_print(tree: ast.Module, path: str) -> Iterator[str]:
     if path == "entry.py":  # a command may answer on standard output
         return
@@ -176,6 +187,7 @@ CHECKERS: list[Checker] = [
     few_importers,
     few_shard_maps,
     pure,
+    no_axis_names,
     no_print,
     no_bare_except,
     no_assert,
@@ -243,6 +255,8 @@ VIOLATIONS: list[tuple[Checker, str, str]] = [
     (pure, "ops/loss.py", "open('x')"),
     (pure, "parallel/mesh.py", "import jax\njax.devices()"),
     (pure, "infer/cache.py", "from jax import local_devices"),
+    (no_axis_names, "infer/scoring.py", "mesh.shape['tp']"),
+    (no_axis_names, "train/step.py", "shape.fsdp"),
     (no_print, "data/loader.py", "print(1)"),
     (no_print, "runtime/cli.py", "def f():\n    print(1)"),
     (no_bare_except, "entry.py", "try:\n    f()\nexcept:\n    pass"),
@@ -268,6 +282,8 @@ PERMITTED: list[tuple[Checker, str, str]] = [
     (few_importers, "models/gptj.py", "import haiku as hk"),
     (few_shard_maps, "parallel/pipeline.py", "import jax\njax.shard_map(f)"),
     (pure, "runtime/trainer.py", "import time\nopen('x')"),
+    (no_axis_names, "train/step.py", "partition.size('vocab')"),
+    (no_axis_names, "runtime/reshard.py", "config.mesh.tp"),
     (no_assert, "ops/loss.py", "assert x.ndim == 3"),
     (no_assert, "data/loader.py", "def f(path):\n    record = g(path)\n    assert record is not None"),
     (short_functions, "ops/loss.py", "def f():\n" + "    x = 1\n" * 59),

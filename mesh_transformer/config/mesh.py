@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import Derived, Devices, Group, Switch
 
@@ -31,29 +29,20 @@ class MeshConfig(Group):
     """How the devices are laid out."""
 
     # The axes, slowest first: the devices of a host are divided over the last one first.
-    dp: Annotated[Devices | None, Axis("batch"), Derived("devices / the other axes")] = Field(
-        None, description="data-parallel replicas, each with all the weights of its fsdp and tp group"
-    )
-    fsdp: Annotated[Devices, Axis("batch", "embed")] = Field(
-        1, description="data-parallel shards that also split weights and moments (ZeRO-3)"
-    )
-    tp: Annotated[Devices, Axis("heads", "mlp", "vocab")] = Field(
-        1, description="tensor parallelism (Megatron): heads, feed-forward and vocabulary are split"
-    )
-    zero1: Switch = Field(
-        False, description="shard the Adam moments over dp too, weights replicated (ZeRO-1)"
-    )
-    shard_activations: Switch = Field(
-        False,
-        description="between blocks, split the activations' sequence dimension over tp (sequence parallelism)",
-    )
-    gather_weights: Literal["per_layer", "per_step"] = Field(
-        "per_layer",
-        description="when fsdp gathers the weights: layer by layer (least memory) or once a step (classic early_collect)",
-    )
-    tpu_size: Devices | None = Field(
-        None, description="cores of the slice that train.py --tpu creates; not used elsewhere"
-    )
+    dp: Annotated[Devices | None, Axis("batch"), Derived("devices / the other axes")] = None
+    """data-parallel replicas, each with all the weights of its fsdp and tp group"""
+    fsdp: Annotated[Devices, Axis("batch", "embed")] = 1
+    """data-parallel shards that also split weights and moments (ZeRO-3)"""
+    tp: Annotated[Devices, Axis("heads", "mlp", "vocab")] = 1
+    """tensor parallelism (Megatron): heads, feed-forward and vocabulary are split"""
+    zero1: Switch = False
+    """shard the Adam moments over dp too, weights replicated (ZeRO-1)"""
+    shard_activations: Switch = False
+    """between blocks, split the activations' sequence dimension over tp (sequence parallelism)"""
+    gather_weights: Literal["per_layer", "per_step"] = "per_layer"
+    """when fsdp gathers the weights: layer by layer (least memory) or once a step (classic early_collect)"""
+    tpu_size: Devices | None = None
+    """cores of the slice that train.py --tpu creates; not used elsewhere"""
 
     @property
     def given(self) -> MeshShape:

@@ -32,65 +32,44 @@ def _listed(value: Any) -> Any:
 class DataConfig(Group):
     """What is read: training, validation, batches."""
 
-    train_set: OptionalText = Field(
-        None,
-        description="index file (one record file a line), .tfrecords or .txt file; a path, gs:// or a name under data/",
-    )
-    val_set: dict[Name, Name] = Field(
-        default_factory=dict,
-        description="validation sets: name to file, as train_set; one file alone is called val",
-    )
-    per_replica_batch: Annotated[Sequences | None, Derived("1 if batch_size is absent too")] = Field(
-        None, description="sequences of a microbatch on each data-parallel replica"
-    )
-    batch_size: Sequences | None = Field(
-        None, description="sequences of a microbatch over the whole mesh (instead of per_replica_batch)"
-    )
-    seq: Annotated[Tokens | None, Derived("model.seq")] = Field(None, description="training sequence length")
-    tokenizer: OptionalText = Field(
-        None,
-        description="`bytes`, a folder with tokenizer files, or a hub name such as gpt2; for .txt files and samples",
-    )
-    shuffle: Switch = Field(
-        False, description="shuffle files and records; off: the order of the index and of its files"
-    )
-    shuffle_window: Annotated[Count, Unit("records")] = Field(16384, description="records held for shuffling")
-    batch_across_files: Switch = Field(
-        False,
-        description="batches may span record files; off: what does not fill a batch at the end of a file is dropped, "
-        "as the original",
-    )
-    restart: bool = Field(
-        False,
-        description="a resumed run reads the training data from its beginning, not from where it stopped",
-    )
-    read_by: Literal["host", "driver"] = Field(
-        "host",
-        description="who reads train_set under train.py: each host its own share, or the driver, which streams it to them",
-    )
-    seed: CountOrZero = Field(0, description="seed of the shuffling")
-    val_batches: Annotated[int, Strict(), Ge(0), BeforeValidator(whole), Unit("batches")] = Field(
-        100, description="batches of one validation of each set; 0: no validation"
-    )
-    val_batch_multiplier: Annotated[Count, Unit("microbatches")] = Field(
-        1, description="microbatches that make one validation batch"
-    )
-    val_every: Steps = Field(
-        500, description="steps between validations, and between runs of eval_harness_tasks"
-    )
-    eval_harness_tasks: Annotated[tuple[Name, ...], BeforeValidator(_listed)] = Field(
-        (),
-        description="lm-evaluation-harness tasks run every val_every steps; a task that cannot be loaded stops the run",
-    )
-    eval_harness_include: OptionalText = Field(
-        None, description="folder with further task files for eval_harness_tasks"
-    )
-    eval_harness_data: OptionalText = Field(
-        None, description="folder with LAMBADA and PIQA for eval_harness_tasks; absent: the Hugging Face hub"
-    )
-    eval_harness_limit: Annotated[Count | None, Unit("questions")] = Field(
-        None, description="ask only this many questions of each of eval_harness_tasks; absent: all"
-    )
+    train_set: OptionalText = None
+    """index file (one record file a line), .tfrecords or .txt file; a path, gs:// or a name under data/"""
+    val_set: dict[Name, Name] = Field(default_factory=dict)
+    """validation sets: name to file, as train_set; one file alone is called val"""
+    per_replica_batch: Annotated[Sequences | None, Derived("1 if batch_size is absent too")] = None
+    """sequences of a microbatch on each data-parallel replica"""
+    batch_size: Sequences | None = None
+    """sequences of a microbatch over the whole mesh (instead of per_replica_batch)"""
+    seq: Annotated[Tokens | None, Derived("model.seq")] = None
+    """training sequence length"""
+    tokenizer: OptionalText = None
+    """`bytes`, a folder with tokenizer files, or a hub name such as gpt2; for .txt files and samples"""
+    shuffle: Switch = False
+    """shuffle files and records; off: the order of the index and of its files"""
+    shuffle_window: Annotated[Count, Unit("records")] = 16384
+    """records held for shuffling"""
+    batch_across_files: Switch = False
+    """batches may span record files; off: what does not fill a batch at the end of a file is dropped, as the original"""
+    restart: bool = False
+    """a resumed run reads the training data from its beginning, not from where it stopped"""
+    read_by: Literal["host", "driver"] = "host"
+    """who reads train_set under train.py: each host its own share, or the driver, which streams it to them"""
+    seed: CountOrZero = 0
+    """seed of the shuffling"""
+    val_batches: Annotated[int, Strict(), Ge(0), BeforeValidator(whole), Unit("batches")] = 100
+    """batches of one validation of each set; 0: no validation"""
+    val_batch_multiplier: Annotated[Count, Unit("microbatches")] = 1
+    """microbatches that make one validation batch"""
+    val_every: Steps = 500
+    """steps between validations, and between runs of eval_harness_tasks"""
+    eval_harness_tasks: Annotated[tuple[Name, ...], BeforeValidator(_listed)] = ()
+    """lm-evaluation-harness tasks run every val_every steps; a task that cannot be loaded stops the run"""
+    eval_harness_include: OptionalText = None
+    """folder with further task files for eval_harness_tasks"""
+    eval_harness_data: OptionalText = None
+    """folder with LAMBADA and PIQA for eval_harness_tasks; absent: the Hugging Face hub"""
+    eval_harness_limit: Annotated[Count | None, Unit("questions")] = None
+    """ask only this many questions of each of eval_harness_tasks; absent: all"""
 
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -115,18 +94,16 @@ class DataConfig(Group):
 class CheckpointConfig(Group):
     """Where the run lives and what is kept."""
 
-    bucket: Text = Field(
-        "", description="Google Cloud Storage bucket, or bucket/folder; empty: model_dir is local"
-    )
-    model_dir: Name = Field("runs/model", description="the run's folder: checkpoints, metrics, plots")
-    ckpt_every: Steps = Field(500, description="steps between checkpoints; the last step is always saved")
-    keep_every: Steps | None = Field(
-        None,
-        description="checkpoints of steps that this divides are never deleted; absent: only the newest are kept",
-    )
-    keep_latest: Annotated[Count, Unit("checkpoints")] = Field(
-        1, description="number of newest checkpoints kept, besides those of keep_every"
-    )
+    bucket: Text = ""
+    """Google Cloud Storage bucket, or bucket/folder; empty: model_dir is local"""
+    model_dir: Name = "runs/model"
+    """the run's folder: checkpoints, metrics, plots"""
+    ckpt_every: Steps = 500
+    """steps between checkpoints; the last step is always saved"""
+    keep_every: Steps | None = None
+    """checkpoints of steps that this divides are never deleted; absent: only the newest are kept"""
+    keep_latest: Annotated[Count, Unit("checkpoints")] = 1
+    """number of newest checkpoints kept, besides those of keep_every"""
 
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:
@@ -151,7 +128,11 @@ class CheckpointConfig(Group):
 class LoggingConfig(Group):
     """Names and sinks of the metrics."""
 
-    name: OptionalText = Field(None, description="name of the run")
-    comment: Text = Field("", description="free text, kept with the run")
-    wandb_project: OptionalText = Field(None, description="Weights & Biases project; absent: not used")
-    tensorboard: Switch = Field(True, description="write TensorBoard event files into model_dir/tensorboard")
+    name: OptionalText = None
+    """name of the run"""
+    comment: Text = ""
+    """free text, kept with the run"""
+    wandb_project: OptionalText = None
+    """Weights & Biases project; absent: not used"""
+    tensorboard: Switch = True
+    """write TensorBoard event files into model_dir/tensorboard"""
