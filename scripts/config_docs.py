@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic_core import PydanticUndefined
 
 from mesh_transformer.config import classic, describe, parse_config
-from mesh_transformer.config.mesh import SWITCHES, MeshConfig, training_rules
+from mesh_transformer.config.mesh import DIMENSIONS, SWITCHES, MeshConfig, training_rules
 from mesh_transformer.config.schema import GROUPS, VARIANTS, Config
 from mesh_transformer.fields import Group
 
@@ -23,7 +23,7 @@ def render() -> str:
     text = TARGET.read_text(encoding="utf-8")
     for name, table in {
         "dimensions": "| dimension | split over | size |\n|---|---|---|\n"
-        + "".join(map(_dimension, EXAMPLE.sizes)),
+        + "".join(map(_dimension, DIMENSIONS)),
         "fields": "".join(map(_table, GROUPS)),
     }.items():
         begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->\n"
@@ -33,7 +33,7 @@ def render() -> str:
 
 
 def _dimension(name: str) -> str:
-    """The row of a named dimension that axes split: the axes, those of each switch that changes them, and the sizes."""
+    """The row of a named dimension, if axes split it: the axes, those of each switch that changes them, and the sizes."""
     plain = training_rules(MeshConfig())[name]
     ways = [" x ".join(plain)] if plain else []
     for switch, rules_of in SWITCHES.items():
@@ -43,7 +43,7 @@ def _dimension(name: str) -> str:
         f"`{size.field}`" + (f", rounded up by `{size.multiple_field}`" if size.multiple_field else "")
         for size in EXAMPLE.sizes[name]
     ]
-    return f"| {name} | {'; '.join(ways)} | {', '.join(fields)} |\n"
+    return f"| {name} | {'; '.join(ways)} | {', '.join(fields)} |\n" if ways else ""
 
 
 def _table(name: str) -> str:

@@ -95,20 +95,18 @@ def mesh_shape(**sizes: int) -> MeshShape:
 # Parameters: layers, embed, heads, mlp, vocab. Activations: batch, seq, block_seq (the residual stream's
 # sequence between blocks), act_embed; heads, mlp and vocab are shared with the parameters.
 DIMENSIONS = ("batch", "seq", "block_seq", "act_embed", "layers", "embed", "heads", "mlp", "vocab")
-_RULES: Rules = {
-    name: tuple(axis for axis, mark in AXES.items() if name in mark.splits) or None for name in DIMENSIONS
-}
+_RULES = {name: tuple(axis for axis, mark in AXES.items() if name in mark.splits) for name in DIMENSIONS}
 
 
 def training_rules(mesh: MeshConfig) -> Rules:
     """The table for training: every dimension over the axes that split it."""
-    return {**_RULES, "block_seq": ("tp",) if mesh.shard_activations else None}
+    return {**_RULES, "block_seq": (*_RULES["block_seq"], "tp")} if mesh.shard_activations else _RULES
 
 
 def moment_rules(mesh: MeshConfig) -> Rules:
     """The table for gradients and optimizer state: as the weights, and also over dp under ZeRO-1."""
     # dp last: a device's moments are then a part of its own weights
-    return {**_RULES, "embed": ("fsdp", "dp") if mesh.zero1 else _RULES["embed"]}
+    return {**_RULES, "embed": (*_RULES["embed"], "dp")} if mesh.zero1 else _RULES
 
 
 def inference_rules() -> Rules:

@@ -55,12 +55,16 @@ class Config(Group):
 
     @property
     def sizes(self) -> Sizes:
-        """The dimensions that mesh axes may split, with the fields that give their sizes."""
+        """The named dimensions, with the fields that give their sizes."""
         model, batch = self.model, self.data.batch_size
+        seq, width = [Size("data.seq", self.seq)], [Size("model.d_model", model.d_model)]
         return {
             "batch": [Size("data.batch_size", batch)] if batch else [],
-            "block_seq": [Size("data.seq", self.seq)],
-            "embed": [Size("model.d_model", model.d_model)],
+            "seq": seq,
+            "block_seq": seq,
+            "act_embed": width,
+            "layers": [Size("model.layers", model.layers)],
+            "embed": width,
             "heads": [Size("model.n_heads", model.n_heads)],
             "mlp": [Size("model.d_ff", model.d_ff)],
             "vocab": [Size("model.n_vocab", model.n_vocab, "model.vocab_multiple", model.vocab_multiple)],
