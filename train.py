@@ -37,17 +37,7 @@ def main() -> int:
         action="store_true",
         help="with --tune-model-path: do not load its Adam moments; start them at zero",
     )
-    arguments = parser.parse_args()
-    return train_command.run(
-        arguments.config,
-        arguments.overrides,
-        Place.of(arguments),
-        new=arguments.new,
-        yes=arguments.yes,
-        version=arguments.version,
-        tune_model_path=arguments.tune_model_path,
-        fresh_opt=arguments.fresh_opt,
-    )
+    return train_command.run(parser.parse_args())
 
 
 if __name__ == "__main__":

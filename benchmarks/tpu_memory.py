@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from common import REPO, emit, say
 
-from mesh_transformer import platforms
+from mesh_transformer import platforms, slices
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.base import LAYER_LOOP
@@ -35,7 +35,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--topology",
-        default=",".join(platforms.SLICES),
+        default=",".join(platforms.USABLE_GIB),
         metavar="SLICE,...",
         help="slices (default %(default)s)",
     )
@@ -67,22 +67,22 @@ def main() -> int:
 
 def measure(path: str, overrides: list[str], slice_name: str, accumulation: int) -> dict[str, Any]:
     """Compile the step of a config for a slice. Sizes are bytes of one device, gib figures are rounded."""
-    if slice_name not in platforms.SLICES:
-        known = ", ".join(platforms.SLICES)
+    if slice_name not in platforms.USABLE_GIB:
+        known = ", ".join(platforms.USABLE_GIB)
         raise UserError(f"--topology {slice_name}: the memory that a program may use is known for {known}")
     devices = platforms.slice_devices(slice_name)
     config = _for_devices(path, overrides, len(devices))
     shape = config.check_devices(len(devices))
     batch = config.microbatch(shape)
     program = TrainProgram(Placement.of(config, devices), config)
-    target = platforms.SLICES[slice_name]
+    usable_gib = platforms.USABLE_GIB[slice_name]
     report: dict[str, Any] = {
         "slice": slice_name,
         "mesh": shape,
         "accumulation": accumulation,
         "microbatch": batch,
-        "memory_gib": target.memory_gib,
-        "usable_gib": target.usable_gib,
+        "memory_gib": slices.parse(slice_name).memory_gib_per_device,
+        "usable_gib": usable_gib,
     }
     start = time.monotonic()
     try:
@@ -94,7 +94,7 @@ def measure(path: str, overrides: list[str], slice_name: str, accumulation: int)
     memory = compiled.memory_analysis()
     peak = peak_bytes(compiled)
     return report | {
-        "fits": peak <= target.usable_gib * GIB,
+        "fits": peak <= usable_gib * GIB,
         "peak_gib": round(peak / GIB, 2),
         "peak": peak,
         "arguments": memory.argument_size_in_bytes,

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -170,32 +170,8 @@ def vocab_columns(platform: str) -> int:
     return 1536 if platform == "cpu" else 1 << 16
 
 
-class Slice(NamedTuple):
-    """A TPU slice whose limit of memory is known."""
-
-    topology: str  # as libtpu names it
-    memory_gib: float  # HBM of one JAX device
-    usable_gib: (
-        float  # of it, what libtpu 0.0.42 gives a program: its refusal of one that is too big names it
-    )
-
-
-def _slice(name: str, usable_gib: float) -> Slice:
-    kind = slices.parse(name)
-    return Slice(_topology(kind), kind.memory_gib_per_device, usable_gib)
-
-
-def _topology(kind: slices.SliceType) -> str:
-    generation = {"v7x": "tpu7x"}.get(kind.generation.name, kind.generation.name)
-    return f"{generation}:{kind.topology}"
-
-
-SLICES = {
-    "v3-8": _slice("v3-8", 15.48),
-    "v4-8": _slice("v4-8", 30.75),  # 4 devices
-    "v5e-8": _slice("v5e-8", 15.75),
-    "v6e-8": _slice("v6e-8", 31.25),
-}
+# HBM of one JAX device, GiB, that libtpu 0.0.42 gives a program: its refusal of one that is too big names it. v4-8: 4 devices.
+USABLE_GIB = {"v3-8": 15.48, "v4-8": 30.75, "v5e-8": 15.75, "v6e-8": 31.25}
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
@@ -212,10 +188,12 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
         )
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud which TPU this machine has
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is opened: nothing to lock
+    # as libtpu spells it
+    topology = f"{kind.generation.name.replace('v7x', 'tpu7x')}:{kind.topology}"
     options: dict[str, Any] = {}
     if kind.generation.devices_per_chip < kind.generation.cores_per_chip:
         options["chip_config_name"] = "megacore"
     if kind.hosts == 1:  # else libtpu gives every host four chips
         sizes = [int(size) for size in kind.topology.split("x")]
         options["chips_per_host_bounds"] = (*sizes, 1)[:3]
-    return topologies.get_topology_desc(platform="tpu", topology_name=_topology(kind), **options).devices
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices

@@ -65,6 +65,9 @@ class Existing:
             raise UserError(f"the hosts' environment {self.folder!r}: give its whole path")
 
 
+Python = Environment | Existing
+
+
 def pins() -> str:
     """A pip constraints file: the version of each distribution in this process's environment.
 

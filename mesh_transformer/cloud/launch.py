@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mesh_transformer.cloud.archive import Archive
-from mesh_transformer.cloud.environment import Environment, Existing
+from mesh_transformer.cloud.environment import Python
 from mesh_transformer.cloud.head import Head
 from mesh_transformer.cloud.login import pod_of, public_keys
 from mesh_transformer.cloud.pod import Access, Pod
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class Plan:
     """What a launch needs to know besides the TPU."""
 
-    environment: Environment | Existing
+    environment: Python
     access: Access  # with known_hosts "" the API tells the hosts' keys
     ray_arguments: tuple[str, ...] = ()  # of `ray start` on the hosts
     code: Archive | None = None  # None: what CHECKOUT holds at each launch

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from mesh_transformer.cloud import shell
 from mesh_transformer.cloud.archive import CHECKOUT, HASH_LETTERS, Archive, FolderArchive, code_archive
-from mesh_transformer.cloud.environment import Environment, Existing, pins
+from mesh_transformer.cloud.environment import Environment, Existing, Python, pins
 from mesh_transformer.cloud.head import read_token
 from mesh_transformer.cloud.pod import Host, Pod
 from mesh_transformer.cloud.shell import Home, Word, below
@@ -49,11 +49,7 @@ class Provisioned:
 
 
 def provision(
-    pod: Pod,
-    environment: Environment | Existing,
-    join: Join,
-    root: str = CHECKOUT,
-    code: Archive | None = None,
+    pod: Pod, environment: Python, join: Join, root: str = CHECKOUT, code: Archive | None = None
 ) -> Provisioned:
     """Bring the hosts to where Ray runs our code, joined to the driver, each with the resource `tpu_worker_<id>`.
 
@@ -116,7 +112,7 @@ def fetch_logs(pod: Pod, provisioned: Provisioned, folder: str) -> None:
         pod.run(command, [host.worker_id for host in pod.hosts if host.worker_id not in there])
 
 
-def _things(code: Archive, environment: Environment | Existing, root: str) -> Things:
+def _things(code: Archive, environment: Python, root: str) -> Things:
     """What the hosts need, each in a place named by its content."""
     things: Things = {"code": (f"{STATE}/code/{code.hash}", code)}
     if isinstance(environment, Environment):
@@ -177,13 +173,8 @@ def _join(pod: Pod, join: Join, ray: Word, code: str) -> None:
     ]
 
     def command(host: Host) -> str:
-        arguments = [
-            f"--address={join.head}",
-            f"--node-ip-address={host.address}",
-            f'--resources={{"tpu_worker_{host.worker_id}": 1}}',
-            "--disable-usage-stats",
-            *join.arguments,
-        ]
+        here = f"--node-ip-address={host.address}", f'--resources={{"tpu_worker_{host.worker_id}": 1}}'
+        arguments = (f"--address={join.head}", *here, "--disable-usage-stats", *join.arguments)
         start = shell.join("env", *settings, ray, "start", *arguments)
         fingerprint = hashlib.sha256(f"{start}{token}".encode()).hexdigest()[:HASH_LETTERS]
         run = shell.join("scripts/pod_ray.sh", "start", Home(STATE), fingerprint)

@@ -109,15 +109,10 @@ class Tpus:
         Raises:
             TpuFailed: a host has published none (yet), or the TPU was made without guest attributes.
         """
-        keys = {}
+        keys, doing = {}, f"reading the SSH host keys of TPU {tpu.name}"
         for host in tpu.hosts():
-            answer = call(
-                self._client.get_guest_attributes,
-                f"reading the SSH host keys of TPU {tpu.name}",
-                self.timing,
-                name=self._node_name(tpu.name),
-                worker_ids=[str(host.worker_id)],
-            )
+            asked = {"name": self._node_name(tpu.name), "worker_ids": [str(host.worker_id)]}
+            answer = call(self._client.get_guest_attributes, doing, self.timing, **asked)
             entries = [entry for found in answer.guest_attributes for entry in found.query_value.items]
             keys[host.worker_id] = [
                 f"{entry.key} {entry.value}"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.cluster import host
-from mesh_transformer.cluster.base import Job, Status
+from mesh_transformer.cluster.base import Job, Status, Variables
 from mesh_transformer.cluster.worker_process import WorkerProcess, read_log
 
 DRIVER_GONE_S = 5.0  # after which another driver may take over
@@ -68,14 +68,14 @@ class Agent:
 
     def coordinator(self, driver: str) -> str:
         """host:port where process 0 can listen."""
-        self._check(driver)
+        self._worker_of(driver)
         with socket.socket() as probe:
             probe.bind((self._address, 0))
             return f"{self._address}:{probe.getsockname()[1]}"
 
-    def start(self, driver: str, job: Job, environment: dict[str, str | None]) -> int:
+    def start(self, driver: str, job: Job, environment: Variables) -> int:
         """Run a job in a new process, after the end of the one before. Returns the size of the log before it."""
-        self._check(driver)
+        self._worker_of(driver)
         with self._lock:
             if self._worker is not None:
                 self._worker.kill()
@@ -88,8 +88,7 @@ class Agent:
 
     def status(self, driver: str, events_after: int, log_offset: int) -> dict[str, Any]:
         """What is known of the worker, with the events and the output behind what the driver has had."""
-        self._check(driver)
-        worker = self._worker
+        worker = self._worker_of(driver)
         if worker is None:
             return {"status": Status(self._id), "count": 0, "events": [], "offset": log_offset, "lines": []}
         found = worker.status()
@@ -99,19 +98,17 @@ class Agent:
 
     def feed(self, driver: str, number: int, rows: np.ndarray, state: Any, held: int) -> bool:
         """A batch for the worker; false if it has no room for it yet."""
-        self._check(driver)
-        worker = self._worker
+        worker = self._worker_of(driver)
         return worker is not None and worker.feed(number, rows, state, held)
 
     def stop(self, driver: str) -> None:
         """Let the worker save and end."""
-        self._check(driver)
-        if self._worker is not None:
-            self._worker.stop()
+        if worker := self._worker_of(driver):
+            worker.stop()
 
     def kill(self, driver: str) -> None:
         """End the worker at once."""
-        self._check(driver)
+        self._worker_of(driver)
         with self._lock:
             if self._worker is not None:
                 self._worker.kill()
@@ -125,10 +122,12 @@ class Agent:
         """The process of this agent."""
         return host.identify(os.getpid())
 
-    def _check(self, driver: str) -> None:
+    def _worker_of(self, driver: str) -> WorkerProcess | None:
+        """Raises TakenOver if the agent obeys another driver."""
         if driver != self._driver:
             raise TakenOver("another driver has taken this run over")
         self._asked = time.monotonic()
+        return self._worker
 
     def _lines(self, offset: int) -> tuple[int, list[str]]:
         """The whole lines of the log from `offset`, and where they end."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.cluster.agent import DRIVER_GONE_S
-from mesh_transformer.cluster.base import Event, Job, Poll, Status
+from mesh_transformer.cluster.base import Event, Job, Poll, Status, Variables
 from mesh_transformer.errors import UserError
 
 ANSWER_S = 3.0  # for a status
@@ -48,7 +48,7 @@ class AgentCluster(abc.ABC):
         environment: variables of the worker processes, on top of their host's own.
     """
 
-    def __init__(self, count: int, environment: dict[str, str | None] | None = None):
+    def __init__(self, count: int, environment: Variables | None = None):
         self.count, self._environment = count, environment or {}
         self._driver = uuid.uuid4().hex
         self._known: list[_Known] = []
@@ -146,7 +146,7 @@ class AgentCluster(abc.ABC):
         """Ask the job to save and end: SIGTERM to every worker process."""
         self._order("stop")
 
-    def _variables(self, worker_id: int, coordinator: Any) -> dict[str, str | None]:
+    def _variables(self, worker_id: int, coordinator: Any) -> Variables:
         """One mesh of all processes; a single process is one without further ado."""
         alone = self.count == 1 or isinstance(coordinator, NoAnswer)
         values = (None, None, None) if alone else (coordinator, str(self.count), str(worker_id))

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from mesh_transformer import files
@@ -94,6 +95,7 @@ class Status:
     job_key: str | None = None
 
 
+Variables = Mapping[str, str | None]  # of the environment, on top of what is there; None removes one
 Event = dict[str, Any]  # {"kind": "metrics", ...}: see worker.py
 
 

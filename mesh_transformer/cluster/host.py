@@ -152,11 +152,8 @@ class Process(NamedTuple):
 
 def identify(pid: int) -> Process | None:
     """The process that has this number now; None if there is none, or the system has no /proc."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return Process(pid, int(file.read().rpartition(b")")[2].split()[19]))
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    stat = _of_proc(pid, "stat")
+    return Process(pid, int(stat.rpartition(b")")[2].split()[19])) if stat else None
 
 
 def kill(processes: Sequence[Process]) -> list[int]:
@@ -179,24 +176,25 @@ def _kill(pid: int, proven: Callable[[], bool]) -> bool:
     """The number is looked at behind a handle of the process: it cannot pass on between the look and the signal."""
     if pid <= 1 or pid == os.getpid() or not hasattr(os, "pidfd_open"):
         return False
-    try:
+    with contextlib.suppress(OSError, OverflowError):
         handle = os.pidfd_open(pid)
-    except (OSError, OverflowError):
-        return False
-    try:
-        if not proven():
-            return False
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
-        return True
-    except (ProcessLookupError, PermissionError):
-        return False
-    finally:
-        os.close(handle)
+        try:
+            if proven():
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                return True
+        finally:
+            os.close(handle)
+    return False
 
 
 def _command_line(pid: int) -> list[bytes]:
+    return _of_proc(pid, "cmdline").removesuffix(b"\0").split(b"\0")
+
+
+def _of_proc(pid: int, name: str) -> bytes:
+    """A file of /proc about a process; empty where there is no such process, or no /proc."""
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read().removesuffix(b"\0").split(b"\0")
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return []
+        return b""

@@ -63,8 +63,4 @@ def _generate(config: Config, arguments: dict[str, Any], observer: Observer, _: 
     return Outcome(0, [[dataclasses.asdict(sample) for sample in samples] for samples in answers])
 
 
-JOBS: dict[str, Callable[[Config, dict[str, Any], Observer, OpenFeed], Outcome]] = {
-    "train": _train,
-    "evaluate": _evaluate,
-    "generate": _generate,
-}
+JOBS = {"train": _train, "evaluate": _evaluate, "generate": _generate}

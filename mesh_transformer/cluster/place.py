@@ -155,11 +155,10 @@ class Place:
     def open(self, config: Config) -> Iterator[tuple[AgentCluster, Hosts]]:
         """The cluster for a run with this config. Nothing is ended on the way out: workers outlive their driver."""
         name = run_name(config)
-        environment: dict[str, str | None] = {**self.variables}
         if self.processes is not None:
             if any(map(files.is_remote, (config.checkpoint.root, config.data.train_set or ""))):
                 files.check_credentials()  # the workers have this machine's
-            yield ProcessCluster(name, self.processes, environment), Hosts()
+            yield ProcessCluster(name, self.processes, self.variables), Hosts()
             return
         if importlib.util.find_spec("ray") is None:  # before a TPU costs anything
             raise UserError("--tpu and --ray-address need Ray: pip install -r requirements.txt")
@@ -169,9 +168,9 @@ class Place:
         from mesh_transformer.cluster.ray_cluster import RayCluster
 
         if made is None:
-            yield RayCluster(name, str(self.ray_address), environment=environment), Hosts()
+            yield RayCluster(name, str(self.ray_address), None, Hosts(), self.variables), Hosts()
         else:
-            yield RayCluster(name, made.address, made.count, made, environment), made
+            yield RayCluster(name, made.address, made.count, made, self.variables), made
 
     def _launch(self, config: Config) -> Any:
         """The slice, with Ray on its hosts."""

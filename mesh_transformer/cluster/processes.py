@@ -11,12 +11,13 @@ from typing import Any
 from mesh_transformer.cluster import host
 from mesh_transformer.cluster.agent import Agent, TakenOver
 from mesh_transformer.cluster.agents import AgentCluster, NoAnswer
+from mesh_transformer.cluster.base import Variables
 
 
 class ProcessCluster(AgentCluster):
     """Agents in the driver's own process. Each worker has the devices that the environment gives to any process here."""
 
-    def __init__(self, run: str, count: int, environment: dict[str, str | None] | None = None):
+    def __init__(self, run: str, count: int, environment: Variables | None = None):
         super().__init__(count, environment)
         self._run = run
         self._agents: list[Agent] = []

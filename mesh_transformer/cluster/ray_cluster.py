@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mesh_transformer.cluster import host
 from mesh_transformer.cluster.agent import Agent, TakenOver
 from mesh_transformer.cluster.agents import AgentCluster, NoAnswer
-from mesh_transformer.cluster.base import Hosts, HostsMissing, Poll
+from mesh_transformer.cluster.base import Hosts, HostsMissing, Poll, Variables
 from mesh_transformer.cluster.host import Process
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
@@ -57,29 +57,29 @@ class RayCluster(AgentCluster):
         UserError: there is no such cluster, or none of its nodes is a numbered host.
     """
 
-    def __init__(
-        self,
-        run: str,
-        address: str,
-        count: int | None = None,
-        hosts: Hosts | None = None,
-        environment: dict[str, str | None] | None = None,
-    ):
-        _connect(address)
-        found = _nodes()
+    def __init__(self, run: str, address: str, count: int | None, hosts: Hosts, environment: Variables):
+        found = self._join(address)
         if count is None and not found:
             raise UserError(
                 f"no node of the Ray cluster {address} says which host it is: start each with "
                 f"ray start --resources='{{\"{RESOURCE}0\": 1}}' (1, 2 ... on the others), as docs/driver.md shows"
             )
-        super().__init__(count or max(found) + 1, {**_RAYS_OWN, **(environment or {})})
-        self._run, self._hosts = run, hosts or Hosts()
-        self._address, self._own_node = _addresses()
-        self._head_answered = time.monotonic()
+        super().__init__(count or max(found) + 1, {**_RAYS_OWN, **environment})
+        self._run, self._hosts = run, hosts
         self._actors: list[Any] = []
         self._processes: list[Process | None] = [None] * self.count  # of the agents
         self._places: dict[int, Any] = {}  # node ids
         self._waiting: dict[int, Any] = {}  # status calls without an answer yet
+
+    def _join(self, address: str) -> dict[int, dict[str, Any]]:
+        """Be in the cluster at an address. Returns the living nodes that are numbered hosts."""
+        _connect(address)
+        context, nodes = ray.get_runtime_context(), ray.nodes()
+        own = next(node for node in nodes if node["NodeID"] == context.get_node_id())
+        self._address = str(context.gcs_address)
+        self._own_node = f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}"
+        self._head_answered = time.monotonic()
+        return _numbered(nodes)
 
     def poll(self) -> Poll:
         if (gone := self._head_gone()) is None:
@@ -107,12 +107,9 @@ class RayCluster(AgentCluster):
 
     def _open(self) -> None:
         try:
-            _connect(self._address)
-            nodes = _nodes()
-            self._address, self._own_node = _addresses()
+            nodes = self._join(self._address)
         except (UserError, RayError) as error:
             raise HostsMissing(_line(error)) from error
-        self._head_answered = time.monotonic()
         if missing := [i for i in range(self.count) if i not in nodes]:
             told = f"{len(missing)} of {self.count} are not in the Ray cluster: numbers {missing}"
             raise HostsMissing(told)
@@ -195,7 +192,7 @@ def _on(node_id: str) -> dict[str, Any]:
 
 
 # What Ray sets for its own workers and would limit ours.
-_RAYS_OWN: dict[str, str | None] = {"OMP_NUM_THREADS": None}
+_RAYS_OWN: Variables = {"OMP_NUM_THREADS": None}
 
 
 def _connect(address: str) -> None:
@@ -221,17 +218,10 @@ def _reach(address: str, timeout_s: float) -> None:
         socket.create_connection((host, int(port)), timeout_s).close()
 
 
-def _addresses() -> tuple[str, str]:
-    """Of the head, and of the node through which this driver is in the cluster."""
-    context = ray.get_runtime_context()
-    own = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
-    return str(context.gcs_address), f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}"
-
-
-def _nodes() -> dict[int, dict[str, Any]]:
+def _numbered(nodes: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """The living nodes that are numbered hosts."""
     numbered, labelled = {}, {}
-    for node in ray.nodes():
+    for node in nodes:
         if node["Alive"]:
             for name in node["Resources"]:
                 if match := re.fullmatch(rf"{RESOURCE}(\d+)", name):

@@ -49,7 +49,10 @@ class StreamedFeed:
         self._changed = threading.Condition()
 
     def __next__(self) -> np.ndarray:
-        self._ask()
+        if not self._asked:
+            self._asked = True
+            needed = {"rows": list(self._rows), "microbatch": self._microbatch, "state": self._state}
+            self._tell({"kind": "feed", **needed})
         number = self._taken
         with self._changed:
             while not self._may_take(number):
@@ -87,12 +90,6 @@ class StreamedFeed:
         with self._changed:
             self._left = self._left or time.monotonic()
             self._changed.notify_all()
-
-    def _ask(self) -> None:
-        if not self._asked:
-            self._asked = True
-            needed = {"rows": list(self._rows), "microbatch": self._microbatch, "state": self._state}
-            self._tell({"kind": "feed", **needed})
 
     def _may_take(self, number: int) -> bool:
         released = 0 if self._left is None else int((time.monotonic() - self._left) / RELEASE_S)

@@ -13,7 +13,7 @@ import time
 from mesh_transformer.cloud import head
 from mesh_transformer.cloud.api import Timing, pauses
 from mesh_transformer.cloud.archive import CHECKOUT, code_archive
-from mesh_transformer.cloud.environment import Environment, Existing
+from mesh_transformer.cloud.environment import Environment, Existing, Python
 from mesh_transformer.cloud.launch import Plan, launch
 from mesh_transformer.cloud.login import public_keys
 from mesh_transformer.cloud.pod import Access, Pod
@@ -45,15 +45,7 @@ class TpuSlice(Hosts):
         UserError: an argument is wrong, or there are no credentials.
     """
 
-    def __init__(
-        self,
-        name: str,
-        zone: str,
-        kind: str,
-        tier: Tier,
-        environment: Environment | Existing,
-        access: Access,
-    ):
+    def __init__(self, name: str, zone: str, kind: str, tier: Tier, environment: Python, access: Access):
         self._tpus = Tpus(zone)
         self._request = Request(name, parse(kind), tier=tier, ssh_keys=public_keys(access))
         # hosts that come later get this driver's code, whatever is edited meanwhile
@@ -97,7 +89,7 @@ class TpuSlice(Hosts):
                 time.sleep(pause_s)
 
 
-def environment_of(existing: str | None, wheelhouse: str | None) -> Environment | Existing:
+def environment_of(existing: str | None, wheelhouse: str | None) -> Python:
     """The Python of the hosts.
 
     Args:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from mesh_transformer import files, logs
 from mesh_transformer.cluster.base import Job
@@ -23,39 +24,24 @@ _OURS = re.compile(
 )
 
 
-def run(
-    config_path: str,
-    overrides: Sequence[str],
-    place: Place,
-    *,
-    new: bool = False,
-    yes: bool = False,
-    version: int = 1,
-    tune_model_path: str | None = None,
-    fresh_opt: bool = False,
-) -> int:
+def run(given: argparse.Namespace) -> int:
     """Train as train.py's arguments say. Returns the process's exit code.
 
-    Args:
-        new: delete what the run has left, and begin afresh.
-        yes: do not ask before that.
-        version: of the original program: how a replica is split over its cores.
-        tune_model_path, fresh_opt: as `runtime.start.Source`.
-
     Raises:
-        UserError: the options do not go together, or the config, the place, the data or a checkpoint cannot be used.
+        UserError: the arguments do not go together, or the config, the place, the data or a checkpoint cannot be used.
         RunError: the loss is not finite, or the workers crash again and again.
     """
-    if fresh_opt and not tune_model_path:
+    place = Place.of(given)
+    source = {"tune_model_path": given.tune_model_path, "fresh_opt": given.fresh_opt}
+    if given.fresh_opt and not given.tune_model_path:
         raise UserError("--fresh-opt drops the Adam moments of --tune-model-path: give that too")
     logs.set_up()
-    config = as_version(load_config(config_path, overrides), version)
-    if new:
-        delete_old_run(config, yes=yes, before=lambda: place.end_workers(config))
-    job = Job.of("train", config, tune_model_path=tune_model_path, fresh_opt=fresh_opt)
-    code, ended = place.run(job, config)
+    config = as_version(load_config(given.config, given.overrides), given.version)
+    if given.new:
+        delete_old_run(config, yes=given.yes, before=lambda: place.end_workers(config))
+    code, ended = place.run(Job.of("train", config, **source), config)
     if ended is not None:
-        log.info("%s", Ending(**ended).told(config_path, overrides))
+        log.info("%s", Ending(**ended).told(given.config, given.overrides))
     elif code:
         log.info("stopped; the same command goes on from the newest checkpoint")
     return code

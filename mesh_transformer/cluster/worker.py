@@ -1,7 +1,7 @@
 """A worker process: runs one job in its main thread and tells its agent about it.
 
 Its first message is (job, run, worker_id). What it tells, besides {"kind": "alive", "at_work"} every second:
-{"kind": "begun", ...}, {"kind": "phase", "name", "step"}, {"kind": "metrics", "step", "scalars"}, what
+{"kind": "begun", "begun"}, {"kind": "phase", "name", "step"}, {"kind": "metrics", "step", "scalars"}, what
 `stream.StreamedFeed` tells, and at last {"kind": "result", "value"} or {"kind": "error", "error"}. What it is told: the
 arguments of `StreamedFeed.put`, and "leave".
 
@@ -87,7 +87,7 @@ class Worker(Observer):
 
         chips = len({(d.process_index, *getattr(d, "coords", (d.id,))) for d in jax.devices()})
         told = {"step": step, "total": total, "steps_redone": steps_redone, "chips": chips}
-        self._tell({"kind": "begun", **told})
+        self._tell({"kind": "begun", "begun": told})
 
     def phase(self, name: str, step: int) -> None:
         self._tell({"kind": "phase", "name": name, "step": step})

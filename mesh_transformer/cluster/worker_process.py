@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mesh_transformer.cluster import host
-from mesh_transformer.cluster.base import Event, Job, Status, WorkerError
+from mesh_transformer.cluster.base import Event, Job, Status, Variables
 from mesh_transformer.cluster.stream import DEPTH, may_take
 
 CODE = Path(__file__).resolve().parents[2]  # the folder in which the package lies
@@ -33,16 +34,13 @@ class WorkerProcess:
         log: where its output goes, open for appending and reading.
     """
 
-    def __init__(self, job: Job, run: str, worker_id: int, environment: dict[str, str | None], log: BinaryIO):
-        self.job, self._id, self._log = job, worker_id, log
+    def __init__(self, job: Job, run: str, worker_id: int, environment: Variables, log: BinaryIO):
+        self._log = log
         self._events: list[Event] = []
         self._forgotten = 0  # events that the driver has had
         self._changed, self._sending = threading.Condition(), threading.Lock()
         self._taken, self._given, self._wants_data = 0, 0, False
-        self._phase, self._step, self._slowest = "start", 0, 0.0
         self._beat = self._alive = self._sign = self._phase_began = time.monotonic()
-        self._error: WorkerError | None = None
-        self._begun: Event | None = None
         self._pipe, theirs = multiprocessing.Pipe()
         name = host.worker_name(run, worker_id)  # by which `host` knows it
         with theirs:
@@ -56,7 +54,8 @@ class WorkerProcess:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C in the driver's terminal is the driver's
             )
-        self._identity = host.identify(self._process.pid)
+        process = host.identify(self._process.pid)
+        self._known = Status(worker_id, "running", process=process, job_key=job.key)
         self._send((job, run, worker_id))
         self._thread = threading.Thread(target=self._listen, name=f"worker-{worker_id}", daemon=True)
         self._thread.start()
@@ -70,24 +69,16 @@ class WorkerProcess:
         """What its host knows of it."""
         running, now = self.running, time.monotonic()
         with self._changed:
-            if self._phase == "data" and self._wants_data and not may_take(self._given, self._taken):
+            if self._known.phase == "data" and self._wants_data and not may_take(self._given, self._taken):
                 self._sign = now
-            return Status(
-                self._id,
-                "running" if running else "ended",
-                process=self._identity,
-                exit_code=None if running else self._process.returncode,
-                phase=self._phase,
-                step=self._step,
-                beat_age_s=now - self._beat,
-                idle_s=now - self._sign,
-                alive_age_s=now - self._alive,
-                slowest_step_s=self._slowest,
-                error=self._error,
-                begun=self._begun,
-                tail="" if running else read_log(self._log, -TAIL_BYTES, TAIL_BYTES).decode(errors="replace"),
-                job_key=self.job.key,
+            beat_age_s, idle_s, alive_age_s = now - self._beat, now - self._sign, now - self._alive
+            found = dataclasses.replace(
+                self._known, beat_age_s=beat_age_s, idle_s=idle_s, alive_age_s=alive_age_s
             )
+        if running:
+            return found
+        tail = read_log(self._log, -TAIL_BYTES, TAIL_BYTES).decode(errors="replace")
+        return dataclasses.replace(found, state="ended", exit_code=self._process.returncode, tail=tail)
 
     def events(self, after: int) -> tuple[int, list[Event]]:
         """The events behind the first `after`, which are forgotten, and the count of all."""
@@ -144,22 +135,22 @@ class WorkerProcess:
                 self._pipe.close()
 
     def _note(self, event: Event) -> None:
-        now, kind = time.monotonic(), event["kind"]
+        now, kind, known = time.monotonic(), event["kind"], self._known
         self._alive = now
         if kind == "alive":
             self._sign = now if event["at_work"] else self._sign
             return
         self._beat = self._sign = now
         if kind == "phase":
-            if self._phase == "step":
-                self._slowest = max(FADING * self._slowest, now - self._phase_began)
-            self._phase, self._step, self._phase_began = event["name"], event["step"] or self._step, now
+            phase, step, slowest_step_s = event["name"], event["step"] or known.step, known.slowest_step_s
+            if known.phase == "step":
+                slowest_step_s = max(FADING * slowest_step_s, now - self._phase_began)
+            self._known = dataclasses.replace(known, phase=phase, step=step, slowest_step_s=slowest_step_s)
+            self._phase_began = now
         elif kind == "taken":
             self._taken = event["count"]
-        elif kind == "begun":
-            self._begun = event
-        elif kind == "error":
-            self._error = event["error"]
+        elif kind in ("begun", "error"):
+            self._known = dataclasses.replace(known, **{kind: event[kind]})
         elif len(self._events) < EVENTS_KEPT:
             self._wants_data |= kind == "feed"
             self._events.append(event)
@@ -171,7 +162,7 @@ def read_log(log: BinaryIO, offset: int, size: int) -> bytes:
     return os.pread(log.fileno(), size, offset if offset >= 0 else max(0, end + offset))
 
 
-def _environment(changes: dict[str, str | None]) -> dict[str, str]:
+def _environment(changes: Variables) -> dict[str, str]:
     """This process's variables with changes, and the package first on the path."""
     merged = {**os.environ, "PYTHONUNBUFFERED": "1", **changes}
     merged["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CODE), merged.get("PYTHONPATH")]))

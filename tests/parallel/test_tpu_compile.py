@@ -65,11 +65,11 @@ def test_the_6b_fine_tuning_step_fits_a_v3_core():
     assert config.mesh.tp == 8
     assert config.optimizer.gradient_accumulation_steps == 16
     peak = peak_bytes(_compile(config)) / 2**30
-    assert 8.4 < peak < platforms.SLICES[SLICE].usable_gib  # 8.4: parameters and moments alone
+    assert 8.4 < peak < platforms.USABLE_GIB[SLICE]  # 8.4: parameters and moments alone
 
 
 def test_the_compiler_refuses_two_layers_more():
-    """Its own limit is the one of platforms.SLICES, and what it counts is what `peak_bytes` counts."""
+    """Its own limit is the one of platforms.USABLE_GIB, and what it counts is what `peak_bytes` counts."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"exceeds available HBM \(15\.48G\)"):
         _compile(load_config(str(CONFIG), ["model.layers=30"]))
 
