@@ -50,14 +50,9 @@ def open_binary(path: str, mode: str = "rb") -> IO[bytes]:
             return open(path, mode)  # noqa: SIM115  (the caller closes it)
         except FileNotFoundError as error:
             raise UserError(f"no such file: {path}") from error
-    import smart_open
-    from google.api_core.exceptions import NotFound
-
-    params = {"client": _gcs_client(), "blob_open_kwargs": {"retry": _retry()}}
-    try:
-        return smart_open.open(path, mode, compression="disable", transport_params=params)
-    except NotFound as error:
-        raise UserError(f"no such object: {path}") from error
+    if mode == "rb":
+        return _existing_blob(path).open("rb", retry=_retry())
+    return _blob(path).open(mode, ignore_flush=True, retry=_retry())
 
 
 def exists(path: str) -> bool:
@@ -77,14 +72,7 @@ def size(path: str) -> int:
         if not os.path.isfile(path):
             raise UserError(f"no such file: {path}")
         return os.path.getsize(path)
-    from google.api_core.exceptions import NotFound
-
-    blob = _blob(path)
-    try:
-        blob.reload(retry=_retry())
-    except NotFound as error:
-        raise UserError(f"no such object: {path}") from error
-    return int(blob.size)
+    return int(_existing_blob(path).size)
 
 
 def read_range(path: str, start: int, length: int) -> bytes:
@@ -99,18 +87,14 @@ def read_range(path: str, start: int, length: int) -> bytes:
         with open_binary(path) as file:
             file.seek(start)
             return file.read(length)
-    from google.api_core.exceptions import NotFound, RequestRangeNotSatisfiable
+    from google.api_core.exceptions import RequestRangeNotSatisfiable
 
+    span = {"start": start, "end": start + length - 1, "raw_download": True, "checksum": None}
     try:
-        return bytes(
-            _blob(path).download_as_bytes(
-                start=start, end=start + length - 1, raw_download=True, checksum=None, retry=_retry()
-            )
-        )
+        with _missing_explained(path):
+            return bytes(_blob(path).download_as_bytes(**span, retry=_retry()))
     except RequestRangeNotSatisfiable:
         return b""
-    except NotFound as error:
-        raise UserError(f"no such object: {path}") from error
 
 
 def read_into(path: str, start: int, buffer: memoryview) -> int:
@@ -224,15 +208,31 @@ def _remove_blobs(blobs: list[Any]) -> None:
     from google.api_core.exceptions import NotFound
 
     for blob in blobs:
-        try:
+        with contextlib.suppress(NotFound):
             blob.delete(retry=_retry())
-        except NotFound:
-            continue
 
 
 def _blob(path: str) -> Any:
     bucket, _, name = path.removeprefix("gs://").partition("/")
     return _gcs_client().bucket(bucket).blob(name)
+
+
+def _existing_blob(path: str) -> Any:
+    """An object with its size known."""
+    blob = _blob(path)
+    with _missing_explained(path):
+        blob.reload(retry=_retry())
+    return blob
+
+
+@contextlib.contextmanager
+def _missing_explained(path: str) -> Iterator[None]:
+    from google.api_core.exceptions import NotFound
+
+    try:
+        yield
+    except NotFound as error:
+        raise UserError(f"no such object: {path}") from error
 
 
 def _split_folder(path: str) -> tuple[str, str]:

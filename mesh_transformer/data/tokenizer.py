@@ -31,41 +31,29 @@ _FILES = (
 
 
 class Tokenizer(Protocol):
-    """What the rest of the program needs of a tokenizer."""
+    """What the rest of the program needs of a tokenizer.
 
-    @property
-    def n_vocab(self) -> int:
-        """Ids are 0..n_vocab - 1."""
-        ...
+    Ids are 0..n_vocab - 1, and `eot` ends a document. `fingerprint` is the same for tokenizers that give the same ids.
+    """
 
-    @property
-    def eot(self) -> int:
-        """The id that ends a document."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """The same for tokenizers that give the same ids."""
-        ...
+    n_vocab: int
+    eot: int
+    fingerprint: str
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`; the names of special tokens in it become their ids."""
-        ...
 
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, names of special tokens taken as ordinary characters."""
-        ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens and ids outside the vocabulary."""
-        ...
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text that it does not begin; perhaps a part of a character.
 
         A special token has its name, an id outside the vocabulary nothing.
         """
-        ...
 
 
 class ByteTokenizer:
@@ -108,13 +96,11 @@ class HubTokenizer:
 
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
         self._backend.encode_special_tokens = True
+        valid = [_valid(text) for text in texts]
         try:
-            encoded = self._backend.encode_batch_fast(
-                [_valid(text) for text in texts], add_special_tokens=False
-            )
+            return [found.ids for found in self._backend.encode_batch_fast(valid, add_special_tokens=False)]
         finally:
             self._backend.encode_special_tokens = False
-        return [e.ids for e in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         known = [i for i in map(int, ids) if 0 <= i < self.n_vocab]
@@ -151,7 +137,7 @@ def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
     spec = spec or "gpt2"
     if is_remote(spec):
         with tempfile.TemporaryDirectory() as copy:
-            _fetch(spec, copy)
+            _copy(spec, copy, _FILES)
             return _from_folder(copy, spec)
     if os.path.isdir(spec):
         return _from_folder(spec, spec)
@@ -167,10 +153,7 @@ def save_tokenizer(spec: str, folder: str) -> None:
         UserError: there is no such tokenizer.
     """
     source = spec if is_remote(spec) or os.path.isdir(spec) else _download(spec)
-    for name in _FILES:
-        if name != "config.json" and exists(join(source, name)):
-            with open_binary(join(source, name)) as file, open_binary(join(folder, name), "wb") as copy:
-                shutil.copyfileobj(file, copy)
+    _copy(source, folder, [name for name in _FILES if name != "config.json"])
 
 
 _WAY_OUT = (
@@ -183,12 +166,12 @@ def _has_tokenizer(folder: str) -> bool:
     return any(exists(join(folder, name)) for name in ("tokenizer.json", "vocab.json"))
 
 
-def _fetch(folder: str, target: str) -> None:
-    """Copy the tokenizer files of a `gs://` folder."""
-    for name in _FILES:
-        if exists(join(folder, name)):
-            with open_binary(join(folder, name)) as source, open(os.path.join(target, name), "wb") as copy:
-                shutil.copyfileobj(source, copy)
+def _copy(source: str, target: str, names: Iterable[str]) -> None:
+    """Copy those of the files that are there; both folders may be on gs://."""
+    for name in names:
+        if exists(join(source, name)):
+            with open_binary(join(source, name)) as file, open_binary(join(target, name), "wb") as copy:
+                shutil.copyfileobj(file, copy)
 
 
 def _download(name: str) -> str:
@@ -257,16 +240,10 @@ def _eot_id(backend: Any, tokenizer: Any, name: str) -> int:
 
 @functools.cache
 def _byte_level() -> dict[str, int]:
-    """The byte that each character stands for in the token names of byte-level vocabularies, such as GPT-2's.
+    """The byte that each character stands for in the token names of byte-level vocabularies, such as GPT-2's."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    Bytes whose character is fit to print stand for themselves, the others for the alphabet's other characters, in order.
-    """
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    alphabet = set(ByteLevel.alphabet())
-    others = sorted(c for c in alphabet if ord(c) > 255)
-    unprintable = [byte for byte in range(256) if chr(byte) not in alphabet]
-    return {chr(b): b for b in range(256) if chr(b) in alphabet} | dict(zip(others, unprintable, strict=True))
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _valid(text: str) -> str:
