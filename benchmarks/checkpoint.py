@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from common import config_of
 
 
 def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
@@ -13,13 +15,11 @@ def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
     import jax
 
     from mesh_transformer.checkpoint.store import CheckpointStore
-    from mesh_transformer.config import load_config
     from mesh_transformer.runtime.convert import to_hf
     from mesh_transformer.runtime.session import Session
 
-    config = load_config(arguments.config, arguments.overrides)
     store = CheckpointStore(str(folder / "native"))
-    placement = Session.open(config).placement
+    placement = Session.open(config_of(arguments)).placement
     params = jax.jit(placement.model.init, out_shardings=placement.shardings)(jax.random.key(0))
     store.save(1, {"step": np.int32(1), "params": params}, {})
     store.close()
@@ -28,6 +28,15 @@ def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
     if arguments.peers == "all":
         convert_to_ctranslate2(folder)
     return str(folder / "native")
+
+
+def load_torch(folder: str) -> Any:
+    """The Hugging Face form in torch, on the GPU if there is one."""
+    import torch
+    from transformers import GPTJForCausalLM
+
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    return GPTJForCausalLM.from_pretrained(f"{folder}/hf", dtype=dtype).to(device).eval()
 
 
 def convert_to_ctranslate2(folder: Path) -> None:

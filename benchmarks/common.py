@@ -9,56 +9,92 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
-QUIET_LOAD = 1.0  # of the last minute, before a run: more than this is other people's work
 
 
-def in_turn(commands: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Run every command once, then all again, `rounds` times; each prints one JSON object as its last line.
-
-    Raises:
-        RuntimeError: a command failed; its output went to standard error.
-    """
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
-    for number in range(rounds):
-        for name, command in commands.items():
-            load = os.getloadavg()[0]
-            child = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False)
-            if child.returncode:
-                raise RuntimeError(f"{name}: exit code {child.returncode}: {' '.join(command)}")
-            result = json.loads(child.stdout.splitlines()[-1])
-            results[name].append(result)
-            say(f"round {number + 1}/{rounds}, load before {load:.1f}: {name} {json.dumps(result)}")
-    return results
-
-
-def this_script(script: str, *arguments: str) -> list[str]:
-    """The command that runs `script` again, with these arguments, as a child."""
-    return [sys.executable, script, *arguments]
+Worker = Callable[[argparse.Namespace], Mapping[str, Any]]
 
 
 def parser(
-    description: str | None, *, config: str = "70M", workers: Sequence[str] = ()
+    description: str | None, *, config: str | None = "70M", rounds: int | None = 5
 ) -> argparse.ArgumentParser:
-    """--config, --set, --rounds, and the hidden --worker by which a benchmark runs one of its own parts."""
+    """With --config and --set, and --rounds; without them where they are None."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--config", default=str(REPO / f"configs/{config}.json"))
-    made.add_argument("--set", action="append", default=[], dest="overrides", metavar="group.key=value")
-    made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--worker", choices=list(workers), help=argparse.SUPPRESS)
+    if config is not None:
+        made.add_argument("--config", default=str(REPO / f"configs/{config}.json"))
+        made.add_argument("--set", action="append", default=[], dest="overrides", metavar="group.key=value")
+    if rounds is not None:
+        made.add_argument("--rounds", type=int, default=rounds)
     return made
 
 
-def of_config(arguments: argparse.Namespace) -> list[str]:
-    """--config and --set again, for a child."""
-    return ["--config", arguments.config, *(part for item in arguments.overrides for part in ("--set", item))]
+def parse(made: argparse.ArgumentParser, workers: Mapping[str, Worker]) -> argparse.Namespace:
+    """The command line. A process that `child` has started does its part instead, prints the result, and ends."""
+    made.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
+    arguments = made.parse_args()
+    if arguments.worker:
+        given = argparse.Namespace(**arguments.worker)
+        emit(workers[given.worker](given))
+        raise SystemExit
+    return arguments
+
+
+def child(arguments: argparse.Namespace, **changes: Any) -> dict[str, Any]:
+    """What a process of its own finds: this script with these arguments and changes, one of which names its `worker`.
+
+    Raises:
+        RuntimeError: it failed; its output went to standard error.
+    """
+    given = json.dumps({**vars(arguments), **changes})
+    command = [sys.executable, os.path.abspath(sys.argv[0]), "--worker", given]
+    done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {' '.join(command)}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def in_turn(
+    arguments: argparse.Namespace, children: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Run every child, which is told by its changes, once, then all again, for --rounds times."""
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in children}
+    for number in range(arguments.rounds):
+        for name, changes in children.items():
+            load = os.getloadavg()[0]
+            results[name].append(child(arguments, **changes))
+            text = json.dumps(results[name][-1])
+            say(f"round {number + 1}/{arguments.rounds}, load before {load:.1f}: {name} {text}")
+    return results
+
+
+def config_of(arguments: argparse.Namespace) -> Any:
+    """What --config and --set say."""
+    from mesh_transformer.config import load_config
+
+    return load_config(arguments.config, arguments.overrides)
+
+
+def medians(records: Sequence[Mapping[str, Any]], *keys: str) -> dict[str, float]:
+    """The medians of some figures of all rounds; of all figures if none is named."""
+    return {key: median([record[key] for record in records]) for key in keys or records[0]}
+
+
+def seconds_of(call: Callable[[], object], count: int) -> list[float]:
+    """The seconds that each of some calls takes, one after the other."""
+    seconds = []
+    for _ in range(count):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def median(values: Sequence[float]) -> float:
@@ -74,17 +110,13 @@ def peak_memory_mib() -> int:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    versions = {}
-    for package in ("jax", "jaxlib", "torch", "transformers"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    there = {package.name: package.version for package in metadata.distributions()}
+    packages = ("jax", "jaxlib", "torch", "transformers")
     return {
         "cores": os.cpu_count(),
         "processor": _processor(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {name: there[name] for name in packages if name in there},
         "load_at_end": round(os.getloadavg()[0], 2),
     }
 
@@ -93,6 +125,11 @@ def emit(result: Mapping[str, Any]) -> None:
     """One line of JSON on standard output."""
     sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
+
+
+def report(result: Mapping[str, Any]) -> None:
+    """A result, with the machine that it was measured on, as one line of JSON."""
+    emit({**result, "machine": machine()})
 
 
 def end(differences: Sequence[str]) -> None:

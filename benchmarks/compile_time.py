@@ -16,48 +16,30 @@ import sys
 import tempfile
 import time
 
-from common import REPO, emit, in_turn, machine, median, say, this_script
+from common import REPO, config_of, in_turn, medians, parse, parser, report, say
 
 LAYERS = (2, 24)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", default=str(REPO / "configs/125M.json"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.layers:
-        emit(compile_once(arguments.config, arguments.layers))
-        return
+    arguments = parse(parser(__doc__, config="125M"), {"compile": compile_once})
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    commands = {
-        str(n): this_script(__file__, "--layers", str(n), "--config", arguments.config) for n in LAYERS
-    }
-    runs = in_turn(commands, arguments.rounds)
-    seconds = {name: median([run["seconds"] for run in records]) for name, records in runs.items()}
+    given = arguments.overrides
+    children = {str(n): {"worker": "compile", "overrides": [*given, f"model.layers={n}"]} for n in LAYERS}
+    runs = in_turn(arguments, children)
     del os.environ["JAX_ENABLE_COMPILATION_CACHE"]
-    emit(
-        {
-            "benchmark": "compile_time",
-            "config": arguments.config,
-            "seconds": seconds,
-            "ratio": round(seconds[str(LAYERS[1])] / seconds[str(LAYERS[0])], 3),
-            "starts": starts(),
-            "machine": machine(),
-        }
-    )
+    seconds = {name: medians(records)["seconds"] for name, records in runs.items()}
+    few, many = seconds.values()
+    result = {"benchmark": "compile_time", "config": arguments.config, "seconds": seconds}
+    report({**result, "ratio": round(many / few, 3), "starts": starts()})
 
 
-def compile_once(config_path: str, layers: int) -> dict[str, float]:
+def compile_once(arguments: argparse.Namespace) -> dict[str, float]:
     """Trace, lower and compile the step; nothing is allocated."""
-    from mesh_transformer.config import load_config
     from mesh_transformer.runtime.session import Session
     from mesh_transformer.train.step import TrainProgram, compile_step
 
-    config = load_config(config_path, [f"model.layers={layers}"])
+    config = config_of(arguments)
     session = Session.open(config)
     began = time.perf_counter()
     program = TrainProgram(session.placement, config)

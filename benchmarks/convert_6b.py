@@ -11,28 +11,25 @@ not the page cache. Prints one JSON object a line. Needs Linux and room for thre
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shutil
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from common import child, config_of, emit, parse, parser, peak_memory_mib
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))
-
-from mesh_transformer.checkpoint.classic import ClassicSource  # noqa: E402
-from mesh_transformer.checkpoint.classic_write import write_classic  # noqa: E402
-from mesh_transformer.checkpoint.hf import HFSource  # noqa: E402
-from mesh_transformer.checkpoint.hf_write import write_hf  # noqa: E402
-from mesh_transformer.checkpoint.native_writer import write_native  # noqa: E402
-from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo  # noqa: E402
-from mesh_transformer.config import ModelConfig, load_config  # noqa: E402
+from mesh_transformer.checkpoint.classic import ClassicSource
+from mesh_transformer.checkpoint.classic_write import write_classic
+from mesh_transformer.checkpoint.hf import HFSource
+from mesh_transformer.checkpoint.hf_write import write_hf
+from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
+from mesh_transformer.config import ModelConfig
 
 SHARDS, STEP = 8, 1
 BLOCK = 1 << 20
@@ -66,35 +63,31 @@ class RandomSource:
         return np.resize(self.block, [len(range(*s.indices(n))) for s, n in sizes])
 
 
-def convert(what: str, config: str, source: str, target: str) -> None:
-    """One conversion, then its own peak memory in MiB and seconds as JSON. Runs in a child process."""
-    model = load_config(config).model
+CONVERSIONS: dict[str, Callable[[ModelConfig, str, str], object]] = {
+    "make": lambda model, source, target: write_classic(RandomSource(model), model, target, SHARDS),
+    "to 1 shard": lambda model, source, target: write_classic(ClassicSource(source, model), model, target, 1),
+    "to native": lambda model, source, target: write_native(ClassicSource(source, model), target),
+    "to Hugging Face": lambda model, source, target: write_hf(ClassicSource(source, model), model, target),
+    "Hugging Face to 8 shards": lambda model, source, target: write_classic(
+        HFSource(source, model), model, target, SHARDS
+    ),
+    "Hugging Face to native": lambda model, source, target: write_native(HFSource(source, model), target),
+}
+
+
+def convert(arguments: argparse.Namespace) -> dict[str, float]:
+    """One conversion, then its own peak memory in MiB and seconds. Runs in a child process."""
+    model = config_of(arguments).model
     began = time.perf_counter()
-    if what == "make":
-        write_classic(RandomSource(model), model, target, SHARDS)
-    elif what == "to 1 shard":
-        write_classic(ClassicSource(source, model), model, target, 1)
-    elif what == "to native":
-        write_native(ClassicSource(source, model), target)
-    elif what == "to Hugging Face":
-        write_hf(ClassicSource(source, model), model, target)
-    elif what == "Hugging Face to 8 shards":
-        write_classic(HFSource(source, model), model, target, SHARDS)
-    else:
-        write_native(HFSource(source, model), target)
+    CONVERSIONS[arguments.what](model, arguments.source, arguments.target)
     seconds = time.perf_counter() - began
-    with open("/proc/self/status", encoding="ascii") as status:
-        peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
-    sys.stdout.write(json.dumps({"seconds": round(seconds, 1), "peak_mib": round(peak)}) + "\n")
+    return {"seconds": round(seconds, 1), "peak_mib": peak_memory_mib()}
 
 
-def measure(what: str, config: str, source: Path, target: Path) -> dict[str, float]:
+def measure(arguments: argparse.Namespace, what: str, source: Path, target: Path) -> dict[str, float]:
     """What `convert` reports, with nothing of what came before left to be written to the disk."""
     os.sync()
-    command = [sys.executable, __file__, "--config", config, "--child", what, str(source), str(target)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return json.loads(result.stdout.splitlines()[-1])
+    return child(arguments, worker="convert", what=what, source=str(source), target=str(target))
 
 
 def copied(source: Path, target: Path) -> float:
@@ -107,55 +100,45 @@ def copied(source: Path, target: Path) -> float:
     return round(seconds, 1)
 
 
-def compare(what: str, config: str, source: Path, folder: Path) -> dict[str, float]:
-    """A copy and a conversion, one after the other; the conversion's result is left in folder/converted."""
-    target = folder / "converted"
-    if target.exists():
-        shutil.rmtree(target)
-    cp = copied(source, folder / "copy")
-    found = measure(what, config, source, target)
-    return {**found, "cp_seconds": cp, "speed_against_cp": round(cp / max(found["seconds"], math.ulp(1)), 2)}
+def compare(arguments: argparse.Namespace, what: str, source: Path, target: Path) -> None:
+    """A copy and a conversion, one after the other, as one line of JSON; the conversion's result is left."""
+    for _ in range(arguments.turns):
+        if target.exists():
+            shutil.rmtree(target)
+        cp = copied(source, target.with_name("copy"))
+        found = measure(arguments, what, source, target)
+        speed = round(cp / max(found["seconds"], math.ulp(1)), 2)
+        emit({what: {**found, "cp_seconds": cp, "speed_against_cp": speed}})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--config", default=str(REPO / "configs/6B_roto_256.json"))
-    parser.add_argument("--folder", type=Path, help="a new folder to work in, which is deleted at the end")
-    parser.add_argument("--turns", type=int, default=1, help="times that each is measured")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        convert(arguments.child[0], arguments.config, *arguments.child[1:])
-        return
+    made = parser(__doc__, config="6B_roto_256", rounds=None)
+    made.add_argument("--folder", help="a new folder to work in, which is deleted at the end")
+    made.add_argument("--turns", type=int, default=1, help="times that each is measured")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    arguments = parse(made, {"convert": convert})
     if arguments.folder is None:
-        parser.error("--folder is needed")
-    folder: Path = arguments.folder
+        made.error("--folder is needed")
+    folder = Path(arguments.folder)
     folder.mkdir(parents=True)
     try:
-        report(folder, arguments.config, arguments.turns)
+        report(arguments, folder)
     finally:
         shutil.rmtree(folder)
 
 
-def report(folder: Path, config: str, turns: int) -> None:
+def report(arguments: argparse.Namespace, folder: Path) -> None:
     """Each conversion as one line of JSON."""
-    classic, theirs = folder / f"step_{STEP}", folder / "hf"
-    found: dict[str, object] = measure("make", config, classic, classic)
+    classic, theirs, converted = folder / f"step_{STEP}", folder / "hf", folder / "converted"
+    found = measure(arguments, "make", classic, classic)
     size = sum(file.stat().st_size for file in classic.rglob("*") if file.is_file())
-    say({"make": {**found, "gigabytes": round(size / 1e9, 2)}})
+    emit({"make": {**found, "gigabytes": round(size / 1e9, 2)}})
     for what in ("to 1 shard", "to native", "to Hugging Face"):
-        for _ in range(turns):
-            say({what: compare(what, config, classic, folder)})
-    (folder / "converted").rename(theirs)
+        compare(arguments, what, classic, converted)
+    converted.rename(theirs)
     shutil.rmtree(classic)
     for what in ("Hugging Face to 8 shards", "Hugging Face to native"):
-        for _ in range(turns):
-            say({what: compare(what, config, theirs, folder)})
-
-
-def say(found: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(found) + "\n")
-    sys.stdout.flush()
+        compare(arguments, what, theirs, converted)
 
 
 if __name__ == "__main__":

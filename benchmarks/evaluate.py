@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint import make_checkpoint
-from common import REPO, emit, end, in_turn, machine, median, of_config, parser, peak_memory_mib, this_script
+from checkpoint import load_torch, make_checkpoint
+from common import REPO, config_of, end, in_turn, medians, parse, parser, peak_memory_mib, report
 
 # in units of the compute dtype's epsilon, of a request's value: two programs' roundings in its layers and in its sum
 ROUNDING = 8
@@ -27,20 +27,11 @@ ROUNDING = 8
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.worker:
-        emit(WORKERS[arguments.worker](arguments))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        arguments.folder, arguments.peers = folder, "torch"
-        make_checkpoint(arguments, Path(folder))
-        rest = [*of_config(arguments), "--folder", folder, "--data-dir", arguments.data_dir]
-        rest += ["--tokenizer", arguments.tokenizer, "--limit", str(arguments.limit)]
-        commands = {"ours": this_script(__file__, "--worker", "ours", *rest)}
-        for batch in arguments.batches:
-            options = ["--worker", "hf", "--batches", str(batch), *rest]
-            commands[f"hf {batch}"] = this_script(__file__, *options)
-        runs = in_turn(commands, arguments.rounds)
-    emit(summary(runs, arguments))
+    with tempfile.TemporaryDirectory() as arguments.folder:
+        make_checkpoint(arguments, Path(arguments.folder))
+        peers = {f"hf {batch}": {"worker": "hf", "batch": batch} for batch in arguments.batches}
+        runs = in_turn(arguments, {"ours": {"worker": "ours"}, **peers})
+    report(summary(runs, arguments))
     end(differences(runs))
 
 
@@ -53,15 +44,13 @@ def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace
     }
     expected = runs["ours"][0]["scores"]
     for name, records in runs.items():
-        keys = ("examples_per_s", "peak_memory_mib")
-        result[name] = {key: median([record[key] for record in records]) for key in keys}
+        result[name] = medians(records, "examples_per_s", "peak_memory_mib")
         result[name]["tokens_computed"] = records[0]["tokens_computed"]
         apart = np.abs(np.asarray(records[0]["scores"]) - np.asarray(expected))
         result[name]["largest_difference"] = round(float(apart.max()), 6)
     best = max((name for name in runs if name != "ours"), key=lambda name: result[name]["examples_per_s"])
-    result["best_hf"] = best
-    result["ours_over_hf"] = round(result["ours"]["examples_per_s"] / result[best]["examples_per_s"], 3)
-    return {**result, "machine": machine()}
+    ratio = result["ours"]["examples_per_s"] / result[best]["examples_per_s"]
+    return {**result, "best_hf": best, "ours_over_hf": round(ratio, 3)}
 
 
 def differences(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -86,7 +75,6 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from mesh_transformer import platforms
-    from mesh_transformer.config import load_config
     from mesh_transformer.data.tokenizer import load_tokenizer
     from mesh_transformer.runtime.evals.adaptor import HarnessLM
     from mesh_transformer.runtime.evals.model import EvalModel
@@ -94,7 +82,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     from mesh_transformer.runtime.weights import read_params
 
     platforms.CompileCache()
-    session = Session.open(load_config(arguments.config, arguments.overrides))
+    session = Session.open(config_of(arguments))
     model = EvalModel(session, load_tokenizer(arguments.tokenizer))
     model.load(read_params(session, f"{arguments.folder}/native").params)
     result = timed(HarnessLM(model), arguments)
@@ -106,7 +94,7 @@ def hf(arguments: argparse.Namespace) -> dict[str, Any]:
     """lm-eval's HFLM on a GPTJForCausalLM, on the CPU or the GPU that torch finds."""
     import torch
     from lm_eval.models.huggingface import HFLM
-    from transformers import GPT2TokenizerFast, GPTJForCausalLM
+    from transformers import GPT2TokenizerFast
 
     class Counting(HFLM):
         computed = 0
@@ -115,14 +103,11 @@ def hf(arguments: argparse.Namespace) -> dict[str, Any]:
             self.computed += inps.numel()
             return super()._model_call(inps, **options)
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = GPTJForCausalLM.from_pretrained(f"{arguments.folder}/hf", dtype=dtype).to(device).eval()
-    (batch,) = arguments.batches
     tokenizer = GPT2TokenizerFast.from_pretrained(arguments.tokenizer)
-    lm = Counting(pretrained=model, tokenizer=tokenizer, batch_size=batch)
+    model = load_torch(arguments.folder)
+    lm = Counting(pretrained=model, tokenizer=tokenizer, batch_size=arguments.batch)
     result = timed(lm, arguments)
-    return {**result, "tokens_computed": lm.computed // 2, "epsilon": torch.finfo(dtype).eps}
+    return {**result, "tokens_computed": lm.computed // 2, "epsilon": torch.finfo(model.dtype).eps}
 
 
 def timed(lm: Any, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -146,17 +131,16 @@ WORKERS = {"ours": ours, "hf": hf}
 
 
 def _arguments() -> argparse.Namespace:
-    made = parser(__doc__, workers=WORKERS)
-    made.add_argument("--data-dir", default=str(REPO.parent / "shared/data"), help="folder that holds piqa/")
+    made = parser(__doc__)
+    made.set_defaults(peers="torch")  # that a checkpoint is made for
+    shared = REPO.parent / "shared/data"
+    made.add_argument("--data-dir", default=str(shared), help="folder that holds piqa/")
     made.add_argument(
-        "--tokenizer",
-        default=str(REPO.parent / "shared/data/gpt2_tokenizer"),
-        help="folder of GPT-2's tokenizer",
+        "--tokenizer", default=str(shared / "gpt2_tokenizer"), help="folder of GPT-2's tokenizer"
     )
     made.add_argument("--limit", type=int, default=300, help="questions")
     made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="batch sizes of `hf`")
-    made.add_argument("--folder", help=argparse.SUPPRESS)
-    return made.parse_args()
+    return parse(made, WORKERS)
 
 
 if __name__ == "__main__":

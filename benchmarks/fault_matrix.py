@@ -8,14 +8,13 @@ its. JSON on standard output, one line for each fault and one for both runs.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import sys
 import time
 from dataclasses import asdict
 
-from common import REPO, emit, machine, say
+from common import REPO, emit, parser, report, say
 
 sys.path[:0] = [str(REPO / "tests"), str(REPO / "tests" / "pod"), str(REPO)]
 
@@ -30,9 +29,9 @@ END_S = 600
 def main() -> None:
     """Run both runs, and print what was measured."""
     names = [*FAULTS, DRIVER_KILLED]
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--faults", nargs="*", choices=names, default=names, metavar="NAME")
-    arguments = parser.parse_args()
+    made = parser(__doc__, config=None, rounds=None)
+    made.add_argument("--faults", nargs="*", choices=names, default=names, metavar="NAME")
+    arguments = made.parse_args()
     if why_not():
         sys.exit(why_not())
     steps = EVERY * (len(arguments.faults) + 2)
@@ -50,13 +49,12 @@ def main() -> None:
                 run = _befall(drivers, run, name, number, stack)
             run.finish(timeout_s=END_S)
         records = same_numbers(straight / "run", folder / "run")
-        emit(
+        report(
             {
                 "equal_in_every_bit": True,  # else `same_numbers` has raised
                 "steps": steps,
                 "steps_redone": records[-1]["train/steps_redone"],
                 "seconds": round(time.monotonic() - began, 1),
-                "machine": machine(),
             }
         )
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint import make_checkpoint
-from common import emit, end, in_turn, machine, median, of_config, parser, peak_memory_mib, this_script
+from checkpoint import load_torch, make_checkpoint
+from common import config_of, emit, end, in_turn, machine, medians, parse, parser, peak_memory_mib, seconds_of
 
 PROMPT, NEW, REPEATS = 128, 64, 5
 TRANSFORMERS = ["transformers", "transformers_static", "transformers_compiled"]
@@ -33,19 +33,13 @@ RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.worker:
-        emit(WORKERS[arguments.worker](arguments))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        arguments.folder = folder
-        native = arguments.ckpt or make_checkpoint(arguments, Path(folder))
-        rest = [*of_config(arguments), "--folder", folder, "--ckpt", native]
-        commands = {"memory": this_script(__file__, "--worker", "memory", *rest)}
+    with tempfile.TemporaryDirectory() as arguments.folder:
+        arguments.ckpt = arguments.ckpt or make_checkpoint(arguments, Path(arguments.folder))
+        children: dict[str, dict[str, Any]] = {"memory": {"worker": "memory"}}
         for batch in arguments.batches:
             for worker in ["ours", *PEERS[arguments.peers]]:
-                options = ["--worker", worker, "--batches", str(batch), *rest]
-                commands[f"{worker} {batch}"] = this_script(__file__, *options)
-        runs = in_turn(commands, arguments.rounds)
+                children[f"{worker} {batch}"] = {"worker": worker, "batch": batch}
+        runs = in_turn(arguments, children)
     result = summary(runs, arguments)
     if arguments.plot:
         plot(result, arguments.plot)
@@ -55,12 +49,11 @@ def main() -> None:
 
 def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians over the rounds, and the ratios to each peer."""
-    rate = median([run["gigabytes_per_s"] for run in runs["memory"]])
+    rate = medians(runs["memory"])["gigabytes_per_s"]
     runs = {name: records for name, records in runs.items() if name != "memory"}
     result: dict[str, Any] = {"benchmark": "generate", "config": arguments.config, "memory_gb_per_s": rate}
     for name, records in runs.items():
-        keys = (*RATES, "peak_memory_mib")
-        result[name] = {key: median([record[key] for record in records]) for key in keys}
+        result[name] = medians(records, *RATES, "peak_memory_mib")
         batch = int(name.split()[1])
         read = result[name]["decode_tokens_per_s"] / batch * records[0]["weight_bytes"] / 1e9
         result[name]["share_of_memory_rate"] = round(read / rate, 3)
@@ -92,15 +85,13 @@ def differences(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def plot(result: dict[str, Any], path: str) -> None:
     """Bars of the medians, prefill and decode, by batch and program."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     measured = {tuple(name.split()): value for name, value in result.items() if isinstance(value, dict)}
     programs = [name for name in WORKERS if any(name == of[0] for of in measured)]
     batches = list(dict.fromkeys(name[1] for name in measured if len(name) == 2))
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5))
+    figure = Figure(figsize=(9, 3.5), layout="tight")
+    axes = figure.subplots(1, 2)
     for axis, kind in zip(axes, ("prefill", "decode"), strict=True):
         for i, program in enumerate(programs):
             rates = [measured[program, batch][f"{kind}_tokens_per_s"] for batch in batches]
@@ -113,7 +104,6 @@ def plot(result: dict[str, Any], path: str) -> None:
     axes[0].legend(fontsize=8, loc="upper left")
     axes[0].margins(y=0.25)
     axes[1].margins(y=0.1)
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
@@ -122,14 +112,12 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from mesh_transformer import platforms
-    from mesh_transformer.config import load_config
     from mesh_transformer.infer.programs import MAX_STEPS
     from mesh_transformer.infer.requests import Piece, SamplingParams
     from mesh_transformer.runtime.serving_engine import open_engine
 
     platforms.CompileCache()
-    (batch,) = arguments.batches
-    config = load_config(arguments.config, arguments.overrides)
+    batch, config = arguments.batch, config_of(arguments)
     engine = open_engine(config, arguments.ckpt, slots=batch)
     params = SamplingParams(max_tokens=NEW, temperature=0)
 
@@ -161,28 +149,16 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
 def transformers(arguments: argparse.Namespace, **how: Any) -> dict[str, Any]:
     """GPTJForCausalLM.generate in torch, greedy; `how`: further options of `generate`."""
     import torch
-    from transformers import GPTJForCausalLM
 
-    (batch,) = arguments.batches
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = GPTJForCausalLM.from_pretrained(f"{arguments.folder}/hf", dtype=dtype).to(device).eval()
-    ids = torch.tensor(prompts(batch), device=device)
-    mask = torch.ones_like(ids)
+    model = load_torch(arguments.folder)
+    ids = torch.tensor(prompts(arguments.batch), device=model.device)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **how}
 
     def generate(new: int) -> tuple[float, list[list[int]]]:
         began = time.perf_counter()
         with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=new,
-                min_new_tokens=new,
-                do_sample=False,
-                pad_token_id=0,
-                **how,
-            )
-        if device == "cuda":
+            out = model.generate(ids, max_new_tokens=new, min_new_tokens=new, **options)
+        if model.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began, out[:, PROMPT:].tolist()
 
@@ -209,22 +185,14 @@ def ctranslate2(arguments: argparse.Namespace) -> dict[str, Any]:
 
     import ctranslate2 as ct2
 
-    (batch,) = arguments.batches
-    model = ct2.Generator(
-        f"{arguments.folder}/ct2", compute_type="float32", intra_threads=os.cpu_count() or 1
-    )
-    words = [[f"t{i}" for i in prompt] for prompt in prompts(batch)]
+    threads = os.cpu_count() or 1
+    model = ct2.Generator(f"{arguments.folder}/ct2", compute_type="float32", intra_threads=threads)
+    words = [[f"t{i}" for i in prompt] for prompt in prompts(arguments.batch)]
+    options = {"sampling_topk": 1, "include_prompt_in_result": False, "end_token": []}
 
     def generate(new: int) -> tuple[float, list[list[int]]]:
         began = time.perf_counter()
-        out = model.generate_batch(
-            words,
-            max_length=new,
-            min_length=new,
-            sampling_topk=1,
-            include_prompt_in_result=False,
-            end_token=[],
-        )
+        out = model.generate_batch(words, max_length=new, min_length=new, **options)
         return time.perf_counter() - began, [result.sequences_ids[0] for result in out]
 
     return measured(generate, arguments)
@@ -232,16 +200,13 @@ def ctranslate2(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measured(generate: Callable[[int], tuple[float, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
     """The rates of a peer's `generate(new)`, which gives its seconds and the new tokens."""
-    from mesh_transformer.config import load_config
 
     def run() -> tuple[float, float, Any]:
         first, _ = generate(1)
         both, tokens = generate(NEW)
         return first, both - first, tokens
 
-    (batch,) = arguments.batches
-    weights = weight_bytes(load_config(arguments.config, arguments.overrides))
-    return {**timed(run, batch), "weight_bytes": weights}
+    return {**timed(run, arguments.batch), "weight_bytes": weight_bytes(config_of(arguments))}
 
 
 def memory(_: argparse.Namespace) -> dict[str, Any]:
@@ -251,11 +216,7 @@ def memory(_: argparse.Namespace) -> dict[str, Any]:
 
     row, matrix = jnp.ones((1, 8192)), jnp.ones((8192, 16384))
     product = jax.jit(jnp.matmul)
-    seconds = []
-    for _ in range(9):
-        began = time.perf_counter()
-        jax.block_until_ready(product(row, matrix))
-        seconds.append(time.perf_counter() - began)
+    seconds = seconds_of(lambda: jax.block_until_ready(product(row, matrix)), 9)
     return {"gigabytes_per_s": matrix.nbytes / min(seconds) / 1e9}
 
 
@@ -297,13 +258,12 @@ WORKERS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def _arguments() -> argparse.Namespace:
-    made = parser(__doc__, workers=WORKERS)
+    made = parser(__doc__)
     made.add_argument("--ckpt", help="weights of the config; random ones if absent")
     made.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     made.add_argument("--peers", choices=list(PEERS), default="all")
     made.add_argument("--plot", metavar="PNG", help="draw the rates")
-    made.add_argument("--folder", help=argparse.SUPPRESS)
-    return made.parse_args()
+    return parse(made, WORKERS)
 
 
 if __name__ == "__main__":

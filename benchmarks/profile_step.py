@@ -15,11 +15,10 @@ import glob
 import math
 import re
 import tempfile
-import time
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import REPO, emit, machine, say
+from common import config_of, parser, report, say, seconds_of
 
 PARTS = ["head and loss", "attention", "layers: q, k, v, o, ff", "embedding and rest", "optimizer"]
 KINDS = ["matrix products", "element by element", "sums and maxima", "copies and transposes"]
@@ -39,7 +38,7 @@ class Operation(NamedTuple):
 
 def main() -> None:
     arguments = _arguments()
-    operations, events, seconds = trace(arguments.config, arguments.overrides)
+    operations, events, seconds = trace(arguments)
     table: dict[str, dict[str, float]] = {part: dict.fromkeys(KINDS, 0.0) for part in PARTS}
     flops: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     for name, durations in events.items():
@@ -62,24 +61,20 @@ def main() -> None:
             part: round(flops[part] / 1e9 / table[part][KINDS[0]], 1) for part in PARTS if flops[part]
         },
         "gflops_per_second_of_the_step": round(sum(flops.values()) / 1e9 / seconds, 1),
-        "machine": machine(),
     }
     if arguments.plot:
-        plot(table, result, arguments.plot)
-    emit(result)
+        plot(result, arguments.plot)
+    report(result)
 
 
-def trace(
-    config_path: str, overrides: list[str]
-) -> tuple[dict[str, Operation], dict[str, list[float]], float]:
+def trace(arguments: argparse.Namespace) -> tuple[dict[str, Operation], dict[str, list[float]], float]:
     """Operations by name, the seconds of each of their executions in one traced step, and that of an untraced step."""
     import jax
 
-    from mesh_transformer.config import load_config
     from mesh_transformer.runtime.session import Session
     from mesh_transformer.train.step import TrainProgram
 
-    config = load_config(config_path, overrides)
+    config = config_of(arguments)
     session = Session.open(config)
     program = TrainProgram(session.placement, config)
     state = program.init(jax.random.key(0))
@@ -88,17 +83,17 @@ def trace(
         np.random.default_rng(0).integers(0, config.model.n_vocab, shape, dtype=np.int32)
     )
     operations = read_program(program.train_step.lower(state, tokens).compile().as_text())
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
+
+    def step() -> None:
+        nonlocal state
         state, metrics = program.train_step(state, tokens)
         jax.block_until_ready(metrics)
-        seconds.append(time.perf_counter() - began)
+
+    seconds = seconds_of(step, 5)
     events: dict[str, list[float]] = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            state, metrics = program.train_step(state, tokens)
-            jax.block_until_ready(metrics)
+            step()
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         for plane in jax.profiler.ProfileData.from_file(path).planes:
             for line in plane.lines:
@@ -168,14 +163,12 @@ def _sizes(shape: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", shape[shape.index("[") : shape.index("]")])]
 
 
-def plot(table: dict[str, dict[str, float]], result: dict[str, Any], path: str) -> None:
+def plot(result: dict[str, Any], path: str) -> None:
     """One bar a part, coloured by kind; its length is the share of the thread seconds."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots()
     left = np.zeros(len(PARTS))
     for kind, colour in zip(KINDS, COLOURS, strict=True):
         widths = np.array([100 * result["shares"][part][kind] for part in PARTS])
@@ -190,14 +183,10 @@ def plot(table: dict[str, dict[str, float]], result: dict[str, Any], path: str) 
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", default=str(REPO / "configs/70M.json"))
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="group.key=value")
-    parser.add_argument("--plot", help="write a picture")
-    parser.add_argument("--top", type=int, default=12, help="longest operations to list")
-    return parser.parse_args()
+    made = parser(__doc__, rounds=None)
+    made.add_argument("--plot", help="write a picture")
+    made.add_argument("--top", type=int, default=12, help="longest operations to list")
+    return made.parse_args()
 
 
 if __name__ == "__main__":

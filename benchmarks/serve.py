@@ -27,9 +27,7 @@ from typing import Any
 import httpx
 import numpy as np
 from checkpoint import make_checkpoint, save_words
-from common import REPO, emit, in_turn, machine, median, of_config, parser, this_script
-
-from mesh_transformer.config import load_config
+from common import REPO, child, config_of, in_turn, medians, parse, parser, report
 
 PROMPT, NEW, LONG = 64, 48, 1000
 REQUESTS = 64
@@ -37,28 +35,16 @@ REQUESTS = 64
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.worker:
-        emit({"engine": engine, "server": server}[arguments.worker](arguments))
-        return
     with tempfile.TemporaryDirectory() as folder:
-        arguments.peers = "none"
-        checkpoint = make_checkpoint(arguments, Path(folder))
-        save_words(Path(folder, "words"), load_config(arguments.config, arguments.overrides).model.n_vocab)
+        arguments.ckpt = make_checkpoint(arguments, Path(folder))
+        save_words(Path(folder, "words"), config_of(arguments).model.n_vocab)
         arguments.overrides.append(f"data.tokenizer={folder}/words")
-        rest = [*of_config(arguments), "--ckpt", checkpoint, "--slots", str(arguments.slots)]
-        rest += ["--clients", str(arguments.clients)]
-        commands = {name: this_script(__file__, "--worker", name, *rest) for name in ("engine", "server")}
-        server(arguments_with(arguments, ckpt=checkpoint))  # the programs are on disk from here on
-        runs = in_turn(commands, arguments.rounds)
+        child(arguments, worker="server")  # the programs are on disk from here on
+        runs = in_turn(arguments, {name: {"worker": name} for name in WORKERS})
     result: dict[str, Any] = {"benchmark": "serve", "config": arguments.config, "slots": arguments.slots}
-    for name, records in runs.items():
-        result[name] = {key: median([record[key] for record in records]) for key in records[0]}
+    result |= {name: medians(records) for name, records in runs.items()}
     ratio = result["server"]["tokens_per_s"] / result["engine"]["tokens_per_s"]
-    emit({**result, "server_over_engine": round(ratio, 3), "machine": machine()})
-
-
-def arguments_with(arguments: argparse.Namespace, **changes: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(arguments), **changes})
+    report({**result, "server_over_engine": round(ratio, 3)})
 
 
 def engine(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -69,8 +55,7 @@ def engine(arguments: argparse.Namespace) -> dict[str, Any]:
     from mesh_transformer.runtime.serving_engine import open_engine
 
     platforms.CompileCache()
-    config = load_config(arguments.config, arguments.overrides)
-    made = open_engine(config, arguments.ckpt, slots=arguments.slots)
+    made = open_engine(config_of(arguments), arguments.ckpt, slots=arguments.slots)
     list(made.warm_up())
     rates = []
     for _ in range(2):  # the first warms the machine
@@ -93,7 +78,8 @@ def server(arguments: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def served(arguments: argparse.Namespace) -> Any:
     """A running device_serve.py: its URL, and the seconds from its start to its first token."""
-    command = [sys.executable, "device_serve.py", *of_config(arguments), "--ckpt", arguments.ckpt]
+    command = [sys.executable, "device_serve.py", "--config", arguments.config, "--ckpt", arguments.ckpt]
+    command += [f"--set={change}" for change in arguments.overrides]
     command += ["--port", "0", "--slots", str(arguments.slots)]
     began = time.perf_counter()
     child = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True, env={**os.environ})
@@ -174,7 +160,7 @@ async def _with_a_long_prompt(
     client: httpx.AsyncClient, arguments: argparse.Namespace
 ) -> tuple[list[float], list[float]]:
     """Gaps between the events of running streams, before and while a long prompt is computed; seconds."""
-    room = load_config(arguments.config, arguments.overrides).model.seq
+    room = config_of(arguments).model.seq
     new = room - PROMPT - 8
     running = [Stream() for _ in range(arguments.slots - 1)]
     tasks = [
@@ -197,13 +183,15 @@ def prompts() -> list[list[int]]:
     return np.random.default_rng(0).integers(1, 50000, (REQUESTS, PROMPT)).tolist()
 
 
+WORKERS = {"engine": engine, "server": server}
+
+
 def _arguments() -> argparse.Namespace:
-    made = parser(__doc__, workers=["engine", "server"])
-    made.set_defaults(overrides=["model.seq=2048"])
+    made = parser(__doc__)
+    made.set_defaults(overrides=["model.seq=2048"], peers="none")
     made.add_argument("--slots", type=int, default=8)
     made.add_argument("--clients", type=int, default=32)
-    made.add_argument("--ckpt", help=argparse.SUPPRESS)
-    return made.parse_args()
+    return parse(made, WORKERS)
 
 
 if __name__ == "__main__":

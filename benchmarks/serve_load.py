@@ -10,7 +10,6 @@ standard output; figures are requests unless their name says otherwise.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import collections
 import random
@@ -18,7 +17,7 @@ import time
 from typing import Any
 
 import httpx
-from common import emit, machine, say
+from common import parser, report, say
 
 CLIENTS_A_SLOT = 4
 SETTLED = 0.1  # the part of the time after which memory is measured first
@@ -228,17 +227,15 @@ async def _at_rest(client: httpx.AsyncClient) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--url", default="http://127.0.0.1:5000")
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--key", help="an API key")
-    arguments = parser.parse_args()
+    made = parser(__doc__, config=None, rounds=None)
+    made.add_argument("--url", default="http://127.0.0.1:5000")
+    made.add_argument("--minutes", type=float, default=10.0)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--key", help="an API key")
+    arguments = made.parse_args()
     say(f"{arguments.minutes:g} minutes of mixed requests to {arguments.url}")
     figures = asyncio.run(run(arguments.url, arguments.minutes, arguments.seed, arguments.key))
-    emit({"benchmark": "serve_load", **figures, "machine": machine()})
+    report({"benchmark": "serve_load", **figures})
 
 
 if __name__ == "__main__":

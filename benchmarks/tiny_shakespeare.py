@@ -5,7 +5,6 @@ python benchmarks/tiny_shakespeare.py [--plot loss.png]
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -14,15 +13,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import REPO, emit, machine
+from common import REPO, parser, report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--plot", help="where to copy the run's loss curve")
-    arguments = parser.parse_args()
+    made = parser(__doc__, config=None, rounds=None)
+    made.add_argument("--plot", help="where to copy the run's loss curve")
+    arguments = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "device_train.py", "--config", "configs/tiny_shakespeare.json",
@@ -35,14 +32,13 @@ def main() -> None:
         if arguments.plot:
             shutil.copy(f"{folder}/run/loss.png", arguments.plot)
     losses = {r["step"]: round(r["val/loss_shakespeare"], 4) for r in records if "val/loss_shakespeare" in r}
-    emit(
+    report(
         {
             "benchmark": "tiny_shakespeare",
             "val_loss_nats_per_character": losses[max(losses)],
             "minutes": round(seconds / 60, 2),  # of the whole process, start and compiling included
             "steps": max(losses),
             "val_losses": losses,
-            "machine": machine(),
         }
     )
 

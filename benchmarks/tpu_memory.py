@@ -6,13 +6,12 @@ object a line on standard output, a table on standard error.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import jax
-from common import REPO, emit, say
+from common import emit, parser, say
 
 from mesh_transformer import platforms, slices
 from mesh_transformer.config import Config, load_config
@@ -28,26 +27,17 @@ GIB = 2**30
 
 def main() -> int:
     """Parse the arguments, compile, report. Exit code 1 if a program does not fit."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--config", default=str(REPO / "configs" / "6B_finetune_v3-8.json"))
-    parser.add_argument(
+    made = parser(__doc__, config="6B_finetune_v3-8", rounds=None)
+    made.add_argument(
         "--accumulation", default="16,1", metavar="A,...", help="microbatches (default %(default)s)"
     )
-    parser.add_argument(
+    made.add_argument(
         "--topology",
         default=",".join(platforms.USABLE_GIB),
         metavar="SLICE,...",
         help="slices (default %(default)s)",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="group.key=value",
-        help="as in training",
-    )
-    arguments = parser.parse_args()
+    arguments = made.parse_args()
     try:
         counts = [int(count) for count in arguments.accumulation.split(",")]
     except ValueError:
@@ -118,15 +108,12 @@ def _for_devices(path: str, overrides: list[str], n_devices: int) -> Config:
 
 def _count(found: list[Collective]) -> list[dict[str, Any]]:
     """Collectives of one kind and place together; bytes are of one run of the innermost loop's body."""
-    count: Counter[tuple[str, str]] = Counter()
-    nbytes: Counter[tuple[str, str]] = Counter()
+    nbytes: dict[tuple[str, str], list[int]] = defaultdict(list)
     for one in found:
-        key = (_place(one.loops), one.kind)
-        count[key] += 1
-        nbytes[key] += one.nbytes
+        nbytes[_place(one.loops), one.kind].append(one.nbytes)
     return [
-        {"where": where, "kind": kind, "count": count[where, kind], "bytes": nbytes[where, kind]}
-        for where, kind in sorted(count)
+        {"where": where, "kind": kind, "count": len(sizes), "bytes": sum(sizes)}
+        for (where, kind), sizes in sorted(nbytes.items())
     ]
 
 
@@ -142,10 +129,8 @@ def _table(report: dict[str, Any]) -> str:
     head = f"{report['slice']:6} {report['accumulation']:3} microbatches: "
     if "refused" in report:
         return f"{head}does not fit: {report['refused']}"
-    sizes = ", ".join(
-        f"{name} {report[key] / GIB:.2f}"
-        for name, key in (("arguments", "arguments"), ("temporaries", "temporaries_alive"), ("code", "code"))
-    )
+    keys = {"arguments": "arguments", "temporaries": "temporaries_alive", "code": "code"}
+    sizes = ", ".join(f"{name} {report[key] / GIB:.2f}" for name, key in keys.items())
     lines = [
         f"{head}peak {report['peak_gib']:.2f} GiB of {report['usable_gib']} ({sizes}); "
         f"{'fits' if report['fits'] else 'does not fit'}; compiled in {report['compile_seconds']:.0f} s"

@@ -11,26 +11,20 @@ the fastest of some large float32 products in either library.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import emit, in_turn, machine, median, of_config, parser, peak_memory_mib, this_script
+from common import config_of, in_turn, medians, parse, parser, peak_memory_mib, report, seconds_of
 
 WARM_UP = 2
 
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.worker:
-        emit(WORKERS[arguments.worker](arguments))
-        return
     workers = ["ours", "matmul"] if arguments.peer == "none" else list(WORKERS)
-    rest = [*of_config(arguments), "--steps", str(arguments.steps)]
-    commands = {name: this_script(__file__, "--worker", name, *rest) for name in workers}
-    runs = in_turn(commands, arguments.rounds)
-    emit(summary(runs, arguments))
+    runs = in_turn(arguments, {name: {"worker": name} for name in workers})
+    report(summary(runs, arguments))
 
 
 def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -41,7 +35,7 @@ def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace
         "set": arguments.overrides,
     }
     for name, records in runs.items():
-        result[name] = {key: median([record[key] for record in records]) for key in records[0]}
+        result[name] = medians(records)
         result[name]["runs"] = [round(next(iter(record.values())), 1) for record in records]
     ours = result["ours"]
     rate = 1e12 * arguments.peak_tflops if arguments.peak_tflops else 1e9 * result["matmul"]["gflops"]
@@ -54,7 +48,7 @@ def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace
         result[best]["share_of_matrix_rate"] = round(share, 3)
         result["speed_ratio"] = round(ours["tokens_per_s"] / result[best]["tokens_per_s"], 3)
         result["memory_ratio"] = round(ours["peak_memory_mib"] / result[best]["peak_memory_mib"], 3)
-    return {**result, "machine": machine()}
+    return result
 
 
 def ours(arguments: argparse.Namespace) -> dict[str, float]:
@@ -62,11 +56,10 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     import jax
 
     from mesh_transformer import platforms
-    from mesh_transformer.config import load_config
     from mesh_transformer.runtime.session import Session, count_parameters
     from mesh_transformer.train.step import TrainProgram
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = config_of(arguments)
     platforms.CompileCache()
     session = Session.open(config)
     program = TrainProgram(session.placement, config)
@@ -99,9 +92,7 @@ def torch_step(arguments: argparse.Namespace, compiled: bool) -> dict[str, float
     import torch
     from transformers import GPTJConfig, GPTJForCausalLM
 
-    from mesh_transformer.config import load_config
-
-    config = load_config(arguments.config, arguments.overrides)
+    config = config_of(arguments)
     m = config.model
     torch.manual_seed(0)
     model = GPTJForCausalLM(
@@ -150,14 +141,7 @@ def _tokens(config: Any, accumulation: int, batch: int) -> np.ndarray:
 
 def _time(step: Callable[[], object], count: int) -> float:
     """Seconds of one step: the median of `count` after a warm-up."""
-    for _ in range(WARM_UP):
-        step()
-    seconds = []
-    for _ in range(count):
-        began = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - began)
-    return float(np.median(seconds))
+    return float(np.median(seconds_of(step, WARM_UP + count)[WARM_UP:]))
 
 
 WORKERS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
@@ -169,13 +153,13 @@ WORKERS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
 
 
 def _arguments() -> argparse.Namespace:
-    made = parser(__doc__, workers=WORKERS)
+    made = parser(__doc__)
     made.add_argument("--peer", choices=["torch", "none"], default="torch")
     made.add_argument("--steps", type=int, default=4, help="timed steps of each run")
     made.add_argument(
         "--peak-tflops", type=float, help="of a device, for the share; default: measured products"
     )
-    return made.parse_args()
+    return parse(made, WORKERS)
 
 
 if __name__ == "__main__":
