@@ -9,6 +9,9 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
 
 from mesh_transformer import logs, slices
 from mesh_transformer.cloud import shell
@@ -39,22 +42,16 @@ def main() -> int:
 
 
 def _create(arguments: argparse.Namespace, tpus: Tpus) -> int:
-    request = Request(
-        name=arguments.name,
-        type=slices.parse(arguments.type),
-        tier=arguments.tier,
-        queued=arguments.queued,
-        valid_for_s=arguments.valid_for,
-        reservation=arguments.reservation,
-        runtime_version=arguments.runtime_version,
-        network=arguments.network,
-        subnetwork=arguments.subnetwork,
-        external_addresses=not arguments.internal_only,
-        service_account=arguments.service_account,
-        labels=dict(arguments.label),
-        tags=tuple(arguments.tag),
-        ssh_keys=public_keys(_access(arguments)),
-    )
+    options = {
+        field.name: getattr(arguments, field.name) for field in fields(Request) if field.name in arguments
+    }
+    options |= {
+        "type": slices.parse(arguments.type),
+        "labels": dict(arguments.labels),
+        "tags": tuple(arguments.tags),
+        "ssh_keys": public_keys(_access(arguments)),
+    }
+    request = Request(**options)
     obtain = tpus.ensure if arguments.again else tpus.create
     try:
         made = obtain(request, timeout_s=arguments.timeout)
@@ -96,12 +93,10 @@ def _ssh(arguments: argparse.Namespace, tpus: Tpus) -> int:
     from mesh_transformer.cloud.ssh import command_line
 
     pod = _pod(arguments, tpus)
-    host = next((host for host in pod.hosts if host.worker_id == arguments.worker), None)
-    if host is None:
-        raise UserError(
-            f"--worker {arguments.worker}: {arguments.name} has workers 0 to {len(pod.hosts) - 1}"
-        )
-    command = command_line(host, pod.access)
+    by_id = {host.worker_id: host for host in pod.hosts}
+    if arguments.worker not in by_id:
+        raise UserError(f"--worker {arguments.worker}: {arguments.name} has workers 0 to {len(by_id) - 1}")
+    command = command_line(by_id[arguments.worker], pod.access)
     os.execvp(command[0], command)
 
 
@@ -119,12 +114,7 @@ def _run(arguments: argparse.Namespace, tpus: Tpus) -> int:
 
 
 def _pod(arguments: argparse.Namespace, tpus: Tpus) -> Pod:
-    return pod_of(
-        tpus,
-        tpus.describe(arguments.name),
-        _access(arguments),
-        external=getattr(arguments, "external", False),
-    )
+    return pod_of(tpus, tpus.describe(arguments.name), _access(arguments), external=arguments.external)
 
 
 def _access(arguments: argparse.Namespace) -> Access:
@@ -167,85 +157,63 @@ def _pair(text: str) -> tuple[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--zone", required=True, help="zone, such as europe-west4-a")
-    where.add_argument(
-        "--project", help="cloud project (default: GOOGLE_CLOUD_PROJECT, else that of the credentials)"
-    )
+    add = where.add_argument
+    add("--zone", required=True, help="zone, such as europe-west4-a")
+    add("--project", help="cloud project (default: GOOGLE_CLOUD_PROJECT, else that of the credentials)")
     login = argparse.ArgumentParser(add_help=False)
-    login.add_argument("--user", help="login name on the hosts (default: your name here)")
-    login.add_argument(
+    add = login.add_argument
+    add("--user", help="login name on the hosts (default: your name here)")
+    add(
         "--ssh-key",
         metavar="FILE",
         help="private key for the login (default: gcloud's, else the first one in ~/.ssh)",
     )
     hosts = argparse.ArgumentParser(add_help=False, parents=[login])
-    hosts.add_argument("--external", action="store_true", help="log in to the hosts' external addresses")
-    hosts.add_argument(
+    add = hosts.add_argument
+    add("--external", action="store_true", help="log in to the hosts' external addresses")
+    add(
         "--known-hosts",
         metavar="FILE",
         help="file of the hosts' public keys (default: they are read from the API)",
     )
     actions = parser.add_subparsers(required=True, metavar="create|list|describe|ssh|run|delete")
-    _add_create(
-        actions.add_parser(
-            "create",
-            parents=[where, login],
-            help="create a TPU and wait until it is ready; one that exists is used",
-        )
-    )
-    actions.add_parser(
-        "list", parents=[where], help="list all TPUs of the zone, created or queued"
-    ).set_defaults(action=_list)
-    _add(actions.add_parser("describe", parents=[where], help="print state, type, hosts and age"), _describe)
-    ssh = _add(actions.add_parser("ssh", parents=[where, hosts], help="open a shell on one host"), _ssh)
-    ssh.add_argument(
-        "--worker", type=int, default=0, metavar="N", help="TPU worker id (default: %(default)s)"
-    )
-    _add_run(
-        actions.add_parser(
-            "run",
-            parents=[where, hosts],
-            help="run a command on all hosts at the same time: ... -- PROGRAM ARGUMENTS, or ... -- 'LINE FOR A SHELL'",
-        )
-    )
-    delete = _add(
-        actions.add_parser(
-            "delete", parents=[where], help="delete a TPU; one that does not exist is no error"
-        ),
-        _delete,
-    )
-    delete.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait (default: %(default)s)"
-    )
-    return parser
 
+    def command(action: Callable[..., int], help: str, *parents: argparse.ArgumentParser) -> Any:
+        made = actions.add_parser(action.__name__[1:], parents=[where, *parents], help=help)
+        made.set_defaults(action=action)
+        if action is not _list:
+            made.add_argument("name", metavar="NAME")
+        return made
 
-def _add(parser: argparse.ArgumentParser, action: object) -> argparse.ArgumentParser:
-    parser.add_argument("name", metavar="NAME")
-    parser.set_defaults(action=action)
-    return parser
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    _add(parser, _run)
-    parser.add_argument(
-        "--worker",
-        type=int,
-        action="append",
-        metavar="N",
+    _add_create(command(_create, "create a TPU and wait until it is ready; one that exists is used", login))
+    command(_list, "list all TPUs of the zone, created or queued")
+    command(_describe, "print state, type, hosts and age")
+    add = command(_ssh, "open a shell on one host", hosts).add_argument
+    add("--worker", type=int, default=0, metavar="N", help="TPU worker id (default: %(default)s)")
+    add = command(
+        _run,
+        "run a command on all hosts at the same time: ... -- PROGRAM ARGUMENTS, or ... -- 'LINE FOR A SHELL'",
+        hosts,
+    ).add_argument
+    add(
+        "--worker", type=int, action="append", metavar="N",
         help="TPU worker id of the host; may be given several times (default: all hosts)",
-    )
-    parser.add_argument(
+    )  # fmt: skip
+    add(
         "--timeout",
         type=float,
         metavar="S",
         help="seconds after which the command is ended on a host (default: none)",
     )
+    add = command(_delete, "delete a TPU; one that does not exist is no error").add_argument
+    add("--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait (default: %(default)s)")
+    return parser
 
 
 def _add_create(parser: argparse.ArgumentParser) -> None:
-    _add(parser, _create)
-    parser.add_argument("--type", required=True, help="type of the TPU, such as v3-32, v5e-16, v6e-8")
+    """The options of `create`: most are fields of `Request`."""
+    add = parser.add_argument
+    add("--type", required=True, help="type of the TPU, such as v3-32, v5e-16, v6e-8")
     tier = parser.add_mutually_exclusive_group()
     stopped = "cheaper capacity that the cloud may stop at any time"
     tiers: dict[Tier, str] = {
@@ -256,39 +224,49 @@ def _add_create(parser: argparse.ArgumentParser) -> None:
     for name, meaning in tiers.items():
         tier.add_argument(f"--{name}", dest="tier", action="store_const", const=name, help=meaning)
     parser.set_defaults(tier="on-demand")
-    parser.add_argument("--queued", action="store_true", help="wait in Google's queue for capacity")
-    parser.add_argument(
-        "--valid-for", type=int, metavar="S", help="with --queued: give up after S seconds in the queue"
+    add("--queued", action="store_true", help="wait in Google's queue for capacity")
+    add(
+        "--valid-for",
+        type=int,
+        dest="valid_for_s",
+        metavar="S",
+        help="with --queued: give up after S seconds in the queue",
     )
-    parser.add_argument(
-        "--reservation", help="with --queued --reserved: projects/P/locations/Z/reservations/R"
-    )
-    parser.add_argument(
+    add("--reservation", help="with --queued --reserved: projects/P/locations/Z/reservations/R")
+    add(
         "--again",
         action="store_true",
         help="create it again when it is lost, and try again while the zone has no capacity",
     )
-    parser.add_argument(
+    add(
         "--timeout",
         type=float,
         default=DAY_S,
         metavar="S",
         help="seconds to wait until it is ready (default: a day)",
     )
-    parser.add_argument("--runtime-version", help="runtime version (default: the one for JAX on this type)")
-    parser.add_argument("--network", help="network of the hosts (default: the project's)")
-    parser.add_argument("--subnetwork", help="subnetwork of the hosts (default: the network's)")
-    parser.add_argument("--internal-only", action="store_true", help="give the hosts no external addresses")
-    parser.add_argument("--service-account", metavar="EMAIL", help="service account of the hosts")
-    parser.add_argument(
-        "--label",
-        type=_pair,
+    add("--runtime-version", help="runtime version (default: the one for JAX on this type)")
+    add("--network", help="network of the hosts (default: the project's)")
+    add("--subnetwork", help="subnetwork of the hosts (default: the network's)")
+    add(
+        "--internal-only",
+        action="store_false",
+        dest="external_addresses",
+        help="give the hosts no external addresses",
+    )
+    add("--service-account", metavar="EMAIL", help="service account of the hosts")
+    add(
+        "--label", type=_pair, action="append", default=[], dest="labels", metavar="NAME=VALUE",
+        help="label of the TPU; may be given several times",
+    )  # fmt: skip
+    add(
+        "--tag",
         action="append",
         default=[],
-        metavar="NAME=VALUE",
-        help="label of the TPU; may be given several times",
+        dest="tags",
+        metavar="TAG",
+        help="network tag, for firewall rules",
     )
-    parser.add_argument("--tag", action="append", default=[], help="network tag, for firewall rules")
 
 
 if __name__ == "__main__":

@@ -104,10 +104,11 @@ def make_train_loader(
     shape = Batching(seq, accumulation, batch, tuple(rows), n_vocab)
     files = _files(source, shape, tokenizer, cache_dir)
 
-    def stream() -> Stream:
-        return Shuffled(files, shuffle_window, seed) if shuffle else Ordered(files, batch_across_files)
+    def begin() -> _BatchIterator:
+        stream = Shuffled(files, shuffle_window, seed) if shuffle else Ordered(files, batch_across_files)
+        return _BatchIterator(stream, shape, len(files), source)
 
-    return iter(_prefetched(_Batches(stream, shape, len(files), source), prefetch))
+    return iter(_prefetched(_Batches(begin), prefetch))
 
 
 def make_val_loader(
@@ -129,12 +130,11 @@ def make_val_loader(
     """
     shape = Batching(seq, 1, batch, tuple(rows), n_vocab)
     files = _files(source, shape, tokenizer, cache_dir)
-    batches = _Batches(lambda: Ordered(files, across_files=False), shape, len(files), source, repeat)
-    return _prefetched(batches.map(_first), prefetch)
 
+    def begin() -> _BatchIterator:
+        return _BatchIterator(Ordered(files, across_files=False), shape, len(files), source, repeat)
 
-def _first(microbatches: np.ndarray) -> np.ndarray:
-    return microbatches[0]
+    return _prefetched(_Batches(begin).map(lambda microbatches: microbatches[0]), prefetch)
 
 
 def _prefetched(batches: grain.IterDataset, steps: int) -> grain.IterDataset:
@@ -157,23 +157,16 @@ def _files(source: str, shape: Batching, tokenizer: str | None, cache_dir: str |
 class _Batches(grain.IterDataset):
     """A Grain data set of steps (accumulation, rows, seq + 1); each iterator has its own stream."""
 
-    def __init__(
-        self,
-        stream: Callable[[], Stream],
-        shape: Batching,
-        n_files: int,
-        source: str,
-        repeat: bool = True,
-    ):
+    def __init__(self, make: Callable[[], _BatchIterator]):
         super().__init__()
-        self._make = lambda: _BatchIterator(stream(), shape, n_files, source, repeat)
+        self._make = make
 
     def __iter__(self) -> _BatchIterator:
         return self._make()
 
 
 class _BatchIterator(grain.DatasetIterator):
-    def __init__(self, stream: Stream, shape: Batching, n_files: int, source: str, repeat: bool):
+    def __init__(self, stream: Stream, shape: Batching, n_files: int, source: str, repeat: bool = True):
         super().__init__()
         self._stream, self._shape, self._n_files = stream, shape, n_files
         self._source, self._repeat = source, repeat

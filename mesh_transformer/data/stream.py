@@ -30,18 +30,19 @@ class Stream(Protocol):
     @property
     def epoch(self) -> int:
         """Whole passes behind the next record."""
-        ...
 
     def draw(self, keep: bool) -> Record | None:
         """The next record; None where a batch must not go on (a file has ended). Without `keep` its data may be
         empty: another host takes it."""
-        ...
 
-    def position(self) -> Position: ...
+    def position(self) -> Position:
+        """Where the next record lies."""
 
-    def go_to(self, position: Mapping[str, Any]) -> None: ...
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        """Continue at a stored position."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the file."""
 
 
 class Walk:
@@ -139,31 +140,25 @@ class Walk:
         return self._files[place]
 
 
-class Ordered:
+class Ordered(Walk):
     """Records in the order of the files; batches end with a file unless `across_files`."""
 
     def __init__(self, files: Sequence[str], across_files: bool):
-        self._walk, self._across = Walk(files), across_files
-
-    @property
-    def epoch(self) -> int:
-        return self._walk.epoch
+        super().__init__(files)
+        self._across = across_files
 
     def draw(self, keep: bool) -> Record | None:
-        record = self._walk.read(keep)
+        record = self.read(keep)
         while record is None and self._across:
-            record = self._walk.read(keep)
+            record = self.read(keep)
         return record
 
     def position(self) -> Position:
-        return {"version": 1, "order": "index", **self._walk.position(), "taken": 0}
+        return {"version": 1, "order": "index", **super().position(), "taken": 0}
 
     def go_to(self, position: Mapping[str, Any]) -> None:
         _check(position, "index")
-        self._walk.go_to(position)
-
-    def close(self) -> None:
-        self._walk.close()
+        super().go_to(position)
 
 
 class Shuffled:
