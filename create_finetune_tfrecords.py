@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 from mesh_transformer import logs
 from mesh_transformer.data.corpus import input_files
@@ -21,37 +22,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("input", help="file or folder: .txt, .jsonl, .tar, also compressed (.gz, .xz, .zst)")
     add("name", help="the output is NAME_SEQUENCES.tfrecords")
     add("--output-dir", default=".", help="folder of the output, local or gs:// (default: the current one)")
-    add(
-        "--seq",
-        type=int,
-        default=2048,
-        help="tokens of a sequence; a record holds one more (default: %(default)s)",
-    )
+    add("--seq", type=int, help="tokens of a sequence; a record holds one more (default: %(default)s)")
     add("--tokenizer", default="gpt2", help="hub name, folder or `bytes` (default: %(default)s)")
     add("--normalize-with-ftfy", action="store_true", help="repair broken Unicode")
     add("--normalize-with-wikitext-detokenize", action="store_true", help="undo the spacing of WikiText")
     add(
         "--treat-eot-as-text",
         action="store_true",
-        help="take <|endoftext|> in the input as text, not as the end of a document",
+        help="<|endoftext|> in the input is text, not a document's end",
     )
-    add(
-        "--min-unique-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="drop sequences with fewer distinct tokens",
-    )
+    add("--min-unique-tokens", type=int, metavar="N", help="drop sequences with fewer distinct tokens")
     add(
         "--n-repack-epochs",
         type=int,
-        default=1,
         metavar="N",
-        help="number of passes over the documents, each shuffled and cut into sequences anew",
+        help="passes over the documents, each shuffled and cut anew",
     )
-    add("--seed", type=int, default=0, help="seed of the shuffling (default: %(default)s)")
+    add("--seed", type=int, help="seed of the shuffling (default: %(default)s)")
     add("--preserve-data-order", action="store_true", help="do not shuffle documents and sequences")
     add("--verbose", action="store_true", help="more messages on standard error")
+    parser.set_defaults(**{field.name: field.default for field in fields(Options)})
     return parser.parse_args(arguments)
 
 
@@ -62,10 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source, name, folder, spec = (args.pop(key) for key in ("input", "name", "output_dir", "tokenizer"))
     files = input_files(source)  # a missing input is told before a tokenizer is fetched
     written = prepare(files, name, folder, load_tokenizer(spec), Options(**args))
-    skipped = (
-        f"; lines skipped because their text is null: {written.null_lines}" if written.null_lines else ""
-    )
-    sys.stdout.write(f"{written.path}: {written.sequences} sequences, {written.tokens} tokens{skipped}\n")
+    null = f"; lines skipped because their text is null: {written.null_lines}" if written.null_lines else ""
+    sys.stdout.write(f"{written.path}: {written.sequences} sequences, {written.tokens} tokens{null}\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, Protocol
 
 from mesh_transformer import signs
@@ -78,19 +79,13 @@ class Progress:
         if self._plain and not self._quiet and (now - self._printed >= self._every_s or last):
             self._printed = now
             rate = (done - self._start) / max(now - self._began, 1e-9)
-            eta = _duration((self._total - done) / rate) if rate else "?"
+            eta = timedelta(seconds=int((self._total - done) / rate)) if rate else "?"
             told = [f"{self._what} {done}/{self._total}", details, f"eta {eta}"]
             log.info("%s", "  ".join(filter(None, told)))
 
     def close(self) -> None:
         """Leave the bar as it stands."""
         self._bar.close()
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
 
 
 class Sink(Protocol):
@@ -108,27 +103,19 @@ class JsonLines:
 
     def __init__(self, path: str):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        torn = _ends_in_mid_line(path)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
-        if torn:
-            self._file.write("\n")
+        self._file = open(path, "a+b")  # noqa: SIM115  (closed by close)
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read() != b"\n":  # a killed run left half a line
+                self._file.write(b"\n")
 
     def write(self, step: int, scalars: Scalars) -> None:
         values = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.write(json.dumps({"step": step, **values}).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
-
-
-def _ends_in_mid_line(path: str) -> bool:
-    """Whether a killed run left half a line at the end of its file."""
-    if not os.path.exists(path) or not os.path.getsize(path):
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:
