@@ -13,23 +13,23 @@ from __future__ import annotations
 import asyncio
 import collections
 import random
+import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 from common import parser, report, say
 
+COMPLETIONS = "/v1/completions"
 CLIENTS_A_SLOT = 4
+TOTALS = ("generated_tokens", "reused_prompt_tokens")
 SETTLED = 0.1  # the part of the time after which memory is measured first
 REFERENCE = {"prompt": "the same", "max_tokens": 12, "seed": 7, "temperature": 0.8}
+CLASSIC = {"context": "fox", "top_p": 0.9, "temp": 0.7, "length": 9}
 BAD_BODIES = [
-    b"",
-    b"{",
-    b'{"prompt": 3}',
-    b'{"prompt": "a", "top_p": 7}',
-    b"\x00" * 5000,
-    b'{"prompt": "a", "n": 4096}',
-]
+    b"", b"{", b'{"prompt": 3}', b'{"prompt": "a", "top_p": 7}', b"\x00" * 5000, b'{"prompt": "a", "n": 4096}',
+]  # fmt: skip
 JSON = {"Content-Type": "application/json"}
 
 
@@ -58,34 +58,43 @@ class Load:
     def _body(self, **fields: Any) -> dict[str, Any]:
         draw = self._random
         prompt = "".join(draw.choices("the quick brown fox. ", k=draw.randint(0, self._context // 4)))
-        body = {
-            "prompt": prompt,
-            "max_tokens": draw.randint(1, self._context // 2),
-            "temperature": draw.random() * 2,
-        }
-        for name, value in {
+        most = draw.randint(1, self._context // 2)
+        body = {"prompt": prompt, "max_tokens": most, "temperature": draw.random() * 2}
+        some = {
             "n": draw.randint(2, 3), "logprobs": draw.randint(0, 3), "echo": True, "stop": [". ", "th"], "top_p": 0.9,
             "top_k": 20, "seed": draw.randint(0, 9), "ignore_eos": True, "repetition_penalty": 1.2,
-        }.items():  # fmt: skip
-            if draw.random() < 0.25:
-                body[name] = value
-        return {**body, **fields}
+        }  # fmt: skip
+        return {**body, **{name: value for name, value in some.items() if draw.random() < 0.25}, **fields}
+
+    async def _send(
+        self,
+        body: dict[str, Any],
+        right: Callable[[dict[str, Any]], bool],
+        path: str = COMPLETIONS,
+        **options: Any,
+    ) -> None:
+        """A request whose answer must be `right`."""
+        response = await self._client.post(path, json=body, **options)
+        if self._accepted(response):
+            self._answered(right(response.json()))
 
     async def _whole(self) -> None:
         body = self._body()
-        response = await self._client.post("/v1/completions", json=body)
-        if self._accepted(response):
-            finished = [choice["finish_reason"] for choice in response.json()["choices"]]
-            self._answered(len(finished) == body.get("n", 1) and None not in finished)
+
+        def is_whole(answer: dict[str, Any]) -> bool:
+            ends = [choice["finish_reason"] for choice in answer["choices"]]
+            return len(ends) == body.get("n", 1) and None not in ends
+
+        await self._send(body, is_whole)
 
     async def _stream(self) -> None:
-        async with self._client.stream("POST", "/v1/completions", json=self._body(stream=True)) as response:
+        async with self._client.stream("POST", COMPLETIONS, json=self._body(stream=True)) as response:
             if self._accepted(response):
                 lines = [line async for line in response.aiter_lines() if line]
                 self._answered(lines[-1] == "data: [DONE]" and '"error"' not in lines[-2])
 
     async def _leave_stream(self) -> None:
-        async with self._client.stream("POST", "/v1/completions", json=self._body(stream=True)) as response:
+        async with self._client.stream("POST", COMPLETIONS, json=self._body(stream=True)) as response:
             if self._accepted(response):
                 events = self._random.randint(0, 4)
                 async for _ in response.aiter_lines():
@@ -96,37 +105,29 @@ class Load:
 
     async def _leave_whole(self) -> None:
         try:
-            response = await self._client.post(
-                "/v1/completions", json=self._body(), timeout=self._random.random() * 0.2
-            )
+            patience = self._random.random() * 0.2
+            await self._send(self._body(), lambda answer: "choices" in answer, timeout=patience)
         except httpx.TimeoutException:
             self.counts["left before the answer"] += 1
-        else:
-            if self._accepted(response):
-                self._answered("choices" in response.json())
 
     async def _classic(self) -> None:
-        response = await self._client.post(
-            "/complete", json={"context": "fox", "top_p": 0.9, "temp": 0.7, "length": 9}
-        )
-        if self._accepted(response):
-            self._answered("completion" in response.json())
+        await self._send(CLASSIC, lambda answer: "completion" in answer, "/complete")
 
     async def _bad_body(self) -> None:
         body = self._random.choice(BAD_BODIES)
-        self._refused(await self._client.post("/v1/completions", content=body, headers=JSON))
+        self._refused(await self._client.post(COMPLETIONS, content=body, headers=JSON))
 
     async def _too_long(self) -> None:
-        self._refused(
-            await self._client.post("/v1/completions", json=self._body(max_tokens=self._context + 1))
-        )
+        body = self._body(max_tokens=self._context + 1)
+        self._refused(await self._client.post(COMPLETIONS, json=body))
 
     async def _same_again(self) -> None:
-        response = await self._client.post("/v1/completions", json=REFERENCE)
-        if self._accepted(response):
-            text = response.json()["choices"][0]["text"]
+        def is_same(answer: dict[str, Any]) -> bool:
+            text = answer["choices"][0]["text"]
             self._reference = text if self._reference is None else self._reference
-            self._answered(text == self._reference)
+            return text == self._reference
+
+        await self._send(REFERENCE, is_same)
 
     def _accepted(self, response: httpx.Response) -> bool:
         if self._full(response):
@@ -163,11 +164,8 @@ class Load:
 async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
     """The server's gauges and counters by name, without the common prefix."""
     lines = (await client.get("/metrics")).text.splitlines()
-    pairs = [
-        line.removeprefix("mesh_transformer_").split(" ")
-        for line in lines
-        if line[:1] != "#" and "{" not in line
-    ]
+    plain = [line for line in lines if line[:1] != "#" and "{" not in line]
+    pairs = (line.removeprefix("mesh_transformer_").split(" ") for line in plain)
     return {name: float(value) for name, value in pairs}
 
 
@@ -185,30 +183,24 @@ async def run(url: str, minutes: float, seed: int, key: str | None) -> dict[str,
         *_, settled = await asyncio.gather(*sending, _measure_after(client, minutes * 60 * SETTLED))
         seconds = time.monotonic() - began
         after = await _at_rest(client)
-    left = load.counts["left in mid-stream"]
-    return {
+    gained = {name: after[f"{name}_total"] - before[f"{name}_total"] for name in TOTALS}
+    counts = {re.sub(": |[ -]", "_", name): count for name, count in sorted(load.counts.items())}
+    figures = {
         "minutes": round(seconds / 60, 2),
         "clients": clients,
         "slots": int(after["slots"]),
-        **{
-            name.replace(": ", "_").replace(" ", "_").replace("-", "_"): n
-            for name, n in sorted(load.counts.items())
-        },
-        "unanswered": load.counts["accepted"] - load.counts["answered"] - left,
+        **counts,
+        "unanswered": load.counts["accepted"] - load.counts["answered"] - load.counts["left in mid-stream"],
         "unexpected_kinds": dict(collections.Counter(load.unexpected).most_common(10)),
         "leaked_slots": int(after["requests_running"]),
         "leaked_waiting": int(after["requests_waiting"]),
-        "tokens_per_second": round(
-            (after["generated_tokens_total"] - before["generated_tokens_total"]) / seconds, 1
-        ),
-        "reused_prompt_tokens": int(
-            after["reused_prompt_tokens_total"] - before["reused_prompt_tokens_total"]
-        ),
-        "server_rss_mib_settled": round(settled["process_resident_memory_bytes"] / 2**20, 1),
-        "server_rss_mib_end": round(after["process_resident_memory_bytes"] / 2**20, 1),
-        "server_open_files_settled": int(settled["process_open_fds"]),
-        "server_open_files_end": int(after["process_open_fds"]),
+        "tokens_per_second": round(gained["generated_tokens"] / seconds, 1),
+        "reused_prompt_tokens": int(gained["reused_prompt_tokens"]),
     }
+    for when, found in {"settled": settled, "end": after}.items():
+        figures[f"server_rss_mib_{when}"] = round(found["process_resident_memory_bytes"] / 2**20, 1)
+        figures[f"server_open_files_{when}"] = int(found["process_open_fds"])
+    return figures
 
 
 async def _measure_after(client: httpx.AsyncClient, seconds: float) -> dict[str, float]:
