@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import IO, NamedTuple
 
 from mesh_transformer.data.inflate import Compression, inflated
@@ -210,21 +210,19 @@ def cut(blocks: Iterable[str], separator: str | None) -> Iterator[Piece]:
     rest = ""
     for block in blocks:
         rest += block
-        if separator:
-            *whole, rest = rest.split(separator)
-            for document in whole:
-                yield from _shorten(document)
-        while (at := _cut_place(rest)) is not None:
-            yield Piece(rest[:at], False)
-            rest = rest[at:]
-    yield from _shorten(rest)
+        *whole, rest = rest.split(separator) if separator else [rest]
+        for document in whole:
+            yield Piece((yield from _shorten(document)), True)
+        rest = yield from _shorten(rest)
+    yield Piece(rest, True)
 
 
-def _shorten(document: str) -> Iterator[Piece]:
+def _shorten(document: str) -> Generator[Piece, None, str]:
+    """Pieces from the beginning of a document that is long; returns the rest of it."""
     while (at := _cut_place(document)) is not None:
         yield Piece(document[:at], False)
         document = document[at:]
-    yield Piece(document, True)
+    return document
 
 
 def _cut_place(text: str) -> int | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
@@ -24,7 +23,7 @@ from mesh_transformer.data.records import write_records
 from mesh_transformer.data.token_store import Packing, TokenStore
 from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer
 from mesh_transformer.errors import UserError
-from mesh_transformer.files import check_credentials, is_remote, join, open_binary
+from mesh_transformer.files import check_credentials, is_remote, join, upload
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +94,10 @@ def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, 
     with scratch_file(local or ".") as scratch:
         written = write_corpus(files, scratch, tokenizer, options)
         path = join(output_dir, f"{name}_{written.sequences}.tfrecords")
-        _publish(scratch, path)
+        if local is None:
+            upload(scratch, path)
+        else:
+            os.replace(scratch, path)
     return replace(written, path=path)
 
 
@@ -150,14 +152,6 @@ def scratch_file(folder: str) -> Iterator[str]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.remove(path)
-
-
-def _publish(scratch: str, path: str) -> None:
-    if not is_remote(path):
-        os.replace(scratch, path)
-        return
-    with open(scratch, "rb") as source, open_binary(path, "wb") as target:
-        shutil.copyfileobj(source, target, 1 << 20)
 
 
 def _tokenise(files: list[str], store: TokenStore, tokenizer: Tokenizer, options: Options) -> int:

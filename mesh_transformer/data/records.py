@@ -59,8 +59,9 @@ class RecordReader:
     def __init__(self, path: str, number: int = 0, offset: int = 0):
         self.path, self.number, self.offset = path, number, offset
         self._file, self._size = _open(path)
-        if offset:
-            self._go_to(offset)
+        if self._size is not None and offset > self._size:
+            raise self._damaged(f"the file has only {self._size} bytes")
+        self._skip(offset)
 
     def __enter__(self) -> RecordReader:
         return self
@@ -80,7 +81,7 @@ class RecordReader:
         length = self._length()
         if length is None:
             return None
-        data = self._data(length) if keep else self._pass_over(length)
+        data = self._data(length, keep)
         record = Record(self.path, self.number, self.offset, data)
         self.number += 1
         self.offset += _HEADER.size + length + _CHECKSUM.size
@@ -101,20 +102,16 @@ class RecordReader:
             raise self._damaged("the file ends inside it")
         return length
 
-    def _data(self, length: int) -> bytes:
+    def _data(self, length: int, keep: bool) -> bytes:
+        if not keep:
+            self._skip(length)
+            self._exactly(_CHECKSUM.size)
+            return b""
         body = self._exactly(length + _CHECKSUM.size)
         data = body[:length]
         if masked_crc32c(data) != _CHECKSUM.unpack(body[length:])[0]:
             raise self._damaged("the checksum of its data does not match")
         return data
-
-    def _pass_over(self, length: int) -> bytes:
-        if self._size is not None:
-            self._file.seek(length, os.SEEK_CUR)
-        else:
-            self._discard(length)
-        self._exactly(_CHECKSUM.size)
-        return b""
 
     def _exactly(self, n: int) -> bytes:
         data = self._read(n)
@@ -128,15 +125,10 @@ class RecordReader:
         except UserError as error:  # the decompressor's
             raise self._damaged(str(error).removeprefix(f"{self.path}: ")) from error
 
-    def _go_to(self, offset: int) -> None:
-        if self._size is None:
-            self._discard(offset)
-        elif offset > self._size:
-            raise self._damaged(f"the file has only {self._size} bytes")
-        else:
-            self._file.seek(offset)
-
-    def _discard(self, n: int) -> None:
+    def _skip(self, n: int) -> None:
+        if self._size is not None:
+            self._file.seek(n, os.SEEK_CUR)
+            return
         while n > 0:
             n -= len(self._exactly(min(n, _SKIP_BYTES)))
 
