@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 REPO = Path(__file__).resolve().parents[1]
 
 
@@ -80,6 +82,35 @@ def config_of(arguments: argparse.Namespace) -> Any:
     from mesh_transformer.config import load_config
 
     return load_config(arguments.config, arguments.overrides)
+
+
+def random_tokens(config: Any, accumulation: int, batch: int) -> np.ndarray:
+    """A batch, int32 (accumulation, batch, seq + 1)."""
+    shape = (accumulation, batch, config.seq + 1)
+    return np.random.default_rng(0).integers(0, min(config.model.n_vocab, 50257), shape, dtype=np.int32)
+
+
+class OwnStep:
+    """The config's own step, as the trainer builds it, on random weights and tokens; a call takes one step."""
+
+    def __init__(self, config: Any):
+        import jax
+
+        from mesh_transformer.runtime.session import Session
+        from mesh_transformer.train.step import TrainProgram
+
+        self.session = Session.open(config)
+        self.program = TrainProgram(self.session.placement, config)
+        self.state = self.program.init(jax.random.key(0))
+        accumulation = config.optimizer.gradient_accumulation_steps
+        tokens = random_tokens(config, accumulation, self.session.microbatch)
+        self.tokens = self.session.place_batch(tokens)
+
+    def __call__(self) -> None:
+        import jax
+
+        self.state, metrics = self.program.train_step(self.state, self.tokens)
+        jax.block_until_ready(metrics)
 
 
 def medians(records: Sequence[Mapping[str, Any]], *keys: str) -> dict[str, float]:

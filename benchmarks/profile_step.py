@@ -18,7 +18,7 @@ import tempfile
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import config_of, parser, report, say, seconds_of
+from common import OwnStep, config_of, parser, report, say, seconds_of
 
 PARTS = ["head and loss", "attention", "layers: q, k, v, o, ff", "embedding and rest", "optimizer"]
 KINDS = ["matrix products", "element by element", "sums and maxima", "copies and transposes"]
@@ -71,24 +71,8 @@ def trace(arguments: argparse.Namespace) -> tuple[dict[str, Operation], dict[str
     """Operations by name, the seconds of each of their executions in one traced step, and that of an untraced step."""
     import jax
 
-    from mesh_transformer.runtime.session import Session
-    from mesh_transformer.train.step import TrainProgram
-
-    config = config_of(arguments)
-    session = Session.open(config)
-    program = TrainProgram(session.placement, config)
-    state = program.init(jax.random.key(0))
-    shape = (config.optimizer.gradient_accumulation_steps, session.microbatch, config.seq + 1)
-    tokens = session.place_batch(
-        np.random.default_rng(0).integers(0, config.model.n_vocab, shape, dtype=np.int32)
-    )
-    operations = read_program(program.train_step.lower(state, tokens).compile().as_text())
-
-    def step() -> None:
-        nonlocal state
-        state, metrics = program.train_step(state, tokens)
-        jax.block_until_ready(metrics)
-
+    step = OwnStep(config_of(arguments))
+    operations = read_program(step.program.train_step.lower(step.state, step.tokens).compile().as_text())
     seconds = seconds_of(step, 5)
     events: dict[str, list[float]] = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,18 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import config_of, in_turn, medians, parse, parser, peak_memory_mib, report, seconds_of
+from common import (
+    OwnStep,
+    config_of,
+    in_turn,
+    medians,
+    parse,
+    parser,
+    peak_memory_mib,
+    random_tokens,
+    report,
+    seconds_of,
+)
 
 WARM_UP = 2
 
@@ -56,29 +67,18 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     import jax
 
     from mesh_transformer import platforms
-    from mesh_transformer.runtime.session import Session, count_parameters
-    from mesh_transformer.train.step import TrainProgram
+    from mesh_transformer.runtime.session import count_parameters
 
     config = config_of(arguments)
     platforms.CompileCache()
-    session = Session.open(config)
-    program = TrainProgram(session.placement, config)
-    state = program.init(jax.random.key(0))
-    accumulation = config.optimizer.gradient_accumulation_steps
-    tokens = session.place_batch(_tokens(config, accumulation, session.microbatch))
-
-    def step() -> None:
-        nonlocal state
-        state, metrics = program.train_step(state, tokens)
-        jax.block_until_ready(metrics)
-
+    step = OwnStep(config)
     seconds = _time(step, arguments.steps)
     stats = jax.local_devices()[0].memory_stats() or {}
     memory = stats["peak_bytes_in_use"] / 2**20 if "peak_bytes_in_use" in stats else peak_memory_mib()
     embedding = config.model.padded_vocab * config.model.d_model
-    matrices = count_parameters(state.params) - embedding
+    matrices = count_parameters(step.state.params) - embedding
     return {
-        "tokens_per_s": session.tokens_per_step / seconds / jax.device_count(),
+        "tokens_per_s": step.session.tokens_per_step / seconds / jax.device_count(),
         "peak_memory_mib": memory,
         "parameters": matrices + embedding,
         # Chowdhery et al. 2022, appendix B: forward and backward of the matrices and of the attention, not causal
@@ -104,7 +104,7 @@ def torch_step(arguments: argparse.Namespace, compiled: bool) -> dict[str, float
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     run = torch.compile(model) if compiled else model
     batch = config.microbatch(config.mesh.shape(1))
-    tokens = torch.from_numpy(_tokens(config, 1, batch)[0, :, : m.seq].astype(np.int64))
+    tokens = torch.from_numpy(random_tokens(config, 1, batch)[0, :, : m.seq].astype(np.int64))
 
     def step() -> None:
         run(input_ids=tokens, labels=tokens).loss.backward()
@@ -131,12 +131,6 @@ def matmul(arguments: argparse.Namespace) -> dict[str, float]:
             seconds = _time(lambda p=product, a=left, b=right: jax.block_until_ready(p(a, b)), 9)
             rates.append(2 * rows * inner * columns / seconds / 1e9)
     return {"gflops": max(rates)}
-
-
-def _tokens(config: Any, accumulation: int, batch: int) -> np.ndarray:
-    rng = np.random.default_rng(0)
-    shape = (accumulation, batch, config.seq + 1)
-    return rng.integers(0, min(config.model.n_vocab, 50257), shape, dtype=np.int32)
 
 
 def _time(step: Callable[[], object], count: int) -> float:
