@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mesh_transformer.infer.programs import MAX_STEPS, Pieces, SlotPrograms
+from mesh_transformer.infer.programs import MAX_STEPS, Drawn, Pieces, Request, Scores, SlotPrograms
 from mesh_transformer.infer.requests import (
     MAX_STOP_TOKENS,
     OPTIONS,
@@ -19,7 +19,6 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
-from mesh_transformer.infer.slots import Drawn, Request, Scores
 from mesh_transformer.models.base import Params
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.cache import segment_ends

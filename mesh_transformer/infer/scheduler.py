@@ -28,14 +28,15 @@ class Output(NamedTuple):
 class Stats(NamedTuple):
     """Counters since the start, and gauges."""
 
-    running: int  # requests that have a slot
-    waiting: int  # requests that have none
-    slots: int
-    prompt_tokens: int  # of admitted requests
-    prefilled_tokens: int  # computed
-    reused_tokens: int  # taken from an earlier request's cache
-    generated_tokens: int
-    cached_tokens: int  # positions that are valid now, over all slots
+    running: int = 0  # requests that have a slot
+    waiting: int = 0  # requests that have none
+    slots: int = 0
+    prompt_tokens: int = 0  # of admitted requests
+    prefilled_tokens: int = 0  # computed
+    reused_tokens: int = 0  # taken from an earlier request's cache
+    generated_tokens: int = 0
+    cached_tokens: int = 0  # positions that are valid now, over all slots
+    positions: int = 0  # of all slots
 
 
 @dataclasses.dataclass
@@ -176,6 +177,7 @@ class Scheduler:
             reused_tokens=self._reused_tokens,
             generated_tokens=self._generated_tokens,
             cached_tokens=sum(slot.cached for slot in self._slots),
+            positions=len(self._slots) * self._engine.context,
         )
 
     def _free(self) -> list[_Slot]:

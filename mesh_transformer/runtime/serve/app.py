@@ -18,8 +18,7 @@ from starlette.types import ASGIApp
 from mesh_transformer import __version__
 from mesh_transformer.config.describe import short
 from mesh_transformer.runtime.serve import classic, completions
-from mesh_transformer.runtime.serve.connection import ClientGone
-from mesh_transformer.runtime.serve.errors import ApiError, failed, json_response
+from mesh_transformer.runtime.serve.answers import ApiError, ClientGone, failed, json_response
 from mesh_transformer.runtime.serve.guard import Guard
 from mesh_transformer.runtime.serve.loop import EngineLoop
 from mesh_transformer.runtime.serve.model import ServedModel

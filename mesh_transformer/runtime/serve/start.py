@@ -28,9 +28,9 @@ from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serve.app import make_app
+from mesh_transformer.runtime.serve.guard import BoundedConnection
 from mesh_transformer.runtime.serve.loop import EngineLoop, WarmEngine
 from mesh_transformer.runtime.serve.model import ServedModel
-from mesh_transformer.runtime.serve.sockets import BoundedConnection
 from mesh_transformer.runtime.weights import split_step
 
 MAX_SLOTS, MAX_QUEUE = 1024, 100_000
