@@ -65,21 +65,6 @@ class Scores(NamedTuple):
     top_logprob_PC: jax.Array
 
 
-class Request(NamedTuple):
-    """One request, as `insert` takes it: host arrays."""
-
-    tokens_S: Any  # int32: the prompt, then anything
-    n_tokens: Any  # int32
-    reused: Any  # int32: positions that are in the slot's cache already
-    max_tokens: Any  # int32
-    min_tokens: Any  # int32
-    seed: Any  # uint32
-    options: Any  # a scalar for each row of `requests.OPTIONS`, by name
-    end_E: Any  # int32
-    biased: Any  # bool
-    bias_V: Any  # float32
-
-
 class Pieces(NamedTuple):
     """Pieces of the prompts of B slots, as `prefill` takes them: host arrays."""
 
@@ -215,14 +200,14 @@ def _written(view: Any) -> KVCache:
     return jax.tree.map(lambda x: constrain(x, None, None, "heads", None, None), view.cache)
 
 
-def empty(cache: KVCache, n_slots: int, context: int, vocab: int) -> Slots:
-    """Slots that compute nothing."""
+def blank(context: int, vocab: int) -> Slots:
+    """One slot without its cache, all zeros, which the engine fills in for a request."""
 
     def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
-        return jnp.zeros((n_slots, *shape), dtype)
+        return jnp.zeros(shape, dtype)
 
     return Slots(
-        cache=cache,
+        cache=None,  # type: ignore[arg-type]
         length_N=zeros(),
         token_N=zeros(),
         left_N=zeros(),
@@ -239,33 +224,21 @@ def empty(cache: KVCache, n_slots: int, context: int, vocab: int) -> Slots:
     )
 
 
-def insert(slots: Slots, slot: jax.Array, request: Request) -> Slots:
-    """Give a slot to a request whose first `reused` positions are in its cache."""
-    at = jnp.where(
-        jnp.arange(len(request.tokens_S)) < request.n_tokens, request.tokens_S, len(request.bias_V)
-    )
-    in_prompt_V = jnp.zeros(request.bias_V.shape, bool).at[at].set(True, mode="drop")
-    new = slots._replace(
-        length_N=request.reused,
-        token_N=jnp.int32(0),
-        left_N=request.max_tokens,
-        drawn_N=jnp.int32(0),
-        min_tokens_N=request.min_tokens,
-        seed_N=request.seed,
-        options=request.options,
-        end_NE=request.end_E,
-        biased_N=request.biased,
-        bias_NV=request.bias_V,
-        tokens_NS=request.tokens_S,
-        in_prompt_NV=in_prompt_V,
-        counts_NV=jnp.zeros(request.bias_V.shape, jnp.int32),
-    )
-    rows = jax.tree.map(lambda all, one: all.at[slot].set(one), _row_wise(slots), _row_wise(new))
+def empty(cache: KVCache, n_slots: int, context: int, vocab: int) -> Slots:
+    """Slots that compute nothing."""
+    zeros = jax.tree.map(lambda x: jnp.zeros((n_slots, *x.shape), x.dtype), blank(context, vocab))
+    return zeros._replace(cache=cache)
+
+
+def insert(slots: Slots, slot: jax.Array, new: Slots, n_tokens: jax.Array) -> Slots:
+    """Give a slot to a request: `new` is its slot after `blank`, and `n_tokens` of the tokens are its prompt. Its first
+    `new.length_N` positions are in the slot's cache already."""
+    vocab = len(new.in_prompt_NV)
+    at = jnp.where(jnp.arange(len(new.tokens_NS)) < n_tokens, new.tokens_NS, vocab)
+    new = new._replace(in_prompt_NV=jnp.zeros(vocab, bool).at[at].set(True, mode="drop"))
+    rest = slots._replace(cache=None)  # type: ignore[arg-type]
+    rows = jax.tree.map(lambda all, one: all.at[slot].set(one), rest, new)
     return rows._replace(cache=slots.cache)
-
-
-def _row_wise(slots: Slots) -> Slots:
-    return slots._replace(cache=None)  # type: ignore[arg-type]
 
 
 def copy_cache(slots: Slots, source: jax.Array, target: jax.Array) -> Slots:
