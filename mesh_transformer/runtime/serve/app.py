@@ -101,9 +101,8 @@ def _add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
-        message = (
-            _UNREADABLE if error.status_code == 400 else str(error.detail)
-        )  # FastAPI's, for what is no JSON
+        # 400 is FastAPI's, for what is no JSON
+        message = _UNREADABLE if error.status_code == 400 else str(error.detail)
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(ClientGone)

@@ -18,9 +18,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mesh_transformer.runtime.serve.answers import ApiError, ClientGone, invalid, to_json, unavailable
 
-HEAD_S = (
-    15.0  # for a request's head to come, from when the socket is open or a byte follows the answer before
-)
+# for a request's head to come, from when the socket is open or a byte follows the answer before
+HEAD_S = 15.0
 STALL_S = 30.0  # for what was sent to be taken, besides its bytes at the slowest rate
 SLOWEST_BYTES_A_SECOND = 16 << 10
 _REFUSED_S = 1.0  # for the words of a refusal to arrive

@@ -84,7 +84,10 @@ class EngineLoop:
         Raises:
             ApiError: 503 while warming up, draining or with a full queue; 400 for more sequences than can ever be queued.
         """
-        self._check_ready()
+        if self.state != "ok":
+            raise unavailable(
+                f"the server is {self.state}", code=self.state.replace(" ", "_"), retry_after_s=_RETRY_WARM_S
+            )
         if sequences > self.slots + self.max_queue:
             raise invalid(
                 f"the request asks for {sequences} sequences (prompts x n); this server takes at most "
@@ -108,13 +111,6 @@ class EngineLoop:
                 admitted = partial(self._note_admitted, id)
                 fields = sequence._asdict()
                 self._inbox.put(partial(Scheduler.submit, request=id, on_admit=admitted, **fields))
-
-    def _check_ready(self) -> None:
-        """Raises ApiError, 503, unless requests are taken."""
-        if self.state != "ok":
-            raise unavailable(
-                f"the server is {self.state}", code=self.state.replace(" ", "_"), retry_after_s=_RETRY_WARM_S
-            )
 
     def cancel(self, ids: Iterable[int]) -> None:
         """Stop computing these sequences; those that are not live are ignored."""
@@ -142,9 +138,8 @@ class EngineLoop:
             await asyncio.wait_for(self.ended.wait(), seconds)
         except TimeoutError:
             return False
-        await asyncio.to_thread(
-            self._thread.join, seconds
-        )  # it frees the engine, which Python must not exit under
+        # it frees the engine, which Python must not exit under
+        await asyncio.to_thread(self._thread.join, seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -158,9 +158,8 @@ class CompletionRequest(_Sampled):
     """POST /v1/completions. Ranges are those of `SamplingParams`, in whose words a value is refused."""
 
     logit_bias: LogitBias = ()
-    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = (
-        None  # sample i is drawn with (seed + i) mod 2**32
-    )
+    # sample i is drawn with (seed + i) mod 2**32
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     stop: Stops = ()
     stop_token_ids: StopTokens = ()
     ignore_eos: bool = False
