@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from mesh_transformer import files
 from mesh_transformer.config import classic, classic_meaning, names, strict_json
-from mesh_transformer.config.describe import allowed, choices, short
+from mesh_transformer.config.describe import allowed, choices, schemas, short
 from mesh_transformer.config.overrides import apply_override, is_ignored, is_set, without_ignored
 from mesh_transformer.config.schema import VARIANTS, Config, class_at
 from mesh_transformer.errors import UserError
@@ -137,6 +137,8 @@ def _explain(detail: ErrorDetails) -> str:
     if not inside:
         return str(cause or detail["msg"])
     field, *inner = inside
+    if len(schemas(group, field)) > 1:
+        inner = []  # pydantic names the type that did not fit
     where = ".".join([names.spelled(place[0], field), *(part for part in inner if part not in ("", "[key]"))])
     if isinstance(cause, UserError):
         return f"{where} = {short(detail['input'])}: {cause}"
