@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from mesh_transformer.fields import Size
+
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
@@ -95,13 +97,6 @@ class Layer:
     wiring: Literal["sequential", "parallel", "parallel_one_norm"]
 
 
-class Size(NamedTuple):
-    """The size of a named dimension, and the field of the config that gives it."""
-
-    field: str
-    value: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
     """A whole model. `layers` are equal in the shapes of their parameters."""
@@ -125,11 +120,13 @@ class Decoder:
 
     @property
     def sizes(self) -> dict[str, list[Size]]:
-        """The named dimensions of the parameters that mesh axes may divide."""
-        layer = self.layers[0]
+        """The named dimensions of parameters and activations that the model gives, each with the field for its size."""
+        width = [Size("model.d_model", self.d_model)]
         return {
-            "embed": [Size("d_model", self.d_model)],
-            "heads": [Size("n_heads", layer.attention.heads)],
-            "mlp": [Size("d_ff", layer.ff.d_ff)],
-            "vocab": [Size("n_vocab", self.padded_vocab)],
+            "act_embed": width,
+            "layers": [Size("model.layers", len(self.layers))],
+            "embed": width,
+            "heads": [Size("model.n_heads", self.layers[0].attention.heads)],
+            "mlp": [Size("model.d_ff", self.layers[0].ff.d_ff)],
+            "vocab": [Size("model.n_vocab", self.n_vocab, "model.vocab_multiple", self.vocab_multiple)],
         }
