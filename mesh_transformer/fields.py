@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -12,22 +13,18 @@ from mesh_transformer.errors import UserError
 INT32_MAX = 2**31 - 1  # what a step counter and a random seed hold on the device
 
 
-class Note:
-    """A text that the JSON schema of a field holds, for docs/config.md."""
+@dataclass(frozen=True)
+class Unit:
+    """What a number counts; shown in docs/config.md."""
 
-    def __init__(self, text: str):
-        self.text = text
-
-    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
-        return {**handler(core), type(self).__name__.lower(): self.text}
+    name: str
 
 
-class Unit(Note):
-    """What a number counts."""
-
-
-class Derived(Note):
+@dataclass(frozen=True)
+class Derived:
     """How an absent value is found, for a field whose default depends on other fields."""
+
+    rule: str
 
 
 def whole(value: Any) -> Any:

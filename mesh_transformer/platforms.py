@@ -16,7 +16,7 @@ import jax
 from jax.experimental import topologies
 
 from mesh_transformer import slices
-from mesh_transformer.config import ModelConfig
+from mesh_transformer.config import ComputeConfig
 from mesh_transformer.errors import UserError
 
 _CACHE_BYTES = 8 << 30
@@ -152,17 +152,17 @@ class CompileCache:
         return f"{self.requests - self.read} programs compiled, {self.read} read from {self.folder}"
 
 
-def resolve(model: ModelConfig, platform: str) -> ModelConfig:
+def resolve(compute: ComputeConfig, platform: str) -> ComputeConfig:
     """The config with each "auto" replaced by what suits `platform` (cpu, gpu or tpu)."""
     cpu = platform == "cpu"
     changes: dict[str, str | int] = {}
-    if model.compute_dtype == "auto":
-        changes["compute_dtype"] = "float32" if cpu else "bfloat16"
-    if model.remat == "auto":
+    if compute.dtype == "auto":
+        changes["dtype"] = "float32" if cpu else "bfloat16"
+    if compute.remat == "auto":
         changes["remat"] = "none" if cpu else "full"
-    if model.logits_mib == "auto":
+    if compute.logits_mib == "auto":
         changes["logits_mib"] = 128 if cpu else 1024
-    return model.model_copy(update=changes)
+    return compute.model_copy(update=changes)
 
 
 def vocab_columns(platform: str) -> int:

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from mesh_transformer.config import parse_config
+from mesh_transformer.config import ComputeConfig, ModelConfig, parse_config
+from mesh_transformer.models.model import Model
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.train.step import TrainProgram
 
@@ -29,6 +30,11 @@ def program(
     """The compiled-on-first-use functions of a config on the first `devices` CPU devices."""
     config = parse_config(raw, overrides)
     config.check_devices(devices)
-    model = config.model.model_copy(update={"compute_dtype": dtype, "remat": remat})
-    resolved = config.model_copy(update={"model": model})
+    compute = config.compute.model_copy(update={"dtype": dtype, "remat": remat})
+    resolved = config.model_copy(update={"compute": compute})
     return TrainProgram(Placement.of(resolved, jax.devices()[:devices]), config)
+
+
+def float32_model(config: ModelConfig) -> Model:
+    """The model alone, computed in float32."""
+    return Model(config.decoder(), ComputeConfig(dtype="float32", remat="none"))

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 from array_source import ArraySource
+from builders import float32_model
 
 from mesh_transformer.checkpoint.classic_write import write_classic
 from mesh_transformer.checkpoint.manifest import flatten
 from mesh_transformer.checkpoint.tensors import Counts, TensorSource
 from mesh_transformer.config import ModelConfig, parse_config
-from mesh_transformer.models.registry import build
 
 # n_vocab is padded to 128 rows in our own tensors, not in classic files
 TINY: dict[str, Any] = {
@@ -32,7 +32,7 @@ class RandomSource(ArraySource):
     def __init__(self, config: ModelConfig, *, full: bool, dtype: Any = np.float32, seed: int = 0) -> None:
         import jax
 
-        model = build(config.model_copy(update={"compute_dtype": "float32", "remat": "none"}))
+        model = float32_model(config)
         shapes = flatten(jax.eval_shape(model.init, jax.random.key(0)))
         rng = np.random.default_rng(seed)
         arrays = {

@@ -9,12 +9,13 @@ import jax
 import ml_dtypes
 import numpy as np
 from array_source import ArraySource
+from builders import float32_model
 
 from mesh_transformer.checkpoint.manifest import flatten
 from mesh_transformer.checkpoint.tensors import Counts, Index
 from mesh_transformer.config import ModelConfig
-from mesh_transformer.models.base import Params
-from mesh_transformer.models.registry import build
+from mesh_transformer.families import gptj
+from mesh_transformer.models.model import Params
 
 ODD = {"layers": 3, "d_model": 48, "n_heads": 3, "n_vocab": 131, "seq": 24, "pe_rotary_dims": 6}
 ALL = slice(None)
@@ -35,14 +36,14 @@ class MemorySource(ArraySource):
 
 
 def model_config(**values: Any) -> ModelConfig:
-    """A small model of odd sizes, computed in float32."""
-    return ModelConfig(**{**ODD, "compute_dtype": "float32", "remat": "none", **values})
+    """A small model of odd sizes."""
+    return gptj.Config(**{**ODD, **values})
 
 
 def random_params(model: ModelConfig, seed: int = 0) -> Params:
     """Parameters that are all random, biases and norms too; dead vocabulary rows are zero, as a folder gives them."""
     random = np.random.default_rng(seed)
-    shapes = jax.eval_shape(build(model).init, jax.random.key(0))
+    shapes = jax.eval_shape(float32_model(model).init, jax.random.key(0))
 
     def draw(path: Any, leaf: Any) -> np.ndarray:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -72,7 +73,7 @@ def to_tree(arrays: dict[str, np.ndarray]) -> Params:
 
 def our_logits(model: ModelConfig, params: Params, tokens: np.ndarray) -> np.ndarray:
     """Logits (B, T, n_vocab), float32."""
-    logits, _ = jax.jit(build(model).apply)(params, tokens.astype(np.int32))
+    logits, _ = jax.jit(float32_model(model).apply)(params, tokens.astype(np.int32))
     return np.asarray(logits)[..., : model.n_vocab]
 
 

@@ -19,7 +19,7 @@ def complete(
     tokens, logprobs = list(prompt), []
     forward = _forward(run)
     for drawn in range(wanted.max_tokens):
-        padded = np.zeros((1, run.model.config.seq), np.int32)
+        padded = np.zeros((1, run.config.model.seq), np.int32)
         padded[0, : len(tokens)] = tokens
         raw = np.asarray(forward(params, padded, len(tokens) - 1), np.float64)
         token = _draw(raw.astype(np.float32), tokens, drawn, wanted)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
@@ -157,7 +157,7 @@ def _parameters(config: ModelConfig) -> Iterator[Leaf]:
         yield Leaf(f"params/{PREFIX}{module}/{field}", tensor, number, role.dims, shape, role.split)
 
 
-def _outside(config: ModelConfig) -> dict[tuple[str, str], Role]:
+def _outside(config: Any) -> dict[tuple[str, str], Role]:
     """Embedding and head, by module and field."""
     roles = {
         ("embedding_shard/~/linear", "w"): Role("embed/tokens/w", "VD", Split.ROWS),
@@ -191,7 +191,7 @@ def _block(config: ModelConfig) -> dict[tuple[str, str], Role]:
     }
 
 
-def _norm(config: ModelConfig, stage: str) -> dict[tuple[str, str], Role]:
+def _norm(config: Any, stage: str) -> dict[tuple[str, str], Role]:
     kind = config.norm
     dims = "" if kind.startswith("scalenorm") else "D"
     if kind.startswith("layernorm"):  # layernorm-nobias stores an offset that it does not use

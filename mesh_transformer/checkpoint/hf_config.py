@@ -12,6 +12,7 @@ from mesh_transformer.checkpoint.hf_layout import check_exports
 from mesh_transformer.checkpoint.json_file import read_json
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
+from mesh_transformer.families import gptj
 from mesh_transformer.fields import INT32_MAX
 
 EPSILON = 1e-5
@@ -55,7 +56,7 @@ def _to_model(raw: dict[str, Any]) -> ModelConfig:
     if raw.get("n_inner") is not None:
         values["d_ff"] = _size(raw, "n_inner", "n_inner", 0)
     try:
-        return ModelConfig(**values)
+        return gptj.Config(**values)
     except ValidationError as error:
         reasons = [str(detail.get("ctx", {}).get("error", detail["msg"])) for detail in error.errors()]
         raise UserError("; ".join(reasons)) from error
@@ -84,7 +85,7 @@ def _size(raw: dict[str, Any], name: str, alias: str, default: int) -> int:
     return value
 
 
-def to_hf(model: ModelConfig, dtype: np.dtype, end_of_text: int | None = None) -> dict[str, Any]:
+def to_hf(model: Any, dtype: np.dtype, end_of_text: int | None = None) -> dict[str, Any]:
     """The config.json of a model stored in `dtype`.
 
     Without `end_of_text` it is GPT-2's, or null where the vocabulary does not reach so far.

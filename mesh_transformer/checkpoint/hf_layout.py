@@ -6,7 +6,7 @@ is not padded; they have no bias on the embedding. The rotary pairs are the same
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
@@ -72,7 +72,7 @@ def padded(entry: Entry, model: ModelConfig) -> tuple[int, ...]:
     return (model.layers, *shape) if entry.stacked else tuple(shape)
 
 
-def check_exports(model: ModelConfig) -> None:
+def check_exports(model: Any) -> None:
     """Refuse a model that GPTJForCausalLM cannot compute.
 
     Raises:

@@ -14,10 +14,8 @@ import jax
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig, parse_config
 from mesh_transformer.errors import UserError
+from mesh_transformer.families import FAMILIES
 from mesh_transformer.logs import log
-
-_SIZES = ("layers", "d_model", "n_heads", "d_head", "d_ff", "n_vocab")
-ARCHITECTURE = ("family", *_SIZES, "pe", "pe_rotary_dims", "norm")
 
 
 def with_model(extra: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -45,33 +43,27 @@ def check_same(asked: ModelConfig, found: ModelConfig, where: str) -> None:
     Raises:
         UserError: names every field that differs.
     """
-    ours, theirs = _architecture(asked), _architecture(found)
-    wrong = [
-        name for name in ARCHITECTURE if name in ours.keys() & theirs.keys() and ours[name] != theirs[name]
+    ours, theirs = asked.architecture(), found.architecture()
+    wrong = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+    if not wrong:
+        return
+    differences = [
+        f"model.{name}: the config has {ours[name]}, the checkpoint {theirs[name]}" for name in wrong
     ]
-    if wrong:
-        differences = [
-            f"model.{name}: the config has {ours[name]}, the checkpoint {theirs[name]}" for name in wrong
-        ]
-        sets = " ".join(f"--set model.{name}={theirs[name]}" for name in wrong)
-        raise UserError(
-            f"{where} does not fit this configuration:\n  "
-            + "\n  ".join(differences)
-            + f"\nset the model as the checkpoint has it ({sets}), or name another checkpoint or model_dir"
-        )
-
-
-def _architecture(model: ModelConfig) -> dict[str, Any]:
-    """The fields that decide what the tensors compute; rotary dims only where there is a rotation."""
-    names = (name for name in ARCHITECTURE if name != "pe_rotary_dims" or model.pe == "rotary")
-    return {name: getattr(model, name) for name in names}
+    sets = " ".join(f"--set model.{name}={theirs[name]}" for name in wrong)
+    raise UserError(
+        f"{where} does not fit this configuration:\n  "
+        + "\n  ".join(differences)
+        + f"\nset the model as the checkpoint has it ({sets}), or name another checkpoint or model_dir"
+    )
 
 
 def _parsed(noted: Any, where: str) -> ModelConfig:
     try:
         if not isinstance(noted, dict):
             raise UserError("expected an object")
-        return parse_config({"model": {name: noted[name] for name in ARCHITECTURE if name in noted}}).model
+        family = FAMILIES.get(str(noted.get("family", "gptj")), ModelConfig)
+        return parse_config({"model": {k: v for k, v in noted.items() if k in family.model_fields}}).model
     except UserError as error:
         raise UserError(f"{where}: the model that the checkpoint notes cannot be read: {error}") from error
 

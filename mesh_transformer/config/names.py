@@ -20,6 +20,14 @@ SHOWN_HINT = 600
 MAX_KEYS = 1000
 NEAR = 0.75  # of difflib's ratio: one letter of four is wrong, or two of a longer name
 NOT_OURS = "no field of this program"
+# old name, as --set or a file may still have it, to the name of today
+MOVED = {
+    "model.compute_dtype": "compute.dtype",
+    "compute_dtype": "compute.dtype",
+    "model.remat": "compute.remat",
+    "model.scan_unroll": "compute.scan_unroll",
+    "model.logits_mib": "compute.logits_mib",
+}
 
 
 def owners(field: str) -> list[str]:
@@ -85,7 +93,7 @@ def resolve(name: str) -> tuple[str, str, str]:
     Raises:
         UserError: there is no such name, or more than one.
     """
-    group, dot, rest = name.partition(".")
+    group, dot, rest = MOVED.get(name, name).partition(".")
     field, inner, entry = rest.partition(".")
     if dot and field:
         if group not in GROUPS:
@@ -108,6 +116,19 @@ def resolve(name: str) -> tuple[str, str, str]:
             f"{name} is in more than one group: write {' or '.join(f'{g}.{name}' for g in found)}"
         )
     return found[0], group, ""
+
+
+def moved(raw: dict[str, Any]) -> dict[str, Any]:
+    """A file in groups with the fields that have moved in their place of today; where both are given, that one counts."""
+    old = {tuple(name.split(".")): new.split(".") for name, new in MOVED.items() if "." in name}
+    found = {group: dict(values) if isinstance(values, dict) else values for group, values in raw.items()}
+    for (group, field), (new_group, new_field) in old.items():
+        if isinstance(raw.get(group), dict) and field in raw[group]:
+            target = found.setdefault(new_group, {})
+            value = found[group].pop(field)
+            if isinstance(target, dict) and target.get(new_field) is None:
+                target[new_field] = value
+    return found
 
 
 def _flat_faults(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:

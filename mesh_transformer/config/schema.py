@@ -8,12 +8,14 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from mesh_transformer.config.cluster import ClusterConfig
+from mesh_transformer.config.compute import ComputeConfig
 from mesh_transformer.config.divisibility import Sizes, check_sizes
 from mesh_transformer.config.mesh import MeshConfig, MeshShape, mesh_shape, parts, training_rules
-from mesh_transformer.config.model import ModelConfig
 from mesh_transformer.config.run import CheckpointConfig, DataConfig, LoggingConfig
 from mesh_transformer.config.variants import Variants
 from mesh_transformer.errors import UserError
+from mesh_transformer.families import FAMILIES
+from mesh_transformer.families.base import ModelConfig
 from mesh_transformer.fields import Group, Size
 from mesh_transformer.optimizers import OPTIMIZERS, OptimizerConfig, adam
 
@@ -23,8 +25,9 @@ BYTES_VOCAB = 257  # the `bytes` tokenizer: every byte, and the end of a text
 class Config(Group):
     """A whole run."""
 
-    model: ModelConfig
+    model: Annotated[ModelConfig, Variants("family", FAMILIES)]
     mesh: MeshConfig = Field(default_factory=lambda: MeshConfig())
+    compute: ComputeConfig = Field(default_factory=lambda: ComputeConfig())
     optimizer: Annotated[OptimizerConfig, Variants("name", OPTIMIZERS)] = Field(
         default_factory=lambda: adam.Config()
     )
@@ -56,19 +59,9 @@ class Config(Group):
     @property
     def sizes(self) -> Sizes:
         """The named dimensions, with the fields that give their sizes."""
-        model, batch = self.model, self.data.batch_size
-        seq, width = [Size("data.seq", self.seq)], [Size("model.d_model", model.d_model)]
-        return {
-            "batch": [Size("data.batch_size", batch)] if batch else [],
-            "seq": seq,
-            "block_seq": seq,
-            "act_embed": width,
-            "layers": [Size("model.layers", model.layers)],
-            "embed": width,
-            "heads": [Size("model.n_heads", model.n_heads)],
-            "mlp": [Size("model.d_ff", model.d_ff)],
-            "vocab": [Size("model.n_vocab", model.n_vocab, "model.vocab_multiple", model.vocab_multiple)],
-        }
+        batch, seq = self.data.batch_size, [Size("data.seq", self.seq)]
+        batches = [Size("data.batch_size", batch)] if batch else []
+        return {"batch": batches, "seq": seq, "block_seq": seq, **self.model.sizes}
 
     def microbatch(self, shape: MeshShape) -> int:
         """Sequences of one microbatch over the whole mesh.

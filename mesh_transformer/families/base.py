@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
-
-from pydantic import Field
+from typing import Annotated, Any
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.spec import Decoder
@@ -16,6 +14,7 @@ from mesh_transformer.fields import (
     Heads,
     Layers,
     Rows,
+    Size,
     Tokens,
     size,
 )
@@ -24,25 +23,26 @@ from mesh_transformer.fields import (
 class ModelConfig(Group):
     """The architecture. Each family derives its own from this one."""
 
-    NOT_COMPARED: ClassVar = ("seq", "seed", "vocab_multiple")
-    """Fields that do not change what the tensors of a checkpoint compute."""
-
-    family: str = Field(description="model family: a file in mesh_transformer/families")
-    layers: Layers = Field(description="number of transformer layers")
-    d_model: Dims = Field(description="width of the residual stream; divisible by mesh.fsdp")
-    n_heads: Heads = Field(description="attention heads; divisible by mesh.tp")
-    d_head: Annotated[Dims, Derived("d_model / n_heads")] = Field(0, description="width of one head")
-    d_ff: Annotated[Dims, Derived("4 * d_model")] = Field(
-        0, description="hidden width of the feed-forward; divisible by mesh.tp"
-    )
-    n_vocab: Rows = Field(
-        description="rows of the vocabulary that take part in the softmax, samples and exports"
-    )
-    vocab_multiple: Rows = Field(
-        128, description="tables get unused rows up to a multiple of this, so that mesh.tp divides them"
-    )
-    seq: Tokens = Field(2048, description="longest context")
-    seed: CountOrZero = Field(0, description="seed of the initial parameters; they do not depend on the mesh")
+    family: str
+    """model family: a file in mesh_transformer/families"""
+    layers: Layers
+    """number of transformer layers"""
+    d_model: Dims
+    """width of the residual stream; divisible by mesh.fsdp"""
+    n_heads: Heads
+    """attention heads; divisible by mesh.tp"""
+    d_head: Annotated[Dims, Derived("d_model / n_heads")] = 0
+    """width of one head"""
+    d_ff: Annotated[Dims, Derived("4 * d_model")] = 0
+    """hidden width of the feed-forward; divisible by mesh.tp"""
+    n_vocab: Rows
+    """rows of the vocabulary that take part in the softmax, samples and exports"""
+    vocab_multiple: Rows = 128
+    """tables get unused rows up to a multiple of this, so that mesh.tp divides them"""
+    seq: Tokens = 2048
+    """longest context"""
+    seed: CountOrZero = 0
+    """seed of the initial parameters; they do not depend on the mesh"""
 
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +62,23 @@ class ModelConfig(Group):
     def decoder(self) -> Decoder:
         """What the config describes."""
         raise NotImplementedError
+
+    @property
+    def sizes(self) -> dict[str, list[Size]]:
+        """The named dimensions of the parameters and of the residual stream, with the fields that give their sizes."""
+        width = [Size("model.d_model", self.d_model)]
+        return {
+            "act_embed": width,
+            "layers": [Size("model.layers", self.layers)],
+            "embed": width,
+            "heads": [Size("model.n_heads", self.n_heads)],
+            "mlp": [Size("model.d_ff", self.d_ff)],
+            "vocab": [Size("model.n_vocab", self.n_vocab, "model.vocab_multiple", self.vocab_multiple)],
+        }
+
+    def architecture(self) -> dict[str, Any]:
+        """The fields that decide what the tensors of a checkpoint compute."""
+        return self.model_dump(exclude={"seq", "seed", "vocab_multiple"})
 
     def check_rotary(self, field: str, dims: int) -> None:
         """Refuse a number of rotary dims, given by `field`, that a head cannot have.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ModelConfig
@@ -33,17 +33,17 @@ NORMS = {
 class Config(ModelConfig):
     """GPT-J: attention and feed-forward in parallel from one norm; an untied head with a bias."""
 
-    family: Literal["gptj"] = Field("gptj", description="model family: a file in mesh_transformer/families")
-    pe: Literal["rotary", "fixed", "t5"] = Field(
-        "rotary", description="position encoding: rotary (GPT-J), fixed (a learned table), t5 (relative bias)"
-    )
-    pe_rotary_dims: Annotated[Dims, Derived("d_head")] = Field(
-        0, description="first dims of each head that rotary turns; even, at most d_head (GPT-J-6B: 64 of 256)"
-    )
+    family: Literal["gptj"] = "gptj"
+    """model family: a file in mesh_transformer/families"""
+    pe: Literal["rotary", "fixed", "t5"] = "rotary"
+    """position encoding: rotary (GPT-J), fixed (a learned table), t5 (relative bias)"""
+    pe_rotary_dims: Annotated[Dims, Derived("d_head")] = 0
+    """first dims of each head that rotary turns; even, at most d_head (GPT-J-6B: 64 of 256)"""
     norm: Annotated[
         Literal["layernorm", "layernorm-nobias", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias"],
         BeforeValidator(_one_norm),
-    ] = Field("layernorm", description="normalisation before each block and before the head")
+    ] = "layernorm"
+    """normalisation before each block and before the head"""
 
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +58,11 @@ class Config(ModelConfig):
         if self.pe == "rotary":
             self.check_rotary("pe_rotary_dims", self.pe_rotary_dims)
         return self
+
+    def architecture(self) -> dict[str, Any]:
+        """See `ModelConfig`; rotary dims only where there is a rotation."""
+        fields = super().architecture()
+        return fields if self.pe == "rotary" else {k: v for k, v in fields.items() if k != "pe_rotary_dims"}
 
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""

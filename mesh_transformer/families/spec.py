@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
-
-from mesh_transformer.fields import Size
-
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
@@ -36,18 +32,6 @@ class Rotary:
     style: Literal["pairs", "halves"]
     base: float = 10000.0
     precision: Literal["float32", "float64"] = "float32"
-
-    def angles(self, n_positions: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sines and cosines, each (n_positions, dims / 2) float32, of position * base^(-2i / dims)."""
-        exponents = np.arange(0, self.dims, 2, dtype=self.precision) / np.dtype(self.precision).type(
-            self.dims
-        )
-        if self.precision == "float64":
-            frequencies = self.base**-exponents
-        else:
-            frequencies = 1 / np.float32(self.base) ** exponents
-        theta = np.arange(n_positions, dtype=self.precision)[:, None] * frequencies
-        return np.sin(theta).astype(np.float32), np.cos(theta).astype(np.float32)
 
 
 class CacheEntry(NamedTuple):
@@ -117,16 +101,3 @@ class Decoder:
     def padded_vocab(self) -> int:
         """Rows of the vocabulary tables."""
         return -(-self.n_vocab // self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def sizes(self) -> dict[str, list[Size]]:
-        """The named dimensions of parameters and activations that the model gives, each with the field for its size."""
-        width = [Size("model.d_model", self.d_model)]
-        return {
-            "act_embed": width,
-            "layers": [Size("model.layers", len(self.layers))],
-            "embed": width,
-            "heads": [Size("model.n_heads", self.layers[0].attention.heads)],
-            "mlp": [Size("model.d_ff", self.layers[0].ff.d_ff)],
-            "vocab": [Size("model.n_vocab", self.n_vocab, "model.vocab_multiple", self.vocab_multiple)],
-        }

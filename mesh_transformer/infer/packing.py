@@ -1,7 +1,7 @@
 """Requests for log-likelihoods, laid out as rows of one length in which what they share stands once. No jax.
 
 A request's model input is its context and its continuation without the last token. Inputs that begin alike become one tree
-(ops/packing.py says how a row holds trees); trees of one question, or of questions with the same examples before them,
+(ops/attend/packed.py says how a row holds trees); trees of one question, or of questions with the same examples before them,
 fill rows side by side. What is asked of the head is a list of (token of the batch, next token) pairs.
 
 Shapes: B rows, T tokens of a row, P tokens whose logits are wanted, M next tokens of interest after each.

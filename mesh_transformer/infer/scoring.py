@@ -15,11 +15,10 @@ import numpy as np
 from einops import rearrange
 
 from mesh_transformer.infer.packing import Batch, Plan
-from mesh_transformer.models.base import Params
+from mesh_transformer.models.model import Params
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.models.vocabulary import VocabTiles
 from mesh_transformer.ops.loss import Normaliser
-from mesh_transformer.ops.packing import PackedView
 from mesh_transformer.parallel.sharding import use
 
 Result = tuple[int, float, bool]
@@ -73,9 +72,9 @@ class Scorer:
     ) -> jax.Array:
         """The residual stream after the last block, of all tokens of a batch."""
         model = self.model
-        view = PackedView.of(ends_BT, model.config.n_heads, model.config.d_head, model.dtype)
+        view = model.packed_view(ends_BT)
         with use(self.partition):
-            x_BTD, _ = model.hidden(params, tokens_BT, view, positions_BT=positions_BT)
+            x_BTD, _, _ = model.hidden(params, tokens_BT, view, positions_BT=positions_BT)
         return rearrange(x_BTD, "b t d -> (b t) d")
 
     def _scores_PM(

@@ -1,7 +1,7 @@
 """Requests for log-likelihoods that share what they begin with, as trees of tokens. No jax.
 
 A request's model input is its context and its continuation without the last token. Inputs that begin alike become one tree
-(ops/packing.py says how a row holds trees).
+(ops/attend/packed.py says how a row holds trees).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tree(NamedTuple):
 
     tokens: list[int]
     positions: list[int]  # in its own input
-    ends: list[int]  # see ops/packing.py
+    ends: list[int]  # see ops/attend/packed.py
     queries: list[tuple[int, list[int]]]  # each query, and the tokens whose next one is scored
 
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from mesh_transformer import platforms
 from mesh_transformer.config import Config
-from mesh_transformer.models import registry
-from mesh_transformer.models.base import Model, Params
+from mesh_transformer.models.model import Model, Params
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.sharding import MeshAxes, Partition, constrain_tree, training_rules
 
@@ -30,7 +29,7 @@ class Placement:
         Raises:
             UserError: the devices do not fit the mesh.
         """
-        model = registry.build(platforms.resolve(config.model, devices[0].platform))
+        model = Model(config.model.decoder(), platforms.resolve(config.compute, devices[0].platform))
         mesh = make_mesh(config.mesh.shape(len(devices)), devices)
         return cls(model, Partition(mesh, training_rules(config.mesh)))
 

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from mesh_transformer.models import registry
-from mesh_transformer.models.base import Model, Params
+from mesh_transformer.models.model import Model, Params
 from mesh_transformer.parallel.sharding import Partition, map_axes
 
 LEAST_COLUMNS = 1024
@@ -34,7 +33,7 @@ class VocabTiles:
     @classmethod
     def of(cls, model: Model, partition: Partition, columns: int) -> VocabTiles:
         """Tiles of about `columns` columns: as many, a power of two, as divide the vocabulary evenly."""
-        rows, tiles = model.config.padded_vocab // partition.size("vocab"), 1
+        rows, tiles = model.decoder.padded_vocab // partition.size("vocab"), 1
         while rows % (2 * tiles) == 0 and rows // (2 * tiles) >= max(columns, LEAST_COLUMNS):
             tiles *= 2
         return cls(model, partition, tiles)
@@ -47,7 +46,7 @@ class VocabTiles:
     @property
     def columns(self) -> int:
         """C, over all shards."""
-        return self.model.config.padded_vocab // self.tiles
+        return self.model.decoder.padded_vocab // self.tiles
 
     def cut(self, head: Params) -> Params:
         """The head's parameters, whole over fsdp, with a first dimension of tiles.
@@ -56,7 +55,7 @@ class VocabTiles:
         """
         if self.tiles == 1:
             return jax.tree.map(lambda leaf: leaf[None], head)
-        axes = map_axes(list, self.model.axes["head"])
+        axes = map_axes(list, self.model.stage_axes["head"])
         return jax.tree.map(self._cut, head, axes, is_leaf=lambda node: isinstance(node, list))
 
     def _cut(self, leaf: jax.Array, axes: list[str | None]) -> jax.Array:
@@ -71,7 +70,7 @@ class VocabTiles:
 
     def add(self, total: Params, number: jax.Array, gradients: Params) -> Params:
         """`total`, like the head's parameters, with the gradients of tile `number` added in place."""
-        axes = map_axes(list, self.model.axes["head"])
+        axes = map_axes(list, self.model.stage_axes["head"])
         add = functools.partial(self._add, number)
         return jax.tree.map(add, total, gradients, axes, is_leaf=lambda node: isinstance(node, list))
 
@@ -89,7 +88,7 @@ class VocabTiles:
 
     def logits(self, params: Params, number: jax.Array, y_BTD: jax.Array) -> jax.Array:
         """(B, T, C) float32 logits of tile `number`, of what the final norm gave; -inf in rows that are no token's."""
-        c = self.model.config
+        c = self.model.decoder
         logits_BTC = self._small.unembed(params, y_BTD)
         if c.padded_vocab == c.n_vocab:
             return logits_BTC
@@ -110,5 +109,5 @@ class VocabTiles:
 
     @functools.cached_property
     def _small(self) -> Model:
-        config = self.model.config.model_copy(update={"n_vocab": self.columns, "vocab_multiple": 1})
-        return registry.build(config)
+        decoder = dataclasses.replace(self.model.decoder, n_vocab=self.columns, vocab_multiple=1)
+        return dataclasses.replace(self.model, decoder=decoder)

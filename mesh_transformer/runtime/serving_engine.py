@@ -16,7 +16,8 @@ import mesh_transformer
 from mesh_transformer.config import Config
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.logs import Progress, log
-from mesh_transformer.models.base import Params
+from mesh_transformer.models.decoder import same_input
+from mesh_transformer.models.model import Params
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.parallel.sharding import inference_rules
 from mesh_transformer.runtime.session import Session
@@ -36,7 +37,7 @@ def open_engine(config: Config, checkpoint: str, *, slots: int) -> ServingEngine
     model = placement.model
     params = jax.jit(model.cast, donate_argnums=0)(weights.params)
     if jax.default_backend() == "cpu":
-        params = pack_for_cpu_decode(params, model.functions.same_input)
+        params = pack_for_cpu_decode(params, same_input(model.decoder))
     return ServingEngine(placement, params, slots=slots)
 
 
@@ -77,7 +78,7 @@ class ServingEngine(SlotEngine):
         told = (
             *(importlib.metadata.version(name) for name in ("jax", "jaxlib", "dm-haiku")),
             *(device.client.platform_version, device.device_kind, os.environ.get("XLA_FLAGS", "")),
-            *(self.model.config.model_dump_json(), self.mesh.shape, self.slots, self.chunk),
+            *(repr(self.model), self.mesh.shape, self.slots, self.chunk),
         )
         digest = hashlib.sha256(repr((told, sources)).encode()).hexdigest()
         return Path(folder, "engines", digest)

@@ -15,10 +15,11 @@ from mesh_transformer.checkpoint.place import place_scalar
 from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import Config
+from mesh_transformer.config.names import moved
 from mesh_transformer.data.classic_position import classic_position
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
-from mesh_transformer.models.base import Params
+from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.weights import open_agreed, place_named
 from mesh_transformer.train import optim
@@ -111,10 +112,10 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: Logged) -> Begun:
 
 
 def _changes(noted: Any, config: Config) -> list[str]:
-    """Each option of model, optimizer and data that is not as the checkpoint notes it: `optimizer.lr 0.01 -> 0.02`."""
-    before, now = noted if isinstance(noted, dict) else {}, config.model_dump(mode="json")
+    """Each option of the model, its computation, the optimizer and the data that is not as the checkpoint notes it: `optimizer.lr 0.01 -> 0.02`."""
+    before, now = moved(noted if isinstance(noted, dict) else {}), config.model_dump(mode="json")
     changes: list[str] = []
-    for group in ("model", "optimizer", "data"):
+    for group in ("model", "compute", "optimizer", "data"):
         old = before.get(group)
         if isinstance(old, dict):
             changes += [

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from mesh_transformer.logs import Progress
-from mesh_transformer.models.base import Params
+from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.feeds import open_val_feed
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.train.step import TrainProgram

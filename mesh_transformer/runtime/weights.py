@@ -13,7 +13,7 @@ from mesh_transformer.checkpoint.open import open_source
 from mesh_transformer.checkpoint.place import place
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.errors import UserError
-from mesh_transformer.models.base import Params
+from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.session import Session
 
 

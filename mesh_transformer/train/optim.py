@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from mesh_transformer.config import OptimizerConfig
-from mesh_transformer.models.base import Params
+from mesh_transformer.models.model import Params
 from mesh_transformer.parallel.sharding import map_axes
 
 

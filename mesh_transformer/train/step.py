@@ -16,7 +16,7 @@ import optax
 
 from mesh_transformer import platforms
 from mesh_transformer.config import Config
-from mesh_transformer.models.base import Params
+from mesh_transformer.models.model import Params
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.models.vocabulary import VocabTiles
 from mesh_transformer.ops.loss import TokenLoss, mean_loss
@@ -173,18 +173,18 @@ class TrainProgram:
     def _mean_loss(
         self, params: Params, tokens_BT: jax.Array, objective: Callable[[TokenLoss], jax.Array]
     ) -> tuple[jax.Array, TokenLoss]:
-        x_BTD, _ = self.model.hidden(params, tokens_BT[:, :-1])
+        x_BTD, _, _ = self.model.hidden(params, tokens_BT[:, :-1])
         chunks = self.loss_chunks(*x_BTD.shape[:2])
         head = self.model.gathered_head(params)
         y_BTD = self.model.final_norm(head, x_BTD)
         return mean_loss(self._tiles, objective, chunks, head, y_BTD, tokens_BT[:, 1:])
 
     def loss_chunks(self, batch: int, positions: int) -> int:
-        """Parts in which `positions` go through the head, so that a device holds `model.logits_mib` of logits."""
+        """Parts in which `positions` go through the head, so that a device holds `compute.logits_mib` of logits."""
         rows = self.partition.sharding("batch", "seq", "vocab").shard_shape(
-            (batch, positions, self.config.model.padded_vocab)
+            (batch, positions, self.model.decoder.padded_vocab)
         )
-        needed = math.prod(rows) * 4 / 2**20 / int(self.model.config.logits_mib)
+        needed = math.prod(rows) * 4 / 2**20 / int(self.model.compute.logits_mib)
         return next(
             n for n in range(1, positions + 1) if positions % n == 0 and (n >= needed or n == positions)
         )

@@ -58,7 +58,7 @@ def test_their_logits_of_our_export_are_ours(tmp_path, sizes) -> None:
 
 
 def test_their_logits_of_the_golden_weights_are_ours(original, tmp_path) -> None:
-    model = program(golden.config(original / "configs/tiny_mp1.json")).model.config
+    model = program(golden.config(original / "configs/tiny_mp1.json")).config.model
     params = golden.read_params(original / "mp8/ckpt_full/step_5", model)
     expected = np.load(original / "mp8/f32/eval.npz")
     write_hf(hf.MemorySource(params), model, str(tmp_path))

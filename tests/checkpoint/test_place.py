@@ -30,7 +30,7 @@ MESHES = [ONE, ["mesh.tp=8"], ["mesh.fsdp=8"], ["mesh.fsdp=2", "mesh.tp=2"], ["m
 
 
 def classic(original: Path, run: Any) -> ClassicSource:
-    return ClassicSource(str(original / CHECKPOINT), run.model.config)
+    return ClassicSource(str(original / CHECKPOINT), run.config.model)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["-".join(mesh) for mesh in MESHES])
@@ -38,7 +38,7 @@ def test_every_mesh_gets_the_values_that_the_tests_own_reader_finds(original: Pa
     run = program(GOLDEN, *mesh, devices=1 if mesh == ONE else 8)
     found = place(classic(original, run), {"params": run.abstract_state.params})["params"]
     assert jax.tree.map(lambda x: x.sharding, found) == run.state_shardings.params
-    expected = golden.read_params(original / CHECKPOINT, run.model.config)
+    expected = golden.read_params(original / CHECKPOINT, run.config.model)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 

@@ -14,7 +14,7 @@ from builders import program
 from mesh_transformer.checkpoint.hf_write import write_hf
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.data.tokenizer import Tokenizer
-from mesh_transformer.models.base import Params
+from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.evals.model import EvalModel
 from mesh_transformer.runtime.session import Session
 

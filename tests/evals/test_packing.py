@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mesh_transformer.infer.packing import Batch, Plan, plan
 from mesh_transformer.infer.trees import WORTH_SHARING, Query
-from mesh_transformer.ops.packing import PackedView
+from mesh_transformer.ops.attend.packed import PackedView
 
 token = st.integers(0, 3)
 query = st.builds(Query, st.lists(token, min_size=1, max_size=40), st.lists(token, min_size=1, max_size=30))
@@ -26,8 +26,8 @@ queries = st.lists(st.one_of(question, query.map(lambda one: [one])), min_size=1
 
 def masks(batch: Batch) -> np.ndarray:
     """(B, T, T) of a batch, as the model's attention gets them."""
-    view = PackedView.of(jnp.asarray(batch.ends_BT), 1, 2, jnp.dtype("float32"))
-    return np.asarray(view.mask(jnp.asarray(batch.positions_BT)))[:, 0]
+    view = PackedView(jnp.asarray(batch.ends_BT), kept=())
+    return np.asarray(view.mask(jnp.asarray(batch.positions_BT), None))[:, 0]
 
 
 def check_batch(batch: Batch, asked: list[Query]) -> None:

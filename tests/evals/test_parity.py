@@ -111,7 +111,7 @@ def test_one_row_at_a_time_gives_the_same_flags(our_model, their_scores, tokeniz
 
 
 def test_golden_weights(original, texts, tmp_path, tokenizer):
-    model = program(golden.config(original / "configs/tiny_mp1.json")).model.config
+    model = program(golden.config(original / "configs/tiny_mp1.json")).config.model
     params = golden.read_params(original / "mp1/ckpt_params/step_5", model)
     random = np.random.default_rng(0)
     train = np.load(original / "mp1/f32/eval.npz")["tokens"]

@@ -27,6 +27,7 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
+from mesh_transformer.models.decoder import same_input
 from mesh_transformer.parallel.sharding import inference_rules
 from mesh_transformer.runtime.serving_engine import ServingEngine, pack_for_cpu_decode
 
@@ -98,7 +99,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 def test_greedy_equals_the_original_on_any_mesh(original, mesh):
     raw = golden.config(original / "configs/tiny_mp8.json")
     run = program(raw, *mesh, devices=1 if mesh == ["mesh.tp=1"] else 8)
-    params = golden.read_params(original / "mp8/ckpt_full/step_5", run.model.config)
+    params = golden.read_params(original / "mp8/ckpt_full/step_5", run.config.model)
     params = jax.device_put(params, run.state_shardings.params)
     expected = np.load(original / "mp8/f32/eval.npz")
     _check_golden(engine_of(run, params, len(expected["gen/ctx"])), expected, "gen/greedy_top_p0/", 16)
@@ -107,7 +108,7 @@ def test_greedy_equals_the_original_on_any_mesh(original, mesh):
 @pytest.mark.parametrize("variant", ["rotary_layernorm", "rotary_rmsnorm-bias", "t5_layernorm"])
 def test_greedy_of_the_variants_equals_the_original(original, variant):
     run = program(golden.config(original / f"configs/variant_{variant}.json"), "mesh.tp=1")
-    params = golden.read_variant(original / "variants" / variant, run.model.config)
+    params = golden.read_variant(original / "variants" / variant, run.config.model)
     expected = np.load(original / "variants" / variant / "eval_f32.npz")
     _check_golden(engine_of(run, params, len(expected["gen/ctx"])), expected, "gen/", 8)
 
@@ -285,7 +286,7 @@ def test_a_prompt_alone() -> None:
 
 def test_a_completion_may_fill_the_context() -> None:
     run, params, engine = tiny()
-    prompt = prompt_of(8, run.model.config.seq - 10)
+    prompt = prompt_of(8, run.config.model.seq - 10)
     (made,) = complete(engine, [(prompt, SamplingParams(max_tokens=10, temperature=0))])
     expected, _, _ = reference.complete(run, params, prompt, SamplingParams(max_tokens=10, temperature=0))
     assert made.ids == expected
@@ -300,7 +301,7 @@ def test_other_models_equal_their_definition(overrides: tuple[str, ...]) -> None
 
 def test_parameters_packed_for_cpus_give_the_same_tokens() -> None:
     run, _, engine = tiny()
-    params = pack_for_cpu_decode(run.init(jax.random.key(3)).params, run.model.functions.same_input)
+    params = pack_for_cpu_decode(run.init(jax.random.key(3)).params, same_input(run.model.decoder))
     (expected,), (found,) = (
         complete(e, [(prompt_of(1, 21), SAMPLED)]) for e in (engine, engine_of(run, params, slots=1))
     )

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from builders import TINY, program
 
-from mesh_transformer.config import ModelConfig
-from mesh_transformer.models.registry import FAMILIES
+from mesh_transformer.families import FAMILIES, gptj
 from mesh_transformer.parallel.sharding import collect_axes, map_axes
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (1, 8, 41)).astype(np.int32)
@@ -72,7 +71,7 @@ def test_recomputing_changes_no_gradient(remat):
 
 def test_policies_differ_in_what_they_recompute():
     def flops(policy: str) -> float:
-        run = program(TINY, "model.scan_unroll=3", remat=policy)  # a loop's body would be counted once
+        run = program(TINY, "compute.scan_unroll=3", remat=policy)  # a loop's body would be counted once
         params = jax.eval_shape(run.model.init, jax.random.key(0))
         gradient = jax.jit(jax.grad(lambda p: run._loss(p, TOKENS[0])[0]))
         return gradient.lower(params).compile().cost_analysis()["flops"]
@@ -81,5 +80,5 @@ def test_policies_differ_in_what_they_recompute():
 
 
 def test_derived_sizes():
-    config = ModelConfig(layers=1, d_model=96, n_heads=4, n_vocab=50257)
+    config = gptj.Config(layers=1, d_model=96, n_heads=4, n_vocab=50257)
     assert (config.d_head, config.d_ff, config.padded_vocab) == (24, 384, 50304)

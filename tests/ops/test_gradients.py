@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer.ops.attention import attend, causal_attend
-from mesh_transformer.ops.cache import causal_mask
+from mesh_transformer.families.spec import Attention
+from mesh_transformer.ops.attend.cached import Cached
+from mesh_transformer.ops.attend.causal import Causal
+from mesh_transformer.ops.attend.packed import PackedView
 from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.ops.loss import TokenLoss, mean_loss, token_loss
 
@@ -61,53 +64,75 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
     )
 
 
-@pytest.mark.parametrize(("length", "with_bias"), [(256, True), (128, False), (100, False)])
-def test_attention_in_parts_is_attention(length, with_bias):
+def plain(q, k, v, bias, *, mask=None, window=None, softcap=None):
+    """Attention as a formula, over the keys that `mask` and the window leave."""
+    length = q.shape[1]
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)
+    seen = (distance >= 0) & (distance < (window or length))
+    logits = jnp.einsum("bthk,bshk->bhts", q, k) * SCALE
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    seen = seen if mask is None else seen & mask
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen, logits + bias, -jnp.inf)), v)
+
+
+SCALE = 0.3
+
+
+@pytest.mark.parametrize(
+    ("length", "with_bias", "options"),
+    [
+        (256, True, {}),
+        (128, False, {}),
+        (100, False, {}),
+        (192, True, {"window": 70}),
+        (100, True, {"softcap": 0.5}),
+    ],
+)
+def test_attention_in_parts_is_attention(length, with_bias, options):
     q, k, v = (normal(i, 2, length, 3, 8) for i in range(3))
     bias = normal(3, 1, 3, length, length) if with_bias else jnp.zeros((1, 3, length, length))
     dy = normal(4, 2, length, 3, 8)
-    mask = causal_mask(jnp.arange(length)[None], length)
 
-    def plain(q, k, v, bias):
-        k_BHSK, v_BHSK = (x.transpose(0, 2, 1, 3) for x in (k, v))
-        return attend(q, [(k_BHSK, v_BHSK)], mask, bias)
+    def causal(q, k, v, bias):
+        return Causal(bias)(q, k, v, scale=SCALE, **options)
 
-    y, ours = jax.vjp(causal_attend, q, k, v, bias)
-    expected, theirs = jax.vjp(plain, q, k, v, bias)
+    y, ours = jax.vjp(causal, q, k, v, bias)
+    expected, theirs = jax.vjp(functools.partial(plain, **options), q, k, v, bias)
     assert_same(y, expected)
     assert_same(ours(dy), theirs(dy))
 
 
 @pytest.mark.parametrize("length", [256, 192, 100])
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_attention_of_a_triangle_is_attention(length, with_bias):
+@pytest.mark.parametrize(
+    ("with_bias", "options"), [(True, {}), (False, {"window": 30}), (False, {"softcap": 0.5})]
+)
+def test_attention_to_packed_rows_is_attention(length, with_bias, options):
     q, k, v = (normal(i, 2, length, 3, 8) for i in range(3))
     bias = normal(3, 2, 3, length, length) if with_bias else None
-    keys = [tuple(x.transpose(0, 2, 1, 3) for x in (k, v))]
-    seen = jax.random.bernoulli(jax.random.key(4), 0.5, (2, 1, length, length)) | jnp.eye(length, dtype=bool)
-    mask = seen & causal_mask(jnp.arange(length)[None], length)
-    expected = jax.nn.softmax(
-        jnp.where(
-            mask, jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(8) + (0 if bias is None else bias), -jnp.inf
-        )
-    )
-    expected = jnp.einsum("bhts,bshk->bthk", expected, v)
+    index = jnp.arange(length)
+    ends_BT = jax.random.randint(jax.random.key(4), (2, length), index + 1, length + 1)
+    mask = (index[:, None] < ends_BT[:, None])[:, None]
+    expected = plain(q, k, v, 0 if bias is None else bias, mask=mask, **options)
+    packed = PackedView.of(ends_BT, Attention(heads=3, head_dim=8, rotary=None).cache_entries, jnp.float32)
     for triangular in (True, False):
-        assert_same(attend(q, keys, mask, bias, triangular=triangular), expected)
+        view = packed if triangular else NotTriangular(packed.ends_BT, packed.kept)
+        attend = Cached(view, 0, index[None], index[None], bias)
+        assert_same(attend(q, k, v, scale=SCALE, **options), expected)
+
+
+class NotTriangular(PackedView):
+    """All queries at once."""
+
+    triangular = False
 
 
 def test_attention_in_parts_leaves_out_what_is_masked_anyway():
     q = jax.ShapeDtypeStruct((1, 256, 2, 8), jnp.float32)
     flops = [
         jax.jit(f).lower(q, q, q).compile().cost_analysis()["flops"]
-        for f in (lambda *x: causal_attend(*x, None), _whole)
+        for f in (functools.partial(Causal(), scale=SCALE), lambda q, k, v: plain(q, k, v, 0.0))
     ]
     assert flops[0] < 0.68 * flops[1]  # 5/8 with four parts
-
-
-def _whole(q, k, v):
-    k_BHSK, v_BHSK = (x.transpose(0, 2, 1, 3) for x in (k, v))
-    return attend(q, [(k_BHSK, v_BHSK)], causal_mask(jnp.arange(256)[None], 256), None)
 
 
 PARAMS = {"w": normal(5, 16, 40) / 4, "b": normal(6, 40)}

@@ -85,7 +85,7 @@ def test_a_resume_tells_what_is_no_longer_as_it_was(trained):
     _, errors = run("device_train.py", "--config", "config.json", *sets, cwd=trained)
     (told,) = [line for line in errors.splitlines() if "changed options" in line]
     assert told.endswith(
-        'resuming with changed options: model.remat "auto" -> "full", optimizer.lr 0.01 -> 0.02, data.val_every 5 -> 6'
+        'resuming with changed options: compute.remat "auto" -> "full", optimizer.lr 0.01 -> 0.02, data.val_every 5 -> 6'
     )
 
 

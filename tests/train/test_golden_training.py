@@ -11,7 +11,7 @@ from builders import program
 def test_five_steps_equal_the_original(original):
     raw = golden.config(original / "configs/tiny_mp1.json")
     run = program(raw)
-    params = golden.read_params(original / "mp8/ckpt_init/step_0", run.model.config)
+    params = golden.read_params(original / "mp8/ckpt_init/step_0", run.config.model)
     expected = np.load(original / "mp1/f32/train.npz")
     accumulation = raw["gradient_accumulation_steps"]
 

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from mesh_transformer.config import ModelConfig
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
-from mesh_transformer.models.base import Params
+from mesh_transformer.models.model import Model, Params
 
 Answer = list[Any] | str  # JSON: log-likelihood and greedy flag, or a text
 _AT_A_TIME = 500  # parameters of an SQL statement
@@ -47,9 +46,9 @@ class Answers:
         except (OSError, sqlite3.Error) as error:
             raise UserError(f"--cache {path} cannot be used ({error}): name a file of its own") from error
 
-    def of(self, params: Params, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    def of(self, params: Params, model: Model, tokenizer: Tokenizer) -> None:
         """From now on, answers are those of this model."""
-        whole = [fingerprint(params), model.model_dump(mode="json"), tokenizer.fingerprint]
+        whole = [fingerprint(params), repr(model), tokenizer.fingerprint]
         self._model = _digest(whole)
 
     def find(self, requests: Sequence[Any]) -> dict[int, Answer]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.logs import log
-from mesh_transformer.models.base import Params
+from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.evals.model import EvalModel, Rehearsal, Stopped
 from mesh_transformer.runtime.evals.tasks import Tasks
 from mesh_transformer.runtime.session import Session

@@ -19,7 +19,7 @@ from mesh_transformer.infer.scheduler import Scheduler
 from mesh_transformer.infer.scoring import Scorer
 from mesh_transformer.infer.trees import Query
 from mesh_transformer.logs import Progress
-from mesh_transformer.models.base import Params
+from mesh_transformer.models.model import Params
 from mesh_transformer.parallel.sharding import inference_rules
 from mesh_transformer.runtime.evals.answers import Answer, Answers
 from mesh_transformer.runtime.session import Session
@@ -71,13 +71,13 @@ class EvalModel:
     @property
     def context(self) -> int:
         """The longest input of the model, in tokens."""
-        return self._model.config.seq
+        return self._model.decoder.seq
 
     def load(self, params: Params) -> None:
         """Answer with these weights, float32 on the session's mesh, from now on; the counts begin again."""
         self._params, self.counts = self._cast(params), Counts()
         if self._answers is not None:
-            self._answers.of(self._params, self._model.config, self.tokenizer)
+            self._answers.of(self._params, self._model, self.tokenizer)
 
     def unload(self) -> None:
         """Let go of the weights, and of the memory of caches."""
@@ -91,9 +91,9 @@ class EvalModel:
         Raises:
             UserError: the tokenizer has more tokens than the model.
         """
-        if tokens and max(tokens) >= self._model.config.n_vocab:
+        if tokens and max(tokens) >= self._model.decoder.n_vocab:
             raise UserError(
-                f"a text has token {max(tokens)}, but model.n_vocab is {self._model.config.n_vocab}: "
+                f"a text has token {max(tokens)}, but model.n_vocab is {self._model.decoder.n_vocab}: "
                 f"the tokenizer is another model's; set data.tokenizer"
             )
 
@@ -105,7 +105,7 @@ class EvalModel:
             planned = plan(
                 [queries[i] for i in missing],
                 batch_tokens=self._batch_tokens,
-                width=self._model.config.d_model,
+                width=self._model.decoder.d_model,
                 multiple=self._scorer.multiple,
             )
             self.counts.add(planned.counts)

@@ -17,50 +17,52 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
+from mesh_transformer.families.spec import CacheEntry
+from mesh_transformer.ops.attend.causal import sees
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedView:
     """What a model sees in place of a cache: nothing from before, and which of the row's own tokens see which.
 
-    See `ops.cache.Keys`.
+    See `cached.KeyValueView`.
     """
 
     triangular: ClassVar[bool] = True
     ends_BT: jax.Array  # int32: the row's index after the last token that sees this one; more than its own
-    k_BTHK: jax.Array  # of the layer that was written last
-    v_BTHK: jax.Array
+    kept: tuple[jax.Array, ...]  # (B, T, H, K), of the layer that was written last
 
     @classmethod
-    def of(cls, ends_BT: jax.Array, heads: int, d_head: int, dtype: jnp.dtype) -> PackedView:
+    def of(cls, ends_BT: jax.Array, entries: Sequence[CacheEntry], dtype: jnp.dtype) -> PackedView:
         """The view of a call that is about to begin."""
-        empty = jnp.zeros((*ends_BT.shape, heads, d_head), dtype)
-        return cls(ends_BT, empty, empty)
+        return cls(ends_BT, tuple(jnp.zeros((*ends_BT.shape, e.heads, e.width), dtype) for e in entries))
 
-    def write(
-        self, layer: jax.Array | int, positions_BT: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array
-    ) -> PackedView:
+    def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> PackedView:
         """Hold the keys and values of one layer, until those of the next."""
-        return dataclasses.replace(self, k_BTHK=k_BTHK, v_BTHK=v_BTHK)
+        return dataclasses.replace(self, kept=new)
 
-    def read(self, layer: jax.Array | int) -> list[tuple[jax.Array, jax.Array]]:
+    def read(self, layer: jax.Array | int) -> list[tuple[jax.Array, ...]]:
         """The row's own keys and values, in one part."""
-        k, v = (rearrange(x, "b t h k -> b h t k") for x in (self.k_BTHK, self.v_BTHK))
-        return [(k, v)]
+        return [tuple(rearrange(x, "b t h k -> b h t k") for x in self.kept)]
 
-    def mask(self, positions_BT: jax.Array) -> jax.Array:
-        """(B, 1, T, T) booleans: the tokens of the row that each token sees."""
+    def mask(self, positions_BT: jax.Array, window: int | None) -> jax.Array:
+        """(B, 1, T, T) booleans: the tokens of the row that each token sees.
+
+        A window counts positions: in the row, tokens of other branches stand between those of one.
+        """
         index = jnp.arange(self.ends_BT.shape[1])
-        return ((index <= index[:, None]) & (index[:, None] < self.ends_BT[:, None]))[:, None]
+        seen = (index <= index[:, None]) & (index[:, None] < self.ends_BT[:, None])
+        return (seen & sees(positions_BT, positions_BT, window))[:, None] if window else seen[:, None]
 
     def key_positions(self, positions_BT: jax.Array) -> jax.Array:
         """(B, T): the tokens' own."""
         return positions_BT
 
     def layers(self, count: int) -> list[PackedView]:
-        """See `ops.cache.Keys`."""
+        """See `cached.KeyValueView`."""
         return [self] * count
 
     def with_layers(self, views: Sequence[PackedView]) -> PackedView:
-        """See `ops.cache.Keys`."""
+        """See `cached.KeyValueView`."""
         return views[-1]

@@ -1,0 +1,309 @@
+"""The one block, embedding and head of all families: Haiku modules made from a `families.spec.Decoder`.
+
+Modules name their parameters' dimensions and know nothing else about devices. The names of the parameters are those of
+checkpoints, so they do not change.
+
+Shapes: B sequences, T positions, S keys, D residual width, H heads, K dims of a head, F feed-forward width, V vocabulary
+rows. Parameters are float32 and are cast to the compute dtype before `apply`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
+
+from mesh_transformer.families import spec
+from mesh_transformer.ops.attend.causal import Attend
+from mesh_transformer.ops.linear import add_bias, matmul
+from mesh_transformer.parallel.sharding import constrain, with_axes
+
+_zeros = hk.initializers.Constant(0.0)
+# under checkpoint: else the backward pass keeps five tensors of the activation's size
+_ACTIVATIONS = {
+    "gelu": jax.checkpoint(functools.partial(jax.nn.gelu, approximate=False)),
+    "gelu_tanh": jax.checkpoint(functools.partial(jax.nn.gelu, approximate=True)),
+}
+
+Bias = Callable[[jax.Array, jax.Array], jax.Array]
+"""What is added to attention's logits: positions of queries (B, T) and of keys (B, S) -> (B, H, T, S)."""
+
+
+class Context(NamedTuple):
+    """What a block is given besides the residual stream.
+
+    With `query_index_B`, (B,) int32, one position of each sequence goes on from the block: (B, 1, D).
+    """
+
+    positions_BT: jax.Array  # int32; B may be 1
+    attend: Attend
+    query_index_B: jax.Array | None = None
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        """What goes on of (B, T, ...): all, or (B, 1, ...)."""
+        return x_BTD if self.query_index_B is None else at_position(x_BTD, self.query_index_B)
+
+
+def embed(
+    decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array
+) -> tuple[jax.Array, Bias | None]:
+    """The residual stream before the first block, (B, T, D), and the bias of all attention, if the model has one."""
+    d = decoder
+    x_BTD = Embedding(d, name="tokens")(tokens_BT)
+    if d.learned_positions:
+        x_BTD = x_BTD + PositionTable(d.seq, d.d_model, name="positions")(positions_BT)
+    heads = d.layers[0].attention.heads
+    return x_BTD, RelativeBias(heads, d.seq, name="relative")() if d.relative_bias else None
+
+
+def block(decoder: spec.Decoder, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """One layer: (B, T, D) -> (B, T or 1, D), and named sums over the tokens (a dense layer has none).
+
+    Attention and feed-forward leave their sum over tensor-parallel shards to this function: where they run in parallel there is one
+    sum, of both together. The biases follow it.
+    """
+    layer, out_stddev = decoder.layers[0], 2 / len(decoder.layers) / np.sqrt(decoder.d_model)
+    attention = SelfAttention(layer.attention, decoder.seq, out_stddev, name="attention")
+    ff = FeedForward(layer.ff, out_stddev, name="ff")
+    attention_bias = OutputBias(name="attention_out") if layer.attention.out_bias else lambda x_BTD: x_BTD
+    ff_bias = OutputBias(name="ff_out")
+
+    y_BTD = constrain(Norm(layer.norm, name="norm")(x_BTD), "batch", "seq", "act_embed")
+    attn_BTD, x_BTD = attention(y_BTD, ctx), ctx.queries(x_BTD)
+    if layer.wiring == "parallel_one_norm":
+        return x_BTD + ff_bias(attention_bias(attn_BTD + ff(ctx.queries(y_BTD)))), {}
+    ff_norm = Norm(layer.norm, name="ff_norm")
+    if layer.wiring == "parallel":
+        y_BTD = constrain(ff_norm(x_BTD), "batch", "seq", "act_embed")
+        return x_BTD + ff_bias(attention_bias(attn_BTD + ff(y_BTD))), {}
+    x_BTD = x_BTD + attention_bias(attn_BTD)
+    return x_BTD + ff_bias(ff(constrain(ff_norm(x_BTD), "batch", "seq", "act_embed"))), {}
+
+
+def final_norm(decoder: spec.Decoder, x_BTD: jax.Array) -> jax.Array:
+    """(B, T, D) -> (B, T, D)."""
+    return Norm(decoder.final_norm, name="norm")(x_BTD)
+
+
+def unembed(decoder: spec.Decoder, y_BTD: jax.Array) -> jax.Array:
+    """The logits of what the final norm gave: (B, T, D) -> (B, T, V) float32."""
+    d = decoder
+    if d.tied:
+        return matmul(y_BTD, Embedding(d, name="tokens").table().T, jnp.float32)
+    return Linear(d.padded_vocab, ("embed", "vocab"), bias=d.head_bias, name="logits")(y_BTD, jnp.float32)
+
+
+def same_input(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
+    """The modules of a block whose matrices multiply the same activations, in groups."""
+    one_norm = decoder.layers[0].wiring == "parallel_one_norm"
+    return [["attention/q", "attention/k", "attention/v", *(["ff/in"] if one_norm else [])]]
+
+
+def at_position(x_BTD: jax.Array, index_B: jax.Array) -> jax.Array:
+    """One position of each sequence: (B, T, ...) and int32 indices into T -> (B, 1, ...)."""
+    return jax.vmap(lambda x_TD, index: jax.lax.dynamic_slice_in_dim(x_TD, index, 1))(x_BTD, index_B)
+
+
+def _parameter(
+    name: str, shape: tuple[int, ...], init: hk.initializers.Initializer, *axes: str | None
+) -> jax.Array:
+    return hk.get_parameter(name, shape, jnp.float32, init=with_axes(init, *axes))
+
+
+class Linear(hk.Module):
+    """x @ w (+ b): (..., D_in) -> (..., D_out), weights truncated normal with `stddev` (1/sqrt(D_in) if absent)."""
+
+    def __init__(
+        self,
+        d_out: int,
+        axes: tuple[str, str],
+        *,
+        bias: bool = False,
+        stddev: float | None = None,
+        name: str,
+    ):
+        super().__init__(name)
+        self.d_out, self.axes, self.bias, self.stddev = d_out, axes, bias, stddev
+
+    def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        d_in = x.shape[-1]
+        init = hk.initializers.TruncatedNormal(self.stddev or 1 / np.sqrt(d_in))
+        y = matmul(x, _parameter("w", (d_in, self.d_out), init, *self.axes), out_dtype or x.dtype)
+        return add_bias(y, _parameter("b", (self.d_out,), _zeros, self.axes[1])) if self.bias else y
+
+
+class OutputBias(hk.Module):
+    """x + b, for a bias that must be added after a sum over tensor-parallel shards. (B, T, D)."""
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return add_bias(x_BTD, _parameter("b", x_BTD.shape[-1:], _zeros, "embed"))
+
+
+class Embedding(hk.Module):
+    """Rows of the vocabulary table, plus a bias if the model has one: tokens (B, T) -> (B, T, D)."""
+
+    def __init__(self, decoder: spec.Decoder, name: str):
+        super().__init__(name)
+        self.decoder = decoder
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = constrain(jnp.take(self.table(), tokens_BT, axis=0), "batch", "seq", "act_embed")
+        if not self.decoder.embed_bias:
+            return x_BTD
+        return add_bias(x_BTD, _parameter("b", (self.decoder.d_model,), _zeros, "embed"))
+
+    def table(self) -> jax.Array:
+        """(V, D)."""
+        d = self.decoder
+        init = hk.initializers.TruncatedNormal(1 / np.sqrt(d.n_vocab))
+        return _parameter("w", (d.padded_vocab, d.d_model), init, "vocab", "embed")
+
+
+class PositionTable(hk.Module):
+    """A learned vector for each position, added to the embedding: positions (B, T) -> (B, T, D)."""
+
+    def __init__(self, n_positions: int, d_model: int, name: str):
+        super().__init__(name)
+        self.shape = (n_positions, d_model)
+
+    def __call__(self, positions_BT: jax.Array) -> jax.Array:
+        table = _parameter("w", self.shape, hk.initializers.TruncatedNormal(0.02), None, "embed")
+        return jnp.take(table, positions_BT, axis=0)
+
+
+class RelativeBias(hk.Module):
+    """T5's learned bias for each head and bucket of distances (Raffel et al. 2020): a `Bias`."""
+
+    def __init__(self, n_heads: int, n_positions: int, name: str):
+        super().__init__(name)
+        self.n_heads, self.bucket_of = n_heads, t5_buckets(n_positions)
+
+    def __call__(self) -> Bias:
+        init = hk.initializers.TruncatedNormal(0.02)
+        table_HN = _parameter("w", (self.n_heads, 32), init, "heads", None)
+
+        def bias(positions_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
+            distance = positions_BT[:, :, None] - keys_BS[:, None]
+            distance = jnp.clip(distance, 0, len(self.bucket_of) - 1)
+            bias_HBTS = jnp.take(table_HN, jnp.asarray(self.bucket_of)[distance], axis=1)
+            return rearrange(bias_HBTS, "h b t s -> b h t s")
+
+        return bias
+
+
+def t5_buckets(n_positions: int, buckets: int = 32, max_distance: int = 128) -> np.ndarray:
+    """Bucket of each distance 0 .. n_positions - 1 to an earlier key (Raffel et al. 2020, one direction).
+
+    The first half of the buckets hold one distance each, the rest grow logarithmically up to `max_distance`.
+    Returns (n_positions,) int32.
+    """
+    exact = buckets // 2
+    distance = np.arange(n_positions)
+    grown = np.log(np.maximum(distance, 1).astype(np.float32) / exact + np.finfo(np.float32).eps)
+    far = exact + (grown / np.log(max_distance / exact) * (buckets - exact)).astype(np.int32)
+    return np.where(distance < exact, distance, np.minimum(far, buckets - 1)).astype(np.int32)
+
+
+class Norm(hk.Module):
+    """A normalisation (`spec.Norm`), in float32; the result has x's dtype. (..., D) -> (..., D)."""
+
+    def __init__(self, norm: spec.Norm, name: str):
+        super().__init__(name)
+        self.norm = norm
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        d_model, x32, eps = x.shape[-1], x.astype(jnp.float32), self.norm.eps
+        if self.norm.kind == "layer":
+            centred = x32 - x32.mean(-1, keepdims=True)
+            y, start = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps), 1.0
+        else:
+            y = x32 / (jnp.sqrt(jnp.square(x32).sum(-1, keepdims=True)) + eps)
+            start = np.sqrt(d_model)
+        shape: tuple[int, ...] = () if self.norm.one_scale else (d_model,)
+        axes = ("embed",) * len(shape)
+        y = y * _parameter("scale", shape, hk.initializers.Constant(start), *axes)
+        if self.norm.offset:
+            y = y + _parameter("offset", shape, _zeros, *axes)
+        return y.astype(x.dtype)
+
+
+class SelfAttention(hk.Module):
+    """Self-attention without its sum over shards and the output's bias: (B, T, D) -> (B, T or 1, D)."""
+
+    def __init__(self, attention: spec.Attention, n_positions: int, out_stddev: float, name: str):
+        super().__init__(name)
+        self.attention, self.out_stddev = attention, out_stddev
+        self.angles = angles(attention.rotary, n_positions) if attention.rotary else None
+
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        x_q, positions_q = ctx.queries(x_BTD), ctx.queries(ctx.positions_BT)
+        q, k, v = (self._heads(x, name) for name, x in (("q", x_q), ("k", x_BTD), ("v", x_BTD)))
+        q, k = self._rotated(q, positions_q), self._rotated(k, ctx.positions_BT)
+        mixed = ctx.attend(q, k, v, scale=1 / np.sqrt(self.attention.head_dim))
+        mixed = constrain(mixed, "batch", "seq", "heads", None)
+        mixed = checkpoint_name(mixed, "attn_out")
+        o = Linear(x_BTD.shape[-1], ("heads", "embed"), stddev=self.out_stddev, name="o")
+        return o(rearrange(mixed, "b t h k -> b t (h k)"))
+
+    @hk.transparent
+    def _heads(self, x_BTD: jax.Array, name: str) -> jax.Array:
+        a = self.attention
+        y = Linear(a.heads * a.head_dim, ("embed", "heads"), bias=a.bias, name=name)(x_BTD)
+        return constrain(rearrange(y, "b t (h k) -> b t h k", k=a.head_dim), "batch", "seq", "heads", None)
+
+    def _rotated(self, x_BTHK: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        rotary = self.attention.rotary
+        if rotary is None or self.angles is None:
+            return x_BTHK
+        sin, cos = (jnp.asarray(table)[positions_BT] for table in self.angles)
+        return rotate(x_BTHK, sin, cos, rotary.style)
+
+
+def angles(rotary: spec.Rotary, n_positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sines and cosines, each (n_positions, R / 2) float32, of position * base^(-2i / R)."""
+    exponents = np.arange(0, rotary.dims, 2, dtype=rotary.precision) / np.dtype(rotary.precision).type(
+        rotary.dims
+    )
+    if rotary.precision == "float64":
+        frequencies = rotary.base**-exponents
+    else:
+        frequencies = 1 / np.float32(rotary.base) ** exponents
+    theta = np.arange(n_positions, dtype=rotary.precision)[:, None] * frequencies
+    return np.sin(theta).astype(np.float32), np.cos(theta).astype(np.float32)
+
+
+def rotate(x_BTHK: jax.Array, sin_BTR: jax.Array, cos_BTR: jax.Array, style: str) -> jax.Array:
+    """Rotate pairs of the first R dims of each head by their position's angles, as `spec.Rotary` says.
+
+    `sin_BTR` and `cos_BTR` hold R / 2 angles a position; the batch dimension may be 1. Float32 inside, the
+    result has x's dtype.
+    """
+    rotary_dims = 2 * sin_BTR.shape[-1]
+    head = x_BTHK[..., :rotary_dims].astype(jnp.float32)
+    first, second = jnp.split(head, 2, axis=-1) if style == "halves" else (head[..., ::2], head[..., 1::2])
+    sin, cos = sin_BTR[:, :, None, :], cos_BTR[:, :, None, :]
+    rotated = first * cos - second * sin, second * cos + first * sin
+    join = jnp.concatenate if style == "halves" else jnp.stack
+    head = join(rotated, axis=-1).reshape(head.shape)
+    return jnp.concatenate([head.astype(x_BTHK.dtype), x_BTHK[..., rotary_dims:]], axis=-1)
+
+
+class FeedForward(hk.Module):
+    """activation(x w_in + b) w_out, without the output's bias and its sum over shards."""
+
+    def __init__(self, ff: spec.Dense, out_stddev: float, name: str):
+        super().__init__(name)
+        self.ff, self.out_stddev = ff, out_stddev
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        hidden = Linear(self.ff.d_ff, ("embed", "mlp"), bias=True, name="in")(x_BTD)
+        hidden = checkpoint_name(constrain(hidden, "batch", "seq", "mlp"), "mlp_hidden")
+        out = Linear(x_BTD.shape[-1], ("mlp", "embed"), stddev=self.out_stddev, name="out")
+        return out(_ACTIVATIONS[self.ff.activation](hidden))

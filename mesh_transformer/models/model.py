@@ -1,0 +1,316 @@
+"""A model of any family: parameters, the names of their dimensions, and the loop over layers.
+
+Embedding, block and head (models/decoder.py) are separate `hk.transform`s, so that the layers' parameters stack and one
+compiled block serves them all: compile time does not grow with the number of layers.
+
+Shapes: B sequences (or cache slots), T positions, S key positions, D residual width, V padded vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mesh_transformer.config import ComputeConfig
+from mesh_transformer.families.spec import Decoder
+from mesh_transformer.models import decoder as modules
+from mesh_transformer.models.decoder import Context, at_position
+from mesh_transformer.ops.attend.cached import Cached, KeyValueView, KVCache
+from mesh_transformer.ops.attend.causal import Causal
+from mesh_transformer.ops.attend.packed import PackedView
+from mesh_transformer.ops.linear import PackedBlock
+from mesh_transformer.parallel.sharding import Axes, active, collect_axes, constrain, gather_weights, map_axes
+
+Params = dict[str, Any]
+"""{"embed": ..., "blocks": ..., "head": ...}; the arrays of "blocks" have a leading layer dimension."""
+
+Aux = dict[str, jax.Array]
+"""Named sums over tokens, each with a leading layer dimension."""
+
+LAYER_LOOP = "blocks"  # in the op_name of the loop over layers, in profiles and compiled programs
+
+
+class _Stages(NamedTuple):
+    """Functions that make Haiku modules, or the same transformed."""
+
+    embed: Any
+    block: Any
+    final_norm: Any
+    unembed: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """`init`, `apply`, and the names of the parameters' dimensions.
+
+    `compute` is resolved, not "auto" (see `mesh_transformer.platforms`).
+    """
+
+    decoder: Decoder
+    compute: ComputeConfig
+
+    @functools.cached_property
+    def _functions(self) -> _Stages:
+        functions = modules.embed, modules.block, modules.final_norm, modules.unembed
+        return _Stages(*(functools.partial(function, self.decoder) for function in functions))
+
+    @functools.cached_property
+    def stages(self) -> _Stages:
+        """The stages with their `init` and `apply`."""
+        return _Stages(*map(hk.transform, self._functions))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the arithmetic and of the cache."""
+        return jnp.dtype(self.compute.dtype)
+
+    def init(self, key: jax.Array) -> Params:
+        """Float32 parameters. The values depend on the key alone, not on the mesh."""
+        embed_key, block_key, head_key = jax.random.split(key, 3)
+        tokens, x, ctx = self._example()
+        block_keys = jax.random.split(block_key, len(self.decoder.layers))
+        head = {**self.stages.final_norm.init(head_key, x), **self.stages.unembed.init(head_key, x)}
+        return {
+            "embed": self.stages.embed.init(embed_key, tokens, tokens),
+            "blocks": jax.vmap(lambda k: self.stages.block.init(k, x, ctx))(block_keys),
+            "head": self._own_head(head),
+        }
+
+    @functools.cached_property
+    def axes(self) -> Params:
+        """The dimension names of each parameter: a tree like the parameters', its leaves tuples of names."""
+        stages = self.stage_axes
+        blocks = map_axes(lambda axes: ("layers", *axes), stages["block"])
+        return {"embed": stages["embed"], "blocks": blocks, "head": self._own_head(stages["head"])}
+
+    @functools.cached_property
+    def stage_axes(self) -> Params:
+        """The dimension names of what each stage takes: of one layer for the block; of the head with a tied table."""
+        tokens, x, ctx = self._example()
+        functions = self._functions
+        return {
+            "embed": collect_axes(lambda: functions.embed(tokens, tokens)[0]),
+            "block": collect_axes(lambda: functions.block(x, ctx)),
+            "head": {
+                **collect_axes(lambda: functions.final_norm(x)),
+                **collect_axes(lambda: functions.unembed(x)),
+            },
+        }
+
+    def _own_head(self, head: Any) -> Any:
+        """The head without a table that belongs to the embedding."""
+        return {module: leaves for module, leaves in head.items() if module != "tokens"}
+
+    def _example(self) -> tuple[jax.Array, jax.Array, Context]:
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        x_BTD = jnp.zeros((1, 1, self.decoder.d_model), jnp.float32)
+        return tokens, x_BTD, Context(tokens, Causal())
+
+    def cast(self, params: Params) -> Params:
+        """Parameters in the compute dtype: done once a step, while they are still sharded."""
+        return jax.tree.map(lambda p: p.astype(self.dtype), params)
+
+    def without_padding(self, params: Params) -> Params:
+        """The same tree with zeros in the vocabulary's padding rows, whatever they hold: these rows belong to no norm."""
+        n_vocab = self.decoder.n_vocab
+
+        def live(axes: Axes, x: jax.Array) -> jax.Array:
+            if "vocab" not in axes:
+                return x
+            rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, axes.index("vocab"))
+            return jnp.where(rows < n_vocab, x, 0)
+
+        if self.decoder.padded_vocab == n_vocab:
+            return params
+        return jax.tree.map(live, self.axes, params, is_leaf=lambda node: isinstance(node, tuple))
+
+    def new_cache(self, slots: int, length: int, *, stacked: bool = True) -> KVCache:
+        """An empty cache for `slots` sequences of up to `length` positions; `stacked` as the parameters' layers are."""
+        layers = self.decoder.layers
+        entries = layers[0].attention.cache_entries
+        return KVCache.zeros(len(layers), slots, length, entries, self.dtype, stacked=stacked)
+
+    def map_cache(self, function: Callable[[Any, Axes], Any], cache: KVCache) -> KVCache:
+        """function(array, names of its dimensions) of each array of a cache."""
+        return cache.map(self.decoder.layers[0].attention.cache_entries, function)
+
+    def packed_view(self, ends_BT: jax.Array) -> PackedView:
+        """What rows of packed trees see in place of a cache."""
+        return PackedView.of(ends_BT, self.decoder.layers[0].attention.cache_entries, self.dtype)
+
+    def apply(
+        self,
+        params: Params,
+        tokens_BT: jax.Array,
+        cache: KeyValueView | None = None,
+        start_B: jax.Array | None = None,
+        query_index_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Logits for training (no cache), prefill (T > 1) and decode (T = 1).
+
+        Args:
+            params: in the compute dtype.
+            tokens_BT: int32 tokens; at positions 0 .. T-1, or start_B + 0 .. T-1.
+            cache: keys and values of earlier positions; the new ones are added to it.
+            start_B: int32 position of each sequence's first token; needs a cache.
+            query_index_B: int32 index into T; only that position of each sequence goes through the head.
+
+        Returns:
+            logits (B, T, V), or (B, 1, V) with query_index_B; float32, -inf in the rows beyond n_vocab; and the cache.
+        """
+        x_BTD, cache, _ = self.hidden(params, tokens_BT, cache, start_B, query_index_B)
+        return self.logits(self.gathered_head(params), x_BTD), cache
+
+    def hidden(
+        self,
+        params: Params,
+        tokens_BT: jax.Array,
+        cache: KeyValueView | None = None,
+        start_B: jax.Array | None = None,
+        query_index_B: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, Aux]:
+        """The residual stream, (B, T, D) or (B, 1, D), after the last block, and the cache: `apply` without its head.
+
+        `positions_BT` takes the place of `start_B` where positions do not count up from it; it needs a cache.
+        """
+        if positions_BT is None:
+            positions_BT = jnp.arange(tokens_BT.shape[1])[None]
+            if start_B is not None:
+                positions_BT = positions_BT + start_B[:, None]
+            elif cache is not None:
+                positions_BT = jnp.broadcast_to(positions_BT, tokens_BT.shape)
+        embed_params = gather_weights(params["embed"], self.stage_axes["embed"])
+        x_BTD, bias = self.stages.embed.apply(embed_params, None, tokens_BT, positions_BT)
+        keys_BS = positions_BT if cache is None else cache.key_positions(positions_BT)
+        bias_BHTS = None if bias is None else bias(positions_BT, keys_BS)
+        x_BTD = x_BTD.astype(self.dtype)
+        return self._blocks(params["blocks"], x_BTD, positions_BT, bias_BHTS, cache, query_index_B)
+
+    def gathered_head(self, params: Params) -> Params:
+        """The head's parameters as `logits` takes them: whole over fsdp, with the embedding's table if that is tied."""
+        tied = {"tokens": {"w": params["embed"]["tokens"]["w"]}} if self.decoder.tied else {}
+        return gather_weights({**params["head"], **tied}, self.stage_axes["head"])
+
+    def logits(self, head_params: Params, x_BTD: jax.Array) -> jax.Array:
+        """The head on any positions: (B, T, D) -> (B, T, V) float32, -inf in the rows beyond n_vocab."""
+        return self.unembed(head_params, self.final_norm(head_params, x_BTD))
+
+    def final_norm(self, head_params: Params, x_BTD: jax.Array) -> jax.Array:
+        """The first half of the head: (B, T, D) -> (B, T, D)."""
+        return self.stages.final_norm.apply(head_params, None, x_BTD)
+
+    def unembed(self, head_params: Params, y_BTD: jax.Array) -> jax.Array:
+        """The second half of the head: `logits` of what the first gave."""
+        logits_BTV = constrain(self.stages.unembed.apply(head_params, None, y_BTD), "batch", "seq", "vocab")
+        return _mask_padding(logits_BTV, self.decoder.n_vocab)
+
+    def _blocks(
+        self,
+        params: Params,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        bias_BHTS: jax.Array | None,
+        cache: KeyValueView | None,
+        query_index_B: jax.Array | None,
+    ) -> tuple[jax.Array, Any, Aux]:
+        def body(carry: Any, layer: Any, query_index_B: jax.Array | None = None) -> tuple[Any, Aux]:
+            x_BTD, view = carry
+            block_params, index = layer
+            if isinstance(block_params, PackedBlock):
+                block_params = block_params.unpack()
+            block_params = gather_weights(block_params, self.stage_axes["block"])
+            x_BTD = checkpoint_name(constrain_residual(x_BTD), "block_in")
+            attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B)
+            ctx = Context(positions_BT, attend, query_index_B)
+            x_BTD, aux = self.stages.block.apply(block_params, None, x_BTD, ctx)
+            return (x_BTD, attend.view), aux
+
+        if cache is None:
+            body = rematerialise(body, self.compute.remat)
+        with jax.named_scope(LAYER_LOOP):
+            if isinstance(params, tuple):
+                x_BTD, cache, aux = _unrolled(body, params, x_BTD, cache, query_index_B)
+            else:
+                layers = params, jnp.arange(len(self.decoder.layers))
+                unroll = self.compute.scan_unroll
+                (x_BTD, cache), aux = jax.lax.scan(body, (x_BTD, cache), layers, unroll=unroll)
+        if query_index_B is not None and x_BTD.shape[1] > 1:
+            x_BTD = at_position(x_BTD, query_index_B)
+        return constrain_residual(x_BTD), cache, aux
+
+
+def _bind(
+    view: KeyValueView | None,
+    layer: jax.Array,
+    positions_BT: jax.Array,
+    bias_BHTS: jax.Array | None,
+    query_index_B: jax.Array | None,
+) -> Causal | Cached:
+    """The attention of one layer: to the whole sequence, or to what a view holds."""
+    if view is None:
+        return Causal(bias_BHTS)
+    if query_index_B is None:
+        return Cached(view, layer, positions_BT, positions_BT, bias_BHTS)
+    if bias_BHTS is not None:
+        bias_BHTS = at_position(bias_BHTS.swapaxes(1, 2), query_index_B).swapaxes(1, 2)
+    return Cached(view, layer, positions_BT, at_position(positions_BT, query_index_B), bias_BHTS)
+
+
+def _unrolled(
+    body: Callable[..., Any], params: Any, x_BTD: jax.Array, cache: Any, query_index_B: jax.Array | None
+) -> tuple[jax.Array, Any, Aux]:
+    """The layers one after the other, each with its own arrays. Of the last, only the queries asked for are computed."""
+    one = jax.jit(body)  # layers of one shape are traced once
+    views = [None] * len(params) if cache is None else cache.layers(len(params))
+    sums = []
+    for index, block in enumerate(params):
+        last = cache is not None and index == len(params) - 1
+        (x_BTD, views[index]), aux = one((x_BTD, views[index]), (block, 0), query_index_B if last else None)
+        sums.append(aux)
+    aux = jax.tree.map(lambda *layers: jnp.stack(layers), *sums)
+    return x_BTD, None if cache is None else cache.with_layers(views), aux
+
+
+def constrain_residual(x_BTD: jax.Array) -> jax.Array:
+    """The sharding of the residual stream between blocks."""
+    return constrain(x_BTD, "batch", "block_seq", "act_embed")
+
+
+def rematerialise(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """Wrap a layer so that the backward pass keeps what the named policy says and recomputes the rest.
+
+    Gathered weights are never kept, whatever the policy: that would undo fsdp.
+    """
+    policies = jax.checkpoint_policies
+    if policy == "none":
+        partition = active()
+        if partition is None or not partition.splits_weights:
+            return body
+        return jax.checkpoint(body, policy=_everything_but_constrained)
+    return jax.checkpoint(
+        body,
+        policy={
+            "full": policies.save_only_these_names("block_in"),
+            "save_attn": policies.save_only_these_names("block_in", "attn_out"),
+            "save_matmuls": policies.save_only_these_names("block_in", "attn_out", "mlp_hidden"),
+        }[policy],
+    )
+
+
+def _everything_but_constrained(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name != "sharding_constraint"
+
+
+def _mask_padding(logits_BTV: jax.Array, n_vocab: int) -> jax.Array:
+    if logits_BTV.shape[-1] == n_vocab:
+        return logits_BTV
+    rows = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, 2)
+    return jnp.where(rows < n_vocab, logits_BTV, -jnp.inf)

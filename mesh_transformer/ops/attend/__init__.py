@@ -1,0 +1,1 @@
+"""Attention by the place where the keys are: a block takes any of these as an argument."""

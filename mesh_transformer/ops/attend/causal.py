@@ -1,0 +1,168 @@
+"""Attention of whole sequences to themselves, and the logits that every kind of attention computes.
+
+Shapes: B sequences, T query positions, S key positions, H heads, K dims of a head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+
+_SHORTEST_PART = 64  # queries; shorter parts cost more in small operations than they save
+_MASKED = -1e10  # finite: a row that is masked everywhere gives a mean, not a NaN
+
+
+class Attend(Protocol):
+    """Attention of one layer, bound to its place: a block calls it once with what it computed of its own positions."""
+
+    def __call__(
+        self,
+        q_BTHK: jax.Array,
+        k_BTHK: jax.Array,
+        v_BTHK: jax.Array,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> jax.Array:
+        """softmax(scale q k + bias) v over the keys that each query sees, (B, T, H, K); softmax in float32.
+
+        Args:
+            window: keys that a query sees, its own included; None: all before it.
+            softcap: the scaled products become softcap * tanh(products / softcap) (Gemma 2, arXiv:2408.00118).
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal:
+    """An `Attend` of whole sequences to themselves; their positions count up from 0."""
+
+    view: ClassVar = None
+    bias_BHTS: jax.Array | None = None  # B is 1
+
+    def __call__(
+        self,
+        q_BTHK: jax.Array,
+        k_BTHK: jax.Array,
+        v_BTHK: jax.Array,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> jax.Array:
+        """The queries go in up to four parts, each with the keys up to its own end: with four, 5/8 of the products and
+        of the softmax remain. For the backward pass only the softmax weights are kept, in q's dtype.
+        """
+        arrays = q_BTHK, k_BTHK, v_BTHK, self.bias_BHTS, window
+        if softcap is not None:  # its derivative needs more than the softmax weights
+            return _forward(scale, *arrays, softcap=softcap)[0]
+        return _attend(scale, *arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    scale: float,
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    bias_BHTS: jax.Array | None,
+    window: int | None,
+) -> jax.Array:
+    return _forward(scale, q_BTHK, k_BTHK, v_BTHK, bias_BHTS, window)[0]
+
+
+def _forward(
+    scale: float,
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    bias_BHTS: Any,
+    window: Any,
+    softcap: float | None = None,
+) -> Any:
+    k_BHSK, v_BHSK = (rearrange(x, "b s h k -> b h s k") for x in (k_BTHK, v_BTHK))
+    mixed, kept = [], []
+    for rows in parts(q_BTHK.shape[1]):
+        keys = slice(rows.stop)
+        mask_B1TS = causal_mask(jnp.arange(rows.start, rows.stop)[None], rows.stop, window)
+        bias = None if bias_BHTS is None else bias_BHTS[:, :, rows, keys]
+        logits = attention_logits(q_BTHK[:, rows], [k_BHSK[:, :, keys]], mask_B1TS, bias, scale, softcap)
+        kept.append(jax.nn.softmax(logits, axis=-1).astype(q_BTHK.dtype))
+        mixed.append(jnp.einsum("bhts,bhsk->bthk", kept[-1], v_BHSK[:, :, keys]))
+    return jnp.concatenate(mixed, axis=1), (q_BTHK, k_BHSK, v_BHSK, bias_BHTS, kept)
+
+
+def _backward(scale: float, saved: Any, dy_BTHK: jax.Array) -> tuple[Any, ...]:
+    q_BTHK, k_BHSK, v_BHSK, bias_BHTS, kept = saved
+    dq, dk, dv = [], jnp.zeros(k_BHSK.shape, jnp.float32), jnp.zeros(v_BHSK.shape, jnp.float32)
+    dbias = None if bias_BHTS is None else jnp.zeros(bias_BHTS.shape, jnp.float32)
+    for rows, weights in zip(parts(q_BTHK.shape[1]), kept, strict=True):
+        keys, dy = slice(rows.stop), dy_BTHK[:, rows]
+        dweights = jnp.einsum("bthk,bhsk->bhts", dy, v_BHSK[:, :, keys], preferred_element_type=jnp.float32)
+        dlogits = weights * (dweights - (weights * dweights).sum(-1, keepdims=True))
+        if dbias is not None:
+            dbias = dbias.at[:, :, rows, keys].set(dlogits.sum(0, keepdims=True))
+        dlogits = (dlogits / np.float32(1 / scale)).astype(q_BTHK.dtype)
+        dq.append(jnp.einsum("bhts,bhsk->bthk", dlogits, k_BHSK[:, :, keys]))
+        dk = dk.at[:, :, keys].add(jnp.einsum("bhts,bthk->bhsk", dlogits, q_BTHK[:, rows]))
+        dv = dv.at[:, :, keys].add(jnp.einsum("bhts,bthk->bhsk", weights, dy))
+    dk, dv = (rearrange(x, "b h s k -> b s h k").astype(dy_BTHK.dtype) for x in (dk, dv))
+    if dbias is not None:
+        dbias = dbias.astype(bias_BHTS.dtype)
+    return jnp.concatenate(dq, axis=1), dk, dv, dbias, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def parts(length: int) -> list[slice]:
+    """Consecutive rows of a sequence, all of one size."""
+    count = next(n for n in (4, 3, 2, 1) if n == 1 or length % (n * _SHORTEST_PART) == 0)
+    size = length // count
+    return [slice(start, start + size) for start in range(0, length, size)]
+
+
+def causal_mask(positions_BT: jax.Array, n_keys: int, window: int | None = None) -> jax.Array:
+    """(B, 1, T, S) booleans: the query at `positions_BT` sees keys at its own position and before, `window` of them."""
+    return sees(positions_BT, jnp.arange(n_keys)[None], window)[:, None]
+
+
+def sees(positions_BT: jax.Array, keys_BS: jax.Array, window: int | None = None) -> jax.Array:
+    """(B, T, S) booleans: whether a query sees a key, by their positions."""
+    distance_BTS = positions_BT[:, :, None] - keys_BS[:, None]
+    seen = distance_BTS >= 0
+    return seen if window is None else seen & (distance_BTS < window)
+
+
+def attention_logits(
+    q_BTHK: jax.Array,
+    keys: Sequence[jax.Array],
+    mask_B1TS: jax.Array,
+    bias_BHTS: jax.Array | None,
+    scale: float,
+    softcap: float | None = None,
+) -> jax.Array:
+    """scale q k + bias where a key is seen, (B, H, T, S), float32; `keys` are parts of (B, H, S, K), one after the other."""
+    products = [_products(q_BTHK, k_BHSK) for k_BHSK in keys]
+    # divided, as in the original: the product with a rounded 1 / sqrt(K) differs in the last bit
+    logits = jnp.concatenate(products, axis=-1) / np.float32(1 / scale)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    if bias_BHTS is not None:
+        logits = logits + bias_BHTS
+    return jnp.where(mask_B1TS, logits, _MASKED)
+
+
+def _products(q_BTHK: jax.Array, k_BHSK: jax.Array) -> jax.Array:
+    """q k, (B, H, T, S), float32."""
+    if q_BTHK.shape[1] == 1:  # XLA for CPU would copy the keys
+        product = jnp.einsum("bhsk,bhk->bhs", k_BHSK, q_BTHK[:, 0], preferred_element_type=jnp.float32)
+        return product[:, :, None]
+    return jnp.einsum("bthk,bhsk->bhts", q_BTHK, k_BHSK, preferred_element_type=jnp.float32)
