@@ -19,9 +19,8 @@ from mesh_transformer import slices
 from mesh_transformer.config import ComputeConfig
 from mesh_transformer.errors import UserError
 
-_CACHE_BYTES = 8 << 30
 _CACHE_SETTINGS = {
-    "jax_compilation_cache_max_size": _CACHE_BYTES,
+    "jax_compilation_cache_max_size": 8 << 30,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
@@ -44,7 +43,8 @@ def start_distributed() -> None:
         OSError: another process listens there.
     """
     values = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    if values["JAX_COORDINATOR_ADDRESS"] is None:
+    coordinator = values["JAX_COORDINATOR_ADDRESS"]
+    if coordinator is None:
         return
     try:
         count, index = (int(values[name] or "") for name in _ENVIRONMENT[1:])
@@ -52,13 +52,13 @@ def start_distributed() -> None:
         raise UserError(
             f"a job of several processes needs {', '.join(_ENVIRONMENT)}, the last two as numbers; found {values}"
         ) from error
-    listens = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or values["JAX_COORDINATOR_ADDRESS"]
+    listens = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or coordinator
     if index == 0:
         _check_can_listen(listens)
     if "cpu" in os.environ.get("JAX_PLATFORMS", ""):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        values["JAX_COORDINATOR_ADDRESS"],
+        coordinator,
         count,
         index,
         coordinator_bind_address=listens,

@@ -117,14 +117,10 @@ def call(method: Callable[..., Any], doing: str, timing: Timing, **request: Any)
 
 def retries(timing: Timing) -> Any:
     """The policy of Google's libraries for calls that the service cannot answer now."""
-    from google.api_core import exceptions, retry
+    from google.api_core import retry
+    from google.api_core.exceptions import Aborted, DeadlineExceeded, InternalServerError, ServiceUnavailable
 
-    transient = retry.if_exception_type(
-        exceptions.ServiceUnavailable,
-        exceptions.DeadlineExceeded,
-        exceptions.InternalServerError,
-        exceptions.Aborted,
-    )
+    transient = retry.if_exception_type(Aborted, DeadlineExceeded, InternalServerError, ServiceUnavailable)
     return retry.Retry(transient, timing.pause_s, timing.longest_pause_s, timeout=timing.retry_s)
 
 

@@ -52,20 +52,18 @@ _BY_GRPC_CODE = {
 _RESOURCE_EXHAUSTED = 8
 
 
-class TpuRefused(UserError):
+class _OfKind(Exception):
+    def __init__(self, message: str, kind: Kind):
+        super().__init__(message)
+        self.kind = kind
+
+
+class TpuRefused(_OfKind, UserError):
     """The API refused for a reason that the user can mend; `kind` says which."""
 
-    def __init__(self, message: str, kind: Kind):
-        super().__init__(message)
-        self.kind = kind
 
-
-class TpuFailed(RunError):
+class TpuFailed(_OfKind, RunError):
     """The API failed for a reason that time or another zone mends; `kind` says which."""
-
-    def __init__(self, message: str, kind: Kind):
-        super().__init__(message)
-        self.kind = kind
 
 
 Fault = TpuRefused | TpuFailed

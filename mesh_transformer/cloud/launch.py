@@ -15,7 +15,6 @@ from mesh_transformer.cloud.login import pod_of, public_keys
 from mesh_transformer.cloud.pod import Access, Pod
 from mesh_transformer.cloud.provision import Join, Provisioned, provision
 from mesh_transformer.cloud.request import Request
-from mesh_transformer.cloud.state import Tpu
 from mesh_transformer.cloud.tpus import DAY_S, Tpus
 
 log = logging.getLogger(__name__)
@@ -37,7 +36,6 @@ class Plan:
 class Launched:
     """A pod that is up."""
 
-    tpu: Tpu
     pod: Pod
     provisioned: Provisioned
     seconds: Mapping[str, float]  # how long each part took, in order
@@ -68,4 +66,4 @@ def launch(tpus: Tpus, request: Request, head: Head, plan: Plan) -> Launched:
     provisioned = provision(pod, plan.environment, join, code=plan.code)
     seconds = {"tpu": ready - began, "ssh": reached - ready, **provisioned.seconds}
     log.info("TPU %s is up: %s", tpu.name, ", ".join(f"{name} {s:.1f} s" for name, s in seconds.items()))
-    return Launched(tpu, pod, provisioned, seconds)
+    return Launched(pod, provisioned, seconds)

@@ -71,20 +71,18 @@ class Outcome:
         return "\n".join([f"{self.host}: {why}", *(f"  {line}" for line in lines)])
 
 
-class HostsFailed(RunError):
+class _OfHosts(Exception):
+    def __init__(self, message: str, outcomes: Sequence[Outcome]):
+        super().__init__(message)
+        self.outcomes = tuple(outcomes)
+
+
+class HostsFailed(_OfHosts, RunError):
     """Some hosts failed; `outcomes` has all hosts'."""
 
-    def __init__(self, message: str, outcomes: Sequence[Outcome]):
-        super().__init__(message)
-        self.outcomes = tuple(outcomes)
 
-
-class HostsRefused(UserError):
+class HostsRefused(_OfHosts, UserError):
     """Every host that failed did so for its key or the user's; `outcomes` has all hosts'."""
-
-    def __init__(self, message: str, outcomes: Sequence[Outcome]):
-        super().__init__(message)
-        self.outcomes = tuple(outcomes)
 
 
 Command = str | Callable[[Host], str]
@@ -199,12 +197,9 @@ def _checked(outcomes: list[Outcome], doing: str) -> list[Outcome]:
     failed = [outcome for outcome in outcomes if outcome.code != 0]
     if not failed:
         return outcomes
-    text = "\n".join(
-        [f"{doing}: {len(failed)} of {len(outcomes)} hosts failed", *(str(outcome) for outcome in failed)]
-    )
-    if all(outcome.refused for outcome in failed):
-        raise HostsRefused(text, outcomes)
-    raise HostsFailed(text, outcomes)
+    told = f"{doing}: {len(failed)} of {len(outcomes)} hosts failed"
+    error = HostsRefused if all(outcome.refused for outcome in failed) else HostsFailed
+    raise error("\n".join([told, *map(str, failed)]), outcomes)
 
 
 def _short(command: Command) -> str:

@@ -67,7 +67,6 @@ class Tpu:
     external: tuple[str, ...]  # the same, "" where a host has none
     labels: dict[str, str]
     created: float  # seconds since 1970; 0: not known
-    has_node: bool
     queued_name: str | None  # full name of its queued resource
     why: Fault | None = None  # what the queue says about its failure
 
@@ -100,7 +99,6 @@ def observe(name: str, node: Any | None, queued: Any | None) -> Tpu:
         external=tuple(endpoint.access_config.external_ip for endpoint in endpoints),
         labels=dict(spec.labels),
         created=created.timestamp() if created else 0.0,
-        has_node=node is not None,
         queued_name=queued.name if queued is not None else None,
         why=_failure(name, queued),
     )

@@ -48,7 +48,11 @@ def open_file(name: str, flags: int) -> int:
     except OSError as error:
         raise _refusal(path, f"cannot be opened, or is a link or no folder ({error.strerror})") from error
     try:
-        _check(path, os.fstat(folder))
+        found = os.fstat(folder)
+        if found.st_uid != os.getuid():
+            raise _refusal(path, f"belongs to user {found.st_uid}")
+        if found.st_mode & 0o077:
+            raise _refusal(path, f"is open to other users (mode {found.st_mode & 0o777:o})")
         return os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
         raise _refusal(
@@ -56,13 +60,6 @@ def open_file(name: str, flags: int) -> int:
         ) from error
     finally:
         os.close(folder)
-
-
-def _check(path: str, found: os.stat_result) -> None:
-    if found.st_uid != os.getuid():
-        raise _refusal(path, f"belongs to user {found.st_uid}")
-    if found.st_mode & 0o077:
-        raise _refusal(path, f"is open to other users (mode {found.st_mode & 0o777:o})")
 
 
 def _refusal(path: str, why: str) -> UserError:

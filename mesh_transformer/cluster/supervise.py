@@ -108,7 +108,10 @@ class Supervisor:
                     return 0, self._result
                 stoppable = {Kind.RUNNING, Kind.USER_ERROR, Kind.RUN_ERROR}
                 if verdict.kind not in stoppable and self._stop.noted is not None:
-                    return self._stopped(verdict), None
+                    if verdict.kind is not Kind.NOTICE:
+                        log.warning("the workers could not save: %s (%s)", verdict.reason, verdict.kind.value)
+                    self._cluster.kill()
+                    return 128 + self._stop.noted, None
                 if verdict.kind is not Kind.RUNNING:
                     self._recover(verdict)
         except TakenOver as error:
@@ -134,7 +137,10 @@ class Supervisor:
         if running:
             log.info("the workers of this run are still at work: they save and begin anew")
             self._cluster.stop()
-            self._wait_for_end()
+            deadline = self._clock() + LEAVE_S
+            while any(s.state == "running" for s in self._statuses) and self._clock() < deadline:
+                self._sleep(POLL_S)
+                self._statuses = self._cluster.poll().statuses
         self._start()
 
     def _attach(self) -> Poll:
@@ -256,21 +262,8 @@ class Supervisor:
         log.info(told, self._crashes, allowed, pause)
         self._sleep(pause)
 
-    def _stopped(self, verdict: Verdict) -> int:
-        """The signal's exit code, once no worker runs."""
-        if verdict.kind is not Kind.NOTICE:
-            log.warning("the workers could not save: %s (%s)", verdict.reason, verdict.kind.value)
-        self._cluster.kill()
-        return 128 + (self._stop.noted or 0)
-
     def _allow(self, **limits: float) -> None:
         self._limits = dataclasses.replace(self._limits, **limits)
-
-    def _wait_for_end(self) -> None:
-        deadline = self._clock() + LEAVE_S
-        while any(status.state == "running" for status in self._statuses) and self._clock() < deadline:
-            self._sleep(POLL_S)
-            self._statuses = self._cluster.poll().statuses
 
     def _end_stream(self) -> None:
         if self._streamer is not None:
