@@ -88,9 +88,8 @@ def _check_can_listen(address: str) -> None:
         except OSError as error:
             failure = error
     if failure.errno == errno.EADDRINUSE:
-        raise OSError(
-            errno.EADDRINUSE, f"another process listens at {address}, the address of JAX's coordinator"
-        )
+        told = f"another process listens at {address}, the address of JAX's coordinator"
+        raise OSError(errno.EADDRINUSE, told)
     raise UserError(
         f"process 0 cannot listen at {address} ({failure.strerror}): give an address of its machine in "
         "JAX_COORDINATOR_ADDRESS, or, where the others reach it by another one, in JAX_COORDINATOR_BIND_ADDRESS"

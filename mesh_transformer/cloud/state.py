@@ -108,9 +108,8 @@ def _tier(node: Any | None, queued: Any | None) -> str:
     if queued is not None:
         return "spot" if "spot" in queued else "reserved" if "guaranteed" in queued else "on-demand"
     scheduling = node.scheduling_config  # type: ignore[union-attr]
-    return next(
-        (tier for tier in ("spot", "preemptible", "reserved") if getattr(scheduling, tier)), "on-demand"
-    )
+    tiers = [tier for tier in ("spot", "preemptible", "reserved") if getattr(scheduling, tier)]
+    return tiers[0] if tiers else "on-demand"
 
 
 def _failure(name: str, queued: Any | None) -> Fault | None:

@@ -10,7 +10,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,21 +33,15 @@ class Agent:
         worker_id: the number of this host, and of its process in the mesh.
         run: name of the run.
         address: of this host, for the other ones.
-        on_deserted: called when no driver has come for as long as the last job says.
+        ends_process: whether its process ends when no driver has come for as long as the last job says.
 
     Raises:
         UserError: the folder for the worker's output is not safe.
     """
 
-    def __init__(
-        self,
-        worker_id: int,
-        run: str,
-        address: str = "127.0.0.1",
-        on_deserted: Callable[[], None] = lambda: os._exit(0),
-    ):
+    def __init__(self, worker_id: int, run: str, address: str = "127.0.0.1", ends_process: bool = True):
         self._id, self._run, self._address = worker_id, run, address
-        self._on_deserted = on_deserted
+        self._ends_process = ends_process
         self._worker: WorkerProcess | None = None
         self._driver, self._asked = "", time.monotonic()
         self._driver_timeout_s, self._driver_wait_s = 20.0, 3600.0
@@ -149,5 +142,6 @@ class Agent:
             if silent_s > self._driver_wait_s:
                 if worker is not None:
                     worker.kill()
-                self._on_deserted()
+                if self._ends_process:
+                    os._exit(0)
                 return

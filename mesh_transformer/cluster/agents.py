@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,14 @@ FEED_S = 5.0  # to take a batch, which an agent answers within a second; one tha
 CALL_S = 30.0  # for everything else
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class NoAnswer:
     """In place of an answer: the agent is gone for good (`lost` says why), or silent."""
 
     lost: str | None = None
 
 
-@dataclasses.dataclass
+@dataclass
 class _Known:
     """What the driver remembers of one worker."""
 
@@ -117,9 +117,7 @@ class AgentCluster(abc.ABC):
             now = time.monotonic()
             if isinstance(answer, NoAnswer):
                 silent_s, alive = now - known.answered, self._host_alive(i)
-                known.status = dataclasses.replace(
-                    known.status, lost=answer.lost, silent_s=silent_s, host_alive=alive
-                )
+                known.status = replace(known.status, lost=answer.lost, silent_s=silent_s, host_alive=alive)
                 continue
             events += [(i, event) for event in answer["events"]]
             lines += [(i, line) for line in answer["lines"]]

@@ -26,7 +26,7 @@ class ProcessCluster(AgentCluster):
     def _open(self) -> None:
         if not self._agents:
             self._lock = host.hold_as_driver(self._run)  # its agents could not tell another driver
-            self._agents = [Agent(i, self._run, on_deserted=lambda: None) for i in range(self.count)]
+            self._agents = [Agent(i, self._run, ends_process=False) for i in range(self.count)]
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
         calls = [

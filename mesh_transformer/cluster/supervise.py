@@ -207,14 +207,11 @@ class Supervisor:
 
     def _patience(self, verdict: Verdict) -> float:
         """Seconds for the cause to be seen. An error may be told sooner than that another's host has gone."""
-        saving = any(
-            status.state == "running"
-            and status.phase == "leave"
-            and not (status.silent_s or self._limits.idle(status))
-            for status in self._statuses
-        )
-        if saving:
-            return LEAVE_S
+        leaving = [
+            status for status in self._statuses if (status.state, status.phase) == ("running", "leave")
+        ]
+        if any(not (status.silent_s or self._limits.idle(status)) for status in leaving):
+            return LEAVE_S  # they are saving
         if verdict.quiet:
             return 0.0  # another cause would have been seen long before
         doubtful = any(status.lost is None and 0 < status.silent_s <= SILENT_S for status in self._statuses)

@@ -95,19 +95,16 @@ def delete_old_run(config: Config, *, yes: bool, before: Callable[[], None] = la
             f"another checkpoint.model_dir, or delete what you do not need yourself"
         )
     steps = sum(name.startswith("step_") for name in names)
-    question = f"--new: delete {root} with {steps} checkpoint(s) and all its metrics?"
-    if not yes and not _agreed(question):
-        raise UserError(f"nothing was deleted: without --new the run in {root} goes on")
+    if not yes:
+        question = f"--new: delete {root} with {steps} checkpoint(s) and all its metrics?"
+        if not sys.stdin.isatty():
+            raise UserError(f"{question} There is no terminal to ask on: say --yes")
+        sys.stderr.write(f"{question} [y/N] ")
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise UserError(f"nothing was deleted: without --new the run in {root} goes on")
     before()
     folder = config.checkpoint.model_dir
     with RunLock(folder) if os.path.isdir(folder) else contextlib.nullcontext():
         files.remove_tree(root)
     log.info("deleted: %s", root)
-
-
-def _agreed(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise UserError(f"{question} There is no terminal to ask on: say --yes")
-    sys.stderr.write(f"{question} [y/N] ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")

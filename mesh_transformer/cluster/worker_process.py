@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import signal
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,13 +72,11 @@ class WorkerProcess:
             if self._known.phase == "data" and self._wants_data and not may_take(self._given, self._taken):
                 self._sign = now
             beat_age_s, idle_s, alive_age_s = now - self._beat, now - self._sign, now - self._alive
-            found = dataclasses.replace(
-                self._known, beat_age_s=beat_age_s, idle_s=idle_s, alive_age_s=alive_age_s
-            )
+            found = replace(self._known, beat_age_s=beat_age_s, idle_s=idle_s, alive_age_s=alive_age_s)
         if running:
             return found
         tail = read_log(self._log, -TAIL_BYTES, TAIL_BYTES).decode(errors="replace")
-        return dataclasses.replace(found, state="ended", exit_code=self._process.returncode, tail=tail)
+        return replace(found, state="ended", exit_code=self._process.returncode, tail=tail)
 
     def events(self, after: int) -> tuple[int, list[Event]]:
         """The events behind the first `after`, which are forgotten, and the count of all."""
@@ -145,12 +143,12 @@ class WorkerProcess:
             phase, step, slowest_step_s = event["name"], event["step"] or known.step, known.slowest_step_s
             if known.phase == "step":
                 slowest_step_s = max(FADING * slowest_step_s, now - self._phase_began)
-            self._known = dataclasses.replace(known, phase=phase, step=step, slowest_step_s=slowest_step_s)
+            self._known = replace(known, phase=phase, step=step, slowest_step_s=slowest_step_s)
             self._phase_began = now
         elif kind == "taken":
             self._taken = event["count"]
         elif kind in ("begun", "error"):
-            self._known = dataclasses.replace(known, **{kind: event[kind]})
+            self._known = replace(known, **{kind: event[kind]})
         elif len(self._events) < EVENTS_KEPT:
             self._wants_data |= kind == "feed"
             self._events.append(event)
