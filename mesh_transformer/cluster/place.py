@@ -138,8 +138,7 @@ class Place:
 
             return jobs.run(job)
         with self.open(config) as (cluster, hosts), StopSignals() as stop:  # Ray sets handlers too
-            supervisor = Supervisor(cluster, job, hosts=hosts, view=View(self.price), stop=stop)
-            outcome = supervisor.run()
+            outcome = Supervisor(cluster, job, hosts=hosts, view=View(self.price), stop=stop).run()
             cluster.kill()
             return outcome
 

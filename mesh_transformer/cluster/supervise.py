@@ -18,7 +18,7 @@ from mesh_transformer.cluster.base import Hosts, HostsMissing, Job, Poll
 from mesh_transformer.cluster.failures import SILENT_S, Kind, Limits, Verdict, classify
 from mesh_transformer.cluster.stream import Streamer
 from mesh_transformer.cluster.view import View
-from mesh_transformer.config import Config, parse_config
+from mesh_transformer.config import parse_config
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
 from mesh_transformer.stop_signals import StopSignals
@@ -80,7 +80,7 @@ class Supervisor:
         self._cluster, self._job = cluster, job
         self._hosts, self._view, self._stop = hosts or Hosts(), view or View(), stop or StopSignals()
         self._clock, self._sleep = clock, sleep
-        self._config: Config = parse_config(job.config)
+        self._config = parse_config(job.config)
         settings = self._config.cluster
         self._limits = Limits(settings.step_limit, settings.phase_limit)
         self._slice = SliceState(self._hosts)
