@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from mesh_transformer.runtime import cli
@@ -15,6 +16,7 @@ def main(open_engine: OpenEngine | None = None) -> int:
     parser = cli.parser(__doc__)
     parser.add_argument(
         "--ckpt",
+        dest="checkpoint",
         metavar="DIR",
         help=f"{cli.ANY_FORM} (default: the run of the config)",
     )
@@ -43,28 +45,21 @@ def main(open_engine: OpenEngine | None = None) -> int:
     )
     parser.add_argument(
         "--timeout-seconds",
+        dest="timeout_s",
         type=float,
         default=600.0,
         metavar="S",
         help="seconds after which a request is ended (default: %(default)s)",
     )
     parser.add_argument(
-        "--drain-seconds", type=float, default=30.0, metavar="S",
+        "--drain-seconds", dest="drain_s", type=float, default=30.0, metavar="S",
         help="seconds that running requests get to finish after SIGTERM (default: %(default)s)",
     )  # fmt: skip
     arguments = parser.parse_args()
     from mesh_transformer.runtime.serve import start
 
-    options = start.Options(
-        checkpoint=arguments.ckpt,
-        host=arguments.host,
-        port=arguments.port,
-        api_key_file=arguments.api_key_file,
-        slots=arguments.slots,
-        max_queue=arguments.max_queue,
-        timeout_s=arguments.timeout_seconds,
-        drain_s=arguments.drain_seconds,
-    )
+    names = [field.name for field in dataclasses.fields(start.Options)]
+    options = start.Options(**{name: getattr(arguments, name) for name in names})
     return start.run(arguments.config, arguments.overrides, options, open_engine)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -13,18 +12,22 @@ from mesh_transformer.errors import UserError
 INT32_MAX = 2**31 - 1  # what a step counter and a random seed hold on the device
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What a number counts; shown in docs/config.md."""
+class Note:
+    """A text that the JSON schema of a field holds, for docs/config.md."""
 
-    name: str
+    def __init__(self, text: str):
+        self.text = text
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(core), type(self).__name__.lower(): self.text}
 
 
-@dataclass(frozen=True)
-class Derived:
+class Unit(Note):
+    """What a number counts."""
+
+
+class Derived(Note):
     """How an absent value is found, for a field whose default depends on other fields."""
-
-    rule: str
 
 
 def whole(value: Any) -> Any:

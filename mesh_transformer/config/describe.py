@@ -1,91 +1,70 @@
-"""What a field accepts, in words: for error messages and for docs/config.md."""
+"""What a field accepts, in words, from its JSON schema: for error messages and for docs/config.md."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
-
-from mesh_transformer.fields import INT32_MAX, Derived, Group, Unit
+from mesh_transformer.fields import INT32_MAX, Group
 
 SHOWN_CHARS = 80
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A field's type, taken apart."""
-
-    base: Any  # int, float, bool, str, tuple, dict or a Literal
-    optional: bool
-    metadata: tuple[Any, ...] = field(default=())
-
-    def find(self, kind: type) -> Any:
-        """The outermost mark of one kind (Unit, Derived, Ge, ...), or None."""
-        return next((mark for mark in reversed(self.metadata) if isinstance(mark, kind)), None)
+TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a string",
+    "array": 'a list of strings, such as ["lambada", "piqa"]',
+    "object": 'one file, or an object of name to file, such as {"pile": "pile.val.index"}',
+}
+LIMITS = {
+    "minimum": "{} or more",
+    "exclusiveMinimum": "over {}",
+    "exclusiveMaximum": "under {}",
+    "maximum": "at most {}",
+}
 
 
 @cache
-def kind_of(group: type[Group], name: str) -> Kind:
-    """Take apart the annotation of one field."""
-    parts = list(_unwrap(get_type_hints(group, include_extras=True)[name]))
-    bases = [base for base, _ in parts if base is not type(None)]
-    return Kind(bases[0], len(bases) < len(parts), tuple(mark for _, marks in parts for mark in marks))
-
-
-def _unwrap(annotation: Any, marks: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    if get_origin(annotation) is Annotated:
-        inner, *outer = get_args(annotation)
-        yield from _unwrap(inner, (*outer, *marks))
-    elif type(None) in get_args(annotation):
-        for part in get_args(annotation):
-            yield from _unwrap(part, marks)
-    else:
-        yield annotation, marks
+def schemas(group: type[Group], name: str) -> list[dict[str, Any]]:
+    """The JSON schemas of what a field accepts, one for each type but null."""
+    field = group.model_json_schema()["properties"][name]
+    return [field | one for one in field.get("anyOf", [field]) if one["type"] != "null"]
 
 
 def allowed(group: type[Group], name: str) -> str:
     """The values that a field accepts, such as `a whole number, 1 or more`."""
-    kind = kind_of(group, name)
-    if get_origin(kind.base) is Literal:
-        return "one of " + ", ".join(get_args(kind.base))
-    if kind.base in (int, float):
-        bounds = " and ".join(_bounds(kind))
-        return ("a whole number" if kind.base is int else "a number") + (f", {bounds}" if bounds else "")
-    if kind.base is bool:
-        return "true or false"
-    if get_origin(kind.base) is tuple:
-        return 'a list of strings, such as ["lambada", "piqa"]'
-    if get_origin(kind.base) is dict:
-        return 'one file, or an object of name to file, such as {"pile": "pile.val.index"}'
-    return "a string that is not empty" if kind.find(MinLen) else "a string"
+    return " or ".join(map(_words, schemas(group, name)))
 
 
-def _bounds(kind: Kind) -> Iterator[str]:
-    # an outer mark narrows an inner one
-    if (ge := kind.find(Ge)) is not None:
-        yield f"{ge.ge} or more"
-    if (gt := kind.find(Gt)) is not None:
-        yield f"over {gt.gt}"
-    if (lt := kind.find(Lt)) is not None:
-        yield f"under {lt.lt}"
-    if (le := kind.find(Le)) is not None and le.le != INT32_MAX:  # that one only an error mentions
-        yield f"at most {le.le}"
+def _words(schema: dict[str, Any]) -> str:
+    if values := _values(schema):
+        return "one of " + ", ".join(values)
+    # the largest number that a device holds, only an error mentions
+    limits = [
+        text.format(schema[key]) for key, text in LIMITS.items() if schema.get(key, INT32_MAX) != INT32_MAX
+    ]
+    words = TYPES[schema["type"]] + (f", {' and '.join(limits)}" if limits else "")
+    return f"{words} that is not empty" if "minLength" in schema else words
+
+
+def choices(group: type[Group], name: str) -> list[str]:
+    """The texts that a field accepts, where these are few."""
+    return [value for schema in schemas(group, name) for value in _values(schema)]
+
+
+def _values(schema: dict[str, Any]) -> list[str]:
+    return schema.get("enum") or ([schema["const"]] if "const" in schema else [])
 
 
 def unit(group: type[Group], name: str) -> str:
     """What the field counts, or an empty string."""
-    mark = kind_of(group, name).find(Unit)
-    return mark.name if mark else ""
+    return "".join(schema.get("unit", "") for schema in schemas(group, name))
 
 
 def derived(group: type[Group], name: str) -> str:
     """How the field is found where it is absent, or an empty string."""
-    mark = kind_of(group, name).find(Derived)
-    return mark.rule if mark else ""
+    return schemas(group, name)[0].get("derived", "")
 
 
 def short(value: Any) -> str:

@@ -6,14 +6,14 @@ import difflib
 import logging
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mesh_transformer import files
 from mesh_transformer.config import classic, classic_meaning, names, strict_json
-from mesh_transformer.config.describe import allowed, kind_of, short
+from mesh_transformer.config.describe import allowed, choices, schemas, short
 from mesh_transformer.config.overrides import apply_override, is_ignored, is_set, without_ignored
 from mesh_transformer.config.schema import VARIANTS, Config, class_at
 from mesh_transformer.errors import UserError
@@ -137,6 +137,8 @@ def _explain(detail: ErrorDetails) -> str:
     if not inside:
         return str(cause or detail["msg"])
     field, *inner = inside
+    if len(schemas(group, field)) > 1:
+        inner = []  # pydantic names the type that did not fit
     where = ".".join([names.spelled(place[0], field), *(part for part in inner if part not in ("", "[key]"))])
     if isinstance(cause, UserError):
         return f"{where} = {short(detail['input'])}: {cause}"
@@ -149,8 +151,7 @@ def _explain(detail: ErrorDetails) -> str:
 
 
 def _nearest_choice(group: type[Group], field: str, detail: ErrorDetails) -> str:
-    base = kind_of(group, field).base
-    if get_origin(base) is not Literal or not isinstance(detail["input"], str):
+    if not isinstance(detail["input"], str):
         return ""
-    close = difflib.get_close_matches(detail["input"][:100], get_args(base), n=1)
+    close = difflib.get_close_matches(detail["input"][:100], choices(group, field), n=1)
     return f" (did you mean {close[0]}?)" if close else ""

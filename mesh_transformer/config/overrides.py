@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_origin
+from typing import Any
 
 from mesh_transformer.config import classic, names, strict_json
-from mesh_transformer.config.describe import kind_of, short
+from mesh_transformer.config.describe import schemas, short
 from mesh_transformer.config.schema import GROUPS
 from mesh_transformer.errors import UserError
 
@@ -76,10 +76,10 @@ def _write(grouped: dict[str, dict[str, Any]], name: str, text: str) -> None:
         before = given if isinstance(given, dict) else {"val": given} if given else {}
         values[field] = {**before, entry: _text(text)}
         return
-    kind = kind_of(GROUPS[group], field)
-    if kind.base is str or get_origin(kind.base) is Literal:
+    types = {schema["type"] for schema in schemas(GROUPS[group], field)}
+    if types == {"string"}:
         values[field] = _text(text)
-    elif get_origin(kind.base) is dict:
+    elif "object" in types:
         values[field] = value if isinstance(value := _value(text), (dict, list)) else _text(text)
     else:
         values[field] = _value(text)

@@ -61,7 +61,7 @@ class Config(Group):
         """The named dimensions, with the fields that give their sizes."""
         batch, seq = self.data.batch_size, [Size("data.seq", self.seq)]
         batches = [Size("data.batch_size", batch)] if batch else []
-        return {"batch": batches, "seq": seq, "block_seq": seq, **self.model.sizes}
+        return {"batch": batches, "seq": seq, "block_seq": seq, **self.model.decoder().sizes}
 
     def microbatch(self, shape: MeshShape) -> int:
         """Sequences of one microbatch over the whole mesh.

@@ -14,7 +14,6 @@ from mesh_transformer.fields import (
     Heads,
     Layers,
     Rows,
-    Size,
     Tokens,
     size,
 )
@@ -62,19 +61,6 @@ class ModelConfig(Group):
     def decoder(self) -> Decoder:
         """What the config describes."""
         raise NotImplementedError
-
-    @property
-    def sizes(self) -> dict[str, list[Size]]:
-        """The named dimensions of the parameters and of the residual stream, with the fields that give their sizes."""
-        width = [Size("model.d_model", self.d_model)]
-        return {
-            "act_embed": width,
-            "layers": [Size("model.layers", self.layers)],
-            "embed": width,
-            "heads": [Size("model.n_heads", self.n_heads)],
-            "mlp": [Size("model.d_ff", self.d_ff)],
-            "vocab": [Size("model.n_vocab", self.n_vocab, "model.vocab_multiple", self.vocab_multiple)],
-        }
 
     def architecture(self) -> dict[str, Any]:
         """The fields that decide what the tensors of a checkpoint compute."""

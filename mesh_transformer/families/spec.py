@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from mesh_transformer.fields import Size
+
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
@@ -101,3 +103,16 @@ class Decoder:
     def padded_vocab(self) -> int:
         """Rows of the vocabulary tables."""
         return -(-self.n_vocab // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def sizes(self) -> dict[str, list[Size]]:
+        """The named dimensions of parameters and activations that the model gives, each with the field for its size."""
+        width = [Size("model.d_model", self.d_model)]
+        return {
+            "act_embed": width,
+            "layers": [Size("model.layers", len(self.layers))],
+            "embed": width,
+            "heads": [Size("model.n_heads", self.layers[0].attention.heads)],
+            "mlp": [Size("model.d_ff", self.layers[0].ff.d_ff)],
+            "vocab": [Size("model.n_vocab", self.n_vocab, "model.vocab_multiple", self.vocab_multiple)],
+        }

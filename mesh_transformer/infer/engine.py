@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from mesh_transformer.infer.programs import MAX_STEPS, Pieces, SlotPrograms
+from mesh_transformer.infer.programs import MAX_STEPS, Drawn, Pieces, SlotPrograms, blank
 from mesh_transformer.infer.requests import (
     MAX_STOP_TOKENS,
     OPTIONS,
@@ -19,7 +20,6 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
-from mesh_transformer.infer.slots import Drawn, Request, Scores
 from mesh_transformer.models.model import Params
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend.cached import segment_ends
@@ -50,7 +50,8 @@ class SlotEngine:
         self._slots = self._programs.empty()
         self._requests: dict[int, _Running] = {}
         self._whole = partition.sharding()
-        self._no_bias = jax.device_put(np.zeros(self._n_vocab, np.float32), self._whole)
+        new = jax.jit(blank, static_argnums=(0, 1), out_shardings=self._whole)
+        self._blank = new(self.context, self._n_vocab)
 
     def load(self, params: Params) -> None:
         """Begin again with other weights of the same kind, and empty slots."""
@@ -70,19 +71,18 @@ class SlotEngine:
         tokens, ends = np.zeros(self.context, np.int32), np.full(MAX_STOP_TOKENS, -1, np.int32)
         tokens[: len(prompt)] = prompt
         ends[: len(params.stop_token_ids)] = params.stop_token_ids
-        request = Request(
-            tokens_S=tokens,
-            n_tokens=np.int32(len(prompt)),
-            reused=np.int32(reused),
-            max_tokens=np.int32(params.max_tokens),
-            min_tokens=np.int32(params.min_tokens),
-            seed=np.uint32(params.seed),
+        new = self._blank._replace(
+            length_N=np.int32(reused),
+            left_N=np.int32(params.max_tokens),
+            min_tokens_N=np.int32(params.min_tokens),
+            seed_N=np.uint32(params.seed),
             options={name: np.asarray(value, OPTIONS[name].dtype) for name, value in params.options.items()},
-            end_E=ends,
-            biased=np.bool_(params.logit_bias != ()),
-            bias_V=self._bias(params),
+            end_NE=ends,
+            biased_N=np.bool_(params.logit_bias != ()),
+            bias_NV=self._bias(params),
+            tokens_NS=tokens,
         )
-        self._slots = self._programs.insert(self._slots, np.int32(slot), request)
+        self._slots = self._programs.insert(self._slots, np.int32(slot), new, np.int32(len(prompt)))
 
     def prefill(self, pieces: Sequence[Piece]) -> list[Prefilled]:
         """See `requests.Engine`."""
@@ -140,7 +140,7 @@ class SlotEngine:
             if scores is not None:
                 following = request.prompt[piece.start + 1 : piece.stop + 1]
                 of_row = jax.tree.map(lambda x, row=row: np.asarray(x[row]), scores)
-                tokens = list(_scored(of_row, following, request.params.logprobs or 0))
+                tokens = [_token(request.params, *each) for each in zip(following, *of_row, strict=False)]
             first = None
             if arrays.last_B[row]:
                 request.length = len(request.prompt)
@@ -207,7 +207,7 @@ class SlotEngine:
 
     def _bias(self, params: SamplingParams) -> Any:
         if not params.logit_bias:
-            return self._no_bias
+            return self._blank.bias_NV
         bias = np.zeros(self._n_vocab, np.float32)
         for token, value in params.logit_bias:
             bias[token] += value
@@ -218,15 +218,9 @@ class SlotEngine:
         for step, column in zip(*np.nonzero(drawn.live_B), strict=True):
             slot = rows[column]
             running = self._requests[slot]
-            id, logprob = int(drawn.token_B[step, column]), float(drawn.logprob_B[step, column])
-            n_top = running.params.logprobs or 0
-            top = zip(
-                drawn.top_id_BC[step, column, :n_top].tolist(),
-                drawn.top_logprob_BC[step, column, :n_top].tolist(),
-                strict=True,
-            )
-            finish = running.count(bool(drawn.ended_B[step, column]))
-            yield Emitted(slot, Token(id, logprob, tuple(top)), finish)
+            one = jax.tree.map(lambda x, at=(step, column): x[at], drawn)
+            token = _token(running.params, one.token_B, one.logprob_B, one.top_id_BC, one.top_logprob_BC)
+            yield Emitted(slot, token, running.count(bool(one.ended_B)))
 
 
 class _Group(NamedTuple):
@@ -255,11 +249,19 @@ class _Running:
 
 
 def _no_pieces(rows: int, size: int) -> Pieces:
-    vector, matrix = (np.zeros(shape, np.int32) for shape in ((rows,), (rows, size)))
-    return Pieces(vector.copy(), matrix.copy(), matrix, vector.copy(), vector, np.zeros(rows, bool))
+    ints = functools.partial(np.zeros, dtype=np.int32)
+    return Pieces(
+        slots_B=ints(rows),
+        tokens_BP=ints((rows, size)),
+        targets_BP=ints((rows, size)),
+        start_B=ints(rows),
+        count_B=ints(rows),
+        last_B=np.zeros(rows, bool),
+    )
 
 
-def _scored(scores: Scores, following: Sequence[int], n_top: int) -> Iterator[Token]:
-    ids, values = scores.top_id_PC[:, :n_top].tolist(), scores.top_logprob_PC[:, :n_top].tolist()
-    for at, id in enumerate(following):
-        yield Token(id, float(scores.logprob_P[at]), tuple(zip(ids[at], values[at], strict=True)))
+def _token(params: SamplingParams, id: Any, logprob: Any, top_id_C: Any, top_logprob_C: Any) -> Token:
+    """A token with as many alternatives as were asked for."""
+    wanted = slice(params.logprobs or 0)
+    top = zip(top_id_C[wanted].tolist(), top_logprob_C[wanted].tolist(), strict=True)
+    return Token(int(id), float(logprob), tuple(top))

@@ -1,7 +1,7 @@
-"""The programs of the engine: what a device does with the slots of a cache.
+"""What a device keeps of the slots of a cache between calls, and the programs that change it.
 
-Shapes: N slots, B of them that a call works on, P positions of a piece of a prompt, I steps of a call, V vocabulary rows,
-D residual width.
+Shapes: N slots, B of them that a call works on, S positions of a slot, P positions of a piece of a prompt, I steps of a call,
+V vocabulary rows, D residual width, E end tokens, C alternatives.
 """
 
 from __future__ import annotations
@@ -11,19 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.infer.requests import MAX_TOP_LOGPROBS
-from mesh_transformer.infer.sampling import likeliest
-from mesh_transformer.infer.slots import (
-    Drawn,
-    Scores,
-    Slots,
-    copy_cache,
-    draw,
-    empty,
-    insert,
-    nothing_drawn,
-    release,
-)
+from mesh_transformer.infer.requests import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, OPTIONS
+from mesh_transformer.infer.sampling import Options, Seen, likeliest, penalise, sample
 from mesh_transformer.models.decoder import at_position
 from mesh_transformer.models.model import Params
 from mesh_transformer.models.placement import Placement
@@ -32,6 +21,48 @@ from mesh_transformer.parallel.sharding import constrain, use
 
 MAX_STEPS = 16  # of a call of `generate`
 _SCORED = 64  # positions of prompts whose logits exist at a time
+
+
+class Slots(NamedTuple):
+    """Everything that is kept between calls, on the device. A slot with nothing `left` computes nothing."""
+
+    cache: KVCache
+    length_N: jax.Array  # int32: valid positions of the cache
+    token_N: jax.Array  # int32: the newest token, which is not in the cache yet
+    left_N: jax.Array  # int32: tokens that may still be drawn
+    drawn_N: jax.Array  # int32: tokens drawn so far
+    min_tokens_N: jax.Array  # int32: before so many, no end token is drawn
+    seed_N: jax.Array  # uint32
+    options: Options  # (N,) each
+    end_NE: jax.Array  # int32, -1 where there are fewer: the tokens that end a completion
+    biased_N: jax.Array  # bool: there is a logit bias
+    bias_NV: jax.Array  # float32
+    tokens_NS: jax.Array  # int32: prompt and completion
+    in_prompt_NV: jax.Array  # bool
+    counts_NV: jax.Array  # int32: occurrences in the completion
+
+    @property
+    def live_N(self) -> jax.Array:  # bool: not those in mid-prompt, which have nothing to go on from
+        return (self.left_N > 0) & (self.drawn_N > 0)
+
+
+class Drawn(NamedTuple):
+    """The next token of each of B slots; where not `live_B` nothing was drawn."""
+
+    token_B: jax.Array  # int32
+    logprob_B: jax.Array  # float32, nats, of the raw distribution
+    top_id_BC: jax.Array  # int32: as many as were asked for mean something
+    top_logprob_BC: jax.Array
+    live_B: jax.Array  # bool
+    ended_B: jax.Array  # bool: the token is an end token
+
+
+class Scores(NamedTuple):
+    """The log-probabilities of given tokens, and the likeliest ones there."""
+
+    logprob_P: jax.Array
+    top_id_PC: jax.Array
+    top_logprob_PC: jax.Array
 
 
 class Pieces(NamedTuple):
@@ -169,3 +200,110 @@ class SlotPrograms:
     def _written(self, view: Any) -> KVCache:
         """The cache with what a call wrote, sharded as it was."""
         return self.model.map_cache(lambda x, names: constrain(x, *names), view.cache)
+
+
+def blank(context: int, vocab: int) -> Slots:
+    """One slot without its cache, all zeros, which the engine fills in for a request."""
+
+    def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
+        return jnp.zeros(shape, dtype)
+
+    return Slots(
+        cache=None,  # type: ignore[arg-type]
+        length_N=zeros(),
+        token_N=zeros(),
+        left_N=zeros(),
+        drawn_N=zeros(),
+        min_tokens_N=zeros(),
+        seed_N=zeros(dtype=jnp.uint32),
+        options={name: zeros(dtype=option.dtype) for name, option in OPTIONS.items()},
+        end_NE=zeros(MAX_STOP_TOKENS),
+        biased_N=zeros(dtype=bool),
+        bias_NV=zeros(vocab, dtype=jnp.float32),
+        tokens_NS=zeros(context),
+        in_prompt_NV=zeros(vocab, dtype=bool),
+        counts_NV=zeros(vocab),
+    )
+
+
+def empty(cache: KVCache, n_slots: int, context: int, vocab: int) -> Slots:
+    """Slots that compute nothing."""
+    zeros = jax.tree.map(lambda x: jnp.zeros((n_slots, *x.shape), x.dtype), blank(context, vocab))
+    return zeros._replace(cache=cache)
+
+
+def insert(slots: Slots, slot: jax.Array, new: Slots, n_tokens: jax.Array) -> Slots:
+    """Give a slot to a request: `new` is its slot after `blank`, and `n_tokens` of the tokens are its prompt. Its first
+    `new.length_N` positions are in the slot's cache already."""
+    vocab = len(new.in_prompt_NV)
+    at = jnp.where(jnp.arange(len(new.tokens_NS)) < n_tokens, new.tokens_NS, vocab)
+    new = new._replace(in_prompt_NV=jnp.zeros(vocab, bool).at[at].set(True, mode="drop"))
+    rest = slots._replace(cache=None)  # type: ignore[arg-type]
+    rows = jax.tree.map(lambda all, one: all.at[slot].set(one), rest, new)
+    return rows._replace(cache=slots.cache)
+
+
+def copy_cache(slots: Slots, source: jax.Array, target: jax.Array) -> Slots:
+    """Make a slot's keys and values those of another."""
+    cache = jax.tree.map(lambda x: x.at[:, target].set(x[:, source]), slots.cache)
+    return slots._replace(cache=cache)
+
+
+def release(slots: Slots, slot: jax.Array) -> Slots:
+    """Draw nothing more for a slot."""
+    return slots._replace(left_N=slots.left_N.at[slot].set(0))
+
+
+@jax.jit  # traced once for all programs with as many rows
+def draw(
+    slots: Slots, rows_B: jax.Array, logits_BV: jax.Array, live_B: jax.Array, n_top: jax.Array
+) -> tuple[Slots, Drawn]:
+    """The next token of some slots from its logits; slots that are not live stay as they are."""
+    length_B, drawn_B, left_B = (x[rows_B] for x in (slots.length_N, slots.drawn_N, slots.left_N))
+
+    def drawn_now() -> Drawn:
+        # what a slot that is not live asks for would be computed for all
+        options = {
+            name: jnp.where(live_B, values_N[rows_B], OPTIONS[name].off)
+            for name, values_N in slots.options.items()
+        }
+        end_BE = slots.end_NE[rows_B]
+        seen = Seen(
+            rows_B=rows_B,
+            length_B=length_B,
+            early_B=live_B & (drawn_B < slots.min_tokens_N[rows_B]),
+            end_BE=end_BE,
+            biased_B=live_B & slots.biased_N[rows_B],
+            bias_NV=slots.bias_NV,
+            tokens_NS=slots.tokens_NS,
+            in_prompt_NV=slots.in_prompt_NV,
+            counts_NV=slots.counts_NV,
+        )
+        keys_B = jax.vmap(_key)(slots.seed_N[rows_B], length_B)
+        token_B = sample(penalise(logits_BV, options, seen), keys_B, options)
+        logprobs_BV = jax.nn.log_softmax(logits_BV)
+        logprob_B = jnp.take_along_axis(logprobs_BV, token_B[:, None], axis=-1)[:, 0]
+        ended_B = (token_B[:, None] == end_BE).any(-1) & live_B
+        return Drawn(token_B, logprob_B, *likeliest(logprobs_BV, n_top, MAX_TOP_LOGPROBS), live_B, ended_B)
+
+    drawn = jax.lax.cond(live_B.any(), drawn_now, lambda: nothing_drawn(len(rows_B)))
+    to = jnp.where(live_B, rows_B, len(slots.left_N))  # one beyond the last slot is dropped
+    new = slots._replace(
+        token_N=slots.token_N.at[to].set(drawn.token_B, mode="drop"),
+        left_N=slots.left_N.at[to].set(jnp.where(drawn.ended_B, 0, left_B - 1), mode="drop"),
+        drawn_N=slots.drawn_N.at[to].add(1, mode="drop"),
+        tokens_NS=slots.tokens_NS.at[to, length_B].set(drawn.token_B, mode="drop"),
+        counts_NV=slots.counts_NV.at[to, drawn.token_B].add(1, mode="drop"),
+    )
+    return new, drawn
+
+
+def _key(seed: jax.Array, position: jax.Array) -> jax.Array:
+    """Of the draw at a position: it depends on nothing else that the batch does."""
+    return jax.random.fold_in(jax.random.key(seed), position)
+
+
+def nothing_drawn(n: int) -> Drawn:
+    ids, values = jnp.zeros((n, MAX_TOP_LOGPROBS), jnp.int32), jnp.zeros((n, MAX_TOP_LOGPROBS), jnp.float32)
+    no = jnp.zeros((n,), bool)
+    return Drawn(ids[:, 0], values[:, 0], ids, values, no, no)

@@ -20,11 +20,10 @@ class Option(NamedTuple):
     """A row of the table of sampling options. Vectors on the device hold int32 where `default` is an int, else float32."""
 
     default: float
-    off: float  # with this value nothing is computed for the option
-    low: float
-    high: float
-    allowed: str  # low to high, in words
+    within: tuple[float, float]  # least and greatest value
+    allowed: str  # these in words
     help: str  # of device_sample.py's option
+    off: float  # with this value nothing is computed for the option
 
     @property
     def dtype(self) -> str:
@@ -32,8 +31,11 @@ class Option(NamedTuple):
         return "int32" if isinstance(self.default, int) else "float32"
 
 
-def _row(default: Any, low: float, high: float, allowed: str, help: str, *, off: float | None = None) -> Any:
-    option = Option(default, default if off is None else off, low, high, allowed, help)
+def _row(
+    default: Any, within: tuple[float, float], allowed: str, *, help: str, off: float | None = None
+) -> Any:
+    off = default if off is None else off
+    option = Option(default=default, within=within, allowed=allowed, help=help, off=off)
     return dataclasses.field(default=default, metadata={"option": option})
 
 
@@ -49,40 +51,44 @@ class SamplingOptions:
     """
 
     temperature: float = _row(
-        1.0, 0, MAX_TEMPERATURE, f"0 (greedy) or more, at most {MAX_TEMPERATURE:,.0f}",
-        "0: always the likeliest token (default: %(default)s)", off=0.0,
+        1.0, (0, MAX_TEMPERATURE), f"0 (greedy) or more, at most {MAX_TEMPERATURE:,.0f}",
+        help="0: always the likeliest token (default: %(default)s)", off=0.0,
     )  # fmt: skip
     top_p: float = _row(
-        1.0, 0, 1, "0 or more, at most 1",
-        "sample from the likeliest tokens whose probabilities sum to this (default: %(default)s, all)",
+        1.0, (0, 1), "0 or more, at most 1",
+        help="sample from the likeliest tokens whose probabilities sum to this (default: %(default)s, all)",
     )  # fmt: skip
     top_k: int = _row(
-        0, 0, 2**31 - 1, "0 (all) or more", "sample from so many of the likeliest tokens (default: 0, all)"
-    )
+        0, (0, 2**31 - 1), "0 (all) or more",
+        help="sample from so many of the likeliest tokens (default: 0, all)",
+    )  # fmt: skip
     min_p: float = _row(
-        0.0, 0, 1, "0 to 1",
-        "sample from the tokens that have at least this times the largest probability (default: 0, all)",
+        0.0, (0, 1), "0 to 1",
+        help="sample from the tokens that have at least this times the largest probability (default: 0, all)",
     )  # fmt: skip
     repetition_penalty: float = _row(
-        1.0, 1 / MAX_REPETITION, MAX_REPETITION, f"above 0: {1 / MAX_REPETITION:f} to {MAX_REPETITION:,.0f}",
-        "over 1: make tokens of the prompt and the completion less likely, by dividing positive and multiplying "
+        1.0, (1 / MAX_REPETITION, MAX_REPETITION), f"above 0: {1 / MAX_REPETITION:f} to {MAX_REPETITION:,.0f}",
+        help="over 1: make tokens of the prompt and the completion less likely, by dividing positive and multiplying "
         "negative logits (default: 1, off)",
     )  # fmt: skip
     presence_penalty: float = _row(
-        0.0, -2, 2, "-2 to 2",
-        "subtract this from the logits of each token in the completion; -2 to 2 (default: 0)",
+        0.0, (-2, 2), "-2 to 2",
+        help="subtract this from the logits of each token in the completion; -2 to 2 (default: 0)",
     )  # fmt: skip
     frequency_penalty: float = _row(
-        0.0, -2, 2, "-2 to 2",
-        "subtract this from the logits for each time that a token is in the completion; -2 to 2 (default: 0)",
+        0.0, (-2, 2), "-2 to 2",
+        help="subtract this from the logits for each time that a token is in the completion; -2 to 2 (default: 0)",
     )  # fmt: skip
     no_repeat_ngram_size: int = _row(
-        0, 0, MAX_NGRAM, f"0 (off) to {MAX_NGRAM}",
-        f"draw no token that completes an n-gram of so many tokens again; 0 to {MAX_NGRAM} (default: 0, off)",
+        0, (0, MAX_NGRAM), f"0 (off) to {MAX_NGRAM}",
+        help=f"draw no token that completes an n-gram of so many tokens again; 0 to {MAX_NGRAM} (default: 0, off)",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        self._check((name, o.allowed, o.low <= getattr(self, name) <= o.high) for name, o in OPTIONS.items())
+        self._check(
+            (name, option.allowed, option.within[0] <= getattr(self, name) <= option.within[1])
+            for name, option in OPTIONS.items()
+        )
 
     def _check(self, fields: Iterable[tuple[str, str, bool]]) -> None:
         """Raise ValueError for the first of (name, allowed values, whether it fits) that does not fit."""
@@ -167,9 +173,8 @@ class Piece(NamedTuple):
 class Prefilled(NamedTuple):
     """What a piece of a prompt gave."""
 
-    first: (
-        Emitted | None
-    )  # the first new token, when the piece was the prompt's last (None with max_tokens 0)
+    # the first new token, when the piece was the prompt's last (None with max_tokens 0)
+    first: Emitted | None
     prompt: Sequence[Token]  # of the prompt's tokens start + 1 .. stop (at most its last), if asked for
 
 

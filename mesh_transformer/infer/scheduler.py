@@ -16,26 +16,30 @@ class QueueFull(Exception):
     """As many requests wait as may."""
 
 
-class Output(NamedTuple):
+@dataclasses.dataclass
+class Output:
     """What a step gave one request."""
 
     request: int  # the id given to submit
-    tokens: tuple[Token, ...]  # new ones; the last is the stop token when `finish` is "stop"
-    prompt: tuple[Token, ...]  # of the prompt's second token on, with prompt_logprobs: those of this step
-    finish: Finish | None  # the request is over; no more Outputs follow
+    # new ones; the last is the stop token when `finish` is "stop"
+    tokens: list[Token] = dataclasses.field(default_factory=list)
+    # of the prompt's second token on, with prompt_logprobs: those of this step
+    prompt: list[Token] = dataclasses.field(default_factory=list)
+    finish: Finish | None = None  # the request is over; no more Outputs follow
 
 
 class Stats(NamedTuple):
     """Counters since the start, and gauges."""
 
-    running: int  # requests that have a slot
-    waiting: int  # requests that have none
-    slots: int
-    prompt_tokens: int  # of admitted requests
-    prefilled_tokens: int  # computed
-    reused_tokens: int  # taken from an earlier request's cache
-    generated_tokens: int
-    cached_tokens: int  # positions that are valid now, over all slots
+    running: int = 0  # requests that have a slot
+    waiting: int = 0  # requests that have none
+    slots: int = 0
+    prompt_tokens: int = 0  # of admitted requests
+    prefilled_tokens: int = 0  # computed
+    reused_tokens: int = 0  # taken from an earlier request's cache
+    generated_tokens: int = 0
+    cached_tokens: int = 0  # positions that are valid now, over all slots
+    positions: int = 0  # of all slots
 
 
 @dataclasses.dataclass
@@ -55,15 +59,6 @@ class _Slot:
     tokens: list[int] = dataclasses.field(default_factory=list)
     cached: int = 0  # so many of `tokens` are in the cache
     used: int = 0  # when it was last released or copied from; larger is later
-
-
-@dataclasses.dataclass
-class _Progress:
-    """What an Output is made of."""
-
-    tokens: list[Token] = dataclasses.field(default_factory=list)
-    prompt: list[Token] = dataclasses.field(default_factory=list)
-    finish: Finish | None = None
 
 
 class Scheduler:
@@ -140,12 +135,12 @@ class Scheduler:
         Returns:
             one Output for each request that the step gave something, none when idle.
         """
-        progress: dict[int, _Progress] = {}
+        outputs: dict[int, Output] = {}
         while self._admit():
             pass
         steps = 1 if self._prefilling or self._waiting else self._max_steps
         if self._prefilling:
-            self._prefill(progress)
+            self._prefill(outputs)
         left = [
             slot.request.params.max_tokens - (len(slot.tokens) - len(slot.request.prompt))
             for slot in self._slots
@@ -155,9 +150,9 @@ class Scheduler:
             for emitted in self._engine.generate(min(steps, max(left))):
                 slot = self._slots[emitted.slot]
                 slot.cached += 1  # the token before went in, to give this one
-                self._take(slot, emitted, progress)
+                self._take(slot, emitted, outputs)
         signs.note()
-        return [Output(id, tuple(p.tokens), tuple(p.prompt), p.finish) for id, p in progress.items()]
+        return list(outputs.values())
 
     @property
     def idle(self) -> bool:
@@ -176,6 +171,7 @@ class Scheduler:
             reused_tokens=self._reused_tokens,
             generated_tokens=self._generated_tokens,
             cached_tokens=sum(slot.cached for slot in self._slots),
+            positions=len(self._slots) * self._engine.context,
         )
 
     def _free(self) -> list[_Slot]:
@@ -229,7 +225,7 @@ class Scheduler:
         reused = reusable[source.index]
         return slot, source if reused else None, reused
 
-    def _prefill(self, progress: dict[int, _Progress]) -> None:
+    def _prefill(self, outputs: dict[int, Output]) -> None:
         """Compute the next pieces of the prompts that are begun."""
         slots, room = self._prefilling, self._engine.chunk
         pieces = []
@@ -244,22 +240,22 @@ class Scheduler:
             self._prefilled_tokens += piece.stop - piece.start
             slot.cached = piece.stop
             if found.prompt:
-                progress.setdefault(request.id, _Progress()).prompt.extend(found.prompt)
+                outputs.setdefault(request.id, Output(request.id)).prompt.extend(found.prompt)
             if piece.stop < len(request.prompt):
                 self._prefilling.append(slot)
             elif found.first is not None:
-                self._take(slot, found.first, progress)
+                self._take(slot, found.first, outputs)
             else:  # max_tokens is 0
-                progress.setdefault(request.id, _Progress()).finish = "length"
+                outputs.setdefault(request.id, Output(request.id)).finish = "length"
                 self._release(slot)
 
-    def _take(self, slot: _Slot, emitted: Emitted, progress: dict[int, _Progress]) -> None:
+    def _take(self, slot: _Slot, emitted: Emitted, outputs: dict[int, Output]) -> None:
         """Note a new token, and that the request is over if it is the last."""
         request = slot.request
         assert request is not None
         slot.tokens.append(emitted.token.id)
         self._generated_tokens += 1
-        got = progress.setdefault(request.id, _Progress())
+        got = outputs.setdefault(request.id, Output(request.id))
         got.tokens.append(emitted.token)
         if emitted.finish is None:
             return

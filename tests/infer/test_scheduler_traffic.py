@@ -33,7 +33,7 @@ class Traffic(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
         asked=st.builds(
             lambda max_tokens, min_tokens, **others: SamplingParams(
-                max_tokens, min_tokens=min(min_tokens, max_tokens), **others
+                max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), **others
             ),
             st.integers(0, 8),
             st.integers(0, 3),

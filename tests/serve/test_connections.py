@@ -11,14 +11,14 @@ from served import KEY, expected, refusal, serve, text_of, wait_until
 from wire import ask, body_of, connect, read_to_end, receive, send_slowly
 
 from mesh_transformer.data.tokenizer import ByteTokenizer
-from mesh_transformer.runtime.serve import guard, sockets, start
+from mesh_transformer.runtime.serve import guard, start
 
 SOON = 0.3
 
 
 @pytest.fixture
 def hasty(monkeypatch):
-    monkeypatch.setattr(sockets, "HEAD_S", SOON)
+    monkeypatch.setattr(guard, "HEAD_S", SOON)
 
 
 @pytest.mark.parametrize("sent", [b"", b"P", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
@@ -75,7 +75,7 @@ def test_a_body_byte_by_byte_is_refused(monkeypatch):
 
 
 def test_a_stream_that_is_not_read_is_given_up(monkeypatch):
-    monkeypatch.setattr(sockets, "STALL_S", SOON)
+    monkeypatch.setattr(guard, "STALL_S", SOON)
     with serve(slots=1, delay=0.005, context=4096, send_buffer=4096) as server:
         with connect(server.url, receive_buffer=4096) as client:
             client.sendall(ask(stream=True, logprobs=20, max_tokens=4000))
@@ -89,8 +89,8 @@ def test_a_stream_that_is_not_read_is_given_up(monkeypatch):
 
 
 def test_an_answer_that_is_not_read_holds_its_socket_no_longer(monkeypatch):
-    monkeypatch.setattr(sockets, "SLOWEST_BYTES_A_SECOND", 1 << 20)
-    monkeypatch.setattr(sockets, "STALL_S", SOON)
+    monkeypatch.setattr(guard, "SLOWEST_BYTES_A_SECOND", 1 << 20)
+    monkeypatch.setattr(guard, "STALL_S", SOON)
     with serve(context=256, send_buffer=4096) as server, connect(server.url, receive_buffer=4096) as client:
         server.client.close()
         client.sendall(ask(logprobs=20, max_tokens=200, head_lines="Connection: close\r\n"))
@@ -99,7 +99,7 @@ def test_an_answer_that_is_not_read_holds_its_socket_no_longer(monkeypatch):
 
 
 def test_a_slow_reader_gets_all(monkeypatch):
-    monkeypatch.setattr(sockets, "STALL_S", 1)
+    monkeypatch.setattr(guard, "STALL_S", 1)
     began = time.monotonic()
     with serve(context=512, send_buffer=4096) as server, connect(server.url, receive_buffer=4096) as client:
         client.sendall(ask(stream=True, logprobs=5, max_tokens=450))

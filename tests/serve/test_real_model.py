@@ -27,7 +27,8 @@ def test_a_trained_model_gives_the_text_that_device_sample_gives(tmp_path):
     ):  # still reading or compiling
         child.send_signal(signal.SIGTERM)
         finish(child, 0)
-    with process(tmp_path, "--slots", "2", program="device_serve.py") as (child, url):
+    noting, modules = "tests/serve/noting_serve.py", tmp_path / "modules"
+    with process(tmp_path, "--slots", "2", program=noting, MODULES=str(modules)) as (child, url):
         wait_for_health(url, timeout_s=120)
         greedy = {"max_tokens": 12, "temperature": 0, "logprobs": 0}
 
@@ -46,3 +47,6 @@ def test_a_trained_model_gives_the_text_that_device_sample_gives(tmp_path):
         child.send_signal(signal.SIGTERM)
         _, errors = finish(child, 0)
         assert "Traceback" not in errors
+    imported = modules.read_text(encoding="utf-8").split("\n")
+    assert "mesh_transformer.infer.engine" in imported
+    assert [name for name in imported if name.startswith("mesh_transformer.train")] == []

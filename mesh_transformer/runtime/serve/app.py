@@ -18,8 +18,7 @@ from starlette.types import ASGIApp
 from mesh_transformer import __version__
 from mesh_transformer.config.describe import short
 from mesh_transformer.runtime.serve import classic, completions
-from mesh_transformer.runtime.serve.connection import ClientGone
-from mesh_transformer.runtime.serve.errors import ApiError, failed, json_response
+from mesh_transformer.runtime.serve.answers import ApiError, ClientGone, failed, json_response
 from mesh_transformer.runtime.serve.guard import Guard
 from mesh_transformer.runtime.serve.loop import EngineLoop
 from mesh_transformer.runtime.serve.model import ServedModel
@@ -102,9 +101,8 @@ def _add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
-        message = (
-            _UNREADABLE if error.status_code == 400 else str(error.detail)
-        )  # FastAPI's, for what is no JSON
+        # 400 is FastAPI's, for what is no JSON
+        message = _UNREADABLE if error.status_code == 400 else str(error.detail)
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(ClientGone)

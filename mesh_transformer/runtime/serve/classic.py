@@ -7,12 +7,10 @@ import secrets
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mesh_transformer.runtime.serve.choices import Choice, follow
+from mesh_transformer.runtime.serve.answers import TimeLimit, invalid, json_response, unless_gone
 from mesh_transformer.runtime.serve.completions import ERRORS
-from mesh_transformer.runtime.serve.connection import TimeLimit, unless_gone
-from mesh_transformer.runtime.serve.errors import invalid, json_response
 from mesh_transformer.runtime.serve.loop import Job, SequenceRequest
-from mesh_transformer.runtime.serve.model import ServedModel, sampling_params
+from mesh_transformer.runtime.serve.model import Choice, ServedModel, follow, sampling_params
 from mesh_transformer.runtime.serve.protocol import ClassicRequest, ClassicResponse
 
 

@@ -13,11 +13,25 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
-from mesh_transformer.runtime.serve.choices import Choice, Delta, Echo, Shown, follow
-from mesh_transformer.runtime.serve.connection import EventStream, TimeLimit, unless_gone
-from mesh_transformer.runtime.serve.errors import ApiError, invalid, json_response, to_json
+from mesh_transformer.runtime.serve.answers import (
+    ApiError,
+    EventStream,
+    TimeLimit,
+    invalid,
+    json_response,
+    to_json,
+    unless_gone,
+)
 from mesh_transformer.runtime.serve.loop import Job, SequenceRequest
-from mesh_transformer.runtime.serve.model import ServedModel, sampling_params
+from mesh_transformer.runtime.serve.model import (
+    Choice,
+    Delta,
+    Echo,
+    ServedModel,
+    Shown,
+    follow,
+    sampling_params,
+)
 from mesh_transformer.runtime.serve.protocol import (
     MAX_SEQUENCES,
     CompletionRequest,

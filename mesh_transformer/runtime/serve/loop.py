@@ -9,14 +9,15 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol
 
 from mesh_transformer.infer.requests import Engine, SamplingParams
 from mesh_transformer.infer.scheduler import Output, Scheduler, Stats
 from mesh_transformer.logs import log
-from mesh_transformer.runtime.serve.errors import ApiError, failed, invalid, unavailable
-from mesh_transformer.runtime.serve.metrics import Metrics, Snapshot
+from mesh_transformer.runtime.serve.answers import ApiError, failed, invalid, unavailable
+from mesh_transformer.runtime.serve.metrics import Metrics
 
 State = Literal["warming up", "ok", "draining", "failed"]
 _RETRY_WARM_S, _RETRY_FULL_S = 5, 1
@@ -31,20 +32,12 @@ class WarmEngine(Engine, Protocol):
 
 
 class SequenceRequest(NamedTuple):
-    """One sequence to be sampled: a prompt of at least one token, which fits the context with its max_tokens, or slides."""
+    """One sequence to be sampled, as `Scheduler.submit` takes it: a prompt of at least one token, which fits the context with
+    its max_tokens, or slides."""
 
     prompt: Sequence[int]
     params: SamplingParams
     slide: bool = False
-
-
-class _Submit(NamedTuple):
-    id: int
-    sequence: SequenceRequest
-
-
-class _Cancel(NamedTuple):
-    id: int
 
 
 class _Live:
@@ -71,9 +64,9 @@ class EngineLoop:
         self.slots, self.max_queue = slots, max_queue
         self.metrics = Metrics(self._snapshot)
         self._open_engine = open_engine
-        self._inbox: queue.SimpleQueue[_Submit | _Cancel | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[Scheduler], None] | None] = queue.SimpleQueue()
         self._admitted: list[tuple[int, float]] = []  # the thread's: (id, when) since the last delivery
-        self._stats: Stats | None = None  # written by the thread, whole
+        self._stats = Stats(slots=slots)  # written by the thread, whole
         self._live: dict[int, _Live] = {}
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -91,7 +84,10 @@ class EngineLoop:
         Raises:
             ApiError: 503 while warming up, draining or with a full queue; 400 for more sequences than can ever be queued.
         """
-        self._check_ready()
+        if self.state != "ok":
+            raise unavailable(
+                f"the server is {self.state}", code=self.state.replace(" ", "_"), retry_after_s=_RETRY_WARM_S
+            )
         if sequences > self.slots + self.max_queue:
             raise invalid(
                 f"the request asks for {sequences} sequences (prompts x n); this server takes at most "
@@ -112,20 +108,15 @@ class EngineLoop:
         """Queue sequences in their reserved places; those that were cancelled meanwhile are ignored."""
         for id, sequence in zip(ids, sequences, strict=True):
             if id in self._live:
-                self._inbox.put(_Submit(id, sequence))
-
-    def _check_ready(self) -> None:
-        """Raises ApiError, 503, unless requests are taken."""
-        if self.state != "ok":
-            raise unavailable(
-                f"the server is {self.state}", code=self.state.replace(" ", "_"), retry_after_s=_RETRY_WARM_S
-            )
+                admitted = partial(self._note_admitted, id)
+                fields = sequence._asdict()
+                self._inbox.put(partial(Scheduler.submit, request=id, on_admit=admitted, **fields))
 
     def cancel(self, ids: Iterable[int]) -> None:
         """Stop computing these sequences; those that are not live are ignored."""
         for id in ids:
             if self._forget(id):
-                self._inbox.put(_Cancel(id))
+                self._inbox.put(partial(Scheduler.cancel, request=id))
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests, and wait for the live sequences, but for no longer than so many seconds."""
@@ -147,9 +138,8 @@ class EngineLoop:
             await asyncio.wait_for(self.ended.wait(), seconds)
         except TimeoutError:
             return False
-        await asyncio.to_thread(
-            self._thread.join, seconds
-        )  # it frees the engine, which Python must not exit under
+        # it frees the engine, which Python must not exit under
+        await asyncio.to_thread(self._thread.join, seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -167,30 +157,22 @@ class EngineLoop:
 
     def _serve(self, scheduler: Scheduler, warming: Iterator[None]) -> None:
         while True:
-            while scheduler.idle and self._inbox.empty() and next(warming, _WARM) is not _WARM:
-                pass
+            if scheduler.idle and self._inbox.empty() and next(warming, _WARM) is not _WARM:
+                continue
             if scheduler.idle or not self._inbox.empty():
-                while True:
-                    command = self._inbox.get()
-                    if command is None:
-                        return
-                    self._obey(scheduler, command)
-                    if self._inbox.empty():
-                        break
+                command = self._inbox.get()
+                if command is None:
+                    return
+                command(scheduler)
+                continue
             outputs = scheduler.step()
             self._stats = scheduler.stats
             if outputs or self._admitted:
                 self._home.call_soon_threadsafe(self._deliver, outputs, self._admitted)
                 self._admitted = []
 
-    def _obey(self, scheduler: Scheduler, command: _Submit | _Cancel) -> None:
-        if isinstance(command, _Cancel):
-            scheduler.cancel(command.id)
-            return
-        id, (prompt, params, slide) = command
-        scheduler.submit(
-            id, prompt, params, lambda: self._admitted.append((id, time.monotonic())), slide=slide
-        )
+    def _note_admitted(self, id: int) -> None:
+        self._admitted.append((id, time.monotonic()))
 
     def _ready(self, context: int) -> None:
         self.context = context
@@ -236,21 +218,10 @@ class EngineLoop:
             self._quiet.set()
         return known
 
-    def _snapshot(self) -> Snapshot:
-        stats = self._stats
-        if stats is None:
-            return Snapshot(0, 0, self.slots, 0, 0, 0, 0, 0.0)
-        running = min(stats.running, len(self._live))
-        return Snapshot(
-            running,
-            len(self._live) - running,
-            stats.slots,
-            stats.prompt_tokens,
-            stats.prefilled_tokens,
-            stats.reused_tokens,
-            stats.generated_tokens,
-            stats.cached_tokens / (stats.slots * self.context) if self.context else 0.0,
-        )
+    def _snapshot(self) -> Stats:
+        """The scheduler's numbers, with the sequences that have not reached it yet or left it."""
+        running = min(self._stats.running, len(self._live))
+        return self._stats._replace(running=running, waiting=len(self._live) - running)
 
 
 class Job:

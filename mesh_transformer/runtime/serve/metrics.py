@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mesh_transformer.infer.scheduler import Stats
+
 PREFIX = "mesh_transformer_"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-
-
-class Snapshot(NamedTuple):
-    """Gauges and counters of one moment; sequences, slots and tokens."""
-
-    running: int
-    waiting: int
-    slots: int
-    prompt_tokens: int
-    prefilled_tokens: int
-    reused_tokens: int
-    generated_tokens: int
-    cache_used: float  # of the cache's positions, the part that holds tokens
 
 
 class Metrics:
     """The server's own registry: a snapshot at each scrape, histograms of times in seconds, and the process."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot]):
+    def __init__(self, snapshot: Callable[[], Stats]):
         self._registry = CollectorRegistry()
         self._registry.register(_Gauges(snapshot))
         ProcessCollector(registry=self._registry)
@@ -51,7 +39,7 @@ class Metrics:
 
 
 class _Gauges(Collector):
-    def __init__(self, snapshot: Callable[[], Snapshot]):
+    def __init__(self, snapshot: Callable[[], Stats]):
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
@@ -60,7 +48,11 @@ class _Gauges(Collector):
             ("requests_running", "Sequences that hold a slot", now.running),
             ("requests_waiting", "Sequences that wait for a slot", now.waiting),
             ("slots", "Sequences that can run at once", now.slots),
-            ("cache_used_ratio", "Part of the cache's positions that holds tokens", now.cache_used),
+            (
+                "cache_used_ratio",
+                "Part of the cache's positions that holds tokens",
+                now.cached_tokens / max(1, now.positions),
+            ),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value=gauge)
         for name, text, count in (

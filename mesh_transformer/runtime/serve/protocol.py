@@ -13,8 +13,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PlainValidator,
-    WithJsonSchema,
     create_model,
     model_validator,
 )
@@ -29,13 +29,6 @@ INT64 = 2**63
 END_OF_TEXT: list[str | list[int]] = [""]  # the prompt that stands for none: the end-of-text token
 Count = Annotated[int, Field(lt=2**31)]
 _KINDS: dict[type, Any] = {int: Count, float: float}
-
-_TEXT = {"type": "string"}
-_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-
-
-def _array(items: dict[str, Any], most: int) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
 
 
 def _whole(value: Any) -> bool:
@@ -102,49 +95,31 @@ def _as_whole(value: Any) -> Any:
     return value
 
 
-_TOKEN_COUNT = {"type": "integer", "exclusiveMaximum": 2**31}
 # OpenAI takes a whole number in any of JSON's spellings here, and clients send them
 TokenCount = Annotated[
     int,
     Field(lt=2**31),
-    BeforeValidator(_as_whole),
-    WithJsonSchema({"anyOf": [_TOKEN_COUNT, {"type": "string", "pattern": "^[0-9]{1,9}$"}]}),
+    BeforeValidator(_as_whole, Count | Annotated[str, Field(pattern="^[0-9]{1,9}$")]),
 ]
+Tokens = Annotated[list[NonNegativeInt], Field(min_length=1)]
 Prompts = Annotated[
     Any,
-    PlainValidator(_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _TEXT,
-                _array(_TEXT, MAX_SEQUENCES),
-                _TOKENS,
-                _array(_TOKENS, MAX_SEQUENCES),
-            ]
-        }
+    PlainValidator(
+        _prompts,
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_SEQUENCES)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_SEQUENCES)],
     ),
 ]
-_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-Stops = Annotated[
-    Any,
-    PlainValidator(_stops),
-    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
-]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[Any, PlainValidator(_stops, Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)])]
 StopTokens = Annotated[
-    Any,
-    PlainValidator(_stop_tokens),
-    WithJsonSchema({"type": "array", "items": {"type": "integer"}, "maxItems": MAX_STOP_TOKENS - 1}),
+    Any, PlainValidator(_stop_tokens, Annotated[list[int], Field(max_length=MAX_STOP_TOKENS - 1)])
 ]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 LogitBias = Annotated[
-    Any,
-    PlainValidator(_logit_bias),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
-            "maxProperties": MAX_LOGIT_BIAS,
-        }
-    ),
+    Any, PlainValidator(_logit_bias, Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)])
 ]
 Samples = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
 
@@ -183,9 +158,8 @@ class CompletionRequest(_Sampled):
     """POST /v1/completions. Ranges are those of `SamplingParams`, in whose words a value is refused."""
 
     logit_bias: LogitBias = ()
-    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = (
-        None  # sample i is drawn with (seed + i) mod 2**32
-    )
+    # sample i is drawn with (seed + i) mod 2**32
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     stop: Stops = ()
     stop_token_ids: StopTokens = ()
     ignore_eos: bool = False

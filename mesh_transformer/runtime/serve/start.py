@@ -28,18 +28,17 @@ from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serve.app import make_app
+from mesh_transformer.runtime.serve.guard import BoundedConnection
 from mesh_transformer.runtime.serve.loop import EngineLoop, WarmEngine
 from mesh_transformer.runtime.serve.model import ServedModel
-from mesh_transformer.runtime.serve.sockets import BoundedConnection
 from mesh_transformer.runtime.weights import split_step
 
 MAX_SLOTS, MAX_QUEUE = 1024, 100_000
 _MAX_KEY_FILE_BYTES = 1 << 16
 _LAST_BYTES_S = 5.0  # for answers that are complete to reach their clients, where no time is left to drain
 _LAST_STEP_S = 5.0  # for the engine to end the step it is in
-_KEEP_ALIVE_S = (
-    75  # longer than clients and proxies keep an idle connection, so that they never use a closed one
-)
+# longer than clients and proxies keep an idle connection, so that they never use a closed one
+_KEEP_ALIVE_S = 75
 _SPARE_CONNECTIONS = 256  # besides one for each sequence that runs or waits
 _SPARE_FILES = 64  # of those that the system lets this process open, for other uses than connections
 

@@ -1,21 +1,69 @@
-"""Answers that end early: a client that goes away, a request that takes too long."""
+"""How a request is answered: with JSON, with OpenAI's error object, with a stream of events; and when its client has gone or
+its time is over."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+import json
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mesh_transformer.runtime.serve.errors import ApiError, to_json
-from mesh_transformer.runtime.serve.loop import Job
-
+_MOST_CHARS = 1000  # of a message: it may repeat what the client sent
 _LAST_WORDS_S = 30.0  # for the end of a stream, which perhaps nobody reads
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
+
+
+class ApiError(Exception):
+    """A request is answered with `status` and {"error": {"message", "type", "param", "code"}}."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        message = message if len(message) <= _MOST_CHARS else f"{message[:_MOST_CHARS]}..."
+        super().__init__(message)
+        self.status, self.headers = status, headers
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return json_response(self.body, self.status, self.headers)
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """400: the request itself must change."""
+    return ApiError(400, message, param=param)
+
+
+def unavailable(message: str, *, code: str, retry_after_s: int) -> ApiError:
+    """503: the same request may be served later."""
+    return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": str(retry_after_s)})
+
+
+def failed(message: str) -> ApiError:
+    """500: the fault is the server's."""
+    return ApiError(500, message, kind="server_error")
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON answer in ASCII: text may hold lone surrogates, which UTF-8 cannot write."""
+    return Response(to_json(content), status, headers, media_type="application/json")
+
+
+def to_json(content: Any) -> str:
+    """JSON on one line; a number that is not finite is an error."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
 class ClientGone(Exception):
@@ -71,14 +119,16 @@ class EventStream(Response):
     """Server-sent events, each sent as it comes. An error after the first is an event of its own; [DONE] is the last.
 
     Args:
-        job: what computes; left, and so cancelled, when the answer is over or the client goes away.
+        job: left when the answer is over or the client has gone, which cancels what is still computed.
         events: whole events, `data: ...` with the empty line behind it.
         limit: until the last event is sent.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, job: Job, events: AsyncIterator[str], limit: TimeLimit):
+    def __init__(
+        self, job: contextlib.AbstractContextManager[Any], events: AsyncIterator[str], limit: TimeLimit
+    ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._job, self._events, self._limit = job, events, limit

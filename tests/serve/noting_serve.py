@@ -1,0 +1,15 @@
+"""device_serve.py, which at its end writes the names of the modules that it imported into the file MODULES, one a line."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from pathlib import Path
+
+import device_serve
+from mesh_transformer.runtime import cli
+
+if __name__ == "__main__":
+    atexit.register(lambda: Path(os.environ["MODULES"]).write_text("\n".join(sys.modules), encoding="utf-8"))
+    cli.run(device_serve.main)
