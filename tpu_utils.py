@@ -6,10 +6,11 @@ The same is there for Python: `Tpus`, `Request`, `Pod`. Needs neither jax nor ra
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -30,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def main() -> int:
+def main() -> None:
     """Parse the arguments and do what they say."""
     given, command = sys.argv[1:], []
     if "--" in given:  # argparse cannot tell a command's options from ours
@@ -38,58 +39,48 @@ def main() -> int:
         given, command = given[:at], given[at + 1 :]
     arguments = _parser().parse_args(given, argparse.Namespace(command=command))
     logs.set_up()
-    return arguments.action(arguments, Tpus(arguments.zone, arguments.project))
+    arguments.action(arguments, Tpus(arguments.zone, arguments.project))
 
 
-def _create(arguments: argparse.Namespace, tpus: Tpus) -> int:
+def _create(arguments: argparse.Namespace, tpus: Tpus) -> None:
     options = {
         field.name: getattr(arguments, field.name) for field in fields(Request) if field.name in arguments
     }
     options |= {
         "type": slices.parse(arguments.type),
-        "labels": dict(arguments.labels),
-        "tags": tuple(arguments.tags),
+        "labels": dict(arguments.label),
+        "tags": tuple(arguments.tag),
         "ssh_keys": public_keys(_access(arguments)),
     }
     request = Request(**options)
     obtain = tpus.ensure if arguments.again else tpus.create
-    try:
+    ends = f"python tpu_utils.py delete {request.name} --zone {tpus.zone}"
+    with _told_on_interrupt(
+        f"what was asked for goes on. `{ends}` ends it, the same `create` waits for it again."
+    ):
         made = obtain(request, timeout_s=arguments.timeout)
-    except KeyboardInterrupt:
-        _say(
-            f"interrupted: what was asked for goes on. `python tpu_utils.py delete {request.name} --zone {tpus.zone}` ends it, "
-            "the same `create` waits for it again."
-        )
-        return 130
     _show(made)
-    return 0
 
 
-def _list(arguments: argparse.Namespace, tpus: Tpus) -> int:
+def _list(arguments: argparse.Namespace, tpus: Tpus) -> None:
     found = tpus.all()
     for tpu in found:
         _say(f"{tpu.name:24} {tpu.type:14} {tpu.tier:12} {len(tpu.internal):4} hosts  {tpu.state}")
     if not found:
         _say(f"no TPUs in {tpus.zone} of {tpus.project}")
-    return 0
 
 
-def _describe(arguments: argparse.Namespace, tpus: Tpus) -> int:
+def _describe(arguments: argparse.Namespace, tpus: Tpus) -> None:
     _show(tpus.describe(arguments.name))
-    return 0
 
 
-def _delete(arguments: argparse.Namespace, tpus: Tpus) -> int:
-    try:
+def _delete(arguments: argparse.Namespace, tpus: Tpus) -> None:
+    with _told_on_interrupt(f"if the deletion of {arguments.name} had begun, it goes on"):
         there = tpus.delete(arguments.name, timeout_s=arguments.timeout)
-    except KeyboardInterrupt:
-        _say(f"interrupted: if the deletion of {arguments.name} had begun, it goes on")
-        return 130
     _say(f"{arguments.name}: {'deleted' if there else f'there is none in {tpus.zone} of {tpus.project}'}")
-    return 0
 
 
-def _ssh(arguments: argparse.Namespace, tpus: Tpus) -> int:
+def _ssh(arguments: argparse.Namespace, tpus: Tpus) -> None:
     from mesh_transformer.cloud.ssh import command_line
 
     pod = _pod(arguments, tpus)
@@ -100,17 +91,23 @@ def _ssh(arguments: argparse.Namespace, tpus: Tpus) -> int:
     os.execvp(command[0], command)
 
 
-def _run(arguments: argparse.Namespace, tpus: Tpus) -> int:
+def _run(arguments: argparse.Namespace, tpus: Tpus) -> None:
     words = arguments.command
     if not words:
         raise UserError("run needs a command: python tpu_utils.py run NAME --zone Z -- COMMAND")
     pod = _pod(arguments, tpus)
-    try:
+    with _told_on_interrupt("the command may still be running on the hosts"):
         pod.run(shell.line_of(words), arguments.worker, timeout_s=arguments.timeout, echo=True)
+
+
+@contextlib.contextmanager
+def _told_on_interrupt(text: str) -> Iterator[None]:
+    """Ctrl-C ends the command with exit code 130 and a line that says what goes on."""
+    try:
+        yield
     except KeyboardInterrupt:
-        _say("interrupted: the command may still be running on the hosts")
-        return 130
-    return 0
+        _say(f"interrupted: {text}")
+        sys.exit(130)
 
 
 def _pod(arguments: argparse.Namespace, tpus: Tpus) -> Pod:
@@ -163,22 +160,14 @@ def _parser() -> argparse.ArgumentParser:
     login = argparse.ArgumentParser(add_help=False)
     add = login.add_argument
     add("--user", help="login name on the hosts (default: your name here)")
-    add(
-        "--ssh-key",
-        metavar="FILE",
-        help="private key for the login (default: gcloud's, else the first one in ~/.ssh)",
-    )
+    add("--ssh-key", metavar="FILE", help="private key (default: gcloud's, else the first one in ~/.ssh)")
     hosts = argparse.ArgumentParser(add_help=False, parents=[login])
     add = hosts.add_argument
     add("--external", action="store_true", help="log in to the hosts' external addresses")
-    add(
-        "--known-hosts",
-        metavar="FILE",
-        help="file of the hosts' public keys (default: they are read from the API)",
-    )
+    add("--known-hosts", metavar="FILE", help="the hosts' public keys (default: they are read from the API)")
     actions = parser.add_subparsers(required=True, metavar="create|list|describe|ssh|run|delete")
 
-    def command(action: Callable[..., int], help: str, *parents: argparse.ArgumentParser) -> Any:
+    def command(action: Callable[..., None], help: str, *parents: argparse.ArgumentParser) -> Any:
         made = actions.add_parser(action.__name__[1:], parents=[where, *parents], help=help)
         made.set_defaults(action=action)
         if action is not _list:
@@ -199,12 +188,7 @@ def _parser() -> argparse.ArgumentParser:
         "--worker", type=int, action="append", metavar="N",
         help="TPU worker id of the host; may be given several times (default: all hosts)",
     )  # fmt: skip
-    add(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help="seconds after which the command is ended on a host (default: none)",
-    )
+    add("--timeout", type=float, metavar="S", help="end a host's command after S seconds (default: never)")
     add = command(_delete, "delete a TPU; one that does not exist is no error").add_argument
     add("--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait (default: %(default)s)")
     return parser
@@ -238,35 +222,17 @@ def _add_create(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="create it again when it is lost, and try again while the zone has no capacity",
     )
-    add(
-        "--timeout",
-        type=float,
-        default=DAY_S,
-        metavar="S",
-        help="seconds to wait until it is ready (default: a day)",
-    )
+    add("--timeout", type=float, default=DAY_S, metavar="S", help="seconds to wait for it (default: a day)")
     add("--runtime-version", help="runtime version (default: the one for JAX on this type)")
     add("--network", help="network of the hosts (default: the project's)")
     add("--subnetwork", help="subnetwork of the hosts (default: the network's)")
-    add(
-        "--internal-only",
-        action="store_false",
-        dest="external_addresses",
-        help="give the hosts no external addresses",
-    )
+    add("--internal-only", action="store_false", dest="external_addresses", help="no external addresses")
     add("--service-account", metavar="EMAIL", help="service account of the hosts")
     add(
-        "--label", type=_pair, action="append", default=[], dest="labels", metavar="NAME=VALUE",
+        "--label", type=_pair, action="append", default=[], metavar="NAME=VALUE",
         help="label of the TPU; may be given several times",
     )  # fmt: skip
-    add(
-        "--tag",
-        action="append",
-        default=[],
-        dest="tags",
-        metavar="TAG",
-        help="network tag, for firewall rules",
-    )
+    add("--tag", action="append", default=[], help="network tag, for firewall rules")
 
 
 if __name__ == "__main__":

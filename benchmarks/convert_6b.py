@@ -19,10 +19,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 from common import child, config_of, emit, parse, parser, peak_memory_mib
 
+from mesh_transformer import platforms
+from mesh_transformer.checkpoint import manifest
 from mesh_transformer.checkpoint.classic import ClassicSource
 from mesh_transformer.checkpoint.classic_write import write_classic
 from mesh_transformer.checkpoint.hf import HFSource
@@ -30,6 +33,7 @@ from mesh_transformer.checkpoint.hf_write import write_hf
 from mesh_transformer.checkpoint.native_writer import write_native
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
 from mesh_transformer.config import ModelConfig
+from mesh_transformer.models import registry
 
 SHARDS, STEP = 8, 1
 BLOCK = 1 << 20
@@ -41,21 +45,10 @@ class RandomSource:
     where, extra, counts = "random", dict[str, object](), Counts(STEP)
 
     def __init__(self, model: ModelConfig):
-        c = model
-        layer = {
-            **{f"attention/{name}/w": (c.d_model, c.d_model) for name in "qkvo"},
-            "ff/in/w": (c.d_model, c.d_ff), "ff/in/b": (c.d_ff,),
-            "ff/out/w": (c.d_ff, c.d_model), "ff_out/b": (c.d_model,),
-            "norm/scale": (c.d_model,), "norm/offset": (c.d_model,),
-        }  # fmt: skip
-        other = {
-            "embed/tokens/w": (c.padded_vocab, c.d_model), "embed/tokens/b": (c.d_model,),
-            "head/logits/w": (c.d_model, c.padded_vocab), "head/logits/b": (c.padded_vocab,),
-            "head/norm/scale": (c.d_model,), "head/norm/offset": (c.d_model,),
-        }  # fmt: skip
-        shapes = {f"blocks/{name}": (c.layers, *shape) for name, shape in layer.items()} | other
         kind = np.dtype(ml_dtypes.bfloat16)
-        self.tensors = {f"params/{name}": TensorInfo(shape, kind) for name, shape in shapes.items()}
+        init = registry.build(platforms.resolve(model, "cpu")).init
+        shapes = manifest.flatten({"params": jax.eval_shape(init, jax.random.key(0))})
+        self.tensors = {name: TensorInfo(leaf.shape, kind) for name, leaf in shapes.items()}
         self.block = (np.random.default_rng(0).standard_normal(BLOCK, np.float32) / 64).astype(kind)
 
     def read(self, name: str, index: Index) -> np.ndarray:

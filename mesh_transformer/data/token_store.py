@@ -78,9 +78,8 @@ class Packing:
         self._store, self._carried = store, carried
         ends = store.ends()
         starts = np.concatenate((np.zeros(1, np.int64), ends[:-1]))
-        self._starts = starts if order is None else starts[order]
-        lengths = ends - starts
-        self._ends = np.cumsum(lengths if order is None else lengths[order])
+        chosen = slice(None) if order is None else order
+        self._starts, self._ends = starts[chosen], np.cumsum((ends - starts)[chosen])
 
     def __len__(self) -> int:
         return len(self._carried) + (int(self._ends[-1]) if len(self._ends) else 0)
