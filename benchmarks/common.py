@@ -139,6 +139,14 @@ def peak_memory_mib() -> int:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) // 1024
 
 
+def own_peak_memory_mib() -> float:
+    """That of the device, where JAX counts it, else of this process."""
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats["peak_bytes_in_use"] / 2**20 if "peak_bytes_in_use" in stats else peak_memory_mib()
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     there = {package.name: package.version for package in metadata.distributions()}

@@ -23,7 +23,19 @@ from typing import Any
 
 import numpy as np
 from checkpoint import load_torch, make_checkpoint
-from common import config_of, emit, end, in_turn, machine, medians, parse, parser, peak_memory_mib, seconds_of
+from common import (
+    config_of,
+    emit,
+    end,
+    in_turn,
+    machine,
+    medians,
+    own_peak_memory_mib,
+    parse,
+    parser,
+    peak_memory_mib,
+    seconds_of,
+)
 
 PROMPT, NEW, REPEATS = 128, 64, 5
 TRANSFORMERS = ["transformers", "transformers_static", "transformers_compiled"]
@@ -109,8 +121,6 @@ def plot(result: dict[str, Any], path: str) -> None:
 
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """The engine, as device_serve.py and device_sample.py use it."""
-    import jax
-
     from mesh_transformer import platforms
     from mesh_transformer.infer.programs import MAX_STEPS
     from mesh_transformer.infer.requests import Piece, SamplingParams
@@ -139,10 +149,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
             engine.release(slot)
         return middle - began, seconds, tokens
 
-    result = timed(run, batch)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        result["peak_memory_mib"] = stats["peak_bytes_in_use"] / 2**20
+    result = {**timed(run, batch), "peak_memory_mib": own_peak_memory_mib()}
     return {**result, "weight_bytes": weight_bytes(config)}
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 from common import parser, report, say
+from prometheus_client.parser import text_string_to_metric_families
 
 COMPLETIONS = "/v1/completions"
 CLIENTS_A_SLOT = 4
@@ -163,10 +164,9 @@ class Load:
 
 async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
     """The server's gauges and counters by name, without the common prefix."""
-    lines = (await client.get("/metrics")).text.splitlines()
-    plain = [line for line in lines if line[:1] != "#" and "{" not in line]
-    pairs = (line.removeprefix("mesh_transformer_").split(" ") for line in plain)
-    return {name: float(value) for name, value in pairs}
+    families = text_string_to_metric_families((await client.get("/metrics")).text)
+    samples = (sample for family in families for sample in family.samples if not sample.labels)
+    return {sample.name.removeprefix("mesh_transformer_"): sample.value for sample in samples}
 
 
 async def run(url: str, minutes: float, seed: int, key: str | None) -> dict[str, Any]:

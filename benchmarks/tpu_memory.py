@@ -6,6 +6,7 @@ object a line on standard output, a table on standard error.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from typing import Any
@@ -38,12 +39,9 @@ def main() -> int:
         help="slices (default %(default)s)",
     )
     arguments = made.parse_args()
-    try:
-        counts = [int(count) for count in arguments.accumulation.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", arguments.accumulation):
         raise UserError(f"--accumulation {arguments.accumulation}: expected whole numbers, 1 or more")
+    counts = [int(count) for count in arguments.accumulation.split(",")]
     jax.config.update("jax_platforms", "cpu")  # the devices that are here take no part
     fits = True
     for name in arguments.topology.split(","):

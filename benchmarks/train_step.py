@@ -20,6 +20,7 @@ from common import (
     config_of,
     in_turn,
     medians,
+    own_peak_memory_mib,
     parse,
     parser,
     peak_memory_mib,
@@ -73,13 +74,11 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     platforms.CompileCache()
     step = OwnStep(config)
     seconds = _time(step, arguments.steps)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    memory = stats["peak_bytes_in_use"] / 2**20 if "peak_bytes_in_use" in stats else peak_memory_mib()
     embedding = config.model.padded_vocab * config.model.d_model
     matrices = count_parameters(step.state.params) - embedding
     return {
         "tokens_per_s": step.session.tokens_per_step / seconds / jax.device_count(),
-        "peak_memory_mib": memory,
+        "peak_memory_mib": own_peak_memory_mib(),
         "parameters": matrices + embedding,
         # Chowdhery et al. 2022, appendix B: forward and backward of the matrices and of the attention, not causal
         "flops_per_token": 6 * matrices

@@ -41,26 +41,6 @@ class Piece(NamedTuple):
     null: bool = False
 
 
-class _Unread:
-    """Files of kinds that are not read: how many, and the names of the first."""
-
-    def __init__(self) -> None:
-        self._count, self._names = 0, list[str]()
-
-    def add(self, name: str) -> None:
-        self._count += 1
-        if len(self._names) < _NAMED:
-            self._names.append(name[:100])
-
-    def tell(self, place: str) -> None:
-        """Log a warning if there is any."""
-        if self._count:
-            some = ", ".join(self._names) + (", ..." if self._count > _NAMED else "")
-            _log.warning(
-                "%s: files left out: %d (%s); these are read: %s", place, self._count, some, _ACCEPTED
-            )
-
-
 def input_files(path: str) -> list[str]:
     """The input files behind `path`: itself, or those in the folder and the folders in it, sorted, none that is hidden.
 
@@ -80,11 +60,8 @@ def input_files(path: str) -> list[str]:
     files = [file for file in found if _kind(file)[0] is not None]
     if not files:
         raise UserError(f"{path}: no input file in this folder; these are read: {_ACCEPTED}")
-    unread = _Unread()
-    for file in found:
-        if _kind(file)[0] is None:
-            unread.add(os.path.relpath(file, path))
-    unread.tell(path)
+    unread = [os.path.relpath(file, path) for file in found if _kind(file)[0] is None]
+    _tell_unread(path, unread[:_NAMED], len(unread))
     return files
 
 
@@ -128,15 +105,23 @@ def _pieces_of(file: IO[bytes], place: str, name: str, separator: str | None) ->
 
 
 def _tar_pieces(file: IO[bytes], place: str, separator: str | None) -> Iterator[Piece]:
-    unread = _Unread()
+    unread, first = 0, list[str]()
     for name, data in tar_members(file, place):
         if os.path.basename(name).startswith("."):
             continue
         if _kind(name)[0] in (".txt", ".jsonl"):
             yield from _pieces_of(data, f"{place}: {name}", name, separator)
         else:
-            unread.add(name)
-    unread.tell(place)
+            unread += 1
+            first += [name] if unread <= _NAMED else []
+    _tell_unread(place, first, unread)
+
+
+def _tell_unread(place: str, first: list[str], count: int) -> None:
+    """Warn of files of kinds that are not read: how many, and the names of the first."""
+    if count:
+        some = ", ".join(name[:100] for name in first) + (", ..." if count > _NAMED else "")
+        _log.warning("%s: files left out: %d (%s); these are read: %s", place, count, some, _ACCEPTED)
 
 
 def _text_blocks(file: IO[bytes], place: str) -> Iterator[str]:

@@ -10,7 +10,6 @@ from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.files import open_binary
 
 _FORMAT = "1"  # change it when the same text comes to give other records
-_CHUNK_BYTES = 1 << 20
 
 
 def cached_records(path: str, seq: int, tokenizer: str | None, cache_dir: str | None = None) -> str:
@@ -40,8 +39,6 @@ def _default_folder() -> str:
 
 
 def _key(path: str, seq: int, fingerprint: str) -> str:
-    digest = hashlib.sha256(f"{_FORMAT} {seq} {fingerprint}\n".encode())
+    begun = hashlib.sha256(f"{_FORMAT} {seq} {fingerprint}\n".encode())
     with open_binary(path) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()[:32]
+        return hashlib.file_digest(file, begun.copy).hexdigest()[:32]  # type: ignore[arg-type]
