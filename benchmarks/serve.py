@@ -144,16 +144,13 @@ class Stream:
 
 async def _all(client: httpx.AsyncClient, clients: int) -> list[Stream]:
     """All requests, by so many clients at a time."""
-    waiting = list(enumerate(prompts()))
+    free = asyncio.Semaphore(clients)
 
-    async def one() -> list[Stream]:
-        done = []
-        while waiting:
-            number, prompt = waiting.pop(0)
-            done.append(await Stream().read(client, prompt, NEW, number))
-        return done
+    async def one(number: int, prompt: list[int]) -> Stream:
+        async with free:
+            return await Stream().read(client, prompt, NEW, number)
 
-    return [stream for made in await asyncio.gather(*(one() for _ in range(clients))) for stream in made]
+    return await asyncio.gather(*(one(*request) for request in enumerate(prompts())))
 
 
 async def _with_a_long_prompt(

@@ -17,6 +17,7 @@ from mesh_transformer.config import LoggingConfig
 
 log = logging.getLogger("mesh_transformer")
 Scalars = Mapping[str, float]
+_LINE_EVERY_S = 10.0  # where no bar can be drawn
 _FLUSH_S = 120.0  # how often TensorBoard's events go to the disk
 _MAX_STEPS = 2**31  # a step is an int32 on the device
 
@@ -41,20 +42,12 @@ class Progress:
     """A bar with rate and ETA on a terminal, a plain line every few seconds otherwise (standard error)."""
 
     def __init__(
-        self,
-        what: str,
-        total: int,
-        *,
-        unit: str,
-        done: int = 0,
-        quiet: bool = False,
-        leave: bool = True,
-        every_s: float = 10.0,
+        self, what: str, total: int, *, unit: str, done: int = 0, quiet: bool = False, leave: bool = True
     ):
         from tqdm import tqdm
 
         self._plain = not sys.stderr.isatty()
-        self._what, self._total, self._start, self._every_s = what, total, done, every_s
+        self._what, self._total, self._start = what, total, done
         self._began = self._printed = time.monotonic()
         self._quiet, self._leave = quiet, leave
         self._bar = tqdm(
@@ -76,7 +69,7 @@ class Progress:
         self._bar.update(done - self._bar.n if not self._bar.disable else 0)
         now = time.monotonic()
         last = done >= self._total and self._leave
-        if self._plain and not self._quiet and (now - self._printed >= self._every_s or last):
+        if self._plain and not self._quiet and (now - self._printed >= _LINE_EVERY_S or last):
             self._printed = now
             rate = (done - self._start) / max(now - self._began, 1e-9)
             eta = timedelta(seconds=int((self._total - done) / rate)) if rate else "?"

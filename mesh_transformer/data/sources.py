@@ -57,23 +57,19 @@ def _index_lines(path: str) -> list[tuple[int, str]]:
     """The line numbers (from 1) and texts of the lines that are not blank."""
     with open_binary(path) as file:
         content = file.read(_MAX_INDEX_BYTES + 1)
-    if len(content) > _MAX_INDEX_BYTES or b"\0" in content:
-        raise UserError(_not_an_index(path))
     try:
+        if len(content) > _MAX_INDEX_BYTES or b"\0" in content:
+            raise ValueError("too long, or not text")
         text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(_not_an_index(path)) from error
+    except ValueError as error:
+        raise UserError(
+            f"{path} is not an index file (a text with one record file a line): "
+            f"record files end in .tfrecords, text files in .txt"
+        ) from error
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise UserError(f"the index file {path} is empty: write the path of one record file on each line")
     return lines
-
-
-def _not_an_index(path: str) -> str:
-    return (
-        f"{path} is not an index file (a text with one record file a line): "
-        f"record files end in .tfrecords, text files in .txt"
-    )
 
 
 def _find_listed(index: str, number: int, line: str) -> str:

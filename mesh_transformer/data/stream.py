@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,27 +22,6 @@ Position = dict[str, Any]
 
 _PLACE = re.compile(r"[0-9]{1,9}")
 _NUMBERS = ("epoch", "file", "record", "offset", "taken")
-
-
-class Stream(Protocol):
-    """What batches are made of."""
-
-    @property
-    def epoch(self) -> int:
-        """Whole passes behind the next record."""
-
-    def draw(self, keep: bool) -> Record | None:
-        """The next record; None where a batch must not go on (a file has ended). Without `keep` its data may be
-        empty: another host takes it."""
-
-    def position(self) -> Position:
-        """Where the next record lies."""
-
-    def go_to(self, position: Mapping[str, Any]) -> None:
-        """Continue at a stored position."""
-
-    def close(self) -> None:
-        """Release the file."""
 
 
 class Walk:
@@ -57,6 +36,7 @@ class Walk:
 
     @property
     def epoch(self) -> int:
+        """Whole passes behind the next record."""
         return self._epoch
 
     def read(self, keep: bool = True) -> Record | None:
@@ -148,6 +128,8 @@ class Ordered(Walk):
         self._across = across_files
 
     def draw(self, keep: bool) -> Record | None:
+        """The next record; None where a batch must not go on (a file has ended). Without `keep` its data may be
+        empty: another host takes it."""
         record = self.read(keep)
         while record is None and self._across:
             record = self.read(keep)
@@ -179,6 +161,7 @@ class Shuffled:
         return int(self._start["epoch"])
 
     def draw(self, keep: bool) -> Record | None:
+        """The next record; its data is there without `keep` too."""
         if self._taken == len(self._current):
             self._turn()
         at = self._order[self._taken]
@@ -237,6 +220,9 @@ class Shuffled:
                     self._next_full = True
                 else:
                     self._next_start = self._walk.position()
+
+
+Stream = Ordered | Shuffled  # what batches are made of
 
 
 def _check(position: Mapping[str, Any], order: str) -> None:
