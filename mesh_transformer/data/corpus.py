@@ -19,9 +19,8 @@ _log = logging.getLogger(__name__)
 
 PIECE_CHARS = 1 << 17
 MAX_LINE_BYTES = 64 << 20  # of JSON lines: a text of some ten thousand pages
-MAX_OUTSIDE_BYTES = (
-    4 << 20
-)  # of a line, outside of its strings: lists and objects take 31 times that in memory
+# of a line, outside of its strings: lists and objects take 31 times that in memory
+MAX_OUTSIDE_BYTES = 4 << 20
 _NAMED = 3  # of files that are left out
 _HARD_CUT_CHARS = 8 * PIECE_CHARS
 _KINDS = (".txt", ".jsonl", ".tar")
@@ -172,9 +171,8 @@ def _has_too_much_outside(line: bytes) -> bool:
 def _json_text(line: bytes, place: str) -> str | None:
     """The text of a line, the paragraphs of a list joined as the original's reader did; None: the line says null."""
     try:
-        value = json.loads(
-            line.decode("utf-8-sig")
-        )  # of bytes it would take UTF-16 too, which is not bounded above
+        # of bytes it would take UTF-16 too, which is not bounded above
+        value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: not JSON ({error})") from error
     if isinstance(value, str):

@@ -21,9 +21,8 @@ Compression = Literal["gzip", "zlib", "xz", "zst"]
 _CHUNK_BYTES = 1 << 16
 _ZST_CHUNK_BYTES = 1 << 10  # its decompressor takes no output limit: few bytes in bound the bytes out
 _XZ_MEMORY_BYTES = 1 << 28
-_FREE_BYTES = (
-    1 << 30
-)  # and beyond: so many times the compressed bytes, which deflate cannot reach nor any text
+_FREE_BYTES = 1 << 30
+# and beyond: so many times the compressed bytes, which deflate cannot reach nor any text
 _MAX_INFLATION = 1100
 _MAGIC: tuple[tuple[bytes, Compression], ...] = (
     (b"\x1f\x8b\x08", "gzip"),

@@ -84,9 +84,8 @@ class Walk:
             UserError: the files are not those that the position was taken from.
         """
         epoch, place = position["epoch"], position["file"]
-        stamps = {
-            int(at): noted for at, noted in position.get("files", {}).items()
-        }  # older positions have none
+        # older positions have none
+        stamps = {int(at): noted for at, noted in position.get("files", {}).items()}
         if (
             max([place, *stamps]) >= len(self._files)
             or os.path.basename(self._path(epoch, place)) != position["name"]

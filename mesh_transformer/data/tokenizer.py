@@ -189,9 +189,8 @@ def _download(name: str) -> str:
 
 
 def _from_folder(folder: str, name: str) -> HubTokenizer:
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # that it finds no PyTorch is no news here
+    # that it finds no PyTorch is no news here
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 
     if not _has_tokenizer(folder):
