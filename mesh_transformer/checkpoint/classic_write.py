@@ -25,11 +25,12 @@ from mesh_transformer.checkpoint.classic_layout import (
 )
 from mesh_transformer.checkpoint.npz import NpzWriter
 from mesh_transformer.checkpoint.target import Transfer
-from mesh_transformer.checkpoint.tensors import TensorSource
+from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 
 BLOCK_BYTES = 1 << 20
+ADAM = {"mu", "nu"}  # the slots of the original's optimizer
 DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16))
 
 
@@ -51,7 +52,7 @@ def write_classic(
     Raises:
         UserError: before anything is written: the model, the shards or the dtype do not fit, or moments are missing.
     """
-    full = source.counts.adam is not None if full is None else full
+    full = bool(slots(source)) if full is None else full
     order = leaves(config, full=full)
     check_writable(source, config, shards, full=full)
     total = sum(math.prod(leaf.shape) * _dtype(source, leaf, dtype).itemsize for leaf in order)
@@ -79,6 +80,11 @@ def check_writable(source: TensorSource, config: ModelConfig, shards: int, *, fu
     """
     check_config(config)
     check_shards(config, shards, source.where)
+    if full and (found := slots(source)) not in (set(), ADAM):
+        raise UserError(
+            f"{source.where} holds the state of another optimizer than Adam ({', '.join(sorted(found))}): a full classic "
+            f"checkpoint needs Adam's moments. slim_model.py writes its parameters alone"
+        )
     for leaf in leaves(config, full=full):
         if leaf.tensor is not None and leaf.tensor not in source.tensors:
             raise UserError(
@@ -142,7 +148,7 @@ def _whole(source: TensorSource, leaf: Leaf) -> np.ndarray:
     if leaf.split is Split.COUNT:
         counts = {
             STEP: source.counts.step,
-            ADAM_COUNT: source.counts.adam,
+            ADAM_COUNT: source.counts.optimizer,
             SCHEDULE_COUNT: source.counts.schedule,
         }
         return np.array(counts[leaf.name], np.int32)

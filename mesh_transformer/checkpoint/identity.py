@@ -1,4 +1,4 @@
-"""Which model a checkpoint is of. Its config lies beside the tensors, and is compared before any of them is read.
+"""Which model and optimizer a checkpoint is of. Its config lies beside the tensors, and is compared before any of them is read.
 
 Shapes do not tell a model: with other heads, rotary dims or norms the same tensors give other numbers. A native step holds
 the config of its run in the manifest, a classic step that we wrote in `model.json`, a Hugging Face folder in config.json.
@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 
-from mesh_transformer.checkpoint.tensors import TensorSource
-from mesh_transformer.config import ModelConfig, parse_config
+from mesh_transformer.checkpoint.tensors import TensorSource, slots
+from mesh_transformer.config import ModelConfig, OptimizerConfig, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.logs import log
+from mesh_transformer.optimizers import OPTIMIZERS
 
 
 def with_model(extra: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -56,6 +57,36 @@ def check_same(asked: ModelConfig, found: ModelConfig, where: str) -> None:
         + "\n  ".join(differences)
         + f"\nset the model as the checkpoint has it ({sets}), or name another checkpoint or model_dir"
     )
+
+
+def check_optimizer(source: TensorSource, asked: OptimizerConfig) -> None:
+    """Refuse to go on from a checkpoint without the state of the config's optimizer.
+
+    Raises:
+        UserError: it has none, or that of another one.
+    """
+    found, where = _optimizer(source), source.where
+    if found is None:
+        raise UserError(
+            f"{where} has no {asked.name.capitalize()} moments: no run can go on from it. Start from it with "
+            f"--tune-model-path {where} and another checkpoint.model_dir"
+        )
+    if found != asked.name:
+        raise UserError(
+            f"{where} holds the state of optimizer {found}, the config has optimizer.name {asked.name}: set "
+            f"optimizer.name={found}, or start from its parameters alone with --tune-model-path {where} --fresh-opt and "
+            f"another checkpoint.model_dir"
+        )
+
+
+def _optimizer(source: TensorSource) -> str | None:
+    """The optimizer whose state a checkpoint holds: as its config notes, else as the slots tell."""
+    held, noted = slots(source), source.extra.get("config")
+    optimizer = noted.get("optimizer") if isinstance(noted, dict) else None
+    if held and isinstance(optimizer, dict) and optimizer.get("name") in tuple(OPTIMIZERS):
+        return str(optimizer["name"])
+    by_slots = (name for name, kind in OPTIMIZERS.items() if kind(name=name).slots.keys() == held)
+    return next(by_slots, ", ".join(sorted(held)) or None)
 
 
 def _parsed(noted: Any, where: str) -> ModelConfig:

@@ -25,9 +25,15 @@ from mesh_transformer.checkpoint.chunks import CHUNK_BYTES, pieces
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorSpec
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
 
-# The places of `train.step.TrainState` that other forms have too; tests/checkpoint/test_native.py holds them together.
-ADAM, SCHEDULE = "opt_state/1", "opt_state/3"
-PREFIXES = {"params/": "params/", f"{ADAM}/mu/": "mu/", f"{ADAM}/nu/": "nu/"}
+OPTIMIZER = "opt_state/"  # before the names of an optimizer's slots and counts, as in `train.step.TrainState`
+COUNT, SCHEDULE = f"{OPTIMIZER}count", f"{OPTIMIZER}schedule"
+# files of the first versions have Adam's state by its position in a chain
+RENAMED = {
+    "opt_state/1/mu/": f"{OPTIMIZER}mu/",
+    "opt_state/1/nu/": f"{OPTIMIZER}nu/",
+    "opt_state/1/count": COUNT,
+    "opt_state/3/count": SCHEDULE,
+}
 MAX_MANIFEST_BYTES = 64 << 20
 REMOTE_READ_BYTES = (
     32 << 20
@@ -61,7 +67,7 @@ class NativeSource:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Parameters and moments by our names."""
+        """Parameters and the optimizer's slots by our names."""
         specs = {ours: self.manifest.tensors[name] for ours, name in self.stored.items()}
         return {ours: TensorInfo(spec.shape, np.dtype(spec.dtype)) for ours, spec in specs.items()}
 
@@ -72,9 +78,7 @@ class NativeSource:
         Raises:
             DamagedCheckpoint: one of them is no count.
         """
-        return Counts(
-            self._count("step") or 0, self._count(f"{ADAM}/count"), self._count(f"{SCHEDULE}/count")
-        )
+        return Counts(self._count("step") or 0, self._count(COUNT), self._count(SCHEDULE))
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -163,11 +167,11 @@ class NativeSource:
         store = ts.KvStore.open(self._base, context=self._context).result()
         keys = [key.decode() for key in store.list().result()]
         arrays = [key.removesuffix("/.zarray") for key in keys if key.endswith("/.zarray")]
-        return {key.replace(".", "/"): key for key in arrays}
+        return {_renamed(key.replace(".", "/")): key for key in arrays}
 
 
 def read_manifest(folder: str) -> Manifest:
-    """The manifest of a step folder.
+    """The manifest of a step folder, with the names of today.
 
     Raises:
         DamagedCheckpoint: it is broken or of another form.
@@ -178,7 +182,8 @@ def read_manifest(folder: str) -> Manifest:
     if size > MAX_MANIFEST_BYTES:
         raise DamagedCheckpoint(f"the manifest of {folder} has {size} bytes: at most {MAX_MANIFEST_BYTES}")
     try:
-        return manifests.decode(json.loads(files.read_range(path, 0, size)))
+        manifest = manifests.decode(json.loads(files.read_range(path, 0, size)))
+        return manifest._replace(tensors={_renamed(name): spec for name, spec in manifest.tensors.items()})
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{folder}: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -222,9 +227,16 @@ def _copy_common(out: np.ndarray, spans: Sequence[range], place: Index, values: 
         out[to] = values[of]
 
 
+def _renamed(stored: str) -> str:
+    """The name that a tensor of a file of any version has today."""
+    for before, now in RENAMED.items():
+        if stored.startswith(before):
+            return now + stored.removeprefix(before)
+    return stored
+
+
 def _our_name(stored: str) -> str:
-    """`mu/embed/tokens/w` of `opt_state/1/mu/embed/tokens/w`; empty for what other forms have not."""
-    for prefix, ours in PREFIXES.items():
-        if stored.startswith(prefix):
-            return ours + stored.removeprefix(prefix)
-    return ""
+    """`mu/embed/tokens/w` of `opt_state/mu/embed/tokens/w`; empty for what other forms have not."""
+    if stored.startswith("params/"):
+        return stored
+    return stored.removeprefix(OPTIMIZER) if stored.startswith(OPTIMIZER) and stored.count("/") > 1 else ""

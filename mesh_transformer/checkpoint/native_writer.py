@@ -19,15 +19,14 @@ from mesh_transformer.checkpoint.chunks import ROWS_BYTES, chunk_shape, pieces
 from mesh_transformer.checkpoint.forms import COMMIT_MARKER, finished_steps
 from mesh_transformer.checkpoint.identity import with_model
 from mesh_transformer.checkpoint.manifest import Manifest, TensorSpec
-from mesh_transformer.checkpoint.native import ADAM, SCHEDULE, ocdbt
+from mesh_transformer.checkpoint.native import COUNT, OPTIMIZER, SCHEDULE, ocdbt
 from mesh_transformer.checkpoint.target import Transfer, new_folder
-from mesh_transformer.checkpoint.tensors import Counts, TensorInfo, TensorSource
+from mesh_transformer.checkpoint.tensors import Counts, TensorInfo, TensorSource, slots
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 
 DATA_FILE_BYTES = 16 << 20  # with TensorStore's 2 GiB, writing takes 1.5 times as long
 SHOWN = 5  # names listed in an error message
-EMPTY_NODES = (("opt_state", "0"), ("opt_state", "2", "inner_state"))  # of the optimizer: they hold no array
 
 
 def write_native(
@@ -35,8 +34,8 @@ def write_native(
 ) -> str:
     """Write `{root}/step_N`, N being the step that `source` is of; returns that folder. Local or `gs://`.
 
-    With moments in the source the whole training state is written (the averages of the noise scale empty), else the
-    parameters and the step. `model` is noted beside them; without it, what `source` notes. At any moment two pieces of ROWS_BYTES are held, and what the source holds.
+    With an optimizer's slots in the source the whole training state is written (the averages of the noise scale empty), else
+    the parameters and the step. `model` is noted beside them; without it, what `source` notes. At any moment two pieces of ROWS_BYTES are held, and what the source holds.
 
     Raises:
         UserError: the step is there already, or the root holds others; the source is damaged. Nothing is left behind.
@@ -68,7 +67,7 @@ def check_alone(root: str, step: int) -> None:
 
 
 def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
-    scalars = _scalars(source.counts, with_moments=any(name.startswith("mu/") for name in source.tensors))
+    scalars = _scalars(source.counts, full=bool(slots(source)))
     names = {name: _stored_name(name) for name in source.tensors}
     files.make_folder(folder)
     store = {**ocdbt(folder), "target_data_file_size": DATA_FILE_BYTES}
@@ -84,8 +83,6 @@ def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
             checksum = _copy(source, name, _create(store, path, source.tensors[name], context), transfer)
             info = source.tensors[name]
             specs["/".join(path)] = TensorSpec(tuple(info.shape), info.dtype.name, checksum)
-    paths = [*scalars, *names.values()]
-    _write_json(folder, "_METADATA", _orbax_metadata(paths, full=len(scalars) > 1))
     return specs
 
 
@@ -128,48 +125,27 @@ def _create(store: dict[str, Any], path: tuple[str, ...], info: TensorInfo, cont
     )
 
 
-def _scalars(counts: Counts, *, with_moments: bool) -> dict[tuple[str, ...], np.ndarray]:
-    """The numbers of `train.step.TrainState`; without moments only the step."""
-    scalars: dict[tuple[str, ...], Any] = {("step",): np.int32(counts.step)}
-    if with_moments:
-        adam, schedule = counts.adam or 0, counts.schedule or 0
+def _scalars(counts: Counts, *, full: bool) -> dict[tuple[str, ...], np.ndarray]:
+    """The numbers of `train.step.TrainState`; of a slim checkpoint only the step."""
+    scalars: dict[str, Any] = {"step": np.int32(counts.step)}
+    if full:
+        schedule = counts.schedule or 0
         scalars |= {
-            (*ADAM.split("/"), "count"): np.int32(adam),
-            (*SCHEDULE.split("/"), "count"): np.int32(schedule),
-            ("noise", "g"): np.float32("nan"),  # no average yet
-            ("noise", "s"): np.float32("nan"),
-            ("skipped",): np.int32(max(0, counts.step - schedule)),
+            COUNT: np.int32(counts.optimizer or 0),
+            SCHEDULE: np.int32(schedule),
+            "noise/g": np.float32("nan"),  # no average yet
+            "noise/s": np.float32("nan"),
+            "skipped": np.int32(max(0, counts.step - schedule)),
         }
-    return {path: np.asarray(value) for path, value in scalars.items()}
+    return {tuple(name.split("/")): np.asarray(value) for name, value in scalars.items()}
 
 
 def _stored_name(name: str) -> tuple[str, ...]:
-    """The path in the tree of `params/STAGE/MODULE/FIELD` or of a moment; modules may have a slash in their names."""
+    """The path in the tree of `params/STAGE/MODULE/FIELD` or of a slot; modules may have a slash in their names."""
     kind, stage, rest = name.split("/", 2)
     module, field = rest.rsplit("/", 1)
-    top = ("params",) if kind == "params" else (*ADAM.split("/"), kind)
+    top = (kind,) if kind == "params" else (OPTIMIZER.rstrip("/"), kind)
     return (*top, stage, module, field)
-
-
-def _orbax_metadata(paths: list[tuple[str, ...]], *, full: bool) -> dict[str, Any]:
-    """The file from which Orbax takes the tree."""
-    leaf = {"value_type": "jax.Array", "skip_deserialize": False}
-    empty = {"value_type": "None", "skip_deserialize": True}
-    nodes = [(path, leaf) for path in paths] + [(path, empty) for path in EMPTY_NODES if full]
-    tree = {
-        str(path): {
-            "key_metadata": [{"key": key, "key_type": 1 if key.isdecimal() else 2} for key in path],
-            "value_metadata": value,
-        }
-        for path, value in nodes
-    }
-    return {
-        "tree_metadata": tree,
-        "use_ocdbt": True,
-        "use_zarr3": False,
-        "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": None,
-    }
 
 
 def _write_json(folder: str, name: str, document: dict[str, Any]) -> None:

@@ -31,11 +31,11 @@ from mesh_transformer.checkpoint import manifest as manifests
 from mesh_transformer.checkpoint import orbax
 from mesh_transformer.checkpoint.agree import agreed
 from mesh_transformer.checkpoint.forms import COMMIT_MARKER, is_classic_step
-from mesh_transformer.checkpoint.identity import check_model
+from mesh_transformer.checkpoint.identity import check_model, check_optimizer
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.native import NativeSource, read_manifest
+from mesh_transformer.checkpoint.native import NativeSource
 from mesh_transformer.checkpoint.place import restore
-from mesh_transformer.config import ModelConfig
+from mesh_transformer.config import ModelConfig, OptimizerConfig
 from mesh_transformer.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -68,14 +68,15 @@ class CheckpointStore:
         keep_latest: int = 1,
         read_only: bool = False,
         model: ModelConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
     ) -> None:
         """Open `root`, which need not exist; unless `read_only`, make it and delete what broken-off saves left.
 
-        With `model`, a step that notes another architecture is not restored.
+        With `model`, a step that notes another architecture is not restored; with `optimizer`, none without its state.
         """
         orbax.quieten()
         self._root = root if files.is_remote(root) else os.path.abspath(root)
-        self._keep, self._model = (keep_every, keep_latest), model
+        self._keep, self._model, self._optimizer = (keep_every, keep_latest), model, optimizer
         self._save_failed = False
         self._damaged: set[int] = set()  # steps that `restore` passed over
         self._manager = None if read_only else self._open()
@@ -91,14 +92,6 @@ class CheckpointStore:
     def folder(self, step: int) -> str:
         """Where a step is, or would be."""
         return files.join(self._root, f"step_{step}")
-
-    def names(self, step: int | None = None) -> list[str]:
-        """The tensors of the newest step, or of `step`; empty if that is not there or its manifest is damaged."""
-        newest = self.steps()[-1:] if step is None else [step]
-        try:
-            return [name for n in newest for name in read_manifest(self.folder(n)).tensors]
-        except UserError:
-            return []
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Write a pytree of arrays and some JSON; returns once the arrays are copied to the host.
@@ -204,6 +197,8 @@ class CheckpointStore:
             source = agreed(lambda: NativeSource(self.folder(step)))
             if self._model is not None:
                 check_model(source, self._model)
+            if self._optimizer is not None:
+                check_optimizer(source, self._optimizer)
             return Checkpoint(step, restore(source, abstract, part=part), source.extra)
 
     def _open(self) -> ocp.CheckpointManager:

@@ -1,8 +1,8 @@
 """What a checkpoint of any form looks like to the rest: named whole tensors that are read in slices.
 
 The names and shapes are those of our own parameter tree, its path joined by "/": `params/blocks/attention/q/w` is
-(layers, d_model, heads * d_head), `params/embed/tokens/w` is (padded_vocab, d_model). Adam's moments are `mu/...` and
-`nu/...` with the same tails. A form that stores something else (one array a layer, shards, other axes, no padding)
+(layers, d_model, heads * d_head), `params/embed/tokens/w` is (padded_vocab, d_model). An optimizer's slots have the same
+tails: Adam's moments are `mu/...` and `nu/...`. A form that stores something else (one array a layer, shards, other axes, no padding)
 translates as it reads. A reader holds the slice that was asked for and no more than one tensor besides.
 """
 
@@ -25,10 +25,10 @@ class TensorInfo(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Updates done: by the run, by Adam and by the schedule. The last two are None where there are no moments."""
+    """Updates done: by the run, by the optimizer and by the schedule. The last two are None where there are no slots."""
 
     step: int
-    adam: int | None = None
+    optimizer: int | None = None
     schedule: int | None = None
 
 
@@ -41,7 +41,7 @@ class TensorSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by name; moments only if the checkpoint has them."""
+        """Every tensor by name; slots of an optimizer only if the checkpoint has them."""
 
     @property
     def counts(self) -> Counts:
@@ -57,3 +57,8 @@ class TensorSource(Protocol):
         Raises:
             DamagedCheckpoint: the bytes are missing or not what they should be.
         """
+
+
+def slots(source: TensorSource) -> set[str]:
+    """The names of the optimizer's slots that a checkpoint holds: none, or {"mu", "nu"} of Adam."""
+    return {name.split("/", 1)[0] for name in source.tensors} - {"params"}

@@ -55,10 +55,11 @@ class Placement:
             self.shardings,
         )
 
-    def cast(self, params: Params) -> Params:
-        """Inside a program: parameters in the compute dtype, still split as they are stored."""
-        return constrain_tree(self.model.cast(params), self.partition, self.model.axes)
+    def cast(self, params: Params, axes: Params | None = None) -> Params:
+        """Inside a program: parameters, or a part with these dimension names, in the compute dtype; split as stored."""
+        axes = self.model.axes if axes is None else axes
+        return constrain_tree(self.model.cast(params), self.partition, axes)
 
-    def gather(self, params: Params) -> Params:
-        """Inside a program: parameters whole over fsdp, all at once."""
-        return constrain_tree(params, self.partition.with_rules(embed=None), self.model.axes)
+    def gather(self, params: Params, axes: Params) -> Params:
+        """Inside a program: parameters with these dimension names whole over fsdp, all at once."""
+        return constrain_tree(params, self.partition.with_rules(embed=None), axes)

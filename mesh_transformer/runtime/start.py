@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import jax
 
 from mesh_transformer.checkpoint.forms import ClassicRun, Form, Found, classic_run
+from mesh_transformer.checkpoint.identity import check_optimizer
 from mesh_transformer.checkpoint.open import open_found
 from mesh_transformer.checkpoint.place import place_scalar
 from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
-from mesh_transformer.checkpoint.tensors import TensorSource
+from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.config import Config
 from mesh_transformer.config.names import moved
 from mesh_transformer.data.classic_position import classic_position
@@ -22,10 +23,8 @@ from mesh_transformer.logs import log
 from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.weights import open_agreed, place_named
-from mesh_transformer.train import optim
+from mesh_transformer.train.optim import OptState
 from mesh_transformer.train.step import TrainProgram, TrainState
-
-_NO_RUN = "no run can go on from it. Start from it with --tune-model-path {} and another checkpoint.model_dir"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,6 @@ def begin(
     begun_again = Counters(
         steps_redone=logged.steps_redone + logged.step
     )  # killed before its first checkpoint
-    _check_goes_on(store)
     checkpoint = store.restore(program.abstract_state)
     run = None if checkpoint is not None else classic_run(session.config.checkpoint.root)
     if source.tune_model_path and (checkpoint is not None or run is not None):
@@ -85,14 +83,6 @@ def begin(
     if source.tune_model_path:
         return Begun(_tuned(session, program, source.tune_model_path, source.fresh_opt), 0, begun_again, None)
     return Begun(program.init(jax.random.key(session.config.model.seed)), 0, begun_again, None)
-
-
-def _check_goes_on(store: CheckpointStore) -> None:
-    """Refuse a model_dir whose newest native step was written without moments: by a conversion."""
-    names = store.names()
-    if names and not any(name.startswith("opt_state/") for name in names):
-        folder = store.folder(store.steps()[-1])
-        raise UserError(f"{folder} has no Adam moments: {_NO_RUN.format(folder)}")
 
 
 def _resume(session: Session, checkpoint: Checkpoint, logged: Logged) -> Begun:
@@ -142,46 +132,41 @@ def _counters(noted: Any) -> Counters:
 def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) -> TrainState:
     """Parameters (and moments, if there are any, unless dropped) of a checkpoint, at step 0 with its schedule at 0."""
     source = open_agreed(session, path)
-    params, opt_state = read_state(program, source, moments=not fresh_opt)
+    abstract = program.abstract_state
     log.info("starting from step %d of %s", source.counts.step, path)
-    if opt_state is not None:
-        return program.begin(params, optim.restart_schedule(opt_state))
+    if slots(source) and not fresh_opt:
+        params, opt_state = read_state(program, source)
+        return program.begin(params, {**opt_state, "schedule": place_scalar(0, abstract.step)}, {})
     if not fresh_opt:
-        log.info("%s has no Adam moments: they start from zero", path)
-    return program.begin(params, program.fresh_optimizer(params))
+        log.info(
+            "%s has no %s moments: they start from zero", path, program.config.optimizer.name.capitalize()
+        )
+    params = place_named(source, {"params": abstract.params})["params"]
+    return program.begin(params, program.fresh_optimizer(params), {})
 
 
-def read_state(program: TrainProgram, source: TensorSource, *, moments: bool = True) -> tuple[Params, Any]:
-    """The parameters of an open checkpoint, and its optimizer state; None if it has no moments, or they are not wanted.
+def read_state(program: TrainProgram, source: TensorSource) -> tuple[Params, OptState]:
+    """The parameters and the optimizer state of an open checkpoint.
 
     Raises:
-        UserError: it is of another model or damaged.
+        UserError: it is of another model or optimizer, has no optimizer state, or is damaged.
     """
-    abstract = program.abstract_state
-    if not (moments and has_moments(source)):
-        return place_named(source, {"params": abstract.params})["params"], None
-    placed = place_named(source, {"params": abstract.params, **optim.moments(abstract.opt_state)})
-    counts = (
-        place_scalar(count or 0, abstract.step) for count in (source.counts.adam, source.counts.schedule)
+    optimizer, abstract = program.config.optimizer, program.abstract_state
+    check_optimizer(source, optimizer)
+    placed = place_named(
+        source, {"params": abstract.params, **{slot: abstract.opt_state[slot] for slot in optimizer.slots}}
     )
-    return placed["params"], optim.with_moments(abstract.opt_state, placed, *counts)
-
-
-def has_moments(source: TensorSource) -> bool:
-    """Whether a checkpoint holds Adam's moments."""
-    return any(name.startswith("mu/") for name in source.tensors)
+    counts = {"count": source.counts.optimizer, "schedule": source.counts.schedule}
+    scalars = {name: place_scalar(count or 0, abstract.step) for name, count in counts.items()}
+    return placed.pop("params"), {**placed, **scalars}
 
 
 def _classic_checkpoint(session: Session, program: TrainProgram, run: ClassicRun) -> Checkpoint:
     """The state of a run of the original program: its step, moments and schedule."""
     source = open_found(Found(Form.CLASSIC, run.folder), session.config.model)
-    if not has_moments(source):
-        raise UserError(
-            f"{run.folder} is a slim checkpoint, without Adam's moments: {_NO_RUN.format(run.folder)}"
-        )
+    state = program.begin(*read_state(program, source), {})
     log.info("going on with a run of the original program; new checkpoints are native, its own stay")
     step = source.counts.step
-    state = program.begin(*read_state(program, source))
     skipped = max(0, step - (source.counts.schedule or 0))
     abstract = program.abstract_state
     state = state._replace(

@@ -151,6 +151,7 @@ class TrainingRun:
             keep_every=settings.keep_every,
             keep_latest=settings.keep_latest,
             model=self.config.model,
+            optimizer=self.config.optimizer,
         )
         try:
             begun = start.begin(self.session, self.program, store, self.source, self._logged())

@@ -1,4 +1,4 @@
-"""Adam with decoupled decay, and the original's schedule."""
+"""A step of any optimizer, and the original's schedule."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from mesh_transformer.config import OptimizerConfig
 from mesh_transformer.models.model import Params
 from mesh_transformer.parallel.sharding import map_axes
 
+OptState = dict[str, Any]
+"""The direction's slots by name, each a tree like the parameters'; and two int32 scalars, the updates that the direction
+(`count`) and the `schedule` have counted: steps less the skipped ones."""
+
 
 def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
     """The learning rate of the update that follows `step` finished ones: linear warm-up from 0, then a cosine.
@@ -24,55 +28,44 @@ def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
     return warmup * config.lr - (config.lr - config.end_lr) * 0.5 * (1 - jnp.cos(jnp.pi * annealed))
 
 
-def make_optimizer(config: OptimizerConfig, axes: Params) -> optax.GradientTransformation:
-    """Clip by global norm, direction, decay of matrices, schedule.
+class Optimizer:
+    """Clip by global norm, direction, decay of matrices, learning rate.
 
-    `axes` are the parameters' dimension names: stacked layers do not make a bias a matrix.
+    `axes` are the dimension names of what is trained: stacked layers do not make a bias a matrix.
     """
-    matrices = map_axes(lambda names: len([name for name in names if name != "layers"]) > 1, axes)
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        config.direction(axes),
-        optax.add_decayed_weights(config.weight_decay, mask=matrices),
-        optax.scale_by_learning_rate(lambda count: learning_rate(config, count)),
-    )
+
+    def __init__(self, config: OptimizerConfig, axes: Params):
+        self.config, self.axes = config, axes
+        self._clip = optax.clip_by_global_norm(config.clip_norm)
+        self._direction = config.direction(axes)
+
+    def slot_axes(self, params: Params) -> dict[str, Params]:
+        """The dimension names of each slot's arrays."""
+
+        def of_slot(slot: str) -> Params:
+            rule = self.config.slots[slot]
+            return jax.tree.map(lambda axes, p: rule(axes, p.shape), self.axes, params, is_leaf=_is_axes)
+
+        return {slot: of_slot(slot) for slot in self.config.slots}
+
+    def init(self, params: Params) -> OptState:
+        """The state before the first update."""
+        return {**self._direction.init(params)._asdict(), "schedule": jnp.zeros((), jnp.int32)}
+
+    def update(self, gradients: Params, state: OptState, params: Params) -> tuple[Params, OptState]:
+        """What is to be added to the parameters, and the state after it."""
+        decay, schedule = self.config.weight_decay, state["schedule"]
+        slots = {name: value for name, value in state.items() if name != "schedule"}
+        before = jax.eval_shape(self._direction.init, params)._replace(**slots)
+        clipped, _ = self._clip.update(gradients, optax.EmptyState())
+        direction, after = self._direction.update(clipped, before, params)
+        matrices = map_axes(lambda axes: len([name for name in axes if name != "layers"]) > 1, self.axes)
+        decayed = jax.tree.map(
+            lambda u, p, matrix: u + decay * p if matrix else u, direction, params, matrices
+        )
+        updates = optax.tree.scale(-learning_rate(self.config, schedule), decayed)
+        return updates, {**after._asdict(), "schedule": schedule + 1}
 
 
-def schedule_count(opt_state: Any) -> jax.Array:
-    """Updates that the schedule has counted: steps less the skipped ones. Int32 scalar."""
-    (state,) = [state for state in jax.tree.leaves(opt_state, is_leaf=_is_schedule) if _is_schedule(state)]
-    return state.count
-
-
-def restart_schedule(opt_state: Any) -> Any:
-    """The optimizer state with its schedule at 0; Adam's moments and its own count stay, as in the original."""
-    return jax.tree.map(
-        lambda node: optax.ScaleByScheduleState(jnp.zeros_like(node.count)) if _is_schedule(node) else node,
-        opt_state,
-        is_leaf=_is_schedule,
-    )
-
-
-def moments(opt_state: Any) -> dict[str, Params]:
-    """Adam's averages {"mu": ..., "nu": ...} of an optimizer state, abstract or not."""
-    (adam,) = [state for state in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(state)]
-    return {"mu": adam.mu, "nu": adam.nu}
-
-
-def with_moments(opt_state: Any, averages: dict[str, Params], adam_count: jax.Array, count: jax.Array) -> Any:
-    """The optimizer state with Adam's averages and count, and the schedule's count, replaced."""
-
-    def replaced(node: Any) -> Any:
-        if _is_adam(node):
-            return optax.ScaleByAdamState(adam_count, averages["mu"], averages["nu"])
-        return optax.ScaleByScheduleState(count) if _is_schedule(node) else node
-
-    return jax.tree.map(replaced, opt_state, is_leaf=lambda node: _is_adam(node) or _is_schedule(node))
-
-
-def _is_adam(node: Any) -> bool:
-    return isinstance(node, optax.ScaleByAdamState)
-
-
-def _is_schedule(node: Any) -> bool:
-    return isinstance(node, optax.ScaleByScheduleState)
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple)

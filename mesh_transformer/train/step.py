@@ -22,7 +22,7 @@ from mesh_transformer.models.vocabulary import VocabTiles
 from mesh_transformer.ops.loss import TokenLoss, mean_loss
 from mesh_transformer.parallel.sharding import constrain_tree, moment_rules, use
 from mesh_transformer.train import noise
-from mesh_transformer.train.optim import learning_rate, make_optimizer, schedule_count
+from mesh_transformer.train.optim import Optimizer, OptState, learning_rate
 
 Metrics = dict[str, jax.Array]
 
@@ -31,10 +31,21 @@ class TrainState(NamedTuple):
     """Everything that a step changes and a checkpoint keeps."""
 
     step: jax.Array  # int32: updates done, skipped ones included
-    params: Params  # float32
-    opt_state: Any
+    params: Params  # float32; what is trained
+    opt_state: OptState
     noise: noise.NoiseAverages
     skipped: jax.Array  # int32: updates skipped because something was not finite
+    frozen: Params  # what `transform` takes beside the trained parameters; empty in a run of the commands
+
+
+def all_trained(params: Params) -> tuple[Params, Params]:
+    """The trained and the frozen part of a tree like the parameters."""
+    return params, {}
+
+
+def side_by_side(trained: Params, frozen: Params) -> Params:
+    """The model's parameters from two parts that have different stages."""
+    return {**trained, **frozen}
 
 
 class TrainProgram:
@@ -43,18 +54,34 @@ class TrainProgram:
     In- and out-shardings come from `state_shardings`; the state is donated.
     """
 
-    def __init__(self, placement: Placement, config: Config):
+    def __init__(
+        self,
+        placement: Placement,
+        config: Config,
+        *,
+        split: Callable[[Params], tuple[Params, Params]] = all_trained,
+        transform: Callable[[Params, Params], Params] = side_by_side,
+    ):
+        """Prepare the functions; nothing is compiled.
+
+        Args:
+            split: of a tree like the model's parameters, the part that is trained and the frozen one.
+            transform: the model's parameters from the two parts, all in the compute dtype. The gradient goes through it
+                to the trained part.
+        """
         self.placement, self.config = placement, config
+        self.split, self.transform = split, transform
         self.model, self.partition = placement.model, placement.partition
         self.moments = self.partition.with_rules(**moment_rules(config.mesh))
         self._tiles = self._vocab_tiles()
-        self.optimizer = make_optimizer(config.optimizer, self.model.axes)
+        self.axes, self.frozen_axes = split(self.model.axes)
+        self.optimizer = Optimizer(config.optimizer, self.axes)
         self.state_shardings = self._state_shardings()
         whole = self.partition.sharding()
         self.batch_sharding = self.partition.sharding(None, "batch", None)
         self.eval_sharding = self.partition.sharding("batch", None)
         self.init = jax.jit(self._init, out_shardings=self.state_shardings)
-        self.begin = jax.jit(_begin, out_shardings=self.state_shardings, donate_argnums=(0, 1))
+        self.begin = jax.jit(_begin, out_shardings=self.state_shardings, donate_argnums=(0, 1, 2))
         self.fresh_optimizer = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)
         self.train_step = jax.jit(
             self._train_step,
@@ -64,7 +91,7 @@ class TrainProgram:
         )
         self.eval_step = jax.jit(
             self._eval_step,
-            in_shardings=(self.state_shardings.params, self.eval_sharding),
+            in_shardings=(placement.shardings, self.eval_sharding),
             out_shardings=whole,
         )
 
@@ -87,32 +114,25 @@ class TrainProgram:
 
     def _state_shardings(self) -> TrainState:
         whole: Any = self.partition.sharding()
-        axes = self.model.axes
+        params, frozen = self.partition.shardings(self.axes), self.partition.shardings(self.frozen_axes)
         abstract = jax.eval_shape(self._init, jax.random.key(0))
-        opt_state = optax.tree.map_params(
-            self.optimizer,
-            lambda _, sharding: sharding,
-            abstract.opt_state,
-            self.moments.shardings(axes),
-            transform_non_params=lambda _: whole,
-        )
-        return TrainState(
-            whole, self.placement.shardings, opt_state, noise.NoiseAverages(whole, whole), whole
-        )
+        slots = self.moments.shardings(self.optimizer.slot_axes(abstract.params))
+        opt_state = dict.fromkeys(abstract.opt_state, whole) | slots
+        return TrainState(whole, params, opt_state, noise.NoiseAverages(whole, whole), whole, frozen)
 
     def _init(self, key: jax.Array) -> TrainState:
-        params = self.model.init(key)
-        return _begin(params, self.optimizer.init(params))
+        params, frozen = self.split(self.model.init(key))
+        return _begin(params, self.optimizer.init(params), frozen)
 
     def _train_step(self, state: TrainState, tokens_ABT: jax.Array) -> tuple[TrainState, Metrics]:
         """One update from tokens (A, B, T + 1) int32. Metrics are float32 scalars named as they are logged."""
         with use(self.partition):
-            gradients, metrics, squares = self._gradients(state.params, tokens_ABT)
+            gradients, metrics, squares = self._gradients(state.params, state.frozen, tokens_ABT)
         norm = optax.tree.norm(gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         # of the sum, which exists anyway: XLA would compute the updates twice
-        param_norm = optax.tree.norm(self.model.without_padding(params))
+        param_norm = optax.tree.norm(self.model.without_padding(self.transform(params, state.frozen)))
         finite = jnp.isfinite(metrics["train/loss"] + norm + param_norm)
         averages = state.noise
         if len(tokens_ABT) > 1:
@@ -120,28 +140,30 @@ class TrainProgram:
             alpha = self.config.optimizer.noise_scale_alpha
             averages, scale = noise.update(averages, alpha, b, squares.mean(), a * b, jnp.square(norm))
             metrics.update({f"noise/{name}": value for name, value in scale.items()})
-        new = TrainState(state.step + 1, params, opt_state, averages, state.skipped)
+        new = TrainState(state.step + 1, params, opt_state, averages, state.skipped, state.frozen)
         metrics |= {
             "train/grad_norm": norm,
             "train/param_norm": param_norm,
             "train/grad_norm_micro": jnp.sqrt(squares).mean(),
-            "train/learning_rate": learning_rate(self.config.optimizer, schedule_count(state.opt_state)),
+            "train/learning_rate": learning_rate(self.config.optimizer, state.opt_state["schedule"]),
             "finite": finite,
         }
         if self.config.optimizer.nonfinite == "skip":
             new = _keep_if(finite, new, state)
         return new, metrics | {"skipped": new.skipped}
 
-    def _gradients(self, params: Params, tokens_ABT: jax.Array) -> tuple[Params, Metrics, jax.Array]:
+    def _gradients(
+        self, params: Params, frozen: Params, tokens_ABT: jax.Array
+    ) -> tuple[Params, Metrics, jax.Array]:
         """The mean gradient in float32, the mean metrics, and each microbatch's squared gradient norm (A,)."""
-        params = self.placement.cast(params)
-        if self.config.mesh.gather_weights == "per_step":
-            params = self.placement.gather(params)
-        loss_and_gradient = jax.value_and_grad(self._loss, has_aux=True)
+        params, frozen = self._for_compute(params, self.axes), self._for_compute(frozen, self.frozen_axes)
+        loss_and_gradient = jax.value_and_grad(
+            lambda params, tokens_BT: self._loss(self.transform(params, frozen), tokens_BT), has_aux=True
+        )
 
         def microbatch(total: Params, tokens_BT: jax.Array) -> tuple[Params, tuple[Metrics, jax.Array]]:
             (_, metrics), gradient = loss_and_gradient(params, tokens_BT)
-            gradient = constrain_tree(gradient, self.moments, self.model.axes)
+            gradient = constrain_tree(gradient, self.moments, self.axes)
             square = optax.tree.norm(optax.tree.cast(gradient, jnp.float32), squared=True)
             return optax.tree.add(total, gradient), (metrics, square)
 
@@ -154,6 +176,12 @@ class TrainProgram:
             optax.tree.scale(1 / len(tokens_ABT), total),
             jax.tree.map(lambda m: m.mean(0), metrics),
             squares,
+        )
+
+    def _for_compute(self, params: Params, axes: Params) -> Params:
+        params = self.placement.cast(params, axes)
+        return (
+            self.placement.gather(params, axes) if self.config.mesh.gather_weights == "per_step" else params
         )
 
     def _loss(self, params: Params, tokens_BT: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -190,7 +218,7 @@ class TrainProgram:
         )
 
     def _eval_step(self, params: Params, tokens_BT: jax.Array) -> Metrics:
-        """Mean loss without z-loss, last-token loss and accuracy of tokens (B, T + 1)."""
+        """Mean loss without z-loss, last-token loss and accuracy of tokens (B, T + 1); of all parameters."""
         with use(self.partition):
             params = self.placement.cast(params)
             loss, per_token = self._mean_loss(params, tokens_BT, lambda per_token: per_token.nll)
@@ -201,10 +229,10 @@ class TrainProgram:
         }
 
 
-def _begin(params: Params, opt_state: Any) -> TrainState:
+def _begin(params: Params, opt_state: OptState, frozen: Params) -> TrainState:
     """The state at step 0 of a run that begins with these parameters and moments."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, opt_state, noise.NoiseAverages.empty(), zero)
+    return TrainState(zero, params, opt_state, noise.NoiseAverages.empty(), zero, frozen)
 
 
 def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:

@@ -20,7 +20,6 @@ from mesh_transformer.checkpoint.place import place
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.errors import UserError
-from mesh_transformer.train.optim import moments
 from mesh_transformer.train.step import TrainProgram, TrainState
 
 
@@ -35,7 +34,7 @@ def state(run: TrainProgram) -> TrainState:
 
 
 def in_our_names(state: TrainState) -> ArraySource:
-    leaves = flatten({"params": state.params, **moments(state.opt_state)})
+    leaves = flatten({"params": state.params, "mu": state.opt_state["mu"], "nu": state.opt_state["nu"]})
     return ArraySource({name: np.asarray(leaf) for name, leaf in leaves.items()}, Counts(0, 0, 0))
 
 

@@ -47,7 +47,7 @@ def _gradients(mesh: str | None):
 
     def gradients(params, tokens):
         with use(run.partition):
-            return run._gradients(params, tokens)
+            return run._gradients(params, {}, tokens)
 
     params = run.init(jax.random.key(1)).params
     return jax.device_get((params, *jax.jit(gradients)(params, TOKENS)))

@@ -1,0 +1,151 @@
+"""Each optimizer against optax's own, its state on a mesh and in files, and training with a frozen part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from builders import program
+
+from mesh_transformer.checkpoint.manifest import flatten
+from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.optimizers import OPTIMIZERS
+from mesh_transformer.train.optim import Optimizer, learning_rate
+
+SMALL = {
+    "model": {"layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 64, "vocab_multiple": 32, "seq": 12},
+    "optimizer": {"lr": 1e-3, "warmup_steps": 0, "anneal_steps": 10},
+    "data": {"batch_size": 4},
+}
+TOKENS = np.random.default_rng(0).integers(0, 64, (3, 1, 4, 13)).astype(np.int32)
+MESH = ("mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.zero1=true")
+FACTORED = "optimizer.min_dim_size_to_factor=8"
+AXES = {"tables": {"w": ("vocab", "embed"), "b": ("vocab",)}, "blocks": {"w": ("layers", "embed", "mlp"), "b": ("layers", "mlp")}}  # fmt: skip
+SHAPES = {"tables": {"w": (12, 8), "b": (12,)}, "blocks": {"w": (3, 8, 16), "b": (3, 16)}}
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    draw = lambda shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return jax.tree.map(draw, SHAPES, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def unstacked(tree: dict[str, Any]) -> dict[str, Any]:
+    """The same with each layer as a tree of its own."""
+    layers = {str(layer): {name: x[layer] for name, x in tree["blocks"].items()} for layer in range(3)}
+    return {**tree["tables"], **layers}
+
+
+def theirs(name: str, config: Any) -> optax.GradientTransformation:
+    rate = lambda count: learning_rate(config, count)  # noqa: E731
+    if name == "lion":
+        matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
+        return optax.lion(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=matrices)
+    # optax's decay is not multiplied by the learning rate, ours is: compared without any
+    return optax.adafactor(
+        rate, min_dim_size_to_factor=config.min_dim_size_to_factor, multiply_by_parameter_scale=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [("lion", {"weight_decay": 0.3}), ("adafactor", {"weight_decay": 0, "min_dim_size_to_factor": 4})]
+)  # fmt: skip
+def test_updates_equal_those_of_optax_layer_by_layer(name: str, fields: dict[str, Any]) -> None:
+    config = OPTIMIZERS[name](name=name, warmup_steps=2, lr=1e-2, **fields)
+    ours, other = Optimizer(config, AXES), optax.chain(optax.clip_by_global_norm(1.0), theirs(name, config))
+    params = drawn(0)
+    state, expected_state = ours.init(params), other.init(unstacked(params))
+    for seed in range(1, 4):
+        gradient = drawn(seed)
+        updates, state = jax.jit(ours.update)(gradient, state, params)
+        expected, expected_state = jax.jit(other.update)(
+            unstacked(gradient), expected_state, unstacked(params)
+        )
+        # norms and means of float32 in another order
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), unstacked(updates), expected
+        )
+        params = optax.apply_updates(params, updates)
+    assert int(state["count"]) == int(state["schedule"]) == 3
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_slot_has_the_names_of_its_dimensions(name: str) -> None:
+    config = OPTIMIZERS[name](name=name, **({"min_dim_size_to_factor": 8} if name == "adafactor" else {}))
+    optimizer, params = Optimizer(config, AXES), drawn(0)
+    state, slots = optimizer.init(params), optimizer.slot_axes(params)
+    assert state.keys() - slots.keys() == {"count", "schedule"}
+    sizes = {"vocab": 12, "embed": 8, "mlp": 16, "layers": 3, None: 1}
+    for slot, axes in slots.items():
+        found = jax.tree.map(lambda x: x.shape, state[slot])
+        assert found == jax.tree.map(
+            lambda names: tuple(sizes[name] for name in names), axes, is_leaf=lambda node: isinstance(node, tuple)
+        )  # fmt: skip
+    if name == "adafactor":
+        assert slots["v_row"]["blocks"]["w"] == ("layers", "embed")
+        assert slots["v_col"]["blocks"]["w"] == ("layers", "mlp")
+        assert slots["v_row"]["tables"]["w"] == ("embed",)
+        assert slots["v"]["blocks"] == {"w": ("layers", None), "b": ("layers", "mlp")}
+
+
+@pytest.mark.parametrize("overrides", [("optimizer.name=lion",), ("optimizer.name=adafactor", FACTORED)])
+def test_state_on_a_mesh_and_in_files(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """Sharded as on one device; saved there and gone on with here."""
+    sharded, alone = program(SMALL, *MESH, *overrides, devices=8), program(SMALL, *overrides)
+    state, expected = sharded.init(jax.random.key(0)), alone.init(jax.random.key(0))
+    for slot in sharded.config.optimizer.slots:
+        matrix = state.opt_state[slot]["blocks"]["ff/in"]["w"]
+        # but for a placeholder, split over dp, fsdp and tp together; a factor has lost one of the two dimensions
+        assert matrix.sharding.is_fully_replicated == (slot == "v")
+    state, _ = sharded.train_step(state, TOKENS[0])
+    expected, _ = alone.train_step(expected, TOKENS[0])
+    # of the first gradient; after it Lion's signs of what is nearly zero differ
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max() + 1e-12),
+        state.opt_state,
+        jax.device_get(expected.opt_state),
+    )
+    store = CheckpointStore(str(tmp_path))
+    store.save(1, state, {})
+    store.close()
+    found = CheckpointStore(str(tmp_path), read_only=True).restore(alone.abstract_state)
+    assert found is not None
+    kept, here = flatten(jax.device_get(state)), found.state
+    assert {name.split("/")[1] for name in kept if name.startswith("opt_state/")} == state.opt_state.keys()
+    for name, array in flatten(here).items():
+        np.testing.assert_array_equal(array, kept[name], err_msg=name)
+    for tokens in TOKENS[1:]:
+        state, metrics = sharded.train_step(state, tokens)
+        here, expected_metrics = alone.train_step(here, tokens)
+        # of sums in another order: as test_meshes.py for one step, and the second begins from other signs
+        np.testing.assert_allclose(metrics["train/loss"], expected_metrics["train/loss"], rtol=1e-4)
+
+
+def test_a_frozen_part_keeps_its_values_and_has_no_slots() -> None:
+    def without_embeddings(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {name: params[name] for name in ("blocks", "head")}, {"embed": params["embed"]}
+
+    whole = program(SMALL)
+    run = type(whole)(whole.placement, whole.config, split=without_embeddings)
+    state = run.init(jax.random.key(0))
+    before = jax.device_get(state)
+    for tokens in TOKENS:
+        state, metrics = run.train_step(state, tokens)
+    assert (
+        state.opt_state["mu"].keys()
+        == state.opt_state["nu"].keys()
+        == state.params.keys()
+        == {"blocks", "head"}
+    )
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.frozen), before.frozen)
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), jax.device_get(state.params), before.params)
+    assert all(jax.tree.leaves(changed))
+    assert not [name for name in flatten(whole.abstract_state) if name.startswith("frozen")]
+    # the loss of the first step does not depend on what is trained
+    _, expected = whole.train_step(whole.init(jax.random.key(0)), TOKENS[0])
+    _, first = run.train_step(run.init(jax.random.key(0)), TOKENS[0])
+    assert first["train/loss"] == expected["train/loss"] != metrics["train/loss"]
