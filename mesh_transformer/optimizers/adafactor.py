@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Lt
-from pydantic import Field
 
 from mesh_transformer.fields import Dims, Positive
 from mesh_transformer.optimizers.base import Axes, OptimizerConfig, Slot
@@ -22,20 +21,16 @@ if TYPE_CHECKING:
 class Config(OptimizerConfig):
     """Adafactor: of a matrix one average for each row and each column, of other parameters one of their size."""
 
-    name: Literal["adafactor"] = Field(
-        "adafactor", description=OptimizerConfig.model_fields["name"].description
-    )
-    decay_rate: Annotated[Positive, Lt(1)] = Field(
-        0.8, description="step t keeps 1 - t ** -decay_rate of the second moment"
-    )
-    eps: Positive = Field(1e-30, description="added to the squared gradient")
-    clipping_threshold: Positive = Field(
-        1.0,
-        description="largest root mean square of one matrix's or vector's update, before the learning rate",
-    )
-    min_dim_size_to_factor: Dims = Field(
-        128, description="matrices with a smaller side keep a whole second moment"
-    )
+    name: Literal["adafactor"] = "adafactor"
+    """the optimizer: a file in mesh_transformer/optimizers"""
+    decay_rate: Annotated[Positive, Lt(1)] = 0.8
+    """step t keeps 1 - t ** -decay_rate of the second moment"""
+    eps: Positive = 1e-30
+    """added to the squared gradient"""
+    clipping_threshold: Positive = 1.0
+    """largest root mean square of one matrix's or vector's update, before the learning rate"""
+    min_dim_size_to_factor: Dims = 128
+    """matrices with a smaller side keep a whole second moment"""
 
     @property
     def slots(self) -> dict[str, Slot]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
-
 from mesh_transformer.fields import Fraction, Positive
 from mesh_transformer.optimizers.base import MomentsDtype, OptimizerConfig, Slot, like_parameter, stored_as
 
@@ -16,13 +14,16 @@ if TYPE_CHECKING:
 class Config(OptimizerConfig):
     """Adam: two averages of each parameter's size."""
 
-    name: Literal["adam"] = Field("adam", description=OptimizerConfig.model_fields["name"].description)
-    b1: Fraction = Field(0.9, description="decay of the first moment")
-    b2: Fraction = Field(0.999, description="decay of the second moment")
-    eps: Positive = Field(1e-8, description="added to the root of the second moment")
-    moments_dtype: MomentsDtype = Field(
-        "float32", description="dtype in which the moments are stored (classic bf16_optimizer: bfloat16)"
-    )
+    name: Literal["adam"] = "adam"
+    """the optimizer: a file in mesh_transformer/optimizers"""
+    b1: Fraction = 0.9
+    """decay of the first moment"""
+    b2: Fraction = 0.999
+    """decay of the second moment"""
+    eps: Positive = 1e-8
+    """added to the root of the second moment"""
+    moments_dtype: MomentsDtype = "float32"
+    """dtype in which the moments are stored (classic bf16_optimizer: bfloat16)"""
 
     @property
     def slots(self) -> dict[str, Slot]:

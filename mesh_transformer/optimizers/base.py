@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Le
-from pydantic import Field
 
 from mesh_transformer.fields import (
     Count,
@@ -29,36 +28,33 @@ MomentsDtype = Literal["float32", "bfloat16"]
 class OptimizerConfig(Group):
     """The optimizer, its schedule and the loss."""
 
-    name: str = Field(description="the optimizer: a file in mesh_transformer/optimizers")
-    lr: Positive = Field(1.2e-4, description="peak learning rate")
-    end_lr: NonNegative = Field(1.2e-5, description="learning rate after annealing")
+    name: str
+    """the optimizer: a file in mesh_transformer/optimizers"""
+    lr: Positive = 1.2e-4
+    """peak learning rate"""
+    end_lr: NonNegative = 1.2e-5
+    """learning rate after annealing"""
     # numbers of a formula, not counts: the original's files have fractions here
-    warmup_steps: Annotated[NonNegative, Unit("steps")] = Field(
-        3000.0, description="linear warm-up from 0 to lr"
-    )
-    anneal_steps: Annotated[Positive, Unit("steps")] = Field(
-        300000.0, description="cosine decay from lr to end_lr, after the warm-up"
-    )
-    total_steps: Steps = Field(350000, description="length of the whole run")
-    weight_decay: NonNegative = Field(
-        0.1, description="decoupled decay of matrices (not of biases and norms)"
-    )
-    gradient_accumulation_steps: Annotated[Count, Unit("microbatches")] = Field(
-        1, description="microbatches whose gradients make one step"
-    )
-    clip_norm: Positive = Field(1.0, description="largest global norm of the mean gradient")
-    z_loss: NonNegative = Field(1e-4, description="weight of the squared log-normaliser in the training loss")
-    z_loss_kind: Literal["classic", "log_z"] = Field(
-        "classic",
-        description="classic: log-sum-exp after subtracting the maximum, as the original; log_z: the true normaliser",
-    )
-    noise_scale_alpha: Annotated[Positive, Le(1)] = Field(
-        0.01, description="weight of the newest step in the gradient-noise-scale averages"
-    )
-    nonfinite: Literal["stop", "skip"] = Field(
-        "stop",
-        description="a step whose loss or gradient is not finite: stop the run, or skip its update and count it",
-    )
+    warmup_steps: Annotated[NonNegative, Unit("steps")] = 3000.0
+    """linear warm-up from 0 to lr"""
+    anneal_steps: Annotated[Positive, Unit("steps")] = 300000.0
+    """cosine decay from lr to end_lr, after the warm-up"""
+    total_steps: Steps = 350000
+    """length of the whole run"""
+    weight_decay: NonNegative = 0.1
+    """decoupled decay of matrices (not of biases and norms)"""
+    gradient_accumulation_steps: Annotated[Count, Unit("microbatches")] = 1
+    """microbatches whose gradients make one step"""
+    clip_norm: Positive = 1.0
+    """largest global norm of the mean gradient"""
+    z_loss: NonNegative = 1e-4
+    """weight of the squared log-normaliser in the training loss"""
+    z_loss_kind: Literal["classic", "log_z"] = "classic"
+    """classic: log-sum-exp after subtracting the maximum, as the original; log_z: the true normaliser"""
+    noise_scale_alpha: Annotated[Positive, Le(1)] = 0.01
+    """weight of the newest step in the gradient-noise-scale averages"""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """a step whose loss or gradient is not finite: stop the run, or skip its update and count it"""
 
     @property
     def slots(self) -> dict[str, Slot]:

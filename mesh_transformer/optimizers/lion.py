@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
-
 from mesh_transformer.fields import Fraction
 from mesh_transformer.optimizers.base import MomentsDtype, OptimizerConfig, Slot, like_parameter, stored_as
 
@@ -19,10 +17,14 @@ if TYPE_CHECKING:
 class Config(OptimizerConfig):
     """Lion: one average of each parameter's size."""
 
-    name: Literal["lion"] = Field("lion", description=OptimizerConfig.model_fields["name"].description)
-    b1: Fraction = Field(0.9, description="weight of the moment in the average whose sign is the update")
-    b2: Fraction = Field(0.99, description="decay of the moment")
-    moments_dtype: MomentsDtype = Field("float32", description="dtype in which the moment is stored")
+    name: Literal["lion"] = "lion"
+    """the optimizer: a file in mesh_transformer/optimizers"""
+    b1: Fraction = 0.9
+    """weight of the moment in the average whose sign is the update"""
+    b2: Fraction = 0.99
+    """decay of the moment"""
+    moments_dtype: MomentsDtype = "float32"
+    """dtype in which the moment is stored"""
 
     @property
     def slots(self) -> dict[str, Slot]:
