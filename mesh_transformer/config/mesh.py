@@ -36,7 +36,7 @@ class MeshConfig(Group):
     tp: Annotated[Devices, Axis("heads", "mlp", "vocab")] = 1
     """tensor parallelism (Megatron): heads, feed-forward and vocabulary are split"""
     zero1: Switch = False
-    """shard the Adam moments over dp too, weights replicated (ZeRO-1)"""
+    """shard the optimizer's moments over dp too, weights replicated (ZeRO-1)"""
     shard_activations: Switch = False
     """between blocks, split the activations' sequence dimension over tp (sequence parallelism)"""
     gather_weights: Literal["per_layer", "per_step"] = "per_layer"
