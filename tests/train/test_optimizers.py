@@ -9,10 +9,16 @@ import jax
 import numpy as np
 import optax
 import pytest
+from array_source import ArraySource
 from builders import program
+from classic_folders import RandomSource, model_config
 
+from mesh_transformer.checkpoint.classic_write import write_classic
+from mesh_transformer.checkpoint.identity import check_optimizer
 from mesh_transformer.checkpoint.manifest import flatten
 from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.errors import UserError
 from mesh_transformer.optimizers import OPTIMIZERS
 from mesh_transformer.train.optim import Optimizer, learning_rate
 
@@ -149,3 +155,45 @@ def test_a_frozen_part_keeps_its_values_and_has_no_slots() -> None:
     _, expected = whole.train_step(whole.init(jax.random.key(0)), TOKENS[0])
     _, first = run.train_step(run.init(jax.random.key(0)), TOKENS[0])
     assert first["train/loss"] == expected["train/loss"] != metrics["train/loss"]
+
+
+SLOTS = {"adam": ("mu", "nu"), "lion": ("mu",), "adafactor": ("v_row", "v_col", "v")}
+
+
+@pytest.mark.parametrize("noted", [True, False])
+@pytest.mark.parametrize("held", SLOTS)
+def test_state_of_another_optimizer_is_refused(held: str, noted: bool) -> None:
+    """Told by the config that a checkpoint notes, else by the names of the slots."""
+    arrays = {f"{kind}/head/logits/b": np.zeros(4, np.float32) for kind in ("params", *SLOTS[held])}
+    source = ArraySource(arrays, Counts(3, 3, 3))
+    if noted:
+        source.extra = {"config": {"optimizer": {"name": held}}}
+    for name, kind in OPTIMIZERS.items():
+        if name == held:
+            check_optimizer(source, kind(name=name))
+            continue
+        with pytest.raises(UserError) as refused:
+            check_optimizer(source, kind(name=name))
+        for part in (
+            f"optimizer {held},",
+            f"optimizer.name {name}:",
+            f"set optimizer.name={held}",
+            "--fresh-opt",
+        ):
+            assert part in str(refused.value)
+    slim = ArraySource({"params/head/logits/b": arrays["params/head/logits/b"]}, Counts(3))
+    with pytest.raises(UserError, match="no Lion moments: no run can go on from it"):
+        check_optimizer(slim, OPTIMIZERS["lion"](name="lion"))
+
+
+def test_lion_has_no_full_classic_form(tmp_path: Path) -> None:
+    """From Adam's tensors without one of the moments; the parameters alone are written."""
+    model = model_config()
+    whole = RandomSource(model, full=True)
+    names = [name for name in whole.tensors if not name.startswith("nu/")]
+    source = ArraySource({name: whole.read(name, (slice(None),) * len(whole.tensors[name].shape)) for name in names}, Counts(3, 3, 3))  # fmt: skip
+    for full in (None, True):
+        with pytest.raises(UserError, match=r"another optimizer than Adam \(mu\).*slim_model.py"):
+            write_classic(source, model, str(tmp_path / "full"), 1, full=full)
+    assert not list(tmp_path.iterdir())
+    write_classic(source, model, str(tmp_path / "slim"), 1, full=False)
