@@ -32,8 +32,8 @@ from mesh_transformer.checkpoint.hf import HFSource
 from mesh_transformer.checkpoint.hf_write import write_hf
 from mesh_transformer.checkpoint.native_writer import write_native
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
-from mesh_transformer.config import ModelConfig
-from mesh_transformer.models import registry
+from mesh_transformer.config import ComputeConfig, ModelConfig
+from mesh_transformer.models.model import Model
 
 SHARDS, STEP = 8, 1
 BLOCK = 1 << 20
@@ -46,7 +46,7 @@ class RandomSource:
 
     def __init__(self, model: ModelConfig):
         kind = np.dtype(ml_dtypes.bfloat16)
-        init = registry.build(platforms.resolve(model, "cpu")).init
+        init = Model(model.decoder(), platforms.resolve(ComputeConfig(), "cpu")).init
         shapes = manifest.flatten({"params": jax.eval_shape(init, jax.random.key(0))})
         self.tensors = {name: TensorInfo(leaf.shape, kind) for name, leaf in shapes.items()}
         self.block = (np.random.default_rng(0).standard_normal(BLOCK, np.float32) / 64).astype(kind)
