@@ -31,7 +31,7 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (3, 1, 4, 13)).astype(np.int32
 MESH = ("mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.zero1=true")
 FACTORED = "optimizer.min_dim_size_to_factor=8"
 AXES = {"tables": {"w": ("vocab", "embed"), "b": ("vocab",)}, "blocks": {"w": ("layers", "embed", "mlp"), "b": ("layers", "mlp")}}  # fmt: skip
-SHAPES = {"tables": {"w": (12, 8), "b": (12,)}, "blocks": {"w": (3, 8, 16), "b": (3, 16)}}
+SHAPES = {"tables": {"w": (12, 8), "b": (12,)}, "blocks": {"w": (9, 8, 16), "b": (9, 16)}}
 
 
 def drawn(seed: int) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def drawn(seed: int) -> dict[str, Any]:
 
 def unstacked(tree: dict[str, Any]) -> dict[str, Any]:
     """The same with each layer as a tree of its own."""
-    layers = {str(layer): {name: x[layer] for name, x in tree["blocks"].items()} for layer in range(3)}
+    layers = {str(layer): {name: x[layer] for name, x in tree["blocks"].items()} for layer in range(9)}
     return {**tree["tables"], **layers}
 
 
@@ -85,7 +85,7 @@ def test_a_slot_has_the_names_of_its_dimensions(name: str) -> None:
     optimizer, params = Optimizer(config, AXES), drawn(0)
     state, slots = optimizer.init(params), optimizer.slot_axes(params)
     assert state.keys() - slots.keys() == {"count", "schedule"}
-    sizes = {"vocab": 12, "embed": 8, "mlp": 16, "layers": 3, None: 1}
+    sizes = {"vocab": 12, "embed": 8, "mlp": 16, "layers": 9, None: 1}
     for slot, axes in slots.items():
         found = jax.tree.map(lambda x: x.shape, state[slot])
         assert found == jax.tree.map(
