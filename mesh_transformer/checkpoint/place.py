@@ -1,20 +1,23 @@
 """From a checkpoint of any form straight onto devices.
 
-A process reads the slices of its own devices, one after the other: beside its devices' shards it never holds more than
-one slice and what the source holds, and no device more than its shards. No process reads a whole native checkpoint: each
-sums the bits that it reads, and all compare the checksums together.
+A process reads the slices of its own devices, one after the other and a large one in pieces, in the dtype that is wanted: beside
+its devices' shards it never holds more than one slice and a piece of it in the stored dtype, and no device more than its
+shards. On CPU a slice becomes the device's without a copy. No process reads a whole native checkpoint: each sums the bits that
+it reads, and all compare the checksums together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh_transformer.checkpoint import manifest as manifests
 from mesh_transformer.checkpoint.agree import agreed
@@ -23,8 +26,11 @@ from mesh_transformer.checkpoint.native import NativeSource
 from mesh_transformer.checkpoint.target import Transfer
 from mesh_transformer.checkpoint.tensors import Index, TensorSource
 
+PIECE_BYTES = 128 << 20  # of a tensor, in its stored dtype: read at a time
+ALIGNMENT = 64  # bytes: XLA for CPU takes an array that begins at a multiple as its own
+
 Read = Callable[[str, Index], np.ndarray]
-Sum = Callable[[np.ndarray, Sequence[int]], int]  # of a part of a tensor and where that begins
+Spans = tuple[tuple[int, int], ...]  # the first and the end of a slice, by dimension
 
 
 def place(source: TensorSource, abstract: Any) -> Any:
@@ -38,12 +44,28 @@ def place(source: TensorSource, abstract: Any) -> Any:
         DamagedCheckpoint: a tensor cannot be read or is not what was saved, in this process or in another.
     """
     check_shapes(source, abstract)
-    if not isinstance(source, NativeSource):
-        return _place_all(source.read, abstract, lambda *_: 0)[0]
-    stored, checksum = source.stored, source.manifest.checksum
-    state, sums = _place_all(lambda name, index: source.read_stored(stored[name], index), abstract, checksum)
-    manifests.verify(source.manifest, {stored[name]: value for name, value in sums.items()})
-    return state
+    with _reading(*_named(source), abstract) as reader:
+        return reader.place(abstract)
+
+
+def place_in_parts(source: TensorSource, abstract: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """As `place`, the parameters in parts, each read when it is asked for: ("embed", ...), ("head", ...), then ("blocks", ...)
+    for each layer, without the dimension of layers.
+
+    Args:
+        abstract: the parameters by stage; the leaves of "blocks" have a leading layer dimension.
+
+    Raises:
+        UserError, DamagedCheckpoint: as in `place`; that of a wrong checksum at the end.
+    """
+    check_shapes(source, {"params": abstract})
+    with _reading(*_named(source), {"params": abstract}) as reader:
+        for stage in abstract:
+            if stage != "blocks":
+                yield stage, reader.place({"params": {stage: abstract[stage]}})["params"][stage]
+        layer = {"params": {"blocks": jax.tree.map(_of_one_layer, abstract["blocks"])}}
+        for number in range(jax.tree.leaves(abstract["blocks"])[0].shape[0]):
+            yield "blocks", reader.place(layer, number)["params"]["blocks"]
 
 
 def restore(source: NativeSource, abstract: Any, *, part: bool) -> Any:
@@ -57,9 +79,8 @@ def restore(source: NativeSource, abstract: Any, *, part: bool) -> Any:
         DamagedCheckpoint: as in `place`.
     """
     manifests.check_fits(source.manifest, abstract, part=part, where=source.where)
-    state, sums = _place_all(source.read_stored, abstract, source.manifest.checksum)
-    manifests.verify(source.manifest, sums)
-    return state
+    with _reading(source.read_stored, source.manifest, abstract) as reader:
+        return reader.place(abstract)
 
 
 def check_shapes(source: TensorSource, abstract: Any) -> None:
@@ -78,40 +99,104 @@ def place_scalar(value: int, like: Any) -> jax.Array:
     return jax.make_array_from_callback((), like.sharding, lambda _: scalar)
 
 
-def _place_all(read: Read, abstract: Any, checksum: Sum) -> tuple[Any, dict[str, int]]:
-    """The tensors as they lie on the devices of all processes, and their checksums as they were read."""
-    leaves = manifests.flatten(abstract)
-    with Transfer("reading", sum(_local_bytes(leaf) for leaf in leaves.values())) as transfer:
-        placed = agreed(
-            lambda: [_place(read, name, leaf, checksum, transfer) for name, leaf in leaves.items()]
-        )
-    parts = multihost_utils.process_allgather(np.array([part for _, part in placed], np.uint32))
-    sums = parts.reshape(-1, len(placed)).sum(axis=0, dtype=np.uint32)
-    state = jax.tree.unflatten(jax.tree.structure(abstract), [array for array, _ in placed])
-    return state, dict(zip(leaves, map(int, sums), strict=True))
+def _named(source: TensorSource) -> tuple[Read, Manifest | None]:
+    """How tensors are read by our names; and the manifest by these names, if there are checksums to compare at the end."""
+    if not isinstance(source, NativeSource):
+        return source.read, None
+    stored, manifest = source.stored, source.manifest
+    specs = {ours: manifest.tensors[name] for ours, name in stored.items()}
+    return lambda name, index: source.read_stored(stored[name], index), manifest._replace(tensors=specs)
 
 
-def _place(read: Read, name: str, leaf: Any, checksum: Sum, transfer: Transfer) -> tuple[jax.Array, int]:
-    """One tensor, slice after slice, each read once; and this process's part of the checksum: of slices that several
-    processes hold, the first counts."""
-    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = defaultdict(list)
-    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        bounds = (s.indices(n)[:2] for s, n in zip(index or (), leaf.shape, strict=True))
-        devices[tuple(bounds)].append(device)
-    shards, total = [], 0
-    for spans, holders in devices.items():
-        ours = [device for device in holders if device.process_index == jax.process_index()]
-        if not ours:
-            continue
-        stored = read(name, tuple(slice(*span) for span in spans))
-        if ours[0] == holders[0]:
-            total += checksum(stored, [start for start, _ in spans])
-        values = stored.astype(leaf.dtype, copy=False)
-        shards += jax.block_until_ready([jax.device_put(values, device) for device in ours])
-        transfer.add(values.nbytes * len(ours))
-        del stored, values  # before the next slice is read
-    array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards, dtype=leaf.dtype)
-    return array, total % 2**32
+@contextlib.contextmanager
+def _reading(read: Read, manifest: Manifest | None, abstract: Any) -> Iterator[_Reader]:
+    """What reads `abstract` in one or several parts; in the end the checksums of what was read are compared."""
+    n_bytes = sum(map(_local_bytes, jax.tree.leaves(abstract)))
+    with Transfer("reading", n_bytes) as transfer:
+        reader = _Reader(read, manifest, transfer)
+        yield reader
+    if manifest is not None:
+        manifests.verify(manifest, reader.checksums())
+
+
+class _Reader:
+    """Puts tensors onto the devices of all processes, and sums up what this process reads."""
+
+    def __init__(self, read: Read, manifest: Manifest | None, transfer: Transfer):
+        self._read, self._manifest, self._transfer = read, manifest, transfer
+        self._sums: dict[str, int] = defaultdict(int)
+
+    def place(self, abstract: Any, layer: int | None = None) -> Any:
+        """Some tensors, or one layer of stacked ones."""
+        leaves = manifests.flatten(abstract)
+        arrays = agreed(lambda: [self._array(name, leaf, layer) for name, leaf in leaves.items()])
+        return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+
+    def checksums(self) -> dict[str, int]:
+        """Of all tensors, as all processes together have read them."""
+        parts = np.array([value % 2**32 for value in self._sums.values()], np.uint32)
+        sums = multihost_utils.process_allgather(parts).reshape(-1, len(parts)).sum(axis=0, dtype=np.uint32)
+        return dict(zip(self._sums, map(int, sums), strict=True))
+
+    def _array(self, name: str, leaf: Any, layer: int | None) -> jax.Array:
+        """One tensor, slice after slice, each read once; of slices that several processes hold, the first one's sum counts."""
+        devices: dict[Spans, list[jax.Device]] = defaultdict(list)
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            bounds = (s.indices(n)[:2] for s, n in zip(index or (), leaf.shape, strict=True))
+            devices[tuple(bounds)].append(device)
+        shards = []
+        self._sums.setdefault(name, 0)
+        for spans, holders in devices.items():
+            ours = [device for device in holders if device.process_index == jax.process_index()]
+            if not ours:
+                continue
+            values = self._slice(name, spans, leaf.dtype, layer, count=ours[0] == holders[0])
+            shards += jax.block_until_ready([jax.device_put(values, device) for device in ours])
+            self._transfer.add(values.nbytes * len(ours))
+            del values  # before the next slice is read
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards, dtype=leaf.dtype)
+
+    def _slice(
+        self, name: str, spans: Spans, dtype: np.dtype, layer: int | None, *, count: bool
+    ) -> np.ndarray:
+        """A part of a tensor, or of a layer of it, in `dtype`."""
+        out = _aligned([stop - start for start, stop in spans], dtype)
+        stack = () if layer is None else ((layer, layer + 1),)
+        for piece in _pieces(spans):
+            place = (*stack, *piece)
+            stored = self._read(name, tuple(slice(*span) for span in place))
+            if self._manifest is not None and count:
+                self._sums[name] += self._manifest.checksum(stored, [start for start, _ in place])
+            to = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(piece, spans, strict=True))
+            out[to] = stored if layer is None else stored[0]
+        return out
+
+
+def _pieces(spans: Spans) -> Iterator[Spans]:
+    """The same in pieces of at most PIECE_BYTES of float32: layer by layer, then along the longest dimension."""
+    sizes = [stop - start for start, stop in spans]
+    parts = -(-math.prod(sizes) * 4 // PIECE_BYTES)
+    if parts <= 1 or max(sizes) == 1:
+        yield spans
+        return
+    dim = 0 if len(sizes) > 2 and sizes[0] > 1 else sizes.index(max(sizes))
+    start, stop = spans[dim]
+    step = -(-sizes[dim] // parts)
+    for first in range(start, stop, step):
+        yield from _pieces((*spans[:dim], (first, min(first + step, stop)), *spans[dim + 1 :]))
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An empty array that a CPU device takes without copying it."""
+    n_bytes = math.prod(shape) * dtype.itemsize
+    room = np.empty(n_bytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    return room[start : start + n_bytes].view(dtype).reshape(shape)
+
+
+def _of_one_layer(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,17 +32,30 @@ class SlotEngine:
     """See `requests.Engine`. Its programs are few: pieces of prompts come in powers of two, what attention reads in the
     segments of the cache, and pieces that begin their prompts are computed several at a time."""
 
-    def __init__(self, placement: Placement, params: Params, *, slots: int, chunk: int = 512):
+    def __init__(
+        self,
+        placement: Placement,
+        params: Params,
+        *,
+        slots: int,
+        context: int | None = None,
+        chunk: int = 512,
+    ):
         """Allocate the cache.
 
         Args:
             params: in the compute dtype, on the mesh of `placement`; "blocks" may be a tuple, one tree a layer.
             slots: sequences at a time.
+            context: positions that a sequence needs, at least; None: all that the model has.
             chunk: tokens of prompts that are computed at a time.
         """
         model, partition = placement.model, placement.partition
         self.model, self.mesh = model, partition.mesh
-        self.slots, self.context = slots, model.decoder.seq
+        ends = segment_ends(model.decoder.seq)
+        self.slots, self.context = (
+            slots,
+            next(end for end in ends if end >= min(context or math.inf, ends[-1])),
+        )
         self.chunk, self._longest = chunk, min(chunk, self.context)
         self._params, self._n_vocab = params, model.decoder.padded_vocab
         self._programs = SlotPrograms(

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
+BLOCK = 1 << 19  # elements that are multiplied at a time where a matrix is taken in parts
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["w_FD"], meta_fields=["start", "stop"])
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Transposed:
     """A matrix (D, F) that is kept as some rows of a transposed one, which XLA for CPU multiplies faster. No gradients.
 
     The other rows may be matrices that take the same input: their products are then one, since equal ones are computed once.
+    A dtype of two bytes is kept as its bits, uint16: see `_product_of_bits`.
     """
 
     w_FD: jax.Array
@@ -37,9 +40,31 @@ class Transposed:
 def matmul(x_D: jax.Array, w_DF: jax.Array | Transposed, out_dtype: jnp.dtype) -> jax.Array:
     """x w: (..., D), (D, F) -> (..., F) of `out_dtype`. The gradients' products are of x's dtype."""
     if isinstance(w_DF, Transposed):
-        y_F = jnp.einsum("...d,fd->...f", x_D, w_DF.w_FD, preferred_element_type=out_dtype)
-        return y_F[..., w_DF.start : w_DF.stop]
+        product = _product_of_bits if w_DF.w_FD.dtype == jnp.uint16 else _product
+        return product(x_D, w_DF.w_FD, out_dtype)[..., w_DF.start : w_DF.stop]
     return _matmul(x_D, w_DF, out_dtype)
+
+
+def _product(x_D: jax.Array, w_FD: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    return jnp.einsum("...d,fd->...f", x_D, w_FD, preferred_element_type=out_dtype)
+
+
+def _product_of_bits(x_D: jax.Array, bits_FD: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    """The product with a matrix of x's dtype, given as its bits, some rows at a time.
+
+    XLA for CPU multiplies bfloat16 as float32, and makes such a copy of every matrix that a program reads before it begins.
+    Of integers it makes none: the copy of some rows stays in the cache.
+    """
+    rows, width = bits_FD.shape
+    some = max((n for n in range(1, rows) if rows % n == 0 and n * width <= BLOCK), default=rows)
+    x_D, dtype = x_D.astype(jnp.float32), x_D.dtype
+
+    def product(bits_fD: jax.Array) -> jax.Array:
+        w_fD = jax.lax.bitcast_convert_type(bits_fD, dtype).astype(jnp.float32)
+        return _product(x_D, w_fD, jnp.dtype(jnp.float32)).astype(out_dtype)
+
+    y_Nf = jax.lax.map(product, rearrange(bits_FD, "(n f) d -> n f d", f=some))
+    return rearrange(y_Nf, "n ... f -> ... (n f)")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -118,13 +143,13 @@ class PackedBlock:
         among = {name for names in groups for name in names}
         others = {
             module: {
-                name: Transposed(leaf.T, 0, leaf.shape[1]) if leaf.ndim == 2 else leaf
+                name: Transposed(_kept(leaf), 0, leaf.shape[1]) if leaf.ndim == 2 else leaf
                 for name, leaf in leaves.items()
                 if not (module in among and name == "w")
             }
             for module, leaves in block.items()
         }
-        joined = tuple(jnp.concatenate([block[name]["w"].T for name in names]) for names in groups)
+        joined = tuple(jnp.concatenate([_kept(block[name]["w"]) for name in names]) for names in groups)
         sizes = tuple(tuple(block[name]["w"].shape[1] for name in names) for names in groups)
         return cls(others, joined, tuple(map(tuple, groups)), sizes)
 
@@ -136,3 +161,9 @@ class PackedBlock:
             for name, size, end in zip(names, sizes, ends, strict=True):
                 block[name]["w"] = Transposed(w_FD, end - size, end)
         return block
+
+
+def _kept(w_DF: jax.Array) -> jax.Array:
+    """A matrix as `Transposed` has it."""
+    w_FD = w_DF.T
+    return jax.lax.bitcast_convert_type(w_FD, jnp.uint16) if w_FD.dtype.itemsize == 2 else w_FD

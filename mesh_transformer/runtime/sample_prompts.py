@@ -8,7 +8,7 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.runtime.sample_request import Request
-from mesh_transformer.runtime.sampler import Sample, Sampler, complete, fit
+from mesh_transformer.runtime.sampler import Sample, Sampler, complete
 from mesh_transformer.runtime.weights import split_step
 
 
@@ -35,9 +35,7 @@ def answer(
             assert tokenizer is not None
             prompt = tokenizer.encode(prompt)
         tokens.append(prompt)
-    for ids in tokens:
-        fit(config.model, ids, request)
-    sampler = Sampler(config, checkpoint, request.num_samples)
+    sampler = Sampler(config, checkpoint, request, tokens)
     return [
         list(complete(sampler, request, text, ids, tokenizer))
         for text, ids in zip(texts, tokens, strict=True)

@@ -69,11 +69,24 @@ class _Drawn:
 
 
 class Sampler:
-    """An engine with a model's weights, and what schedules the samples on it."""
+    """An engine with a model's weights, and what schedules the samples on it.
 
-    def __init__(self, config: Config, checkpoint: str, samples: int):
+    Args:
+        prompts: all that will be asked, so that there is room for no more; None: any.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        checkpoint: str,
+        request: Request,
+        prompts: Sequence[Sequence[int]] | None = None,
+    ):
         self.config = config.model
-        self._engine = open_engine(config, checkpoint, slots=min(samples, MAX_SLOTS))
+        fitted = [fit(self.config, prompt, request) for prompt in prompts or ()]
+        context = max((len(tokens) + new for tokens, new in fitted), default=None)
+        slots = min(request.num_samples, MAX_SLOTS)
+        self._engine = open_engine(config, checkpoint, slots=slots, context=context)
 
     def sample(
         self, prompt: Sequence[int], request: Request, tokenizer: Tokenizer | None
@@ -83,6 +96,9 @@ class Sampler:
         The end-of-text token of the tokenizer ends them, and the stop texts of the request do.
         """
         tokens, new = fit(self.config, prompt, request)
+        if len(tokens) < len(prompt):
+            cut = len(prompt) - len(tokens)
+            log.warning("the prompt has %d tokens: its first %d are cut", len(prompt), cut)
         eos = tokenizer.eot if tokenizer is not None and tokenizer.eot < self.config.n_vocab else None
         scheduler = Scheduler(self._engine, max_queue=request.num_samples, max_steps=MAX_STEPS)
         drawn = []
@@ -122,8 +138,6 @@ def fit(config: ModelConfig, prompt: Sequence[int], request: Request) -> tuple[l
             f"the prompt has {len(prompt)} tokens; with {new} new ones that is over the context of {c.seq}: "
             f"shorten it to {room}, lower --max-new-tokens, or pass --truncate to cut it on the left"
         )
-    if len(prompt) > room:
-        log.warning("the prompt has %d tokens: its first %d are cut", len(prompt), len(prompt) - room)
     return prompt[-room:], new
 
 
@@ -167,7 +181,8 @@ class Job:
         Raises:
             UserError: the checkpoint cannot be used.
         """
-        sampler = Sampler(self.config, checkpoint, self.request.num_samples)
+        prompts = None if self.tokens is None else [self.tokens]
+        sampler = Sampler(self.config, checkpoint, self.request, prompts)
         if self.tokens is not None:
             self._answer(sampler, self.prompt, self.tokens, as_json)
             return

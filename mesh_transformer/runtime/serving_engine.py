@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -16,29 +15,25 @@ import mesh_transformer
 from mesh_transformer.config import Config
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.logs import Progress, log
-from mesh_transformer.models.decoder import same_input
-from mesh_transformer.models.model import Params
-from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.parallel.sharding import inference_rules
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.weights import read_params
 
 
-def open_engine(config: Config, checkpoint: str, *, slots: int) -> ServingEngine:
+def open_engine(config: Config, checkpoint: str, *, slots: int, context: int | None = None) -> ServingEngine:
     """Read the parameters of a checkpoint of any form onto the config's mesh, and allocate a cache of `slots`.
+
+    Args:
+        context: positions that a slot has room for, if not all of the model's.
 
     Raises:
         UserError: the devices do not fit the mesh, or the checkpoint does not fit the config.
     """
     session = Session.open(config)
-    weights = read_params(session, checkpoint)
+    weights = read_params(session, checkpoint, for_decode=True)
     log.info("parameters of step %d from %s", weights.step, checkpoint)
     placement = session.placement.with_rules(**inference_rules())
-    model = placement.model
-    params = jax.jit(model.cast, donate_argnums=0)(weights.params)
-    if jax.default_backend() == "cpu":
-        params = pack_for_cpu_decode(params, same_input(model.decoder))
-    return ServingEngine(placement, params, slots=slots)
+    return ServingEngine(placement, weights.params, slots=slots, context=context)
 
 
 class ServingEngine(SlotEngine):
@@ -82,25 +77,3 @@ class ServingEngine(SlotEngine):
         )
         digest = hashlib.sha256(repr((told, sources)).encode()).hexdigest()
         return Path(folder, "engines", digest)
-
-
-def pack_for_cpu_decode(params: Params, same_input: Sequence[Sequence[str]]) -> Params:
-    """The same parameters for few rows on CPU: "blocks" is a tuple of packed layers, and the head's matrix is transposed.
-
-    XLA for CPU takes a layer out of a stack by copying it, at every step. The last layer's matrices are not joined: most of
-    them are applied to one position of a prompt only. The stacks are deleted.
-    """
-    leaves, structure = jax.tree.flatten(params["blocks"])
-    layers = [jax.tree.unflatten(structure, layer) for layer in zip(*map(_unstacked, leaves), strict=True)]
-    blocks = (
-        *(PackedBlock.pack(layer, same_input) for layer in layers[:-1]),
-        PackedBlock.pack(layers[-1], ()),
-    )
-    return {**params, "blocks": blocks, "head": PackedBlock.pack(params["head"], ()).unpack()}
-
-
-def _unstacked(stack: jax.Array) -> list[Any]:
-    layers = [stack[layer] for layer in range(len(stack))]
-    jax.block_until_ready(layers)
-    stack.delete()
-    return layers

@@ -2,37 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 
 from mesh_transformer.checkpoint.agree import agreed
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
 from mesh_transformer.checkpoint.open import open_source
-from mesh_transformer.checkpoint.place import place
+from mesh_transformer.checkpoint.place import place, place_in_parts
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.spec import Decoder
+from mesh_transformer.models.decoder import same_input
 from mesh_transformer.models.model import Params
+from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.runtime.session import Session
 
 
 class Weights(NamedTuple):
-    """The parameters of a checkpoint, float32, on their devices, and its step."""
+    """The parameters of a checkpoint, in the compute dtype, on their devices, and its step."""
 
     params: Params
     step: int
 
 
-def read_params(session: Session, path: str) -> Weights:
+def read_params(session: Session, path: str, *, for_decode: bool = False) -> Weights:
     """The parameters alone, without the moments, of the checkpoint that `path` names.
+
+    Args:
+        for_decode: in the layout in which this platform multiplies few rows.
 
     Raises:
         UserError: there is no checkpoint, or it is of another model or damaged.
     """
-    source = open_agreed(session, path)
-    abstract = session.placement.abstract(jnp.dtype("float32"))
-    return Weights(place_named(source, {"params": abstract})["params"], source.counts.step)
+    source, model = open_agreed(session, path), session.placement.model
+    abstract = session.placement.abstract(model.dtype)
+    with damage_named(source):
+        if for_decode and jax.default_backend() == "cpu":
+            parts = place_in_parts(source, abstract)
+            params = pack_for_cpu_decode(parts, model.decoder)
+        else:
+            params = place(source, {"params": abstract})["params"]
+    return Weights(params, source.counts.step)
+
+
+def pack_for_cpu_decode(parts: Iterable[tuple[str, Params]], decoder: Decoder) -> Params:
+    """Parameters for few rows on CPU: "blocks" is a tuple of packed layers, and the head's matrix is transposed.
+
+    XLA for CPU takes a layer out of a stack by copying it, at every step. The last layer's matrices are not joined: most of
+    them are applied to one position of a prompt only. Each part is packed before the next one is read.
+
+    Args:
+        parts: as `place_in_parts` gives them.
+    """
+    params: Params = {"blocks": ()}
+    for stage, part in parts:
+        if stage == "blocks":
+            joined = same_input(decoder) if len(params["blocks"]) < len(decoder.layers) - 1 else ()
+            params["blocks"] += (jax.block_until_ready(PackedBlock.pack(part, joined)),)
+        else:
+            params[stage] = PackedBlock.pack(part, ()).unpack() if stage == "head" else part
+    return params
 
 
 def split_step(path: str) -> tuple[str, int | None]:
@@ -50,12 +83,15 @@ def open_agreed(session: Session, path: str) -> TensorSource:
 
 
 def place_named(source: TensorSource, abstract: Any) -> Any:
-    """As `place`, of a checkpoint that the user named.
-
-    Raises:
-        UserError: it is of another model or damaged.
-    """
-    try:
+    """As `place`, of a checkpoint that the user named: a UserError says where it is damaged."""
+    with damage_named(source):
         return place(source, abstract)
+
+
+@contextlib.contextmanager
+def damage_named(source: TensorSource) -> Iterator[None]:
+    """What is found damaged inside is the checkpoint that the user named: a UserError says so."""
+    try:
+        yield
     except DamagedCheckpoint as damage:
         raise UserError(f"{source.where} is damaged: {damage}; name another step or checkpoint") from damage

@@ -14,8 +14,12 @@ import jax
 import numpy as np
 import pytest
 import sampling_reference as reference
+from array_source import ArraySource
 from builders import TINY, program
 
+from mesh_transformer.checkpoint.manifest import flatten
+from mesh_transformer.checkpoint.place import place_in_parts
+from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import (
     LEAST_TEMPERATURE,
@@ -27,9 +31,9 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
-from mesh_transformer.models.decoder import same_input
 from mesh_transformer.parallel.sharding import inference_rules
-from mesh_transformer.runtime.serving_engine import ServingEngine, pack_for_cpu_decode
+from mesh_transformer.runtime.serving_engine import ServingEngine
+from mesh_transformer.runtime.weights import pack_for_cpu_decode
 
 SLOTS = 4
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -299,11 +303,16 @@ def test_other_models_equal_their_definition(overrides: tuple[str, ...]) -> None
     assert made.ids == reference.complete(run, params, prompt_of(2, 11), GREEDY)[0]
 
 
-def test_parameters_packed_for_cpus_give_the_same_tokens() -> None:
-    run, _, engine = tiny()
-    params = pack_for_cpu_decode(run.init(jax.random.key(3)).params, same_input(run.model.decoder))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_packed_for_cpus_give_the_same_tokens(dtype: str) -> None:
+    run = program(TINY, "mesh.tp=1", "model.seq=64", dtype=dtype)
+    params = run.model.cast(run.init(jax.random.key(3)).params)
+    arrays = {name: np.asarray(leaf) for name, leaf in flatten({"params": params}).items()}
+    parts = place_in_parts(ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype))
+    packed = pack_for_cpu_decode(parts, run.model.decoder)
     (expected,), (found,) = (
-        complete(e, [(prompt_of(1, 21), SAMPLED)]) for e in (engine, engine_of(run, params, slots=1))
+        complete(engine_of(run, given, slots=slots), [(prompt_of(1, 21), SAMPLED)])
+        for given, slots in ((params, SLOTS), (packed, 1))
     )
     assert found.ids == expected.ids
 

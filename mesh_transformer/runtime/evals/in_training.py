@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.logs import log
 from mesh_transformer.models.model import Params
@@ -38,6 +40,7 @@ class Evaluation:
 
         self._model = EvalModel(session, load_tokenizer(data.tokenizer), stop=stop)
         self._lm = HarnessLM(self._model)
+        self._cast = jax.jit(session.placement.cast)
         rehearsal = HarnessLM(Rehearsal(self._model))
         for kind, requests in self._tasks.requests().items():
             getattr(rehearsal, kind)(requests)
@@ -51,7 +54,7 @@ class Evaluation:
         """{"eval/<task>/<metric>": value} of float32 parameters; nothing if the run is to end."""
         if self._tasks is None:
             return {}
-        self._model.load(params)
+        self._model.load(self._cast(params))
         try:
             return scalars(self._tasks.run(self._lm))
         except Stopped:

@@ -62,7 +62,6 @@ class EvalModel:
         self.config: Config = session.config
         self.tokenizer, self.counts = tokenizer, Counts()
         self._placement, self._model = session.placement, session.placement.model
-        self._cast = jax.jit(self._placement.cast)
         self._scorer = Scorer(self._placement, columns=platforms.vocab_columns(jax.default_backend()))
         self._batch_tokens, self._answers, self._stop = batch_tokens, answers, stop
         self._engines: dict[int, SlotEngine] = {}
@@ -74,8 +73,8 @@ class EvalModel:
         return self._model.decoder.seq
 
     def load(self, params: Params) -> None:
-        """Answer with these weights, float32 on the session's mesh, from now on; the counts begin again."""
-        self._params, self.counts = self._cast(params), Counts()
+        """Answer with these weights, in the compute dtype on the session's mesh, from now on; the counts begin again."""
+        self._params, self.counts = params, Counts()
         if self._answers is not None:
             self._answers.of(self._params, self._model, self.tokenizer)
 
