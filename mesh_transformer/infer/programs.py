@@ -167,7 +167,9 @@ class SlotPrograms:
             live_B, start_B = slots.live_N[rows_B], slots.length_N[rows_B]
             view = slots.cache.view(slots_B, length, write=live_B)
             tokens_BT = slots.token_N[rows_B][:, None]
-            x_BTD, written, _ = self.model.hidden(params, tokens_BT, view, start_B)
+            # XLA for CPU would make a float32 copy of a bfloat16 table before the loop
+            embed, tokens_BT = jax.lax.optimization_barrier((params["embed"], tokens_BT))
+            x_BTD, written, _ = self.model.hidden({**params, "embed": embed}, tokens_BT, view, start_B)
             logits_BV = self._logits(self.model.gathered_head(params), x_BTD)[:, 0]
             slots = slots._replace(
                 cache=self._written(written), length_N=slots.length_N.at[rows_B].add(live_B)

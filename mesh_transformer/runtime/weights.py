@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from mesh_transformer import platforms
 from mesh_transformer.checkpoint.agree import agreed
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
 from mesh_transformer.checkpoint.open import open_source
@@ -46,6 +47,7 @@ def read_params(session: Session, path: str, *, for_decode: bool = False) -> Wei
             params = pack_for_cpu_decode(parts, model.decoder)
         else:
             params = place(source, {"params": abstract})["params"]
+    platforms.return_freed_memory()
     return Weights(params, source.counts.step)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import golden
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import TINY, program
@@ -65,6 +67,23 @@ def test_each_slice_is_read_once_and_nothing_else(original: Path) -> None:
         slices = int(np.prod(leaf.shape)) // int(np.prod(shard))
         assert source.read_shapes.count((name, shard)) == slices, name  # not once more for the other replica
     assert len({name for name, _ in source.read_shapes}) == len(flatten(abstract))
+
+
+@pytest.mark.parametrize("mesh", [ONE, ["mesh.fsdp=2", "mesh.tp=2"]], ids=["one device", "split"])
+def test_a_large_tensor_is_read_in_pieces_and_cast_on_the_way(
+    original: Path, monkeypatch: pytest.MonkeyPatch, mesh: list[str]
+) -> None:
+    run = program(GOLDEN, *mesh, devices=1 if mesh == ONE else 8)
+    source = Counting(classic(original, run))
+    limit = 16 << 10
+    monkeypatch.setattr("mesh_transformer.checkpoint.place.PIECE_BYTES", limit)
+    abstract = run.placement.abstract(np.dtype(jnp.bfloat16))
+    found = place(source, {"params": abstract})["params"]  # type: ignore[arg-type]
+    assert max(math.prod(shape) for _, shape in source.read_shapes) * 4 <= limit
+    expected = golden.read_params(original / CHECKPOINT, run.model.config)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
+    assert jax.tree.map(lambda x: x.sharding, found) == run.placement.shardings
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype(jnp.bfloat16)), found, expected)
 
 
 def test_another_model_is_refused_before_anything_is_read(original: Path) -> None:

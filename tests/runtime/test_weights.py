@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import TINY
 
+from mesh_transformer.checkpoint.native import NativeSource
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
@@ -79,14 +81,40 @@ def test_the_newest_of_a_run(step: Path, session: Session) -> None:
         assert read_params(session, str(path)).step == 10
 
 
-def test_a_flipped_bit_is_told(step: Path, session: Session) -> None:
+def test_a_decoder_is_never_on_the_devices_twice(
+    step: Path, session: Session, state: TrainState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed layer by layer in the compute dtype: beside what is packed, at most one part as it was read."""
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)) // 2
+    largest = state.params["embed"]["tokens"]["w"].nbytes // 2
+    assert weights > 6 * largest  # a second copy of the weights would not pass for a part
+    held = []
+    read, before = NativeSource.read_stored, sum(array.nbytes for array in jax.live_arrays())
+
+    def watched(self: NativeSource, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        held.append(sum(array.nbytes for array in jax.live_arrays()) - before)
+        return read(self, name, index)
+
+    monkeypatch.setattr(NativeSource, "read_stored", watched)
+    half = Session.open(parse_config({**TINY, "mesh": {"tp": 4}}, ["model.compute_dtype=bfloat16"]))
+    found = read_params(half, str(step), for_decode=True)
+    assert len(held) > 3 * TINY["model"]["layers"]
+    assert max(held) <= weights + largest
+    assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(found.params)} == {2}
+    weight = np.asarray(state.params["blocks"]["ff/out"]["w"][1].astype(jnp.bfloat16))
+    packed = found.params["blocks"][1].others["ff/out"]["w"].w_FD
+    np.testing.assert_array_equal(np.asarray(packed).T, weight.view(np.uint16))
+
+
+@pytest.mark.parametrize("for_decode", [False, True], ids=["stacked", "packed"])
+def test_a_flipped_bit_is_told(step: Path, session: Session, for_decode: bool) -> None:
     files = [path for path in (step / "state").rglob("d/*") if path.is_file()]
     biggest = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(biggest.read_bytes())
     content[len(content) // 2] ^= 1
     biggest.write_bytes(content)
     with pytest.raises(UserError, match=f"{step} is damaged: .*; name another step"):
-        read_params(session, str(step))
+        read_params(session, str(step), for_decode=for_decode)
     shutil.rmtree(step / "manifest")
     with pytest.raises(UserError, match=r"no checkpoint in .*/step_9"):
         read_params(session, str(step))
