@@ -67,6 +67,7 @@ def pack_for_cpu_decode(parts: Iterable[tuple[str, Params]], decoder: Decoder) -
             params["blocks"] += (jax.block_until_ready(PackedBlock.pack(part, joined)),)
         else:
             params[stage] = PackedBlock.pack(part, ()).unpack() if stage == "head" else part
+        del part  # before the next one is read
     return params
 
 
