@@ -80,7 +80,7 @@ def test_a_large_tensor_is_read_in_pieces_and_cast_on_the_way(
     abstract = run.placement.abstract(np.dtype(jnp.bfloat16))
     found = place(source, {"params": abstract})["params"]  # type: ignore[arg-type]
     assert max(math.prod(shape) for _, shape in source.read_shapes) * 4 <= limit
-    expected = golden.read_params(original / CHECKPOINT, run.model.config)
+    expected = golden.read_params(original / CHECKPOINT, run.config.model)
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
     assert jax.tree.map(lambda x: x.sharding, found) == run.placement.shardings
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype(jnp.bfloat16)), found, expected)
