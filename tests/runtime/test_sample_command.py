@@ -37,7 +37,7 @@ def sample(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(platforms, "CompileCache", lambda: None)
     monkeypatch.setattr(logs, "set_up", lambda: None)
     monkeypatch.setattr(
-        sampler, "open_engine", lambda config, source, slots: NotingEngine(slots=slots, vocab=VOCAB)
+        sampler, "open_engine", lambda config, source, slots, context: NotingEngine(slots=slots, vocab=VOCAB)
     )
     NotingEngine.asked.clear()
 
