@@ -50,9 +50,11 @@ def open_binary(path: str, mode: str = "rb") -> IO[bytes]:
             return open(path, mode)  # noqa: SIM115  (the caller closes it)
         except FileNotFoundError as error:
             raise UserError(f"no such file: {path}") from error
-    if mode == "rb":
-        return _existing_blob(path).open("rb", retry=_retry())
-    return _blob(path).open(mode, ignore_flush=True, retry=_retry())
+    import smart_open
+
+    params = {"client": _gcs_client(), "blob_open_kwargs": {"retry": _retry()}}
+    with _missing_explained(path):
+        return smart_open.open(path, mode, compression="disable", transport_params=params)
 
 
 def exists(path: str) -> bool:
@@ -72,7 +74,10 @@ def size(path: str) -> int:
         if not os.path.isfile(path):
             raise UserError(f"no such file: {path}")
         return os.path.getsize(path)
-    return int(_existing_blob(path).size)
+    blob = _blob(path)
+    with _missing_explained(path):
+        blob.reload(retry=_retry())
+    return int(blob.size)
 
 
 def read_range(path: str, start: int, length: int) -> bytes:
@@ -215,14 +220,6 @@ def _remove_blobs(blobs: list[Any]) -> None:
 def _blob(path: str) -> Any:
     bucket, _, name = path.removeprefix("gs://").partition("/")
     return _gcs_client().bucket(bucket).blob(name)
-
-
-def _existing_blob(path: str) -> Any:
-    """An object with its size known."""
-    blob = _blob(path)
-    with _missing_explained(path):
-        blob.reload(retry=_retry())
-    return blob
 
 
 @contextlib.contextmanager
