@@ -80,9 +80,9 @@ def our_logits(model: ModelConfig, params: Params, tokens: np.ndarray) -> np.nda
 def their_logits(folder: Path, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
     """Logits of transformers' own model, opened from a folder. Nothing may be missing or superfluous."""
     import torch
-    from transformers import GPTJForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model, info = GPTJForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         attn_implementation="eager",
         dtype=getattr(torch, dtype),

@@ -17,17 +17,16 @@ from mesh_transformer.checkpoint.classic_layout import (
     SCHEDULE_COUNT,
     STEP,
     Leaf,
-    Split,
-    check_config,
     check_shards,
     explain_count,
     leaves,
     pieces,
 )
 from mesh_transformer.checkpoint.npz import Member, NpzReader
-from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
+from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo, parameter_shapes
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.foreign import Split
 from mesh_transformer.logs import log
 
 OPEN_AT_ONCE = 16
@@ -44,11 +43,10 @@ class ClassicSource:
         Raises:
             UserError: it is of another model, or incomplete; names file, array, expected and found.
         """
-        check_config(config)
         self.where = folder.rstrip("/")
         self.form = classic_folder.inspect(self.where)
         check_shards(config, self.form.shards, self.where)
-        self._padded_vocab = config.padded_vocab
+        self._shapes = parameter_shapes(config)
         self._reader = NpzReader()
         self._members = self._open(config)
         self._leaves: dict[str, list[Leaf]] = defaultdict(list)
@@ -58,7 +56,7 @@ class ClassicSource:
         for parts in self._leaves.values():
             parts.sort(key=lambda leaf: leaf.layer or 0)  # the files have layer_10 before layer_2
         self.tensors: Mapping[str, TensorInfo] = {
-            name: self._info(parts) for name, parts in self._leaves.items()
+            name: self._info(name, parts) for name, parts in self._leaves.items()
         }
         self.counts = self._counts()
         self.extra = self._extra()
@@ -172,17 +170,12 @@ class ClassicSource:
             )
         return member
 
-    def _info(self, parts: list[Leaf]) -> TensorInfo:
+    def _info(self, name: str, parts: list[Leaf]) -> TensorInfo:
         first = self._members[parts[0]][0]
         for member in (member for leaf in parts for member in self._members[leaf]):
             if member.dtype != first.dtype:
                 raise UserError(f"{member}: expected {first.dtype} as in {first}, found {member.dtype}")
-        leaf = parts[0]
-        shape = [
-            self._padded_vocab if letter == "V" else size
-            for letter, size in zip(leaf.dims, leaf.shape, strict=True)
-        ]
-        return TensorInfo(tuple(shape if leaf.layer is None else [len(parts), *shape]), first.dtype)
+        return TensorInfo(self._shapes[name.partition("/")[2]], first.dtype)
 
     def _counts(self) -> Counts:
         counts: dict[str, int] = {}

@@ -17,8 +17,6 @@ from mesh_transformer.checkpoint.classic_layout import (
     SCHEDULE_COUNT,
     STEP,
     Leaf,
-    Split,
-    check_config,
     check_shards,
     leaves,
     pieces,
@@ -28,6 +26,7 @@ from mesh_transformer.checkpoint.target import Transfer
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.foreign import Split
 
 BLOCK_BYTES = 1 << 20
 ADAM = {"mu", "nu"}  # the slots of the original's optimizer
@@ -78,7 +77,6 @@ def check_writable(source: TensorSource, config: ModelConfig, shards: int, *, fu
     Raises:
         UserError: the model or the shards do not fit, or tensors are missing.
     """
-    check_config(config)
     check_shards(config, shards, source.where)
     if full and (found := slots(source)) not in (set(), ADAM):
         raise UserError(
@@ -102,10 +100,9 @@ def check_writable(source: TensorSource, config: ModelConfig, shards: int, *, fu
 
 def _fits(leaf: Leaf, shape: tuple[int, ...], config: ModelConfig) -> bool:
     expected = leaf.shape if leaf.layer is None else (config.layers, *leaf.shape)
-    letters = leaf.dims if leaf.layer is None else f" {leaf.dims}"
     return len(shape) == len(expected) and all(
-        found >= size if letter == "V" else found == size
-        for letter, found, size in zip(letters, shape, expected, strict=True)
+        found == size or (axis == leaf.vocab_axis and found > size)
+        for axis, (found, size) in enumerate(zip(shape, expected, strict=True))
     )
 
 

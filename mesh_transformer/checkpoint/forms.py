@@ -51,7 +51,9 @@ def recognise(path: str) -> Found:
         return Found(Form.NATIVE, path)
     if native := [name for name in _step_names(names) if is_native_step(files.join(path, name))]:
         return Found(Form.NATIVE, files.join(path, native[-1]))
-    if classic := classic_folder.find_step(path):
+    if any(re.fullmatch(r"(shard|step)_\d+|params", name) for name in names) and (
+        classic := classic_folder.find_step(path)
+    ):
         return Found(Form.CLASSIC, classic)
     weights = [name for name in names if _WEIGHTS.fullmatch(name)]
     if weights and "config.json" not in names:

@@ -1,35 +1,76 @@
-"""A Hugging Face folder of GPTJForCausalLM as a TensorSource. hf_layout.py says which tensor is what."""
+"""A Hugging Face folder as a TensorSource, of any family that has a table of rows (families/foreign.py).
+
+config.json picks the family. The weights are safetensors or .bin, whole or in shards with an index.
+"""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from einops import rearrange
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from mesh_transformer.checkpoint.file_tensor import FileTensor
-from mesh_transformer.checkpoint.hf_config import is_tied, model_config_from_hf
-from mesh_transformer.checkpoint.hf_files import open_tensors
-from mesh_transformer.checkpoint.hf_layout import EMBEDDING, EMBEDDING_BIAS, Entry, entries, padded
+from mesh_transformer import files
+from mesh_transformer.checkpoint import safetensors_file, torch_file
+from mesh_transformer.checkpoint.file_tensor import FileTensor, copy_transposed
 from mesh_transformer.checkpoint.identity import check_same
-from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
-from mesh_transformer.checkpoint.transpose import copy_transposed
+from mesh_transformer.checkpoint.json_file import read_json
+from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo, parameter_shapes
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
+from mesh_transformer.families import FAMILIES
+from mesh_transformer.families.foreign import TRANSPOSED, ConfigJson, Tensor
 
 FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
 HELD_BYTES = 1 << 30  # of the matrix that was read last
-TABLE, HEAD = "transformer.wte.weight", "lm_head.weight"
-_BUFFERS = re.compile(
-    r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
-)  # in files before 2023
+SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
+
+
+def read_model(folder: str) -> ModelConfig:
+    """The architecture that a folder's config.json describes.
+
+    Raises:
+        UserError: config.json is missing or unreadable, or describes a model that we do not compute.
+    """
+    return _model(folder, _config(folder))
+
+
+def _config(folder: str) -> dict[str, Any]:
+    path = files.join(folder, "config.json")
+    if not files.exists(path):
+        raise UserError(f"{folder} is not a Hugging Face folder: it has no config.json")
+    return read_json(path)
+
+
+def _model(folder: str, config: dict[str, Any]) -> ModelConfig:
+    families = {family.HF_MODEL_TYPE: family for family in FAMILIES.values()}
+    keys = ConfigJson(config)
+    kind = keys.take("model_type", default=None)
+    try:
+        if not isinstance(kind, str) or kind not in families:
+            raise UserError(f"model_type is {kind!r:.60}: only {', '.join(families)} can be read")
+        model = families[kind].from_hf(keys)
+        keys.refuse_rest()
+    except ValidationError as error:
+        raise UserError(f"{folder}/config.json: {'; '.join(map(_reason, error.errors()))}") from error
+    except UserError as error:
+        raise UserError(f"{folder}/config.json: {error}") from error
+    return model
+
+
+def _reason(detail: ErrorDetails) -> str:
+    ours = detail.get("ctx", {}).get("error")
+    return str(ours) if ours else f"model.{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
 
 
 class HFSource:
-    """The weights of a folder with config.json and safetensors or .bin files, local or on gs://."""
+    """The weights of a folder, local or on gs://."""
 
     def __init__(self, folder: str, model: ModelConfig | None = None) -> None:
         """Read config.json and the headers, and check every name, shape and dtype. No tensor is read.
@@ -37,50 +78,56 @@ class HFSource:
         With `model` the folder must hold that architecture; without, the architecture is the folder's own.
 
         Raises:
-            UserError: the folder is no GPT-J that we compute, is not that of `model`, or is incomplete or damaged.
+            UserError: the folder holds no model that we compute, is not of `model`, or is incomplete or damaged.
         """
-        found = model_config_from_hf(folder)
+        config = _config(folder)
+        found = _model(folder, config)
         if model is not None:
             check_same(model, found, where=folder)
         self.where, self.model = folder, model or found
         self.counts, self.extra = Counts(0), dict[str, Any]()
         self._stored = open_tensors(folder)
-        if is_tied(folder) and HEAD not in self._stored and TABLE in self._stored:
-            self._stored[HEAD] = self._stored[TABLE]  # where both are there, transformers does not tie either
         self._held: tuple[FileTensor, np.ndarray] | None = None
         self._lock = threading.Lock()
-        self._entries = {entry.name: entry for entry in entries(self.model)}
+        self._shapes = parameter_shapes(self.model)
+        self._rows = {f"params/{row.ours}": row for row in self.model.hf_tensors()}
+        if config.get("tie_word_embeddings") is True:
+            for row in self._rows.values():
+                if row.tied in self._stored:  # where both are there, transformers does not tie either
+                    self._stored.setdefault(row.theirs, self._stored[row.tied])
         self._check_names()
-        infos = {name: self._info(entry) for name, entry in self._entries.items()}
-        bias = TensorInfo((self.model.d_model,), infos[EMBEDDING].dtype)
-        self.tensors: Mapping[str, TensorInfo] = {**infos, EMBEDDING_BIAS: bias}
+        self.tensors: Mapping[str, TensorInfo] = dict(self._infos())
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """See TensorSource; the embedding's bias and dead vocabulary rows are zeros."""
+        """See TensorSource; a bias that they lack and dead vocabulary rows are zeros."""
         shape, dtype = self.tensors[name]
         bounds = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
         out = np.zeros([max(0, s.stop - s.start) for s in bounds], dtype)
-        if name == EMBEDDING_BIAS:
+        row = self._rows.get(name)
+        if row is None:
             return out
-        entry = self._entries[name]
-        if entry.stacked:
-            for row, layer in zip(out, range(bounds[0].start, bounds[0].stop), strict=True):
-                self._fill(row, entry, layer, bounds[1:])
-        else:
-            self._fill(out, entry, 0, bounds)
+        if not row.stacked:
+            self._fill(out, row, row.theirs, bounds)
+            return out
+        for one, layer in zip(out, range(bounds[0].start, bounds[0].stop), strict=True):
+            self._fill(one, row, row.theirs.format(layer), bounds[1:])
         return out
 
-    def _fill(self, out: np.ndarray, entry: Entry, layer: int, bounds: Index) -> None:
+    def _fill(self, out: np.ndarray, row: Tensor, theirs: str, bounds: Index) -> None:
         """Read one layer's slice into `out`; what lies beyond the vocabulary stays as it is."""
-        live = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(bounds, entry.shape, strict=True))
+        shape = live_shape(row, self.model)
+        live = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(bounds, shape, strict=True))
         if any(s.start >= s.stop for s in live):
             return
-        stored = self._stored[entry.hf.format(layer)]
+        stored = self._stored[theirs]
         target = out[tuple(slice(0, s.stop - s.start) for s in live)]
-        if entry.transposed:
+        if row.view is None:
+            target[...] = stored.read(live)
+        elif row.view == TRANSPOSED:
             self._transpose(target, stored, *live)
         else:
-            target[...] = stored.read(live)
+            with self._lock:
+                target[...] = from_theirs(row, self._whole(stored), shape)[live]
 
     def _transpose(self, out: np.ndarray, matrix: FileTensor, rows: slice, columns: slice) -> None:
         """Our rows and columns of a matrix of theirs, (columns, rows) in the file.
@@ -108,39 +155,123 @@ class HFSource:
         return _as_matrix(self._held[1], matrix)
 
     def _check_names(self) -> None:
-        """Every tensor that the config asks for is there, and no other."""
-        wanted: dict[str, Entry] = {}
-        for entry in self._entries.values():
-            for layer in range(self.model.layers if entry.stacked else 1):
-                name = entry.hf.format(layer)
+        """Every tensor that the config asks for is there, in its shape, and no other."""
+        wanted = {}
+        for row in self._rows.values():
+            shape = their_shape(row, self.model)
+            for name in self._names(row):
                 if name not in self._stored:
                     raise UserError(
                         f"{self.where}: {name} is missing ({self.model.layers} layers according to config.json)"
                     )
-                wanted[name] = entry
-        for name, entry in wanted.items():
-            self._check(name, self._stored[name], entry)
-        strange = [name for name in self._stored if name not in wanted and not _BUFFERS.fullmatch(name)]
-        if strange:
-            raise UserError(
-                f"{self.where}: {strange[0]} is no tensor of GPTJForCausalLM with {self.model.layers} layers"
-            )
+                wanted[name] = shape
+        for name, shape in wanted.items():
+            stored = self._stored[name]
+            if stored.shape != shape:
+                raise UserError(f"{self.where}: {name} has shape {stored.shape}, expected {shape}")
+            if stored.dtype not in FLOATS:
+                raise UserError(
+                    f"{self.where}: {name} is {stored.dtype}, expected one of {', '.join(map(str, FLOATS))}"
+                )
+        for name in self._stored:
+            if name not in wanted and not re.fullmatch(self.model.HF_BUFFERS, name):
+                raise UserError(
+                    f"{self.where}: {name} is no tensor of {self.model.HF_ARCHITECTURE} with {self.model.layers} layers"
+                )
 
-    def _check(self, name: str, stored: FileTensor, entry: Entry) -> None:
-        if stored.shape != entry.hf_shape:
-            raise UserError(f"{self.where}: {name} has shape {stored.shape}, expected {entry.hf_shape}")
-        if stored.dtype not in FLOATS:
-            raise UserError(
-                f"{self.where}: {name} is {stored.dtype}, expected one of {', '.join(map(str, FLOATS))}"
-            )
+    def _infos(self) -> Iterator[tuple[str, TensorInfo]]:
+        for name, row in self._rows.items():
+            dtypes = {self._stored[theirs].dtype for theirs in self._names(row)}
+            if len(dtypes) > 1:
+                kinds = " and ".join(sorted(map(str, dtypes)))
+                raise UserError(
+                    f"{self.where}: {row.theirs} is {kinds} in different layers: save it in one dtype"
+                )
+            yield name, TensorInfo(self._shapes[row.ours], *dtypes)
+            if row.bias:
+                yield f"params/{row.bias}", TensorInfo(self._shapes[row.bias], *dtypes)
 
-    def _info(self, entry: Entry) -> TensorInfo:
-        layers = range(self.model.layers if entry.stacked else 1)
-        dtypes = {self._stored[entry.hf.format(layer)].dtype for layer in layers}
-        if len(dtypes) > 1:
-            kinds = " and ".join(sorted(map(str, dtypes)))
-            raise UserError(f"{self.where}: {entry.hf} is {kinds} in different layers: save it in one dtype")
-        return TensorInfo(padded(entry, self.model), dtypes.pop())
+    def _names(self, row: Tensor) -> list[str]:
+        layers = range(self.model.layers if row.stacked else 1)
+        return [row.theirs.format(layer) for layer in layers]
+
+
+def from_theirs(row: Tensor, theirs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Our parameter, of one layer and of `shape`, from their tensor: with a view a copy, of our part alone."""
+    if row.view is None:
+        return theirs
+    left, right = row.view.split("->")
+    apart = rearrange(theirs, f"{left}->{re.sub('[()]', '', right)}", **row.sizes)
+    return (apart if row.part is None else apart[row.part]).reshape(shape)
+
+
+def to_theirs(row: Tensor, ours: np.ndarray) -> np.ndarray:
+    """Their tensor, of one layer, from our parameter; of a row with a part from all parts, stacked in their order."""
+    if row.view is None:
+        return ours
+    left, right = row.view.split("->")
+    return rearrange(ours, f"{right}->{left}", **row.sizes)
+
+
+def live_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
+    """The shape of our parameter, of one layer and without padding."""
+    shape = list(parameter_shapes(model)[row.ours][row.stacked :])
+    if row.vocab_axis is not None:
+        shape[row.vocab_axis] = model.n_vocab
+    return tuple(shape)
+
+
+def their_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
+    """The shape of their tensor."""
+    parts = () if row.part is None else (row.sizes["part"],)
+    return to_theirs(row, np.broadcast_to(np.int8(0), (*parts, *live_shape(row, model)))).shape
+
+
+def weight_files(folder: str) -> list[str]:
+    """Which of the four spellings the folder has, in the order in which transformers looks for them."""
+    spellings = (SAFETENSORS, f"{SAFETENSORS}.index.json", BIN, f"{BIN}.index.json")
+    there = set(files.list_dir(folder))
+    return [name for name in spellings if name in there]
+
+
+def open_tensors(folder: str) -> dict[str, FileTensor]:
+    """Every tensor of a folder by its Hugging Face name. Only headers are read.
+
+    Raises:
+        UserError: there are no weights, a shard is missing or damaged, or the index leads out of the folder.
+    """
+    found = weight_files(folder)
+    if not found:
+        raise UserError(f"no weights in {folder}: expected {SAFETENSORS} or {BIN}, or an index of shards")
+    name = found[0]
+    if not name.endswith(".index.json"):
+        return _open(folder, name)
+    path = files.join(folder, name)
+    weight_map = _weight_map(path, ".safetensors" if name.startswith(SAFETENSORS) else ".bin")
+    shards = {shard: _open(folder, shard) for shard in sorted(set(weight_map.values()))}
+    for tensor, shard in weight_map.items():
+        if tensor not in shards[shard]:
+            raise UserError(f"{path} has {tensor} in {shard}, where it is not: a shard was exchanged?")
+    return {tensor: shards[shard][tensor] for tensor, shard in weight_map.items()}
+
+
+def _weight_map(path: str, suffix: str) -> dict[str, str]:
+    weight_map: Any = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{path} has no weight_map")
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or not shard.endswith(suffix) or {"/", "\\", "\0"} & set(shard):
+            raise UserError(
+                f"{path} names the shard {shard!r:.100}: expected the name of a {suffix} file right in the folder"
+            )
+    return weight_map
+
+
+def _open(folder: str, name: str) -> dict[str, FileTensor]:
+    path = files.join(folder, name)
+    if name.endswith(".safetensors"):
+        return safetensors_file.read_header(path)
+    return torch_file.read_catalogue(path)
 
 
 def _as_matrix(room: np.ndarray, matrix: FileTensor) -> np.ndarray:

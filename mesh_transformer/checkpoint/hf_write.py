@@ -12,21 +12,13 @@ import numpy as np
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint.ahead import ahead
-from mesh_transformer.checkpoint.hf_config import to_hf, to_hf_generation
-from mesh_transformer.checkpoint.hf_files import SAFETENSORS
-from mesh_transformer.checkpoint.hf_layout import (
-    EMBEDDING,
-    EMBEDDING_BIAS,
-    Entry,
-    check_exports,
-    entries,
-    padded,
-)
+from mesh_transformer.checkpoint.file_tensor import copy_transposed
+from mesh_transformer.checkpoint.hf import SAFETENSORS, their_shape, to_theirs
 from mesh_transformer.checkpoint.safetensors_file import encode_header
-from mesh_transformer.checkpoint.tensors import Index, TensorSource
-from mesh_transformer.checkpoint.transpose import copy_transposed
+from mesh_transformer.checkpoint.tensors import Index, TensorSource, parameter_shapes
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.foreign import TRANSPOSED, Tensor
 from mesh_transformer.logs import log
 
 SHARD_BYTES = 5_000_000_000
@@ -37,10 +29,11 @@ BAND_BYTES = (
 
 
 class _Planned(NamedTuple):
-    """One tensor to be written: `hf` is its name."""
+    """One tensor to be written: its name, its shape, the rows of all that it holds, and the layer."""
 
-    hf: str
-    entry: Entry
+    name: str
+    shape: tuple[int, ...]
+    rows: list[Tensor]
     layer: int
 
 
@@ -63,14 +56,13 @@ def write_hf(
         progress: told of each block how many bytes were written.
 
     Raises:
-        UserError: GPTJForCausalLM does not compute this model, `source` does not fit `model`, or a value is too
+        UserError: transformers does not compute this model, `source` does not fit `model`, or a value is too
             large for `dtype`.
         DamagedCheckpoint: `source` cannot be read.
     """
-    check_exports(model)
-    check_source(source, model)
     dtype = dtype or stored_dtype(source)
-    config = to_hf(model, dtype, end_of_text)
+    config = config_json(model, dtype, end_of_text)
+    check_source(source, model)
     files.make_folder(folder)
     shards = _shards(_plan(model), dtype, shard_bytes)
     names = _shard_names(len(shards))
@@ -78,11 +70,40 @@ def write_hf(
         with files.open_binary(files.join(folder, name), "wb") as file:
             _write_shard(file, source, shard, dtype, progress)
     if len(shards) > 1:
-        weight_map = {p.hf: name for name, shard in zip(names, shards, strict=True) for p in shard}
+        weight_map = {
+            planned.name: name for name, shard in zip(names, shards, strict=True) for planned in shard
+        }
         index = {"metadata": {"total_size": n_bytes(model, dtype)}, "weight_map": weight_map}
         _write_json(files.join(folder, f"{SAFETENSORS}.index.json"), index)
-    _write_json(files.join(folder, "generation_config.json"), to_hf_generation(model, end_of_text))
+    _write_json(files.join(folder, "generation_config.json"), _ends(model, end_of_text))
     _write_json(files.join(folder, "config.json"), config)
+
+
+def config_json(model: ModelConfig, dtype: np.dtype, end_of_text: int | None = None) -> dict[str, Any]:
+    """The config.json of a model stored in `dtype`.
+
+    Without `end_of_text` it is the family's, or null where the vocabulary does not reach so far.
+
+    Raises:
+        UserError: transformers does not compute this model.
+    """
+    return {
+        "architectures": [model.HF_ARCHITECTURE],
+        "model_type": model.HF_MODEL_TYPE,
+        **model.to_hf(),
+        "initializer_range": 0.02,
+        "use_cache": True,
+        **_ends(model, end_of_text),
+        "dtype": str(dtype),
+        "torch_dtype": str(dtype),  # its name before transformers 4.56
+    }
+
+
+def _ends(model: ModelConfig, end_of_text: int | None) -> dict[str, int | None]:
+    """The generation_config.json: where a text ends."""
+    if end_of_text is None and model.n_vocab > model.HF_END_OF_TEXT:
+        end_of_text = model.HF_END_OF_TEXT
+    return {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
 
 
 def check_source(source: TensorSource, model: ModelConfig) -> None:
@@ -91,11 +112,12 @@ def check_source(source: TensorSource, model: ModelConfig) -> None:
     Raises:
         UserError: a parameter is missing or has another shape.
     """
-    for entry in entries(model):
-        found, expected = source.tensors.get(entry.name), padded(entry, model)
+    shapes = parameter_shapes(model)
+    for row in model.hf_tensors():
+        found, expected = source.tensors.get(f"params/{row.ours}"), shapes[row.ours]
         if found is None or found.shape != expected:
             shape = found.shape if found else "nothing"
-            raise UserError(f"{source.where}: {entry.name}: expected shape {expected}, found {shape}")
+            raise UserError(f"{source.where}: params/{row.ours}: expected shape {expected}, found {shape}")
 
 
 def stored_dtype(source: TensorSource) -> np.dtype:
@@ -106,15 +128,22 @@ def stored_dtype(source: TensorSource) -> np.dtype:
 
 def n_bytes(model: ModelConfig, dtype: np.dtype) -> int:
     """Bytes of all tensors together."""
-    return sum(math.prod(planned.entry.hf_shape) for planned in _plan(model)) * dtype.itemsize
+    return sum(math.prod(planned.shape) for planned in _plan(model)) * dtype.itemsize
 
 
 def _plan(model: ModelConfig) -> list[_Planned]:
     """In the order of the computation, layer by layer."""
     plan: list[_Planned] = []
-    for stacked, group in itertools.groupby(entries(model), lambda entry: entry.stacked):
-        layers, members = range(model.layers if stacked else 1), list(group)
-        plan += [_Planned(entry.hf.format(layer), entry, layer) for layer in layers for entry in members]
+    for stacked, rows in itertools.groupby(model.hf_tensors(), lambda row: row.stacked):
+        together: dict[str, list[Tensor]] = {}
+        for row in rows:
+            together.setdefault(row.theirs, []).append(row)
+        shapes = {name: their_shape(members[0], model) for name, members in together.items()}
+        for layer in range(model.layers if stacked else 1):
+            plan += [
+                _Planned(name.format(layer), shapes[name], members, layer)
+                for name, members in together.items()
+            ]
     return plan
 
 
@@ -122,7 +151,7 @@ def _shards(plan: list[_Planned], dtype: np.dtype, limit: int) -> list[list[_Pla
     shards: list[list[_Planned]] = []
     room = 0
     for planned in plan:
-        size = math.prod(planned.entry.hf_shape) * dtype.itemsize
+        size = math.prod(planned.shape) * dtype.itemsize
         if not shards or size > room:
             shards.append([])
             room = limit
@@ -144,7 +173,7 @@ def _write_shard(
     dtype: np.dtype,
     progress: Callable[[int], None],
 ) -> None:
-    file.write(encode_header((planned.hf, planned.entry.hf_shape, dtype) for planned in shard))
+    file.write(encode_header((planned.name, planned.shape, dtype) for planned in shard))
     for block in ahead(_converted(source, ahead(_blocks(source, shard, dtype)), dtype)):
         file.write(block.data.cast("B"))
         progress(block.nbytes)
@@ -152,41 +181,50 @@ def _write_shard(
 
 def _blocks(
     source: TensorSource, shard: list[_Planned], dtype: np.dtype
-) -> Iterator[tuple[Entry, np.ndarray]]:
-    """Our parameters in the order of their tensors, some of their rows at a time."""
+) -> Iterator[tuple[_Planned, np.ndarray]]:
+    """Their tensors, some rows at a time: of those that are ours or ours transposed. Others come whole, one at a time."""
     for planned in shard:
-        entry, shape = planned.entry, planned.entry.hf_shape
-        log.debug("%s %s %s, from %s", planned.hf, shape, dtype, entry.name)
-        row_bytes = math.prod(shape[1:]) * max(dtype.itemsize, source.tensors[entry.name].dtype.itemsize)
-        rows = max(1, BLOCK_BYTES // row_bytes)
+        row, shape = planned.rows[0], planned.shape
+        info = source.tensors[f"params/{row.ours}"]
+        log.debug("%s %s %s, from %s", planned.name, shape, dtype, _ours(planned))
+        if row.view not in (None, TRANSPOSED):
+            whole = tuple(slice(0, n) for n in info.shape[row.stacked :])
+            parts = [_read(source, member, planned.layer, whole) for member in planned.rows]
+            yield planned, to_theirs(row, parts[0] if row.part is None else np.stack(parts))
+            continue
+        rows = max(1, BLOCK_BYTES // (math.prod(shape[1:]) * max(dtype.itemsize, info.dtype.itemsize)))
         for first in range(0, shape[0], rows):
             theirs = (slice(first, min(first + rows, shape[0])), *(slice(0, n) for n in shape[1:]))
-            yield entry, _read(source, planned, theirs[::-1] if entry.transposed else theirs)
+            ours = theirs if row.view is None else theirs[::-1]
+            yield planned, to_theirs(row, _read(source, row, planned.layer, ours))
 
 
 def _converted(
-    source: TensorSource, blocks: Iterator[tuple[Entry, np.ndarray]], dtype: np.dtype
+    source: TensorSource, blocks: Iterator[tuple[_Planned, np.ndarray]], dtype: np.dtype
 ) -> Iterator[np.ndarray]:
     """The blocks as they are written, some rows at a time, as unsigned integers of the same bits."""
-    for entry, values in blocks:
-        rows = values.T if entry.transposed else values
+    for planned, rows in blocks:
         step = max(1, BAND_BYTES // (math.prod(rows.shape[1:]) * dtype.itemsize))
         for first in range(0, len(rows), step):
-            band = _cast(rows[first : first + step], dtype, f"{source.where}: {entry.name}")
-            if entry.transposed:
+            band = _cast(rows[first : first + step], dtype, f"{source.where}: {_ours(planned)}")
+            if band.ndim == 2 and not band.flags.c_contiguous:
                 matrix, band = band.T, np.empty(band.shape, dtype)
                 copy_transposed(band, matrix)
             yield np.ascontiguousarray(band).view(f"u{dtype.itemsize}")
 
 
-def _read(source: TensorSource, planned: _Planned, index: Index) -> np.ndarray:
-    """A slice of our parameter, of one layer; the bias of the embedding is added to the rows of its table."""
-    name = planned.entry.name
-    if planned.entry.stacked:
-        return source.read(name, (slice(planned.layer, planned.layer + 1), *index))[0]
+def _ours(planned: _Planned) -> str:
+    return ", ".join(f"params/{row.ours}" for row in planned.rows)
+
+
+def _read(source: TensorSource, row: Tensor, layer: int, index: Index) -> np.ndarray:
+    """A slice of our parameter, of one layer; a bias that they lack is added to the rows of its table."""
+    name = f"params/{row.ours}"
+    if row.stacked:
+        return source.read(name, (slice(layer, layer + 1), *index))[0]
     values = source.read(name, index)
-    if name == EMBEDDING and EMBEDDING_BIAS in source.tensors:
-        bias = source.read(EMBEDDING_BIAS, (index[1],))
+    if row.bias and f"params/{row.bias}" in source.tensors:
+        bias = source.read(f"params/{row.bias}", (index[1],))
         if bias.any():  # else the rows stay as they are, to the sign of a zero
             return values.astype(np.float32) + bias.astype(np.float32)
     return values

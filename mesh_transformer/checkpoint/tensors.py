@@ -8,10 +8,15 @@ translates as it reads. A reader holds the slice that was asked for and no more 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
+
+from mesh_transformer.config import ComputeConfig, ModelConfig
+from mesh_transformer.models.model import Model
 
 Index = tuple[slice, ...]
 """One slice of step 1 for each dimension; `slice(None)` is the whole of it."""
@@ -62,3 +67,11 @@ class TensorSource(Protocol):
 def slots(source: TensorSource) -> set[str]:
     """The names of the optimizer's slots that a checkpoint holds: none, or {"mu", "nu"} of Adam."""
     return {name.split("/", 1)[0] for name in source.tensors} - {"params"}
+
+
+@functools.cache
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters, by their names without "params/"."""
+    init = Model(model.decoder(), ComputeConfig(dtype="float32", remat="none")).init
+    leaves = jax.tree.leaves_with_path(jax.eval_shape(init, jax.random.key(0)))
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves}

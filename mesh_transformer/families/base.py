@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.foreign import ConfigJson, Tensor
 from mesh_transformer.families.spec import Decoder
 from mesh_transformer.fields import (
     CountOrZero,
@@ -21,6 +22,15 @@ from mesh_transformer.fields import (
 
 class ModelConfig(Group):
     """The architecture. Each family derives its own from this one."""
+
+    HF_MODEL_TYPE: ClassVar[str]
+    """model_type of config.json."""
+    HF_ARCHITECTURE: ClassVar[str]
+    """Their class."""
+    HF_BUFFERS: ClassVar[str]
+    """A pattern: tensors in some of their files that are no parameters."""
+    HF_END_OF_TEXT: ClassVar[int]
+    """The token that ends a text, if the tokenizer does not say."""
 
     family: str
     """model family: a file in mesh_transformer/families"""
@@ -65,6 +75,37 @@ class ModelConfig(Group):
     def architecture(self) -> dict[str, Any]:
         """The fields that decide what the tensors of a checkpoint compute."""
         return self.model_dump(exclude={"seq", "seed", "vocab_multiple"})
+
+    @classmethod
+    def from_hf(cls, keys: ConfigJson) -> Self:
+        """The config that a config.json describes.
+
+        Raises:
+            UserError: it is none that we compute; names the key.
+        """
+        raise NotImplementedError
+
+    def to_hf(self) -> dict[str, Any]:
+        """The keys of config.json that are the family's own.
+
+        Raises:
+            UserError: HF_ARCHITECTURE cannot compute this model.
+        """
+        raise NotImplementedError
+
+    def hf_tensors(self) -> list[Tensor]:
+        """The rows of the Hugging Face form, in the order in which the parameters are used."""
+        raise NotImplementedError
+
+    def classic_tensors(self) -> list[Tensor]:
+        """The rows of the original program's form.
+
+        Raises:
+            UserError: it cannot express this model.
+        """
+        raise UserError(
+            f"the classic form has no room for model.family {self.family}: keep it native, or Hugging Face's"
+        )
 
     def check_rotary(self, field: str, dims: int) -> None:
         """Refuse a number of rotary dims, given by `field`, that a head cannot have.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ModelConfig
+from mesh_transformer.families.foreign import TRANSPOSED, ConfigJson, Split, Tensor
 from mesh_transformer.families.spec import Attention, Decoder, Dense, Layer, Norm, Rotary
 from mesh_transformer.fields import Derived, Dims, size
 
@@ -30,8 +31,19 @@ NORMS = {
 }
 
 
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # three names of one formula in transformers
+HF_EPSILON = 1e-5
+
+
 class Config(ModelConfig):
     """GPT-J: attention and feed-forward in parallel from one norm; an untied head with a bias."""
+
+    HF_MODEL_TYPE: ClassVar = "gptj"
+    HF_ARCHITECTURE: ClassVar = "GPTJForCausalLM"
+    HF_BUFFERS: ClassVar = (
+        r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)"  # in files before 2023
+    )
+    HF_END_OF_TEXT: ClassVar = 50256  # GPT-2's
 
     family: Literal["gptj"] = "gptj"
     """model family: a file in mesh_transformer/families"""
@@ -87,3 +99,120 @@ class Config(ModelConfig):
             relative_bias=self.pe == "t5",
             head_bias=True,
         )
+
+    @classmethod
+    def from_hf(cls, keys: ConfigJson) -> Config:
+        """See `ModelConfig`."""
+        keys.take("tie_word_embeddings", default=False)  # the row of the head has what is tied
+        activation = keys.take("activation_function", default=TANH_GELUS[0])
+        if activation not in TANH_GELUS:
+            raise UserError(
+                f"activation_function is {activation!r:.60}: only the tanh gelu is computed ({', '.join(TANH_GELUS)})"
+            )
+        epsilon = keys.take("layer_norm_epsilon", default=HF_EPSILON)
+        if epsilon != HF_EPSILON:
+            raise UserError(f"layer_norm_epsilon is {epsilon!r:.60}: only {HF_EPSILON} is computed")
+        return cls(
+            layers=keys.size("n_layer", "num_hidden_layers", default=28),
+            d_model=keys.size("n_embd", "hidden_size", default=4096),
+            n_heads=keys.size("n_head", "num_attention_heads", default=16),
+            d_ff=keys.size("n_inner", default=None),
+            n_vocab=keys.size("vocab_size", default=50400),
+            seq=keys.size("n_positions", "max_position_embeddings", default=2048),
+            pe_rotary_dims=keys.size("rotary_dim", default=64, why=", and transformers needs one"),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        reasons = []
+        if self.pe != "rotary":
+            reasons.append(f"model.pe is {self.pe}, GPTJForCausalLM has rotary alone")
+        if self.norm != "layernorm":
+            reasons.append(f"model.norm is {self.norm}, GPTJForCausalLM has layernorm alone")
+        if self.n_heads * self.d_head != self.d_model:
+            reasons.append(
+                f"model.n_heads {self.n_heads} x model.d_head {self.d_head} is not model.d_model {self.d_model}, "
+                "as GPTJForCausalLM has it"
+            )
+        if reasons:
+            raise UserError(
+                f"this model has no Hugging Face form: {'; '.join(reasons)}. Keep it native, or classic"
+            )
+        return {
+            "vocab_size": self.n_vocab,
+            "n_positions": self.seq,
+            "n_embd": self.d_model,
+            "n_layer": self.layers,
+            "n_head": self.n_heads,
+            "rotary_dim": self.pe_rotary_dims,
+            "n_inner": None if self.d_ff == 4 * self.d_model else self.d_ff,
+            "activation_function": TANH_GELUS[0],
+            "layer_norm_epsilon": HF_EPSILON,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "tie_word_embeddings": False,
+        }
+
+    def hf_tensors(self) -> list[Tensor]:
+        """See `ModelConfig`. The rotary pairs are the same, (0, 1), (2, 3), ...; they have no bias on the embedding."""
+        table, block = "transformer.wte.weight", "transformer.h.{}."
+        return [
+            Tensor("embed/tokens/w", table, vocab_axis=0, bias="embed/tokens/b"),
+            Tensor("blocks/norm/scale", block + "ln_1.weight"),
+            Tensor("blocks/norm/offset", block + "ln_1.bias"),
+            Tensor("blocks/attention/q/w", block + "attn.q_proj.weight", TRANSPOSED),
+            Tensor("blocks/attention/k/w", block + "attn.k_proj.weight", TRANSPOSED),
+            Tensor("blocks/attention/v/w", block + "attn.v_proj.weight", TRANSPOSED),
+            Tensor("blocks/attention/o/w", block + "attn.out_proj.weight", TRANSPOSED),
+            Tensor("blocks/ff/in/w", block + "mlp.fc_in.weight", TRANSPOSED),
+            Tensor("blocks/ff/in/b", block + "mlp.fc_in.bias"),
+            Tensor("blocks/ff/out/w", block + "mlp.fc_out.weight", TRANSPOSED),
+            Tensor("blocks/ff_out/b", block + "mlp.fc_out.bias"),
+            Tensor("head/norm/scale", "transformer.ln_f.weight"),
+            Tensor("head/norm/offset", "transformer.ln_f.bias"),
+            Tensor("head/logits/w", "lm_head.weight", TRANSPOSED, vocab_axis=1, tied=table),
+            Tensor("head/logits/b", "lm_head.bias", vocab_axis=0),
+        ]
+
+    def classic_tensors(self) -> list[Tensor]:
+        """See `ModelConfig`."""
+        if self.n_heads * self.d_head != self.d_model or self.d_ff != 4 * self.d_model:
+            raise UserError(
+                f"the classic form has no room for this model: it needs model.d_head = d_model / n_heads "
+                f"({self.d_model} / {self.n_heads}, given {self.d_head}) and model.d_ff = 4 * d_model (given {self.d_ff})"
+            )
+        embed, head, block = "embedding_shard/~/linear/", "projection_shard/~/", "layer_{}/~/"
+        rows = [
+            Tensor("embed/tokens/w", embed + "w", vocab_axis=0),
+            Tensor("embed/tokens/b", embed + "b", split=Split.SUM),
+            Tensor("blocks/attention/q/w", block + "linear/w", split=Split.COLUMNS),
+            Tensor("blocks/attention/v/w", block + "linear_1/w", split=Split.COLUMNS),
+            Tensor("blocks/attention/k/w", block + "linear_2/w", split=Split.COLUMNS),
+            Tensor("blocks/attention/o/w", block + "linear_3/w"),
+            Tensor("blocks/ff/in/w", block + "linear_4/w", split=Split.COLUMNS),
+            Tensor("blocks/ff/in/b", block + "linear_4/b", split=Split.COLUMNS),
+            Tensor("blocks/ff/out/w", block + "linear_5/w"),
+            Tensor("blocks/ff_out/b", block + "linear_5/b", split=Split.SUM),
+            Tensor("head/logits/w", head + "linear/w", vocab_axis=1, split=Split.COLUMNS),
+            Tensor("head/logits/b", head + "linear/b", vocab_axis=0, split=Split.COLUMNS),
+            *self._classic_norm("blocks/norm", block),
+            *self._classic_norm("head/norm", head),
+        ]
+        if self.pe == "fixed":
+            rows.append(Tensor("embed/positions/w", "embedding_shard/pos_embs", split=Split.COLUMNS))
+        if self.pe == "t5":
+            rows.append(Tensor("embed/relative/w", "relative_position_embs/rel_embedding"))
+        return rows
+
+    def _classic_norm(self, ours: str, module: str) -> list[Tensor]:
+        if self.norm.startswith("layernorm"):
+            module, split = f"{module}replicated_layer_norm", Split.FIRST
+        else:
+            module, split = f"{module}rms_norm", Split.MEAN
+        scale = Tensor(f"{ours}/scale", f"{module}/scale", split=split)
+        if NORMS[self.norm].offset:
+            return [scale, Tensor(f"{ours}/offset", f"{module}/offset", split=split)]
+        if self.norm == "layernorm-nobias":
+            return [scale, Tensor(f"{ours}/scale", f"{module}/offset", split=Split.UNUSED)]
+        return [scale]

@@ -16,7 +16,6 @@ from mesh_transformer.checkpoint.classic_folder import write_config, write_meta
 from mesh_transformer.checkpoint.classic_write import write_classic
 from mesh_transformer.checkpoint.forms import Form, recognise
 from mesh_transformer.checkpoint.hf import HFSource
-from mesh_transformer.checkpoint.hf_layout import check_exports
 from mesh_transformer.checkpoint.hf_write import n_bytes, stored_dtype, write_hf
 from mesh_transformer.checkpoint.identity import with_model
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
@@ -54,7 +53,7 @@ def to_hf(
     """
     logs.set_up(logging.DEBUG if debug else logging.INFO)
     model = load_config(config_path, overrides).model
-    check_exports(model)
+    model.to_hf()  # refuses what transformers does not compute
     check_free(output, overwrite=overwrite, source=checkpoint)
     found = recognise(checkpoint)
     source = open_found(found, model)

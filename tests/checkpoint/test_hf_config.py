@@ -8,7 +8,8 @@ import hf_folders as hf
 import numpy as np
 import pytest
 
-from mesh_transformer.checkpoint.hf_config import model_config_from_hf, to_hf
+from mesh_transformer.checkpoint.hf import read_model
+from mesh_transformer.checkpoint.hf_write import config_json
 from mesh_transformer.errors import UserError
 
 GOOD = {"model_type": "gptj", "n_layer": 3, "n_embd": 48, "n_head": 3, "rotary_dim": 6, "vocab_size": 131}
@@ -16,13 +17,13 @@ GOOD = {"model_type": "gptj", "n_layer": 3, "n_embd": 48, "n_head": 3, "rotary_d
 
 def read(tmp_path, text):
     (tmp_path / "config.json").write_text(text if isinstance(text, str) else json.dumps(text))
-    return model_config_from_hf(str(tmp_path))
+    return read_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("values", [{}, {"d_ff": 50}, {"n_vocab": 50400}])
 def test_ours_theirs_and_back(tmp_path, values) -> None:
     model = hf.model_config(**values)
-    found = read(tmp_path, to_hf(model, np.dtype(np.float32)))
+    found = read(tmp_path, config_json(model, np.dtype(np.float32)))
     assert found == model
 
 
@@ -30,7 +31,9 @@ def test_transformers_reads_what_we_write(tmp_path) -> None:
     from transformers import AutoConfig, GenerationConfig
 
     model = hf.model_config(d_ff=50)
-    (tmp_path / "config.json").write_text(json.dumps(to_hf(model, np.dtype(np.float16), end_of_text=130)))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_json(model, np.dtype(np.float16), end_of_text=130))
+    )
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert type(theirs).__name__ == "GPTJConfig"
     names = (
@@ -54,7 +57,7 @@ def test_transformers_reads_what_we_write(tmp_path) -> None:
     [({}, None, None), ({"n_vocab": 50257}, None, 50256), ({"n_vocab": 50400}, 7, 7)],
 )
 def test_the_end_of_a_text(values, end_of_text, expected) -> None:
-    found = to_hf(hf.model_config(**values), np.dtype(np.float32), end_of_text)
+    found = config_json(hf.model_config(**values), np.dtype(np.float32), end_of_text)
     assert found["eos_token_id"] == found["bos_token_id"] == expected
 
 
@@ -110,4 +113,4 @@ def test_a_huge_config_is_refused(tmp_path) -> None:
     with open(tmp_path / "config.json", "wb") as file:
         file.truncate(1 << 40)  # a sparse file
     with pytest.raises(UserError, match="is over 16777216 bytes"):
-        model_config_from_hf(str(tmp_path))
+        read_model(str(tmp_path))

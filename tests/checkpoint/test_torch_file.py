@@ -154,7 +154,12 @@ def test_files_that_are_no_archives_are_refused(tmp_path) -> None:
 def test_it_is_read_without_torch(tmp_path) -> None:
     write_bin(tmp_path)
     code = (
-        "import sys; sys.modules['torch'] = None\n"
+        "import importlib.abc, sys\n"
+        "class NoTorch(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name.split('.')[0] == 'torch':\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
         "from mesh_transformer.checkpoint.hf import HFSource\n"
         f"print(HFSource({str(tmp_path)!r}).read('params/head/logits/b', (slice(0, 7),)).tolist())"
     )
