@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mesh_transformer.families import gptj
+from mesh_transformer.families import gpt_neox, gptj
 from mesh_transformer.families.base import ModelConfig
 
-FAMILIES: dict[str, type[ModelConfig]] = {"gptj": gptj.Config}
+FAMILIES: dict[str, type[ModelConfig]] = {
+    "gptj": gptj.Config,
+    "gpt_neox": gpt_neox.Config,
+}

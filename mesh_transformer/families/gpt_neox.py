@@ -1,0 +1,185 @@
+"""GPT-NeoX (Black et al. 2022) and Pythia, and their relatives with a sequential residual (rinna's among them)."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.families.base import ModelConfig
+from mesh_transformer.families.foreign import TRANSPOSED, ConfigJson, Tensor
+from mesh_transformer.families.spec import Attention, Decoder, Dense, Layer, Norm, Rotary
+from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
+
+ACTIVATIONS = {"gelu": "gelu", **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")}
+
+
+class Config(ModelConfig):
+    """GPT-NeoX: rotary on the first dims of each head, biases, a norm of its own for the feed-forward."""
+
+    HF_MODEL_TYPE: ClassVar = "gpt_neox"
+    HF_ARCHITECTURE: ClassVar = "GPTNeoXForCausalLM"
+    HF_BUFFERS: ClassVar = r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
+    HF_END_OF_TEXT: ClassVar = 0
+
+    family: Literal["gpt_neox"] = "gpt_neox"
+    """model family: a file in mesh_transformer/families"""
+    rotary_dims: Annotated[Dims, Derived("d_head / 4, even")] = 0
+    """first dims of each head that rotary turns; even, at most d_head"""
+    rotary_base: Positive = 10000.0
+    """base of the rotary frequencies"""
+    parallel_residual: Switch = True
+    """attention and feed-forward read the same residual stream; false: one after the other"""
+    norm_eps: Positive = 1e-5
+    """added to the variance in each norm"""
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    """activation of the feed-forward: exact gelu, or its approximation by tanh"""
+    attention_bias: Switch = True
+    """biases on q, k, v and the attention's output"""
+    tied_head: Switch = False
+    """the head multiplies by the table of embeddings"""
+
+    @classmethod
+    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """rotary_dims besides."""
+        values = super().derive(values)
+        if d_head := size(values.get("d_head")):
+            values.setdefault("rotary_dims", max(2, d_head // 8 * 2))
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        self.check_rotary("rotary_dims", self.rotary_dims)
+        return self
+
+    def decoder(self) -> Decoder:
+        """See `ModelConfig`."""
+        norm = Norm(eps=self.norm_eps)
+        layer = Layer(
+            attention=Attention(
+                heads=self.n_heads,
+                head_dim=self.d_head,
+                rotary=Rotary(dims=self.rotary_dims, style="halves", base=self.rotary_base),
+                bias=self.attention_bias,
+                out_bias=self.attention_bias,
+            ),
+            ff=Dense(d_ff=self.d_ff, activation=self.activation),
+            norm=norm,
+            wiring="parallel" if self.parallel_residual else "sequential",
+        )
+        return Decoder(
+            d_model=self.d_model,
+            n_vocab=self.n_vocab,
+            vocab_multiple=self.vocab_multiple,
+            seq=self.seq,
+            layers=(layer,) * self.layers,
+            final_norm=norm,
+            tied=self.tied_head,
+        )
+
+    @classmethod
+    def from_hf(cls, keys: ConfigJson) -> Config:
+        """See `ModelConfig`. The rotary's keys are those of transformers 5, or of files before it."""
+        d_model = keys.size("hidden_size", default=6144)
+        n_heads = keys.size("num_attention_heads", default=64)
+        activation = keys.take("hidden_act", default="gelu")
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
+            raise UserError(f"hidden_act is {activation!r:.60}: only {', '.join(ACTIVATIONS)} are computed")
+        rotary = {
+            "partial_rotary_factor": keys.take("rotary_pct", "partial_rotary_factor", default=0.25),
+            "rope_theta": keys.take("rotary_emb_base", "rope_theta", default=10000.0),
+        }
+        newer = keys.take("rope_parameters", default=None) or keys.take("rope_scaling", default=None) or {}
+        if not isinstance(newer, dict):
+            raise UserError(f"rope_parameters is {newer!r:.60}: expected an object")
+        rope = ConfigJson({**rotary, **newer})
+        kind = rope.take("rope_type", "type", default="default")
+        if kind != "default":
+            raise UserError(f"rope_type is {kind!r:.60}: only default is computed, without scaling")
+        return cls(
+            layers=keys.size("num_hidden_layers", default=44),
+            d_model=d_model,
+            n_heads=n_heads,
+            d_ff=keys.size("intermediate_size", default=24576),
+            n_vocab=keys.size("vocab_size", default=50432),
+            seq=keys.size("max_position_embeddings", default=2048),
+            rotary_dims=int(d_model // n_heads * rope.number("partial_rotary_factor", default=0.25)),
+            rotary_base=rope.number("rope_theta", default=10000.0),
+            parallel_residual=keys.flag("use_parallel_residual", default=True),
+            norm_eps=keys.number("layer_norm_eps", default=1e-5),
+            activation=ACTIVATIONS[activation],
+            attention_bias=keys.flag("attention_bias", default=True),
+            tied_head=keys.flag("tie_word_embeddings", default=False),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        if self.n_heads * self.d_head != self.d_model:
+            raise UserError(
+                f"this model has no Hugging Face form: model.n_heads {self.n_heads} x model.d_head {self.d_head} is not "
+                f"model.d_model {self.d_model}, as GPTNeoXForCausalLM has it. Keep it native"
+            )
+        part = self.rotary_dims / self.d_head
+        if int(self.d_head * part) < self.rotary_dims:  # rounded: they would find one less
+            part = math.nextafter(part, 1)
+        return {
+            "vocab_size": self.n_vocab,
+            "max_position_embeddings": self.seq,
+            "hidden_size": self.d_model,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.n_heads,
+            "intermediate_size": self.d_ff,
+            "hidden_act": "gelu" if self.activation == "gelu" else "gelu_new",
+            "layer_norm_eps": self.norm_eps,
+            "use_parallel_residual": self.parallel_residual,
+            "attention_bias": self.attention_bias,
+            "tie_word_embeddings": self.tied_head,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": self.rotary_base,
+                "partial_rotary_factor": part,
+            },
+            # the same for transformers before 5
+            "rotary_pct": part,
+            "rotary_emb_base": self.rotary_base,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+        }
+
+    def hf_tensors(self) -> list[Tensor]:
+        """See `ModelConfig`. One matrix of theirs has the rows of q, k and v of the first head, of the second, ..."""
+        block = "gpt_neox.layers.{}."
+        fused, sizes = block + "attention.query_key_value", {"h": self.n_heads, "part": 3}
+        attention = [
+            Tensor(
+                f"blocks/attention/{name}/w", fused + ".weight", "(h part k) d -> part d (h k)", part, sizes
+            )
+            for part, name in enumerate("qkv")
+        ]
+        if self.attention_bias:
+            attention += [
+                Tensor(f"blocks/attention/{name}/b", fused + ".bias", "(h part k) -> part (h k)", part, sizes)
+                for part, name in enumerate("qkv")
+            ]
+        attention.append(Tensor("blocks/attention/o/w", block + "attention.dense.weight", TRANSPOSED))
+        if self.attention_bias:
+            attention.append(Tensor("blocks/attention_out/b", block + "attention.dense.bias"))
+        rows = [
+            Tensor("embed/tokens/w", "gpt_neox.embed_in.weight", vocab_axis=0),
+            Tensor("blocks/norm/scale", block + "input_layernorm.weight"),
+            Tensor("blocks/norm/offset", block + "input_layernorm.bias"),
+            *attention,
+            Tensor("blocks/ff_norm/scale", block + "post_attention_layernorm.weight"),
+            Tensor("blocks/ff_norm/offset", block + "post_attention_layernorm.bias"),
+            Tensor("blocks/ff/in/w", block + "mlp.dense_h_to_4h.weight", TRANSPOSED),
+            Tensor("blocks/ff/in/b", block + "mlp.dense_h_to_4h.bias"),
+            Tensor("blocks/ff/out/w", block + "mlp.dense_4h_to_h.weight", TRANSPOSED),
+            Tensor("blocks/ff_out/b", block + "mlp.dense_4h_to_h.bias"),
+            Tensor("head/norm/scale", "gpt_neox.final_layer_norm.weight"),
+            Tensor("head/norm/offset", "gpt_neox.final_layer_norm.bias"),
+        ]
+        if not self.tied_head:
+            rows.append(Tensor("head/logits/w", "embed_out.weight", TRANSPOSED, vocab_axis=1))
+        return rows
