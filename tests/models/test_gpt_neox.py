@@ -60,6 +60,7 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         max_position_embeddings=64,
         bos_token_id=0,
         eos_token_id=0,
+        attn_implementation="eager",  # as `hf.their_logits` has it
         **VARIANTS[request.param],
     )
     model = GPTNeoXForCausalLM(config).eval()
@@ -89,15 +90,19 @@ def test_logits_and_greedy_tokens_are_theirs(theirs, mesh) -> None:
         logits, _ = jax.jit(model.apply)(params, theirs.prompt)
         np.testing.assert_allclose(logits[..., :307], theirs.logits, rtol=0, atol=TOLERANCE)
 
-        step = jax.jit(model.apply)
-        cache = model.new_cache(2, theirs.prompt.shape[1] + NEW)
+        length = theirs.prompt.shape[1] + NEW
+
+        @jax.jit
+        def step(params: Any, tokens: Any, cache: Any, start: Any) -> tuple[Any, Any]:
+            logits, view = model.apply(params, tokens, cache.view(None, length), start)
+            return logits, view.cache
+
+        cache, found = model.new_cache(2, length), []
         logits, cache = step(params, theirs.prompt, cache, np.zeros(2, np.int32))
         np.testing.assert_allclose(logits[..., :307], theirs.logits, rtol=0, atol=TOLERANCE)
-        found = []
-        for i in range(NEW):
+        for position in range(theirs.prompt.shape[1], length):
             found.append(np.asarray(logits[:, -1].argmax(-1)))
-            position = np.full(2, theirs.prompt.shape[1] + i, np.int32)
-            logits, cache = step(params, found[-1][:, None], cache, position)
+            logits, cache = step(params, found[-1][:, None], cache, np.full(2, position, np.int32))
     np.testing.assert_array_equal(np.stack(found, 1), theirs.tokens)
 
 
