@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
 from mesh_transformer.runtime import cli
 
@@ -18,11 +17,7 @@ def main() -> int:
     source.add_argument(
         "--prompt-tokens", metavar="1,2,3", help="the prompt as token ids; needs no tokenizer, without --stop"
     )
-    parser.add_argument(
-        "--ckpt",
-        metavar="DIR",
-        help=f"{cli.ANY_FORM} (default: the run of the config)",
-    )
+    cli.add_checkpoint(parser)
     _add_sampling_options(parser)
     parser.add_argument(
         "--json", action="store_true", help="print each sample as a JSON object on a line of its own"
@@ -30,13 +25,12 @@ def main() -> int:
     arguments = parser.parse_args()
     from mesh_transformer.runtime import sample_request, sampler
 
-    names = [field.name for field in dataclasses.fields(sample_request.Request)]
-    request = sample_request.Request(**{name: getattr(arguments, name) for name in names})
+    request = cli.fields(sample_request.Request, arguments)
     return sampler.run(
-        arguments.config,
+        arguments.config_path,
         arguments.overrides,
         request,
-        checkpoint=arguments.ckpt,
+        checkpoint=arguments.checkpoint,
         prompt=arguments.prompt,
         prompt_tokens=arguments.prompt_tokens,
         as_json=arguments.json,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from mesh_transformer.runtime import cli
@@ -14,12 +13,7 @@ if TYPE_CHECKING:
 def main(open_engine: OpenEngine | None = None) -> int:
     """Parse the arguments and serve; `open_engine` opens another engine than the config's."""
     parser = cli.parser(__doc__)
-    parser.add_argument(
-        "--ckpt",
-        dest="checkpoint",
-        metavar="DIR",
-        help=f"{cli.ANY_FORM} (default: the run of the config)",
-    )
+    cli.add_checkpoint(parser)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"
     )
@@ -58,9 +52,8 @@ def main(open_engine: OpenEngine | None = None) -> int:
     arguments = parser.parse_args()
     from mesh_transformer.runtime.serve import start
 
-    names = [field.name for field in dataclasses.fields(start.Options)]
-    options = start.Options(**{name: getattr(arguments, name) for name in names})
-    return start.run(arguments.config, arguments.overrides, options, open_engine)
+    options = cli.fields(start.Options, arguments)
+    return start.run(arguments.config_path, arguments.overrides, options, open_engine)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ from mesh_transformer.runtime import cli
 def main() -> int:
     """Parse the arguments and evaluate."""
     parser = cli.parser(__doc__)
-    parser.add_argument("--ckpt", metavar="DIR", help=f"{cli.ANY_FORM} (default: the run of the config)")
+    cli.add_checkpoint(parser)
     parser.add_argument(
         "--tasks",
+        type=lambda names: tuple(names.split(",")),
+        default="lambada_openai,piqa,hellaswag,winogrande,mathqa,pubmedqa",
         metavar="A,B",
-        help="tasks, groups or tags of the harness (default: lambada_openai,piqa,hellaswag,winogrande,mathqa,pubmedqa)",
+        help="tasks, groups or tags of the harness (default: %(default)s)",
     )
     parser.add_argument("--include-path", metavar="DIR", help="folder with further task files")
     parser.add_argument(
@@ -47,24 +49,12 @@ def main() -> int:
     place = Place.of(arguments)
     from mesh_transformer.runtime.evals import command
 
-    given = {} if arguments.tasks is None else {"tasks": tuple(arguments.tasks.split(","))}
-    options = command.Options(
-        **given,
-        checkpoint=arguments.ckpt,
-        include_path=arguments.include_path,
-        data_dir=arguments.data_dir,
-        limit=arguments.limit,
-        num_fewshot=arguments.num_fewshot,
-        batch_tokens=arguments.batch_tokens,
-        cache=arguments.cache,
-        ftfy=arguments.ftfy,
-        output=arguments.output,
-    )
+    options = cli.fields(command.Options, arguments)
     if place.here:
-        return command.run(arguments.config, arguments.overrides, options)
+        return command.run(arguments.config_path, arguments.overrides, options)
     from mesh_transformer.cluster import evaluate_command
 
-    return evaluate_command.run(arguments.config, arguments.overrides, place, options)
+    return evaluate_command.run(arguments.config_path, arguments.overrides, place, options)
 
 
 if __name__ == "__main__":

@@ -13,25 +13,19 @@ def main() -> None:
     parser.add_argument(
         "--input",
         required=True,
+        dest="folder",
         metavar="DIR",
         help="folder with config.json and model.safetensors or pytorch_model.bin, whole or in shards with an index; "
         "local or gs://",
     )
     cli.add_step_output(parser, "--output-path", "native", required=True)
     parser.add_argument("--shards", type=int, metavar="K", help="shards of a classic checkpoint (default: 1)")
-    arguments = parser.parse_args()
-    if arguments.shards is not None and (arguments.format != "classic" or arguments.shards < 1):
+    options = parser.parse_args()
+    if options.shards is not None and (options.form != "classic" or options.shards < 1):
         parser.error("--shards is a number of 1 or more, and goes with --format classic")
-    from mesh_transformer.checkpoint.forms import Form
     from mesh_transformer.runtime import convert
 
-    convert.from_hf(
-        arguments.input,
-        arguments.output_path,
-        form=Form(arguments.format),
-        shards=arguments.shards or 1,
-        overwrite=arguments.overwrite,
-    )
+    convert.from_hf(**vars(options))
 
 
 if __name__ == "__main__":

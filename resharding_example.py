@@ -11,7 +11,7 @@ from mesh_transformer.runtime import cli
 def main() -> None:
     """Parse the arguments, convert and sample."""
     parser = cli.parser(__doc__.split("\n")[0])
-    parser.add_argument("--ckpt", required=True, metavar="DIR", help=cli.ANY_FORM)
+    cli.add_checkpoint(parser, required=True)
     parser.add_argument(
         "--shards-out",
         type=int,
@@ -24,20 +24,10 @@ def main() -> None:
         metavar="TEXT",
         help="complete this text with the new checkpoint (without --out: with --ckpt) and print the result",
     )
-    arguments = parser.parse_args()
-    from mesh_transformer.checkpoint.forms import Form
+    options = vars(parser.parse_args())
     from mesh_transformer.runtime import reshard
 
-    reshard.reshard(
-        arguments.config,
-        arguments.overrides,
-        checkpoint=arguments.ckpt,
-        shards_out=arguments.shards_out,
-        out=arguments.out,
-        form=Form(arguments.format),
-        prompt=arguments.prompt,
-        overwrite=arguments.overwrite,
-    )
+    reshard.reshard(**options)
 
 
 if __name__ == "__main__":

@@ -8,21 +8,17 @@ from mesh_transformer.runtime import cli
 def main() -> None:
     """Parse the arguments and convert."""
     parser = cli.parser(__doc__)
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="step of the run (default: the newest)")
+    parser.add_argument(
+        "--ckpt-step", type=int, dest="step", metavar="N", help="step of the run (default: the newest)"
+    )
     parser.add_argument(
         "--f16", action="store_true", help="write float16, to {model_dir}_slim_f16 (default: bfloat16)"
     )
     cli.add_overwrite(parser)
-    arguments = parser.parse_args()
+    options = vars(parser.parse_args())
     from mesh_transformer.runtime import reshard
 
-    reshard.slim(
-        arguments.config,
-        arguments.overrides,
-        step=arguments.ckpt_step,
-        f16=arguments.f16,
-        overwrite=arguments.overwrite,
-    )
+    reshard.slim(**options)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from mesh_transformer.runtime import cli
 def main() -> None:
     """Parse the arguments and convert."""
     parser = cli.parser(__doc__)
-    parser.add_argument("--input-ckpt", required=True, metavar="DIR", help=cli.ANY_FORM)
-    parser.add_argument("--output-path", required=True, metavar="DIR", help="the new folder, local or gs://")
+    cli.add_checkpoint(parser, "--input-ckpt", required=True)
+    parser.add_argument(
+        "--output-path", required=True, dest="output", metavar="DIR", help="the new folder, local or gs://"
+    )
     parser.add_argument(
         "--dtype",
         choices=["fp16", "fp32", "bf16"],
@@ -25,19 +27,11 @@ def main() -> None:
         help="a folder or a name on the hub: its files are copied beside the weights",
     )
     cli.add_overwrite(parser)
-    arguments = parser.parse_args()
+    options = vars(parser.parse_args())
+    del options["cpu"]
     from mesh_transformer.runtime import convert
 
-    convert.to_hf(
-        arguments.config,
-        arguments.overrides,
-        arguments.input_ckpt,
-        arguments.output_path,
-        dtype=arguments.dtype,
-        tokenizer=arguments.tokenizer,
-        overwrite=arguments.overwrite,
-        debug=arguments.debug,
-    )
+    convert.to_hf(**options)
 
 
 if __name__ == "__main__":

@@ -26,17 +26,7 @@ def main() -> int:
         default=1,
         help="what mesh.tp cores split: 1, the matrices (tensor parallelism); 2, weights and moments (as mesh.fsdp) (default: 1)",
     )
-    parser.add_argument(
-        "--tune-model-path",
-        metavar="DIR",
-        help="start at step 0 from the weights of this checkpoint: a native one, one of the original program or a Hugging "
-        "Face folder; local or gs://",
-    )
-    parser.add_argument(
-        "--fresh-opt",
-        action="store_true",
-        help="with --tune-model-path: do not load its Adam moments; start them at zero",
-    )
+    cli.add_tuning(parser)
     return train_command.run(parser.parse_args())
 
 

@@ -121,18 +121,12 @@ def _entry(handle: _Handle, info: zipfile.ZipInfo) -> Entry:
     return Entry(handle.path, info.filename, start, info.compress_size, info.file_size, info.CRC, compressed)
 
 
-class _Handle:
+class _Handle(io.RawIOBase):
     """What zipfile needs of a file, over range reads; refuses a directory of absurd size."""
 
     def __init__(self, path: str) -> None:
         self.path, self.size = path, files.size(path)
         self._position = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
@@ -149,6 +143,3 @@ class _Handle:
         content = files.read_range(self.path, self._position, count)
         self._position += len(content)
         return content
-
-    def close(self) -> None:
-        """Nothing is held open."""

@@ -7,9 +7,9 @@ its CRC-32; later ones take the rows they need. Local and `gs://` files.
 
 from __future__ import annotations
 
+import io
 import math
 import re
-import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -21,25 +21,19 @@ import numpy as np
 from mesh_transformer import files
 from mesh_transformer.checkpoint import archive
 from mesh_transformer.checkpoint.archive import DamagedArchive
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
+from mesh_transformer.checkpoint.manifest import MAX_DIMENSIONS, MAX_ELEMENTS, DamagedCheckpoint
 from mesh_transformer.checkpoint.tensors import Index
 
 BLOCK_BYTES = 1 << 20  # stays in the processor's cache between reading, checking and copying
 REMOTE_BLOCK_BYTES = 16 << 20  # one request each
 MAX_HEADER_BYTES = 4096
-MAX_DIMENSIONS = 8
 
+_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+# by the dtype that numpy reads in a header; it spells a type that it does not know as raw bytes
 _DTYPES = {
-    "<f4": np.dtype(np.float32),
-    "<f2": np.dtype(np.float16),
-    "<V2": np.dtype(ml_dtypes.bfloat16),  # how numpy spells a type that it does not know
-    "|V2": np.dtype(ml_dtypes.bfloat16),
-    "<i4": np.dtype(np.int32),
+    **{np.dtype(name): np.dtype(name) for name in ("<f4", "<f2", "<i4")},
+    np.dtype("V2"): np.dtype(ml_dtypes.bfloat16),
 }
-_DESCR = {np.dtype(dtype): descr for descr, dtype in _DTYPES.items() if descr != "|V2"}
-_HEADER = re.compile(
-    r"\{'descr': '([^']*)', 'fortran_order': (True|False), 'shape': \(((?:\d{1,18}, ?)*\d{0,18})\), \} *\n"
-)
 
 
 class Member(NamedTuple):
@@ -148,34 +142,30 @@ def _member(entry: archive.Entry) -> Member:
     where = f"{entry.path}: {entry.name[:80]!r}"
     if not re.fullmatch(r"arr_\d{1,6}\.npy", entry.name):
         raise DamagedCheckpoint(f"{where}: expected arrays named arr_0, arr_1, ...")
-    header, shape, dtype, fortran = _parse_header(where, next(archive.pieces(entry, MAX_HEADER_BYTES), b""))
-    member = Member(entry, shape, dtype, fortran, header)
-    if len(header) + member.n_bytes != entry.n_bytes:
-        raise DamagedCheckpoint(
-            f"{where}: {shape} {dtype} takes {member.n_bytes} bytes, found {entry.n_bytes - len(header)}"
-        )
+    head = io.BytesIO(next(archive.pieces(entry, MAX_HEADER_BYTES), b""))
+    shape, fortran, dtype = _parse_header(where, head)
+    member = Member(entry, shape, dtype, fortran, head.getvalue()[: head.tell()])
+    found = entry.n_bytes - len(member.header)
+    if found != member.n_bytes:
+        raise DamagedCheckpoint(f"{where}: {shape} {dtype} takes {member.n_bytes} bytes, found {found}")
     return member
 
 
-def _parse_header(where: str, head: bytes) -> tuple[bytes, tuple[int, ...], np.dtype, bool]:
-    """The .npy header itself, and the shape, dtype and order in it. Nothing is evaluated."""
-    if not head.startswith((b"\x93NUMPY\x01\x00", b"\x93NUMPY\x02\x00")) or len(head) < 12:
-        raise DamagedCheckpoint(f"{where}: not an array")
-    begin, length = (10, "<H") if head[6] == 1 else (12, "<I")
-    end = begin + struct.unpack_from(length, head, 8)[0]
-    text = head[begin:end].decode("latin1")
-    match = _HEADER.fullmatch(text)
-    if match is None or end > len(head):
-        raise DamagedCheckpoint(f"{where}: its header is not one that numpy writes for an array of numbers")
-    descr, fortran, numbers = match.groups()
-    if descr.lstrip("|<>").startswith("O"):
-        raise DamagedCheckpoint(f"{where}: a pickled array (dtype {descr}): expected numbers, not read")
-    if descr not in _DTYPES:
-        raise DamagedCheckpoint(f"{where}: dtype {descr[:20]!r}: expected one of {', '.join(_DTYPES)}")
-    shape = tuple(int(number) for number in numbers.replace(" ", "").split(",") if number)
-    if len(shape) > MAX_DIMENSIONS:
-        raise DamagedCheckpoint(f"{where}: {len(shape)} dimensions")
-    return head[:end], shape, _DTYPES[descr], fortran == "True"
+def _parse_header(where: str, head: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, order and dtype of a .npy header, which `head` stands behind then. Only literals are evaluated."""
+    try:
+        read = _READERS[np.lib.format.read_magic(head)]
+        shape, fortran, dtype = read(head, max_header_size=MAX_HEADER_BYTES)
+    except Exception as error:  # noqa: BLE001  (numpy raises all sorts for a damaged header)
+        raise DamagedCheckpoint(f"{where}: its header is not one that numpy writes for an array") from error
+    if dtype.hasobject:
+        raise DamagedCheckpoint(f"{where}: a pickled array (dtype {dtype.str}): expected numbers, not read")
+    if dtype not in _DTYPES:
+        known = ", ".join(kind.str for kind in _DTYPES)
+        raise DamagedCheckpoint(f"{where}: dtype {str(dtype)[:20]!r}: expected one of {known}")
+    if len(shape) > MAX_DIMENSIONS or not all(0 <= size <= MAX_ELEMENTS for size in shape):
+        raise DamagedCheckpoint(f"{where}: a shape of {len(shape)} dimensions that cannot be")
+    return shape, fortran, _DTYPES[dtype]
 
 
 class NpzWriter:
@@ -191,7 +181,7 @@ class NpzWriter:
         info = zipfile.ZipInfo(f"arr_{self._count}.npy")  # dated 1980: the same arrays give the same file
         self._count += 1
         with self._archive.open(info, "w", force_zip64=True) as member:
-            header = {"descr": _DESCR[dtype], "fortran_order": False, "shape": shape}
+            header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(member, header)
             for block in blocks:
                 member.write(np.ascontiguousarray(block, dtype).reshape(-1).view(np.uint8).data)

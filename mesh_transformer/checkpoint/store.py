@@ -19,6 +19,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Container
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,12 +43,8 @@ from mesh_transformer.errors import UserError
 log = logging.getLogger(__name__)
 
 TEMPORARY = ".orbax-checkpoint-tmp"
-STEP_FILES = {
-    "state",
-    "manifest",
-    "_CHECKPOINT_METADATA",
-    COMMIT_MARKER,
-}  # all that a save makes in a step's folder
+# all that a save makes in a step's folder
+STEP_FILES = {"state", "manifest", "_CHECKPOINT_METADATA", COMMIT_MARKER}
 
 
 class Checkpoint(NamedTuple):
@@ -106,14 +104,11 @@ class CheckpointStore:
         """
         self.wait()
         manager = self._writer()
-        there = files.list_dir(self.folder(step)) and not self._finished(
-            f"step_{step}"
-        )  # something of others
-        in_the_way = [step] if there else []  # before all meet in `describe`
+        # something of others may stand there; this is found out before all meet in `describe`
+        theirs = files.list_dir(self.folder(step)) and not self._finished(f"step_{step}")
         document = manifests.encode(manifests.describe(state, extra))
-        self._set_aside(
-            in_the_way + [old for old in manager.all_steps() if old >= step or old in self._damaged]
-        )
+        older = [old for old in manager.all_steps() if old >= step or old in self._damaged]
+        self._set_aside([step, *older] if theirs else older)
         self._damaged.clear()
         tensors = ocp.args.PyTreeSave(state, save_args=jax.tree.map(orbax.save_args, state))
         args = ocp.args.Composite(state=tensors, manifest=ocp.args.JsonSave(document))
@@ -135,20 +130,36 @@ class CheckpointStore:
             self._save_failed = True
             raise
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Checkpoint | None:
+    def restore(self, abstract_state: Any) -> Checkpoint | None:
         """Read a state onto the shardings of `abstract_state`, a pytree of `jax.ShapeDtypeStruct` with sharding.
 
-        Without `step`: the newest that is whole, or None if there is none at all. A damaged one is passed over with
-        a warning.
+        The newest step that is whole, or None if there is none at all. A damaged one is passed over with a warning.
 
         Raises:
-            UserError: the checkpoint is of another model; the `step` asked for is absent or damaged; all are damaged.
+            UserError: the checkpoint is of another model, or all are damaged.
         """
-        return self._restore(abstract_state, step, part=False)
-
-    def restore_part(self, abstract_part: Any, step: int | None = None) -> Checkpoint | None:
-        """As `restore`, but only the tensors that `abstract_part` names, such as `{"params": ...}`."""
-        return self._restore(abstract_part, step, part=True)
+        self.wait()
+        tried: dict[int, str] = {}
+        while (step := self._newest(tried)) is not None:
+            try:
+                with files.patience(self._root):
+                    source = agreed(partial(NativeSource, self.folder(step)))
+                    if self._model is not None:
+                        check_model(source, self._model)
+                    if self._optimizer is not None:
+                        check_optimizer(source, self._optimizer)
+                    return Checkpoint(step, restore(source, abstract_state, part=False), source.extra)
+            except DamagedCheckpoint as damage:
+                tried[step] = str(damage)
+                self._damaged.add(step)
+                log.warning("checkpoint step %d in %s is damaged, passed over: %s", step, self._root, damage)
+        if tried:
+            raise UserError(
+                f"no checkpoint in {self._root} can be restored:\n"
+                + "\n".join(f"  step {number}: {reason}" for number, reason in tried.items())
+                + "\nchoose another model_dir to start afresh"
+            )
+        return None
 
     def close(self) -> None:
         """Finish the save under way and release the threads.
@@ -161,45 +172,11 @@ class CheckpointStore:
         finally:
             self._discard()
 
-    def _restore(self, abstract: Any, step: int | None, *, part: bool) -> Checkpoint | None:
-        self.wait()
-        tried: dict[int, str] = {}
-        while (candidate := self._candidate(step, tried)) is not None:
-            try:
-                return self._load(candidate, abstract, part=part)
-            except DamagedCheckpoint as damage:
-                tried[candidate] = str(damage)
-                self._damaged.add(candidate)
-                if step is None:
-                    log.warning(
-                        "checkpoint step %d in %s is damaged, passed over: %s", candidate, self._root, damage
-                    )
-        if tried:
-            raise UserError(
-                f"no checkpoint in {self._root} can be restored:\n"
-                + "\n".join(f"  step {number}: {reason}" for number, reason in tried.items())
-                + "\nname another step, or choose another model_dir to start afresh"
-            )
-        if step is not None:
-            raise UserError(
-                f"no checkpoint of step {step} in {self._root}: there are {self.steps() or 'none'}"
-            )
-        return None
-
-    def _candidate(self, step: int | None, tried: dict[int, str]) -> int | None:
-        """The newest finished step not tried yet (or `step`), as process 0 sees it."""
-        there = [number for number in self.steps() if number not in tried and step in (None, number)]
+    def _newest(self, tried: Container[int]) -> int | None:
+        """The newest finished step not tried yet, as process 0 sees it."""
+        there = [step for step in self.steps() if step not in tried]
         newest = int(multihost_utils.broadcast_one_to_all(np.int32(max(there, default=-1))))
         return None if newest < 0 else newest
-
-    def _load(self, step: int, abstract: Any, *, part: bool) -> Checkpoint:
-        with files.patience(self._root):
-            source = agreed(lambda: NativeSource(self.folder(step)))
-            if self._model is not None:
-                check_model(source, self._model)
-            if self._optimizer is not None:
-                check_optimizer(source, self._optimizer)
-            return Checkpoint(step, restore(source, abstract, part=part), source.extra)
 
     def _open(self) -> ocp.CheckpointManager:
         self._delete_unfinished()
@@ -208,9 +185,8 @@ class CheckpointStore:
     def _writer(self) -> ocp.CheckpointManager:
         if self._manager is None:
             raise RuntimeError("this checkpoint store is read-only or closed")
-        if (
-            self._save_failed
-        ):  # Orbax would raise that error again, and has crossed out steps that still exist
+        # after a failure Orbax would raise that error again, and has crossed out steps that still exist
+        if self._save_failed:
             self._discard()
             self._manager, self._save_failed = self._open(), False
         return self._manager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from mesh_transformer.errors import RunError, UserError
 
+T = TypeVar("T")
 ANY_FORM = (
     "a run's folder (its newest step is taken) or a step_N folder, native or of the original program, or a Hugging Face "
     "folder; local or gs://"
@@ -19,7 +21,13 @@ ANY_FORM = (
 def parser(description: str) -> argparse.ArgumentParser:
     """A parser with --config, --set and --ignore-keys; what the last two give is `overrides` (config/overrides.py)."""
     made = argparse.ArgumentParser(description=description)
-    made.add_argument("--config", required=True, help="config file, grouped or classic (docs/config.md)")
+    made.add_argument(
+        "--config",
+        required=True,
+        dest="config_path",
+        metavar="FILE",
+        help="config file, grouped or classic (docs/config.md)",
+    )
     made.add_argument(
         "--set",
         action="append",
@@ -40,10 +48,37 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def fields(kind: type[T], arguments: argparse.Namespace) -> T:
+    """The dataclass `kind` of the options that are named like its fields."""
+    return kind(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(kind)})  # type: ignore[arg-type]
+
+
+def add_checkpoint(made: argparse.ArgumentParser, flag: str = "--ckpt", *, required: bool = False) -> None:
+    """The checkpoint to read, of any form."""
+    default = "" if required else " (default: the run of the config)"
+    made.add_argument(flag, dest="checkpoint", required=required, metavar="DIR", help=f"{ANY_FORM}{default}")
+
+
+def add_tuning(made: argparse.ArgumentParser) -> None:
+    """--tune-model-path and --fresh-opt."""
+    made.add_argument(
+        "--tune-model-path",
+        metavar="DIR",
+        help="start at step 0 from the weights of this checkpoint: a native one, one of the original program or a Hugging "
+        "Face folder; local or gs://",
+    )
+    made.add_argument(
+        "--fresh-opt",
+        action="store_true",
+        help="with --tune-model-path: do not load its Adam moments; start them at zero",
+    )
+
+
 def add_step_output(made: argparse.ArgumentParser, flag: str, form: str, *, required: bool = False) -> None:
     """What a command that writes a step takes: its place (`flag`), --format (default `form`), --overwrite."""
     made.add_argument(
         flag,
+        dest="output",
         metavar="DIR",
         help="native: the root, in which step_N is made; classic: the step folder itself, such as gptj/step_383500; "
         "local or gs://",
@@ -51,6 +86,7 @@ def add_step_output(made: argparse.ArgumentParser, flag: str, form: str, *, requ
     )
     made.add_argument(
         "--format",
+        dest="form",
         choices=["native", "classic"],
         default=form,
         help="form of the checkpoint to write (default: %(default)s)",

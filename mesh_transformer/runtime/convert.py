@@ -6,7 +6,7 @@ import contextlib
 import logging
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +32,7 @@ DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 def to_hf(
     config_path: str,
-    overrides: list[str],
+    overrides: Sequence[str],
     checkpoint: str,
     output: str,
     *,
@@ -77,7 +77,9 @@ def _default_dtype(form: Form, source: TensorSource) -> np.dtype:
     return kind
 
 
-def from_hf(folder: str, output: str, *, form: Form, shards: int = 1, overwrite: bool = False) -> None:
+def from_hf(
+    folder: str, output: str, *, form: Form | str, shards: int | None = None, overwrite: bool = False
+) -> None:
     """Write a Hugging Face folder, of whatever architecture it says, in one of our two forms: see `write_step`.
 
     Raises:
@@ -86,7 +88,7 @@ def from_hf(folder: str, output: str, *, form: Form, shards: int = 1, overwrite:
     logs.set_up()
     source = HFSource(folder)
     logs.log.info("%s: %s", folder, source.model.model_dump(exclude_defaults=True))
-    write_step(source, source.model, output, form=form, shards=shards, overwrite=overwrite)
+    write_step(source, source.model, output, form=Form(form), shards=shards or 1, overwrite=overwrite)
 
 
 def write_step(

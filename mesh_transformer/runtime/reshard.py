@@ -51,33 +51,34 @@ def reshard(
     *,
     checkpoint: str,
     shards_out: int | None,
-    out: str | None,
-    form: Form,
+    output: str | None,
+    form: Form | str,
     prompt: str | None,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint of any form to `out`, with its moments if it has them, and complete `prompt` with the result.
+    """Write a checkpoint of any form to `output`, with its moments if it has them, and complete `prompt` with the result.
 
     Everything that can be refused is refused before anything is written.
 
     Args:
         shards_out: of a classic result, and devices for the prompt; None: mesh.tp of the config.
-        out: see `write_step`. None: nothing is written, and the prompt is answered by the checkpoint itself.
+        output: see `write_step`. None: nothing is written, and the prompt is answered by the checkpoint itself.
 
     Raises:
-        UserError: neither is asked for, or the checkpoint does not fit the config or the shards, or `out` is there, or
+        UserError: neither is asked for, or the checkpoint does not fit the config or the shards, or `output` is there, or
             the prompt cannot be completed on these devices.
     """
-    if out is None and prompt is None:
+    form = Form(form)
+    if output is None and prompt is None:
         raise UserError("nothing to do: give --out FOLDER, --prompt TEXT or both")
     logs.set_up()
     config = load_config(config_path, overrides)
     _check_shards_out(shards_out, overrides, form, prompt)
     shards = config.mesh.tp if shards_out is None else shards_out
-    if out is not None and form is Form.CLASSIC:
-        check_shards(config.model, shards, out)
+    if output is not None and form is Form.CLASSIC:
+        check_shards(config.model, shards, output)
     found = recognise(checkpoint)
-    if out is not None and form is Form.NATIVE and found.form is Form.NATIVE:
+    if output is not None and form is Form.NATIVE and found.form is Form.NATIVE:
         raise UserError(
             f"{found.folder} is native already, for any number of devices: copy the folder as it is"
         )
@@ -86,8 +87,8 @@ def reshard(
     if prompt is not None:
         tried = _tried(config_path, overrides, shards)
         job = sampler.Job.prepare(tried, sample_request.Request(), checkpoint, prompt=prompt)
-    if out is not None:
-        checkpoint = write_step(source, config.model, out, form=form, shards=shards, overwrite=overwrite)
+    if output is not None:
+        checkpoint = write_step(source, config.model, output, form=form, shards=shards, overwrite=overwrite)
     if job is not None:
         job.run(checkpoint)
 

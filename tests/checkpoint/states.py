@@ -10,6 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.place import restore
+
 
 class State(NamedTuple):
     """The shape of a training state: nested dicts, three dtypes, scalars."""
@@ -55,6 +58,11 @@ def state(seed: int, on: State | None = None, width: int = 24) -> State:
 def _place(value: Any, sharding: NamedSharding) -> jax.Array:
     value = np.asarray(value)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def read_part(folder: str, part: Any) -> Any:
+    """The tensors of a step folder that `part` names."""
+    return restore(NativeSource(folder), part, part=True)
 
 
 def abstract(of: Any, on: Any = None) -> Any:

@@ -82,8 +82,6 @@ def test_fall_back_to_the_step_before(
     assert len(warnings) == 1
     assert warnings[0].startswith(f"checkpoint step 2 in {root} is damaged, passed over: ")
     assert len(warnings[0].split("over: ")[1]) > 10
-    with pytest.raises(UserError, match=r"(?s)can be restored:\n  step 2: "):
-        store.restore(wanted, step=2)
     # training does step 2 again
     store.save(2, state(20, width=512), {"again": True})
     again = store.restore(wanted)
@@ -107,10 +105,9 @@ def test_what_only_orbax_reads_is_not_needed(root: Path, damage: Callable[[Path]
 
 def test_damage_of_what_is_not_asked_for_does_not_matter(root: Path) -> None:
     shutil.rmtree(root / "step_1")
-    found = CheckpointStore(str(root), read_only=True).restore(abstract(state(0, width=512)), step=2)
+    found = CheckpointStore(str(root), read_only=True).restore(abstract(state(0, width=512)))
     assert found is not None
-    with pytest.raises(UserError, match=r"no checkpoint of step 1 in .*: there are \[2\]"):
-        CheckpointStore(str(root), read_only=True).restore(abstract(state(0, width=512)), step=1)
+    assert found.step == 2
 
 
 def test_all_damaged_is_an_error_that_lists_them(root: Path) -> None:

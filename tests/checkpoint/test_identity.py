@@ -130,7 +130,13 @@ OPENINGS = {
     "to_hf": lambda form: to_hf("config.json", OTHER, form, "new"),
     "slim": lambda form: slim("config.json", [*OTHER, f"checkpoint.model_dir={form}"], step=None, f16=False),
     "reshard": lambda form: reshard(
-        "config.json", OTHER, checkpoint=form, shards_out=1, out="new/step_7", form=Form.CLASSIC, prompt=None
+        "config.json",
+        OTHER,
+        checkpoint=form,
+        shards_out=1,
+        output="new/step_7",
+        form=Form.CLASSIC,
+        prompt=None,
     ),
 }
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from states import abstract, assert_equal, state
 
+from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.place import restore
 from mesh_transformer.checkpoint.store import CheckpointStore
 
 WIDTH = 20_000  # 2 MB: long enough in writing to be hit
@@ -52,8 +54,7 @@ def test_kill(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         forever = [step for step in reader.steps() if step % 5 == 0 and step != found.step]
         assert forever == list(range(5, found.step, 5))
         for step in forever:
-            kept = reader.restore(wanted, step=step)
-            assert kept is not None
-            assert_equal(kept.state, state(step, width=WIDTH))
+            kept = restore(NativeSource(reader.folder(step)), wanted, part=False)
+            assert_equal(kept, state(step, width=WIDTH))
     assert found.step >= 6
     assert "passed over" not in caplog.text

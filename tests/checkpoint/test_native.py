@@ -23,7 +23,7 @@ from mesh_transformer.checkpoint.forms import COMMIT_MARKER
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
 from mesh_transformer.checkpoint.native import NativeSource
 from mesh_transformer.checkpoint.native_writer import write_native
-from mesh_transformer.checkpoint.place import place
+from mesh_transformer.checkpoint.place import place, restore
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts, TensorInfo
 from mesh_transformer.errors import UserError
@@ -119,10 +119,8 @@ def test_a_slim_one_is_restored_in_float32_on_another_mesh(tmp_path: Path, state
     write_native(ArraySource(params, Counts(9)), str(tmp_path))
     on = program(TINY, "mesh.tp=4", "mesh.fsdp=2", devices=8)
     wanted = {"params": on.abstract_state.params}
-    found = CheckpointStore(str(tmp_path), read_only=True).restore_part(wanted)
-    placed = place(NativeSource(str(tmp_path / "step_9")), wanted)
-    assert found is not None
-    for result in (found.state, placed):
+    source = NativeSource(str(tmp_path / "step_9"))
+    for result in (restore(source, wanted, part=True), place(source, wanted)):
         arrays = manifests.flatten(result)
         assert_same(
             {n: np.asarray(x) for n, x in arrays.items()}, {n: x.astype("f4") for n, x in params.items()}

@@ -46,17 +46,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"shards_out": 1}, ["data.seed=1", " cores_per_replica = 2"], "say the same thing"),
         ({"shards_out": 1}, ["tp=1", "early_cast=true"], "say the same thing"),
         ({"shards_out": 1, "form": Form.NATIVE}, [], "a native checkpoint has no shards"),
-        ({"form": Form.NATIVE, "out": "new/step_7"}, [], "name the root, new; step_7 is made in it"),
+        ({"form": Form.NATIVE, "output": "new/step_7"}, [], "name the root, new; step_7 is made in it"),
         ({"form": Form.NATIVE, "checkpoint": "native"}, [], "native/step_7 is native already"),
-        ({"out": "new/step_8"}, [], "this is step 7, name it step_7"),
-        ({"out": "native/step_7/"}, [], "is there already"),
-        ({"out": "native", "form": Form.NATIVE}, [], "native/step_7 is there already"),
+        ({"output": "new/step_8"}, [], "this is step 7, name it step_7"),
+        ({"output": "native/step_7/"}, [], "is there already"),
+        ({"output": "native", "form": Form.NATIVE}, [], "native/step_7 is there already"),
         ({"prompt": "abcdefgh"}, [BYTES], "the prompt has 8 tokens; .* over the context of 8"),
         ({"prompt": ""}, [BYTES], "the prompt is empty"),
         ({"prompt": "a"}, ["data.tokenizer=./nowhere"], "no such tokenizer folder: ./nowhere"),
         ({"prompt": "a"}, [BYTES, "mesh.dp=8"], "mesh.dp 8 x mesh.fsdp 1 x mesh.tp 2 = 16 devices, found 8"),
-        ({"prompt": "a", "out": None, "shards_out": 3}, [BYTES], "3 shards needs a multiple of 3 devices, found 8"),
-        ({"out": None}, [], "nothing to do"),
+        ({"prompt": "a", "output": None, "shards_out": 3}, [BYTES], "3 shards needs a multiple of 3 devices, found 8"),
+        ({"output": None}, [], "nothing to do"),
         ({"checkpoint": "elsewhere"}, [], "no checkpoint in elsewhere"),
     ],
 )  # fmt: skip
@@ -64,7 +64,7 @@ def test_refused_before_anything_is_written(
     folder: Path, arguments: dict[str, Any], overrides: list[str], message: str
 ) -> None:
     before = sorted(folder.rglob("*"))
-    asked = {"checkpoint": "run", "shards_out": None, "out": "out", "form": Form.CLASSIC, "prompt": None}
+    asked = {"checkpoint": "run", "shards_out": None, "output": "out", "form": Form.CLASSIC, "prompt": None}
     with pytest.raises(UserError, match=message):
         reshard("config.json", overrides, **{**asked, **arguments})
     assert sorted(folder.rglob("*")) == before
@@ -76,7 +76,13 @@ def test_a_prompt_needs_as_many_devices_as_shards(folder: Path, monkeypatch: pyt
         UserError, match="2 shards needs a multiple of 2 devices, found 1: give --shards-out 1"
     ):
         reshard(
-            "config.json", [BYTES], checkpoint="run", shards_out=2, out="out", form=Form.CLASSIC, prompt="a"
+            "config.json",
+            [BYTES],
+            checkpoint="run",
+            shards_out=2,
+            output="out",
+            form=Form.CLASSIC,
+            prompt="a",
         )
     assert not (folder / "out").exists()
 
@@ -84,7 +90,7 @@ def test_a_prompt_needs_as_many_devices_as_shards(folder: Path, monkeypatch: pyt
 def test_there_and_back_is_the_same(folder: Path) -> None:
     """Classic in two shards to native, and back, with moments and counts; the shards are those of the config."""
     for checkpoint, out, form in (("run", "new", Form.NATIVE), ("new", "back/step_7", Form.CLASSIC)):
-        reshard("config.json", [], checkpoint=checkpoint, shards_out=None, out=out, form=form, prompt=None)
+        reshard("config.json", [], checkpoint=checkpoint, shards_out=None, output=out, form=form, prompt=None)
     assert stored(folder / "back/step_7") == stored(folder / "run/step_7")
     assert len(stored(folder / "run/step_7")) == 2 * 81
     assert json.loads((folder / "back/meta.json").read_text()) == {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
@@ -18,12 +19,6 @@ from mesh_transformer.logs import log
 from mesh_transformer.runtime.evals.model import EvalModel, Prompt, Rehearsal
 
 _KNOWN = {*OPTIONS, "do_sample", "until", "max_gen_toks"}
-
-
-class _Texts(NamedTuple):
-    """A request of the harness, of which it is asked no more."""
-
-    args: tuple[Any, ...]
 
 
 class HarnessLM(TemplateLM):
@@ -88,10 +83,9 @@ class HarnessLM(TemplateLM):
         return self.model.complete(prompts)
 
     def _cleaned(self, requests: Sequence[Any]) -> Sequence[Any]:
-        clean = self._clean
-        if clean is None:
+        if self._clean is None:
             return requests
-        return [_Texts(tuple(clean(text) for text in request.args)) for request in requests]
+        return [SimpleNamespace(args=tuple(map(self._clean, request.args))) for request in requests]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any

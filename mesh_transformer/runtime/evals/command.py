@@ -8,24 +8,26 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from mesh_transformer import __version__, logs, platforms
+from mesh_transformer import __version__, files, logs, platforms
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.data.cleaning import make_cleaner
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import UserError
+from mesh_transformer.infer.packing import Counts
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.evals.answers import Answers
 from mesh_transformer.runtime.evals.model import BATCH_TOKENS, EvalModel
 from mesh_transformer.runtime.evals.tasks import DEFAULT, Tasks, check_installed
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.weights import Weights, read_params, split_step
+from mesh_transformer.runtime.weights import read_params, split_step
 
 BOOTSTRAP = 1000  # draws for the standard errors that have no formula, such as a perplexity's
+PACKAGES = ("lm_eval", "jax", "jaxlib", "dm-haiku", "datasets", "transformers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,8 @@ def evaluate(config: Config, options: Options) -> Evaluation:
         UserError: as `run`.
     """
     check_installed()
+    from mesh_transformer.runtime.evals.adaptor import HarnessLM
+
     source = options.checkpoint or config.checkpoint.root
     platforms.CompileCache()
     platforms.start_distributed()
@@ -106,57 +110,41 @@ def evaluate(config: Config, options: Options) -> Evaluation:
     model = EvalModel(session, tokenizer, batch_tokens=options.batch_tokens, answers=answers)
     model.load(weights.params)
     began = time.monotonic()
-    results = tasks.run(_adaptor(model, options), bootstrap=BOOTSTRAP if jax.process_index() == 0 else 0)
-    report = _report(config, options, weights, source, model, results, time.monotonic() - began)
-    return Evaluation(report, _tables(results) if jax.process_index() == 0 else "")
-
-
-def _adaptor(model: EvalModel, options: Options) -> Any:
-    from mesh_transformer.runtime.evals.adaptor import HarnessLM
-
-    clean: Callable[[str], str] | None = make_cleaner(ftfy=True, wikitext=False) if options.ftfy else None
-    return HarnessLM(model, clean)
-
-
-def _report(
-    config: Config,
-    options: Options,
-    weights: Weights,
-    source: str,
-    model: EvalModel,
-    results: dict[str, Any],
-    seconds: float,
-) -> dict[str, Any]:
-    counts = model.counts
+    results = tasks.run(
+        HarnessLM(model, make_cleaner(ftfy=True, wikitext=False) if options.ftfy else None),
+        bootstrap=BOOTSTRAP if jax.process_index() == 0 else 0,
+    )
     given = {name: value for name, value in dataclasses.asdict(options).items() if name != "output"}
-    packages = ("lm_eval", "jax", "jaxlib", "dm-haiku", "datasets", "transformers")
-    return {
+    report: dict[str, Any] = {
         **{name: results[name] for name in ("results", "groups", "n-shot", "n-samples") if name in results},
         "versions": {
             "mesh_transformer": __version__,
-            **{name: importlib.metadata.version(name) for name in packages},
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
             "tasks": results["versions"],
         },
         "evaluation": {**given, "checkpoint": source, "step": weights.step},
         "config": config.model_dump(mode="json"),
-        "tokens": {
-            "scored_requests": counts.queries,
-            "as_given": counts.given,
-            "shared": counts.shared,
-            "computed": counts.computed,
-            "padding_share": round(counts.padding, 4),
-        },
-        "seconds": round(seconds, 1),
+        "tokens": _tokens(model.counts),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    return Evaluation(report, _tables(results) if jax.process_index() == 0 else "")
+
+
+def _tokens(counts: Counts) -> dict[str, Any]:
+    return {
+        "scored_requests": counts.queries,
+        "as_given": counts.given,
+        "shared": counts.shared,
+        "computed": counts.computed,
+        "padding_share": round(counts.padding, 4),
     }
 
 
 def _tables(results: dict[str, Any]) -> str:
     from lm_eval.utils import make_table
 
-    tables = [make_table(results)]
-    if results.get("groups"):
-        tables.append(make_table(results, "groups"))
-    return "\n".join(tables)
+    kinds = ("results", "groups") if results.get("groups") else ("results",)
+    return "\n".join(make_table(results, kind) for kind in kinds)
 
 
 def show(evaluation: Evaluation, output: str | None) -> None:
@@ -171,7 +159,5 @@ def show(evaluation: Evaluation, output: str | None) -> None:
     sys.stdout.write(f"lm-evaluation-harness {version}\n\n{evaluation.tables}\n")
     sys.stdout.flush()
     if output is not None:
-        with open(output + ".tmp", "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=2)
-        os.replace(output + ".tmp", output)
+        files.replace(output, json.dumps(report, indent=2).encode())
         log.info("written: %s", output)

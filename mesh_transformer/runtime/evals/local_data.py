@@ -12,27 +12,24 @@ from mesh_transformer.errors import UserError
 
 def lambada(data_dir: str = "", **_: Any) -> dict[str, Any]:
     """`data_dir`/lambada/lambada_test.jsonl, one {"text"} a line."""
-    return {"test": _dataset(lambda: _read_jsonl(os.path.join(data_dir, "lambada", "lambada_test.jsonl")))}
+    return {"test": _dataset(lambda: map(json.loads, _lines(data_dir, "lambada", "lambada_test.jsonl")))}
 
 
 def piqa(data_dir: str = "", **_: Any) -> dict[str, Any]:
     """`data_dir`/piqa/valid.jsonl, one {"goal", "sol1", "sol2"} a line, and valid-labels.lst, one 0 or 1 a line."""
 
     def records() -> Iterator[dict[str, Any]]:
-        folder = os.path.join(data_dir, "piqa")
-        with open(os.path.join(folder, "valid-labels.lst"), encoding="utf-8") as file:
-            labels = [int(line) for line in file]
-        questions = list(_read_jsonl(os.path.join(folder, "valid.jsonl")))
+        labels = map(int, _lines(data_dir, "piqa", "valid-labels.lst"))
+        questions = map(json.loads, _lines(data_dir, "piqa", "valid.jsonl"))
         for question, label in zip(questions, labels, strict=True):
             yield {name: question[name] for name in ("goal", "sol1", "sol2")} | {"label": label}
 
     return {"validation": _dataset(records)}
 
 
-def _read_jsonl(path: str) -> Iterator[dict[str, Any]]:
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+def _lines(*path: str) -> list[str]:
+    with open(os.path.join(*path), encoding="utf-8") as file:
+        return list(file)
 
 
 def _dataset(records: Callable[[], Iterator[dict[str, Any]]]) -> Any:
