@@ -92,7 +92,7 @@ class Worker(Observer):
     def phase(self, name: str, step: int) -> None:
         self._tell({"kind": "phase", "name": name, "step": step})
 
-    def metrics(self, step: int, scalars: Scalars) -> None:
+    def write(self, step: int, scalars: Scalars) -> None:
         self._tell({"kind": "metrics", "step": step, "scalars": dict(scalars)})
 
     def _tell(self, event: dict[str, Any]) -> None:

@@ -44,7 +44,5 @@ class Ending(NamedTuple):
 
     def _losses(self) -> str:
         several = len(self.val_loss) > 1
-        losses = [
-            f"{loss:.2f} ({name})" if several else f"{loss:.2f}" for name, loss in self.val_loss.items()
-        ]
+        losses = [f"{loss:.2f}" + f" ({name})" * several for name, loss in self.val_loss.items()]
         return f", val loss {', '.join(losses)}" if losses else ""

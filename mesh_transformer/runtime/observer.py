@@ -19,18 +19,8 @@ class Observer:
     def phase(self, name: str, step: int) -> None:
         """The run turns to `name`: start, open, data, compile, step, validate, save or leave; `step` is the one at hand."""
 
-    def metrics(self, step: int, scalars: Scalars) -> None:
-        """The numbers of a step, as they are written to the metrics file."""
-
-
-class ObserverSink:
-    """A metric sink that tells an observer."""
-
-    def __init__(self, observer: Observer):
-        self._observer = observer
-
     def write(self, step: int, scalars: Scalars) -> None:
-        self._observer.metrics(step, scalars)
+        """The numbers of a step, as they are written to the metrics file: an observer is one of the run's sinks."""
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """No more numbers come."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ _VAL_LOSS = "val/loss_"
 class _Pending:
     step: int
     metrics: Any  # on the device until settled
-    settled: dict[str, float] | None = None
+    settled: dict[str, float] = dataclasses.field(default_factory=dict)
     extra: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -45,14 +44,11 @@ class Report:
 
     def push(self, step: int, metrics: Any) -> None:
         """The metrics of `step`, whose computation has been dispatched."""
-        before, self._pending = self._pending, _Pending(step, metrics)
-        if before is not None:
-            self._write(before)
+        self._write_and_hold(_Pending(step, metrics))
 
     def add(self, scalars: Scalars) -> None:
         """More numbers about the newest step, such as its validation."""
-        if self._pending is None:
-            raise AssertionError("add() before push()")
+        assert self._pending is not None, "add() before push()"
         self._pending.extra.update(scalars)
         losses = {name: value for name, value in scalars.items() if name.startswith(_VAL_LOSS)}
         self.val_loss |= {name.removeprefix(_VAL_LOSS): value for name, value in losses.items()}
@@ -65,12 +61,6 @@ class Report:
         """
         if self._pending is not None:
             self._settle(self._pending)
-
-    def flush(self) -> None:
-        """Write everything."""
-        before, self._pending = self._pending, None
-        if before is not None:
-            self._write(before)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -85,13 +75,19 @@ class Report:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write what is pending unless the run failed, and close the sinks."""
         if kind is None:
-            self.flush()
+            self._write_and_hold(None)
         self._progress.close()
         for sink in self._sinks:
             sink.close()
 
+    def _write_and_hold(self, newest: _Pending | None) -> None:
+        before, self._pending = self._pending, newest
+        if before is not None:
+            self._settle(before)
+            self._emit(before)
+
     def _settle(self, pending: _Pending) -> None:
-        if pending.settled is not None:
+        if pending.settled:
             return
         values = jax.device_get(pending.metrics)
         now = time.monotonic()
@@ -106,48 +102,36 @@ class Report:
             self._not_finite(pending)
 
     def _not_finite(self, pending: _Pending) -> None:
-        values = pending.settled or {}
-        what = f"step {pending.step}: " + ", ".join(
-            f"{name.removeprefix('train/')} {values[name]}"
-            for name in ("train/loss", "train/grad_norm", "train/param_norm")
-        )
+        names = ("loss", "grad_norm", "param_norm")
+        values = ", ".join(f"{name} {pending.settled[f'train/{name}']}" for name in names)
+        what = f"step {pending.step}: {values}"
         if not self._stop:
             log.warning("%s: not finite, update skipped", what)
             return
-        self._pending = None
         self._emit(pending)
         raise RunError(
             f"{what}: not finite; the last checkpoint is untouched. Lower optimizer.lr, or skip such steps "
             f"with --set optimizer.nonfinite=skip, and start again to go on from that checkpoint"
         )
 
-    def _write(self, pending: _Pending) -> None:
-        self._settle(pending)
-        self._emit(pending)
-
     def _emit(self, pending: _Pending) -> None:
-        scalars = {**(pending.settled or {}), **self.constant, **pending.extra}
+        scalars = {**pending.settled, **self.constant, **pending.extra}
         for sink in self._sinks:
             sink.write(pending.step, scalars)
-        shown = {
-            "loss": f"{scalars['train/loss']:.4f}",
-            "tokens/s": f"{scalars['train/tokens_per_sec']:,.0f}",
-        }
-        self._progress.update(pending.step, **shown)
+        loss, rate = scalars["train/loss"], scalars["train/tokens_per_sec"]
+        self._progress.update(pending.step, loss=f"{loss:.4f}", **{"tokens/s": f"{rate:,.0f}"})
 
 
 def plot_losses(folder: str) -> str:
     """Draw the training and validation losses of `folder`/metrics.jsonl as `folder`/loss.png; returns its path."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     records = {record["step"]: record for record in read_json_lines(os.path.join(folder, "metrics.jsonl"))}
     names = sorted({name for record in records.values() for name in record if name.startswith("val/loss")})
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     for name in ["train/loss", *names]:
-        points = [(step, r[name]) for step, r in sorted(records.items()) if _is_number(r.get(name))]
+        points = [(step, r[name]) for step, r in sorted(records.items()) if r.get(name) is not None]
         marker = "" if name == "train/loss" else "o"
         axes.plot(*zip(*points, strict=True), label=name, marker=marker, linewidth=1) if points else None
     axes.set(xlabel="step", ylabel="loss (nats per token)", title="Training")
@@ -155,10 +139,5 @@ def plot_losses(folder: str) -> str:
     axes.legend()
     path = os.path.join(folder, "loss.png")
     figure.savefig(path + ".tmp", dpi=120, format="png")
-    pyplot.close(figure)
     os.replace(path + ".tmp", path)
     return path
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)

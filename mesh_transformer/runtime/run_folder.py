@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 import uuid
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from mesh_transformer import files
 from mesh_transformer.errors import UserError
@@ -31,6 +36,31 @@ def check_writable(folder: str) -> None:
         ) from error
 
 
+def check_shared(root: str) -> None:
+    """See that a local `root` is one folder for all processes; a bucket is. All processes call it alike.
+
+    Raises:
+        UserError: some do not see what process 0 writes there.
+    """
+    if jax.process_count() == 1 or files.is_remote(root):
+        return
+    token = multihost_utils.broadcast_one_to_all(np.frombuffer(os.urandom(8), np.int32))
+    path = os.path.join(root, f".shared-{bytes(np.asarray(token)).hex()}")
+    if jax.process_index() == 0:
+        files.replace(path, b"")
+    multihost_utils.sync_global_devices("mesh_transformer: shared folder written")
+    seen = multihost_utils.process_allgather(np.bool_(os.path.exists(path)))
+    if jax.process_index() == 0:
+        os.remove(path)
+    if not np.all(seen):
+        blind = np.flatnonzero(~np.asarray(seen)).tolist()
+        raise UserError(
+            f"checkpoint.model_dir {root} is not one folder for all hosts: what process 0 writes there, processes "
+            f"{blind} do not see (this is {socket.gethostname()}). Keep the run in a bucket "
+            f"(--set checkpoint.bucket=NAME), or in a folder that all hosts mount"
+        )
+
+
 def take_up(root: str, folder: str) -> str:
     """Make `folder` ready for the run at `root`, the same folder or one in a bucket.
 
@@ -44,7 +74,7 @@ def take_up(root: str, folder: str) -> str:
         UserError: the bucket cannot be written.
     """
     path = os.path.join(folder, RUN_ID)
-    own = files.open_binary(path).read(64).strip().decode("ascii", "replace") if os.path.exists(path) else ""
+    own = _id_in(path)
     name = _id_in_bucket(root) if files.is_remote(root) else own or _new_id()
     if files.is_remote(root):
         if own != name:
@@ -69,16 +99,18 @@ def _id_in_bucket(root: str) -> str:
 
     path = files.join(root, RUN_ID)
     try:
-        if files.exists(path):
-            return files.open_binary(path).read(64).strip().decode("ascii", "replace")
-        name = _new_id()
-        files.replace(path, name.encode())
+        if not files.exists(path):
+            files.replace(path, _new_id().encode())
+        return _id_in(path)
     except ClientError as error:
         raise UserError(
             f"checkpoint.bucket: {root} cannot be written ({error.message}): name another bucket, or give this "
             f"machine's account the right to read and write it"
         ) from error
-    return name
+
+
+def _id_in(path: str) -> str:
+    return files.read_range(path, 0, 64).strip().decode("ascii", "replace") if files.exists(path) else ""
 
 
 def _new_id() -> str:

@@ -17,9 +17,8 @@ from mesh_transformer.logs import log
 
 LOCK = "run.lock"
 WAIT_S = 3.0  # for a process of this machine that was just killed
-AWAY_WAIT_S = (
-    120.0  # for one of another machine: a file server frees the locks of a machine that is gone in some 90 s
-)
+# for one of another machine: a file server frees the locks of a machine that is gone in some 90 s
+AWAY_WAIT_S = 120.0
 
 
 class RunLock:

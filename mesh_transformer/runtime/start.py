@@ -69,20 +69,19 @@ def begin(
     Raises:
         UserError: a checkpoint does not fit the config, or none can be read.
     """
-    begun_again = Counters(
-        steps_redone=logged.steps_redone + logged.step
-    )  # killed before its first checkpoint
     checkpoint = store.restore(program.abstract_state)
-    run = None if checkpoint is not None else classic_run(session.config.checkpoint.root)
-    if source.tune_model_path and (checkpoint is not None or run is not None):
-        log.info("going on with this run; --tune-model-path was read when it began")
+    if checkpoint is None and (run := classic_run(session.config.checkpoint.root)) is not None:
+        checkpoint = _classic_checkpoint(session, program, run)
     if checkpoint is not None:
+        if source.tune_model_path:
+            log.info("going on with this run; --tune-model-path was read when it began")
         return _resume(session, checkpoint, logged)
-    if run is not None:
-        return _resume(session, _classic_checkpoint(session, program, run), logged)
     if source.tune_model_path:
-        return Begun(_tuned(session, program, source.tune_model_path, source.fresh_opt), 0, begun_again, None)
-    return Begun(program.init(jax.random.key(session.config.model.seed)), 0, begun_again, None)
+        state = _tuned(session, program, source.tune_model_path, source.fresh_opt)
+    else:
+        state = program.init(jax.random.key(session.config.model.seed))
+    # steps in the metrics file without a checkpoint: the run was killed before its first one
+    return Begun(state, 0, Counters(steps_redone=logged.steps_redone + logged.step), None)
 
 
 def _resume(session: Session, checkpoint: Checkpoint, logged: Logged) -> Begun:
@@ -104,16 +103,13 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: Logged) -> Begun:
 def _changes(noted: Any, config: Config) -> list[str]:
     """Each option of the model, its computation, the optimizer and the data that is not as the checkpoint notes it: `optimizer.lr 0.01 -> 0.02`."""
     before, now = moved(noted if isinstance(noted, dict) else {}), config.model_dump(mode="json")
-    changes: list[str] = []
-    for group in ("model", "compute", "optimizer", "data"):
-        old = before.get(group)
-        if isinstance(old, dict):
-            changes += [
-                f"{group}.{name} {json.dumps(old[name])} -> {json.dumps(value)}"
-                for name, value in now[group].items()
-                if name in old and old[name] != value
-            ]
-    return changes
+    return [
+        f"{group}.{name} {json.dumps(old[name])} -> {json.dumps(value)}"
+        for group in ("model", "compute", "optimizer", "data")
+        if isinstance(old := before.get(group), dict)
+        for name, value in now[group].items()
+        if name in old and old[name] != value
+    ]
 
 
 def _counters(noted: Any) -> Counters:

@@ -60,9 +60,8 @@ class TextStream:
         self._found = (sys.maxsize, 0)
         self.text = ""  # what was given
         self.stopped = False  # by a stop string; tokens pushed later count for nothing
-        self.offsets: list[
-            int
-        ] = []  # of each token, where in the text its first character is; beyond a stop too
+        # of each token, where in the text its first character is; beyond a stop too
+        self.offsets: list[int] = []
 
     def push(self, token: int) -> str:
         """Add a token.
@@ -124,9 +123,8 @@ class TextStream:
         return next((i for i in starts if self._begins_a_stop(held[i:])), len(held))
 
     def _begins_a_stop(self, text: str) -> bool:
-        at = bisect.bisect_left(
-            self._stops, text
-        )  # in this order those that begin with a text stand behind it
+        # those that begin with a text stand behind it in this order
+        at = bisect.bisect_left(self._stops, text)
         return at < len(self._stops) and self._stops[at].startswith(text)
 
 

@@ -21,12 +21,11 @@ from mesh_transformer.runtime.ending import Ending
 from mesh_transformer.runtime.evals.in_training import Evaluation
 from mesh_transformer.runtime.feeds import open_train_feed
 from mesh_transformer.runtime.interrupt import Interrupt
-from mesh_transformer.runtime.observer import Observer, ObserverSink
+from mesh_transformer.runtime.observer import Observer
 from mesh_transformer.runtime.report import Report, plot_losses
-from mesh_transformer.runtime.run_folder import METRICS, check_writable, publish, take_up
+from mesh_transformer.runtime.run_folder import METRICS, check_shared, check_writable, publish, take_up
 from mesh_transformer.runtime.run_lock import RunLock
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.shared_folder import check_shared
 from mesh_transformer.runtime.validation import Validation
 from mesh_transformer.train.step import TrainProgram, TrainState
 
@@ -70,7 +69,8 @@ def train(
     with Interrupt() as interrupt:
         session, observer = Session.open(config), observer or Observer()
         observer.phase("open", 0)
-        ending = TrainingRun(session, source, interrupt, observer, open_feed).train()
+        config.check_devices(jax.device_count())
+        ending = TrainingRun(session, source, interrupt, observer, open_feed(session)).train()
     log.info("%s", compiled)
     return ending
 
@@ -79,20 +79,13 @@ class TrainingRun:
     """One run of the loop, from its start or resume to its last step or an interruption."""
 
     def __init__(
-        self,
-        session: Session,
-        source: start.Source,
-        interrupt: Interrupt,
-        observer: Observer,
-        open_feed: Callable[[Session], Loader],
+        self, session: Session, source: start.Source, interrupt: Interrupt, observer: Observer, feed: Loader
     ):
         self.interrupt, self.observer = interrupt, observer
-        self.session, self.config, self.source = session, session.config, source
-        self.config.check_devices(jax.device_count())
+        self.session, self.config, self.source, self.feed = session, session.config, source, feed
         self.program = TrainProgram(session.placement, self.config)
-        self.feed = open_feed(session)
-        self.validation = Validation(session, self.program)
-        self.evaluation = Evaluation(session, lambda: interrupt.noted)
+        self.validation = Validation(session, self.program, self._asked_to_stop)
+        self.evaluation = Evaluation(session, self._asked_to_stop)
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
         self.lock: RunLock | None = None
@@ -126,13 +119,16 @@ class TrainingRun:
             if not is_disk_full(error):
                 raise
             steps = CheckpointStore(self.config.checkpoint.root, read_only=True).steps()
-            newest = (
+            last = (
                 f"the newest whole checkpoint is step_{steps[-1]}" if steps else "there is no checkpoint yet"
             )
             raise RunError(
-                f"{self.folder}: no space is left on the disk, or the quota is used up; {newest}. Free some space and run "
+                f"{self.folder}: no space is left on the disk, or the quota is used up; {last}. Free some space and run "
                 f"the same command again: it goes on from there"
             ) from error
+
+    def _asked_to_stop(self) -> bool:
+        return self.interrupt.noted is not None
 
     def _check_folder(self) -> None:
         """Raises RunError if the folder of a local run has been deleted or moved away: there is nowhere to save."""
@@ -144,9 +140,9 @@ class TrainingRun:
             )
 
     def _train(self) -> Ending:
-        settings = self.config.checkpoint
+        settings, total = self.config.checkpoint, self.config.optimizer.total_steps
         log.info("%s", self.session.describe())
-        store = CheckpointStore(
+        self.store = store = CheckpointStore(
             settings.root,
             keep_every=settings.keep_every,
             keep_latest=settings.keep_latest,
@@ -158,19 +154,17 @@ class TrainingRun:
             if begun.loader_state is not None:
                 self.feed.set_state(begun.loader_state)
             with self._open_report(begun) as report:
-                self.observer.begun(
-                    begun.step, self.config.optimizer.total_steps, begun.counters.steps_redone
-                )
-                code, step = self._loop(begun, store, report)
+                self.observer.begun(begun.step, total, begun.counters.steps_redone)
+                code, step = self._loop(begun, report)
         finally:
             # the save under way may wait for a process whose disk is full too: `close` would wait for it
             if jax.process_count() == 1 or not is_disk_full(sys.exception()):
                 store.close()
         self._publish(last=True)
-        total, newest = self.config.optimizer.total_steps, files.join(settings.root, f"step_{step}")
+        newest = files.join(settings.root, f"step_{step}")
         return Ending(code, begun.step, step, total, report.val_loss, newest)
 
-    def _loop(self, begun: start.Begun, store: CheckpointStore, report: Report) -> tuple[int, int]:
+    def _loop(self, begun: start.Begun, report: Report) -> tuple[int, int]:
         """The exit code, and the step after which the run ended."""
         total, data, state = self.config.optimizer.total_steps, self.config.data, begun.state
         for step in range(begun.step + 1, total + 1):
@@ -184,7 +178,7 @@ class TrainingRun:
                 self._validate(step, state, report)
             code = self.interrupt.exit_code(step)
             if step % self.config.checkpoint.ckpt_every == 0 or step == total or code is not None:
-                self._save(step, state, begun, store, report)
+                self._save(step, state, begun, report)
             if code is not None:
                 self.observer.phase("leave", step)
                 return code, step
@@ -197,12 +191,10 @@ class TrainingRun:
         report.settle()
         self.observer.phase("validate", step)
         with report.pause():
-            report.add(self.validation.run(state.params, step, lambda: self.interrupt.noted))
+            report.add(self.validation.run(state.params, step))
             report.add(self.evaluation.run(state.params))
 
-    def _save(
-        self, step: int, state: TrainState, begun: start.Begun, store: CheckpointStore, report: Report
-    ) -> None:
+    def _save(self, step: int, state: TrainState, begun: start.Begun, report: Report) -> None:
         """Save the state after `step`, once that step is known to be finite."""
         report.settle()
         self.observer.phase("save", step)
@@ -214,36 +206,28 @@ class TrainingRun:
                 "counters": begun.counters._replace(tokens=tokens)._asdict(),
                 "config": self.config.model_dump(mode="json"),
             }
-            store.save(step, state, extra)
+            self.store.save(step, state, extra)
             self._publish(last=False)
 
     def _open_report(self, begun: start.Begun) -> Report:
-        optimizer = self.config.optimizer
-        progress = Progress(
-            "training",
-            optimizer.total_steps,
-            unit="step",
-            done=begun.step,
-            quiet=not self.is_first or self.observer.shows_progress,
-        )
+        optimizer, quiet = self.config.optimizer, not self.is_first or self.observer.shows_progress
+        progress = Progress("training", optimizer.total_steps, unit="step", done=begun.step, quiet=quiet)
         sinks: list[logs.Sink] = []
         if self.is_first:
             whole = self.config.model_dump(mode="json")
             sinks = logs.open_sinks(self.config.logging, whole, self.folder, self.run_id)
-            sinks += [logs.Validations(), ObserverSink(self.observer)]
+            sinks += [logs.Validations(), self.observer]
         report = Report(sinks, progress, self.session.tokens_per_step, optimizer.nonfinite == "stop")
         report.constant["train/steps_redone"] = begun.counters.steps_redone
         return report
 
     def _logged(self) -> start.Logged:
+        path = os.path.join(self.folder, METRICS)
         if not self.is_first:
             return start.Logged()
-        path = os.path.join(self.folder, METRICS)
         logs.cut_broken_end(path)
-        records = logs.read_json_lines(path)
-        if not records:
-            return start.Logged()
-        return start.Logged(records[-1]["step"], int(records[-1].get("train/steps_redone") or 0))
+        last = next(reversed(logs.read_json_lines(path)), {"step": 0})
+        return start.Logged(last["step"], int(last.get("train/steps_redone") or 0))
 
     def _draw(self) -> None:
         """Redraw the loss curve, which must neither stop the run nor take more than a twentieth of its time."""

@@ -17,12 +17,15 @@ from mesh_transformer.train.step import TrainProgram
 class Validation:
     """Reads val_batches batches of every set, or one whole pass if it has fewer, from its beginning each time.
 
+    Args:
+        stop: asked before each batch whether to leave, in a job of one process: several cannot leave a batch apart.
+
     Raises:
         UserError: on construction, if a set cannot be read.
     """
 
-    def __init__(self, session: Session, program: TrainProgram):
-        self._session, self._program = session, program
+    def __init__(self, session: Session, program: TrainProgram, stop: Callable[[], bool]):
+        self._session, self._program, self._stop = session, program, stop
         data = session.config.data
         sources = data.val_set if data.val_batches else {}
         self._feeds = {name: open_val_feed(session, source) for name, source in sources.items()}
@@ -31,15 +34,14 @@ class Validation:
         """Whether there is anything to validate on."""
         return bool(self._feeds)
 
-    def run(self, params: Params, step: int, stop: Callable[[], bool]) -> dict[str, float]:
+    def run(self, params: Params, step: int) -> dict[str, float]:
         """{"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": share of right predictions}.
 
-        Sets that are not done when `stop()` says so are left out. It is asked before each batch, in a job of one
-        process: several cannot leave a batch apart.
+        Sets that are not done when `stop()` says so are left out.
         """
         scalars = {}
         for name, feed in self._feeds.items():
-            results = self._evaluate(name, feed, params, step, stop)
+            results = self._evaluate(name, feed, params, step)
             if not results:
                 break
             scalars[f"val/loss_{name}"] = float(np.mean([result["loss"] for result in results]))
@@ -47,19 +49,14 @@ class Validation:
         return scalars
 
     def _evaluate(
-        self, name: str, batches: Iterable[np.ndarray], params: Params, step: int, stop: Callable[[], bool]
+        self, name: str, batches: Iterable[np.ndarray], params: Params, step: int
     ) -> list[dict[str, float]]:
         n = self._session.config.data.val_batches
-        progress = Progress(
-            f"validating {name} after step {step}",
-            n,
-            unit="batch",
-            leave=False,
-            quiet=jax.process_index() > 0,
-        )
+        quiet = jax.process_index() > 0
+        progress = Progress(f"validating {name} after step {step}", n, unit="batch", leave=False, quiet=quiet)
         results = []
         for i, tokens in zip(range(1, n + 1), batches, strict=False):
-            if jax.process_count() == 1 and stop():
+            if jax.process_count() == 1 and self._stop():
                 return []
             results.append(self._program.eval_step(params, self._session.place_eval(tokens)))
             jax.block_until_ready(results[-2:-1])  # one batch waits for the device, and what is told is done
