@@ -124,7 +124,10 @@ def found(folder: Path) -> dict:
 
 def _train(session: Session, open_feed) -> None:
     with Interrupt() as interrupt:
-        assert TrainingRun(session, Source(None, False), interrupt, Observer(), open_feed).train().code == 0
+        assert (
+            TrainingRun(session, Source(None, False), interrupt, Observer(), open_feed(session)).train().code
+            == 0
+        )
 
 
 def _with_steps(config: Config, steps: int) -> Config:
