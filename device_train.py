@@ -10,7 +10,7 @@ from mesh_transformer.runtime import cli
 
 def main() -> int:
     """Parse the arguments and run the training job."""
-    parser = cli.parser(__doc__.split("\n")[0])
+    parser = cli.parser(__doc__.split("\n")[0], needs_config=True)
     cli.add_tuning(parser)
     options = vars(parser.parse_args())
     from mesh_transformer.runtime import trainer

@@ -1,4 +1,4 @@
-"""Make a slim checkpoint of a run: its parameters alone, bfloat16, classic shards, in {model_dir}_slim/step_N."""
+"""Make a slim checkpoint of a run: its parameters alone, bfloat16, classic shards, in RUN_slim/step_N."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from mesh_transformer.runtime import cli
 def main() -> None:
     """Parse the arguments and convert."""
     parser = cli.parser(__doc__)
+    cli.add_checkpoint(parser)
     parser.add_argument(
         "--ckpt-step", type=int, dest="step", metavar="N", help="step of the run (default: the newest)"
     )
     parser.add_argument(
-        "--f16", action="store_true", help="write float16, to {model_dir}_slim_f16 (default: bfloat16)"
+        "--f16", action="store_true", help="write float16, to RUN_slim_f16 (default: bfloat16)"
     )
     cli.add_overwrite(parser)
     options = vars(parser.parse_args())

@@ -13,7 +13,7 @@ def main() -> int:
     from mesh_transformer.cluster import train_command
     from mesh_transformer.cluster.place import Place
 
-    parser = cli.parser(__doc__.split("\n")[0])
+    parser = cli.parser(__doc__.split("\n")[0], needs_config=True)
     Place.add_arguments(parser)
     parser.add_argument(
         "--new", action="store_true", help="delete what this run has written, then start at step 0"

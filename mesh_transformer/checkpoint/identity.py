@@ -30,12 +30,11 @@ def check_model(source: TensorSource, asked: ModelConfig) -> None:
     Raises:
         UserError: names every field that differs, or the model that is noted cannot be read.
     """
-    config = source.extra.get("config")
-    noted = config.get("model") if isinstance(config, dict) else None
+    noted = noted_model(source.extra.get("config"), source.where)
     if noted is None:
         _tell_unknown(source.where)
     else:
-        check_same(asked, _parsed(noted, source.where), source.where)
+        check_same(asked, noted, source.where)
 
 
 def check_same(asked: ModelConfig, found: ModelConfig, where: str) -> None:
@@ -89,7 +88,15 @@ def _optimizer(source: TensorSource) -> str | None:
     return next(by_slots, ", ".join(sorted(held)) or None)
 
 
-def _parsed(noted: Any, where: str) -> ModelConfig:
+def noted_model(config: Any, where: str) -> ModelConfig | None:
+    """The model in the config that a checkpoint notes; None if it notes none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    noted = config.get("model") if isinstance(config, dict) else None
+    if noted is None:
+        return None
     try:
         if not isinstance(noted, dict):
             raise UserError("expected an object")

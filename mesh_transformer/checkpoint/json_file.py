@@ -20,10 +20,19 @@ def read_json(path: str) -> dict[str, Any]:
     size = files.size(path)
     if size > MAX_JSON_BYTES:
         raise UserError(f"{path} is over {MAX_JSON_BYTES} bytes")
+    return parse_object(files.read_range(path, 0, size), path)
+
+
+def parse_object(raw: bytes, what: str) -> dict[str, Any]:
+    """The JSON object in `raw`, which messages call `what`.
+
+    Raises:
+        UserError: it is none.
+    """
     try:
-        value = strict_json.parse(files.read_range(path, 0, size).decode())
+        value = strict_json.parse(raw.decode())
     except (UserError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{what} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object")
+        raise UserError(f"{what} is not a JSON object")
     return value

@@ -121,14 +121,11 @@ def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str, any
     Raises:
         UserError: a tensor is missing, superfluous or of another shape or dtype; the message names it.
     """
-    wanted = flatten(abstract)
+    wanted = {name: TensorSpec(tuple(x.shape), str(x.dtype), 0) for name, x in flatten(abstract).items()}
     names = list(wanted) if part else list(dict.fromkeys([*wanted, *manifest.tensors]))
     differences = []
     for name in names:
-        expected = (
-            TensorSpec(tuple(wanted[name].shape), str(wanted[name].dtype), 0) if name in wanted else None
-        )
-        found = manifest.tensors.get(name)
+        expected, found = wanted.get(name), manifest.tensors.get(name)
         if expected is None or found is None or not _fits(name, expected, found, any_float):
             differences.append(f"{name}: expected {expected or 'nothing'}, found {found or 'nothing'}")
     if differences:
@@ -145,13 +142,10 @@ def _fits(name: str, expected: TensorSpec, found: TensorSpec, any_float: bool) -
     if expected.shape != found.shape or expected.dtype == found.dtype:
         return expected.shape == found.shape
     stored, wanted = jnp.dtype(found.dtype), jnp.dtype(expected.dtype)
-    floats = jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)
-    return floats and (any_float or (name.startswith("params/") and _is_wider(wanted, stored)))
-
-
-def _is_wider(wide: jnp.dtype, narrow: jnp.dtype) -> bool:
-    """Whether each value of one float dtype is one of the other."""
-    return jnp.promote_types(wide, narrow) == wide
+    if not (jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
+        return False
+    keeps_values = jnp.promote_types(wanted, stored) == wanted
+    return any_float or (name.startswith("params/") and keeps_values)
 
 
 def verify(manifest: Manifest, sums: Mapping[str, int]) -> None:

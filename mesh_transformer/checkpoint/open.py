@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from mesh_transformer import files
+from mesh_transformer.checkpoint import classic_folder
 from mesh_transformer.checkpoint.classic import ClassicSource
 from mesh_transformer.checkpoint.forms import Form, Found, recognise
 from mesh_transformer.checkpoint.hf import HFSource
-from mesh_transformer.checkpoint.identity import check_model
-from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.hf_config import model_config_from_hf
+from mesh_transformer.checkpoint.identity import check_model, noted_model
+from mesh_transformer.checkpoint.native import NativeSource, read_manifest
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
@@ -47,3 +50,29 @@ def open_found(found: Found, model: ModelConfig) -> TensorSource:
     source: TensorSource = NativeSource(found.folder) if native else ClassicSource(found.folder, model)
     check_model(source, model)
     return source
+
+
+def noted_config(found: Found) -> dict[str, Any] | None:
+    """What a checkpoint knows of its config, in the grouped spelling: the model, and its tokenizer if it names one. None if
+    it does not know its model.
+
+    Raises:
+        UserError: what it notes cannot be read.
+    """
+    config: Any
+    match found.form:
+        case Form.HUGGING_FACE:
+            config = {"model": model_config_from_hf(found.folder).model_dump(mode="json")}
+        case Form.NATIVE:
+            config = read_manifest(found.folder).extra.get("config")
+        case Form.CLASSIC:
+            config = classic_folder.read_config(found.folder)
+    model = noted_model(config, found.folder)
+    if model is None:
+        return None
+    data = config.get("data")
+    tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
+    return {
+        "model": model.model_dump(mode="json"),
+        "data": {"tokenizer": tokenizer} if isinstance(tokenizer, str) else None,
+    }

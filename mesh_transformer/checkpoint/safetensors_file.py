@@ -15,11 +15,11 @@ import numpy as np
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint.file_tensor import FileTensor
-from mesh_transformer.config import strict_json
+from mesh_transformer.checkpoint.json_file import parse_object
+from mesh_transformer.checkpoint.manifest import MAX_DIMENSIONS
 from mesh_transformer.errors import UserError
 
 MAX_BYTES = 1 << 50  # more than any file: a larger size is not even multiplied
-MAX_DIMENSIONS = 8
 MAX_HEADER_BYTES = 4 << 20  # some 30,000 tensors
 
 DTYPES = {
@@ -54,21 +54,11 @@ def read_header(path: str) -> dict[str, FileTensor]:
         raise UserError(
             f"{path}: its header has {length} bytes, at most {MAX_HEADER_BYTES} are read: split the tensors over several files"
         )
-    header = _parse(path, files.read_range(path, 8, length))
+    header = parse_object(files.read_range(path, 8, length), f"{path}: its header")
     header.pop("__metadata__", None)
     tensors = [_tensor(path, name, entry, 8 + length) for name, entry in header.items()]
     _check_without_gaps(path, tensors, 8 + length, size)
     return {tensor.name: tensor for tensor in tensors}
-
-
-def _parse(path: str, raw: bytes) -> dict[str, Any]:
-    try:
-        header = strict_json.parse(raw.decode())
-    except (UserError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: its header cannot be read: {error}") from error
-    if not isinstance(header, dict):
-        raise UserError(f"{path}: its header is no JSON object")
-    return header
 
 
 def _tensor(path: str, name: str, entry: Any, data_start: int) -> FileTensor:

@@ -84,7 +84,7 @@ def _absolute(path: str) -> str:
 def _replace(path: str, marker: str | None) -> None:
     partial, previous = beside(path, "partial"), beside(path, "previous")
     if files.is_remote(path):
-        _mark(path, b"removing\n")
+        files.replace(beside(path, "moving"), b"removing\n")
         _finish_moving(path, marker)
         return
     if marker is not None:
@@ -96,19 +96,11 @@ def _replace(path: str, marker: str | None) -> None:
         files.remove_tree(previous)
 
 
-def _mark(path: str, stage: bytes) -> None:
-    with files.open_binary(beside(path, "moving"), "wb") as file:
-        file.write(stage)
-
-
 def _finish_moving(path: str, marker: str | None) -> None:
     """From the noted stage on: remove what stands at `path`, then move the whole partial folder there."""
-    with files.open_binary(beside(path, "moving")) as file:
-        stage = file.read(64)
-    if stage == b"removing\n":
-        if files.list_dir(path):
-            files.remove_tree(path)
-        _mark(path, b"moving\n")
+    if files.read_range(beside(path, "moving"), 0, 64) == b"removing\n":
+        files.remove_tree(path)
+        files.replace(beside(path, "moving"), b"moving\n")
     if _is_there(beside(path, "partial")):  # what was moved before is moved no more
         files.move_tree(beside(path, "partial"), path)
     if marker is not None:

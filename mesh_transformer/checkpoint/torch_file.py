@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import pickletools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -18,11 +18,11 @@ import numpy as np
 
 from mesh_transformer.checkpoint import archive
 from mesh_transformer.checkpoint.file_tensor import FileTensor
+from mesh_transformer.checkpoint.manifest import MAX_DIMENSIONS
 from mesh_transformer.errors import UserError
 
 MAX_PICKLE_BYTES = 1 << 20  # GPT-J-6B's is 40 kB; what one instruction leaves may take a hundred bytes
 MAX_BYTES = 1 << 50  # more than any file: a larger size is not even multiplied
-MAX_DIMENSIONS = 8
 HEADERS_AT_ONCE = 16
 
 _HARMLESS = re.compile(
@@ -153,7 +153,9 @@ def _run(pickle: bytes) -> Any:
     """What the pickle describes: tensors as _Tensor, everything else as it is."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
-    for op, argument in _instructions(pickle):
+    argument: Any
+    for instruction, argument, _ in pickletools.genops(pickle):
+        op = instruction.name
         if op in _PASSED_OVER:
             continue
         if op in _LITERALS:
@@ -179,11 +181,6 @@ def _run(pickle: bytes) -> Any:
         else:
             raise _NotPlainError(f"its pickle has the instruction {op}")
     return _pop(stack)
-
-
-def _instructions(pickle: bytes) -> Iterator[tuple[str, Any]]:
-    """Names and arguments."""
-    return ((op.name, argument) for op, argument, _ in pickletools.genops(pickle))
 
 
 def _pop(stack: list[Any]) -> Any:

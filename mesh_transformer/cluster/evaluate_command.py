@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from mesh_transformer import logs
 from mesh_transformer.cluster.base import Job
 from mesh_transformer.cluster.place import Place
-from mesh_transformer.config import load_config
+from mesh_transformer.runtime.configs import config_for
 from mesh_transformer.runtime.evals import command
 
 
-def run(config_path: str, overrides: Sequence[str], place: Place, options: command.Options) -> int:
+def run(config_path: str | None, overrides: Sequence[str], place: Place, options: command.Options) -> int:
     """Evaluate on a place's devices. Tables and report are written by this process; the workers read the checkpoint and the
     tasks' data.
 
@@ -21,7 +21,7 @@ def run(config_path: str, overrides: Sequence[str], place: Place, options: comma
         RunError: the workers crash again and again.
     """
     logs.set_up()
-    config = load_config(config_path, overrides)
+    config = config_for(config_path, overrides, options.checkpoint)
     arguments = {**dataclasses.asdict(options), "tasks": list(options.tasks), "output": None}
     code, result = place.run(Job.of("evaluate", config, **arguments), config)
     if result is not None:

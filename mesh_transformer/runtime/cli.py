@@ -18,15 +18,20 @@ ANY_FORM = (
 )
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """A parser with --config, --set and --ignore-keys; what the last two give is `overrides` (config/overrides.py)."""
+def parser(description: str, *, needs_config: bool = False) -> argparse.ArgumentParser:
+    """A parser with --config, --set and --ignore-keys; what the last two give is `overrides` (config/overrides.py).
+
+    Args:
+        needs_config: whether a checkpoint's own model does not do instead of --config.
+    """
     made = argparse.ArgumentParser(description=description)
     made.add_argument(
         "--config",
-        required=True,
+        required=needs_config,
         dest="config_path",
         metavar="FILE",
-        help="config file, grouped or classic (docs/config.md)",
+        help="config file, grouped or classic (docs/config.md)"
+        + ("" if needs_config else "; not needed for a checkpoint that knows its model"),
     )
     made.add_argument(
         "--set",

@@ -23,15 +23,16 @@ from mesh_transformer.checkpoint.native_writer import write_native
 from mesh_transformer.checkpoint.open import open_found
 from mesh_transformer.checkpoint.target import Transfer, check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
-from mesh_transformer.config import ModelConfig, load_config
+from mesh_transformer.config import ModelConfig
 from mesh_transformer.data.tokenizer import load_tokenizer, save_tokenizer
 from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.configs import config_for
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
 def to_hf(
-    config_path: str,
+    config_path: str | None,
     overrides: Sequence[str],
     checkpoint: str,
     output: str,
@@ -44,6 +45,7 @@ def to_hf(
     """Write a checkpoint of any form as a Hugging Face folder.
 
     Args:
+        config_path: None: the checkpoint knows its model.
         dtype: one of DTYPES; None: float16, as the original program, and from a Hugging Face folder as stored.
         tokenizer: a folder or a name on the hub, copied beside the weights.
         debug: log every tensor.
@@ -52,7 +54,7 @@ def to_hf(
         UserError: an argument, the config or the checkpoint cannot be used; `output` is as it was.
     """
     logs.set_up(logging.DEBUG if debug else logging.INFO)
-    model = load_config(config_path, overrides).model
+    model = config_for(config_path, overrides, checkpoint).model
     model.to_hf()  # refuses what transformers does not compute
     check_free(output, overwrite=overwrite, source=checkpoint)
     found = recognise(checkpoint)

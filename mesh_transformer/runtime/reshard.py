@@ -12,27 +12,40 @@ from mesh_transformer import logs, platforms
 from mesh_transformer.checkpoint.classic_layout import check_shards
 from mesh_transformer.checkpoint.forms import Form, recognise
 from mesh_transformer.checkpoint.open import open_found, open_step
-from mesh_transformer.config import Config, is_set, load_config
+from mesh_transformer.config import is_set
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import join
 from mesh_transformer.runtime import sample_request, sampler
+from mesh_transformer.runtime.configs import config_for
 from mesh_transformer.runtime.convert import write_step
+from mesh_transformer.runtime.weights import split_step
 
 
 def slim(
-    config_path: str, overrides: Sequence[str], *, step: int | None, f16: bool, overwrite: bool = False
+    config_path: str | None,
+    overrides: Sequence[str],
+    *,
+    checkpoint: str | None = None,
+    step: int | None = None,
+    f16: bool = False,
+    overwrite: bool = False,
 ) -> None:
     """Write the parameters of a run's checkpoint, in half precision, to `{root}_slim/step_N` (or `_slim_f16`).
 
     The result is classic, in mesh.tp shards.
 
+    Args:
+        checkpoint: the run's folder or one of its steps; None: the run of the config.
+
     Raises:
         UserError: there is no checkpoint of that step, or it does not fit the config, or the target is there.
     """
     logs.set_up()
-    config = load_config(config_path, overrides)
-    root = config.checkpoint.root.rstrip("/")
-    source = open_step(root, config.model, step)
+    config = config_for(config_path, overrides, checkpoint)
+    root, named = split_step(checkpoint or config.checkpoint.root)
+    if None not in (named, step):
+        raise UserError(f"{checkpoint} names a step, and --ckpt-step {step} too: leave one of them out")
+    source = open_step(root, config.model, step if named is None else named)
     write_step(
         source,
         config.model,
@@ -46,7 +59,7 @@ def slim(
 
 
 def reshard(
-    config_path: str,
+    config_path: str | None,
     overrides: Sequence[str],
     *,
     checkpoint: str,
@@ -72,7 +85,7 @@ def reshard(
     if output is None and prompt is None:
         raise UserError("nothing to do: give --out FOLDER, --prompt TEXT or both")
     logs.set_up()
-    config = load_config(config_path, overrides)
+    config = config_for(config_path, overrides, checkpoint)
     _check_shards_out(shards_out, overrides, form, prompt)
     shards = config.mesh.tp if shards_out is None else shards_out
     if output is not None and form is Form.CLASSIC:
@@ -85,7 +98,8 @@ def reshard(
     source = open_found(found, config.model)
     job = None
     if prompt is not None:
-        tried = _tried(config_path, overrides, shards)
+        _check_devices(shards)
+        tried = config_for(config_path, [*overrides, f"mesh.tp={shards}"], checkpoint)
         job = sampler.Job.prepare(tried, sample_request.Request(), checkpoint, prompt=prompt)
     if output is not None:
         checkpoint = write_step(source, config.model, output, form=form, shards=shards, overwrite=overwrite)
@@ -108,12 +122,11 @@ def _check_shards_out(
         )
 
 
-def _tried(config_path: str, overrides: Sequence[str], shards: int) -> Config:
-    """The config on the devices of this process, `shards` of them for one copy of the model."""
+def _check_devices(shards: int) -> None:
+    """Refuse a prompt that these devices cannot answer with `shards` of them for one copy of the model."""
     platforms.CompileCache()
     if jax.device_count() % shards:
         raise UserError(
             f"--prompt with {shards} shards needs a multiple of {shards} devices, found {jax.device_count()}: give "
             f"--shards-out 1, or leave --prompt out and try the result with device_sample.py --set mesh.tp=1"
         )
-    return load_config(config_path, [*overrides, f"mesh.tp={shards}"])

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from mesh_transformer import logs, platforms
-from mesh_transformer.config import Config, ModelConfig, load_config
+from mesh_transformer.config import Config, ModelConfig
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.programs import MAX_STEPS
 from mesh_transformer.infer.requests import Token
 from mesh_transformer.infer.scheduler import Output, Scheduler
 from mesh_transformer.logs import log
+from mesh_transformer.runtime.configs import config_for
 from mesh_transformer.runtime.sample_request import Request
 from mesh_transformer.runtime.serving_engine import open_engine
 from mesh_transformer.runtime.text_stream import TextStream
@@ -201,7 +202,7 @@ class Job:
 
 
 def run(
-    config_path: str,
+    config_path: str | None,
     overrides: Sequence[str],
     request: Request,
     *,
@@ -218,7 +219,7 @@ def run(
         UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
     """
     logs.set_up()
-    config = load_config(config_path, overrides)
+    config = config_for(config_path, overrides, checkpoint)
     source = checkpoint or config.checkpoint.root
     ids = None if prompt_tokens is None else parse_tokens(prompt_tokens)
     platforms.CompileCache()

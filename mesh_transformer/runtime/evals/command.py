@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import jax
 
 from mesh_transformer import __version__, files, logs, platforms
-from mesh_transformer.config import Config, load_config
+from mesh_transformer.config import Config
 from mesh_transformer.data.cleaning import make_cleaner
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.packing import Counts
 from mesh_transformer.logs import log
+from mesh_transformer.runtime.configs import config_for
 from mesh_transformer.runtime.evals.answers import Answers
 from mesh_transformer.runtime.evals.model import BATCH_TOKENS, EvalModel
 from mesh_transformer.runtime.evals.tasks import DEFAULT, Tasks, check_installed
@@ -62,14 +63,14 @@ class Options:
             raise UserError(f"--output {self.output}: there is no folder {os.path.dirname(self.output)}")
 
 
-def run(config_path: str, overrides: Sequence[str], options: Options) -> int:
+def run(config_path: str | None, overrides: Sequence[str], options: Options) -> int:
     """Evaluate as eval_harness.py's arguments say. The table goes to standard output, everything else to standard error.
 
     Raises:
         UserError: an argument, the config, the devices, a task, the tokenizer or the checkpoint cannot be used.
     """
     logs.set_up()
-    config = load_config(config_path, overrides)
+    config = config_for(config_path, overrides, options.checkpoint)
     evaluation = evaluate(config, options)
     if jax.process_index() == 0:
         show(evaluation, options.output)

@@ -23,10 +23,11 @@ from typing import Protocol, cast
 import uvicorn
 
 from mesh_transformer import logs, platforms
-from mesh_transformer.config import Config, load_config
+from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
+from mesh_transformer.runtime.configs import config_for
 from mesh_transformer.runtime.serve.app import make_app
 from mesh_transformer.runtime.serve.guard import BoundedConnection
 from mesh_transformer.runtime.serve.loop import EngineLoop, WarmEngine
@@ -80,7 +81,7 @@ class Options:
 
 
 def run(
-    config_path: str, overrides: Sequence[str], options: Options, open_engine: OpenEngine | None = None
+    config_path: str | None, overrides: Sequence[str], options: Options, open_engine: OpenEngine | None = None
 ) -> int:
     """Serve until SIGTERM or Ctrl-C, then finish what runs. A second Ctrl-C cuts that short. In the end SIGTERM is ignored.
 
@@ -97,7 +98,7 @@ def run(
     platforms.require_one_process()
     logs.set_up()
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves in mid-stream
-    config = load_config(config_path, overrides)
+    config = config_for(config_path, overrides, options.checkpoint)
     keys = read_keys(options.api_key_file) if options.api_key_file is not None else []
     source = options.checkpoint or config.checkpoint.root
     tokenizer = load_tokenizer(config.data.tokenizer, split_step(source)[0])
@@ -110,7 +111,9 @@ def run(
     loop = EngineLoop(
         lambda: opener(config, source, slots=options.slots), slots=options.slots, max_queue=options.max_queue
     )
-    name = config.logging.name or Path(config_path).stem
+    name = config.logging.name or (
+        Path(config_path).stem if config_path else Path(split_step(source)[0]).name
+    )
     model = ServedModel(name, config.model.n_vocab, tokenizer, loop, options.timeout_s)
     service = Service(model, keys, listener, options.drain_s)
     ended = asyncio.run(_until_signal(service))
