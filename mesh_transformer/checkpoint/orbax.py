@@ -22,21 +22,16 @@ SAVE_TIMEOUT_S = 3600
 class _StepNames:
     """Orbax's `step_N`, without the folders of the original program: Orbax would count them and delete them."""
 
-    single_host_load_and_broadcast = True
-
     def __init__(self) -> None:
         self._standard = ocp.path.step.standard_name_format(
             step_prefix="step", single_host_load_and_broadcast=True
         )
 
-    def build_name(self, step: int) -> str:
-        return self._standard.build_name(step)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._standard, name)
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
         return iter([m for m in self._standard.find_all(base_path) if not is_classic_step(str(m.path))])
-
-    def find_step(self, base_path: Any, step: int) -> Any:
-        return self._standard.find_step(base_path, step)
 
 
 def _is_no_error(record: logging.LogRecord) -> bool:
