@@ -13,7 +13,7 @@ import pytest
 from builders import TINY
 from classic_folders import RandomSource
 
-from mesh_transformer import logs
+from mesh_transformer import logs, platforms
 from mesh_transformer.checkpoint.forms import Form
 from mesh_transformer.checkpoint.manifest import decode, encode
 from mesh_transformer.checkpoint.native_writer import write_native
@@ -47,6 +47,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(written: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(written)
     monkeypatch.setattr(logs, "set_up", lambda *_: None)  # the test session keeps its own handlers
+    monkeypatch.setattr(platforms, "CompileCache", lambda: None)  # and its own cache
     return written
 
 
