@@ -36,12 +36,12 @@ def run(given: argparse.Namespace) -> int:
     if given.fresh_opt and not given.tune_model_path:
         raise UserError("--fresh-opt drops the Adam moments of --tune-model-path: give that too")
     logs.set_up()
-    config = as_version(load_config(given.config, given.overrides), given.version)
+    config = as_version(load_config(given.config_path, given.overrides), given.version)
     if given.new:
         delete_old_run(config, yes=given.yes, before=lambda: place.end_workers(config))
     code, ended = place.run(Job.of("train", config, **source), config)
     if ended is not None:
-        log.info("%s", Ending(**ended).told(given.config, given.overrides))
+        log.info("%s", Ending(**ended).told(given.config_path, given.overrides))
     elif code:
         log.info("stopped; the same command goes on from the newest checkpoint")
     return code
