@@ -9,8 +9,7 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint import classic_folder
 from mesh_transformer.checkpoint.classic import ClassicSource
 from mesh_transformer.checkpoint.forms import Form, Found, recognise
-from mesh_transformer.checkpoint.hf import HFSource
-from mesh_transformer.checkpoint.hf_config import model_config_from_hf
+from mesh_transformer.checkpoint.hf import HFSource, read_model
 from mesh_transformer.checkpoint.identity import check_model, noted_model
 from mesh_transformer.checkpoint.native import NativeSource, read_manifest
 from mesh_transformer.checkpoint.tensors import TensorSource
@@ -62,7 +61,7 @@ def noted_config(found: Found) -> dict[str, Any] | None:
     config: Any
     match found.form:
         case Form.HUGGING_FACE:
-            config = {"model": model_config_from_hf(found.folder).model_dump(mode="json")}
+            config = {"model": read_model(found.folder).model_dump(mode="json")}
         case Form.NATIVE:
             config = read_manifest(found.folder).extra.get("config")
         case Form.CLASSIC:
