@@ -48,7 +48,8 @@ class Report:
 
     def add(self, scalars: Scalars) -> None:
         """More numbers about the newest step, such as its validation."""
-        assert self._pending is not None, "add() before push()"
+        if self._pending is None:
+            raise AssertionError("add() before push()")
         self._pending.extra.update(scalars)
         losses = {name: value for name, value in scalars.items() if name.startswith(_VAL_LOSS)}
         self.val_loss |= {name.removeprefix(_VAL_LOSS): value for name, value in losses.items()}
