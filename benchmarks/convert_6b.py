@@ -6,6 +6,11 @@ A random slim checkpoint (12 GB for the 6B config) is made in SCRATCH. Each conv
 after a `cp -r` of the folder that it reads; both begin with nothing left to be written to the disk, and neither waits
 for the disk at its end. Peak memory is VmHWM of that process, which counts its own pages and those of mapped files,
 not the page cache. Prints one JSON object a line. Needs Linux and room for three checkpoints.
+
+    python benchmarks/convert_6b.py --folder SCRATCH --sample [--set compute.dtype=float32]
+
+In place of the conversions: the peak memory of device_sample.py, 8 tokens of one prompt on CPU, over that of a tiny model,
+as a ratio to the bytes of the weights in compute.dtype.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +28,7 @@ from pathlib import Path
 import jax
 import ml_dtypes
 import numpy as np
-from common import child, config_of, emit, parse, parser, peak_memory_mib
+from common import REPO, child, config_of, emit, parse, parser, peak_memory_mib
 
 from mesh_transformer import platforms
 from mesh_transformer.checkpoint import manifest
@@ -36,6 +42,14 @@ from mesh_transformer.config import ComputeConfig, ModelConfig
 from mesh_transformer.models.model import Model
 
 SHARDS, STEP = 8, 1
+DTYPE = ["mesh.tp=1", "mesh.dp=1", "compute.dtype=bfloat16"]
+TINY = [
+    "model.layers=2",
+    "model.d_model=64",
+    "model.n_heads=8",
+    "model.n_vocab=512",
+    "model.pe_rotary_dims=8",
+]
 BLOCK = 1 << 20
 
 
@@ -104,9 +118,37 @@ def compare(arguments: argparse.Namespace, what: str, source: Path, target: Path
         emit({what: {**found, "cp_seconds": cp, "speed_against_cp": speed}})
 
 
+def sample(arguments: argparse.Namespace, folder: Path) -> None:
+    """One sample of a tiny model and of the config's, as one line of JSON."""
+    found = {}
+    for name, overrides in {"tiny": TINY, "whole": []}.items():
+        arguments.overrides = [*DTYPE, *arguments.given, *overrides]
+        target = folder / name / f"step_{STEP}"
+        measure(arguments, "make", target, target)
+        settings = [word for override in arguments.overrides for word in ("--set", override)]
+        command = [
+            sys.executable, "device_sample.py", "--config", arguments.config, *settings, "--ckpt", str(target),
+            "--prompt-tokens", "1,2,3", "--max-new-tokens", "8",
+        ]  # fmt: skip
+        began = time.perf_counter()
+        environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # both compile
+        process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise RuntimeError(f"device_sample.py ended with {os.waitstatus_to_exitcode(status)}")
+        seconds = round(time.perf_counter() - began, 1)
+        found[name] = {"seconds": seconds, "peak_mib": usage.ru_maxrss >> 10}
+    config = config_of(arguments)
+    elements = sum(math.prod(info.shape) for info in RandomSource(config.model).tensors.values())
+    weights = elements * np.dtype(config.compute.dtype).itemsize / 2**20
+    ratio = (found["whole"]["peak_mib"] - found["tiny"]["peak_mib"]) / weights
+    emit({**found, "weights_mib": round(weights), "ratio": round(ratio, 2)})
+
+
 def main() -> None:
     made = parser(__doc__, config="6B_roto_256", rounds=None)
     made.add_argument("--folder", help="a new folder to work in, which is deleted at the end")
+    made.add_argument("--sample", action="store_true", help="measure device_sample.py instead")
     made.add_argument("--turns", type=int, default=1, help="times that each is measured")
     os.environ["JAX_PLATFORMS"] = "cpu"
     arguments = parse(made, {"convert": convert})
@@ -115,7 +157,8 @@ def main() -> None:
     folder = Path(arguments.folder)
     folder.mkdir(parents=True)
     try:
-        report(arguments, folder)
+        arguments.given = arguments.overrides
+        (sample if arguments.sample else report)(arguments, folder)
     finally:
         shutil.rmtree(folder)
 
