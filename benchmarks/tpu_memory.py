@@ -17,8 +17,7 @@ from common import emit, parser, say
 from mesh_transformer import platforms, slices
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.models.model import LAYER_LOOP
-from mesh_transformer.models.placement import Placement
+from mesh_transformer.models.model import LAYER_LOOP, Placement
 from mesh_transformer.parallel.hlo import Collective, collectives
 from mesh_transformer.runtime import cli
 from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes

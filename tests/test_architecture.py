@@ -236,9 +236,9 @@ def test_test_files_share_no_name_and_no_code() -> None:
 
 
 VIOLATIONS: list[tuple[Checker, str, str]] = [
-    (ranks, "ops/loss.py", "from mesh_transformer.models import decoder"),
-    (ranks, "ops/loss.py", "import mesh_transformer.train.step"),
-    (ranks, "ops/loss.py", "from mesh_transformer import models"),
+    (ranks, "ops/linear.py", "from mesh_transformer.models import decoder"),
+    (ranks, "ops/linear.py", "import mesh_transformer.train.step"),
+    (ranks, "ops/linear.py", "from mesh_transformer import models"),
     (ranks, "parallel/mesh.py", "def f():\n    from mesh_transformer import platforms"),
     (ranks, "config/load.py", "from mesh_transformer.parallel.mesh import make_mesh"),
     (ranks, "train/step.py", "from . import optim"),
@@ -247,12 +247,12 @@ VIOLATIONS: list[tuple[Checker, str, str]] = [
     (ranks, "runtime/trainer.py", "from mesh_transformer.cluster import jobs"),
     (ranks, "runtime/trainer.py", "from mesh_transformer.unheard_of import x"),
     (few_importers, "runtime/jobs.py", "import ray"),
-    (few_importers, "ops/loss.py", "from haiku.initializers import Constant"),
+    (few_importers, "ops/linear.py", "from haiku.initializers import Constant"),
     (few_shard_maps, "train/step.py", "from jax.experimental.shard_map import shard_map"),
     (few_shard_maps, "train/step.py", "import jax\njax.shard_map(f)"),
     (pure, "models/decoder.py", "import time"),
     (pure, "train/step.py", "from logging import getLogger"),
-    (pure, "ops/loss.py", "open('x')"),
+    (pure, "ops/linear.py", "open('x')"),
     (pure, "parallel/mesh.py", "import jax\njax.devices()"),
     (pure, "infer/cache.py", "from jax import local_devices"),
     (no_axis_names, "infer/scoring.py", "mesh.shape['tp']"),
@@ -264,13 +264,13 @@ VIOLATIONS: list[tuple[Checker, str, str]] = [
     (no_assert, "entry.py", "def main():\n    assert raw"),
     (no_assert, "data/loader.py", "def f(raw):\n    assert raw is not None"),
     (no_assert, "data/loader.py", "def f():\n    raw = g()\n    assert raw is None"),
-    (short_functions, "ops/loss.py", "def f():\n" + "    x = 1\n" * 60),
+    (short_functions, "ops/linear.py", "def f():\n" + "    x = 1\n" * 60),
 ]
 PERMITTED: list[tuple[Checker, str, str]] = [
     (
         ranks,
         "models/decoder.py",
-        "from mesh_transformer.ops import loss\nfrom mesh_transformer.models.model import Model",
+        "from mesh_transformer.ops import linear\nfrom mesh_transformer.models.model import Model",
     ),
     (
         ranks,
@@ -284,9 +284,9 @@ PERMITTED: list[tuple[Checker, str, str]] = [
     (pure, "runtime/trainer.py", "import time\nopen('x')"),
     (no_axis_names, "train/step.py", "partition.size('vocab')"),
     (no_axis_names, "runtime/reshard.py", "config.mesh.tp"),
-    (no_assert, "ops/loss.py", "assert x.ndim == 3"),
+    (no_assert, "ops/linear.py", "assert x.ndim == 3"),
     (no_assert, "data/loader.py", "def f(path):\n    record = g(path)\n    assert record is not None"),
-    (short_functions, "ops/loss.py", "def f():\n" + "    x = 1\n" * 59),
+    (short_functions, "ops/linear.py", "def f():\n" + "    x = 1\n" * 59),
 ]
 
 

@@ -21,8 +21,7 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
-from mesh_transformer.models.model import Params
-from mesh_transformer.models.placement import Placement
+from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.ops.attend.cached import segment_ends
 
 SHORTEST_PIECE = 128  # positions: fewer take nearly as long, the weights are read all the same

@@ -15,10 +15,8 @@ import numpy as np
 from einops import rearrange
 
 from mesh_transformer.infer.packing import Batch, Plan
-from mesh_transformer.models.model import Params
-from mesh_transformer.models.placement import Placement
-from mesh_transformer.models.vocabulary import VocabTiles
-from mesh_transformer.ops.loss import Normaliser
+from mesh_transformer.models.head import Normaliser, VocabTiles
+from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.parallel.sharding import use
 
 Result = tuple[int, float, bool]

@@ -1,4 +1,4 @@
-"""A model of any family: parameters, the names of their dimensions, and the loop over layers.
+"""A model of any family: parameters, the names of their dimensions, the loop over layers, and its place on a mesh.
 
 Embedding, block and head (models/decoder.py) are separate `hk.transform`s, so that the layers' parameters stack and one
 compiled block serves them all: compile time does not grow with the number of layers.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer.config import ComputeConfig
+from mesh_transformer import platforms
+from mesh_transformer.config import ComputeConfig, Config
 from mesh_transformer.families.spec import Decoder
 from mesh_transformer.models import decoder as modules
 from mesh_transformer.models.decoder import Context, at_position
@@ -26,7 +27,19 @@ from mesh_transformer.ops.attend.cached import Cached, KeyValueView, KVCache
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.ops.attend.packed import PackedView
 from mesh_transformer.ops.linear import PackedBlock
-from mesh_transformer.parallel.sharding import Axes, active, collect_axes, constrain, gather_weights, map_axes
+from mesh_transformer.parallel.mesh import make_mesh
+from mesh_transformer.parallel.sharding import (
+    Axes,
+    MeshAxes,
+    Partition,
+    active,
+    collect_axes,
+    constrain,
+    constrain_tree,
+    gather_weights,
+    map_axes,
+    training_rules,
+)
 
 Params = dict[str, Any]
 """{"embed": ..., "blocks": ..., "head": ...}; the arrays of "blocks" have a leading layer dimension."""
@@ -314,3 +327,53 @@ def _mask_padding(logits_BTV: jax.Array, n_vocab: int) -> jax.Array:
         return logits_BTV
     rows = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, 2)
     return jnp.where(rows < n_vocab, logits_BTV, -jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """A model on a mesh: what every compiled program is made of. Nothing is allocated."""
+
+    model: Model
+    partition: Partition
+
+    @classmethod
+    def of(cls, config: Config, devices: Sequence[jax.Device]) -> Placement:
+        """The model and the mesh of a config, split as in training.
+
+        Raises:
+            UserError: the devices do not fit the mesh.
+        """
+        model = Model(config.model.decoder(), platforms.resolve(config.compute, devices[0].platform))
+        mesh = make_mesh(config.mesh.shape(len(devices)), devices)
+        return cls(model, Partition(mesh, training_rules(config.mesh)))
+
+    def with_rules(self, **rules: MeshAxes) -> Placement:
+        """The same model on the same mesh with some names sharded otherwise."""
+        return Placement(self.model, self.partition.with_rules(**rules))
+
+    def size(self, name: str) -> int:
+        """Devices that split a named dimension."""
+        return self.partition.size(name)
+
+    @property
+    def shardings(self) -> Params:
+        """The sharding of each parameter."""
+        return self.partition.shardings(self.model.axes)
+
+    def abstract(self, dtype: jnp.dtype) -> Params:
+        """The parameters as `jax.ShapeDtypeStruct` of this dtype with their shardings."""
+        shapes = jax.eval_shape(self.model.init, jax.random.key(0))
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding),
+            shapes,
+            self.shardings,
+        )
+
+    def cast(self, params: Params, axes: Params | None = None) -> Params:
+        """Inside a program: parameters, or a part with these dimension names, in the compute dtype; split as stored."""
+        axes = self.model.axes if axes is None else axes
+        return constrain_tree(self.model.cast(params), self.partition, axes)
+
+    def gather(self, params: Params, axes: Params) -> Params:
+        """Inside a program: parameters with these dimension names whole over fsdp, all at once."""
+        return constrain_tree(params, self.partition.with_rules(embed=None), axes)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from mesh_transformer.config import Config, MeshShape
-from mesh_transformer.models.placement import Placement
+from mesh_transformer.models.model import Placement
 from mesh_transformer.parallel.mesh import process_rows
 
 

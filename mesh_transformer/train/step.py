@@ -16,15 +16,12 @@ import optax
 
 from mesh_transformer import platforms
 from mesh_transformer.config import Config
-from mesh_transformer.models.model import Params
-from mesh_transformer.models.placement import Placement
-from mesh_transformer.models.vocabulary import VocabTiles
-from mesh_transformer.ops.loss import TokenLoss, mean_loss
+from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
+from mesh_transformer.models.model import Aux, Params, Placement
 from mesh_transformer.parallel.sharding import constrain_tree, moment_rules, use
 from mesh_transformer.train import noise
 from mesh_transformer.train.optim import Optimizer, OptState, learning_rate
-
-Metrics = dict[str, jax.Array]
+from mesh_transformer.train.schedule import Batch, Metrics, Parts, Schedule, sequential
 
 
 class TrainState(NamedTuple):
@@ -61,6 +58,7 @@ class TrainProgram:
         *,
         split: Callable[[Params], tuple[Params, Params]] = all_trained,
         transform: Callable[[Params, Params], Params] = side_by_side,
+        schedule: Schedule = sequential,
     ):
         """Prepare the functions; nothing is compiled.
 
@@ -68,9 +66,10 @@ class TrainProgram:
             split: of a tree like the model's parameters, the part that is trained and the frozen one.
             transform: the model's parameters from the two parts, all in the compute dtype. The gradient goes through it
                 to the trained part.
+            schedule: the order in which microbatches and layers are computed.
         """
         self.placement, self.config = placement, config
-        self.split, self.transform = split, transform
+        self.split, self.transform, self.schedule = split, transform, schedule
         self.model, self.partition = placement.model, placement.partition
         self.moments = self.partition.with_rules(**moment_rules(config.mesh))
         self._tiles = self._vocab_tiles()
@@ -155,28 +154,12 @@ class TrainProgram:
     def _gradients(
         self, params: Params, frozen: Params, tokens_ABT: jax.Array
     ) -> tuple[Params, Metrics, jax.Array]:
-        """The mean gradient in float32, the mean metrics, and each microbatch's squared gradient norm (A,)."""
+        """See `Schedule`; from float32 parameters."""
+        parts = Parts(
+            self.model, self.transform, self._loss, lambda tree: constrain_tree(tree, self.moments, self.axes)
+        )
         params, frozen = self._for_compute(params, self.axes), self._for_compute(frozen, self.frozen_axes)
-        loss_and_gradient = jax.value_and_grad(
-            lambda params, tokens_BT: self._loss(self.transform(params, frozen), tokens_BT), has_aux=True
-        )
-
-        def microbatch(total: Params, tokens_BT: jax.Array) -> tuple[Params, tuple[Metrics, jax.Array]]:
-            (_, metrics), gradient = loss_and_gradient(params, tokens_BT)
-            gradient = constrain_tree(gradient, self.moments, self.axes)
-            square = optax.tree.norm(optax.tree.cast(gradient, jnp.float32), squared=True)
-            return optax.tree.add(total, gradient), (metrics, square)
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        if len(tokens_ABT) == 1:
-            total, (metrics, square) = microbatch(zeros, tokens_ABT[0])
-            return total, metrics, square[None]
-        total, (metrics, squares) = jax.lax.scan(microbatch, zeros, tokens_ABT)
-        return (
-            optax.tree.scale(1 / len(tokens_ABT), total),
-            jax.tree.map(lambda m: m.mean(0), metrics),
-            squares,
-        )
+        return self.schedule(parts, params, frozen, Batch.of(tokens_ABT))
 
     def _for_compute(self, params: Params, axes: Params) -> Params:
         params = self.placement.cast(params, axes)
@@ -184,9 +167,9 @@ class TrainProgram:
             self.placement.gather(params, axes) if self.config.mesh.gather_weights == "per_step" else params
         )
 
-    def _loss(self, params: Params, tokens_BT: jax.Array) -> tuple[jax.Array, Metrics]:
-        """Mean loss with the z-loss, which is averaged over a sequence's positions and added to each."""
-        loss, per_token = self._mean_loss(params, tokens_BT, self._objective)
+    def _loss(self, params: Params, x_BTD: jax.Array, aux: Aux, batch: Batch) -> tuple[jax.Array, Metrics]:
+        """Weighted loss with the z-loss. The last token's has the mean z-loss of its sequence."""
+        loss, per_token = self._weighted_loss(params, x_BTD, batch, self._objective)
         last_loss = per_token.nll[:, -1] + self._z_loss(per_token).mean(-1)
         return loss, {"train/loss": loss, "train/last_loss": last_loss.mean()}
 
@@ -198,14 +181,13 @@ class TrainProgram:
         log_z = per_token.shifted_log_z if optimizer.z_loss_kind == "classic" else per_token.log_z
         return optimizer.z_loss * jnp.square(log_z)
 
-    def _mean_loss(
-        self, params: Params, tokens_BT: jax.Array, objective: Callable[[TokenLoss], jax.Array]
+    def _weighted_loss(
+        self, params: Params, x_BTD: jax.Array, batch: Batch, objective: Callable[[TokenLoss], jax.Array]
     ) -> tuple[jax.Array, TokenLoss]:
-        x_BTD, _, _ = self.model.hidden(params, tokens_BT[:, :-1])
         chunks = self.loss_chunks(*x_BTD.shape[:2])
         head = self.model.gathered_head(params)
         y_BTD = self.model.final_norm(head, x_BTD)
-        return mean_loss(self._tiles, objective, chunks, head, y_BTD, tokens_BT[:, 1:])
+        return weighted_loss(self._tiles, objective, chunks, head, y_BTD, batch.targets, batch.weights)
 
     def loss_chunks(self, batch: int, positions: int) -> int:
         """Parts in which `positions` go through the head, so that a device holds `compute.logits_mib` of logits."""
@@ -221,7 +203,9 @@ class TrainProgram:
         """Mean loss without z-loss, last-token loss and accuracy of tokens (B, T + 1); of all parameters."""
         with use(self.partition):
             params = self.placement.cast(params)
-            loss, per_token = self._mean_loss(params, tokens_BT, lambda per_token: per_token.nll)
+            batch = Batch.of(tokens_BT)
+            x_BTD, _, _ = self.model.hidden(params, batch.tokens)
+            loss, per_token = self._weighted_loss(params, x_BTD, batch, lambda per_token: per_token.nll)
         return {
             "loss": loss,
             "last_loss": per_token.nll[:, -1].mean(),

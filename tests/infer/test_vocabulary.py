@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.infer.scoring import log_probs
-from mesh_transformer.models.vocabulary import VocabTiles
+from mesh_transformer.models.head import VocabTiles
 from mesh_transformer.parallel.sharding import use
 
 N_VOCAB = 357  # of 384 rows

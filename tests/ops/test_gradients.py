@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from mesh_transformer.families.spec import Attention
+from mesh_transformer.models.head import TokenLoss, token_loss, weighted_loss
 from mesh_transformer.ops.attend.cached import Cached
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.ops.attend.packed import PackedView
 from mesh_transformer.ops.linear import add_bias, matmul
-from mesh_transformer.ops.loss import TokenLoss, mean_loss, token_loss
 
 # Float32 sums of up to a thousand terms in another order: a few units in the last place of the largest value.
 CLOSE = {"rtol": 0, "atol": 5e-6}
@@ -137,6 +137,8 @@ def test_attention_in_parts_leaves_out_what_is_masked_anyway():
 
 PARAMS = {"w": normal(5, 16, 40) / 4, "b": normal(6, 40)}
 X_BTD, TARGETS_BT = normal(7, 3, 12, 16), jax.random.randint(jax.random.key(8), (3, 12), 0, 38)
+# some tokens count less than others, or not at all
+WEIGHTS_BT = jnp.maximum(0, jax.random.uniform(jax.random.key(9), TARGETS_BT.shape) - 0.3)
 N_TOKENS = 38
 
 
@@ -178,14 +180,13 @@ def objective(per_token: TokenLoss) -> jax.Array:
 @pytest.mark.parametrize(("chunks", "tiles"), [(1, 1), (3, 1), (12, 1), (1, 4), (3, 5)])
 def test_the_loss_in_parts_is_the_loss(chunks, tiles):
     def ours(params, x):
-        loss, per_token = mean_loss(
-            Head(tiles, 40 // tiles, N_TOKENS), objective, chunks, params, x, TARGETS_BT
-        )
+        head = Head(tiles, 40 // tiles, N_TOKENS)
+        loss, per_token = weighted_loss(head, objective, chunks, params, x, TARGETS_BT, WEIGHTS_BT)
         return 3 * loss, per_token  # a cotangent that is not one
 
     def plain(params, x):
         per_token = token_loss(logits_of(params, x), TARGETS_BT)
-        return 3 * objective(per_token).mean(), per_token
+        return 3 * (objective(per_token) * WEIGHTS_BT).sum(), per_token
 
     (value, per_token), gradients = jax.value_and_grad(ours, (0, 1), has_aux=True)(PARAMS, X_BTD)
     (expected, expected_tokens), expected_gradients = jax.value_and_grad(plain, (0, 1), has_aux=True)(
@@ -208,7 +209,8 @@ def test_the_loss_in_parts_holds_only_a_part_of_the_logits():
 
     def temporaries(chunks: int) -> int:
         def loss(params, x, targets):
-            return mean_loss(Head(1, 4096, 4096), objective, chunks, params, x, targets)[0]
+            weights = jnp.full(targets.shape, 1 / targets.size)
+            return weighted_loss(Head(1, 4096, 4096), objective, chunks, params, x, targets, weights)[0]
 
         return (
             jax.jit(jax.grad(loss)).lower(params, x, targets).compile().memory_analysis().temp_size_in_bytes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from builders import TINY, program
 
-from mesh_transformer.ops.loss import token_loss
+from mesh_transformer.models.head import token_loss
 from mesh_transformer.optimizers import adam
 from mesh_transformer.train import noise
 from mesh_transformer.train.optim import Optimizer

@@ -1,0 +1,311 @@
+"""The last matrix of a model in parts ("tiles"), and the cross-entropy over them.
+
+The logits of many positions never all exist: the vocabulary may be split over devices, one tile of it is computed at a time, and
+a tile's logits fit a processor's caches.
+
+Shapes: B sequences, T positions, D residual width, V vocabulary rows, K tiles of C rows each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from mesh_transformer.models.model import Model, Params
+from mesh_transformer.parallel.sharding import Partition, map_axes
+
+LEAST_COLUMNS = 1024
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class VocabTiles:
+    """The last matrix of a model in `tiles` parts.
+
+    Each has an equal share of every tensor-parallel shard's rows. A tile's logits are those of a model with so small a
+    vocabulary: the family's own head computes them.
+    """
+
+    model: Model
+    partition: Partition
+    tiles: int
+
+    @classmethod
+    def of(cls, model: Model, partition: Partition, columns: int) -> VocabTiles:
+        """Tiles of about `columns` columns: as many, a power of two, as divide the vocabulary evenly."""
+        rows, tiles = model.decoder.padded_vocab // partition.size("vocab"), 1
+        while rows % (2 * tiles) == 0 and rows // (2 * tiles) >= max(columns, LEAST_COLUMNS):
+            tiles *= 2
+        return cls(model, partition, tiles)
+
+    @property
+    def shards(self) -> int:
+        """Parts of the vocabulary on different devices."""
+        return self.partition.size("vocab")
+
+    @property
+    def columns(self) -> int:
+        """C, over all shards."""
+        return self.model.decoder.padded_vocab // self.tiles
+
+    def cut(self, head: Params) -> Params:
+        """The head's parameters, whole over fsdp, with a first dimension of tiles.
+
+        A parameter without a vocabulary dimension is repeated.
+        """
+        if self.tiles == 1:
+            return jax.tree.map(lambda leaf: leaf[None], head)
+        axes = map_axes(list, self.model.stage_axes["head"])
+        return jax.tree.map(self._cut, head, axes, is_leaf=lambda node: isinstance(node, list))
+
+    def _cut(self, leaf: jax.Array, axes: list[str | None]) -> jax.Array:
+        if "vocab" not in axes:
+            return jnp.broadcast_to(leaf, (self.tiles, *leaf.shape))
+        dim = axes.index("vocab")
+        shape = (*leaf.shape[:dim], self.shards, self.tiles, -1, *leaf.shape[dim + 1 :])
+        tiles = jnp.moveaxis(leaf.reshape(shape), dim + 1, 0)
+        tiles = tiles.reshape(self.tiles, *leaf.shape[:dim], self.columns, *leaf.shape[dim + 1 :])
+        names = (None if name == "embed" else name for name in axes)
+        return jax.lax.with_sharding_constraint(tiles, self.partition.sharding(None, *names))
+
+    def add(self, total: Params, number: jax.Array, gradients: Params) -> Params:
+        """`total`, like the head's parameters, with the gradients of tile `number` added in place."""
+        axes = map_axes(list, self.model.stage_axes["head"])
+        add = functools.partial(self._add, number)
+        return jax.tree.map(add, total, gradients, axes, is_leaf=lambda node: isinstance(node, list))
+
+    def _add(
+        self, number: jax.Array, total: jax.Array, gradient: jax.Array, axes: list[str | None]
+    ) -> jax.Array:
+        if self.tiles == 1 or "vocab" not in axes:
+            return total + gradient
+        dim = axes.index("vocab")
+        before, after = total.shape[:dim], total.shape[dim + 1 :]
+        view = total.reshape(*before, self.shards, self.tiles, -1, *after)
+        old = jax.lax.dynamic_index_in_dim(view, number, dim + 1, keepdims=False)
+        new = old + gradient.reshape(old.shape)
+        return jax.lax.dynamic_update_index_in_dim(view, new, number, dim + 1).reshape(total.shape)
+
+    def logits(self, params: Params, number: jax.Array, y_BTD: jax.Array) -> jax.Array:
+        """(B, T, C) float32 logits of tile `number`, of what the final norm gave; -inf in rows that are no token's."""
+        c = self.model.decoder
+        logits_BTC = self._small.unembed(params, y_BTD)
+        if c.padded_vocab == c.n_vocab:
+            return logits_BTC
+        return jnp.where(self.rows(number) < c.n_vocab, logits_BTC, -jnp.inf)
+
+    def rows(self, number: jax.Array) -> jax.Array:
+        """(C,): the tokens of a tile."""
+        width = self.columns // self.shards
+        starts = jnp.arange(self.shards) * self.tiles * width + number * width
+        return rearrange(starts[:, None] + jnp.arange(width), "shards row -> (shards row)")
+
+    def place(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The tile of each token, and its column there."""
+        width = self.columns // self.shards
+        shard, row = jnp.divmod(tokens, self.tiles * width)
+        tile, column = jnp.divmod(row, width)
+        return tile, shard * width + column
+
+    @functools.cached_property
+    def _small(self) -> Model:
+        decoder = dataclasses.replace(self.model.decoder, n_vocab=self.columns, vocab_multiple=1)
+        return dataclasses.replace(self.model, decoder=decoder)
+
+
+class TokenLoss(NamedTuple):
+    """Per-token results, each (B, T)."""
+
+    nll: jax.Array  # float32, nats
+    log_z: jax.Array  # float32, log of the softmax's normaliser
+    shifted_log_z: (
+        jax.Array
+    )  # float32, the same after subtracting the largest logit: the classic z-loss's term
+    correct: jax.Array  # bool: the target has the largest logit
+
+
+class Normaliser(NamedTuple):
+    """The softmax's normaliser of each position, summed tile by tile with the largest logit so far as its offset.
+
+    Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
+    """
+
+    largest: jax.Array  # float32
+    total: jax.Array  # float32: of exp(logit - largest)
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...]) -> Normaliser:
+        """Of no logits."""
+        return cls(jnp.full(shape, -jnp.inf), jnp.zeros(shape))
+
+    def add(self, logits_C: jax.Array) -> tuple[Normaliser, jax.Array]:
+        """With (..., C) more logits, at least one of all so far finite; and exp(logit - largest) of these."""
+        largest = jnp.maximum(self.largest, jax.lax.stop_gradient(logits_C.max(-1)))
+        exps_C = jnp.exp(logits_C - largest[..., None])
+        return Normaliser(largest, self.total * jnp.exp(self.largest - largest) + exps_C.sum(-1)), exps_C
+
+    def token_loss(self, target: jax.Array) -> TokenLoss:
+        """The losses of tokens whose logits are `target`."""
+        shifted, log_total = target - self.largest, jnp.log(self.total)
+        return TokenLoss(log_total - shifted, log_total + self.largest, log_total, shifted == 0)
+
+
+def token_loss(logits_BTV: jax.Array, targets_BT: jax.Array) -> TokenLoss:
+    """Softmax cross-entropy of float32 logits; rows at -inf take no part."""
+    hits_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
+    normaliser, _ = Normaliser.empty(targets_BT.shape).add(logits_BTV)
+    return normaliser.token_loss(_target(logits_BTV, hits_BTV))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def weighted_loss(
+    head: VocabTiles,
+    objective: Callable[[TokenLoss], jax.Array],
+    chunks: int,
+    params: Any,
+    x_BTD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+) -> tuple[jax.Array, TokenLoss]:
+    """The sum over all tokens of their weight times `objective(token_loss)`, and the token losses.
+
+    The positions go through the head in `chunks` equal parts, so that only that part of the logits exists at
+    a time, and each part tile by tile. Under differentiation a part's gradient is taken as soon as its loss is known,
+    from the exponentials that its softmax needs anyway: the sum's cotangent is one number, by which the finished
+    gradients are multiplied. The token losses are for metrics: no gradient flows through them, nor to the weights.
+
+    Args:
+        objective: token losses -> (B, t), the term of each token.
+        chunks: a divisor of T.
+        params: of the head, not cut.
+        weights_BT: float32.
+    """
+    tiles = head.cut(params)
+
+    def part(xs: tuple[jax.Array, ...]) -> tuple[jax.Array, TokenLoss]:
+        x_BtD, targets_Bt, weights_Bt = xs
+        per_token = _scan_losses(head, tiles, x_BtD, targets_Bt, keep=False)[0]
+        return objective(per_token) * weights_Bt, per_token
+
+    terms, per_token = jax.lax.map(part, tuple(_split(chunks, x) for x in (x_BTD, targets_BT, weights_BT)))
+    return terms.sum(), jax.tree.map(_join, per_token)
+
+
+def _weighted_loss_forward(
+    head: VocabTiles,
+    objective: Any,
+    chunks: int,
+    params: Any,
+    x_BTD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+) -> tuple[tuple[jax.Array, TokenLoss], tuple[Any, jax.Array]]:
+    tiles = head.cut(params)
+
+    def part(total: Any, xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        x_BtD, targets_Bt, weights_Bt = xs
+        per_token, normaliser, kept = _scan_losses(head, tiles, x_BtD, targets_Bt, keep=True)
+        value, slopes = _objective_gradient(objective, per_token, weights_Bt)
+        total, dx_BtD = _scan_gradients(head, tiles, x_BtD, targets_Bt, normaliser, kept, slopes, total)
+        return total, (value, per_token, dx_BtD)
+
+    total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    if chunks == 1:
+        total, (value, per_token, dx_BTD) = part(total, (x_BTD, targets_BT, weights_BT))
+    else:
+        xs = tuple(_split(chunks, x) for x in (x_BTD, targets_BT, weights_BT))
+        total, (values, *parts) = jax.lax.scan(part, total, xs)
+        value, (per_token, dx_BTD) = values.sum(), jax.tree.map(_join, tuple(parts))
+    total = jax.tree.map(lambda t, p: t.astype(p.dtype), total, params)
+    return (value, per_token), (total, dx_BTD)
+
+
+def _weighted_loss_backward(
+    head: VocabTiles, objective: Any, chunks: int, gradients: tuple[Any, jax.Array], cotangents: Any
+) -> tuple[Any, jax.Array, None, None]:
+    params, dx_BTD = jax.tree.map(lambda g: g * cotangents[0].astype(g.dtype), gradients)
+    return params, dx_BTD, None, None
+
+
+weighted_loss.defvjp(_weighted_loss_forward, _weighted_loss_backward)
+
+_Kept = tuple[jax.Array, jax.Array]  # of all tiles: exponentials (K, B, t, C), the offset they have (K, B, t)
+
+
+def _scan_losses(
+    head: VocabTiles, tiles: Any, x_BtD: jax.Array, targets_Bt: jax.Array, *, keep: bool
+) -> tuple[TokenLoss, Normaliser, _Kept | None]:
+    """The losses of a part of the positions, and what their gradients need."""
+
+    def step(carry: Any, tile: Any) -> tuple[Any, Any]:
+        normaliser, target_Bt = carry
+        number, params = tile
+        logits_BtC = head.logits(params, number, x_BtD)
+        normaliser, exps_BtC = normaliser.add(logits_BtC)
+        target_Bt += _target(logits_BtC, head.rows(number) == targets_Bt[..., None])
+        return (normaliser, target_Bt), (exps_BtC, normaliser.largest) if keep else None
+
+    start = Normaliser.empty(targets_Bt.shape), jnp.zeros(targets_Bt.shape)
+    (normaliser, target_Bt), kept = jax.lax.scan(step, start, (jnp.arange(head.tiles), tiles))
+    return normaliser.token_loss(target_Bt), normaliser, kept
+
+
+def _scan_gradients(
+    head: VocabTiles,
+    tiles: Any,
+    x_BtD: jax.Array,
+    targets_Bt: jax.Array,
+    normaliser: Normaliser,
+    kept: _Kept | None,
+    slopes: tuple[jax.Array, jax.Array],
+    total: Any,
+) -> tuple[Any, jax.Array]:
+    """`total` with the gradients of the tiles' parameters, and the gradient of a part of the positions."""
+    softmax_Bt, target_Bt = slopes
+
+    def step(carry: Any, tile: Any) -> tuple[Any, None]:
+        total, dx_BtD = carry
+        number, params, (exps_BtC, largest_Bt) = tile
+        scale_Bt = softmax_Bt * jnp.exp(largest_Bt - normaliser.largest) / normaliser.total
+        hits_BtC = head.rows(number) == targets_Bt[..., None]
+        dlogits_BtC = exps_BtC * scale_Bt[..., None] - jnp.where(hits_BtC, target_Bt[..., None], 0)
+        _, pull = jax.vjp(lambda params, x: head.logits(params, number, x), params, x_BtD)
+        dparams, dx = pull(dlogits_BtC)
+        return (head.add(total, number, dparams), dx_BtD + dx), None
+
+    start = total, jnp.zeros(x_BtD.shape, jnp.float32)
+    (total, dx_BtD), _ = jax.lax.scan(step, start, (jnp.arange(head.tiles), tiles, kept))
+    return total, dx_BtD.astype(x_BtD.dtype)
+
+
+def _objective_gradient(
+    objective: Callable[[TokenLoss], jax.Array], per_token: TokenLoss, weights_Bt: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The part's share of the sum, and its derivative by the logits: the first of the returned slopes times the softmax,
+    minus the second at the target. All three numbers of a token have the softmax as their gradient, and the loss has minus one
+    at the target besides.
+    """
+
+    def share(nll: jax.Array, log_z: jax.Array, shifted_log_z: jax.Array) -> jax.Array:
+        return (objective(TokenLoss(nll, log_z, shifted_log_z, per_token.correct)) * weights_Bt).sum()
+
+    value, slopes = jax.value_and_grad(share, (0, 1, 2))(*per_token[:3])
+    return value, (sum(slopes), slopes[0])
+
+
+def _target(logits_BTC: jax.Array, hits_BTC: jax.Array) -> jax.Array:
+    """The target's logit as a masked sum, not a gather, so that logits stay sharded over the vocabulary."""
+    return jnp.where(hits_BTC, logits_BTC, 0).sum(-1)
+
+
+def _split(chunks: int, x_BT: jax.Array) -> jax.Array:
+    return rearrange(x_BT, "b (c t) ... -> c b t ...", c=chunks)
+
+
+def _join(x_CBT: jax.Array) -> jax.Array:
+    return rearrange(x_CBT, "c b t ... -> b (c t) ...")

@@ -1,0 +1,76 @@
+"""The gradient of a step over its microbatches. A schedule is a function: in which order microbatches and layers are computed.
+
+Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mesh_transformer.models.model import Aux, Model, Params
+
+Metrics = dict[str, jax.Array]
+
+
+class Batch(NamedTuple):
+    """What a step trains on, each (A, B, T); of one microbatch, (B, T)."""
+
+    tokens: jax.Array  # int32
+    targets: jax.Array  # int32
+    weights: jax.Array
+    """float32: of each target's loss. They sum to A over all microbatches, so that a sum of weighted losses, divided by A,
+    is the mean over all tokens that count, however these are spread over the microbatches."""
+
+    @classmethod
+    def of(cls, tokens_ABT: jax.Array) -> Batch:
+        """From (A, B, T + 1) or (B, T + 1) tokens, all with the same weight."""
+        tokens, targets = tokens_ABT[..., :-1], tokens_ABT[..., 1:]
+        return cls(tokens, targets, jnp.full(targets.shape, 1 / (targets.shape[-1] * targets.shape[-2])))
+
+
+class Parts(NamedTuple):
+    """What a schedule computes. `model` has the embedding, a layer and the loop over layers as functions."""
+
+    model: Model
+    transform: Callable[[Params, Params], Params]
+    """The model's parameters from the trained and the frozen ones, all in the compute dtype."""
+    loss: Callable[[Params, jax.Array, Aux, Batch], tuple[jax.Array, Metrics]]
+    """parameters, residual stream after the last layer, named sums of the layers, microbatch -> weighted loss, metrics."""
+    constrain: Callable[[Params], Params]
+    """A gradient of the trained parameters, in the layout in which the sum is kept."""
+
+
+Schedule = Callable[[Parts, Params, Params, Batch], tuple[Params, Metrics, jax.Array]]
+"""parts, trained and frozen parameters in the compute dtype, batch -> the mean gradient in float32, the mean metrics, and the
+squared norm of each microbatch's gradient (A,). The named sums of the layers reach the loss by layer, and their cotangents
+come back the same way."""
+
+
+def sequential(
+    parts: Parts, trained: Params, frozen: Params, batch: Batch
+) -> tuple[Params, Metrics, jax.Array]:
+    """The `Schedule` of one microbatch after the other, each through all layers."""
+
+    def loss(trained: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
+        params = parts.transform(trained, frozen)
+        x_BTD, _, aux = parts.model.hidden(params, batch.tokens)
+        return parts.loss(params, x_BTD, aux, batch)
+
+    def microbatch(total: Params, batch: Batch) -> tuple[Params, tuple[Metrics, jax.Array]]:
+        (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(trained, batch)
+        gradient = parts.constrain(gradient)
+        square = optax.tree.norm(optax.tree.cast(gradient, jnp.float32), squared=True)
+        return optax.tree.add(total, gradient), (metrics, square)
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
+    count = len(batch.tokens)
+    if count == 1:
+        total, (metrics, square) = microbatch(zeros, Batch(*(x[0] for x in batch)))
+        return total, metrics, square[None]
+    total, (metrics, squares) = jax.lax.scan(microbatch, zeros, batch)
+    return optax.tree.scale(1 / count, total), jax.tree.map(lambda m: m.mean(0), metrics), squares
