@@ -7,17 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.foreign import ConfigJson, Tensor
 from mesh_transformer.families.spec import Decoder
-from mesh_transformer.fields import (
-    CountOrZero,
-    Derived,
-    Dims,
-    Group,
-    Heads,
-    Layers,
-    Rows,
-    Tokens,
-    size,
-)
+from mesh_transformer.fields import CountOrZero, Derived, Dims, Group, Heads, Layers, Rows, Tokens, size
 
 
 class ModelConfig(Group):
@@ -123,8 +113,3 @@ class ModelConfig(Group):
                 f"model.{field} {dims} must be even and at most model.d_head {self.d_head}: "
                 f"set model.{field} to {self.d_head - self.d_head % 2} or less"
             )
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the vocabulary tables: n_vocab rounded up to vocab_multiple, whatever the mesh."""
-        return -(-self.n_vocab // self.vocab_multiple) * self.vocab_multiple

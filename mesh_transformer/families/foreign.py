@@ -34,15 +34,13 @@ class Tensor(NamedTuple):
 
     ours: str  # below params/
     theirs: str  # with {} for the layer
-    view: str | None = (
-        None  # einops, from theirs to ours, read backwards to write; with `part` it yields "part ..."
-    )
+    # einops, from theirs to ours, read backwards to write; with `part` it yields "part ..."
+    view: str | None = None
     part: int | None = None  # where one of theirs holds several of ours: which of them
     sizes: Mapping[str, int] = {}  # that `view` needs; "part": how many
     vocab_axis: int | None = None  # the dimension of ours that is padded; theirs is not
-    bias: str | None = (
-        None  # one of ours that they lack: zeros where theirs is read, added to the rows to write it
-    )
+    # one of ours that they lack: zeros where theirs is read, added to the rows to write it
+    bias: str | None = None
     tied: str | None = None  # the tensor of theirs that is this one too, where config.json ties the head
     split: Split = Split.ROWS  # in classic shards
 

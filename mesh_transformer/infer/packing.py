@@ -58,9 +58,8 @@ class Batch:
     tokens_BT: np.ndarray
     positions_BT: np.ndarray
     ends_BT: np.ndarray
-    at_P: (
-        np.ndarray
-    )  # tokens that go through the head: indices into the batch's B * T, padded to whole chunks
+    # tokens that go through the head: indices into the batch's B * T, padded to whole chunks
+    at_P: np.ndarray
     targets_PM: np.ndarray  # padded with zeros
     queries: list[int]
     firsts: np.ndarray  # where each query's pairs begin

@@ -109,14 +109,7 @@ class SlotPrograms:
         )
 
     def _prefill(
-        self,
-        params: Params,
-        slots: Slots,
-        pieces: Pieces,
-        n_top: jax.Array,
-        *,
-        length: int,
-        scored: bool,
+        self, params: Params, slots: Slots, pieces: Pieces, n_top: jax.Array, *, length: int, scored: bool
     ) -> tuple[Slots, Drawn, Scores | None]:
         """Compute pieces of prompts, and draw the first token of each slot whose prompt ends there.
 

@@ -121,13 +121,7 @@ class Linear(hk.Module):
     """x @ w (+ b): (..., D_in) -> (..., D_out), weights truncated normal with `stddev` (1/sqrt(D_in) if absent)."""
 
     def __init__(
-        self,
-        d_out: int,
-        axes: tuple[str, str],
-        *,
-        bias: bool = False,
-        stddev: float | None = None,
-        name: str,
+        self, d_out: int, axes: tuple[str, str], *, bias: bool = False, stddev: float | None = None, name: str
     ):
         super().__init__(name)
         self.d_out, self.axes, self.bias, self.stddev = d_out, axes, bias, stddev

@@ -123,9 +123,8 @@ class TokenLoss(NamedTuple):
 
     nll: jax.Array  # float32, nats
     log_z: jax.Array  # float32, log of the softmax's normaliser
-    shifted_log_z: (
-        jax.Array
-    )  # float32, the same after subtracting the largest logit: the classic z-loss's term
+    # float32, the same after subtracting the largest logit: the classic z-loss's term
+    shifted_log_z: jax.Array
     correct: jax.Array  # bool: the target has the largest logit
 
 

@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer import platforms
 from mesh_transformer.config import ComputeConfig, Config
+from mesh_transformer.config.mesh import MeshAxes, training_rules
 from mesh_transformer.families.spec import Decoder
 from mesh_transformer.models import decoder as modules
 from mesh_transformer.models.decoder import Context, at_position
@@ -30,7 +31,6 @@ from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.sharding import (
     Axes,
-    MeshAxes,
     Partition,
     active,
     collect_axes,
@@ -38,7 +38,6 @@ from mesh_transformer.parallel.sharding import (
     constrain_tree,
     gather_weights,
     map_axes,
-    training_rules,
 )
 
 Params = dict[str, Any]

@@ -57,9 +57,7 @@ class Config(OptimizerConfig):
         from optax import FactoredState
 
         rms = optax.scale_by_factored_rms(
-            decay_rate=self.decay_rate,
-            min_dim_size_to_factor=self.min_dim_size_to_factor,
-            epsilon=self.eps,
+            decay_rate=self.decay_rate, min_dim_size_to_factor=self.min_dim_size_to_factor, epsilon=self.eps
         )
         clip = optax.clip_by_block_rms(self.clipping_threshold)
 

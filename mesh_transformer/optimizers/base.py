@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Le
 
-from mesh_transformer.fields import (
-    Count,
-    Group,
-    NonNegative,
-    Positive,
-    Steps,
-    Unit,
-)
+from mesh_transformer.fields import Count, Group, NonNegative, Positive, Steps, Unit
 
 if TYPE_CHECKING:
     import optax

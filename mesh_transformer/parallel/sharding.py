@@ -17,11 +17,7 @@ import haiku as hk
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mesh_transformer.config.mesh import MeshAxes as MeshAxes
-from mesh_transformer.config.mesh import Rules, parts
-from mesh_transformer.config.mesh import inference_rules as inference_rules
-from mesh_transformer.config.mesh import moment_rules as moment_rules
-from mesh_transformer.config.mesh import training_rules as training_rules
+from mesh_transformer.config.mesh import MeshAxes, Rules, parts
 
 Axes = tuple[str | None, ...]
 

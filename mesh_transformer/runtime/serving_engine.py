@@ -13,9 +13,9 @@ import jax
 
 import mesh_transformer
 from mesh_transformer.config import Config
+from mesh_transformer.config.mesh import inference_rules
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.logs import Progress, log
-from mesh_transformer.parallel.sharding import inference_rules
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.weights import read_params
 

@@ -16,9 +16,10 @@ import optax
 
 from mesh_transformer import platforms
 from mesh_transformer.config import Config
+from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.model import Aux, Params, Placement
-from mesh_transformer.parallel.sharding import constrain_tree, moment_rules, use
+from mesh_transformer.parallel.sharding import constrain_tree, use
 from mesh_transformer.train import noise
 from mesh_transformer.train.optim import Optimizer, OptState, learning_rate
 from mesh_transformer.train.schedule import Batch, Metrics, Parts, Schedule, sequential
@@ -89,9 +90,7 @@ class TrainProgram:
             donate_argnums=0,
         )
         self.eval_step = jax.jit(
-            self._eval_step,
-            in_shardings=(placement.shardings, self.eval_sharding),
-            out_shardings=whole,
+            self._eval_step, in_shardings=(placement.shardings, self.eval_sharding), out_shardings=whole
         )
 
     @functools.cached_property

@@ -71,9 +71,19 @@ def test_the_two_spellings_mean_the_same() -> None:
 def test_derived_sizes(absent: dict[str, None]) -> None:
     for raw in ({**FLAT, **{k: v for k, v in absent.items() if k != "d_ff"}}, {"model": {**FLAT, **absent}}):
         model = parse_config(raw).model
-        assert (model.d_head, model.d_ff, model.pe_rotary_dims, model.padded_vocab) == (8, 256, 8, 512)
+        assert (model.d_head, model.d_ff, model.pe_rotary_dims, model.decoder().padded_vocab) == (
+            8,
+            256,
+            8,
+            512,
+        )
     given = parse_config({"model": {**FLAT, "n_heads": 5, "d_head": 16, "d_ff": 100, "n_vocab": 513}}).model
-    assert (given.d_head, given.d_ff, given.pe_rotary_dims, given.padded_vocab) == (16, 100, 16, 640)
+    assert (given.d_head, given.d_ff, given.pe_rotary_dims, given.decoder().padded_vocab) == (
+        16,
+        100,
+        16,
+        640,
+    )
 
 
 def value_of(config: Config, name: str) -> Any:

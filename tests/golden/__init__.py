@@ -131,13 +131,13 @@ def to_params(arrays: dict[str, np.ndarray], padded_vocab: int) -> dict[str, Any
 def read_params(step_dir: Path, model: Any) -> dict[str, Any]:
     """Our parameter tree from a classic step folder, for a ModelConfig."""
     names = checkpoint_names(model.layers, model.norm, model.pe)
-    return to_params(read_checkpoint(step_dir, names), model.padded_vocab)
+    return to_params(read_checkpoint(step_dir, names), model.decoder().padded_vocab)
 
 
 def read_npz_params(path: Path, model: Any) -> dict[str, Any]:
     """Our parameter tree from an npz of parameters with a leading shard dimension."""
     file = np.load(path, allow_pickle=False)
-    return to_params({name: merge(name, file[name]) for name in file.files}, model.padded_vocab)
+    return to_params({name: merge(name, file[name]) for name in file.files}, model.decoder().padded_vocab)
 
 
 def read_variant(folder: Path, model: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from builders import TINY, program
 from mesh_transformer.checkpoint.manifest import flatten
 from mesh_transformer.checkpoint.place import place_in_parts
 from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.config.mesh import inference_rules
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import (
     LEAST_TEMPERATURE,
@@ -31,7 +32,6 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
-from mesh_transformer.parallel.sharding import inference_rules
 from mesh_transformer.runtime.serving_engine import ServingEngine
 from mesh_transformer.runtime.weights import pack_for_cpu_decode
 

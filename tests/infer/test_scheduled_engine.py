@@ -6,10 +6,10 @@ import jax
 import numpy as np
 from builders import TINY, program
 
+from mesh_transformer.config.mesh import inference_rules
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import SamplingParams, Token
 from mesh_transformer.infer.scheduler import Scheduler
-from mesh_transformer.parallel.sharding import inference_rules
 
 CANCELLED = 5  # this request, when it has a few tokens
 

@@ -81,4 +81,4 @@ def test_policies_differ_in_what_they_recompute():
 
 def test_derived_sizes():
     config = gptj.Config(layers=1, d_model=96, n_heads=4, n_vocab=50257)
-    assert (config.d_head, config.d_ff, config.padded_vocab) == (24, 384, 50304)
+    assert (config.d_head, config.d_ff, config.decoder().padded_vocab) == (24, 384, 50304)

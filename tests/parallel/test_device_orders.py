@@ -17,9 +17,10 @@ from jax.sharding import Mesh
 
 from mesh_transformer import slices
 from mesh_transformer.config import AXES, load_config, mesh_shape
+from mesh_transformer.config.mesh import training_rules
 from mesh_transformer.errors import UserError
 from mesh_transformer.parallel.mesh import make_mesh, process_rows
-from mesh_transformer.parallel.sharding import Partition, training_rules
+from mesh_transformer.parallel.sharding import Partition
 
 RECORDED = json.loads(Path(__file__).with_name("tpu_devices.json").read_text())
 CONFIGS = {

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import Array, Collective, collectives
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from mesh_transformer.parallel.hlo import Array, Collective, collectives
 
 ASYNCHRONOUS = """HloModule pair, entry_computation_layout={(bf16[2,4]{1,0})->bf16[8,4]{1,0}}
 

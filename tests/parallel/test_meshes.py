@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 from builders import TINY, program
+from hlo import collectives
 
-from mesh_transformer.parallel.hlo import collectives
 from mesh_transformer.parallel.sharding import use
 from mesh_transformer.train.step import TrainProgram, compile_step
 

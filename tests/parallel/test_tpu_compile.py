@@ -13,11 +13,11 @@ from pathlib import Path
 import jax
 import pytest
 from builders import TINY
+from hlo import collectives
 
 from mesh_transformer import platforms
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.models.model import LAYER_LOOP, Placement
-from mesh_transformer.parallel.hlo import collectives
 from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes
 
 pytest.importorskip(

@@ -9,6 +9,7 @@ import jax
 
 from mesh_transformer import platforms
 from mesh_transformer.config import Config
+from mesh_transformer.config.mesh import inference_rules
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.engine import SlotEngine
@@ -20,7 +21,6 @@ from mesh_transformer.infer.scoring import Scorer
 from mesh_transformer.infer.trees import Query
 from mesh_transformer.logs import Progress
 from mesh_transformer.models.model import Params
-from mesh_transformer.parallel.sharding import inference_rules
 from mesh_transformer.runtime.evals.answers import Answer, Answers
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.text_stream import TextStream
