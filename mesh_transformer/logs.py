@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -17,6 +18,7 @@ from mesh_transformer.config import LoggingConfig
 
 log = logging.getLogger("mesh_transformer")
 Scalars = Mapping[str, float]
+_MEGABYTE = 1_000_000
 _LINE_EVERY_S = 10.0  # where no bar can be drawn
 _FLUSH_S = 120.0  # how often TensorBoard's events go to the disk
 _MAX_STEPS = 2**31  # a step is an int32 on the device
@@ -79,6 +81,32 @@ class Progress:
     def close(self) -> None:
         """Leave the bar as it stands."""
         self._bar.close()
+
+
+class Transfer:
+    """Progress of so many bytes: done, rate and time left. `add` may be called from any thread."""
+
+    def __init__(self, what: str, total_bytes: int) -> None:
+        self._total = max(1, total_bytes)
+        self._progress = Progress(what, -(-self._total // _MEGABYTE), unit="MB")
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._done = 0
+
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.close()
+
+    def add(self, n_bytes: int) -> None:
+        """So many bytes more are done."""
+        with self._lock:
+            self._done += n_bytes
+            rate = self._done / max(time.monotonic() - self._began, 1e-9) / _MEGABYTE
+            whole = self._done >= self._total
+            shown = -(-self._total // _MEGABYTE) if whole else self._done // _MEGABYTE
+            self._progress.update(shown, rate=f"{rate:.0f} MB/s")
 
 
 class Sink(Protocol):

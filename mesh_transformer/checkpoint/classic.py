@@ -26,7 +26,7 @@ from mesh_transformer.checkpoint.npz import Member, NpzReader
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo, parameter_shapes
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.foreign import Split
+from mesh_transformer.families.spec import Split
 from mesh_transformer.logs import log
 
 OPEN_AT_ONCE = 16

@@ -11,8 +11,8 @@ import numpy as np
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint.classic_layout import PIECES
-from mesh_transformer.checkpoint.json_file import read_json
 from mesh_transformer.checkpoint.npz import NpzReader
+from mesh_transformer.config import strict_json
 from mesh_transformer.errors import UserError
 
 MAX_META_BYTES = 16 << 20
@@ -37,6 +37,11 @@ class Form(NamedTuple):
 def piece(folder: str, shard: int, number: int) -> str:
     """The path of one file of a shard."""
     return files.join(folder, f"shard_{shard}", f"{number}.npz")
+
+
+def is_step(folder: str) -> bool:
+    """Whether a step folder is of the original program."""
+    return any(re.fullmatch(r"shard_\d+", name) for name in files.list_dir(folder))
 
 
 def find_step(path: str, step: int | None = None) -> str | None:
@@ -136,7 +141,7 @@ def read_config(folder: str) -> dict[str, Any] | None:
         UserError: it is too large, or no JSON object.
     """
     path = files.join(folder, CONFIG)
-    return read_json(path) if files.exists(path) else None
+    return strict_json.read_object(path) if files.exists(path) else None
 
 
 def write_config(folder: str, config: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mesh_transformer.checkpoint.tensors import parameter_shapes
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.foreign import Split
+from mesh_transformer.families.spec import Split
 
 PIECES = 16
 PREFIX = "causal_transformer_shard/~/"

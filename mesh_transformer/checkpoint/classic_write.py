@@ -22,11 +22,11 @@ from mesh_transformer.checkpoint.classic_layout import (
     pieces,
 )
 from mesh_transformer.checkpoint.npz import NpzWriter
-from mesh_transformer.checkpoint.target import Transfer
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.foreign import Split
+from mesh_transformer.families.spec import Split
+from mesh_transformer.logs import Transfer
 
 BLOCK_BYTES = 1 << 20
 ADAM = {"mu", "nu"}  # the slots of the original's optimizer

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a TensorSource, of any family that has a table of rows (families/foreign.py).
+"""A Hugging Face folder as a TensorSource, of any family that has a table of rows (families/spec.py).
 
 config.json picks the family. The weights are safetensors or .bin, whole or in shards with an index.
 """
@@ -18,14 +18,14 @@ from pydantic_core import ErrorDetails
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint import safetensors_file, torch_file
-from mesh_transformer.checkpoint.file_tensor import FileTensor, copy_transposed
 from mesh_transformer.checkpoint.identity import check_same
-from mesh_transformer.checkpoint.json_file import read_json
+from mesh_transformer.checkpoint.safetensors_file import FileTensor, copy_transposed
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo, parameter_shapes
-from mesh_transformer.config import ModelConfig
+from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
-from mesh_transformer.families.foreign import TRANSPOSED, ConfigJson, Tensor
+from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.spec import TRANSPOSED, Tensor
 
 FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
 HELD_BYTES = 1 << 30  # of the matrix that was read last
@@ -45,7 +45,7 @@ def _config(folder: str) -> dict[str, Any]:
     path = files.join(folder, "config.json")
     if not files.exists(path):
         raise UserError(f"{folder} is not a Hugging Face folder: it has no config.json")
-    return read_json(path)
+    return strict_json.read_object(path)
 
 
 def _model(folder: str, config: dict[str, Any]) -> ModelConfig:
@@ -256,7 +256,7 @@ def open_tensors(folder: str) -> dict[str, FileTensor]:
 
 
 def _weight_map(path: str, suffix: str) -> dict[str, str]:
-    weight_map: Any = read_json(path).get("weight_map")
+    weight_map: Any = strict_json.read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{path} has no weight_map")
     for shard in weight_map.values():

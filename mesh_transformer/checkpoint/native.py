@@ -20,11 +20,12 @@ import tensorstore as ts
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint import manifest as manifests
-from mesh_transformer.checkpoint.agree import first_cause
 from mesh_transformer.checkpoint.chunks import CHUNK_BYTES, pieces
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorSpec
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
+from mesh_transformer.errors import UserError
 
+COMMIT_MARKER = "commit_success.txt"
 OPTIMIZER = "opt_state/"  # before the names of an optimizer's slots and counts, as in `train.step.TrainState`
 COUNT, SCHEDULE = f"{OPTIMIZER}count", f"{OPTIMIZER}schedule"
 # files of the first versions have Adam's state by its position in a chain
@@ -240,3 +241,14 @@ def _our_name(stored: str) -> str:
     if stored.startswith("params/"):
         return stored
     return stored.removeprefix(OPTIMIZER) if stored.startswith(OPTIMIZER) and stored.count("/") > 1 else ""
+
+
+def first_cause(error: BaseException) -> str:
+    """The innermost error: all that ours says, of others the first line, without TensorStore's dump of its settings."""
+    ours = (DamagedCheckpoint, UserError)
+    while error.__cause__ is not None and not isinstance(error, ours):
+        error = error.__cause__
+    if isinstance(error, ours):
+        return str(error)
+    text = str(error).partition(" [tensorstore_spec")[0].partition("\n")[0]
+    return f"{type(error).__name__}: {text}"[:500]

@@ -16,14 +16,15 @@ import tensorstore as ts
 from mesh_transformer import files
 from mesh_transformer.checkpoint import manifest as manifests
 from mesh_transformer.checkpoint.chunks import ROWS_BYTES, chunk_shape, pieces
-from mesh_transformer.checkpoint.forms import COMMIT_MARKER, finished_steps
 from mesh_transformer.checkpoint.identity import with_model
 from mesh_transformer.checkpoint.manifest import Manifest, TensorSpec
-from mesh_transformer.checkpoint.native import COUNT, OPTIMIZER, SCHEDULE, ocdbt
-from mesh_transformer.checkpoint.target import Transfer, new_folder
+from mesh_transformer.checkpoint.native import COMMIT_MARKER, COUNT, OPTIMIZER, SCHEDULE, ocdbt
+from mesh_transformer.checkpoint.open import finished_steps
+from mesh_transformer.checkpoint.target import new_folder
 from mesh_transformer.checkpoint.tensors import Counts, TensorInfo, TensorSource, slots
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
+from mesh_transformer.logs import Transfer
 
 DATA_FILE_BYTES = 16 << 20  # with TensorStore's 2 GiB, writing takes 1.5 times as long
 SHOWN = 5  # names listed in an error message

@@ -12,8 +12,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from mesh_transformer.checkpoint import classic_folder
 from mesh_transformer.checkpoint.chunks import CHUNK_BYTES
-from mesh_transformer.checkpoint.forms import is_classic_step
 from mesh_transformer.errors import is_disk_full
 
 SAVE_TIMEOUT_S = 3600
@@ -31,7 +31,9 @@ class _StepNames:
         return getattr(self._standard, name)
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
-        return iter([m for m in self._standard.find_all(base_path) if not is_classic_step(str(m.path))])
+        return iter(
+            [m for m in self._standard.find_all(base_path) if not classic_folder.is_step(str(m.path))]
+        )
 
 
 def _is_no_error(record: logging.LogRecord) -> bool:

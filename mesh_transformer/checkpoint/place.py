@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,16 +20,17 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh_transformer.checkpoint import manifest as manifests
-from mesh_transformer.checkpoint.agree import agreed
-from mesh_transformer.checkpoint.manifest import Manifest, TensorSpec
-from mesh_transformer.checkpoint.native import NativeSource
-from mesh_transformer.checkpoint.target import Transfer
+from mesh_transformer.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorSpec
+from mesh_transformer.checkpoint.native import NativeSource, first_cause
 from mesh_transformer.checkpoint.tensors import Index, TensorSource
+from mesh_transformer.errors import CredentialsError
+from mesh_transformer.logs import Transfer
 
 PIECE_BYTES = 128 << 20  # of a tensor, in its stored dtype: read at a time
 ALIGNMENT = 64  # bytes: XLA for CPU takes an array that begins at a multiple as its own
 
 Read = Callable[[str, Index], np.ndarray]
+T = TypeVar("T")
 Spans = tuple[tuple[int, int], ...]  # the first and the end of a slice, by dimension
 
 
@@ -97,6 +98,25 @@ def place_scalar(value: int, like: Any) -> jax.Array:
     """A number with the dtype and sharding of `like`, a scalar or its `jax.ShapeDtypeStruct`."""
     scalar = np.asarray(value, like.dtype)
     return jax.make_array_from_callback((), like.sharding, lambda _: scalar)
+
+
+def agreed(read: Callable[[], T]) -> T:
+    """The result of `read`, if it succeeded in every process.
+
+    Raises:
+        DamagedCheckpoint: it failed in this process or in another.
+    """
+    reason = ""
+    try:
+        result = read()
+    except (CredentialsError, MemoryError, jax.errors.JaxRuntimeError):
+        raise  # the machine's fault, not the checkpoint's
+    except Exception as error:  # noqa: BLE001  (Orbax and TensorStore raise all sorts for a damaged file)
+        reason = first_cause(error)
+    failed = multihost_utils.process_allgather(np.bool_(reason))
+    if np.any(failed):
+        raise DamagedCheckpoint(reason or f"unreadable in processes {np.flatnonzero(failed).tolist()}")
+    return result
 
 
 def _named(source: TensorSource) -> tuple[Read, Manifest | None]:

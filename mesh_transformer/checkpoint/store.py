@@ -6,7 +6,7 @@ reads.
     {root}/set_aside/step_1000/  what a later save found in its way: damaged, or of an abandoned branch of the run
 
 A step is finished once its folder was renamed from its temporary name (local) or holds `commit_success.txt`
-(`gs://`, where nothing can be renamed). Other files under the root, steps of the original program (`forms.py`) among
+(`gs://`, where nothing can be renamed). Other files under the root, steps of the original program (`open.py`) among
 them, are never read or deleted. One run writes to a root at a time; any number may read.
 
 Several processes: the root must be one shared folder, and all processes call every method alike. Process 0 lists the
@@ -29,14 +29,12 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from mesh_transformer import files
+from mesh_transformer.checkpoint import classic_folder, orbax
 from mesh_transformer.checkpoint import manifest as manifests
-from mesh_transformer.checkpoint import orbax
-from mesh_transformer.checkpoint.agree import agreed
-from mesh_transformer.checkpoint.forms import COMMIT_MARKER, is_classic_step
 from mesh_transformer.checkpoint.identity import check_model, check_optimizer
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.native import NativeSource
-from mesh_transformer.checkpoint.place import restore
+from mesh_transformer.checkpoint.native import COMMIT_MARKER, NativeSource
+from mesh_transformer.checkpoint.place import agreed, restore
 from mesh_transformer.config import ModelConfig, OptimizerConfig
 from mesh_transformer.errors import UserError
 
@@ -203,7 +201,7 @@ class CheckpointStore:
     def _finished(self, name: str) -> bool:
         if files.is_remote(self._root):
             return files.exists(files.join(self._root, name, COMMIT_MARKER))
-        return not is_classic_step(files.join(self._root, name))
+        return not classic_folder.is_step(files.join(self._root, name))
 
     def _delete_unfinished(self) -> None:
         """Process 0 only; the manager's construction waits for it. Orbax's own clean-up would take every folder
@@ -211,7 +209,7 @@ class CheckpointStore:
         for name in files.list_dir(self._root) if jax.process_index() == 0 else ():
             match = re.fullmatch(rf"step_\d+({re.escape(TEMPORARY)}.*)?", name)
             folder = files.join(self._root, name)
-            if not match or (not match[1] and (self._finished(name) or is_classic_step(folder))):
+            if not match or (not match[1] and (self._finished(name) or classic_folder.is_step(folder))):
                 continue
             strange = set() if match[1] else set(files.list_dir(folder)) - STEP_FILES
             if strange:

@@ -1,4 +1,4 @@
-"""A new folder that appears whole or not at all, and the progress of what fills it.
+"""A new folder that appears whole or not at all.
 
 Beside the folder O, under names that nobody else gives:
 
@@ -14,15 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-import time
 from collections.abc import Iterator
 
 from mesh_transformer import files
 from mesh_transformer.errors import UserError
-from mesh_transformer.logs import Progress, log
-
-MEGABYTE = 1_000_000
+from mesh_transformer.logs import log
 
 
 @contextlib.contextmanager
@@ -126,29 +122,3 @@ def _put_right(path: str, marker: str | None) -> None:
 
 def _is_there(folder: str) -> bool:
     return bool(files.list_dir(folder)) if files.is_remote(folder) else os.path.isdir(folder)
-
-
-class Transfer:
-    """Progress of so many bytes: done, rate and time left. `add` may be called from any thread."""
-
-    def __init__(self, what: str, total_bytes: int) -> None:
-        self._total = max(1, total_bytes)
-        self._progress = Progress(what, -(-self._total // MEGABYTE), unit="MB")
-        self._lock = threading.Lock()
-        self._began = time.monotonic()
-        self._done = 0
-
-    def __enter__(self) -> Transfer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.close()
-
-    def add(self, n_bytes: int) -> None:
-        """So many bytes more are done."""
-        with self._lock:
-            self._done += n_bytes
-            rate = self._done / max(time.monotonic() - self._began, 1e-9) / MEGABYTE
-            whole = self._done >= self._total
-            shown = -(-self._total // MEGABYTE) if whole else self._done // MEGABYTE
-            self._progress.update(shown, rate=f"{rate:.0f} MB/s")

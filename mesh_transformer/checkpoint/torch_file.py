@@ -17,8 +17,8 @@ import ml_dtypes
 import numpy as np
 
 from mesh_transformer.checkpoint import archive
-from mesh_transformer.checkpoint.file_tensor import FileTensor
 from mesh_transformer.checkpoint.manifest import MAX_DIMENSIONS
+from mesh_transformer.checkpoint.safetensors_file import FileTensor
 from mesh_transformer.errors import UserError
 
 MAX_PICKLE_BYTES = 1 << 20  # GPT-J-6B's is 40 kB; what one instruction leaves may take a hundred bytes

@@ -78,8 +78,7 @@ class TPUCluster:
         Raises:
             UserError: there is no checkpoint, or something is at `path`.
         """
-        from mesh_transformer.checkpoint.forms import Form
-        from mesh_transformer.checkpoint.open import open_step
+        from mesh_transformer.checkpoint.open import Form, open_step
         from mesh_transformer.runtime.convert import write_step
 
         source = open_step(self.config.checkpoint.root, self.config.model, None)

@@ -6,9 +6,12 @@ import json
 import sys
 from typing import Any, NoReturn
 
+from mesh_transformer import files
 from mesh_transformer.config import json_faults
 from mesh_transformer.config.describe import short
 from mesh_transformer.errors import UserError
+
+MAX_BYTES = 16 << 20  # of a file beside a checkpoint's tensors
 
 
 def parse(text: str, repeated: list[str] | None = None) -> Any:
@@ -52,3 +55,30 @@ def parse(text: str, repeated: list[str] | None = None) -> Any:
         raise UserError(f"{line}: a number of more than {digits:,} digits") from error
     except RecursionError as error:
         raise UserError("not usable JSON: brackets are nested too deep") from error
+
+
+def read_object(path: str) -> dict[str, Any]:
+    """A JSON object of at most MAX_BYTES.
+
+    Raises:
+        UserError: there is no such file, it is too large, or no JSON object.
+    """
+    size = files.size(path)
+    if size > MAX_BYTES:
+        raise UserError(f"{path} is over {MAX_BYTES} bytes")
+    return parse_object(files.read_range(path, 0, size), path)
+
+
+def parse_object(raw: bytes, what: str) -> dict[str, Any]:
+    """The JSON object in `raw`, which messages call `what`.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        value = parse(raw.decode())
+    except (UserError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{what} is not a JSON object")
+    return value

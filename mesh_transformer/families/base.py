@@ -1,13 +1,107 @@
-"""The fields that every family's config has, and what a family says of itself."""
+"""The fields that every family's config has, what a family says of itself, and the keys of a config.json."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.foreign import ConfigJson, Tensor
-from mesh_transformer.families.spec import Decoder
-from mesh_transformer.fields import CountOrZero, Derived, Dims, Group, Heads, Layers, Rows, Tokens, size
+from mesh_transformer.families.spec import Decoder, Tensor
+from mesh_transformer.fields import (
+    INT32_MAX,
+    CountOrZero,
+    Derived,
+    Dims,
+    Group,
+    Heads,
+    Layers,
+    Rows,
+    Tokens,
+    size,
+)
+
+# what transformers, or a tool around it, keeps in config.json beside the architecture
+_HARMLESS = re.compile(
+    r"_.* | .*_token_id | .*drop(out)?(_prob)? | summary_.* | .*_version | architectures | (torch_)?dtype | use_cache"
+    r"| initializer_range | id2label | label2id | problem_type | task_specific_params | finetuning_task | tokenizer(_class)?"
+    r"| prefix | output_.* | return_dict(_in_generate)? | torchscript | is_decoder | chunk_size_feed_forward"
+    r"| gradient_checkpointing | custom_pipelines | max_(new_tokens|length) | min_length | do_sample | temperature"
+    r"| (top|typical)_[kp] | num_beams | num_beam_groups | num_return_sequences | .*_penalty | .*no_repeat_ngram_size"
+    r"| rotary | scale_attn_weights | n_ctx | jax | compat | badwordsids | newlinemode | antemplate | formatoptns | welcome",
+    re.VERBOSE,
+)
+
+
+class ConfigJson:
+    """The keys of a config.json: a family takes those that it knows, and `refuse_rest` looks at what is left."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._left = dict(values)
+
+    def take(self, *names: str, default: Any) -> Any:
+        """The value of a key that has one of these names.
+
+        Raises:
+            UserError: two names have two values.
+        """
+        found = {name: self._left.pop(name) for name in names if name in self._left}
+        given = {name: value for name, value in found.items() if value is not None}
+        value = next(iter(given.values()), None if found else default)
+        if any(other != value for other in given.values()):
+            said = " and ".join(f"{name} is {value!r:.60}" for name, value in given.items())
+            raise UserError(f"{said}: they mean the same, keep one")
+        return value
+
+    def size(self, *names: str, default: int | None, why: str = "") -> Any:
+        """A whole number of 1 or more; where the default is None, null is None.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self.take(*names, default=default)
+        if value is None and default is None:
+            return None
+        if type(value) is not int or not 1 <= value <= INT32_MAX:
+            raise UserError(f"{names[0]} is {value!r:.60}: expected a whole number of 1 or more{why}")
+        return value
+
+    def number(self, *names: str, default: float) -> float:
+        """A number above 0.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self.take(*names, default=default)
+        if type(value) not in (int, float) or value <= 0:
+            raise UserError(f"{names[0]} is {value!r:.60}: expected a number above 0")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self.take(name, default=default)
+        if type(value) is not bool:
+            raise UserError(f"{name} is {value!r:.60}: expected true or false")
+        return value
+
+    def refuse_rest(self) -> None:
+        """Refuse a key that nobody took, unless it is off (null, false, 0, empty) or known to be no matter of arithmetic.
+
+        Raises:
+            UserError: names the key.
+        """
+        if self._left.get("quantization_config"):
+            raise UserError("the weights are quantized (quantization_config): save them in float first")
+        for name, value in self._left.items():
+            if value and not _HARMLESS.fullmatch(name):
+                raise UserError(
+                    f"{name!r:.60} is {value!r:.60}: this key is not known here, and may change what the model "
+                    "computes; if it does not, remove it from config.json"
+                )
 
 
 class ModelConfig(Group):

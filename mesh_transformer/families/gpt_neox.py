@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ModelConfig
-from mesh_transformer.families.foreign import TRANSPOSED, ConfigJson, Tensor
-from mesh_transformer.families.spec import Attention, Decoder, Dense, Layer, Norm, Rotary
+from mesh_transformer.families.base import ConfigJson, ModelConfig
+from mesh_transformer.families.spec import TRANSPOSED, Attention, Decoder, Dense, Layer, Norm, Rotary, Tensor
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
 
 ACTIVATIONS = {"gelu": "gelu", **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")}

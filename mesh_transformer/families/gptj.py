@@ -7,9 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ModelConfig
-from mesh_transformer.families.foreign import TRANSPOSED, ConfigJson, Split, Tensor
-from mesh_transformer.families.spec import Attention, Decoder, Dense, Layer, Norm, Rotary
+from mesh_transformer.families.base import ConfigJson, ModelConfig
+from mesh_transformer.families.spec import (
+    TRANSPOSED,
+    Attention,
+    Decoder,
+    Dense,
+    Layer,
+    Norm,
+    Rotary,
+    Split,
+    Tensor,
+)
 from mesh_transformer.fields import Derived, Dims, size
 
 

@@ -1,11 +1,19 @@
-"""What a decoder is made of, as plain data without jax. A family's config gives one `Decoder`; models/decoder.py builds it."""
+"""A family as plain data without jax: what its decoder is made of, and which tensors of other programs' files are its parameters.
+
+A family's config gives one `Decoder`; models/decoder.py builds it. `Tensor` is a row of a table that the readers and writers of
+foreign checkpoints go through.
+"""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mesh_transformer.fields import Size
+
+TRANSPOSED = "f d -> d f"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +124,40 @@ class Decoder:
             "mlp": [Size("model.d_ff", self.layers[0].ff.d_ff)],
             "vocab": [Size("model.n_vocab", self.n_vocab, "model.vocab_multiple", self.vocab_multiple)],
         }
+
+
+class Split(enum.Enum):
+    """How the m arrays of a classic checkpoint make up the whole one."""
+
+    ROWS = "concatenated along the first dimension"
+    COLUMNS = "concatenated along the last dimension"
+    SUM = "added up: a bias added on every shard before the sum over shards"
+    FIRST = "the first shard's; the others' are never used"
+    MEAN = "averaged"
+    UNUSED = "stored by the original and used by nothing; of the shape of `ours`, which it is not"
+    COUNT = "an int32 scalar, the same in every shard"
+
+
+class Tensor(NamedTuple):
+    """A row: which tensor of theirs holds one of our parameters.
+
+    A row under blocks/ stands for all layers: ours has a leading dimension of layers, they have one tensor a layer.
+    Shapes are not in the table: they are those of the model's parameters.
+    """
+
+    ours: str  # below params/
+    theirs: str  # with {} for the layer
+    # einops, from theirs to ours, read backwards to write; with `part` it yields "part ..."
+    view: str | None = None
+    part: int | None = None  # where one of theirs holds several of ours: which of them
+    sizes: Mapping[str, int] = {}  # that `view` needs; "part": how many
+    vocab_axis: int | None = None  # the dimension of ours that is padded; theirs is not
+    # one of ours that they lack: zeros where theirs is read, added to the rows to write it
+    bias: str | None = None
+    tied: str | None = None  # the tensor of theirs that is this one too, where config.json ties the head
+    split: Split = Split.ROWS  # in classic shards
+
+    @property
+    def stacked(self) -> bool:
+        """Whether ours has a leading dimension of layers."""
+        return self.ours.startswith("blocks/")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mesh_transformer.checkpoint.forms import recognise
-from mesh_transformer.checkpoint.open import noted_config
+from mesh_transformer.checkpoint.open import noted_config, recognise
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
 

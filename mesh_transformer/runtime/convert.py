@@ -14,18 +14,18 @@ import numpy as np
 from mesh_transformer import logs
 from mesh_transformer.checkpoint.classic_folder import write_config, write_meta
 from mesh_transformer.checkpoint.classic_write import write_classic
-from mesh_transformer.checkpoint.forms import Form, recognise
 from mesh_transformer.checkpoint.hf import HFSource
 from mesh_transformer.checkpoint.hf_write import n_bytes, stored_dtype, write_hf
 from mesh_transformer.checkpoint.identity import with_model
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
 from mesh_transformer.checkpoint.native_writer import write_native
-from mesh_transformer.checkpoint.open import open_found
-from mesh_transformer.checkpoint.target import Transfer, check_free, new_folder
+from mesh_transformer.checkpoint.open import Form, open_found, recognise
+from mesh_transformer.checkpoint.target import check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.data.tokenizer import load_tokenizer, save_tokenizer
 from mesh_transformer.errors import UserError
+from mesh_transformer.logs import Transfer
 from mesh_transformer.runtime.configs import config_for
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}

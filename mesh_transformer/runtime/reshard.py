@@ -10,8 +10,7 @@ import numpy as np
 
 from mesh_transformer import logs, platforms
 from mesh_transformer.checkpoint.classic_layout import check_shards
-from mesh_transformer.checkpoint.forms import Form, recognise
-from mesh_transformer.checkpoint.open import open_found, open_step
+from mesh_transformer.checkpoint.open import Form, open_found, open_step, recognise
 from mesh_transformer.config import is_set
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import join

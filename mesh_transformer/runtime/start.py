@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mesh_transformer.checkpoint.forms import ClassicRun, Form, Found, classic_run
 from mesh_transformer.checkpoint.identity import check_optimizer
-from mesh_transformer.checkpoint.open import open_found
+from mesh_transformer.checkpoint.open import ClassicRun, Form, Found, classic_run, open_found
 from mesh_transformer.checkpoint.place import place_scalar
 from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.checkpoint.tensors import TensorSource, slots

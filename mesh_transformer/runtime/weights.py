@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import jax
 
 from mesh_transformer import platforms
-from mesh_transformer.checkpoint.agree import agreed
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
 from mesh_transformer.checkpoint.open import open_source
-from mesh_transformer.checkpoint.place import place, place_in_parts
+from mesh_transformer.checkpoint.place import agreed, place, place_in_parts
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.spec import Decoder

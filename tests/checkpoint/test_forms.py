@@ -11,9 +11,8 @@ from gcs_server import GcsServer
 from states import abstract, assert_equal, state
 
 from mesh_transformer.checkpoint.classic import ClassicSource
-from mesh_transformer.checkpoint.forms import Form, classic_run, recognise
 from mesh_transformer.checkpoint.native import NativeSource
-from mesh_transformer.checkpoint.open import open_source
+from mesh_transformer.checkpoint.open import Form, classic_run, open_source, recognise
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError

@@ -158,7 +158,9 @@ def test_a_value_too_large_for_float16_is_refused(tmp_path) -> None:
 
 
 def test_slices_are_those_of_the_whole(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mesh_transformer.checkpoint.file_tensor.BAND_BYTES", 100)  # a few rows at a time
+    monkeypatch.setattr(
+        "mesh_transformer.checkpoint.safetensors_file.BAND_BYTES", 100
+    )  # a few rows at a time
     model = hf.model_config()
     hf.their_model(tmp_path, model)
     source = HFSource(str(tmp_path))
@@ -190,7 +192,7 @@ def test_a_matrix_is_read_once_for_all_its_columns(gcs) -> None:
 
 
 def test_bands_of_a_matrix_take_its_size_and_no_more(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mesh_transformer.checkpoint.file_tensor.BAND_BYTES", 10_000)
+    monkeypatch.setattr("mesh_transformer.checkpoint.safetensors_file.BAND_BYTES", 10_000)
     model = hf.model_config(n_vocab=5000)
     write_hf(hf.MemorySource(hf.random_params(model)), model, str(tmp_path))
     source = HFSource(str(tmp_path))

@@ -12,11 +12,10 @@ import pytest
 from builders import TINY
 from classic_folders import RandomSource
 
-from mesh_transformer.checkpoint.forms import Form
 from mesh_transformer.checkpoint.identity import check_same
 from mesh_transformer.checkpoint.native import NativeSource
 from mesh_transformer.checkpoint.native_writer import write_native
-from mesh_transformer.checkpoint.open import open_source
+from mesh_transformer.checkpoint.open import Form, open_source
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config, ModelConfig, parse_config
 from mesh_transformer.errors import UserError

@@ -19,9 +19,8 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint import chunks, native_writer
 from mesh_transformer.checkpoint import manifest as manifests
 from mesh_transformer.checkpoint.chunks import chunk_shape, pieces
-from mesh_transformer.checkpoint.forms import COMMIT_MARKER
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.native import COMMIT_MARKER, NativeSource
 from mesh_transformer.checkpoint.native_writer import write_native
 from mesh_transformer.checkpoint.place import place, restore
 from mesh_transformer.checkpoint.store import CheckpointStore

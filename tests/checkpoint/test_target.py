@@ -8,8 +8,9 @@ import pytest
 from gcs_server import GcsServer
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint.target import Transfer, beside, new_folder
+from mesh_transformer.checkpoint.target import beside, new_folder
 from mesh_transformer.errors import UserError
+from mesh_transformer.logs import Transfer
 
 
 @pytest.fixture(params=["local", "gs"])

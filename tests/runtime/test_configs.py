@@ -14,9 +14,9 @@ from builders import TINY
 from classic_folders import RandomSource
 
 from mesh_transformer import logs, platforms
-from mesh_transformer.checkpoint.forms import Form
 from mesh_transformer.checkpoint.manifest import decode, encode
 from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.open import Form
 from mesh_transformer.config import load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.configs import config_for

@@ -13,8 +13,8 @@ from classic_folders import TINY, RandomSource, model_config, stored
 
 from mesh_transformer import logs
 from mesh_transformer.checkpoint.classic_write import write_classic
-from mesh_transformer.checkpoint.forms import Form
 from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.open import Form
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.reshard import reshard
 
