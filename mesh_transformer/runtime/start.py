@@ -22,8 +22,7 @@ from mesh_transformer.logs import log
 from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.weights import open_agreed, place_named
-from mesh_transformer.train.optim import OptState
-from mesh_transformer.train.step import TrainProgram, TrainState
+from mesh_transformer.train.step import OptState, TrainProgram, TrainState
 
 
 @dataclasses.dataclass(frozen=True)

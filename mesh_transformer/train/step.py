@@ -1,4 +1,4 @@
-"""The training step and the evaluation step, compiled for a partition.
+"""The training step, with any optimizer and the original's schedule, and the evaluation step, compiled for a partition.
 
 Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions.
 """
@@ -15,14 +15,24 @@ import jax.numpy as jnp
 import optax
 
 from mesh_transformer import platforms
-from mesh_transformer.config import Config
+from mesh_transformer.config import Config, OptimizerConfig
 from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.model import Aux, Params, Placement
-from mesh_transformer.parallel.sharding import constrain_tree, use
-from mesh_transformer.train import noise
-from mesh_transformer.train.optim import Optimizer, OptState, learning_rate
-from mesh_transformer.train.schedule import Batch, Metrics, Parts, Schedule, sequential
+from mesh_transformer.parallel.sharding import constrain_tree, map_axes, use
+from mesh_transformer.train.schedule import (
+    Batch,
+    Metrics,
+    NoiseAverages,
+    Parts,
+    Schedule,
+    sequential,
+    update_noise,
+)
+
+OptState = dict[str, Any]
+"""The direction's slots by name, each a tree like the parameters'; and two int32 scalars, the updates that the direction
+(`count`) and the `schedule` have counted: steps less the skipped ones."""
 
 
 class TrainState(NamedTuple):
@@ -31,7 +41,7 @@ class TrainState(NamedTuple):
     step: jax.Array  # int32: updates done, skipped ones included
     params: Params  # float32; what is trained
     opt_state: OptState
-    noise: noise.NoiseAverages
+    noise: NoiseAverages
     skipped: jax.Array  # int32: updates skipped because something was not finite
     frozen: Params  # what `transform` takes beside the trained parameters; empty in a run of the commands
 
@@ -116,7 +126,7 @@ class TrainProgram:
         abstract = jax.eval_shape(self._init, jax.random.key(0))
         slots = self.moments.shardings(self.optimizer.slot_axes(abstract.params))
         opt_state = dict.fromkeys(abstract.opt_state, whole) | slots
-        return TrainState(whole, params, opt_state, noise.NoiseAverages(whole, whole), whole, frozen)
+        return TrainState(whole, params, opt_state, NoiseAverages(whole, whole), whole, frozen)
 
     def _init(self, key: jax.Array) -> TrainState:
         params, frozen = self.split(self.model.init(key))
@@ -136,7 +146,7 @@ class TrainProgram:
         if len(tokens_ABT) > 1:
             a, b = tokens_ABT.shape[:2]
             alpha = self.config.optimizer.noise_scale_alpha
-            averages, scale = noise.update(averages, alpha, b, squares.mean(), a * b, jnp.square(norm))
+            averages, scale = update_noise(averages, alpha, b, squares.mean(), a * b, jnp.square(norm))
             metrics.update({f"noise/{name}": value for name, value in scale.items()})
         new = TrainState(state.step + 1, params, opt_state, averages, state.skipped, state.frozen)
         metrics |= {
@@ -212,10 +222,64 @@ class TrainProgram:
         }
 
 
+def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
+    """The learning rate of the update that follows `step` finished ones: linear warm-up from 0, then a cosine.
+
+    warmup_steps 0 starts at the peak. Float32.
+    """
+    step = jnp.asarray(step, jnp.float32)
+    warmup = jnp.minimum(step / config.warmup_steps, 1.0) if config.warmup_steps else 1.0
+    annealed = jnp.clip((step - config.warmup_steps) / config.anneal_steps, 0.0, 1.0)
+    return warmup * config.lr - (config.lr - config.end_lr) * 0.5 * (1 - jnp.cos(jnp.pi * annealed))
+
+
+class Optimizer:
+    """Clip by global norm, direction, decay of matrices, learning rate.
+
+    `axes` are the dimension names of what is trained: stacked layers do not make a bias a matrix.
+    """
+
+    def __init__(self, config: OptimizerConfig, axes: Params):
+        self.config, self.axes = config, axes
+        self._clip = optax.clip_by_global_norm(config.clip_norm)
+        self._direction = config.direction(axes)
+
+    def slot_axes(self, params: Params) -> dict[str, Params]:
+        """The dimension names of each slot's arrays."""
+
+        def of_slot(slot: str) -> Params:
+            rule = self.config.slots[slot]
+            return jax.tree.map(lambda axes, p: rule(axes, p.shape), self.axes, params, is_leaf=_is_axes)
+
+        return {slot: of_slot(slot) for slot in self.config.slots}
+
+    def init(self, params: Params) -> OptState:
+        """The state before the first update."""
+        return {**self._direction.init(params)._asdict(), "schedule": jnp.zeros((), jnp.int32)}
+
+    def update(self, gradients: Params, state: OptState, params: Params) -> tuple[Params, OptState]:
+        """What is to be added to the parameters, and the state after it."""
+        decay, schedule = self.config.weight_decay, state["schedule"]
+        slots = {name: value for name, value in state.items() if name != "schedule"}
+        before = jax.eval_shape(self._direction.init, params)._replace(**slots)
+        clipped, _ = self._clip.update(gradients, optax.EmptyState())
+        direction, after = self._direction.update(clipped, before, params)
+        matrices = map_axes(lambda axes: len([name for name in axes if name != "layers"]) > 1, self.axes)
+        decayed = jax.tree.map(
+            lambda u, p, matrix: u + decay * p if matrix else u, direction, params, matrices
+        )
+        updates = optax.tree.scale(-learning_rate(self.config, schedule), decayed)
+        return updates, {**after._asdict(), "schedule": schedule + 1}
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
 def _begin(params: Params, opt_state: OptState, frozen: Params) -> TrainState:
     """The state at step 0 of a run that begins with these parameters and moments."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, opt_state, noise.NoiseAverages.empty(), zero, frozen)
+    return TrainState(zero, params, opt_state, NoiseAverages.empty(), zero, frozen)
 
 
 def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:

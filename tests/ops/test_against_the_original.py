@@ -9,7 +9,7 @@ import pytest
 from mesh_transformer.families.spec import Rotary
 from mesh_transformer.models.decoder import angles, rotate, t5_buckets
 from mesh_transformer.optimizers import adam
-from mesh_transformer.train.optim import learning_rate
+from mesh_transformer.train.step import learning_rate
 
 FUNCTIONS = "fn_misc.npz"
 

@@ -12,8 +12,8 @@ from builders import TINY, program
 
 from mesh_transformer.models.head import token_loss
 from mesh_transformer.optimizers import adam
-from mesh_transformer.train import noise
-from mesh_transformer.train.optim import Optimizer
+from mesh_transformer.train import schedule as noise
+from mesh_transformer.train.step import Optimizer
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (2, 8, 41)).astype(np.int32)
 
@@ -99,7 +99,7 @@ def test_noise_scale_equals_its_definition():
     averages, expected_g, expected_s = noise.NoiseAverages.empty(), None, None
     for _ in range(3):
         small_square, big_square = rng.uniform(2, 3), rng.uniform(1, 2)
-        averages, metrics = noise.update(averages, 0.1, 8, small_square, 32, big_square)
+        averages, metrics = noise.update_noise(averages, 0.1, 8, small_square, 32, big_square)
         g = (32 * big_square - 8 * small_square) / (32 - 8)
         s = (small_square - big_square) / (1 / 8 - 1 / 32)
         expected_g = g if expected_g is None else 0.9 * expected_g + 0.1 * g
@@ -116,7 +116,7 @@ def test_noise_scale_estimates_a_known_gaussian():
     for _ in range(400):
         batches = mean + sigma * rng.normal(size=(micro, small, 50)).mean(1)
         squares = np.square(batches).sum(-1).mean(), np.square(batches.mean(0)).sum()
-        _, metrics = noise.update(
+        _, metrics = noise.update_noise(
             noise.NoiseAverages.empty(), 0.1, small, squares[0], micro * small, squares[1]
         )
         totals += metrics["G_noise"], metrics["S_noise"]
