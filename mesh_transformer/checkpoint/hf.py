@@ -123,6 +123,11 @@ class HFSource:
         target = out[tuple(slice(0, s.stop - s.start) for s in live)]
         if row.view is None:
             target[...] = stored.read(live)
+            if row.copy in self._stored and (self._stored[row.copy].read(live) != target).any():
+                raise UserError(
+                    f"{self.where}: {row.copy} is not {theirs}, but config.json ties them: set tie_word_embeddings to "
+                    "false in it, as transformers reads such a folder"
+                )
         elif row.view == TRANSPOSED:
             self._transpose(target, stored, *live)
         else:
@@ -159,7 +164,7 @@ class HFSource:
         wanted = {}
         for row in self._rows.values():
             shape = their_shape(row, self.model)
-            for name in self._names(row):
+            for name in [*self._names(row), *({row.copy} & self._stored.keys())]:
                 if name not in self._stored:
                     raise UserError(
                         f"{self.where}: {name} is missing ({self.model.layers} layers according to config.json)"

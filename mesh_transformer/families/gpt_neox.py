@@ -149,7 +149,7 @@ class Config(ModelConfig):
 
     def hf_tensors(self) -> list[Tensor]:
         """See `ModelConfig`. One matrix of theirs has the rows of q, k and v of the first head, of the second, ..."""
-        block = "gpt_neox.layers.{}."
+        block, head = "gpt_neox.layers.{}.", "embed_out.weight"
         fused, sizes = block + "attention.query_key_value", {"h": self.n_heads, "part": 3}
         attention = [
             Tensor(
@@ -166,7 +166,12 @@ class Config(ModelConfig):
         if self.attention_bias:
             attention.append(Tensor("blocks/attention_out/b", block + "attention.dense.bias"))
         rows = [
-            Tensor("embed/tokens/w", "gpt_neox.embed_in.weight", vocab_axis=0),
+            Tensor(
+                "embed/tokens/w",
+                "gpt_neox.embed_in.weight",
+                vocab_axis=0,
+                copy=head if self.tied_head else None,
+            ),
             Tensor("blocks/norm/scale", block + "input_layernorm.weight"),
             Tensor("blocks/norm/offset", block + "input_layernorm.bias"),
             *attention,
@@ -180,5 +185,5 @@ class Config(ModelConfig):
             Tensor("head/norm/offset", "gpt_neox.final_layer_norm.bias"),
         ]
         if not self.tied_head:
-            rows.append(Tensor("head/logits/w", "embed_out.weight", TRANSPOSED, vocab_axis=1))
+            rows.append(Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1))
         return rows

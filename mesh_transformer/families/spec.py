@@ -155,6 +155,7 @@ class Tensor(NamedTuple):
     # one of ours that they lack: zeros where theirs is read, added to the rows to write it
     bias: str | None = None
     tied: str | None = None  # the tensor of theirs that is this one too, where config.json ties the head
+    copy: str | None = None  # a tensor of theirs that may lie beside this one, and is its equal
     split: Split = Split.ROWS  # in classic shards
 
     @property

@@ -10,6 +10,7 @@ import hf_folders as hf
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from builders import program
 
 from mesh_transformer.checkpoint import hf_write
@@ -17,6 +18,7 @@ from mesh_transformer.checkpoint.hf import HFSource
 from mesh_transformer.checkpoint.hf_write import write_hf
 from mesh_transformer.checkpoint.safetensors_file import read_header
 from mesh_transformer.errors import UserError
+from mesh_transformer.families import gpt_neox
 
 # The bound for float32; logits are up to about 10 and the two programs differ by less than 1e-5.
 TOLERANCE = 1e-4
@@ -297,3 +299,22 @@ def test_a_tied_head_is_the_table_of_embeddings(tmp_path, tied) -> None:
     np.testing.assert_allclose(
         hf.our_logits(model, hf.to_tree(found), x), hf.their_logits(tmp_path, x), rtol=0, atol=TOLERANCE
     )
+
+
+def test_a_tied_head_that_is_stored_too_is_passed_over(tmp_path) -> None:
+    model = gpt_neox.Config(layers=1, d_model=16, n_heads=2, n_vocab=17, seq=9, tied_head=True)
+    params = hf.random_params(model)
+    write_hf(hf.MemorySource(params), model, str(tmp_path))
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    head = tensors["gpt_neox.embed_in.weight"].copy()
+    safetensors.numpy.save_file({**tensors, "embed_out.weight": head}, path, metadata={"format": "pt"})
+    assert_same(hf.read_all(HFSource(str(tmp_path))), hf.read_all(hf.MemorySource(params)))
+    head[3, 5] += 1  # transformers does not tie these two
+    safetensors.numpy.save_file({**tensors, "embed_out.weight": head}, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="embed_out.weight is not gpt_neox.embed_in.weight"):
+        hf.read_all(HFSource(str(tmp_path)))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    found = hf.read_all(HFSource(str(tmp_path)))
+    np.testing.assert_array_equal(found["params/head/logits/w"][:, :17], head.T)
