@@ -22,24 +22,16 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import jax
 import ml_dtypes
 import numpy as np
 from common import REPO, child, config_of, emit, parse, parser, peak_memory_mib
 
-from mesh_transformer import platforms
-from mesh_transformer.checkpoint import manifest
-from mesh_transformer.checkpoint.classic import ClassicSource
-from mesh_transformer.checkpoint.classic_write import write_classic
-from mesh_transformer.checkpoint.hf import HFSource
-from mesh_transformer.checkpoint.hf_write import write_hf
-from mesh_transformer.checkpoint.native_writer import write_native
-from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
-from mesh_transformer.config import ComputeConfig, ModelConfig
-from mesh_transformer.models.model import Model
+# The package's checkpoints need jax. It is imported where they are used: a process starts with its parent's peak.
+if TYPE_CHECKING:
+    from mesh_transformer.config import ModelConfig
 
 SHARDS, STEP = 8, 1
 DTYPE = ["mesh.tp=1", "mesh.dp=1", "compute.dtype=bfloat16"]
@@ -56,37 +48,50 @@ BLOCK = 1 << 20
 class RandomSource:
     """Parameters of a model, bfloat16: a block of random numbers over and over."""
 
-    where, extra, counts = "random", dict[str, object](), Counts(STEP)
+    where, extra = "random", dict[str, object]()
 
     def __init__(self, model: ModelConfig):
+        from mesh_transformer.checkpoint.tensors import Counts, TensorInfo, parameter_shapes
+
         kind = np.dtype(ml_dtypes.bfloat16)
-        init = Model(model.decoder(), platforms.resolve(ComputeConfig(), "cpu")).init
-        shapes = manifest.flatten({"params": jax.eval_shape(init, jax.random.key(0))})
-        self.tensors = {name: TensorInfo(leaf.shape, kind) for name, leaf in shapes.items()}
+        self.counts = Counts(STEP)
+        self.tensors = {
+            f"params/{name}": TensorInfo(shape, kind) for name, shape in parameter_shapes(model).items()
+        }
         self.block = (np.random.default_rng(0).standard_normal(BLOCK, np.float32) / 64).astype(kind)
 
-    def read(self, name: str, index: Index) -> np.ndarray:
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         sizes = zip(index, self.tensors[name].shape, strict=True)
         return np.resize(self.block, [len(range(*s.indices(n))) for s, n in sizes])
 
 
-CONVERSIONS: dict[str, Callable[[ModelConfig, str, str], object]] = {
-    "make": lambda model, source, target: write_classic(RandomSource(model), model, target, SHARDS),
-    "to 1 shard": lambda model, source, target: write_classic(ClassicSource(source, model), model, target, 1),
-    "to native": lambda model, source, target: write_native(ClassicSource(source, model), target),
-    "to Hugging Face": lambda model, source, target: write_hf(ClassicSource(source, model), model, target),
-    "Hugging Face to 8 shards": lambda model, source, target: write_classic(
-        HFSource(source, model), model, target, SHARDS
-    ),
-    "Hugging Face to native": lambda model, source, target: write_native(HFSource(source, model), target),
-}
+def run(what: str, model: ModelConfig, source: str, target: str) -> None:
+    """One conversion, or the making of what the others read."""
+    from mesh_transformer.checkpoint.classic import ClassicSource
+    from mesh_transformer.checkpoint.classic_write import write_classic
+    from mesh_transformer.checkpoint.hf import HFSource
+    from mesh_transformer.checkpoint.hf_write import write_hf
+    from mesh_transformer.checkpoint.native_writer import write_native
+
+    if what == "make":
+        write_classic(RandomSource(model), model, target, SHARDS)
+        return
+    theirs = what.startswith("Hugging Face")
+    opened: Any = HFSource(source, model) if theirs else ClassicSource(source, model)
+    match what.rpartition("to ")[2]:
+        case "native":
+            write_native(opened, target)
+        case "Hugging Face":
+            write_hf(opened, model, target)
+        case shards:
+            write_classic(opened, model, target, int(shards.split()[0]))
 
 
 def convert(arguments: argparse.Namespace) -> dict[str, float]:
     """One conversion, then its own peak memory in MiB and seconds. Runs in a child process."""
     model = config_of(arguments).model
     began = time.perf_counter()
-    CONVERSIONS[arguments.what](model, arguments.source, arguments.target)
+    run(arguments.what, model, arguments.source, arguments.target)
     seconds = time.perf_counter() - began
     return {"seconds": round(seconds, 1), "peak_mib": peak_memory_mib()}
 
