@@ -56,10 +56,10 @@ def child(arguments: argparse.Namespace, **changes: Any) -> dict[str, Any]:
         RuntimeError: it failed; its output went to standard error.
     """
     given = json.dumps({**vars(arguments), **changes})
-    command = [sys.executable, os.path.abspath(sys.argv[0]), "--worker", given]
-    done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False)
+    again = [sys.executable, os.path.abspath(sys.argv[0]), "--worker", given]
+    done = subprocess.run(again, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {' '.join(command)}")
+        raise RuntimeError(f"exit code {done.returncode}: {' '.join(again)}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -75,6 +75,11 @@ def in_turn(
             text = json.dumps(results[name][-1])
             say(f"round {number + 1}/{arguments.rounds}, load before {load:.1f}: {name} {text}")
     return results
+
+
+def command(program: str, config: str, overrides: Sequence[str], *more: str) -> list[str]:
+    """The command line of an entry point of the project."""
+    return [sys.executable, program, "--config", config, *(f"--set={change}" for change in overrides), *more]
 
 
 def config_of(arguments: argparse.Namespace) -> Any:

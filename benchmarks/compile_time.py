@@ -12,11 +12,10 @@ import argparse
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 
-from common import REPO, config_of, in_turn, medians, parse, parser, report, say
+from common import REPO, command, config_of, in_turn, medians, parse, parser, report, say
 
 LAYERS = (2, 24)
 
@@ -52,14 +51,12 @@ def starts() -> list[dict[str, float]]:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for number in (1, 2):
-            command = [
-                sys.executable, "device_train.py", "--config", "configs/tiny_shakespeare.json",
-                "--set", "optimizer.total_steps=2", "--set", f"checkpoint.model_dir={folder}/run{number}",
-            ]  # fmt: skip
+            changes = ["optimizer.total_steps=2", f"checkpoint.model_dir={folder}/run{number}"]
+            train = command("device_train.py", "configs/tiny_shakespeare.json", changes)
             environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": f"{folder}/compiled"}
             began = time.perf_counter()
             child = subprocess.run(
-                command, cwd=REPO, env=environment, stderr=subprocess.PIPE, text=True, check=True
+                train, cwd=REPO, env=environment, stderr=subprocess.PIPE, text=True, check=True
             )
             match = re.search(r"(\d+) programs compiled, (\d+) read", child.stderr)
             if match is None:

@@ -20,14 +20,13 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-from common import REPO, child, config_of, emit, parse, parser, peak_memory_mib
+from common import REPO, child, command, config_of, emit, parse, parser, peak_memory_mib
 
 # The package's checkpoints need jax. It is imported where they are used: a process starts with its parent's peak.
 if TYPE_CHECKING:
@@ -130,14 +129,11 @@ def sample(arguments: argparse.Namespace, folder: Path) -> None:
         arguments.overrides = [*DTYPE, *arguments.given, *overrides]
         target = folder / name / f"step_{STEP}"
         measure(arguments, "make", target, target)
-        settings = [word for override in arguments.overrides for word in ("--set", override)]
-        command = [
-            sys.executable, "device_sample.py", "--config", arguments.config, *settings, "--ckpt", str(target),
-            "--prompt-tokens", "1,2,3", "--max-new-tokens", "8",
-        ]  # fmt: skip
+        asked = ["--ckpt", str(target), "--prompt-tokens", "1,2,3", "--max-new-tokens", "8"]
+        sampling = command("device_sample.py", arguments.config, arguments.overrides, *asked)
         began = time.perf_counter()
         environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # both compile
-        process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(sampling, cwd=REPO, env=environment, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise RuntimeError(f"device_sample.py ended with {os.waitstatus_to_exitcode(status)}")

@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,14 @@ import numpy as np
 from checkpoint import load_torch, make_checkpoint
 from common import (
     config_of,
-    emit,
     end,
     in_turn,
-    machine,
     medians,
     own_peak_memory_mib,
     parse,
     parser,
     peak_memory_mib,
+    report,
     seconds_of,
 )
 
@@ -55,7 +55,7 @@ def main() -> None:
     result = summary(runs, arguments)
     if arguments.plot:
         plot(result, arguments.plot)
-    emit(result)
+    report(result)
     end(differences(runs))
 
 
@@ -78,7 +78,7 @@ def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace
                 rates["ctranslate2"] = result[f"ctranslate2 {batch}"][key]
             for peer, theirs in rates.items():
                 ratios[f"{peer} {key.split('_')[0]}"] = round(result[f"ours {batch}"][key] / theirs, 3)
-    return {**result, "machine": machine()}
+    return result
 
 
 def differences(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -104,15 +104,12 @@ def plot(result: dict[str, Any], path: str) -> None:
     batches = list(dict.fromkeys(name[1] for name in measured if len(name) == 2))
     figure = Figure(figsize=(9, 3.5), layout="tight")
     axes = figure.subplots(1, 2)
-    for axis, kind in zip(axes, ("prefill", "decode"), strict=True):
-        for i, program in enumerate(programs):
-            rates = [measured[program, batch][f"{kind}_tokens_per_s"] for batch in batches]
-            places = np.arange(len(batches)) + i / (len(programs) + 1)
-            bars = axis.bar(places, rates, 0.9 / (len(programs) + 1), label=program)
-            axis.bar_label(bars, [f"{rate:,.0f}" for rate in rates], fontsize=8)
-        axis.set_xticks(np.arange(len(batches)) + 0.25, [f"batch {batch}" for batch in batches])
-        axis.set_title(kind)
-        axis.set_ylabel("tokens a second")
+    for axis, key in zip(axes, RATES, strict=True):
+        rates = {name: [measured[name, batch][key] for batch in batches] for name in programs}
+        bars = axis.grouped_bar(rates, tick_labels=[f"batch {batch}" for batch in batches])
+        for one in bars.bar_containers:
+            axis.bar_label(one, fmt="{:,.0f}", fontsize=8)
+        axis.set(title=key.partition("_")[0], ylabel="tokens a second")
     axes[0].legend(fontsize=8, loc="upper left")
     axes[0].margins(y=0.25)
     axes[1].margins(y=0.1)
@@ -170,11 +167,6 @@ def transformers(arguments: argparse.Namespace, **how: Any) -> dict[str, Any]:
         return time.perf_counter() - began, out[:, PROMPT:].tolist()
 
     return measured(generate, arguments)
-
-
-def transformers_static(arguments: argparse.Namespace) -> dict[str, Any]:
-    """With a cache of fixed shape, and nothing compiled."""
-    return transformers(arguments, cache_implementation="static", disable_compile=True)
 
 
 def transformers_compiled(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -257,7 +249,8 @@ def prompts(batch: int) -> list[list[int]]:
 WORKERS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "ours": ours,
     "transformers": transformers,
-    "transformers_static": transformers_static,
+    # with a cache of fixed shape, and nothing compiled
+    "transformers_static": partial(transformers, cache_implementation="static", disable_compile=True),
     "transformers_compiled": transformers_compiled,
     "ctranslate2": ctranslate2,
     "memory": memory,

@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import OwnStep, config_of, parser, report, say, seconds_of
 
+from mesh_transformer.parallel.hlo import Array, Instruction, computations
+
 PARTS = ["head and loss", "attention", "layers: q, k, v, o, ff", "embedding and rest", "optimizer"]
 KINDS = ["matrix products", "element by element", "sums and maxima", "copies and transposes"]
 COLOURS = ["#4c72b0", "#dd8452", "#55a868", "#c44e52"]
-
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (\S+) ([\w\-]+)\((.*)$")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
 
 
 class Operation(NamedTuple):
@@ -89,29 +88,34 @@ def trace(arguments: argparse.Namespace) -> tuple[dict[str, Operation], dict[str
 
 def read_program(text: str) -> dict[str, Operation]:
     """The instructions that run on their own: those of the entry and of loop bodies."""
-    bodies: dict[str, list[tuple[str, str, str, str]]] = {}
-    current: list[tuple[str, str, str, str]] = []
-    for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            current = bodies.setdefault(header[1], [])
-        elif match := _INSTRUCTION.match(line):
-            current.append((match[1], match[2], match[3], match[4]))
+    bodies = computations(text)
+    arrays = {one.name: one.arrays[:1] for body in bodies.values() for one in body}
     return {
-        name: _operation(name, shape, opcode, rest, bodies)
+        one.name: _operation(one, bodies, arrays)
         for body in bodies.values()
-        for name, shape, opcode, rest in body
-        if opcode not in ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call")
+        for one in body
+        if one.opcode
+        not in (
+            "parameter",
+            "constant",
+            "tuple",
+            "get-tuple-element",
+            "bitcast",
+            "while",
+            "call",
+            "conditional",
+        )
     }
 
 
-def _operation(name: str, shape: str, opcode: str, rest: str, bodies: dict[str, Any]) -> Operation:
-    path = match[1] if (match := re.search(r'op_name="([^"]*)"', rest)) else ""
-    inner = [(name, shape, opcode, rest)]
-    if opcode == "fusion" and (called := re.search(r"calls=%([\w.\-]+)", rest)):
+def _operation(
+    one: Instruction, bodies: dict[str, list[Instruction]], arrays: dict[str, tuple[Array, ...]]
+) -> Operation:
+    inner = [one]
+    if one.opcode == "fusion" and (called := re.search(r"calls=%([\w.\-]+)", one.rest)):
         inner = bodies[called[1]]
-    opcodes = {code for _, _, code, _ in inner}
-    shapes = {n: s for n, s, _, _ in inner} | {n: s for body in bodies.values() for n, s, _, _ in body}
-    flops = sum(_dot_flops(s, r, shapes) for _, s, code, r in inner if code == "dot")
+    opcodes = {each.opcode for each in inner}
+    flops = sum(_dot_flops(each, arrays) for each in inner if each.opcode == "dot")
     if flops:
         kind = KINDS[0]
     elif "reduce" in opcodes:
@@ -121,7 +125,7 @@ def _operation(name: str, shape: str, opcode: str, rest: str, bodies: dict[str, 
         kind = KINDS[3]
     else:
         kind = KINDS[1]
-    return Operation(_part(path), kind, flops)
+    return Operation(_part(one.op_name), kind, flops)
 
 
 def _part(path: str) -> str:
@@ -134,17 +138,13 @@ def _part(path: str) -> str:
     return PARTS[3]
 
 
-def _dot_flops(shape: str, rest: str, shapes: dict[str, str]) -> int:
-    left = re.match(r"%([\w.\-]+)", rest)
-    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
-    if left is None or contracted is None or left[1] not in shapes:
+def _dot_flops(dot: Instruction, arrays: dict[str, tuple[Array, ...]]) -> int:
+    left = re.match(r"%([\w.\-]+)", dot.rest)
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.rest)
+    if left is None or contracted is None or left[1] not in arrays:
         return 0
-    sizes = _sizes(shapes[left[1]])
-    return 2 * math.prod(_sizes(shape)) * math.prod(sizes[int(d)] for d in contracted[1].split(",") if d)
-
-
-def _sizes(shape: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", shape[shape.index("[") : shape.index("]")])]
+    ((_, sizes),) = arrays[left[1]]
+    return 2 * dot.arrays[0].size * math.prod(sizes[int(d)] for d in contracted[1].split(",") if d)
 
 
 def plot(result: dict[str, Any], path: str) -> None:

@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -27,7 +25,7 @@ from typing import Any
 import httpx
 import numpy as np
 from checkpoint import make_checkpoint, save_words
-from common import REPO, child, config_of, in_turn, medians, parse, parser, report
+from common import REPO, child, command, config_of, in_turn, medians, parse, parser, report
 
 PROMPT, NEW, LONG = 64, 48, 1000
 REQUESTS = 64
@@ -78,11 +76,10 @@ def server(arguments: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def served(arguments: argparse.Namespace) -> Any:
     """A running device_serve.py: its URL, and the seconds from its start to its first token."""
-    command = [sys.executable, "device_serve.py", "--config", arguments.config, "--ckpt", arguments.ckpt]
-    command += [f"--set={change}" for change in arguments.overrides]
-    command += ["--port", "0", "--slots", str(arguments.slots)]
+    options = ["--ckpt", arguments.ckpt, "--port", "0", "--slots", str(arguments.slots)]
+    serve = command("device_serve.py", arguments.config, arguments.overrides, *options)
     began = time.perf_counter()
-    child = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    child = subprocess.Popen(serve, cwd=REPO, stderr=subprocess.PIPE, text=True)
     try:
         assert child.stderr is not None
         line = next(line for line in child.stderr if "listening on" in line)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from common import REPO, parser, report
+from common import REPO, command, parser, report
 
 
 def main() -> None:
@@ -21,12 +20,10 @@ def main() -> None:
     made.add_argument("--plot", help="where to copy the run's loss curve")
     arguments = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "device_train.py", "--config", "configs/tiny_shakespeare.json",
-            "--set", f"checkpoint.model_dir={folder}/run",
-        ]  # fmt: skip
+        changes = [f"checkpoint.model_dir={folder}/run"]
+        train = command("device_train.py", "configs/tiny_shakespeare.json", changes)
         began = time.perf_counter()
-        subprocess.run(command, cwd=REPO, check=True)
+        subprocess.run(train, cwd=REPO, check=True)
         seconds = time.perf_counter() - began
         records = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
         if arguments.plot:

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, read from its text (`compiled.as_text()`)."""
+"""The instructions of a compiled program, and its collectives, read from its text (`compiled.as_text()`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = (
 )
 
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (.*?) ([a-z][\w-]*)\(")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _CALLED = re.compile(
     r"\b(?:body|condition|calls|to_apply|(?:true|false)_computation)=(%?[\w.-]+)"
     r"|\b(?:branch|called)_computations=\{([^}]*)\}"
@@ -44,6 +44,27 @@ class Array(NamedTuple):
         return self.size * (int(bits[0]) if bits else 8) // 8  # pred has no number and takes a byte
 
 
+class Instruction(NamedTuple):
+    """A line of a computation."""
+
+    name: str
+    result: str  # its type, such as "f32[4,8]{1,0}", or a tuple of types
+    opcode: str
+    rest: str  # operands and attributes
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """What it yields on one device."""
+        found = _ARRAY.findall(self.result)
+        return tuple(Array(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found)
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced function it comes from; empty if that is not known."""
+        name = _OP_NAME.search(self.rest)
+        return name[1] if name else ""
+
+
 class Collective(NamedTuple):
     """One communication: several arrays where the compiler combined several into one."""
 
@@ -57,39 +78,44 @@ class Collective(NamedTuple):
         return sum(array.nbytes for array in self.arrays)
 
 
-def collectives(hlo: str) -> list[Collective]:
-    """Every collective of an optimised HLO module, in the order of its text.
+def computations(hlo: str) -> dict[str, list[Instruction]]:
+    """The instructions of each computation of an optimised HLO module, in the order of its text.
 
     Raises:
         ValueError: the text holds no computation: it is not an HLO module.
     """
-    computation = ""
-    callers: dict[str, tuple[str, str | None]] = {}  # computation -> who calls it, and the loop if it is one
-    found: list[tuple[str, str, str]] = []
+    found: dict[str, list[Instruction]] = {}
+    body: list[Instruction] = []
     for line in hlo.splitlines():
         if header := _HEADER.match(line):
-            computation = header[1]
-            callers.setdefault(computation, ("", None))
+            body = found.setdefault(header[1], [])
         elif instruction := _INSTRUCTION.match(line):
-            result, opcode = instruction.groups()
-            name = _OP_NAME.search(line)
-            loop = (name[1] if name else "") if opcode == "while" else None
-            for one, several in _CALLED.findall(line):
+            body.append(Instruction(*instruction.groups()))
+    if not found:
+        raise ValueError("this text has no computation: it is not an HLO module")
+    return found
+
+
+def collectives(hlo: str) -> list[Collective]:
+    """Every collective of an optimised HLO module, in the order of its text.
+
+    Raises:
+        ValueError: as in `computations`.
+    """
+    bodies = computations(hlo)
+    callers: dict[str, tuple[str, str | None]] = {}  # computation -> who calls it, and the loop if it is one
+    for computation, body in bodies.items():
+        for instruction in body:
+            loop = instruction.op_name if instruction.opcode == "while" else None
+            for one, several in _CALLED.findall(instruction.rest):
                 for callee in (one or several).split(", "):
                     callers[callee.lstrip("%")] = (computation, loop)
-            found.append((opcode.removesuffix("-done"), result, computation))
-    if not callers:
-        raise ValueError("this text has no computation: it is not an HLO module")
     return [
-        Collective(kind, _arrays(result), _loops(where, callers))
-        for kind, result, where in found
-        if kind in KINDS
+        Collective(kind, instruction.arrays, _loops(computation, callers))
+        for computation, body in bodies.items()
+        for instruction in body
+        if (kind := instruction.opcode.removesuffix("-done")) in KINDS
     ]
-
-
-def _arrays(result: str) -> tuple[Array, ...]:
-    found = _ARRAY.findall(result)
-    return tuple(Array(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found)
 
 
 def _loops(computation: str, callers: dict[str, tuple[str, str | None]]) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mesh_transformer import signs
 from mesh_transformer.infer.requests import Emitted, Engine, Finish, Piece, SamplingParams, Token
 
 
@@ -151,7 +150,6 @@ class Scheduler:
                 slot = self._slots[emitted.slot]
                 slot.cached += 1  # the token before went in, to give this one
                 self._take(slot, emitted, outputs)
-        signs.note()
         return list(outputs.values())
 
     @property

@@ -8,7 +8,7 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.runtime.sample_request import Request
-from mesh_transformer.runtime.sampler import Sample, Sampler, complete
+from mesh_transformer.runtime.sampler import Sample, Sampler
 from mesh_transformer.runtime.weights import split_step
 
 
@@ -35,8 +35,5 @@ def answer(
             assert tokenizer is not None
             prompt = tokenizer.encode(prompt)
         tokens.append(prompt)
-    sampler = Sampler(config, checkpoint, request, tokens)
-    return [
-        list(complete(sampler, request, text, ids, tokenizer))
-        for text, ids in zip(texts, tokens, strict=True)
-    ]
+    sampler = Sampler(config, checkpoint, request, tokenizer, tokens)
+    return list(map(sampler.sample, tokens, texts))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from mesh_transformer import logs, platforms
+from mesh_transformer import logs, platforms, signs
 from mesh_transformer.config import Config, ModelConfig
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
@@ -70,9 +70,10 @@ class _Drawn:
 
 
 class Sampler:
-    """An engine with a model's weights, and what schedules the samples on it.
+    """An engine with a model's weights, and what schedules the samples of a request on it.
 
     Args:
+        tokenizer: its end-of-text token ends a sample; None: samples have no text.
         prompts: all that will be asked, so that there is room for no more; None: any.
     """
 
@@ -81,26 +82,24 @@ class Sampler:
         config: Config,
         checkpoint: str,
         request: Request,
+        tokenizer: Tokenizer | None,
         prompts: Sequence[Sequence[int]] | None = None,
     ):
-        self.config = config.model
-        fitted = [fit(self.config, prompt, request) for prompt in prompts or ()]
+        self._config, self._request, self._tokenizer = config.model, request, tokenizer
+        fitted = [fit(config.model, prompt, request) for prompt in prompts or ()]
         context = max((len(tokens) + new for tokens, new in fitted), default=None)
         slots = min(request.num_samples, MAX_SLOTS)
         self._engine = open_engine(config, checkpoint, slots=slots, context=context)
 
-    def sample(
-        self, prompt: Sequence[int], request: Request, tokenizer: Tokenizer | None
-    ) -> list[tuple[list[Token], str | None]]:
-        """`num_samples` completions: their new tokens, with what ended them, and their texts if there is a tokenizer.
-
-        The end-of-text token of the tokenizer ends them, and the stop texts of the request do.
-        """
-        tokens, new = fit(self.config, prompt, request)
+    def sample(self, prompt: Sequence[int], text: str | None) -> list[Sample]:
+        """`num_samples` completions of a prompt's tokens; `text` is the prompt as it was given, if it was a text."""
+        began = time.monotonic()
+        request, tokenizer = self._request, self._tokenizer
+        tokens, new = fit(self._config, prompt, request)
         if len(tokens) < len(prompt):
             cut = len(prompt) - len(tokens)
             log.warning("the prompt has %d tokens: its first %d are cut", len(prompt), cut)
-        eos = tokenizer.eot if tokenizer is not None and tokenizer.eot < self.config.n_vocab else None
+        eos = tokenizer.eot if tokenizer is not None and tokenizer.eot < self._config.n_vocab else None
         scheduler = Scheduler(self._engine, max_queue=request.num_samples, max_steps=MAX_STEPS)
         drawn = []
         for i in range(request.num_samples):
@@ -108,10 +107,16 @@ class Sampler:
             stream = None if tokenizer is None else TextStream(tokenizer, request.stop, context=tokens)
             drawn.append(_Drawn(stream))
         while not scheduler.idle:
-            for output in scheduler.step():
+            outputs = scheduler.step()
+            signs.note()  # the step may have been on a device alone
+            for output in outputs:
                 if drawn[output.request].take(output):
                     scheduler.cancel(output.request)
-        return [(sample.tokens, sample.text()) for sample in drawn]
+        seconds = round(time.monotonic() - began, 3)
+        return [
+            Sample(text, one.text(), [t.id for t in one.tokens], [t.logprob for t in one.tokens], seconds)
+            for one in drawn
+        ]
 
 
 def fit(config: ModelConfig, prompt: Sequence[int], request: Request) -> tuple[list[int], int]:
@@ -183,22 +188,16 @@ class Job:
             UserError: the checkpoint cannot be used.
         """
         prompts = None if self.tokens is None else [self.tokens]
-        sampler = Sampler(self.config, checkpoint, self.request, prompts)
+        sampler = Sampler(self.config, checkpoint, self.request, self.tokenizer, prompts)
         if self.tokens is not None:
-            self._answer(sampler, self.prompt, self.tokens, as_json)
+            _show(sampler.sample(self.tokens, self.prompt), as_json)
             return
-        tokenizer = self.tokenizer
-        assert tokenizer is not None
+        assert self.tokenizer is not None
         for text in _interactive():
             try:
-                self._answer(sampler, text, tokenizer.encode(text), as_json)
+                _show(sampler.sample(self.tokenizer.encode(text), text), as_json)
             except UserError as error:
                 log.error("%s", error)
-
-    def _answer(self, sampler: Sampler, prompt: str | None, tokens: Sequence[int], as_json: bool) -> None:
-        samples = list(complete(sampler, self.request, prompt, tokens, self.tokenizer))
-        if jax.process_index() == 0:
-            _show(samples, as_json)
 
 
 def run(
@@ -226,17 +225,6 @@ def run(
     platforms.start_distributed()
     Job.prepare(config, request, source, prompt=prompt, ids=ids).run(source, as_json=as_json)
     return 0
-
-
-def complete(
-    sampler: Sampler, request: Request, prompt: str | None, tokens: Sequence[int], tokenizer: Tokenizer | None
-) -> Iterator[Sample]:
-    """The samples of one prompt, as text too if there is a tokenizer."""
-    began = time.monotonic()
-    drawn = sampler.sample(tokens, request, tokenizer)
-    seconds = round(time.monotonic() - began, 3)
-    for new, text in drawn:
-        yield Sample(prompt, text, [token.id for token in new], [token.logprob for token in new], seconds)
 
 
 def parse_tokens(text: str) -> list[int]:
@@ -271,6 +259,8 @@ def _interactive() -> Iterator[str]:
 
 
 def _show(samples: Sequence[Sample], as_json: bool) -> None:
+    if jax.process_index() > 0:
+        return
     for i, sample in enumerate(samples):
         if as_json:
             sys.stdout.write(sample.to_json() + "\n")

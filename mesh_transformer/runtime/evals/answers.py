@@ -19,7 +19,6 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.models.model import Model, Params
 
 Answer = list[Any] | str  # JSON: log-likelihood and greedy flag, or a text
-_AT_A_TIME = 500  # parameters of an SQL statement
 
 
 class Answers:
@@ -53,15 +52,12 @@ class Answers:
 
     def find(self, requests: Sequence[Any]) -> dict[int, Answer]:
         """The answers that are known, by the index of their request; the same in every process."""
-        found: dict[str, str] = {}
-        digests = [_digest(request) for request in requests]
+        known = {}
         if self._database is not None:
-            for start in range(0, len(digests), _AT_A_TIME):
-                some = digests[start : start + _AT_A_TIME]
-                marks = ",".join("?" * len(some))
-                query = f"SELECT request, answer FROM answers WHERE model = ? AND request IN ({marks})"
-                found.update(self._database.execute(query, [self._model, *some]).fetchall())
-        known = {i: json.loads(found[digest]) for i, digest in enumerate(digests) if digest in found}
+            query = "SELECT answer FROM answers WHERE model = ? AND request = ?"
+            for i, request in enumerate(requests):
+                for (answer,) in self._database.execute(query, (self._model, _digest(request))):
+                    known[i] = json.loads(answer)
         return {int(i): answer for i, answer in _from_first_process(known).items()}
 
     def keep(self, request: Any, answer: Answer) -> None:

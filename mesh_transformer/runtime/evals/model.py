@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mesh_transformer import platforms
+from mesh_transformer import platforms, signs
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import inference_rules
 from mesh_transformer.data.tokenizer import Tokenizer
@@ -157,7 +157,9 @@ class EvalModel:
         for i in sorted(wanted, key=lambda i: len(prompts[i].tokens)):
             scheduler.submit(i, prompts[i].tokens, prompts[i].params)
         while not scheduler.idle:
-            for output in scheduler.step():
+            outputs = scheduler.step()
+            signs.note()  # the step may have been on a device alone
+            for output in outputs:
                 stream = streams[output.request]
                 for token in output.tokens:
                     if token.id != self.tokenizer.eot:

@@ -66,6 +66,11 @@ def to_json(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
+def to_event(content: Any) -> str:
+    """A server-sent event that holds JSON."""
+    return f"data: {to_json(content)}\n\n"
+
+
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
@@ -143,7 +148,7 @@ class EventStream(Response):
         try:
             await self._limit.within(self._send_all(send))
         except ApiError as error:
-            end = f"data: {to_json(error.body)}\n\n{DONE}"
+            end = to_event(error.body) + DONE
         async with asyncio.timeout(_LAST_WORDS_S):
             await _send(send, end)
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -19,7 +19,7 @@ from mesh_transformer.runtime.serve.answers import (
     TimeLimit,
     invalid,
     json_response,
-    to_json,
+    to_event,
     unless_gone,
 )
 from mesh_transformer.runtime.serve.loop import Job, SequenceRequest
@@ -130,30 +130,22 @@ class Answer:
         deltas: list[list[Delta]] = [[] for _ in self._choices]
         async for index, delta in follow(self._job, self._choices):
             deltas[index].append(delta)
-        choices = [
-            {
-                "index": index,
-                "text": "".join(delta.text for delta in parts),
-                "logprobs": self._logprobs([shown for delta in parts for shown in delta.shown]),
-                "finish_reason": parts[-1].finish,
-            }
-            for index, parts in enumerate(deltas)
-        ]
+        choices = list(map(self._choice, range(len(deltas)), map(Delta.joined, deltas)))
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events, all but the last."""
         with_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
-        head = f"data: {to_json(self._head)[:-1]},"
-        tail = ',"usage":null}\n\n' if with_usage else "}\n\n"
-        async for index, (text, shown, finish) in follow(self._job, self._choices):
-            if text or shown or finish:
-                yield (
-                    f'{head}"choices":[{{"index":{index},"text":{to_json(text)},'
-                    f'"logprobs":{to_json(self._logprobs(shown))},"finish_reason":{to_json(finish)}}}]{tail}'
-                )
+        usage = {"usage": None} if with_usage else {}
+        async for index, delta in follow(self._job, self._choices):
+            if any(delta):
+                yield to_event({**self._head, "choices": [self._choice(index, delta)], **usage})
         if with_usage:
-            yield f'{head}"choices":[],"usage":{to_json(self._usage())}}}\n\n'
+            yield to_event({**self._head, "choices": [], "usage": self._usage()})
+
+    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        logprobs = self._logprobs(delta.shown)
+        return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
 
     def _logprobs(self, shown: Sequence[Shown]) -> dict[str, Any] | None:
         if self._body.logprobs is None:

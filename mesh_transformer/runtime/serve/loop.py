@@ -65,7 +65,6 @@ class EngineLoop:
         self.metrics = Metrics(self._snapshot)
         self._open_engine = open_engine
         self._inbox: queue.SimpleQueue[Callable[[Scheduler], None] | None] = queue.SimpleQueue()
-        self._admitted: list[tuple[int, float]] = []  # the thread's: (id, when) since the last delivery
         self._stats = Stats(slots=slots)  # written by the thread, whole
         self._live: dict[int, _Live] = {}
         self._ids = itertools.count()
@@ -107,8 +106,8 @@ class EngineLoop:
     def submit(self, ids: Sequence[int], sequences: Sequence[SequenceRequest]) -> None:
         """Queue sequences in their reserved places; those that were cancelled meanwhile are ignored."""
         for id, sequence in zip(ids, sequences, strict=True):
-            if id in self._live:
-                admitted = partial(self._note_admitted, id)
+            if live := self._live.get(id):
+                admitted = partial(self._note_admitted, live)
                 fields = sequence._asdict()
                 self._inbox.put(partial(Scheduler.submit, request=id, on_admit=admitted, **fields))
 
@@ -167,12 +166,12 @@ class EngineLoop:
                 continue
             outputs = scheduler.step()
             self._stats = scheduler.stats
-            if outputs or self._admitted:
-                self._home.call_soon_threadsafe(self._deliver, outputs, self._admitted)
-                self._admitted = []
+            if outputs:
+                self._home.call_soon_threadsafe(self._deliver, outputs)
 
-    def _note_admitted(self, id: int) -> None:
-        self._admitted.append((id, time.monotonic()))
+    def _note_admitted(self, live: _Live) -> None:
+        # in the engine's thread: a histogram has a lock of its own
+        self.metrics.queue_s.observe(time.monotonic() - live.submitted)
 
     def _ready(self, context: int) -> None:
         self.context = context
@@ -184,11 +183,8 @@ class EngineLoop:
         self.state, self.failure = "failed", error
         self._abort(failed("the model failed; the server stops"))
 
-    def _deliver(self, outputs: Sequence[Output], admitted: Sequence[tuple[int, float]]) -> None:
+    def _deliver(self, outputs: Sequence[Output]) -> None:
         now = time.monotonic()
-        for id, when in admitted:
-            if live := self._live.get(id):
-                self.metrics.queue_s.observe(when - live.submitted)
         for output in outputs:
             live = self._live.get(output.request)
             if live is None:  # cancelled meanwhile

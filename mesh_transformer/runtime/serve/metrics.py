@@ -44,21 +44,21 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
-        for name, text, gauge in (
-            ("requests_running", "Sequences that hold a slot", now.running),
-            ("requests_waiting", "Sequences that wait for a slot", now.waiting),
-            ("slots", "Sequences that can run at once", now.slots),
+        used = now.cached_tokens / max(1, now.positions)
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        for kind, name, text, value in (
+            (gauge, "requests_running", "Sequences that hold a slot", now.running),
+            (gauge, "requests_waiting", "Sequences that wait for a slot", now.waiting),
+            (gauge, "slots", "Sequences that can run at once", now.slots),
+            (gauge, "cache_used_ratio", "Part of the cache's positions that holds tokens", used),
+            (counter, "prompt_tokens", "Prompt tokens of sequences that got a slot", now.prompt_tokens),
+            (counter, "prefilled_tokens", "Prompt tokens that were computed", now.prefilled_tokens),
             (
-                "cache_used_ratio",
-                "Part of the cache's positions that holds tokens",
-                now.cached_tokens / max(1, now.positions),
+                counter,
+                "reused_prompt_tokens",
+                "Prompt tokens that were in the cache already",
+                now.reused_tokens,
             ),
+            (counter, "generated_tokens", "New tokens", now.generated_tokens),
         ):
-            yield GaugeMetricFamily(PREFIX + name, text, value=gauge)
-        for name, text, count in (
-            ("prompt_tokens", "Prompt tokens of sequences that got a slot", now.prompt_tokens),
-            ("prefilled_tokens", "Prompt tokens that were computed", now.prefilled_tokens),
-            ("reused_prompt_tokens", "Prompt tokens that were in the cache already", now.reused_tokens),
-            ("generated_tokens", "New tokens", now.generated_tokens),
-        ):
-            yield CounterMetricFamily(PREFIX + name, text, value=count)
+            yield kind(PREFIX + name, text, value=value)

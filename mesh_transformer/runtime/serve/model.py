@@ -20,7 +20,8 @@ from mesh_transformer.runtime.serve.loop import EngineLoop, Job
 from mesh_transformer.runtime.text_stream import TextStream, token_text
 
 T = TypeVar("T")
-LEAST_LOGPROB = -9999.0  # stands for what JSON has not: minus infinity, NaN
+# stands for what JSON has not: minus infinity, and NaN, which no comparison finds larger
+LEAST_LOGPROB = -9999.0
 
 
 class ServedModel:
@@ -128,6 +129,12 @@ class Delta(NamedTuple):
     shown: Sequence[Shown]  # empty unless logprobs were asked for
     finish: Finish | None
 
+    @classmethod
+    def joined(cls, deltas: Sequence[Delta]) -> Delta:
+        """All of a choice, of which these are the parts."""
+        text = "".join(delta.text for delta in deltas)
+        return cls(text, [shown for delta in deltas for shown in delta.shown], deltas[-1].finish)
+
 
 class Echo(NamedTuple):
     """A prompt as its choices repeat it."""
@@ -193,11 +200,11 @@ class Choice:
 
     def _show(self, token: Token, offset: int) -> Shown:
         name = self._model.token_text(token.id)
-        top = {name: _finite(token.logprob)}
+        top = {name: max(LEAST_LOGPROB, token.logprob)}
         for other, logprob in token.top:
             if other != token.id:
                 other_name = self._model.token_text(other)
-                top[f"token_id:{other}" if other_name in top else other_name] = _finite(logprob)
+                top[f"token_id:{other}" if other_name in top else other_name] = max(LEAST_LOGPROB, logprob)
         return Shown(name, offset, top[name], top)
 
 
@@ -212,7 +219,3 @@ async def follow(job: Job, choices: Sequence[Choice]) -> AsyncIterator[tuple[int
         if delta.finish and not output.finish:
             job.cancel(index)
         yield index, delta
-
-
-def _finite(logprob: float) -> float:
-    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB  # NaN compares false
