@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 REPO = Path(__file__).resolve().parents[1]
+sys.path.append(str(REPO / "tests"))  # whose helpers serve benchmarks too
 
 
 Worker = Callable[[argparse.Namespace], Mapping[str, Any]]

@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 from common import REPO, emit, parser, report, say
 
-sys.path[:0] = [str(REPO / "tests"), str(REPO / "tests" / "pod"), str(REPO)]
+sys.path[:0] = [str(REPO / "tests" / "pod"), str(REPO)]
 
 from driving import Driver, same_numbers  # noqa: E402
 from faults import DRIVER_KILLED, EVERY, FAULTS, befall, kill_driver  # noqa: E402

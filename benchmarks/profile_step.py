@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import OwnStep, config_of, parser, report, say, seconds_of
-
-from mesh_transformer.parallel.hlo import Array, Instruction, computations
+from hlo import Array, Instruction, computations
 
 PARTS = ["head and loss", "attention", "layers: q, k, v, o, ff", "embedding and rest", "optimizer"]
 KINDS = ["matrix products", "element by element", "sums and maxima", "copies and transposes"]

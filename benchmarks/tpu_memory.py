@@ -7,13 +7,13 @@ object a line on standard output, a table on standard error.
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections import defaultdict
 from typing import Any
 
 import jax
-from common import REPO, emit, parser, say
+from common import emit, parser, say
+from hlo import Collective, collectives
 
 from mesh_transformer import platforms, slices
 from mesh_transformer.config import Config, load_config
@@ -21,10 +21,6 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.models.model import LAYER_LOOP, Placement
 from mesh_transformer.runtime import cli
 from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes
-
-sys.path[:0] = [str(REPO / "tests")]
-
-from hlo import Collective, collectives  # noqa: E402
 
 GIB = 2**30
 
