@@ -192,10 +192,11 @@ class Job:
         if self.tokens is not None:
             _show(sampler.sample(self.tokens, self.prompt), as_json)
             return
-        assert self.tokenizer is not None
+        tokenizer = self.tokenizer
+        assert tokenizer is not None
         for text in _interactive():
             try:
-                _show(sampler.sample(self.tokenizer.encode(text), text), as_json)
+                _show(sampler.sample(tokenizer.encode(text), text), as_json)
             except UserError as error:
                 log.error("%s", error)
 
