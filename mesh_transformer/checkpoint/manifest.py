@@ -134,7 +134,7 @@ def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str, any
             f"{where} does not fit this configuration:\n  "
             + "\n  ".join(differences[:SHOWN])
             + more
-            + "\nset the model (and optimizer.moments_dtype) as the run was started, or choose another model_dir"
+            + "\nset the groups model and optimizer as the run was started, or choose another model_dir"
         )
 
 

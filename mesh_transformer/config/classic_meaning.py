@@ -31,7 +31,9 @@ def apply(grouped: Grouped, overridden: Callable[[str, str], bool]) -> list[str]
     for group in ("model", "checkpoint", "data", "mesh", "logging"):
         grouped.setdefault(group, {})
     given = _Given(grouped, overridden)
-    rules = (_width_of_head, _position_encoding, _norm, _place, _tasks, _tpu_size, _comment)
+    # the command line may ask for another family, which has no such fields
+    of_gptj = (_position_encoding, _norm) if grouped["model"].get("family") in (None, "gptj") else ()
+    rules = (_width_of_head, *of_gptj, _place, _tasks, _tpu_size, _comment)
     return [note for rule in rules for note in rule(given)]
 
 

@@ -124,8 +124,9 @@ def moved(raw: dict[str, Any]) -> dict[str, Any]:
     found = {group: dict(values) if isinstance(values, dict) else values for group, values in raw.items()}
     for (group, field), (new_group, new_field) in old.items():
         if isinstance(raw.get(group), dict) and field in raw[group]:
-            target = found.setdefault(new_group, {})
-            value = found[group].pop(field)
+            if found.get(new_group) is None:
+                found[new_group] = {}
+            target, value = found[new_group], found[group].pop(field)
             if isinstance(target, dict) and target.get(new_field) is None:
                 target[new_field] = value
     return found

@@ -66,15 +66,15 @@ class ConfigJson:
             raise UserError(f"{names[0]} is {value!r:.60}: expected a whole number of 1 or more{why}")
         return value
 
-    def number(self, *names: str, default: float) -> float:
-        """A number above 0.
+    def number(self, *names: str, default: float, most: float = 1e30) -> float:
+        """A number above 0 and at most `most`.
 
         Raises:
             UserError: it is something else.
         """
         value = self.take(*names, default=default)
-        if type(value) not in (int, float) or value <= 0:
-            raise UserError(f"{names[0]} is {value!r:.60}: expected a number above 0")
+        if type(value) not in (int, float) or not 0 < value <= most:
+            raise UserError(f"{names[0]} is {value!r:.60}: expected a number above 0 and at most {most:g}")
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:

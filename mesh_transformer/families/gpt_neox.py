@@ -97,6 +97,7 @@ class Config(ModelConfig):
         kind = rope.take("rope_type", "type", default="default")
         if kind != "default":
             raise UserError(f"rope_type is {kind!r:.60}: only default is computed, without scaling")
+        part = rope.number("partial_rotary_factor", default=0.25, most=1)
         return cls(
             layers=keys.size("num_hidden_layers", default=44),
             d_model=d_model,
@@ -104,7 +105,7 @@ class Config(ModelConfig):
             d_ff=keys.size("intermediate_size", default=24576),
             n_vocab=keys.size("vocab_size", default=50432),
             seq=keys.size("max_position_embeddings", default=2048),
-            rotary_dims=int(d_model // n_heads * rope.number("partial_rotary_factor", default=0.25)),
+            rotary_dims=int(d_model // n_heads * part),
             rotary_base=rope.number("rope_theta", default=10000.0),
             parallel_residual=keys.flag("use_parallel_residual", default=True),
             norm_eps=keys.number("layer_norm_eps", default=1e-5),

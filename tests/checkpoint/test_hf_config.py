@@ -103,6 +103,24 @@ def test_what_we_do_not_compute_is_refused(tmp_path, values, reason) -> None:
         read(tmp_path, {**GOOD, **values})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rotary_pct", 1e308),
+        ("rotary_pct", 10**400),
+        ("rotary_pct", 1.5),
+        ("rotary_emb_base", 10**400),
+        ("layer_norm_eps", 10**400),
+        ("rope_parameters", {"partial_rotary_factor": 1e308}),
+        ("num_hidden_layers", 2**31 - 1),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(tmp_path, name, value) -> None:
+    read(tmp_path, {"model_type": "gpt_neox"})
+    with pytest.raises(UserError, match="config.json: .*(number above 0|less than or equal)"):
+        read(tmp_path, {"model_type": "gpt_neox", name: value})
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": NaN}', '{"a": 1, "a": 2}', "[" * 100_000])
 def test_a_config_that_is_no_json_object_is_refused(tmp_path, text) -> None:
     with pytest.raises(UserError, match="config.json"):

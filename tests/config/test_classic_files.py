@@ -92,6 +92,16 @@ def test_a_value_means_what_it_meant(
     assert bool(lines) == bool(notes)
 
 
+def test_a_classic_file_with_another_family(caplog: pytest.LogCaptureFixture) -> None:
+    classic = {**FLAT, "pe": "rotary", "pe_rotary_dims": 4, "norm": "layernorm"}
+    with pytest.raises(UserError, match="--set model.pe=null"):
+        parse_config(classic, ["model.family=gpt_neox"])
+    left_out = ["model.pe=null", "model.pe_rotary_dims=null", "model.norm=null"]
+    model = parse_config(classic, ["model.family=gpt_neox", *left_out]).model
+    assert (model.family, model.layers) == ("gpt_neox", FLAT["layers"])
+    assert caplog.records == []
+
+
 def test_a_bucket_with_a_folder(caplog: pytest.LogCaptureFixture) -> None:
     for bucket in ("b/dir", "b/dir/"):
         assert parse_config({**FLAT, "bucket": bucket, "model_dir": "x"}).checkpoint.root == "gs://b/dir/x"

@@ -318,4 +318,11 @@ def test_fields_that_moved_are_still_found(old, new, value, caplog):
     found = [parse_config(GROUPED, [f"{old}={value}"]), parse_config({"model": {**FLAT, old_field: value}})]
     assert not caplog.records
     found.append(parse_config(FLAT, [f"{old}={value}"]))
-    assert [getattr(getattr(config, group), field) for config in found] == [value] * 3
+    found.append(parse_config({"model": {**FLAT, old_field: value}, "compute": None}))
+    assert [getattr(getattr(config, group), field) for config in found] == [value] * 4
+
+
+def test_more_layers_than_can_be_listed_are_refused() -> None:
+    assert "model.layers = 2147483647: expected a whole number" in refusal(
+        {"model": {**FLAT, "layers": 2**31 - 1}}
+    )
