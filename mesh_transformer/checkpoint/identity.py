@@ -13,6 +13,7 @@ import jax
 
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.config import ModelConfig, OptimizerConfig, parse_config
+from mesh_transformer.config.schema import VARIANTS
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.logs import log
@@ -100,7 +101,7 @@ def noted_model(config: Any, where: str) -> ModelConfig | None:
     try:
         if not isinstance(noted, dict):
             raise UserError("expected an object")
-        family = FAMILIES.get(str(noted.get("family", "gptj")), ModelConfig)
+        family = FAMILIES.get(str(VARIANTS["model"].chosen(noted)), ModelConfig)
         return parse_config({"model": {k: v for k, v in noted.items() if k in family.model_fields}}).model
     except UserError as error:
         raise UserError(f"{where}: the model that the checkpoint notes cannot be read: {error}") from error

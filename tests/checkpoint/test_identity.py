@@ -12,7 +12,7 @@ import pytest
 from builders import TINY
 from classic_folders import RandomSource
 
-from mesh_transformer.checkpoint.identity import check_same
+from mesh_transformer.checkpoint.identity import check_same, noted_model
 from mesh_transformer.checkpoint.native import NativeSource
 from mesh_transformer.checkpoint.native_writer import write_native
 from mesh_transformer.checkpoint.open import Form, open_source
@@ -176,6 +176,11 @@ def test_a_checkpoint_without_a_model_says_so_once(written: Path, caplog: pytest
     assert told == (
         f"{folder}/step_7 does not note its model: n_heads, pe_rotary_dims and norm could not be compared with the config"
     )
+
+
+def test_a_noted_model_without_a_family_is_read_whole() -> None:
+    asked = parse_config({"model": {**TINY["model"], "pe_rotary_dims": 2}}).model
+    assert noted_model({"model": {**asked.model_dump(), "family": None}}, "here") == asked
 
 
 @pytest.mark.parametrize(
