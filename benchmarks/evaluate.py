@@ -18,8 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint import load_torch, make_checkpoint
-from common import REPO, config_of, end, in_turn, medians, parse, parser, peak_memory_mib, report
+from common import (
+    REPO,
+    config_of,
+    end,
+    in_turn,
+    load_torch,
+    make_checkpoint,
+    medians,
+    parse,
+    parser,
+    peak_memory_mib,
+    report,
+)
 
 # in units of the compute dtype's epsilon, of a request's value: two programs' roundings in its layers and in its sum
 ROUNDING = 8

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint import load_torch, make_checkpoint
 from common import (
     config_of,
     end,
     in_turn,
+    load_torch,
+    make_checkpoint,
     medians,
     own_peak_memory_mib,
     parse,

@@ -24,8 +24,19 @@ from typing import Any
 
 import httpx
 import numpy as np
-from checkpoint import make_checkpoint, save_words
-from common import REPO, child, command, config_of, in_turn, medians, parse, parser, report
+from common import (
+    REPO,
+    child,
+    command,
+    config_of,
+    in_turn,
+    make_checkpoint,
+    medians,
+    parse,
+    parser,
+    report,
+    save_words,
+)
 
 PROMPT, NEW, LONG = 64, 48, 1000
 REQUESTS = 64
@@ -58,11 +69,10 @@ def engine(arguments: argparse.Namespace) -> dict[str, Any]:
     rates = []
     for _ in range(2):  # the first warms the machine
         scheduler = Scheduler(made, max_queue=REQUESTS)
-        began, count = time.perf_counter(), 0
+        began = time.perf_counter()
         for number, prompt in enumerate(prompts()):
             scheduler.submit(number, prompt, SamplingParams(max_tokens=NEW, temperature=1.0, seed=number))
-        while not scheduler.idle:
-            count += sum(len(output.tokens) for output in scheduler.step())
+        count = sum(len(output.tokens) for output in scheduler.run())
         rates.append(count / (time.perf_counter() - began))
     return {"tokens_per_s": rates[-1]}
 

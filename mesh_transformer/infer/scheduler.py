@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from mesh_transformer import signs
 from mesh_transformer.infer.requests import Emitted, Engine, Finish, Piece, SamplingParams, Token
 
 
@@ -151,6 +152,13 @@ class Scheduler:
                 slot.cached += 1  # the token before went in, to give this one
                 self._take(slot, emitted, outputs)
         return list(outputs.values())
+
+    def run(self) -> Iterator[Output]:
+        """What every step gives until nothing waits or runs."""
+        while not self.idle:
+            outputs = self.step()
+            signs.note()  # the step may have been on a device alone
+            yield from outputs
 
     @property
     def idle(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from mesh_transformer import logs, platforms, signs
+from mesh_transformer import logs, platforms
 from mesh_transformer.config import Config, ModelConfig
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
@@ -106,12 +106,9 @@ class Sampler:
             scheduler.submit(i, tokens, request.params(i, new, eos))
             stream = None if tokenizer is None else TextStream(tokenizer, request.stop, context=tokens)
             drawn.append(_Drawn(stream))
-        while not scheduler.idle:
-            outputs = scheduler.step()
-            signs.note()  # the step may have been on a device alone
-            for output in outputs:
-                if drawn[output.request].take(output):
-                    scheduler.cancel(output.request)
+        for output in scheduler.run():
+            if drawn[output.request].take(output):
+                scheduler.cancel(output.request)
         seconds = round(time.monotonic() - began, 3)
         return [
             Sample(text, one.text(), [t.id for t in one.tokens], [t.logprob for t in one.tokens], seconds)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mesh_transformer import platforms, signs
+from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import inference_rules
 from mesh_transformer.data.tokenizer import Tokenizer
@@ -156,21 +156,18 @@ class EvalModel:
         streams = {i: TextStream(self.tokenizer, prompts[i].stops) for i in wanted}
         for i in sorted(wanted, key=lambda i: len(prompts[i].tokens)):
             scheduler.submit(i, prompts[i].tokens, prompts[i].params)
-        while not scheduler.idle:
-            outputs = scheduler.step()
-            signs.note()  # the step may have been on a device alone
-            for output in outputs:
-                stream = streams[output.request]
-                for token in output.tokens:
-                    if token.id != self.tokenizer.eot:
-                        stream.push(token.id)
-                if output.finish:
-                    stream.finish()
-                elif stream.stopped:
-                    scheduler.cancel(output.request)
-                else:
-                    continue
-                yield output.request, stream.text
+        for output in scheduler.run():
+            stream = streams[output.request]
+            for token in output.tokens:
+                if token.id != self.tokenizer.eot:
+                    stream.push(token.id)
+            if output.finish:
+                stream.finish()
+            elif stream.stopped:
+                scheduler.cancel(output.request)
+            else:
+                continue
+            yield output.request, stream.text
 
     def _engine(self, slots: int) -> SlotEngine:
         if slots not in self._engines:

@@ -14,12 +14,13 @@ PREFIX = "mesh_transformer_"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
-class Metrics:
+class Metrics(Collector):
     """The server's own registry: a snapshot at each scrape, histograms of times in seconds, and the process."""
 
     def __init__(self, snapshot: Callable[[], Stats]):
+        self._snapshot = snapshot
         self._registry = CollectorRegistry()
-        self._registry.register(_Gauges(snapshot))
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
         self.queue_s = self._histogram("queue_seconds", "From a request's arrival to its slot")
         self.first_token_s = self._histogram(
@@ -34,15 +35,8 @@ class Metrics:
         """All metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(PREFIX + name, text, registry=self._registry, buckets=_SECONDS)
-
-
-class _Gauges(Collector):
-    def __init__(self, snapshot: Callable[[], Stats]):
-        self._snapshot = snapshot
-
     def collect(self) -> Iterator[Metric]:
+        """The snapshot's numbers."""
         now = self._snapshot()
         used = now.cached_tokens / max(1, now.positions)
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
@@ -62,3 +56,6 @@ class _Gauges(Collector):
             (counter, "generated_tokens", "New tokens", now.generated_tokens),
         ):
             yield kind(PREFIX + name, text, value=value)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(PREFIX + name, text, registry=self._registry, buckets=_SECONDS)
