@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from typing import Any
 
 from mesh_transformer import logs, slices
@@ -43,16 +42,9 @@ def main() -> None:
 
 
 def _create(arguments: argparse.Namespace, tpus: Tpus) -> None:
-    options = {
-        field.name: getattr(arguments, field.name) for field in fields(Request) if field.name in arguments
-    }
-    options |= {
-        "type": slices.parse(arguments.type),
-        "labels": dict(arguments.label),
-        "tags": tuple(arguments.tag),
-        "ssh_keys": public_keys(_access(arguments)),
-    }
-    request = Request(**options)
+    arguments.type, arguments.ssh_keys = slices.parse(arguments.type), public_keys(_access(arguments))
+    arguments.labels, arguments.tags = dict(arguments.labels), tuple(arguments.tags)
+    request = cli.fields(Request, arguments)
     obtain = tpus.ensure if arguments.again else tpus.create
     ends = f"python tpu_utils.py delete {request.name} --zone {tpus.zone}"
     with _told_on_interrupt(
@@ -229,10 +221,17 @@ def _add_create(parser: argparse.ArgumentParser) -> None:
     add("--internal-only", action="store_false", dest="external_addresses", help="no external addresses")
     add("--service-account", metavar="EMAIL", help="service account of the hosts")
     add(
-        "--label", type=_pair, action="append", default=[], metavar="NAME=VALUE",
+        "--label", dest="labels", type=_pair, action="append", default=[], metavar="NAME=VALUE",
         help="label of the TPU; may be given several times",
     )  # fmt: skip
-    add("--tag", action="append", default=[], help="network tag, for firewall rules")
+    add(
+        "--tag",
+        dest="tags",
+        action="append",
+        default=[],
+        metavar="TAG",
+        help="network tag, for firewall rules",
+    )
 
 
 if __name__ == "__main__":

@@ -18,26 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import (
-    REPO,
-    config_of,
-    end,
-    in_turn,
-    load_torch,
-    make_checkpoint,
-    medians,
-    parse,
-    parser,
-    peak_memory_mib,
-    report,
-)
+from checkpoint import load_torch, make_checkpoint
+from common import REPO, config_of, end, in_turn, medians, parse, parser, peak_memory_mib, report
 
 # in units of the compute dtype's epsilon, of a request's value: two programs' roundings in its layers and in its sum
 ROUNDING = 8
 
 
 def main() -> None:
-    arguments = _arguments()
+    made = parser(__doc__)
+    made.set_defaults(peers="torch")  # that a checkpoint is made for
+    shared = REPO.parent / "shared/data"
+    made.add_argument("--data-dir", default=str(shared), help="folder that holds piqa/")
+    made.add_argument(
+        "--tokenizer", default=str(shared / "gpt2_tokenizer"), help="folder of GPT-2's tokenizer"
+    )
+    made.add_argument("--limit", type=int, default=300, help="questions")
+    made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="batch sizes of `hf`")
+    arguments = parse(made, WORKERS)
     with tempfile.TemporaryDirectory() as arguments.folder:
         make_checkpoint(arguments, Path(arguments.folder))
         peers = {f"hf {batch}": {"worker": "hf", "batch": batch} for batch in arguments.batches}
@@ -139,19 +137,6 @@ def timed(lm: Any, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 WORKERS = {"ours": ours, "hf": hf}
-
-
-def _arguments() -> argparse.Namespace:
-    made = parser(__doc__)
-    made.set_defaults(peers="torch")  # that a checkpoint is made for
-    shared = REPO.parent / "shared/data"
-    made.add_argument("--data-dir", default=str(shared), help="folder that holds piqa/")
-    made.add_argument(
-        "--tokenizer", default=str(shared / "gpt2_tokenizer"), help="folder of GPT-2's tokenizer"
-    )
-    made.add_argument("--limit", type=int, default=300, help="questions")
-    made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="batch sizes of `hf`")
-    return parse(made, WORKERS)
 
 
 if __name__ == "__main__":

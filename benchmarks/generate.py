@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoint import load_torch, make_checkpoint
 from common import (
     config_of,
     end,
     in_turn,
-    load_torch,
-    make_checkpoint,
     medians,
     own_peak_memory_mib,
     parse,
@@ -45,7 +44,12 @@ RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
 
 
 def main() -> None:
-    arguments = _arguments()
+    made = parser(__doc__)
+    made.add_argument("--ckpt", help="weights of the config; random ones if absent")
+    made.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    made.add_argument("--peers", choices=list(PEERS), default="all")
+    made.add_argument("--plot", metavar="PNG", help="draw the rates")
+    arguments = parse(made, WORKERS)
     with tempfile.TemporaryDirectory() as arguments.folder:
         arguments.ckpt = arguments.ckpt or make_checkpoint(arguments, Path(arguments.folder))
         children: dict[str, dict[str, Any]] = {"memory": {"worker": "memory"}}
@@ -256,15 +260,6 @@ WORKERS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "ctranslate2": ctranslate2,
     "memory": memory,
 }
-
-
-def _arguments() -> argparse.Namespace:
-    made = parser(__doc__)
-    made.add_argument("--ckpt", help="weights of the config; random ones if absent")
-    made.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    made.add_argument("--peers", choices=list(PEERS), default="all")
-    made.add_argument("--plot", metavar="PNG", help="draw the rates")
-    return parse(made, WORKERS)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,10 @@ class Operation(NamedTuple):
 
 
 def main() -> None:
-    arguments = _arguments()
+    made = parser(__doc__, rounds=None)
+    made.add_argument("--plot", help="write a picture")
+    made.add_argument("--top", type=int, default=12, help="longest operations to list")
+    arguments = made.parse_args()
     operations, events, seconds = trace(arguments)
     table: dict[str, dict[str, float]] = {part: dict.fromkeys(KINDS, 0.0) for part in PARTS}
     flops: dict[str, float] = dict.fromkeys(PARTS, 0.0)
@@ -163,13 +166,6 @@ def plot(result: dict[str, Any], path: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     say(f"plot: {path}")
-
-
-def _arguments() -> argparse.Namespace:
-    made = parser(__doc__, rounds=None)
-    made.add_argument("--plot", help="write a picture")
-    made.add_argument("--top", type=int, default=12, help="longest operations to list")
-    return made.parse_args()
 
 
 if __name__ == "__main__":

@@ -24,26 +24,19 @@ from typing import Any
 
 import httpx
 import numpy as np
-from common import (
-    REPO,
-    child,
-    command,
-    config_of,
-    in_turn,
-    make_checkpoint,
-    medians,
-    parse,
-    parser,
-    report,
-    save_words,
-)
+from checkpoint import make_checkpoint, save_words
+from common import REPO, child, command, config_of, in_turn, medians, parse, parser, report
 
 PROMPT, NEW, LONG = 64, 48, 1000
 REQUESTS = 64
 
 
 def main() -> None:
-    arguments = _arguments()
+    made = parser(__doc__)
+    made.set_defaults(overrides=["model.seq=2048"], peers="none")
+    made.add_argument("--slots", type=int, default=8)
+    made.add_argument("--clients", type=int, default=32)
+    arguments = parse(made, WORKERS)
     with tempfile.TemporaryDirectory() as folder:
         arguments.ckpt = make_checkpoint(arguments, Path(folder))
         save_words(Path(folder, "words"), config_of(arguments).model.n_vocab)
@@ -188,14 +181,6 @@ def prompts() -> list[list[int]]:
 
 
 WORKERS = {"engine": engine, "server": server}
-
-
-def _arguments() -> argparse.Namespace:
-    made = parser(__doc__)
-    made.set_defaults(overrides=["model.seq=2048"], peers="none")
-    made.add_argument("--slots", type=int, default=8)
-    made.add_argument("--clients", type=int, default=32)
-    return parse(made, WORKERS)
 
 
 if __name__ == "__main__":

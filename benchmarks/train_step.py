@@ -33,7 +33,13 @@ WARM_UP = 2
 
 
 def main() -> None:
-    arguments = _arguments()
+    made = parser(__doc__)
+    made.add_argument("--peer", choices=["torch", "none"], default="torch")
+    made.add_argument("--steps", type=int, default=4, help="timed steps of each run")
+    made.add_argument(
+        "--peak-tflops", type=float, help="of a device, for the share; default: measured products"
+    )
+    arguments = parse(made, WORKERS)
     workers = ["ours", "matmul"] if arguments.peer == "none" else list(WORKERS)
     runs = in_turn(arguments, {name: {"worker": name} for name in workers})
     report(summary(runs, arguments))
@@ -143,16 +149,6 @@ WORKERS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
     "torch_compiled": lambda arguments: torch_step(arguments, compiled=True),
     "matmul": matmul,
 }
-
-
-def _arguments() -> argparse.Namespace:
-    made = parser(__doc__)
-    made.add_argument("--peer", choices=["torch", "none"], default="torch")
-    made.add_argument("--steps", type=int, default=4, help="timed steps of each run")
-    made.add_argument(
-        "--peak-tflops", type=float, help="of a device, for the share; default: measured products"
-    )
-    return parse(made, WORKERS)
 
 
 if __name__ == "__main__":

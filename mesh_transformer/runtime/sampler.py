@@ -16,13 +16,12 @@ from mesh_transformer.config import Config, ModelConfig
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.programs import MAX_STEPS
-from mesh_transformer.infer.requests import Token
-from mesh_transformer.infer.scheduler import Output, Scheduler
+from mesh_transformer.infer.scheduler import Scheduler
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.configs import config_for
 from mesh_transformer.runtime.sample_request import Request
 from mesh_transformer.runtime.serving_engine import open_engine
-from mesh_transformer.runtime.text_stream import TextStream
+from mesh_transformer.runtime.text_stream import Drawn, TextStream
 from mesh_transformer.runtime.weights import split_step
 
 MAX_SLOTS = 16  # samples at a time; further ones wait
@@ -42,31 +41,6 @@ class Sample:
         """One JSON object on one line."""
         logprobs = [value if math.isfinite(value) else None for value in self.logprobs]  # NaN is not JSON
         return json.dumps({**dataclasses.asdict(self), "logprobs": logprobs})
-
-
-class _Drawn:
-    """One sample as it grows, as text too if there is a tokenizer."""
-
-    def __init__(self, stream: TextStream | None):
-        self.tokens: list[Token] = []
-        self._stream = stream
-
-    def take(self, output: Output) -> bool:
-        """Add what a step gave; whether a stop text ends the sample here."""
-        for token in output.tokens:
-            self.tokens.append(token)
-            if self._stream is not None and not (output.finish == "stop" and token is output.tokens[-1]):
-                self._stream.push(token.id)
-                if self._stream.stopped:
-                    return True
-        return False
-
-    def text(self) -> str | None:
-        """Of the whole sample, without what ended it."""
-        if self._stream is None:
-            return None
-        self._stream.finish()
-        return self._stream.text
 
 
 class Sampler:
@@ -105,7 +79,7 @@ class Sampler:
         for i in range(request.num_samples):
             scheduler.submit(i, tokens, request.params(i, new, eos))
             stream = None if tokenizer is None else TextStream(tokenizer, request.stop, context=tokens)
-            drawn.append(_Drawn(stream))
+            drawn.append(Drawn(stream))
         for output in scheduler.run():
             if drawn[output.request].take(output):
                 scheduler.cancel(output.request)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from infer.fake_engine import FakeEngine
 
 from mesh_transformer import files, logs, signs
+from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.infer.scheduler import Scheduler
 from mesh_transformer.signs import SERVICE_S, SHARE, WINDOW_S, Watch
 
 
@@ -86,3 +89,15 @@ def test_this_process_computes():
     while signs.time.process_time() - watch._used < 2 * SHARE * WINDOW_S:
         pass
     assert watch.at_work()
+
+
+def test_each_step_of_a_scheduler_that_runs_to_its_end(process):
+    """A device may have computed it, for minutes, while this process waited."""
+    scheduler = Scheduler(FakeEngine(slots=1), max_queue=0, max_steps=1)
+    scheduler.submit(0, [1], SamplingParams(max_tokens=3))
+    watch, steps = process.watch(), 0
+    for _ in scheduler.run():
+        assert watch.at_work()
+        assert not watch.at_work()
+        steps += 1
+    assert steps == 3

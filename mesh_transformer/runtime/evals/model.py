@@ -23,7 +23,7 @@ from mesh_transformer.logs import Progress
 from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.evals.answers import Answer, Answers
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.text_stream import TextStream
+from mesh_transformer.runtime.text_stream import Drawn, TextStream
 
 BATCH_TOKENS = 4096
 MAX_SLOTS = 16  # completions at a time
@@ -153,21 +153,16 @@ class EvalModel:
     def _generate(self, prompts: Sequence[Prompt], wanted: list[int]) -> Iterator[tuple[int, Answer]]:
         engine = self._engine(min(MAX_SLOTS, len(wanted)))
         scheduler = Scheduler(engine, max_queue=len(wanted), max_steps=MAX_STEPS)
-        streams = {i: TextStream(self.tokenizer, prompts[i].stops) for i in wanted}
+        drawn = {i: Drawn(TextStream(self.tokenizer, prompts[i].stops)) for i in wanted}
         for i in sorted(wanted, key=lambda i: len(prompts[i].tokens)):
             scheduler.submit(i, prompts[i].tokens, prompts[i].params)
         for output in scheduler.run():
-            stream = streams[output.request]
-            for token in output.tokens:
-                if token.id != self.tokenizer.eot:
-                    stream.push(token.id)
-            if output.finish:
-                stream.finish()
-            elif stream.stopped:
+            one = drawn[output.request]
+            if one.take(output):
                 scheduler.cancel(output.request)
-            else:
+            elif not output.finish:
                 continue
-            yield output.request, stream.text
+            yield output.request, one.text() or ""
 
     def _engine(self, slots: int) -> SlotEngine:
         if slots not in self._engines:

@@ -1,0 +1,58 @@
+"""Random weights for the benchmarks, in our form and in those of the peers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import config_of
+
+
+def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
+    """Random weights in the native form, and for the peers in theirs. Returns the native folder."""
+    import jax
+
+    from mesh_transformer.checkpoint.store import CheckpointStore
+    from mesh_transformer.runtime.convert import to_hf
+    from mesh_transformer.runtime.session import Session
+
+    store = CheckpointStore(str(folder / "native"))
+    placement = Session.open(config_of(arguments)).placement
+    params = jax.jit(placement.model.init, out_shardings=placement.shardings)(jax.random.key(0))
+    store.save(1, {"step": np.int32(1), "params": params}, {})
+    store.close()
+    if arguments.peers != "none":
+        to_hf(arguments.config, arguments.overrides, str(folder / "native"), str(folder / "hf"), dtype="fp32")
+    if arguments.peers == "all":
+        convert_to_ctranslate2(folder)
+    return str(folder / "native")
+
+
+def load_torch(folder: str) -> Any:
+    """The Hugging Face form in torch, on the GPU if there is one."""
+    import torch
+    from transformers import GPTJForCausalLM
+
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    return GPTJForCausalLM.from_pretrained(f"{folder}/hf", dtype=dtype).to(device).eval()
+
+
+def convert_to_ctranslate2(folder: Path) -> None:
+    """CTranslate2's form of the Hugging Face folder; it wants words, the benchmark ids."""
+    from ctranslate2.converters import TransformersConverter
+    from transformers import AutoConfig
+
+    save_words(folder / "hf", AutoConfig.from_pretrained(folder / "hf").vocab_size)
+    TransformersConverter(str(folder / "hf")).convert(str(folder / "ct2"), force=True)
+
+
+def save_words(folder: Path, n_vocab: int) -> None:
+    """A tokenizer of as many made-up words as a model has tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(n_vocab)}, unk_token="t0"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", bos_token="t0", eos_token="t0")
+    fast.save_pretrained(folder)
