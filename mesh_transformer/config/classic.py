@@ -8,27 +8,18 @@ from mesh_transformer.config.describe import short
 from mesh_transformer.errors import UserError
 
 # classic key -> (group, field). Keys that need more than a new name are SWITCHES.
-RENAMED: dict[str, tuple[str, str]] = {
-    **{key: ("model", key) for key in ("layers", "d_model", "n_heads", "d_head", "n_vocab", "norm", "pe", "pe_rotary_dims", "seq")},
-    "cores_per_replica": ("mesh", "tp"),
-    "tpu_size": ("mesh", "tpu_size"),
-    **{
-        key: ("optimizer", key)
-        for key in (
-            "gradient_accumulation_steps", "warmup_steps", "anneal_steps", "lr", "end_lr", "weight_decay",
-            "total_steps", "noise_scale_alpha",
-        )
-    },
-    **{
-        key: ("data", key)
-        for key in (
-            "per_replica_batch", "train_set", "val_set", "val_batches", "val_batch_multiplier", "val_every",
-            "eval_harness_tasks",
-        )
-    },
-    **{key: ("checkpoint", key) for key in ("bucket", "model_dir", "ckpt_every", "keep_every")},
-    **{key: ("logging", key) for key in ("name", "wandb_project", "comment")},
-}  # fmt: skip
+RENAMED: dict[str, tuple[str, str]] = {"cores_per_replica": ("mesh", "tp")} | {
+    key: (group, key)
+    for group, keys in {
+        "model": "layers d_model n_heads d_head n_vocab norm pe pe_rotary_dims seq",
+        "mesh": "tpu_size",
+        "optimizer": "gradient_accumulation_steps warmup_steps anneal_steps lr end_lr weight_decay total_steps noise_scale_alpha",
+        "data": "per_replica_batch train_set val_set val_batches val_batch_multiplier val_every eval_harness_tasks",
+        "checkpoint": "bucket model_dir ckpt_every keep_every",
+        "logging": "name wandb_project comment",
+    }.items()
+    for key in keys.split()
+}
 
 # classic switch -> (group, field, value when off, value when on). `early_cast` needs no field: parameters
 # are always cast to the compute dtype once a step.

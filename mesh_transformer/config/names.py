@@ -20,13 +20,14 @@ SHOWN_HINT = 600
 MAX_KEYS = 1000
 NEAR = 0.75  # of difflib's ratio: one letter of four is wrong, or two of a longer name
 NOT_OURS = "no field of this program"
-# old name, as --set or a file may still have it, to the name of today
+# (group, field) as a file may still have it, to that of today
 MOVED = {
-    "model.compute_dtype": "compute.dtype",
-    "compute_dtype": "compute.dtype",
-    "model.remat": "compute.remat",
-    "model.scan_unroll": "compute.scan_unroll",
-    "model.logits_mib": "compute.logits_mib",
+    ("model", "compute_dtype"): ("compute", "dtype"),
+    **{("model", field): ("compute", field) for field in ("remat", "scan_unroll", "logits_mib")},
+}
+# other names that --set takes for a field
+OTHER_NAMES = {**classic.RENAMED, "compute_dtype": ("compute", "dtype")} | {
+    ".".join(old): new for old, new in MOVED.items()
 }
 
 
@@ -88,12 +89,14 @@ def _how_to_leave_out(keys: list[str]) -> str:
 
 
 def resolve(name: str) -> tuple[str, str, str]:
-    """(group, field, entry) of a dotted name, or of a field name that only one group has.
+    """(group, field, entry) of a dotted name, of a classic key, or of a field name that only one group has.
 
     Raises:
         UserError: there is no such name, or more than one.
     """
-    group, dot, rest = MOVED.get(name, name).partition(".")
+    if name in OTHER_NAMES:
+        return *OTHER_NAMES[name], ""
+    group, dot, rest = name.partition(".")
     field, inner, entry = rest.partition(".")
     if dot and field:
         if group not in GROUPS:
@@ -120,9 +123,8 @@ def resolve(name: str) -> tuple[str, str, str]:
 
 def moved(raw: dict[str, Any]) -> dict[str, Any]:
     """A file in groups with the fields that have moved in their place of today; where both are given, that one counts."""
-    old = {tuple(name.split(".")): new.split(".") for name, new in MOVED.items() if "." in name}
     found = {group: dict(values) if isinstance(values, dict) else values for group, values in raw.items()}
-    for (group, field), (new_group, new_field) in old.items():
+    for (group, field), (new_group, new_field) in MOVED.items():
         if isinstance(raw.get(group), dict) and field in raw[group]:
             if found.get(new_group) is None:
                 found[new_group] = {}
@@ -188,7 +190,7 @@ def _advice(key: str, group: str | None = None, flat: bool = False) -> str:
 def _nearest(key: str, group: str | None) -> str | None:
     """The name that `key` may stand for: another program's, an exact one of another group, or a close one."""
     if key.lower() in ALIASES:
-        return spelled(*ALIASES[key.lower()])
+        return spelled(*ALIASES[key.lower()].split("."))
     anywhere = {f"{g}.{f}": spelled(g, f) for g, fields in FIELDS.items() for f in fields}
     anywhere |= {f: spelled(g, f) for g, fields in FIELDS.items() for f in fields}
     anywhere |= {classic_key: spelled(*at) for at, classic_key in classic.CLASSIC_KEY.items()}

@@ -36,7 +36,9 @@ def apply_override(grouped: dict[str, dict[str, Any]], override: str) -> None:
 def is_set(overrides: Sequence[str], group: str, field: str) -> bool:
     """Whether one of the overrides is of this field, in whatever spelling. All must be such as `apply_override` takes."""
     names_given = (_parts(override)[0] for override in overrides if not is_ignored(override))
-    return any(_place(name)[:2] == (group, field) for name in names_given if name not in classic.SWITCHES)
+    return any(
+        names.resolve(name)[:2] == (group, field) for name in names_given if name not in classic.SWITCHES
+    )
 
 
 def is_ignored(override: str) -> bool:
@@ -60,16 +62,11 @@ def _parts(override: str) -> tuple[str, str, str]:
     return name.strip(), separator, text.strip()
 
 
-def _place(name: str) -> tuple[str, str, str]:
-    """(group, field, entry) of a name that is no classic switch."""
-    return (*classic.RENAMED[name], "") if name in classic.RENAMED else names.resolve(name)
-
-
 def _write(grouped: dict[str, dict[str, Any]], name: str, text: str) -> None:
     if name in classic.SWITCHES:
         classic.place(grouped, name, _value(text))
         return
-    group, field, entry = _place(name)
+    group, field, entry = names.resolve(name)
     values = grouped.setdefault(group, {})
     if entry:
         given = values.get(field)

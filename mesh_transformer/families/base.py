@@ -177,6 +177,18 @@ class ModelConfig(Group):
         """
         raise NotImplementedError
 
+    def refuse_hf(self, reasons: list[str], keep: str) -> None:
+        """Refuse the Hugging Face form for these reasons, or for a width of heads that is not d_model / n_heads.
+
+        Raises:
+            UserError: there is a reason; `keep` says what form to keep.
+        """
+        if self.n_heads * self.d_head != self.d_model:
+            width = f"model.n_heads {self.n_heads} x model.d_head {self.d_head} is not model.d_model {self.d_model}"
+            reasons = [*reasons, f"{width}, as {self.HF_ARCHITECTURE} has it"]
+        if reasons:
+            raise UserError(f"this model has no Hugging Face form: {'; '.join(reasons)}. Keep it {keep}")
+
     def hf_tensors(self) -> list[Tensor]:
         """The rows of the Hugging Face form, in the order in which the parameters are used."""
         raise NotImplementedError

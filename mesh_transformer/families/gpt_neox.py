@@ -116,11 +116,7 @@ class Config(ModelConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """See `ModelConfig`."""
-        if self.n_heads * self.d_head != self.d_model:
-            raise UserError(
-                f"this model has no Hugging Face form: model.n_heads {self.n_heads} x model.d_head {self.d_head} is not "
-                f"model.d_model {self.d_model}, as GPTNeoXForCausalLM has it. Keep it native"
-            )
+        self.refuse_hf([], keep="native")
         part = self.rotary_dims / self.d_head
         if int(self.d_head * part) < self.rotary_dims:  # rounded: they would find one less
             part = math.nextafter(part, 1)

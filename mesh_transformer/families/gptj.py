@@ -138,15 +138,7 @@ class Config(ModelConfig):
             reasons.append(f"model.pe is {self.pe}, GPTJForCausalLM has rotary alone")
         if self.norm != "layernorm":
             reasons.append(f"model.norm is {self.norm}, GPTJForCausalLM has layernorm alone")
-        if self.n_heads * self.d_head != self.d_model:
-            reasons.append(
-                f"model.n_heads {self.n_heads} x model.d_head {self.d_head} is not model.d_model {self.d_model}, "
-                "as GPTJForCausalLM has it"
-            )
-        if reasons:
-            raise UserError(
-                f"this model has no Hugging Face form: {'; '.join(reasons)}. Keep it native, or classic"
-            )
+        self.refuse_hf(reasons, keep="native, or classic")
         return {
             "vocab_size": self.n_vocab,
             "n_positions": self.seq,

@@ -110,10 +110,9 @@ def plan(queries: Sequence[Query], *, batch_tokens: int, width: int, multiple: i
         sum(len(tree.tokens) for grid in grids for row in grid.rows for tree in row),
         sum(grid.shape[0] * grid.shape[1] for grid in grids),
     )
-    wanted = [_Wanted(grid, queries) for grid in grids]
-    chunk = _chunk(max(len(w.at_P) for w in wanted), multiple)
-    most = 1 << (max(w.most for w in wanted) - 1).bit_length()
-    return Plan([w.batch(chunk, most) for w in wanted], counts, chunk)
+    chunk = _chunk(max(len(grid.at_P) for grid in grids), multiple)
+    most = 1 << (max(grid.most for grid in grids) - 1).bit_length()
+    return Plan([grid.batch(chunk, most) for grid in grids], counts, chunk)
 
 
 def _lengths() -> Iterator[int]:
@@ -153,7 +152,7 @@ class _Shape:
     def grids(self) -> Iterator[_Grid]:
         for rows in self._batches():
             trees = [[self.common.tree(self.groups[group]) for group in row] for row in rows]
-            yield _Grid(trees, (self.rows_of_batch, self.length))
+            yield _Grid(trees, (self.rows_of_batch, self.length), self.common.queries)
 
     def _batches(self) -> Iterator[list[list[int]]]:
         """Rows with much and with little to score in turn: what goes through the head is as much in each batch."""
@@ -186,22 +185,17 @@ def _best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
     return bins
 
 
-class _Grid(NamedTuple):
-    rows: list[list[Tree]]
-    shape: tuple[int, int]
+class _Grid:
+    """Rows of trees, a batch, and the (token, next token) pairs that are asked of it, each once, ordered by token."""
 
-
-class _Wanted:
-    """The (token, next token) pairs of a batch, each once, ordered by token."""
-
-    def __init__(self, grid: _Grid, queries: Sequence[Query]):
-        self.grid = grid
+    def __init__(self, rows: list[list[Tree]], shape: tuple[int, int], queries: Sequence[Query]):
+        self.rows, self.shape = rows, shape
         self.queries: list[int] = []
         counts: list[int] = []
         at: list[int] = []
         targets: list[int] = []
-        for number, row in enumerate(grid.rows):
-            start = number * grid.shape[1]
+        for number, row in enumerate(rows):
+            start = number * shape[1]
             for tree in row:
                 for query, indices in tree.queries:
                     self.queries.append(query)
@@ -218,7 +212,7 @@ class _Wanted:
 
     def batch(self, chunk: int, most: int) -> Batch:
         """The arrays, with P padded to whole chunks and M to `most`."""
-        tokens, positions, ends = _arrays(self.grid)
+        tokens, positions, ends = self._arrays()
         padded = -(-len(self.at_P) // chunk) * chunk
         at_P, targets_PM = np.zeros(padded, np.int32), np.zeros((padded, most), np.int32)
         at_P[: len(self.at_P)] = self.at_P
@@ -226,16 +220,15 @@ class _Wanted:
         pairs = np.stack([self.p, self.m], axis=1)[self.pair]
         return Batch(tokens, positions, ends, at_P, targets_PM, self.queries, self.firsts, pairs)
 
-
-def _arrays(grid: _Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, positions and ends of a batch; a token that pads sees itself alone."""
-    tokens_BT, positions_BT = np.zeros((2, *grid.shape), np.int32)
-    ends_BT = np.broadcast_to(np.arange(1, grid.shape[1] + 1, dtype=np.int32), grid.shape).copy()
-    for number, row in enumerate(grid.rows):
-        start = 0
-        for tree in row:
-            span = slice(start, start + len(tree.tokens))
-            tokens_BT[number, span], positions_BT[number, span] = tree.tokens, tree.positions
-            ends_BT[number, span] = start + np.asarray(tree.ends)
-            start = span.stop
-    return tokens_BT, positions_BT, ends_BT
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, positions and ends of a batch; a token that pads sees itself alone."""
+        tokens_BT, positions_BT = np.zeros((2, *self.shape), np.int32)
+        ends_BT = np.broadcast_to(np.arange(1, self.shape[1] + 1, dtype=np.int32), self.shape).copy()
+        for number, row in enumerate(self.rows):
+            start = 0
+            for tree in row:
+                span = slice(start, start + len(tree.tokens))
+                tokens_BT[number, span], positions_BT[number, span] = tree.tokens, tree.positions
+                ends_BT[number, span] = start + np.asarray(tree.ends)
+                start = span.stop
+        return tokens_BT, positions_BT, ends_BT

@@ -63,6 +63,13 @@ class Scores(NamedTuple):
     top_id_PC: jax.Array
     top_logprob_PC: jax.Array
 
+    @classmethod
+    def of(cls, logits_PV: jax.Array, tokens_P: jax.Array, n_top: jax.Array) -> Scores:
+        """Of tokens with these logits."""
+        logprobs_PV = jax.nn.log_softmax(logits_PV)
+        logprob_P = jnp.take_along_axis(logprobs_PV, tokens_P[:, None], axis=-1)[:, 0]
+        return cls(logprob_P, *likeliest(logprobs_PV, n_top, MAX_TOP_LOGPROBS))
+
 
 class Pieces(NamedTuple):
     """Pieces of the prompts of B slots, as `prefill` takes them: host arrays."""
@@ -183,9 +190,7 @@ class SlotPrograms:
 
         def some(part: tuple[jax.Array, jax.Array]) -> Scores:
             x_pD, targets_p = part
-            logprobs_pV = jax.nn.log_softmax(self._logits(head, x_pD[None])[0])
-            logprob_p = jnp.take_along_axis(logprobs_pV, targets_p[:, None], axis=-1)[:, 0]
-            return Scores(logprob_p, *likeliest(logprobs_pV, n_top, MAX_TOP_LOGPROBS))
+            return Scores.of(self._logits(head, x_pD[None])[0], targets_p, n_top)
 
         x_CpD, targets_Cp = x_BPD.reshape(-1, n, x_BPD.shape[-1]), targets_BP.reshape(-1, n)
         parts = jax.lax.map(some, (x_CpD, targets_Cp))
@@ -275,10 +280,8 @@ def draw(
         )
         keys_B = jax.vmap(_key)(slots.seed_N[rows_B], length_B)
         token_B = sample(penalise(logits_BV, options, seen), keys_B, options)
-        logprobs_BV = jax.nn.log_softmax(logits_BV)
-        logprob_B = jnp.take_along_axis(logprobs_BV, token_B[:, None], axis=-1)[:, 0]
         ended_B = (token_B[:, None] == end_BE).any(-1) & live_B
-        return Drawn(token_B, logprob_B, *likeliest(logprobs_BV, n_top, MAX_TOP_LOGPROBS), live_B, ended_B)
+        return Drawn(token_B, *Scores.of(logits_BV, token_B, n_top), live_B, ended_B)
 
     drawn = jax.lax.cond(live_B.any(), drawn_now, lambda: nothing_drawn(len(rows_B)))
     to = jnp.where(live_B, rows_B, len(slots.left_N))  # one beyond the last slot is dropped

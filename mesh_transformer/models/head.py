@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from mesh_transformer.models.model import Model, Params
-from mesh_transformer.parallel.sharding import Partition, map_axes
+from mesh_transformer.parallel.sharding import Axes, Partition
 
 LEAST_COLUMNS = 1024
 
@@ -60,44 +60,41 @@ class VocabTiles:
         """
         if self.tiles == 1:
             return jax.tree.map(lambda leaf: leaf[None], head)
-        axes = map_axes(list, self.model.stage_axes["head"])
-        return jax.tree.map(self._cut, head, axes, is_leaf=lambda node: isinstance(node, list))
+        return jax.tree.map(self._cut, head, self.model.stage_axes["head"])
 
-    def _cut(self, leaf: jax.Array, axes: list[str | None]) -> jax.Array:
+    def _cut(self, leaf: jax.Array, axes: Axes) -> jax.Array:
         if "vocab" not in axes:
             return jnp.broadcast_to(leaf, (self.tiles, *leaf.shape))
         dim = axes.index("vocab")
-        shape = (*leaf.shape[:dim], self.shards, self.tiles, -1, *leaf.shape[dim + 1 :])
-        tiles = jnp.moveaxis(leaf.reshape(shape), dim + 1, 0)
+        tiles = jnp.moveaxis(self._by_tile(leaf, dim), dim + 1, 0)
         tiles = tiles.reshape(self.tiles, *leaf.shape[:dim], self.columns, *leaf.shape[dim + 1 :])
         names = (None if name == "embed" else name for name in axes)
         return jax.lax.with_sharding_constraint(tiles, self.partition.sharding(None, *names))
 
     def add(self, total: Params, number: jax.Array, gradients: Params) -> Params:
         """`total`, like the head's parameters, with the gradients of tile `number` added in place."""
-        axes = map_axes(list, self.model.stage_axes["head"])
         add = functools.partial(self._add, number)
-        return jax.tree.map(add, total, gradients, axes, is_leaf=lambda node: isinstance(node, list))
+        return jax.tree.map(add, total, gradients, self.model.stage_axes["head"])
 
-    def _add(
-        self, number: jax.Array, total: jax.Array, gradient: jax.Array, axes: list[str | None]
-    ) -> jax.Array:
+    def _add(self, number: jax.Array, total: jax.Array, gradient: jax.Array, axes: Axes) -> jax.Array:
         if self.tiles == 1 or "vocab" not in axes:
             return total + gradient
         dim = axes.index("vocab")
-        before, after = total.shape[:dim], total.shape[dim + 1 :]
-        view = total.reshape(*before, self.shards, self.tiles, -1, *after)
+        view = self._by_tile(total, dim)
         old = jax.lax.dynamic_index_in_dim(view, number, dim + 1, keepdims=False)
         new = old + gradient.reshape(old.shape)
         return jax.lax.dynamic_update_index_in_dim(view, new, number, dim + 1).reshape(total.shape)
 
+    def _by_tile(self, x: jax.Array, dim: int) -> jax.Array:
+        """With dimension `dim`, the vocabulary, as (shards, tiles, rows)."""
+        return x.reshape(*x.shape[:dim], self.shards, self.tiles, -1, *x.shape[dim + 1 :])
+
     def logits(self, params: Params, number: jax.Array, y_BTD: jax.Array) -> jax.Array:
         """(B, T, C) float32 logits of tile `number`, of what the final norm gave; -inf in rows that are no token's."""
-        c = self.model.decoder
-        logits_BTC = self._small.unembed(params, y_BTD)
-        if c.padded_vocab == c.n_vocab:
+        d, logits_BTC = self.model.decoder, self._small.unembed(params, y_BTD)
+        if d.padded_vocab == d.n_vocab:
             return logits_BTC
-        return jnp.where(self.rows(number) < c.n_vocab, logits_BTC, -jnp.inf)
+        return jnp.where(self.rows(number) < d.n_vocab, logits_BTC, -jnp.inf)
 
     def rows(self, number: jax.Array) -> jax.Array:
         """(C,): the tokens of a tile."""
@@ -152,13 +149,6 @@ class Normaliser(NamedTuple):
         """The losses of tokens whose logits are `target`."""
         shifted, log_total = target - self.largest, jnp.log(self.total)
         return TokenLoss(log_total - shifted, log_total + self.largest, log_total, shifted == 0)
-
-
-def token_loss(logits_BTV: jax.Array, targets_BT: jax.Array) -> TokenLoss:
-    """Softmax cross-entropy of float32 logits; rows at -inf take no part."""
-    hits_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
-    normaliser, _ = Normaliser.empty(targets_BT.shape).add(logits_BTV)
-    return normaliser.token_loss(_target(logits_BTV, hits_BTV))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -246,7 +236,9 @@ def _scan_losses(
         number, params = tile
         logits_BtC = head.logits(params, number, x_BtD)
         normaliser, exps_BtC = normaliser.add(logits_BtC)
-        target_Bt += _target(logits_BtC, head.rows(number) == targets_Bt[..., None])
+        hits_BtC = head.rows(number) == targets_Bt[..., None]
+        # a masked sum, not a gather, so that logits stay sharded over the vocabulary
+        target_Bt += jnp.where(hits_BtC, logits_BtC, 0).sum(-1)
         return (normaliser, target_Bt), (exps_BtC, normaliser.largest) if keep else None
 
     start = Normaliser.empty(targets_Bt.shape), jnp.zeros(targets_Bt.shape)
@@ -295,11 +287,6 @@ def _objective_gradient(
 
     value, slopes = jax.value_and_grad(share, (0, 1, 2))(*per_token[:3])
     return value, (sum(slopes), slopes[0])
-
-
-def _target(logits_BTC: jax.Array, hits_BTC: jax.Array) -> jax.Array:
-    """The target's logit as a masked sum, not a gather, so that logits stay sharded over the vocabulary."""
-    return jnp.where(hits_BTC, logits_BTC, 0).sum(-1)
 
 
 def _split(chunks: int, x_BT: jax.Array) -> jax.Array:

@@ -46,6 +46,12 @@ Params = dict[str, Any]
 Aux = dict[str, jax.Array]
 """Named sums over tokens, each with a leading layer dimension."""
 
+# the names of what the backward pass keeps of a layer
+KEPT = {
+    "full": ["block_in"],
+    "save_attn": ["block_in", "attn_out"],
+    "save_matmuls": ["block_in", "attn_out", "mlp_hidden"],
+}
 LAYER_LOOP = "blocks"  # in the op_name of the loop over layers, in profiles and compiled programs
 
 
@@ -131,17 +137,11 @@ class Model:
 
     def without_padding(self, params: Params) -> Params:
         """The same tree with zeros in the vocabulary's padding rows, whatever they hold: these rows belong to no norm."""
-        n_vocab = self.decoder.n_vocab
 
-        def live(axes: Axes, x: jax.Array) -> jax.Array:
-            if "vocab" not in axes:
-                return x
-            rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, axes.index("vocab"))
-            return jnp.where(rows < n_vocab, x, 0)
+        def live(x: jax.Array, axes: Axes) -> jax.Array:
+            return self._mask_padding(x, axes.index("vocab"), 0) if "vocab" in axes else x
 
-        if self.decoder.padded_vocab == n_vocab:
-            return params
-        return jax.tree.map(live, self.axes, params, is_leaf=lambda node: isinstance(node, tuple))
+        return jax.tree.map(live, params, self.axes)
 
     def new_cache(self, slots: int, length: int, *, stacked: bool = True) -> KVCache:
         """An empty cache for `slots` sequences of up to `length` positions; `stacked` as the parameters' layers are."""
@@ -222,7 +222,14 @@ class Model:
     def unembed(self, head_params: Params, y_BTD: jax.Array) -> jax.Array:
         """The second half of the head: `logits` of what the first gave."""
         logits_BTV = constrain(self.stages.unembed.apply(head_params, None, y_BTD), "batch", "seq", "vocab")
-        return _mask_padding(logits_BTV, self.decoder.n_vocab)
+        return self._mask_padding(logits_BTV, 2, -jnp.inf)
+
+    def _mask_padding(self, x: jax.Array, dimension: int, value: float) -> jax.Array:
+        """With `value` in the vocabulary's padding rows, which are along `dimension`."""
+        if self.decoder.padded_vocab == self.decoder.n_vocab:
+            return x
+        rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, dimension)
+        return jnp.where(rows < self.decoder.n_vocab, x, value)
 
     def _blocks(
         self,
@@ -301,31 +308,16 @@ def rematerialise(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
 
     Gathered weights are never kept, whatever the policy: that would undo fsdp.
     """
-    policies = jax.checkpoint_policies
     if policy == "none":
         partition = active()
         if partition is None or not partition.splits_weights:
             return body
         return jax.checkpoint(body, policy=_everything_but_constrained)
-    return jax.checkpoint(
-        body,
-        policy={
-            "full": policies.save_only_these_names("block_in"),
-            "save_attn": policies.save_only_these_names("block_in", "attn_out"),
-            "save_matmuls": policies.save_only_these_names("block_in", "attn_out", "mlp_hidden"),
-        }[policy],
-    )
+    return jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*KEPT[policy]))
 
 
 def _everything_but_constrained(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name != "sharding_constraint"
-
-
-def _mask_padding(logits_BTV: jax.Array, n_vocab: int) -> jax.Array:
-    if logits_BTV.shape[-1] == n_vocab:
-        return logits_BTV
-    rows = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, 2)
-    return jnp.where(rows < n_vocab, logits_BTV, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -363,9 +355,7 @@ class Placement:
         """The parameters as `jax.ShapeDtypeStruct` of this dtype with their shardings."""
         shapes = jax.eval_shape(self.model.init, jax.random.key(0))
         return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding),
-            shapes,
-            self.shardings,
+            lambda x, split: jax.ShapeDtypeStruct(x.shape, dtype, sharding=split), shapes, self.shardings
         )
 
     def cast(self, params: Params, axes: Params | None = None) -> Params:

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import token_loss
 
 from mesh_transformer.families.spec import Attention
-from mesh_transformer.models.head import TokenLoss, token_loss, weighted_loss
+from mesh_transformer.models.head import TokenLoss, weighted_loss
 from mesh_transformer.ops.attend.cached import Cached
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.ops.attend.packed import PackedView

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from builders import TINY, program
+from builders import TINY, program, token_loss
 
-from mesh_transformer.models.head import token_loss
 from mesh_transformer.optimizers import adam
 from mesh_transformer.train import schedule as noise
 from mesh_transformer.train.step import Optimizer
