@@ -149,22 +149,19 @@ def _flat_faults(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _grouped_faults(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key, values in raw.items():
-        if key not in GROUPS:
-            groups = [classic.RENAMED[key][0]] if key in classic.RENAMED else owners(key)
-            yield (
-                key,
-                _outside(key, groups)
-                if groups
-                else _told(key, _advice(key), "group" if isinstance(values, dict) else "key"),
-            )
-        elif isinstance(values, dict):
-            for field in values:
+        if key in GROUPS:
+            for field in values if isinstance(values, dict) else ():
                 if field not in FIELDS[key]:
                     yield f"{key}.{field}", _told(f"{key}.{field}", _advice(field, key))
+        elif key in classic.RENAMED:
+            yield key, _outside(key, [classic.RENAMED[key][0]], classic.RENAMED[key][1])
+        elif groups := owners(key):
+            yield key, _outside(key, groups, key)
+        else:
+            yield key, _told(key, _advice(key), "group" if isinstance(values, dict) else "key")
 
 
-def _outside(key: str, groups: list[str]) -> str:
-    field = classic.RENAMED[key][1] if key in classic.RENAMED else key
+def _outside(key: str, groups: list[str], field: str) -> str:
     inside = " or ".join(f'"{group}": {{...}}' for group in groups)
     written = "it" if field == key else f'it as "{field}"'
     return f"{key} stands outside the groups: write {written} inside {inside}"
