@@ -136,21 +136,18 @@ class ClassicSource:
     def _open(self, config: ModelConfig) -> dict[Leaf, list[Member]]:
         """Each leaf's arrays by shard, checked."""
         order = leaves(config, full=self.form.full)
-        tasks = [
-            (shard, number, expected)
+        files = [
+            (classic_folder.piece(self.where, shard, number), expected)
             for shard in range(self.form.shards)
             for number, expected in enumerate(pieces(order))
         ]
         with ThreadPoolExecutor(OPEN_AT_ONCE) as pool:
-            found = list(
-                pool.map(lambda task: self._reader.open(classic_folder.piece(self.where, *task[:2])), tasks)
-            )
+            found = list(pool.map(lambda file: self._reader.open(file[0]), files))
         total = sum(len(arrays) for arrays in found[: len(pieces(order))])
         if total != len(order):
             raise UserError(f"{self.where}/shard_0: {explain_count(config, total)}")
         members: dict[Leaf, list[Member]] = defaultdict(list)
-        for (_, number, expected), arrays in zip(tasks, found, strict=True):
-            path = classic_folder.piece(self.where, _, number)
+        for (path, expected), arrays in zip(files, found, strict=True):
             if set(arrays) != {f"arr_{i}" for i in range(len(expected))}:
                 raise UserError(
                     f"{path}: expected arr_0 to arr_{len(expected) - 1}, found {', '.join(sorted(arrays))[:200]}"

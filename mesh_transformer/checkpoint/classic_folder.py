@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,11 @@ def piece(folder: str, shard: int, number: int) -> str:
     return files.join(folder, f"shard_{shard}", f"{number}.npz")
 
 
+def step_numbers(names: Iterable[str]) -> list[int]:
+    """N of each step_N among names, ascending."""
+    return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step_(\d+)", name)))
+
+
 def is_step(folder: str) -> bool:
     """Whether a step folder is of the original program."""
     return any(re.fullmatch(r"shard_\d+", name) for name in files.list_dir(folder))
@@ -57,8 +63,7 @@ def find_step(path: str, step: int | None = None) -> str | None:
     _refuse_v2(path, names)
     if "shard_0" in names:
         return path
-    found = {int(match[1]) for name in names if (match := re.fullmatch(r"step_(\d+)", name))}
-    there = sorted(number for number in found if "shard_0" in files.list_dir(_step(path, number)))
+    there = [number for number in step_numbers(names) if "shard_0" in files.list_dir(_step(path, number))]
     if not there:
         return None
     meta = read_meta(path)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
 
 from mesh_transformer import files
+from mesh_transformer.checkpoint.ahead import ahead
 from mesh_transformer.checkpoint.classic_folder import piece
 from mesh_transformer.checkpoint.classic_layout import (
     ADAM_COUNT,
@@ -53,12 +53,12 @@ def write_classic(
     """
     full = bool(slots(source)) if full is None else full
     order = leaves(config, full=full)
-    check_writable(source, config, shards, full=full)
+    _check_writable(source, config, shards, order, full=full)
     total = sum(math.prod(leaf.shape) * _dtype(source, leaf, dtype).itemsize for leaf in order)
     for shard in range(shards):
         files.make_folder(files.join(folder, f"shard_{shard}"))
     with Transfer("writing classic shards", total) as transfer:
-        wholes = _read_ahead(source, order)
+        wholes = ahead(_whole(source, leaf) for leaf in order)
         for number, arrays in enumerate(pieces(order)):
             with contextlib.ExitStack() as stack:
                 writers = []
@@ -71,7 +71,9 @@ def write_classic(
                     transfer.add(math.prod(leaf.shape) * to.itemsize)
 
 
-def check_writable(source: TensorSource, config: ModelConfig, shards: int, *, full: bool) -> None:
+def _check_writable(
+    source: TensorSource, config: ModelConfig, shards: int, order: list[Leaf], *, full: bool
+) -> None:
     """Refuse what `write_classic` cannot write.
 
     Raises:
@@ -83,16 +85,18 @@ def check_writable(source: TensorSource, config: ModelConfig, shards: int, *, fu
             f"{source.where} holds the state of another optimizer than Adam ({', '.join(sorted(found))}): a full classic "
             f"checkpoint needs Adam's moments. slim_model.py writes its parameters alone"
         )
-    for leaf in leaves(config, full=full):
-        if leaf.tensor is not None and leaf.tensor not in source.tensors:
+    for leaf in order:
+        if leaf.tensor is None:
+            continue
+        info = source.tensors.get(leaf.tensor)
+        if info is None:
             raise UserError(
                 f"{source.where} has no {leaf.tensor}, which "
                 + ("a full classic checkpoint needs" if full else "this configuration needs")
             )
-        info = source.tensors[leaf.tensor] if leaf.tensor is not None else None
-        if info is not None and info.dtype not in DTYPES:
+        if info.dtype not in DTYPES:
             raise UserError(f"{source.where}: {leaf.tensor} is {info.dtype}: expected one of {DTYPES}")
-        if info is not None and not _fits(leaf, info.shape, config):
+        if not _fits(leaf, info.shape, config):
             raise UserError(
                 f"{source.where}: {leaf.tensor} is {info.shape}: expected {leaf.shape} of this configuration"
             )
@@ -112,17 +116,6 @@ def _dtype(source: TensorSource, leaf: Leaf, dtype: np.dtype | None) -> np.dtype
     example = "params/head/norm/scale" if leaf.tensor is None else leaf.tensor
     stored = source.tensors[example].dtype
     return dtype if dtype is not None and leaf.name.startswith("params/") else stored
-
-
-def _read_ahead(source: TensorSource, order: list[Leaf]) -> Iterator[np.ndarray]:
-    """The whole of each leaf in turn; the next one is read while the last one is written."""
-    with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(_whole, source, order[0])
-        for following in order[1:]:
-            whole = coming.result()
-            coming = pool.submit(_whole, source, following)
-            yield whole
-        yield coming.result()
 
 
 def _write_leaf(leaf: Leaf, whole: np.ndarray, writers: list[NpzWriter], dtype: np.dtype) -> None:

@@ -245,5 +245,4 @@ def _cast(values: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
 
 
 def _write_json(path: str, value: dict[str, Any]) -> None:
-    with files.open_binary(path, "wb") as file:
-        file.write(json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")
+    files.replace(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")

@@ -92,7 +92,7 @@ class NativeSource:
         Raises:
             DamagedCheckpoint: its bytes are missing or not those that were written.
         """
-        return self._read_verified(self.stored[name], index)
+        return self._read(self.stored[name], index, verify=self.stored[name] not in self._verified)
 
     def read_stored(self, name: str, index: Index) -> np.ndarray:
         """The slice of a tensor by its name in the manifest. Its checksum is not compared: see `manifests.verify`.
@@ -100,25 +100,20 @@ class NativeSource:
         Raises:
             DamagedCheckpoint: its bytes are missing or broken.
         """
-        array = self._array(name)
+        return self._read(name, index, verify=False)
+
+    def _read(self, stored: str, index: Index, *, verify: bool) -> np.ndarray:
+        array, checksum = self._array(stored), 0
         spans = _spans(index, array.shape)
         out = np.empty([len(span) for span in spans], array.dtype.numpy_dtype)
-        for place, values in self._pieces(name, array, spans):
+        for place, values in self._pieces(stored, array, list(map(range, array.shape)) if verify else spans):
+            if verify:
+                checksum += self.manifest.checksum(values, [part.start for part in place])
             _copy_common(out, spans, place, values)
-        return out
-
-    def _read_verified(self, stored: str, index: Index) -> np.ndarray:
-        if stored in self._verified:
-            return self.read_stored(stored, index)
-        array = self._array(stored)
-        spans, checksum = _spans(index, array.shape), 0
-        out = np.empty([len(span) for span in spans], array.dtype.numpy_dtype)
-        for place, values in self._pieces(stored, array, [range(size) for size in array.shape]):
-            checksum += self.manifest.checksum(values, [part.start for part in place])
-            _copy_common(out, spans, place, values)
-        if checksum % 2**32 != self.manifest.tensors[stored].checksum:
+        if verify and checksum % 2**32 != self.manifest.tensors[stored].checksum:
             raise DamagedCheckpoint(f"{self.where}: wrong checksum of {stored}")
-        self._verified.add(stored)
+        if verify:
+            self._verified.add(stored)
         return out
 
     def _count(self, name: str) -> int | None:
@@ -127,7 +122,7 @@ class NativeSource:
         spec = self.manifest.tensors[name]
         if spec.shape or not np.issubdtype(np.dtype(spec.dtype), np.integer):
             raise DamagedCheckpoint(f"{self.where}: {name}: expected a whole number, found {spec}")
-        count = int(self._read_verified(name, ()))
+        count = int(self._read(name, (), verify=True))
         if count < 0:
             raise DamagedCheckpoint(f"{self.where}: {name}: expected 0 or more, found {count}")
         return count
@@ -135,15 +130,13 @@ class NativeSource:
     def _pieces(self, stored: str, array: Any, spans: Sequence[range]) -> Iterator[tuple[Index, np.ndarray]]:
         """A part of a tensor, piece by piece; the next one is read meanwhile."""
         limit = REMOTE_READ_BYTES if files.is_remote(self.where) else CHUNK_BYTES
-        coming: tuple[Index, Any] | None = None
+        places = pieces(spans, _chunk(array), array.dtype.numpy_dtype.itemsize, limit)
+        reads = ((place, array[place].read()) for place in places)
         with self._damage_told(stored):
-            for place in pieces(spans, _chunk(array), array.dtype.numpy_dtype.itemsize, limit):
-                following = (place, array[place].read())
-                if coming is not None:
-                    yield coming[0], coming[1].result()
-                coming = following
-            if coming is not None:
-                yield coming[0], coming[1].result()
+            coming = next(reads, None)
+            while coming is not None:
+                (place, values), coming = coming, next(reads, None)
+                yield place, values.result()
 
     def _array(self, stored: str) -> Any:
         """The open array of a tensor, which is as the manifest says."""

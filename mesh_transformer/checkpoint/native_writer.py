@@ -47,7 +47,7 @@ def write_native(
         tensors = _write_tensors(source, files.join(temporary, "state"))
         extra = source.extra if model is None else with_model(source.extra, model)
         document = manifests.encode(Manifest(tensors, dict(extra)))
-        _write_json(files.join(temporary, "manifest"), "metadata", document)
+        files.replace(files.join(temporary, "manifest", "metadata"), json.dumps(document).encode())
     return folder
 
 
@@ -147,9 +147,3 @@ def _stored_name(name: str) -> tuple[str, ...]:
     module, field = rest.rsplit("/", 1)
     top = (kind,) if kind == "params" else (OPTIMIZER.rstrip("/"), kind)
     return (*top, stage, module, field)
-
-
-def _write_json(folder: str, name: str, document: dict[str, Any]) -> None:
-    files.make_folder(folder)
-    with files.open_binary(files.join(folder, name), "wb") as file:
-        file.write(json.dumps(document).encode())

@@ -100,8 +100,8 @@ class NpzReader:
             low, high = max(first, start), min(stop, start + len(block))
             if low < high:
                 out[low - first : high - first] = block[low - start : high - start][:, *index[1:]]
-        if not known and crc != member.entry.crc:
-            raise DamagedCheckpoint(f"{member}: damaged: its CRC is {crc:08x}, not {member.entry.crc:08x}")
+        if not known:
+            _check(member, crc)
         self._checked.add(member.entry)
 
 
@@ -132,10 +132,14 @@ def _whole(member: Member) -> np.ndarray:
             at += len(piece)
     except DamagedArchive as error:
         raise DamagedCheckpoint(f"{member}: damaged: {error}") from error
-    if crc != member.entry.crc:
-        raise DamagedCheckpoint(f"{member}: damaged: its CRC is {crc:08x}, not {member.entry.crc:08x}")
+    _check(member, crc)
     values = content[len(member.header) :].view(member.dtype)
     return values.reshape(member.shape, order="F" if member.fortran else "C")
+
+
+def _check(member: Member, crc: int) -> None:
+    if crc != member.entry.crc:
+        raise DamagedCheckpoint(f"{member}: damaged: its CRC is {crc:08x}, not {member.entry.crc:08x}")
 
 
 def _member(entry: archive.Entry) -> Member:

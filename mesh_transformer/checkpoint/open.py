@@ -115,7 +115,7 @@ def open_step(root: str, model: ModelConfig, step: int | None) -> TensorSource:
         return open_source(root, model)
     names, wanted = files.list_dir(root), f"step_{step}"
     if wanted not in names:
-        steps = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step_(\d+)", name)))
+        steps = classic_folder.step_numbers(names)
         raise UserError(f"no checkpoint of step {step} in {root}: there are {steps}")
     return open_source(files.join(root, wanted), model)
 

@@ -79,11 +79,8 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The finished steps, ascending, as they are on the disk now."""
-        return sorted(
-            int(match[1])
-            for name in files.list_dir(self._root)
-            if (match := re.fullmatch(r"step_(\d+)", name)) and self._finished(name)
-        )
+        names = files.list_dir(self._root)
+        return [n for n in classic_folder.step_numbers(names) if self._finished(f"step_{n}")]
 
     def folder(self, step: int) -> str:
         """Where a step is, or would be."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import posixpath
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +16,6 @@ from mesh_transformer.checkpoint.classic_write import write_classic
 from mesh_transformer.checkpoint.hf import HFSource
 from mesh_transformer.checkpoint.hf_write import n_bytes, stored_dtype, write_hf
 from mesh_transformer.checkpoint.identity import with_model
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
 from mesh_transformer.checkpoint.native_writer import write_native
 from mesh_transformer.checkpoint.open import Form, open_found, recognise
 from mesh_transformer.checkpoint.target import check_free, new_folder
@@ -27,6 +25,7 @@ from mesh_transformer.data.tokenizer import load_tokenizer, save_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer
 from mesh_transformer.runtime.configs import config_for
+from mesh_transformer.runtime.weights import damage_named
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
@@ -62,7 +61,7 @@ def to_hf(
     kind = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(found.form, source)
     end_of_text = _end_of_text(tokenizer, model) if tokenizer else None
     with (
-        _damage_named(source),
+        damage_named(source),
         new_folder(output, overwrite=overwrite, source=source.where) as folder,
         Transfer("writing safetensors", n_bytes(model, kind)) as transfer,
     ):
@@ -115,7 +114,7 @@ def write_step(
             `output` is as it was.
     """
     check_output(output, form, source.counts.step)
-    with _damage_named(source):
+    with damage_named(source):
         if form is Form.NATIVE:
             output = write_native(source, output, model=model, overwrite=overwrite)
         else:
@@ -143,15 +142,6 @@ def check_output(output: str, form: Form, step: int) -> None:
         )
     if form is Form.CLASSIC and is_step and name != f"step_{step}":
         raise UserError(f"{path} is named like another step: this is step {step}, name it step_{step}")
-
-
-@contextlib.contextmanager
-def _damage_named(source: TensorSource) -> Iterator[None]:
-    """What is damaged is the checkpoint that is read: say so."""
-    try:
-        yield
-    except DamagedCheckpoint as damage:
-        raise UserError(f"{source.where} is damaged: {damage}") from damage
 
 
 def _end_of_text(tokenizer: str, model: ModelConfig) -> int:
