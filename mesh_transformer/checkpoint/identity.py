@@ -66,12 +66,12 @@ def check_optimizer(source: TensorSource, asked: OptimizerConfig) -> None:
         UserError: it has none, or that of another one.
     """
     found, where = _optimizer(source), source.where
-    if found is None:
+    if found is None and asked.slots:
         raise UserError(
             f"{where} has no {asked.name.capitalize()} moments: no run can go on from it. Start from it with "
             f"--tune-model-path {where} and another checkpoint.model_dir"
         )
-    if found != asked.name:
+    if found not in (None, asked.name):
         raise UserError(
             f"{where} holds the state of optimizer {found}, the config has optimizer.name {asked.name}: set "
             f"optimizer.name={found}, or start from its parameters alone with --tune-model-path {where} --fresh-opt and "
@@ -83,10 +83,12 @@ def _optimizer(source: TensorSource) -> str | None:
     """The optimizer whose state a checkpoint holds: as its config notes, else as the slots tell."""
     held, noted = slots(source), source.extra.get("config")
     optimizer = noted.get("optimizer") if isinstance(noted, dict) else None
-    if held and isinstance(optimizer, dict) and optimizer.get("name") in tuple(OPTIMIZERS):
+    if not held:
+        return None
+    if isinstance(optimizer, dict) and optimizer.get("name") in tuple(OPTIMIZERS):
         return str(optimizer["name"])
     by_slots = (name for name, kind in OPTIMIZERS.items() if kind(name=name).slots.keys() == held)
-    return next(by_slots, ", ".join(sorted(held)) or None)
+    return next(by_slots, ", ".join(sorted(held)))
 
 
 def noted_model(config: Any, where: str) -> ModelConfig | None:

@@ -6,19 +6,21 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from builders import TINY
 from classic_folders import RandomSource
 
-from mesh_transformer.checkpoint.identity import check_same, noted_model
+from mesh_transformer.checkpoint.identity import check_optimizer, check_same, noted_model
 from mesh_transformer.checkpoint.native import NativeSource
 from mesh_transformer.checkpoint.native_writer import write_native
 from mesh_transformer.checkpoint.open import Form, open_source
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config, ModelConfig, parse_config
 from mesh_transformer.errors import UserError
+from mesh_transformer.optimizers import lion
+from mesh_transformer.optimizers.base import OptimizerConfig, Slot
 from mesh_transformer.runtime.convert import to_hf, write_step
 from mesh_transformer.runtime.reshard import reshard, slim
 from mesh_transformer.runtime.serving_engine import open_engine
@@ -176,6 +178,26 @@ def test_a_checkpoint_without_a_model_says_so_once(written: Path, caplog: pytest
     assert told == (
         f"{folder}/step_7 does not note its model: n_heads, pe_rotary_dims and norm could not be compared with the config"
     )
+
+
+class Plain(OptimizerConfig):
+    """An optimizer that keeps nothing of a parameter."""
+
+    name: Literal["plain"] = "plain"
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        return {}
+
+
+def test_an_optimizer_without_slots_needs_no_state_and_drops_none() -> None:
+    check_optimizer(RandomSource(MODEL, full=False), Plain())
+    with pytest.raises(
+        UserError, match="holds the state of optimizer adam, the config has optimizer.name plain"
+    ):
+        check_optimizer(RandomSource(MODEL, full=True), Plain())
+    with pytest.raises(UserError, match="has no Lion moments"):
+        check_optimizer(RandomSource(MODEL, full=False), lion.Config())
 
 
 def test_a_noted_model_without_a_family_is_read_whole() -> None:
