@@ -114,7 +114,9 @@ def test_all_that_transformers_writes_today_is_read(tmp_path, name, diff) -> Non
     import transformers
 
     theirs = getattr(transformers, name)(architectures=["x"], dtype="float16")
-    read(tmp_path, json.loads(theirs.to_json_string(use_diff=diff)))
+    found = read(tmp_path, json.loads(theirs.to_json_string(use_diff=diff)))
+    sizes = theirs.num_hidden_layers, theirs.hidden_size, theirs.num_attention_heads, theirs.vocab_size
+    assert (found.layers, found.d_model, found.n_heads, found.n_vocab) == sizes
 
 
 def test_rotary_keys_of_all_versions_mean_the_same(tmp_path) -> None:
