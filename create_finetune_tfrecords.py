@@ -1,7 +1,5 @@
 """Turn text into record files for training and fine-tuning."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

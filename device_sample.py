@@ -1,7 +1,5 @@
 """Sample from a trained model: one prompt, or prompts from standard input."""
 
-from __future__ import annotations
-
 import argparse
 
 from mesh_transformer.runtime import cli

@@ -3,8 +3,6 @@
 The run resumes by itself when its model_dir holds a checkpoint. See docs/finetune.md.
 """
 
-from __future__ import annotations
-
 from mesh_transformer.runtime import cli
 
 

@@ -1,7 +1,5 @@
 """Evaluate a model on tasks of lm-evaluation-harness."""
 
-from __future__ import annotations
-
 from mesh_transformer.runtime import cli
 
 

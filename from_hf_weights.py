@@ -1,7 +1,5 @@
 """Write a Hugging Face folder of GPTJForCausalLM as a native checkpoint or a classic one, step 0."""
 
-from __future__ import annotations
-
 import argparse
 
 from mesh_transformer.runtime import cli

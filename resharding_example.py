@@ -3,8 +3,6 @@
 python resharding_example.py --config C --ckpt step_383500 --shards-out 1 --out gptj_1/step_383500 --prompt "Hello"
 """
 
-from __future__ import annotations
-
 from mesh_transformer.runtime import cli
 
 

@@ -1,7 +1,5 @@
 """Make a slim checkpoint of a run: its parameters alone, bfloat16, classic shards, in RUN_slim/step_N."""
 
-from __future__ import annotations
-
 from mesh_transformer.runtime import cli
 
 

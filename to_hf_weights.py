@@ -1,7 +1,5 @@
 """Write a checkpoint of any form as a Hugging Face folder, for GPTJForCausalLM."""
 
-from __future__ import annotations
-
 from mesh_transformer.runtime import cli
 
 

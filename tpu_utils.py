@@ -3,8 +3,6 @@
 The same is there for Python: `Tpus`, `Request`, `Pod`. Needs neither jax nor ray. See docs/pod.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

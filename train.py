@@ -3,8 +3,6 @@
 Whatever dies meanwhile, the run goes on from its newest checkpoint; the same command takes it up again. See docs/driver.md.
 """
 
-from __future__ import annotations
-
 from mesh_transformer.runtime import cli
 
 

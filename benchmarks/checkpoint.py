@@ -1,7 +1,5 @@
 """Random weights for the benchmarks, in our form and in those of the peers."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the benchmarks share: child processes that run in turn, and one JSON object of results on standard output."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ Without the compile cache, each compilation in a process of its own, in turn. Th
 cache folder that is empty at first.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -7,8 +7,6 @@ Ray's object store to the hosts of that cluster, whose workers must have as many
 standard output; the last line holds the medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

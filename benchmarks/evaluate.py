@@ -9,8 +9,6 @@ sizes, of which the fastest counts. Each request's log-likelihood must be the sa
 code is 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

@@ -6,8 +6,6 @@ Needs root, and what tests/pod needs. A run to which nothing happens comes first
 its. JSON on standard output, one line for each fault and one for both runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

@@ -10,8 +10,6 @@ decode step is from reading every weight once. Transformers runs with the cache 
 that one and torch.compile; of the three the fastest counts. All programs must choose the same tokens, greedily: else the exit code is 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics

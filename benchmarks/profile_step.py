@@ -7,8 +7,6 @@ optimised HLO. XLA for CPU runs independent operations on several threads at onc
 to more than the step.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import glob

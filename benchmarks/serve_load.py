@@ -8,8 +8,6 @@ middle of it. Now and then one sends a request with a seed whose answer must be 
 standard output; figures are requests unless their name says otherwise.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import random

@@ -3,8 +3,6 @@
 python benchmarks/tiny_shakespeare.py [--plot loss.png]
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

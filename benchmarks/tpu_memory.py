@@ -4,8 +4,6 @@ Needs jax[tpu] (an environment of its own: pip install -e '.[tpu]') and about a 
 object a line on standard output, a table on standard error.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import defaultdict

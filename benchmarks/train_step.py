@@ -8,8 +8,6 @@ AdamW and no dropout, eager and compiled; the ratio is against the faster of the
 the fastest of some large float32 products in either library.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

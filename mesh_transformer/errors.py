@@ -1,7 +1,5 @@
 """Exceptions that mean "the user can mend this", and "this run failed"."""
 
-from __future__ import annotations
-
 import errno
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

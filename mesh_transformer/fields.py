@@ -1,7 +1,5 @@
 """What the groups of a config are made of: number and text types that carry their unit, and the frozen group."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen

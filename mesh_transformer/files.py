@@ -5,8 +5,6 @@ connections; then the library's own exception is raised. Without credentials, or
 raises CredentialsError.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import posixpath

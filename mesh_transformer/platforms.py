@@ -1,7 +1,5 @@
 """What differs between CPU, GPU and TPU, and what JAX needs before its first use: processes, compile cache."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -4,8 +4,6 @@ A process that compiles, reads, writes or computes on its CPUs uses them; one th
 like a hang is noted here: work that is done on a device, and calls to other services, which may be repeated for a while.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

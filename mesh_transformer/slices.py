@@ -4,8 +4,6 @@ Sources: Google's pages on each generation (cloud.google.com/tpu/docs/v2 ... v6e
 (cloud.google.com/tpu/docs/runtimes). The number in a type's name counts cores, but chips for v5e and v6e.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

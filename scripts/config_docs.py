@@ -1,7 +1,5 @@
 """Write the tables of docs/config.md from the fields of the config groups. Run it after changing a field."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

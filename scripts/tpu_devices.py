@@ -3,8 +3,6 @@
 Run it where libtpu knows further slices or lists their devices in another order.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import groupby
 from pathlib import Path

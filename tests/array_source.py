@@ -1,7 +1,5 @@
 """Arrays in memory as a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

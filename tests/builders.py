@@ -1,7 +1,5 @@
 """Small programs for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Small classic checkpoints, and what is in one as any reader of .npz sees it."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Running the entry points as a user would: real processes, real files."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import json

@@ -1,7 +1,5 @@
 """Eight virtual CPU devices and a compile cache, set before any test module imports jax."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

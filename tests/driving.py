@@ -1,7 +1,5 @@
 """A driver under test: started as a user would, its lines read as they come, its workers found."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """What gcs_server.py and gcs_handler.py share."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

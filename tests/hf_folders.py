@@ -1,7 +1,5 @@
 """Random models in memory, as sources, and as Hugging Face folders that transformers itself wrote."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The instructions of a compiled program, and its collectives, read from its text (`compiled.as_text()`)."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A completion by definition: the whole forward pass for each token, the sampling steps in plain numpy."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run of the tests left out, in its last lines."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 

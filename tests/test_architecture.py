@@ -1,7 +1,5 @@
 """The rules of docs/architecture.md that the source itself can show, each also shown to fail on a snippet."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The benchmarks that promise equal results end with exit code 1 where they are not."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

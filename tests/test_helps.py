@@ -1,7 +1,5 @@
 """What --help says: every option of every entry point has a text, in plain words."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

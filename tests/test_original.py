@@ -1,7 +1,5 @@
 """What is shipped of the original program's numbers, against the whole of them; what the tests say of what they lack."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Where the coordinator of a job of several processes listens."""
 
-from __future__ import annotations
-
 import re
 import socket
 

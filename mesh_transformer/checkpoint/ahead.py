@@ -1,7 +1,5 @@
 """Reading, converting and writing at the same time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar

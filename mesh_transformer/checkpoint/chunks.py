@@ -1,7 +1,5 @@
 """How a tensor is cut into the chunks of a native checkpoint, and in which pieces chunks are read and written."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A checkpoint of the original program as named whole tensors, from any number of shards. See classic_layout.py."""
 
-from __future__ import annotations
-
 import posixpath
 import re
 from collections import defaultdict

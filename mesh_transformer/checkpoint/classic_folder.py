@@ -1,7 +1,5 @@
 """The folders of the original program: `{root}/step_N/shard_K/{0..15}.npz`, and `{root}/meta.json` beside the steps."""
 
-from __future__ import annotations
-
 import json
 import posixpath
 import re

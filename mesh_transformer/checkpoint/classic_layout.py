@@ -5,8 +5,6 @@ flattened in the order of the module names as strings (layer_10 comes before lay
 of a shard are the leaves of `opt_state` (a full checkpoint only), `params` and `step`, in 16 files.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Writes any checkpoint in the original program's form, in any number of shards, two whole arrays in memory at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 config.json picks the family. The weights are safetensors or .bin, whole or in shards with an index.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator, Mapping

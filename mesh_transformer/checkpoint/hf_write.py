@@ -1,7 +1,5 @@
 """Any checkpoint, written as a Hugging Face folder: safetensors with an index, config.json, generation_config.json."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -4,8 +4,6 @@ Shapes do not tell a model: with other heads, rotary dims or norms the same tens
 the config of its run in the manifest, a classic step that we wrote in `model.json`, a Hugging Face folder in config.json.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -7,8 +7,6 @@ element always changes the sum. An exchange of elements, rows or layers changes 
 Earlier versions wrote the plain sum of the bits, which an exchange leaves as it is; theirs is still compared.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import zlib

@@ -4,8 +4,6 @@ The tensors lie in an OCDBT key-value store as zarr arrays. Their keys are the p
 (`params.blocks.attention/q.w`); the manifest joins the same paths by "/".
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@ What lies in the folder afterwards is what `CheckpointStore.save` would have wri
 chunks: `CheckpointStore` restores it, on any mesh, and `NativeSource` reads it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

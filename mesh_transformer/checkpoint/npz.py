@@ -5,8 +5,6 @@ for exactly the bytes that are there before any are read. The first read of an a
 its CRC-32; later ones take the rows they need. Local and `gs://` files.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """A checkpoint of any form: told by what lies at its path, and opened."""
 
-from __future__ import annotations
-
 import enum
 import re
 from typing import Any, NamedTuple

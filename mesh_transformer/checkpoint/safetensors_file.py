@@ -3,8 +3,6 @@
 A header comes from strangers: its size is bounded, and every offset is checked against the file before anything is read.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator

@@ -14,8 +14,6 @@ folder and the others take its list. Each reads the manifest and its own shards,
 if one failed, all fail, and all turn to the same earlier step.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

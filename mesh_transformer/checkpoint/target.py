@@ -10,8 +10,6 @@ What an interrupted run left is put right by the next one that writes to the sam
 at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ tails: Adam's moments are `mu/...` and `nu/...`. A form that stores something el
 translates as it reads. A reader holds the slice that was asked for and no more than one tensor besides.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol

@@ -5,8 +5,6 @@ of which storage. A pickle is a program; this one is gone through instruction by
 plain dictionary of tensors needs is refused. Nothing in it is called.
 """
 
-from __future__ import annotations
-
 import math
 import pickletools
 import re

@@ -1,7 +1,5 @@
 """A client of the Cloud TPU API, and calls to it with time-outs, back-off and errors that say what to do."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What hosts get: archives, each named by a hash of its content."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """The Python environment of the hosts: what goes in, and the hash that says whether it is there already."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

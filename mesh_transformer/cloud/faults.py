@@ -1,7 +1,5 @@
 """What the Cloud TPU API refused or failed to do, why, and what to do about it."""
 
-from __future__ import annotations
-
 import enum
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The driver's own Ray node: the head that the hosts join. It outlives the driver, so that a new driver finds it again."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The whole way from a request for a TPU to hosts whose Ray nodes have joined the driver's; each part only where it lacks."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time

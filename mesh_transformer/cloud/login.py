@@ -1,7 +1,5 @@
 """From a TPU to a pod that can be logged in to: whose keys, and which hosts are the right ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The hosts of a TPU slice, and what can be done on all of them at once over SSH."""
 
-from __future__ import annotations
-
 import getpass
 import logging
 import os

@@ -1,7 +1,5 @@
 """From hosts that one can log in to, to Ray nodes that run our code: push, install, start. Each only where it is missing."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """What TPU is wanted, checked before the API sees it, and how that is said in the API's words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Command lines for the hosts' shells. Every value that goes into one is quoted here."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass

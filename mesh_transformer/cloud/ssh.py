@@ -1,7 +1,5 @@
 """SSH to many hosts at once: one thread a host, fabric in each. What goes wrong on a host becomes its `Outcome`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -1,7 +1,5 @@
 """What a TPU's state means for somebody who wants to use it: pure functions of what the API says."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 from typing import Any

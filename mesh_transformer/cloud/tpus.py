@@ -1,7 +1,5 @@
 """TPU VMs and queued resources of one project and zone: make, find, list, wait for, delete. Everything may be repeated."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -4,8 +4,6 @@ An agent never computes and never imports jax: whatever happens to the worker, i
 driver: when none has asked for a while, it lets the worker save and end, and waits for the next driver.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

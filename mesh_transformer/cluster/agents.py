@@ -1,7 +1,5 @@
 """A cluster is its agents, one on each host, however their methods are called."""
 
-from __future__ import annotations
-
 import abc
 import time
 import uuid

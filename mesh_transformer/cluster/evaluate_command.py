@@ -1,7 +1,5 @@
 """The work of eval_harness.py on a cluster."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

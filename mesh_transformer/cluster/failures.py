@@ -4,8 +4,6 @@ Preemption (the machines were taken), a worker's crash (killed, stopped, hung, c
 user's error, which another attempt would only meet again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import re

@@ -9,8 +9,6 @@ workers are processes of the driver's own machine.
 Processes of this program that do not answer are killed. A number may have passed on to a stranger, who is left alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The jobs that workers know, by name. All workers of a cluster run the same one, in one mesh."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple

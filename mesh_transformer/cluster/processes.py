@@ -1,7 +1,5 @@
 """A cluster of several processes of this machine. They end with the driver, having saved."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

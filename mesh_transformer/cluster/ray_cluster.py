@@ -9,8 +9,6 @@ something in the object store of its own node when that has died, is ended by Ra
 lets go of that cluster, and joins the next one at the same address.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import re

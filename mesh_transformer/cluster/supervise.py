@@ -4,8 +4,6 @@ After a failure nothing of the old mesh is used again: every worker and agent is
 newest checkpoint, with process i on host i as before.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time

@@ -1,7 +1,5 @@
 """`TPUCluster`: the original's interface to a model that lives on the hosts of a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

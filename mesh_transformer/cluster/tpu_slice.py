@@ -3,8 +3,6 @@
 The one place where `cluster` meets `cloud`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket

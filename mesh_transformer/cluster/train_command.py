@@ -1,7 +1,5 @@
 """The work of train.py: what its options --version and --new do, and the job."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

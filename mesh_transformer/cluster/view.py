@@ -1,7 +1,5 @@
 """What the driver shows: a progress bar, the workers' lines, recoveries, and what the machines were used for."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

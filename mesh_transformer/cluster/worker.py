@@ -8,8 +8,6 @@ arguments of `StreamedFeed.put`, and "leave".
 When its agent dies it saves and ends, as after a SIGTERM.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """An agent's hold on its worker process: starts it, listens to it, kills it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """What other programs call our fields: a name to group.field. They are suggested, never taken."""
 
-from __future__ import annotations
-
 _NAMES = {
     "model.layers": "n_layer n_layers num_layers num_hidden_layers transformer_layers depth",
     "model.d_model": "n_embd hidden_size embed_dim d_embed dim width hidden_dim",

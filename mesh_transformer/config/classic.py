@@ -1,7 +1,5 @@
 """The flat JSON of the original mesh-transformer-jax, key for key, translated into groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mesh_transformer.config.describe import short

@@ -4,8 +4,6 @@ Version 1 of its model turned `x[..., :pe_rotary_dims]` of each head, and a head
 `d_head` said. `bucket` and `model_dir` were only parts of a path. Its trainer never looked at some keys at all.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any

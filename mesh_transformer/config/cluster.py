@@ -1,7 +1,5 @@
 """The group `cluster`: when the driver of a pod calls a worker lost, and how often it begins again."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from mesh_transformer.fields import Count, CountOrZero, Group, Positive, Unit

@@ -1,7 +1,5 @@
 """The group `compute`: how a model is computed. Nothing here changes what it computes, but for rounding."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from mesh_transformer.fields import Group, Layers, Mebibytes

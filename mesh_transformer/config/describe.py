@@ -1,7 +1,5 @@
 """What a field accepts, in words, from its JSON schema: for error messages and for docs/config.md."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from typing import Any

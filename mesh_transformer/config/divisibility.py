@@ -1,7 +1,5 @@
 """Sizes that the mesh must divide, checked before anything is compiled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """What is wrong with text that is not JSON, in words: the line, and the cause where it is one that people often make."""
 
-from __future__ import annotations
-
 import json
 import re
 

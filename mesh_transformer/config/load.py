@@ -1,7 +1,5 @@
 """Read a config file in either spelling, apply `--set` overrides, validate."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 from collections.abc import Sequence

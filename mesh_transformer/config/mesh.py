@@ -1,7 +1,5 @@
 """The group `mesh`: the axes of the device mesh, and which named dimensions each of them splits."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The names of the fields in both spellings, and the messages for unknown names."""
 
-from __future__ import annotations
-
 import difflib
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Changes on top of a config file: `NAME=VALUE` (--set), and `-KEY` for a key that is left out (--ignore-keys)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """JSON as the standard has it: no NaN, no duplicate keys, and every fault a UserError."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """A group whose fields depend on one of them: `optimizer.name` chooses the class of `optimizer`."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass

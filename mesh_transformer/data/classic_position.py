@@ -5,8 +5,6 @@ number of the last batch taken from the next one. It never shuffled, and dropped
 of a file.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optional repairs of the text of a document."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Documents out of text, JSON-lines and tar files, compressed or not, a bounded piece at a time."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -3,8 +3,6 @@
 Written byte for byte as TensorFlow does; read with packed or unpacked numbers, other features passed over.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import DecodeError

@@ -4,8 +4,6 @@ The streams notice a file that ends early, which some of the libraries behind th
 hand out no more than was asked for, so that a small file which expands without end cannot fill the memory.
 """
 
-from __future__ import annotations
-
 import io
 import lzma
 import zlib

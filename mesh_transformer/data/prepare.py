@@ -3,8 +3,6 @@
 The tokens wait in a temporary file, so memory holds a few numbers a document and a sequence, whatever the size of the text.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

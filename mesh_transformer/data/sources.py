@@ -1,7 +1,5 @@
 """From the name of a data set to its record files."""
 
-from __future__ import annotations
-
 import os
 import posixpath
 import re

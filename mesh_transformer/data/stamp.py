@@ -1,7 +1,5 @@
 """What tells a file from another that has taken its name: its size, and a hash of its beginning."""
 
-from __future__ import annotations
-
 import hashlib
 
 from mesh_transformer import files

@@ -5,8 +5,6 @@ same on every host and holds after the batch or the number of hosts changed. Wit
 depends on (`stamp.py`): the one that is read, and under shuffle all those of the half that is drawn from.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ bytes as a header claims, whether or not there are any. So what it may read for 
 and so are reads behind the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import tarfile

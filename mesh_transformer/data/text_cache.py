@@ -1,7 +1,5 @@
 """Text files as training data: tokenised on first use, the records kept in the user's cache folder."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 

@@ -1,7 +1,5 @@
 """Text to tokens and back: GPT-2's and other Hugging Face tokenizers, or plain bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

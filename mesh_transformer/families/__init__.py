@@ -1,7 +1,5 @@
 """Model families as data: each is one file beside this one and one line here."""
 
-from __future__ import annotations
-
 from mesh_transformer.families import gpt_neox, gptj
 from mesh_transformer.families.base import ModelConfig
 

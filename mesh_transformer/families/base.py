@@ -1,7 +1,5 @@
 """The fields that every family's config has, what a family says of itself, and the keys of a config.json."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self

@@ -4,8 +4,6 @@ A family's config gives one `Decoder`; models/decoder.py builds it. `Tensor` is 
 foreign checkpoints go through.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass

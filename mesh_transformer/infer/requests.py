@@ -1,7 +1,5 @@
 """What is asked of an engine and what it answers. Plain Python: the scheduler and the server import no jax for it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol

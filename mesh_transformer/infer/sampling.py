@@ -4,8 +4,6 @@ Shapes: B sequences, which are some of N slots, S positions of a slot, V vocabul
 that no sequence asks for costs nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

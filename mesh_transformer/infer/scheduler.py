@@ -1,7 +1,5 @@
 """Which request's tokens are computed next, and in which slot. Plain Python around an `Engine`."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import operator

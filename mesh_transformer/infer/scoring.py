@@ -4,8 +4,6 @@ Shapes: B rows, T tokens of a row, N all B * T of them, D residual width, P toke
 of interest after each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ A request's model input is its context and its continuation without the last tok
 (ops/attend/packed.py says how a row holds trees).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

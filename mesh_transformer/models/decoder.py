@@ -7,8 +7,6 @@ Shapes: B sequences, T positions, S keys, D residual width, H heads, K dims of a
 rows. Parameters are float32 and are cast to the compute dtype before `apply`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Optimizers: each is one file beside this one and one line here."""
 
-from __future__ import annotations
-
 from mesh_transformer.optimizers import adafactor, adam, lion
 from mesh_transformer.optimizers.base import OptimizerConfig
 

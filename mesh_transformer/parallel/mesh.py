@@ -1,7 +1,5 @@
 """The device mesh, and which rows of a batch each process holds."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What every entry point does: the shared arguments, and errors as one line with an exit code."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import signal

@@ -1,7 +1,5 @@
 """The config of a command: a file's, or the defaults with the model of the checkpoint that is named."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mesh_transformer.checkpoint.open import noted_config, recognise

@@ -1,7 +1,5 @@
 """Checkpoints of any form to native, classic and Hugging Face ones."""
 
-from __future__ import annotations
-
 import logging
 import posixpath
 import re

@@ -1,7 +1,5 @@
 """The last line of a training run. Whoever has the command line says it: a driver for its workers."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

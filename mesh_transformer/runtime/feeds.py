@@ -1,7 +1,5 @@
 """The data of a session: this process's rows of each batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a run tells whoever watches it from outside its thread, such as the driver of a pod."""
 
-from __future__ import annotations
-
 from mesh_transformer.logs import Scalars
 
 

@@ -1,7 +1,5 @@
 """The work of slim_model.py and resharding_example.py: a config and a checkpoint to a step in another form or split."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax

@@ -1,7 +1,5 @@
 """The folder in which a run's first process writes metrics and plots. Of a run in a bucket it is a working copy."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Samples of many prompts in one job, such as one of a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mesh_transformer import platforms

@@ -1,7 +1,5 @@
 """What is asked of device_sample.py."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 """Where a run begins: its own newest checkpoint (ours, or of the original program), another one's parameters, or fresh
 ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any, NamedTuple

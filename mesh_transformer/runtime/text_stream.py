@@ -1,7 +1,5 @@
 """Text from tokens as they come: whole characters only, and nothing of a stop string."""
 
-from __future__ import annotations
-
 import bisect
 import sys
 from collections.abc import Sequence

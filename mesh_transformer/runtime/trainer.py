@@ -1,7 +1,5 @@
 """The training job: the same for one process, several processes and the workers of a pod."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """The mean loss on each validation set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import jax

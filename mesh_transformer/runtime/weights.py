@@ -1,7 +1,5 @@
 """The parameters of a checkpoint of any form, on a session's devices."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterable, Iterator

@@ -3,8 +3,6 @@
 Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Small states on meshes, and comparisons, for the checkpoint tests."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

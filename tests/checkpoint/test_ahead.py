@@ -1,7 +1,5 @@
 """Working ahead changes neither the items nor the errors."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Archives are gone through in pieces of any size; what is in npz and .bin files is tested with those."""
 
-from __future__ import annotations
-
 import zipfile
 
 import pytest

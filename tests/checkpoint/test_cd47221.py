@@ -1,7 +1,5 @@
 """Files of the version that had Adam's state by its position: read by name, and gone on with."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """What only a checksum can tell: tensors whose layers were exchanged, and steps with the plain sums of earlier versions."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path

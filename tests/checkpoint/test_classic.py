@@ -1,7 +1,5 @@
 """Classic checkpoints: those of the original program, through any number of shards and back."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path

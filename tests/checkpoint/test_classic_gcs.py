@@ -1,7 +1,5 @@
 """Classic checkpoints in a bucket that sometimes fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

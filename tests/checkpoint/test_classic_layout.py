@@ -1,7 +1,5 @@
 """The order of a classic shard's arrays, against the order that was observed, written out here."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What is not a classic checkpoint of this model is refused, by file, array, expected and found."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

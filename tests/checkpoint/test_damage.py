@@ -1,7 +1,5 @@
 """Checkpoints that cannot be read back."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Local and gs:// files, with a cloud that sometimes fails."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables of foreign checkpoints: every parameter has a row, every row is read and written back to the bit; config.json."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

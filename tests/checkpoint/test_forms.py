@@ -1,7 +1,5 @@
 """Recognition by contents, and classic steps beside native ones."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

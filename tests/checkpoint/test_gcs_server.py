@@ -1,7 +1,5 @@
 """The loopback server keeps the rules that atomic commits rest on."""
 
-from __future__ import annotations
-
 import urllib.error
 import urllib.request
 

@@ -1,7 +1,5 @@
 """The Hugging Face form against transformers itself, and round trips."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 

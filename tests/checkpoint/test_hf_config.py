@@ -1,7 +1,5 @@
 """config.json of a Hugging Face GPT-J, both ways."""
 
-from __future__ import annotations
-
 import json
 
 import hf_folders as hf

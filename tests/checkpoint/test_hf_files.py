@@ -1,7 +1,5 @@
 """Hugging Face folders from strangers: damaged, incomplete, or leading elsewhere."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tracemalloc

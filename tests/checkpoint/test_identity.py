@@ -1,7 +1,5 @@
 """Which model a checkpoint is of: compared with the config's before a tensor is read."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

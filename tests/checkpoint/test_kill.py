@@ -1,7 +1,5 @@
 """kill -9 at any moment loses no finished checkpoint."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

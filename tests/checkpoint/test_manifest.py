@@ -1,7 +1,5 @@
 """Checksums and the manifest's own form."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

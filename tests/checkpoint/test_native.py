@@ -1,7 +1,5 @@
 """The native form read and written in slices, and its agreement with CheckpointStore."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Whatever is done to a native step, it loads to equal values or is refused: no crash, no hang, no huge allocation."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

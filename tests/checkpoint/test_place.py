@@ -1,7 +1,5 @@
 """From a checkpoint straight onto a mesh."""
 
-from __future__ import annotations
-
 import math
 import socket
 import subprocess

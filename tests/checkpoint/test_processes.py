@@ -1,7 +1,5 @@
 """Two processes of two devices each, one shared folder."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """CheckpointStore on the local disk."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

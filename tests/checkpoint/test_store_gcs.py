@@ -1,7 +1,5 @@
 """CheckpointStore on a (loopback) bucket."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """A new folder appears whole or not at all, local and in a bucket."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """pytorch_model.bin, whole and in shards."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """A TPU API on loopback for each test, and the project's own view of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

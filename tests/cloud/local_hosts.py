@@ -1,7 +1,5 @@
 """Hosts that are folders of this machine: what SSH would run there, a real shell runs here, with the folder as its home."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

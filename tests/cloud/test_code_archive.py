@@ -1,7 +1,5 @@
 """What hosts get is named by its content: the same content is the same archive, any change is another."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os

@@ -1,7 +1,5 @@
 """Each error of the API: its kind, its reason, what to do; exit code 2 for what the user can mend, 1 for the rest."""
 
-from __future__ import annotations
-
 import pytest
 from google.api_core import exceptions
 from google.auth.exceptions import DefaultCredentialsError

@@ -1,7 +1,5 @@
 """Unknown hosts are refused before anything is sent to them. The host is a real SSH server on loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """What the hosts' shells are given: no value is read as anything but itself. Real shells read it."""
 
-from __future__ import annotations
-
 import io
 import os
 import shlex

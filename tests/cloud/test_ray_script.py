@@ -1,7 +1,5 @@
 """scripts/pod_ray.sh, with a stand-in for Ray: what happens to the workers of a run when their node is started anew."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

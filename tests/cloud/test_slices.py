@@ -1,7 +1,5 @@
 """The table of TPU types against Google's published figures, and what it says to a wrong name."""
 
-from __future__ import annotations
-
 import pytest
 
 from mesh_transformer import platforms, slices

@@ -1,7 +1,5 @@
 """What each state of the API means; every state that the client library knows has a row."""
 
-from __future__ import annotations
-
 import pytest
 from google.cloud.tpu_v2.types import cloud_tpu
 

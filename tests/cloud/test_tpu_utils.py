@@ -1,7 +1,5 @@
 """tpu_utils.py as a user runs it: real processes, Google's client, a server on loopback."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TPU VMs and queued resources through Google's own client library, against a server on loopback."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """What the tests with real workers share: their devices, an uninterrupted run, a Ray cluster on loopback."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A task of the harness with data of its own: how well a model foresees texts that count bottles."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A cluster without processes: what happens at each look is written down beforehand."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 

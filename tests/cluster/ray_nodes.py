@@ -8,8 +8,6 @@ Prints its address, then obeys lines of standard input, each answered with "ok":
 `kill head` (to all that is the head), `add head` (a new one at the same address, and new nodes in place of all). At the end of the input it ends what it has started, and nothing else.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """eval_harness.py on a Ray cluster: the numbers of one process."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]

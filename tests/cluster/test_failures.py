@@ -1,7 +1,5 @@
 """The table: what was seen of the workers, and what it means."""
 
-from __future__ import annotations
-
 import pytest
 
 from mesh_transformer.cluster.base import Status, WorkerError

@@ -1,7 +1,5 @@
 """The lock of a worker, in a folder that other users may have prepared: nothing of theirs is followed, no stranger is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

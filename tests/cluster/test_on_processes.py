@@ -1,7 +1,5 @@
 """train.py and eval_harness.py with real workers on this machine: the numbers, the driver's death, the user's errors."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

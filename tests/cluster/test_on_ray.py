@@ -1,7 +1,5 @@
 """Real workers on a real Ray cluster of two hosts: whatever dies, the numbers are those of the run to which nothing happened."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

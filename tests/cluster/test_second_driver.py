@@ -1,7 +1,5 @@
 """Two drivers of one run: the second is refused while the first lives, and takes over when it is gone."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

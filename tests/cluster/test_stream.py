@@ -1,7 +1,5 @@
 """The driver's batches on their way to a worker."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

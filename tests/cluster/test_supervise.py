@@ -1,7 +1,5 @@
 """What the supervisor does about each verdict, on a cluster that is a table and a clock that does not tick by itself."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """The original's interface on real processes: train, eval, generate, save, load."""
 
-from __future__ import annotations
-
 import pytest
 from commands import metrics
 from counting import NAME, write_task

@@ -1,7 +1,5 @@
 """train.py's options: what they change, what they refuse, what --new deletes."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import io

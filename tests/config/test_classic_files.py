@@ -1,7 +1,5 @@
 """Files of the original program and of its forks: what it took is taken, with the meaning that it had there."""
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

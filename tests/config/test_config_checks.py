@@ -1,7 +1,5 @@
 """Sizes that do not fit each other are refused before anything is compiled."""
 
-from __future__ import annotations
-
 import time
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Reading a config: both spellings, overrides, and what a hostile file or command line is told."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

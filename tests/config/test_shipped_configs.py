@@ -1,7 +1,5 @@
 """The shipped configs load, fit their devices, and docs/config.md is what its generator writes."""
 
-from __future__ import annotations
-
 import math
 import runpy
 from pathlib import Path

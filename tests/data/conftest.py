@@ -1,7 +1,5 @@
 """What the data tests share: the golden files and a small tokenizer, or a skip that says what is missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

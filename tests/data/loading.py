@@ -1,7 +1,5 @@
 """A training loader of the fixture `dataset`, in every order, and what it gives."""
 
-from __future__ import annotations
-
 from mesh_transformer.data.loader import make_train_loader
 
 MODES = [

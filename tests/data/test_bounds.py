@@ -1,7 +1,5 @@
 """Small files that claim or become much: archives, JSON lines and compressed text from strangers."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """The original's data positions, against the batches that the original gave."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

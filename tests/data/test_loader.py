@@ -1,7 +1,5 @@
 """Batches: equal to the original's, and the same whatever the hosts, the read-ahead and the interruptions."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Positions in the data: exact where the data is the same, refused where it is not."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

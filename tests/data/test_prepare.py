@@ -1,7 +1,5 @@
 """From text to records: contents, order, bad input, and the size of the memory."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Record files: TensorFlow's bytes, and damage that is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io

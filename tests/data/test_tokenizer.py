@@ -1,7 +1,5 @@
 """Tokenizers: known ids, and a clear way out where there is none."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """One tiny model with GPT-2's vocabulary, on our side and on that of lm-eval's `hf`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small models behind the harness's interface: ours, and the same weights in lm-eval's own `hf`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Results on disk: found again for the same weights and the same request, and for no others."""
 
-from __future__ import annotations
-
 import hf_folders as hf
 import jax
 import numpy as np

@@ -1,7 +1,5 @@
 """eval_harness.py, and the tasks of a training run, as a user runs them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

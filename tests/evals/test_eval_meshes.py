@@ -1,7 +1,5 @@
 """The same numbers on every mesh, in several processes too."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every query is laid out once, sees what it should, and is scored where it should be; numpy says what that is."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

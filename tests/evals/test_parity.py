@@ -1,7 +1,5 @@
 """The same weights in our model and in lm-eval's `hf`, float32: the same numbers, flags, texts and metrics."""
 
-from __future__ import annotations
-
 import golden
 import hf_folders as hf
 import numpy as np

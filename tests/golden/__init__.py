@@ -1,7 +1,5 @@
 """Numbers and checkpoints of the original program, as test code reads them: README.md."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Write original.tar.xz and texts.tar.xz beside this file: `python tests/golden/make.py FOLDER`, see README.md."""
 
-from __future__ import annotations
-
 import io
 import lzma
 import sys

@@ -1,7 +1,5 @@
 """A scheduler on the fake engine, and what it gave."""
 
-from __future__ import annotations
-
 from fake_engine import Completion, FakeEngine, alone
 
 from mesh_transformer.infer.requests import SamplingParams

@@ -3,8 +3,6 @@
 A cache that is wrong in any position gives other tokens than `alone`, which knows no caches.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

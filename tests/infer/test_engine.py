@@ -1,7 +1,5 @@
 """The engine against the original, against completions by definition, and against itself in other company."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import re

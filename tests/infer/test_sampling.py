@@ -1,7 +1,5 @@
 """Sampling against definitions in plain numpy, and the original's filter."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

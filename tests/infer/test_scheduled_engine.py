@@ -1,7 +1,5 @@
 """The scheduler on the real engine: each request's tokens are those that it gets alone, with nothing reused."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 from builders import TINY, program

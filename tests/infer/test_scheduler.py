@@ -1,7 +1,5 @@
 """The scheduler on an engine that checks every call, token for token against requests computed alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The scheduler in random traffic."""
 
-from __future__ import annotations
-
 from collector import Collector
 from fake_engine import alone
 from hypothesis import settings

@@ -1,7 +1,5 @@
 """A vocabulary in tiles gives the log-probabilities of the whole."""
 
-from __future__ import annotations
-
 import builders
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The model against the original program, in float32."""
 
-from __future__ import annotations
-
 import golden
 import jax
 import numpy as np

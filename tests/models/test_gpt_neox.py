@@ -1,7 +1,5 @@
 """GPT-NeoX against transformers: logits, greedy tokens with a cache, one device and four, and the export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What every family promises, whatever its numbers."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

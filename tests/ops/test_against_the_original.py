@@ -1,7 +1,5 @@
 """Pure functions against the original's numbers."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

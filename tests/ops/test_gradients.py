@@ -1,7 +1,5 @@
 """Operations with gradient rules or orders of their own, against the plain form that JAX differentiates."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

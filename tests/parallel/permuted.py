@@ -4,8 +4,6 @@ As a program it is one of several processes: `permuted.py FOLDER ORDER`, where O
 mesh, with the variables that `platforms.start_distributed` reads. It writes FOLDER/found_PROCESS.json.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

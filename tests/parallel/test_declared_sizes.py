@@ -1,7 +1,5 @@
 """The sizes that a config declares for divisibility are those of the arrays that its model shards."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

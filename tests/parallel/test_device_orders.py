@@ -3,8 +3,6 @@
 `tpu_devices.json` holds them (scripts/tpu_devices.py writes it), so nothing is compiled and libtpu is not needed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Collectives read off the text of small programs whose collectives are known."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,8 +3,6 @@
 Under fsdp and tp no device ever holds a whole matrix at rest, and no gather yields more than one layer.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 

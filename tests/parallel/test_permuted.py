@@ -1,7 +1,5 @@
 """Two and four processes whose devices lie anywhere in the mesh, as those of a TPU slice may, give the numbers of one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Runs where libtpu is installed (docs/architecture.md says how); elsewhere it is skipped.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import runpy

@@ -1,7 +1,5 @@
 """The pod of hosts, once a file of tests: bringing it up takes less than a second, and workers of pytest-xdist take turns."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

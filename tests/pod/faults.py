@@ -1,7 +1,5 @@
 """What can befall a pod, done for real, in the middle of an interval between checkpoints; and how long each took to mend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

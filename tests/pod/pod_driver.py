@@ -1,7 +1,5 @@
 """train.py on the pod of hosts as a user launches it, with data and checkpoints in a bucket; and ways to break what it runs on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The pod of hosts itself: why it cannot be here, and that a killed session leaves nothing that matters."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """From a cloud with nothing in it to Ray on four hosts: the TPU API, its host keys, SSH, provisioning; and as a command."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

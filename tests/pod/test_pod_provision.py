@@ -1,7 +1,5 @@
 """From four bare hosts to four Ray nodes that run our code, over real SSH; everything once."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """SSH to real servers on four hosts: output by host, failures collected, unknown hosts refused, silence noticed."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import subprocess

@@ -5,8 +5,6 @@ checkpoints, metrics and validation data are in a bucket. The run with the fault
 mount, and reads from the bucket on each host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """A run whose checkpoints and data live in a bucket, against a server on loopback."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """slim_model.py and resharding_example.py as a user runs them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The compile cache of real runs: on by default, and complete."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

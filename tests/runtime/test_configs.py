@@ -1,7 +1,5 @@
 """Commands without --config: the checkpoint that is named knows its model."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

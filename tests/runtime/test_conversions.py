@@ -1,7 +1,5 @@
 """Each command that writes a checkpoint: stopped and killed in mid-write, repeated, through the faults of a bucket."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

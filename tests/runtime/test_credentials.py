@@ -1,7 +1,5 @@
 """gs:// paths on a machine without Google credentials: one line, exit code 2, from every command."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """to_hf_weights.py and from_hf_weights.py, as a user runs them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

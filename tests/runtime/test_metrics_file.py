@@ -1,7 +1,5 @@
 """What stands behind the last record of a metrics file is neither believed nor kept."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Native steps that a conversion wrote, or damaged ones, as the commands meet them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

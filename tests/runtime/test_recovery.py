@@ -1,7 +1,5 @@
 """Killed and started again, a run goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """resharding_example.py: what it refuses before it writes, and the completion by what it wrote."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

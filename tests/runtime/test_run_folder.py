@@ -1,7 +1,5 @@
 """The folder beside a run in a bucket: the bucket counts, and only what is newer than it stays."""
 
-from __future__ import annotations
-
 import pytest
 from gcs_server import GcsServer
 

@@ -1,7 +1,5 @@
 """One process trains in a folder at a time."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """device_sample.py in this process, on an engine whose tokens are arithmetic: what its options ask for."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

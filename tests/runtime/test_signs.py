@@ -1,7 +1,5 @@
 """Signs of work, on a clock of its own; what a real process that waits uses is in docs/reliability.md."""
 
-from __future__ import annotations
-
 import pytest
 from infer.fake_engine import FakeEngine
 

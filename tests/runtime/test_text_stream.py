@@ -1,7 +1,5 @@
 """Text in pieces against the text of all tokens at once."""
 
-from __future__ import annotations
-
 import codecs
 import functools
 import tempfile

@@ -1,7 +1,5 @@
 """device_train.py and device_sample.py as a user runs them."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

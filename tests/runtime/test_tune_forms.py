@@ -1,7 +1,5 @@
 """device_train.py and device_sample.py from checkpoints of the original program, against its own numbers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

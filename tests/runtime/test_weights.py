@@ -1,7 +1,5 @@
 """A session's weights from native steps, wherever they lie and whatever they are called."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -5,8 +5,6 @@ opening ("user error", "crash") or at its 20th step ("late crash"). FAKE_SEND_BU
 that does not read. FAKE_END: seconds that the process takes to end, after it says so.
 """
 
-from __future__ import annotations
-
 import atexit
 import collections
 import os

@@ -1,7 +1,5 @@
 """device_serve.py, which at its end writes the names of the modules that it imported into the file MODULES, one a line."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

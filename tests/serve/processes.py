@@ -1,7 +1,5 @@
 """The server as a process of its own, with the fake engine unless told otherwise."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

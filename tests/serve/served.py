@@ -1,7 +1,5 @@
 """A real server on a loopback port, in a thread, with an engine whose tokens are arithmetic."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

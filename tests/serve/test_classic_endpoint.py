@@ -1,7 +1,5 @@
 """POST /complete, as clients of the original call it."""
 
-from __future__ import annotations
-
 import pytest
 from infer.fake_engine import alone
 from served import expected, refusal, serve, text_of

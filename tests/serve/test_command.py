@@ -1,7 +1,5 @@
 """The server as a process: its arguments, its signals, its exit codes."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """POST /v1/completions: what comes back is what the engine's arithmetic gives, computed without the server."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Clients that say nothing, or too slowly, or do not listen: what they hold is bounded, and the others are served."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """From warm-up to the end: overload, clients that leave, time limits, draining, an engine that fails."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

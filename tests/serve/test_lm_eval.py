@@ -1,7 +1,5 @@
 """lm-evaluation-harness's local-completions model against the server: its numbers are those of the engine."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A short form of benchmarks/serve_load.py against a server process: nothing is lost, nothing grows."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """GET /metrics: what is counted and timed."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """The official openai client against the server."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 from served import KEY, NAME, expected, serve, text_of

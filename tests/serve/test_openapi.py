@@ -1,7 +1,5 @@
 """schemathesis against the server's own description: no answer is a 500, and each is of the form it describes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

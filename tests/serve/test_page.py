@@ -1,7 +1,5 @@
 """The web page in a real Chromium, against a real server with an engine whose tokens are arithmetic."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

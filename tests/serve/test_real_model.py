@@ -1,7 +1,5 @@
 """device_serve.py with a model that was trained a moment before."""
 
-from __future__ import annotations
-
 import json
 import signal
 from concurrent.futures import ThreadPoolExecutor

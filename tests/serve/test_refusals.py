@@ -1,7 +1,5 @@
 """What is refused, and that the answer says why; keys, sizes of bodies, CORS."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

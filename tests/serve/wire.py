@@ -1,7 +1,5 @@
 """Requests byte by byte: what a client library would not send."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

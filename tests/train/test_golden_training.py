@@ -1,7 +1,5 @@
 """The training trajectory against the original's one-shard run, in float32."""
 
-from __future__ import annotations
-
 import golden
 import jax
 import numpy as np

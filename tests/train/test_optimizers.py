@@ -1,7 +1,5 @@
 """Each optimizer against optax's own, its state on a mesh and in files, and training with a frozen part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

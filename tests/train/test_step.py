@@ -1,7 +1,5 @@
 """The training step's parts against plain definitions."""
 
-from __future__ import annotations
-
 import copy
 
 import jax

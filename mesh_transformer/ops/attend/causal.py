@@ -3,8 +3,6 @@
 Shapes: B sequences, T query positions, S key positions, H heads, K dims of a head.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

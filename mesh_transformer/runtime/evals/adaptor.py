@@ -1,7 +1,5 @@
 """A model as lm-evaluation-harness knows it. The harness must be installed to import this."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Results of an evaluation on disk, so that one that was interrupted, or repeated, computes only what is new."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

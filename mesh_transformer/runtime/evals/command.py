@@ -1,7 +1,5 @@
 """The evaluation of a checkpoint: the work of eval_harness.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import json

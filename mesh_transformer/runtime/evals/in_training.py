@@ -1,7 +1,5 @@
 """Tasks of the harness during training: loaded and checked when the run starts, run with each validation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LAMBADA and PIQA from files: what the tasks in tasks/ read."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

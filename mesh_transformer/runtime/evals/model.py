@@ -1,7 +1,5 @@
 """What the harness asks of a model, answered in tokens: log-likelihoods of continuations, and completions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 

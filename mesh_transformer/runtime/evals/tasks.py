@@ -1,7 +1,5 @@
 """The harness's tasks: found, loaded, run. Nothing here imports the harness before a task is asked for."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import importlib.util

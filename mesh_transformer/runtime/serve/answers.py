@@ -1,8 +1,6 @@
 """How a request is answered: with JSON, with OpenAI's error object, with a stream of events; and when its client has gone or
 its time is over."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The routes put together, and every error as OpenAI's error object."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Sequence

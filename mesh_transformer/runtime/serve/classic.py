@@ -1,7 +1,5 @@
 """POST /complete, the original's own route."""
 
-from __future__ import annotations
-
 import secrets
 
 from fastapi import APIRouter, Request

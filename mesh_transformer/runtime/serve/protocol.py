@@ -4,8 +4,6 @@ Fields that are not listed are ignored, as OpenAI and vLLM do; null is the same 
 checked by hand, not by pydantic, which would note a fault for each of a million wrong elements.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import (

@@ -1,7 +1,5 @@
 """The server from its arguments to its exit code: the work of device_serve.py."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -6,8 +6,6 @@ Each checkpoint is of two steps: Adam in float32, and with bfloat16 moments and 
 hash of each array of the training state as that program restored it, and the losses of the three steps after it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tarfile
