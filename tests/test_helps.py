@@ -20,11 +20,11 @@ DRIVER = (
 TEXTS = {
     "train": (
         *DRIVER,
-        "--fresh-opt with --tune-model-path: do not load its Adam moments; start them at zero",
+        "--fresh-opt with --tune-model-path: do not load its optimizer state; start with a fresh one",
         "--ignore-keys KEY,... leave these keys of the config file out",
     ),
     "eval_harness": DRIVER,
-    "device_train": ("do not load its Adam moments; start them at zero",),
+    "device_train": ("do not load its optimizer state; start with a fresh one",),
     "tpu_utils create": ("--user USER login name on the hosts (default: your name here)",),
 }
 

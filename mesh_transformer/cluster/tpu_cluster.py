@@ -64,11 +64,11 @@ class TPUCluster:
         return self._result("generate", checkpoint=source, prompts=list(prompts), request=request)
 
     def load(self, path: str, *, fresh_opt: bool = False) -> None:
-        """Let a run that has no checkpoint yet begin from this one, of any form; `fresh_opt` leaves its Adam moments."""
+        """Let a run that has no checkpoint yet begin from this one, of any form; `fresh_opt` leaves its optimizer state."""
         self._load = {"tune_model_path": path, "fresh_opt": fresh_opt}
 
     def save(self, path: str, form: str = "native") -> None:
-        """Write the newest checkpoint to another place, with its Adam moments. This machine does it, tensor by tensor.
+        """Write the newest checkpoint to another place, with its optimizer state. This machine does it, tensor by tensor.
 
         Args:
             path: form "native": a root, in which step_N is made; "classic": the step's folder itself.

@@ -73,7 +73,7 @@ def add_tuning(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--fresh-opt",
         action="store_true",
-        help="with --tune-model-path: do not load its Adam moments; start them at zero",
+        help="with --tune-model-path: do not load its optimizer state; start with a fresh one",
     )
 
 

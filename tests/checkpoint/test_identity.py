@@ -210,8 +210,9 @@ def test_a_noted_model_without_a_family_is_read_whole() -> None:
         ({"layers": 2}, "required and not given"),
         ({**MODEL.model_dump(), "n_heads": 10**400}, "n_heads"),
         ({**MODEL.model_dump(), "family": ["gptj"]}, "family"),
+        ({**MODEL.model_dump(), "clip_qkv": 6}, "this version has no clip_qkv"),
     ],
-    ids=["text", "incomplete", "huge", "list"],
+    ids=["text", "incomplete", "huge", "list", "newer"],
 )  # fmt: skip
 def test_a_model_that_cannot_be_read_is_refused(tmp_path: Path, noted: Any, message: str) -> None:
     source = RandomSource(MODEL, full=False)
