@@ -103,10 +103,13 @@ def noted_model(config: Any, where: str) -> ModelConfig | None:
         if not isinstance(noted, dict):
             raise UserError("expected an object")
         family = FAMILIES.get(str(VARIANTS["model"].chosen(noted)), ModelConfig)
+        model = parse_config({"model": {k: noted[k] for k in noted if k in family.model_fields}}).model
         # an older version had fields of today's group compute here
         if unknown := [k for k in noted if k not in family.model_fields and ("model", k) not in MOVED]:
-            raise UserError(f"this version has no {', '.join(sorted(unknown))}; a newer one may have written it")
-        return parse_config({"model": {k: noted[k] for k in noted if k in family.model_fields}}).model
+            raise UserError(
+                f"this version has no {', '.join(sorted(unknown))}; a newer one may have written it"
+            )
+        return model
     except UserError as error:
         raise UserError(f"{where}: the model that the checkpoint notes cannot be read: {error}") from error
 
