@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mesh_transformer.config.describe import short
-from mesh_transformer.config.run import CheckpointConfig
+from mesh_transformer.config.schema import CheckpointConfig
 from mesh_transformer.fields import size
 
 DEFAULT_FOLDER = CheckpointConfig.model_fields["model_dir"].default

@@ -1,15 +1,39 @@
 """JSON as the standard has it: no NaN, no duplicate keys, and every fault a UserError."""
 
 import json
+import re
 import sys
 from typing import Any, NoReturn
 
 from mesh_transformer import files
-from mesh_transformer.config import json_faults
 from mesh_transformer.config.describe import short
 from mesh_transformer.errors import UserError
 
 MAX_BYTES = 16 << 20  # of a file beside a checkpoint's tensors
+SHOWN_WORD = 40
+TRAILING = "a comma before the closing bracket"
+NO_COMMA = "a comma is missing after the value"
+END = r"(?=[\s,:{}\[\]]|$)"  # of a word
+# what the json module says, what stands at the fault, the cause; the first row that fits counts
+CAUSES = [
+    ("", r"(<{7}|={7}|>{7}|\|{7})(\s|$)", "{line}: an unfinished git merge"),
+    ("", r"//|#|/\*", "JSON has no comments"),
+    ("Unterminated string", "", "a string without its closing quote"),
+    ("Invalid control character", "", "a string without its closing quote"),
+    ("Invalid \\escape", "", "a single backslash in a string: write two"),
+    ("Extra data", "", "more text after the last closing bracket"),
+    ("", "$", "the file ends before the last bracket is closed"),
+    ("", "['\u2018\u2019\u201c\u201d]", '{word[0]} is not a quote in JSON: write "'),
+    ("Expecting ','", '"', NO_COMMA),
+    ("Expecting ','", "", "expected a comma or a closing bracket, found {word}"),
+    ("Expecting ':'", "", 'expected a colon, as in "key": value, found {word}'),
+    ("Expecting property name", "", "expected a key in double quotes, found {word}"),
+    ("", "True" + END, "True is not JSON: write true"),
+    ("", "False" + END, "False is not JSON: write false"),
+    ("", "None" + END, "None is not JSON: write null"),
+    ("", r'[^\s,:{}\[\]]*"' + END, "{word}: a string without its opening quote"),
+    ("", "", "expected a number, true, false, null, a string in double quotes, {{ or [, found {word}"),
+]
 
 
 def parse(text: str, repeated: list[str] | None = None) -> Any:
@@ -37,7 +61,7 @@ def parse(text: str, repeated: list[str] | None = None) -> Any:
         return values
 
     def refuse_constant(name: str) -> NoReturn:
-        line = json_faults.line_of(text, name)
+        line = _line_of(text, name)
         raise UserError(f"{line}: {name} is not a number in JSON: write a finite number")
 
     try:
@@ -45,11 +69,11 @@ def parse(text: str, repeated: list[str] | None = None) -> Any:
     except UserError:
         raise
     except json.JSONDecodeError as error:
-        raise UserError(f"not JSON: {json_faults.explain(text, error)}") from error
+        raise UserError(f"not JSON: {_explain(text, error)}") from error
     except ValueError as error:
         # the one other cause: Python limits the digits of a whole number
         digits = sys.get_int_max_str_digits()
-        line = json_faults.line_of(text, rf"\d{{{digits + 1}}}")
+        line = _line_of(text, rf"\d{{{digits + 1}}}")
         raise UserError(f"{line}: a number of more than {digits:,} digits") from error
     except RecursionError as error:
         raise UserError("not usable JSON: brackets are nested too deep") from error
@@ -80,3 +104,27 @@ def parse_object(raw: bytes, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{what} is not a JSON object")
     return value
+
+
+def _explain(text: str, error: json.JSONDecodeError) -> str:
+    """`line N: cause` for text that the json module refused with `error`."""
+    before, after = text[: error.pos].rstrip(), text[error.pos :].lstrip()
+    # from Python 3.13 on the error stands at the comma itself
+    if re.match(r".?,\s*[}\]]", before[-1:] + after, re.DOTALL):
+        cause = TRAILING
+    else:
+        cause = next(
+            cause for said, at, cause in CAUSES if error.msg.startswith(said) and re.match(at, after)
+        )
+    word = re.split(r"[\s,:{}\[\]]", after, maxsplit=1)[0][:SHOWN_WORD] or after[:1]
+    # what is missing, or there too much, before a line's first character stands on the line before
+    place = len(before) if cause in (TRAILING, NO_COMMA) else error.pos
+    line = "".join(after.splitlines()[:1])[:SHOWN_WORD].rstrip()
+    return f"line {text.count(chr(10), 0, place) + 1}: {cause.format(word=word, line=line)}"
+
+
+def _line_of(text: str, pattern: str) -> str:
+    """`line N`, of the first match outside the strings."""
+    outside = re.sub(r'"(?:\\.|[^"\\])*"', lambda string: " " * len(string.group()), text)
+    match = re.search(pattern, outside)
+    return f"line {text.count(chr(10), 0, match.start() if match else 0) + 1}"

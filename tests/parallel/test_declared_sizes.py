@@ -9,8 +9,7 @@ import pytest
 from builders import TINY, program
 
 from mesh_transformer.config import MeshConfig, mesh_shape, parse_config
-from mesh_transformer.config.divisibility import check_sizes
-from mesh_transformer.config.mesh import SWITCHES, parts
+from mesh_transformer.config.mesh import SWITCHES, check_sizes, parts
 from mesh_transformer.errors import UserError
 from mesh_transformer.parallel.sharding import Partition, use
 
