@@ -14,8 +14,8 @@ from typing import Any
 from mesh_transformer import logs, slices
 from mesh_transformer.cloud import shell
 from mesh_transformer.cloud.faults import Kind, TpuFailed, TpuRefused
-from mesh_transformer.cloud.login import pod_of, public_keys
-from mesh_transformer.cloud.pod import Access, Host, HostsFailed, HostsRefused, Outcome, Pod
+from mesh_transformer.cloud.launch import pod_of, public_keys
+from mesh_transformer.cloud.pod import Access, Host, HostsFailed, HostsRefused, Outcome, Pod, command_line
 from mesh_transformer.cloud.request import Request, Tier
 from mesh_transformer.cloud.state import Phase, Tpu
 from mesh_transformer.cloud.tpus import DAY_S, Tpus
@@ -71,8 +71,6 @@ def _delete(arguments: argparse.Namespace, tpus: Tpus) -> None:
 
 
 def _ssh(arguments: argparse.Namespace, tpus: Tpus) -> None:
-    from mesh_transformer.cloud.ssh import command_line
-
     pod = _pod(arguments, tpus)
     by_id = {host.worker_id: host for host in pod.hosts}
     if arguments.worker not in by_id:
@@ -141,95 +139,77 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+# an option: its flag, its help, what else argparse is to know of it
+Option = tuple[str, str, dict[str, Any]]
+_SWITCH = {"action": "store_true"}
+_WHERE: list[Option] = [
+    ("--zone", "zone, such as europe-west4-a", {"required": True}),
+    ("--project", "cloud project (default: GOOGLE_CLOUD_PROJECT, else that of the credentials)", {}),
+]
+_LOGIN: list[Option] = [
+    ("--user", "login name on the hosts (default: your name here)", {}),
+    ("--ssh-key", "private key (default: gcloud's, else the first one in ~/.ssh)", {"metavar": "FILE"}),
+]
+_HOSTS: list[Option] = [
+    *_LOGIN,
+    ("--external", "log in to the hosts' external addresses", _SWITCH),
+    ("--known-hosts", "the hosts' public keys (default: they are read from the API)", {"metavar": "FILE"}),
+]
+_SECONDS: dict[str, Any] = {"type": float, "metavar": "S"}
+_STOPPED = "cheaper capacity that the cloud may stop at any time"
+_TIERS: dict[Tier, str] = {
+    "spot": _STOPPED,
+    "preemptible": f"{_STOPPED}, after a day at the latest",
+    "reserved": "capacity of a reservation",
+}
+_CREATE: list[Option] = [  # most are fields of `Request`
+    ("--type", "type of the TPU, such as v3-32, v5e-16, v6e-8", {"required": True}),
+    ("--queued", "wait in Google's queue for capacity", _SWITCH),
+    ("--valid-for", "with --queued: give up after S seconds in the queue", {"type": int, "dest": "valid_for_s", "metavar": "S"}),
+    ("--reservation", "with --queued --reserved: projects/P/locations/Z/reservations/R", {}),
+    ("--again", "create it again when it is lost, and try again while the zone has no capacity", _SWITCH),
+    ("--timeout", "seconds to wait for it (default: a day)", {**_SECONDS, "default": DAY_S}),
+    ("--runtime-version", "runtime version (default: the one for JAX on this type)", {}),
+    ("--network", "network of the hosts (default: the project's)", {}),
+    ("--subnetwork", "subnetwork of the hosts (default: the network's)", {}),
+    ("--internal-only", "no external addresses", {"action": "store_false", "dest": "external_addresses"}),
+    ("--service-account", "service account of the hosts", {"metavar": "EMAIL"}),
+    ("--label", "label of the TPU; may be given several times",
+     {"type": _pair, "action": "append", "default": [], "dest": "labels", "metavar": "NAME=VALUE"}),
+    ("--tag", "network tag, for firewall rules", {"action": "append", "default": [], "dest": "tags", "metavar": "TAG"}),
+]  # fmt: skip
+_WORKER: dict[str, Any] = {"type": int, "metavar": "N"}
+_COMMANDS: list[tuple[Callable[..., None], str, list[Option]]] = [
+    (_create, "create a TPU and wait until it is ready; one that exists is used", [*_LOGIN, *_CREATE]),
+    (_list, "list all TPUs of the zone, created or queued", []),
+    (_describe, "print state, type, hosts and age", []),
+    (_ssh, "open a shell on one host", [*_HOSTS, ("--worker", "TPU worker id (default: %(default)s)", {**_WORKER, "default": 0})]),
+    (_run, "run a command on all hosts at the same time: ... -- PROGRAM ARGUMENTS, or ... -- 'LINE FOR A SHELL'", [
+        *_HOSTS,
+        ("--worker", "TPU worker id of the host; may be given several times (default: all hosts)", {**_WORKER, "action": "append"}),
+        ("--timeout", "end a host's command after S seconds (default: never)", _SECONDS),
+    ]),
+    (_delete, "delete a TPU; one that does not exist is no error",
+     [("--timeout", "seconds to wait (default: %(default)s)", {**_SECONDS, "default": 1800.0})]),
+]  # fmt: skip
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    where = argparse.ArgumentParser(add_help=False)
-    add = where.add_argument
-    add("--zone", required=True, help="zone, such as europe-west4-a")
-    add("--project", help="cloud project (default: GOOGLE_CLOUD_PROJECT, else that of the credentials)")
-    login = argparse.ArgumentParser(add_help=False)
-    add = login.add_argument
-    add("--user", help="login name on the hosts (default: your name here)")
-    add("--ssh-key", metavar="FILE", help="private key (default: gcloud's, else the first one in ~/.ssh)")
-    hosts = argparse.ArgumentParser(add_help=False, parents=[login])
-    add = hosts.add_argument
-    add("--external", action="store_true", help="log in to the hosts' external addresses")
-    add("--known-hosts", metavar="FILE", help="the hosts' public keys (default: they are read from the API)")
     actions = parser.add_subparsers(required=True, metavar="create|list|describe|ssh|run|delete")
-
-    def command(action: Callable[..., None], help: str, *parents: argparse.ArgumentParser) -> Any:
-        made = actions.add_parser(action.__name__[1:], parents=[where, *parents], help=help)
-        made.set_defaults(action=action)
+    for action, meaning, options in _COMMANDS:
+        command = actions.add_parser(action.__name__[1:], help=meaning)
+        command.set_defaults(action=action)
         if action is not _list:
-            made.add_argument("name", metavar="NAME")
-        return made
-
-    _add_create(command(_create, "create a TPU and wait until it is ready; one that exists is used", login))
-    command(_list, "list all TPUs of the zone, created or queued")
-    command(_describe, "print state, type, hosts and age")
-    add = command(_ssh, "open a shell on one host", hosts).add_argument
-    add("--worker", type=int, default=0, metavar="N", help="TPU worker id (default: %(default)s)")
-    add = command(
-        _run,
-        "run a command on all hosts at the same time: ... -- PROGRAM ARGUMENTS, or ... -- 'LINE FOR A SHELL'",
-        hosts,
-    ).add_argument
-    add(
-        "--worker", type=int, action="append", metavar="N",
-        help="TPU worker id of the host; may be given several times (default: all hosts)",
-    )  # fmt: skip
-    add("--timeout", type=float, metavar="S", help="end a host's command after S seconds (default: never)")
-    add = command(_delete, "delete a TPU; one that does not exist is no error").add_argument
-    add("--timeout", type=float, default=1800.0, metavar="S", help="seconds to wait (default: %(default)s)")
+            command.add_argument("name", metavar="NAME")
+        for flag, text, settings in (*_WHERE, *options):
+            command.add_argument(flag, help=text, **settings)
+        if action is _create:
+            tier = command.add_mutually_exclusive_group()
+            for name, text in _TIERS.items():
+                tier.add_argument(f"--{name}", dest="tier", action="store_const", const=name, help=text)
+            command.set_defaults(tier="on-demand")
     return parser
-
-
-def _add_create(parser: argparse.ArgumentParser) -> None:
-    """The options of `create`: most are fields of `Request`."""
-    add = parser.add_argument
-    add("--type", required=True, help="type of the TPU, such as v3-32, v5e-16, v6e-8")
-    tier = parser.add_mutually_exclusive_group()
-    stopped = "cheaper capacity that the cloud may stop at any time"
-    tiers: dict[Tier, str] = {
-        "spot": stopped,
-        "preemptible": f"{stopped}, after a day at the latest",
-        "reserved": "capacity of a reservation",
-    }
-    for name, meaning in tiers.items():
-        tier.add_argument(f"--{name}", dest="tier", action="store_const", const=name, help=meaning)
-    parser.set_defaults(tier="on-demand")
-    add("--queued", action="store_true", help="wait in Google's queue for capacity")
-    add(
-        "--valid-for",
-        type=int,
-        dest="valid_for_s",
-        metavar="S",
-        help="with --queued: give up after S seconds in the queue",
-    )
-    add("--reservation", help="with --queued --reserved: projects/P/locations/Z/reservations/R")
-    add(
-        "--again",
-        action="store_true",
-        help="create it again when it is lost, and try again while the zone has no capacity",
-    )
-    add("--timeout", type=float, default=DAY_S, metavar="S", help="seconds to wait for it (default: a day)")
-    add("--runtime-version", help="runtime version (default: the one for JAX on this type)")
-    add("--network", help="network of the hosts (default: the project's)")
-    add("--subnetwork", help="subnetwork of the hosts (default: the network's)")
-    add("--internal-only", action="store_false", dest="external_addresses", help="no external addresses")
-    add("--service-account", metavar="EMAIL", help="service account of the hosts")
-    add(
-        "--label", dest="labels", type=_pair, action="append", default=[], metavar="NAME=VALUE",
-        help="label of the TPU; may be given several times",
-    )  # fmt: skip
-    add(
-        "--tag",
-        dest="tags",
-        action="append",
-        default=[],
-        metavar="TAG",
-        help="network tag, for firewall rules",
-    )
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ import time
 from mesh_transformer.cloud import head
 from mesh_transformer.cloud.api import Timing, pauses
 from mesh_transformer.cloud.archive import CHECKOUT, code_archive
-from mesh_transformer.cloud.environment import Environment, Existing, Python
-from mesh_transformer.cloud.launch import Plan, launch
-from mesh_transformer.cloud.login import public_keys
+from mesh_transformer.cloud.launch import Plan, launch, public_keys
 from mesh_transformer.cloud.pod import Access, Pod
+from mesh_transformer.cloud.provision import Environment, Existing, Python
 from mesh_transformer.cloud.request import Request, Tier
 from mesh_transformer.cloud.state import Phase
 from mesh_transformer.cloud.tpus import Tpus

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from mesh_transformer.cloud import ssh
+from mesh_transformer.cloud import pod
 from mesh_transformer.cloud.pod import Access, Host, Pod
 
 
 class LocalConnection:
-    """What `cloud.ssh` uses of a fabric connection."""
+    """What `cloud.pod` uses of a fabric connection."""
 
     def __init__(self, home: Path):
         self._home = home
@@ -49,7 +49,7 @@ def local_pod(homes: list[Path], monkeypatch: pytest.MonkeyPatch) -> Pod:
     def connected(host: Host, _: Access) -> Iterator[LocalConnection]:
         yield LocalConnection(homes[host.worker_id])
 
-    monkeypatch.setattr(ssh, "_connected", connected)
+    monkeypatch.setattr(pod, "_connected", connected)
     for home in homes:
         home.mkdir()
     return Pod(tuple(Host(i, f"10.0.0.{i}") for i in range(len(homes))), Access(__file__))

@@ -11,8 +11,7 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from mesh_transformer.cloud.pod import Access, Host, HostsRefused, Pod
-from mesh_transformer.cloud.ssh import command_line
+from mesh_transformer.cloud.pod import Access, Host, HostsRefused, Pod, command_line
 
 STRANGE = "100% \"of\" 'all' \\ hosts"
 

@@ -13,8 +13,15 @@ from local_hosts import local_pod
 
 from mesh_transformer.cloud import head as heads
 from mesh_transformer.cloud import shell
-from mesh_transformer.cloud.environment import Existing
-from mesh_transformer.cloud.provision import STATE, Join, Provisioned, fetch_logs, provision, stop_ray
+from mesh_transformer.cloud.provision import (
+    STATE,
+    Existing,
+    Join,
+    Provisioned,
+    fetch_logs,
+    provision,
+    stop_ray,
+)
 
 REPO = Path(__file__).parents[2]
 HOSTILE = [

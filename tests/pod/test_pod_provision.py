@@ -14,9 +14,16 @@ from hosts import DRIVER, PodOfHosts
 
 from mesh_transformer.cloud import head as heads
 from mesh_transformer.cloud.archive import code_archive
-from mesh_transformer.cloud.environment import Environment, Existing
 from mesh_transformer.cloud.pod import HostsFailed, Pod
-from mesh_transformer.cloud.provision import Join, Provisioned, fetch_logs, provision, stop_ray
+from mesh_transformer.cloud.provision import (
+    Environment,
+    Existing,
+    Join,
+    Provisioned,
+    fetch_logs,
+    provision,
+    stop_ray,
+)
 
 SMALL_NODE = ("--num-cpus=1", "--object-store-memory=100000000")
 REPO = Path(__file__).parents[2]

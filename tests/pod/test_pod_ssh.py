@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from hosts import PodOfHosts
 
-from mesh_transformer.cloud.pod import Access, Host, HostsFailed, HostsRefused, Pod
-from mesh_transformer.cloud.ssh import command_line
+from mesh_transformer.cloud.pod import Access, Host, HostsFailed, HostsRefused, Pod, command_line
 from mesh_transformer.errors import UserError
 
 
