@@ -4,11 +4,11 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,7 @@ from typing import Any
 import numpy as np
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path.append(str(REPO / "tests"))  # whose helpers serve benchmarks too
-
-
-Worker = Callable[[argparse.Namespace], Mapping[str, Any]]
+sys.path += [str(REPO / "tests"), str(REPO / "tests/pod"), str(REPO)]  # whose helpers serve benchmarks too
 
 
 def parser(
@@ -37,19 +34,20 @@ def parser(
     return made
 
 
-def parse(made: argparse.ArgumentParser, workers: Mapping[str, Worker]) -> argparse.Namespace:
-    """The command line. A process that `child` has started does its part instead, prints the result, and ends."""
+def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line. A process that `child` has started prints the result of its worker instead, and ends."""
     made.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     arguments = made.parse_args()
     if arguments.worker:
         given = argparse.Namespace(**arguments.worker)
-        emit(workers[given.worker](given))
+        emit(getattr(sys.modules["__main__"], given.worker)(given))
         raise SystemExit
     return arguments
 
 
 def child(arguments: argparse.Namespace, **changes: Any) -> dict[str, Any]:
-    """What a process of its own finds: this script with these arguments and changes, one of which names its `worker`.
+    """What a process of its own finds: this script with these arguments and changes, one of which, `worker`, names the
+    function that it calls with all of them.
 
     Raises:
         RuntimeError: it failed; its output went to standard error.
@@ -122,16 +120,6 @@ def medians(records: Sequence[Mapping[str, Any]], *keys: str) -> dict[str, float
     return {key: median([record[key] for record in records]) for key in keys or records[0]}
 
 
-def seconds_of(call: Callable[[], object], count: int) -> list[float]:
-    """The seconds that each of some calls takes, one after the other."""
-    seconds = []
-    for _ in range(count):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return seconds
-
-
 def median(values: Sequence[float]) -> float:
     """To four significant digits."""
     return float(f"{statistics.median(values):.4g}")
@@ -171,8 +159,8 @@ def emit(result: Mapping[str, Any]) -> None:
 
 
 def report(result: Mapping[str, Any]) -> None:
-    """A result, with the machine that it was measured on, as one line of JSON."""
-    emit({**result, "machine": machine()})
+    """The result of this benchmark, with the machine that it was measured on, as one line of JSON."""
+    emit({"benchmark": Path(sys.argv[0]).stem, **result, "machine": machine()})
 
 
 def end(differences: Sequence[str]) -> None:
@@ -189,8 +177,6 @@ def say(text: str) -> None:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    told = Path("/proc/cpuinfo")
+    name = re.search("^model name.*: (.+)", told.read_text(), re.MULTILINE) if told.exists() else None
+    return name[1] if name else platform.processor()

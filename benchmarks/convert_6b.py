@@ -13,8 +13,6 @@ In place of the conversions: the peak memory of device_sample.py, 8 tokens of on
 as a ratio to the bytes of the weights in compute.dtype.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -22,25 +20,16 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from common import REPO, child, command, config_of, emit, parse, parser, peak_memory_mib
 
-# The package's checkpoints need jax. It is imported where they are used: a process starts with its parent's peak.
-if TYPE_CHECKING:
-    from mesh_transformer.config import ModelConfig
-
+# The package's checkpoints need jax, which is imported where they are used: a process starts with its parent's peak.
 SHARDS, STEP = 8, 1
 DTYPE = ["mesh.tp=1", "mesh.dp=1", "compute.dtype=bfloat16"]
-TINY = [
-    "model.layers=2",
-    "model.d_model=64",
-    "model.n_heads=8",
-    "model.n_vocab=512",
-    "model.pe_rotary_dims=8",
-]
+TINY = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 512, "pe_rotary_dims": 8}
 BLOCK = 1 << 20
 
 
@@ -49,7 +38,7 @@ class RandomSource:
 
     where, extra = "random", dict[str, object]()
 
-    def __init__(self, model: ModelConfig):
+    def __init__(self, model: Any):
         from mesh_transformer.checkpoint.tensors import Counts, TensorInfo, parameter_shapes
 
         kind = np.dtype(ml_dtypes.bfloat16)
@@ -64,7 +53,7 @@ class RandomSource:
         return np.resize(self.block, [len(range(*s.indices(n))) for s, n in sizes])
 
 
-def run(what: str, model: ModelConfig, source: str, target: str) -> None:
+def run(what: str, model: Any, source: str, target: str) -> None:
     """One conversion, or the making of what the others read."""
     from mesh_transformer.checkpoint.classic import ClassicSource
     from mesh_transformer.checkpoint.classic_write import write_classic
@@ -125,8 +114,9 @@ def compare(arguments: argparse.Namespace, what: str, source: Path, target: Path
 def sample(arguments: argparse.Namespace, folder: Path) -> None:
     """One sample of a tiny model and of the config's, as one line of JSON."""
     found = {}
-    for name, overrides in {"tiny": TINY, "whole": []}.items():
-        arguments.overrides = [*DTYPE, *arguments.given, *overrides]
+    for name, model in {"tiny": TINY, "whole": {}}.items():
+        tiny = [f"model.{field}={value}" for field, value in model.items()]
+        arguments.overrides = [*DTYPE, *arguments.given, *tiny]
         target = folder / name / f"step_{STEP}"
         measure(arguments, "make", target, target)
         asked = ["--ckpt", str(target), "--prompt-tokens", "1,2,3", "--max-new-tokens", "8"]
@@ -152,7 +142,7 @@ def main() -> None:
     made.add_argument("--sample", action="store_true", help="measure device_sample.py instead")
     made.add_argument("--turns", type=int, default=1, help="times that each is measured")
     os.environ["JAX_PLATFORMS"] = "cpu"
-    arguments = parse(made, {"convert": convert})
+    arguments = parse(made)
     if arguments.folder is None:
         made.error("--folder is needed")
     folder = Path(arguments.folder)

@@ -12,15 +12,11 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from common import REPO, parser, report, say
-
-sys.path[:0] = [str(REPO / "tests")]
-
-from commands import finish, free_port, metrics, start  # noqa: E402
+import common  # finds the helpers of tests/
+from commands import finish, free_port, metrics, start
 
 STEPS, SKIPPED = 14, 4  # the first steps compile and fill buffers
 TARGET = 0.05
@@ -30,21 +26,24 @@ RUN_S = 1800.0  # after which a run has failed
 
 def main() -> None:
     """Measure in turn, and print the result."""
-    made = parser(__doc__, config=None, rounds=3)
+    made = common.parser(__doc__, config=None, rounds=3)
     made.add_argument("--workers", type=int, default=4)
     made.add_argument("--ray-address", help="a cluster with that many numbered hosts")
     made.add_argument("--tokens", type=int, default=8192, help="of a step (default %(default)s)")
     arguments = made.parse_args()
     seconds: dict[str, list[float]] = {"without": [], "with": []}
-    with tempfile.TemporaryDirectory() as folder:
-        _write(Path(folder), arguments.tokens)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write(folder, arguments.tokens)
         for number in range(arguments.rounds):
-            seconds["without"].append(_without(Path(folder), arguments, f"plain{number}"))
-            seconds["with"].append(_with(Path(folder), arguments, f"driven{number}"))
-            say(f"round {number + 1}: {json.dumps({name: values[-1] for name, values in seconds.items()})}")
+            seconds["without"].append(_without(folder, arguments, f"plain{number}"))
+            seconds["with"].append(_with(folder, arguments, f"driven{number}"))
+            common.say(
+                f"round {number + 1}: {json.dumps({name: values[-1] for name, values in seconds.items()})}"
+            )
     plain, driven = (statistics.median(values) for values in seconds.values())
     overhead = driven - plain
-    report(
+    common.report(
         {
             "workers": arguments.workers,
             "transport": "ray" if arguments.ray_address else "processes",
@@ -52,7 +51,6 @@ def main() -> None:
             "step_s_with_driver": round(driven, 4),
             "rounds": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
             "overhead_s": round(overhead, 4),
-            "share_of_a_1_s_step": round(overhead, 4),
             "below_target": overhead < TARGET,
         }
     )
@@ -78,10 +76,7 @@ def _start(program: str, folder: Path, run: str, *more: str, **environment: str)
 
 def _without(folder: Path, arguments: argparse.Namespace, run: str) -> float:
     """Each process reads its own share."""
-    job = {
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
-        "JAX_NUM_PROCESSES": str(arguments.workers),
-    }
+    job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(arguments.workers)}
     numbers = range(arguments.workers)
     processes = [_start("device_train.py", folder, run, **job, JAX_PROCESS_ID=str(i)) for i in numbers]
     for process in processes:

@@ -33,7 +33,7 @@ def main() -> None:
     )
     made.add_argument("--limit", type=int, default=300, help="questions")
     made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="batch sizes of `hf`")
-    arguments = parse(made, WORKERS)
+    arguments = parse(made)
     with tempfile.TemporaryDirectory() as arguments.folder:
         make_checkpoint(arguments, Path(arguments.folder))
         peers = {f"hf {batch}": {"worker": "hf", "batch": batch} for batch in arguments.batches}
@@ -44,11 +44,7 @@ def main() -> None:
 
 def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians over the rounds, and the ratio to the fastest batch size of the peer."""
-    result: dict[str, Any] = {
-        "benchmark": "evaluate",
-        "config": arguments.config,
-        "questions": arguments.limit,
-    }
+    result: dict[str, Any] = {"config": arguments.config, "questions": arguments.limit}
     expected = runs["ours"][0]["scores"]
     for name, records in runs.items():
         result[name] = medians(records, "examples_per_s", "peak_memory_mib")
@@ -132,9 +128,6 @@ def timed(lm: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         "peak_memory_mib": peak_memory_mib(),
         "scores": [round(value, 6) for value, _ in scores],
     }
-
-
-WORKERS = {"ours": ours, "hf": hf}
 
 
 if __name__ == "__main__":

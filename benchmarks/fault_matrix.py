@@ -12,14 +12,11 @@ import sys
 import time
 from dataclasses import asdict
 
-from common import REPO, emit, parser, report, say
-
-sys.path[:0] = [str(REPO / "tests" / "pod"), str(REPO)]
-
-from driving import Driver, same_numbers  # noqa: E402
-from faults import DRIVER_KILLED, EVERY, FAULTS, befall, kill_driver  # noqa: E402
-from hosts import PodOfHosts, why_not  # noqa: E402
-from pod_driver import PodDrivers, pod_drivers  # noqa: E402
+from common import emit, parser, report, say
+from driving import Driver, same_numbers
+from faults import DRIVER_KILLED, EVERY, FAULTS, befall, kill_driver
+from hosts import PodOfHosts, why_not
+from pod_driver import PodDrivers, pod_drivers
 
 END_S = 600
 
@@ -75,12 +72,9 @@ def _breakdown(run: Driver) -> dict[str, float]:
     found = {}
     for name, part in marks.items():
         found[name] = next((round(at, 1) for at, line in run.lines if part in line), -1.0)
-    launched = next(line for _, line in run.lines if marks["hosts_up"] in line)
-    parts = {
-        name: float(value)
-        for name, value in re.findall(r"([a-z ]+?) ([0-9.]+) s", launched.partition("is up: ")[2])
-    }
-    return {**found, **{name.strip(): value for name, value in parts.items()}}
+    launched = next(line.partition("is up: ")[2] for _, line in run.lines if "is up: " in line)
+    parts = re.findall(r"([a-z][a-z ]*) ([0-9.]+) s", launched)
+    return {**found, **{name: float(value) for name, value in parts}}
 
 
 if __name__ == "__main__":

@@ -12,28 +12,19 @@ that one and torch.compile; of the three the fastest counts. All programs must c
 
 import argparse
 import itertools
+import os
 import statistics
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 from checkpoint import load_torch, make_checkpoint
-from common import (
-    config_of,
-    end,
-    in_turn,
-    medians,
-    own_peak_memory_mib,
-    parse,
-    parser,
-    peak_memory_mib,
-    report,
-    seconds_of,
-)
 
 PROMPT, NEW, REPEATS = 128, 64, 5
 TRANSFORMERS = ["transformers", "transformers_static", "transformers_compiled"]
@@ -42,33 +33,33 @@ RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
 
 
 def main() -> None:
-    made = parser(__doc__)
+    made = common.parser(__doc__)
     made.add_argument("--ckpt", help="weights of the config; random ones if absent")
     made.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     made.add_argument("--peers", choices=list(PEERS), default="all")
     made.add_argument("--plot", metavar="PNG", help="draw the rates")
-    arguments = parse(made, WORKERS)
+    arguments = common.parse(made)
     with tempfile.TemporaryDirectory() as arguments.folder:
         arguments.ckpt = arguments.ckpt or make_checkpoint(arguments, Path(arguments.folder))
         children: dict[str, dict[str, Any]] = {"memory": {"worker": "memory"}}
         for batch in arguments.batches:
             for worker in ["ours", *PEERS[arguments.peers]]:
                 children[f"{worker} {batch}"] = {"worker": worker, "batch": batch}
-        runs = in_turn(arguments, children)
+        runs = common.in_turn(arguments, children)
     result = summary(runs, arguments)
     if arguments.plot:
         plot(result, arguments.plot)
-    report(result)
-    end(differences(runs))
+    common.report(result)
+    common.end(differences(runs))
 
 
 def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians over the rounds, and the ratios to each peer."""
-    rate = medians(runs["memory"])["gigabytes_per_s"]
+    rate = common.medians(runs["memory"])["gigabytes_per_s"]
     runs = {name: records for name, records in runs.items() if name != "memory"}
-    result: dict[str, Any] = {"benchmark": "generate", "config": arguments.config, "memory_gb_per_s": rate}
+    result: dict[str, Any] = {"config": arguments.config, "memory_gb_per_s": rate}
     for name, records in runs.items():
-        result[name] = medians(records, *RATES, "peak_memory_mib")
+        result[name] = common.medians(records, *RATES, "peak_memory_mib")
         batch = int(name.split()[1])
         read = result[name]["decode_tokens_per_s"] / batch * records[0]["weight_bytes"] / 1e9
         result[name]["share_of_memory_rate"] = round(read / rate, 3)
@@ -102,9 +93,8 @@ def plot(result: dict[str, Any], path: str) -> None:
     """Bars of the medians, prefill and decode, by batch and program."""
     from matplotlib.figure import Figure
 
-    measured = {tuple(name.split()): value for name, value in result.items() if isinstance(value, dict)}
-    programs = [name for name in WORKERS if any(name == of[0] for of in measured)]
-    batches = list(dict.fromkeys(name[1] for name in measured if len(name) == 2))
+    measured = {tuple(words): value for name, value in result.items() if len(words := name.split()) == 2}
+    programs, batches = (list(dict.fromkeys(names)) for names in zip(*measured, strict=True))
     figure = Figure(figsize=(9, 3.5), layout="tight")
     axes = figure.subplots(1, 2)
     for axis, key in zip(axes, RATES, strict=True):
@@ -127,7 +117,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     from mesh_transformer.runtime.serving_engine import open_engine
 
     platforms.CompileCache()
-    batch, config = arguments.batch, config_of(arguments)
+    batch, config = arguments.batch, common.config_of(arguments)
     engine = open_engine(config, arguments.ckpt, slots=batch)
     params = SamplingParams(max_tokens=NEW, temperature=0)
 
@@ -149,7 +139,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
             engine.release(slot)
         return middle - began, seconds, tokens
 
-    result = {**timed(run, batch), "peak_memory_mib": own_peak_memory_mib()}
+    result = {**timed(run, batch), "peak_memory_mib": common.own_peak_memory_mib()}
     return {**result, "weight_bytes": weight_bytes(config)}
 
 
@@ -172,6 +162,10 @@ def transformers(arguments: argparse.Namespace, **how: Any) -> dict[str, Any]:
     return measured(generate, arguments)
 
 
+# with a cache of fixed shape, and nothing compiled
+transformers_static = partial(transformers, cache_implementation="static", disable_compile=True)
+
+
 def transformers_compiled(arguments: argparse.Namespace) -> dict[str, Any]:
     """With a cache of fixed shape, and the decode step compiled, on CPU too."""
     from transformers import CompileConfig
@@ -183,8 +177,6 @@ def transformers_compiled(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def ctranslate2(arguments: argparse.Namespace) -> dict[str, Any]:
     """CTranslate2's generator in float32 on all cores, greedy."""
-    import os
-
     import ctranslate2 as ct2
 
     threads = os.cpu_count() or 1
@@ -208,7 +200,7 @@ def measured(generate: Callable[[int], tuple[float, Any]], arguments: argparse.N
         both, tokens = generate(NEW)
         return first, both - first, tokens
 
-    return {**timed(run, arguments.batch), "weight_bytes": weight_bytes(config_of(arguments))}
+    return {**timed(run, arguments.batch), "weight_bytes": weight_bytes(common.config_of(arguments))}
 
 
 def memory(_: argparse.Namespace) -> dict[str, Any]:
@@ -218,7 +210,7 @@ def memory(_: argparse.Namespace) -> dict[str, Any]:
 
     row, matrix = jnp.ones((1, 8192)), jnp.ones((8192, 16384))
     product = jax.jit(jnp.matmul)
-    seconds = seconds_of(lambda: jax.block_until_ready(product(row, matrix)), 9)
+    seconds = timeit.repeat(lambda: jax.block_until_ready(product(row, matrix)), number=1, repeat=9)
     return {"gigabytes_per_s": matrix.nbytes / min(seconds) / 1e9}
 
 
@@ -229,7 +221,7 @@ def timed(run: Any, batch: int) -> dict[str, Any]:
     return {
         "prefill_tokens_per_s": batch * PROMPT / statistics.median(firsts),
         "decode_tokens_per_s": batch * (NEW - 1) / statistics.median(rests),
-        "peak_memory_mib": peak_memory_mib(),
+        "peak_memory_mib": common.peak_memory_mib(),
         "tokens": tokens[0],
     }
 
@@ -247,17 +239,6 @@ def weight_bytes(config: Any) -> int:
 
 def prompts(batch: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(1, 50000, (batch, PROMPT)).tolist()
-
-
-WORKERS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "ours": ours,
-    "transformers": transformers,
-    # with a cache of fixed shape, and nothing compiled
-    "transformers_static": partial(transformers, cache_implementation="static", disable_compile=True),
-    "transformers_compiled": transformers_compiled,
-    "ctranslate2": ctranslate2,
-    "memory": memory,
-}
 
 
 if __name__ == "__main__":

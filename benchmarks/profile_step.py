@@ -13,10 +13,11 @@ import glob
 import math
 import re
 import tempfile
+import timeit
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import OwnStep, config_of, parser, report, say, seconds_of
+from common import OwnStep, config_of, parser, report, say
 from hlo import Array, Instruction, computations
 
 PARTS = ["head and loss", "attention", "layers: q, k, v, o, ff", "embedding and rest", "optimizer"]
@@ -38,28 +39,23 @@ def main() -> None:
     made.add_argument("--top", type=int, default=12, help="longest operations to list")
     arguments = made.parse_args()
     operations, events, seconds = trace(arguments)
-    table: dict[str, dict[str, float]] = {part: dict.fromkeys(KINDS, 0.0) for part in PARTS}
-    flops: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    for name, durations in events.items():
-        operation = operations[name]
-        table[operation.part][operation.kind] += sum(durations)
-        flops[operation.part] += operation.flops * len(durations)
-    total = sum(sum(row.values()) for row in table.values())
-    for name, durations in sorted(events.items(), key=lambda item: -sum(item[1]))[: arguments.top]:
-        o = operations[name]
-        say(f"{1e3 * sum(durations):9.1f} ms  {len(durations):4d} x  {o.part}: {o.kind}: {name}")
+    spent, flops = collections.Counter[tuple[str, str]](), collections.Counter[str]()
+    for place, (name, durations) in enumerate(sorted(events.items(), key=lambda item: -sum(item[1]))):
+        part, kind, each = operations[name]
+        spent[part, kind] += sum(durations)
+        flops[part] += each * len(durations)
+        if place < arguments.top:
+            say(f"{1e3 * sum(durations):9.1f} ms  {len(durations):4d} x  {part}: {kind}: {name}")
+    total = spent.total()
     result = {
-        "benchmark": "profile_step",
         "config": arguments.config,
         "step_seconds": round(seconds, 3),
         "thread_seconds": round(total, 3),
-        "shares": {
-            part: {kind: round(s / total, 4) for kind, s in row.items()} for part, row in table.items()
-        },
+        "shares": {part: {kind: round(spent[part, kind] / total, 4) for kind in KINDS} for part in PARTS},
         "product_gflops_per_thread_second": {
-            part: round(flops[part] / 1e9 / table[part][KINDS[0]], 1) for part in PARTS if flops[part]
+            part: round(flops[part] / 1e9 / spent[part, KINDS[0]], 1) for part in PARTS if flops[part]
         },
-        "gflops_per_second_of_the_step": round(sum(flops.values()) / 1e9 / seconds, 1),
+        "gflops_per_second_of_the_step": round(flops.total() / 1e9 / seconds, 1),
     }
     if arguments.plot:
         plot(result, arguments.plot)
@@ -72,7 +68,7 @@ def trace(arguments: argparse.Namespace) -> tuple[dict[str, Operation], dict[str
 
     step = OwnStep(config_of(arguments))
     operations = read_program(step.program.train_step.lower(step.state, step.tokens).compile().as_text())
-    seconds = seconds_of(step, 5)
+    seconds = timeit.repeat(step, number=1, repeat=5)
     events: dict[str, list[float]] = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -94,17 +90,7 @@ def read_program(text: str) -> dict[str, Operation]:
         one.name: _operation(one, bodies, arrays)
         for body in bodies.values()
         for one in body
-        if one.opcode
-        not in (
-            "parameter",
-            "constant",
-            "tuple",
-            "get-tuple-element",
-            "bitcast",
-            "while",
-            "call",
-            "conditional",
-        )
+        if one.opcode not in ("while", "call", "conditional")
     }
 
 

@@ -36,17 +36,16 @@ def main() -> None:
     made.set_defaults(overrides=["model.seq=2048"], peers="none")
     made.add_argument("--slots", type=int, default=8)
     made.add_argument("--clients", type=int, default=32)
-    arguments = parse(made, WORKERS)
+    arguments = parse(made)
     with tempfile.TemporaryDirectory() as folder:
         arguments.ckpt = make_checkpoint(arguments, Path(folder))
         save_words(Path(folder, "words"), config_of(arguments).model.n_vocab)
         arguments.overrides.append(f"data.tokenizer={folder}/words")
         child(arguments, worker="server")  # the programs are on disk from here on
-        runs = in_turn(arguments, {name: {"worker": name} for name in WORKERS})
-    result: dict[str, Any] = {"benchmark": "serve", "config": arguments.config, "slots": arguments.slots}
-    result |= {name: medians(records) for name, records in runs.items()}
-    ratio = result["server"]["tokens_per_s"] / result["engine"]["tokens_per_s"]
-    report({**result, "server_over_engine": round(ratio, 3)})
+        runs = in_turn(arguments, {name: {"worker": name} for name in ("engine", "server")})
+    found = {name: medians(records) for name, records in runs.items()}
+    ratio = round(found["server"]["tokens_per_s"] / found["engine"]["tokens_per_s"], 3)
+    report({"config": arguments.config, "slots": arguments.slots, **found, "server_over_engine": ratio})
 
 
 def engine(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -178,9 +177,6 @@ async def _with_a_long_prompt(
 
 def prompts() -> list[list[int]]:
     return np.random.default_rng(0).integers(1, 50000, (REQUESTS, PROMPT)).tolist()
-
-
-WORKERS = {"engine": engine, "server": server}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import collections
 import random
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -36,8 +35,8 @@ class Load:
     """The clients and what they counted."""
 
     def __init__(self, client: httpx.AsyncClient, context: int, seed: int):
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.unexpected: list[str] = []
+        self.counts: collections.Counter[str] = collections.Counter({"refused: full": 0})
+        self.unexpected: collections.Counter[str] = collections.Counter()
         self._client, self._context = client, context
         self._random = random.Random(seed)
         self._reference: str | None = None
@@ -65,99 +64,74 @@ class Load:
         }  # fmt: skip
         return {**body, **{name: value for name, value in some.items() if draw.random() < 0.25}, **fields}
 
-    async def _send(
-        self,
-        body: dict[str, Any],
-        right: Callable[[dict[str, Any]], bool],
-        path: str = COMPLETIONS,
-        **options: Any,
-    ) -> None:
-        """A request whose answer must be `right`."""
+    async def _post(self, body: dict[str, Any], path: str = COMPLETIONS, **options: Any) -> Any:
+        """The JSON of an accepted request; None if the queue was full."""
         response = await self._client.post(path, json=body, **options)
-        if self._accepted(response):
-            self._answered(right(response.json()))
+        return response.json() if self._has(response, 200, "accepted") else None
 
     async def _whole(self) -> None:
         body = self._body()
-
-        def is_whole(answer: dict[str, Any]) -> bool:
+        if answer := await self._post(body):
             ends = [choice["finish_reason"] for choice in answer["choices"]]
-            return len(ends) == body.get("n", 1) and None not in ends
-
-        await self._send(body, is_whole)
+            self._answered(len(ends) == body.get("n", 1) and None not in ends)
 
     async def _stream(self) -> None:
         async with self._client.stream("POST", COMPLETIONS, json=self._body(stream=True)) as response:
-            if self._accepted(response):
+            if self._has(response, 200, "accepted"):
                 lines = [line async for line in response.aiter_lines() if line]
                 self._answered(lines[-1] == "data: [DONE]" and '"error"' not in lines[-2])
 
     async def _leave_stream(self) -> None:
         async with self._client.stream("POST", COMPLETIONS, json=self._body(stream=True)) as response:
-            if self._accepted(response):
-                events = self._random.randint(0, 4)
-                async for _ in response.aiter_lines():
-                    events -= 1
-                    if events < 0:
-                        break
+            if self._has(response, 200, "accepted"):
+                lines = response.aiter_lines()
+                for _ in range(self._random.randint(1, 5)):
+                    await anext(lines, None)
                 self.counts["left in mid-stream"] += 1
 
     async def _leave_whole(self) -> None:
         try:
-            patience = self._random.random() * 0.2
-            await self._send(self._body(), lambda answer: "choices" in answer, timeout=patience)
+            if answer := await self._post(self._body(), timeout=self._random.random() * 0.2):
+                self._answered("choices" in answer)
         except httpx.TimeoutException:
             self.counts["left before the answer"] += 1
 
     async def _classic(self) -> None:
-        await self._send(CLASSIC, lambda answer: "completion" in answer, "/complete")
+        if answer := await self._post(CLASSIC, "/complete"):
+            self._answered("completion" in answer)
 
     async def _bad_body(self) -> None:
         body = self._random.choice(BAD_BODIES)
-        self._refused(await self._client.post(COMPLETIONS, content=body, headers=JSON))
+        self._has(await self._client.post(COMPLETIONS, content=body, headers=JSON), 400, "refused: wrong")
 
     async def _too_long(self) -> None:
         body = self._body(max_tokens=self._context + 1)
-        self._refused(await self._client.post(COMPLETIONS, json=body))
+        self._has(await self._client.post(COMPLETIONS, json=body), 400, "refused: wrong")
 
     async def _same_again(self) -> None:
-        def is_same(answer: dict[str, Any]) -> bool:
+        if answer := await self._post(REFERENCE):
             text = answer["choices"][0]["text"]
             self._reference = text if self._reference is None else self._reference
-            return text == self._reference
+            self._answered(text == self._reference)
 
-        await self._send(REFERENCE, is_same)
-
-    def _accepted(self, response: httpx.Response) -> bool:
-        if self._full(response):
-            return False
-        if response.status_code != 200:
-            self._note(f"status {response.status_code}")
-            return False
-        self.counts["accepted"] += 1
-        return True
+    def _has(self, response: httpx.Response, status: int, kind: str) -> bool:
+        """Whether an answer has this status and counts as this kind; a full queue refuses what is wrong too."""
+        if response.status_code == 503 and "retry-after" in response.headers:
+            self.counts["refused: full"] += 1
+        elif response.status_code != status:
+            self._note(f"status {response.status_code}, not {status}")
+        else:
+            self.counts[kind] += 1
+        return response.status_code == status
 
     def _answered(self, rightly: bool) -> None:
         self.counts["answered"] += 1
         if not rightly:
             self._note("an answer that is not whole or not the same")
 
-    def _full(self, response: httpx.Response) -> bool:
-        full = response.status_code == 503 and "retry-after" in response.headers
-        self.counts["refused: full"] += full
-        return full
-
-    def _refused(self, response: httpx.Response) -> None:
-        if self._full(response):  # which is known before the prompt's length
-            return
-        if response.status_code == 400:
-            self.counts["refused: wrong"] += 1
-        else:
-            self._note(f"status {response.status_code} for a request that is wrong")
-
     def _note(self, text: str) -> None:
         self.counts["unexpected"] += 1
-        self.unexpected.append(text)
+        self.unexpected[text] += 1
 
 
 async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
@@ -189,7 +163,7 @@ async def run(url: str, minutes: float, seed: int, key: str | None) -> dict[str,
         "slots": int(after["slots"]),
         **counts,
         "unanswered": load.counts["accepted"] - load.counts["answered"] - load.counts["left in mid-stream"],
-        "unexpected_kinds": dict(collections.Counter(load.unexpected).most_common(10)),
+        "unexpected_kinds": dict(load.unexpected.most_common(10)),
         "leaked_slots": int(after["requests_running"]),
         "leaked_waiting": int(after["requests_waiting"]),
         "tokens_per_second": round(gained["generated_tokens"] / seconds, 1),
@@ -225,7 +199,7 @@ def main() -> None:
     arguments = made.parse_args()
     say(f"{arguments.minutes:g} minutes of mixed requests to {arguments.url}")
     figures = asyncio.run(run(arguments.url, arguments.minutes, arguments.seed, arguments.key))
-    report({"benchmark": "serve_load", **figures})
+    report(figures)
 
 
 if __name__ == "__main__":

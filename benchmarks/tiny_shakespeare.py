@@ -29,7 +29,6 @@ def main() -> None:
     losses = {r["step"]: round(r["val/loss_shakespeare"], 4) for r in records if "val/loss_shakespeare" in r}
     report(
         {
-            "benchmark": "tiny_shakespeare",
             "val_loss_nats_per_character": losses[max(losses)],
             "minutes": round(seconds / 60, 2),  # of the whole process, start and compiling included
             "steps": max(losses),

@@ -9,54 +9,42 @@ the fastest of some large float32 products in either library.
 """
 
 import argparse
+import functools
+import statistics
+import timeit
 from collections.abc import Callable
 from typing import Any
 
+import common
 import numpy as np
-from common import (
-    OwnStep,
-    config_of,
-    in_turn,
-    medians,
-    own_peak_memory_mib,
-    parse,
-    parser,
-    peak_memory_mib,
-    random_tokens,
-    report,
-    seconds_of,
-)
 
 WARM_UP = 2
 
 
 def main() -> None:
-    made = parser(__doc__)
+    made = common.parser(__doc__)
     made.add_argument("--peer", choices=["torch", "none"], default="torch")
     made.add_argument("--steps", type=int, default=4, help="timed steps of each run")
     made.add_argument(
         "--peak-tflops", type=float, help="of a device, for the share; default: measured products"
     )
-    arguments = parse(made, WORKERS)
-    workers = ["ours", "matmul"] if arguments.peer == "none" else list(WORKERS)
-    runs = in_turn(arguments, {name: {"worker": name} for name in workers})
-    report(summary(runs, arguments))
+    arguments = common.parse(made)
+    peers = [] if arguments.peer == "none" else ["torch_eager", "torch_compiled"]
+    runs = common.in_turn(arguments, {name: {"worker": name} for name in ["ours", *peers, "matmul"]})
+    common.report(summary(runs, peers, arguments))
 
 
-def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:
+def summary(
+    runs: dict[str, list[dict[str, Any]]], peers: list[str], arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Medians over the rounds, and the ratios."""
-    result: dict[str, Any] = {
-        "benchmark": "train_step",
-        "config": arguments.config,
-        "set": arguments.overrides,
-    }
+    result: dict[str, Any] = {"config": arguments.config, "set": arguments.overrides}
     for name, records in runs.items():
-        result[name] = medians(records)
+        result[name] = common.medians(records)
         result[name]["runs"] = [round(next(iter(record.values())), 1) for record in records]
     ours = result["ours"]
     rate = 1e12 * arguments.peak_tflops if arguments.peak_tflops else 1e9 * result["matmul"]["gflops"]
     ours["share_of_matrix_rate"] = round(ours["tokens_per_s"] * ours["flops_per_token"] / rate, 3)
-    peers = [name for name in runs if name.startswith("torch")]
     if peers:
         best = max(peers, key=lambda name: result[name]["tokens_per_s"])
         result["peer"] = best
@@ -74,15 +62,15 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     from mesh_transformer import platforms
     from mesh_transformer.runtime.session import count_parameters
 
-    config = config_of(arguments)
+    config = common.config_of(arguments)
     platforms.CompileCache()
-    step = OwnStep(config)
+    step = common.OwnStep(config)
     seconds = _time(step, arguments.steps)
     embedding = config.model.padded_vocab * config.model.d_model
     matrices = count_parameters(step.state.params) - embedding
     return {
         "tokens_per_s": step.session.tokens_per_step / seconds / jax.device_count(),
-        "peak_memory_mib": own_peak_memory_mib(),
+        "peak_memory_mib": common.own_peak_memory_mib(),
         "parameters": matrices + embedding,
         # Chowdhery et al. 2022, appendix B: forward and backward of the matrices and of the attention, not causal
         "flops_per_token": 6 * matrices
@@ -95,7 +83,7 @@ def torch_step(arguments: argparse.Namespace, compiled: bool) -> dict[str, float
     import torch
     from transformers import GPTJConfig, GPTJForCausalLM
 
-    config = config_of(arguments)
+    config = common.config_of(arguments)
     m = config.model
     torch.manual_seed(0)
     model = GPTJForCausalLM(
@@ -107,7 +95,7 @@ def torch_step(arguments: argparse.Namespace, compiled: bool) -> dict[str, float
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     run = torch.compile(model) if compiled else model
     batch = config.microbatch(config.mesh.shape(1))
-    tokens = torch.from_numpy(random_tokens(config, 1, batch)[0, :, : m.seq].astype(np.int64))
+    tokens = torch.from_numpy(common.random_tokens(config, 1, batch)[0, :, : m.seq].astype(np.int64))
 
     def step() -> None:
         run(input_ids=tokens, labels=tokens).loss.backward()
@@ -115,7 +103,11 @@ def torch_step(arguments: argparse.Namespace, compiled: bool) -> dict[str, float
         optimizer.zero_grad()
 
     seconds = _time(step, arguments.steps)
-    return {"tokens_per_s": tokens.numel() / seconds, "peak_memory_mib": peak_memory_mib()}
+    return {"tokens_per_s": tokens.numel() / seconds, "peak_memory_mib": common.peak_memory_mib()}
+
+
+torch_eager = functools.partial(torch_step, compiled=False)
+torch_compiled = functools.partial(torch_step, compiled=True)
 
 
 def matmul(arguments: argparse.Namespace) -> dict[str, float]:
@@ -126,10 +118,8 @@ def matmul(arguments: argparse.Namespace) -> dict[str, float]:
     rates = []
     for rows, inner, columns in [(2048, 2048, 2048), (2048, 512, 2048), (512, 512, 50432)]:
         left = jnp.ones((rows, inner))
-        for right, spec in [
-            (jnp.ones((inner, columns)), "mk,kn->mn"),
-            (jnp.ones((columns, inner)), "mk,nk->mn"),
-        ]:
+        for shape, spec in [((inner, columns), "mk,kn->mn"), ((columns, inner), "mk,nk->mn")]:
+            right = jnp.ones(shape)
             product = jax.jit(lambda a, b, spec=spec: jnp.einsum(spec, a, b))
             seconds = _time(lambda p=product, a=left, b=right: jax.block_until_ready(p(a, b)), 9)
             rates.append(2 * rows * inner * columns / seconds / 1e9)
@@ -138,15 +128,7 @@ def matmul(arguments: argparse.Namespace) -> dict[str, float]:
 
 def _time(step: Callable[[], object], count: int) -> float:
     """Seconds of one step: the median of `count` after a warm-up."""
-    return float(np.median(seconds_of(step, WARM_UP + count)[WARM_UP:]))
-
-
-WORKERS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
-    "ours": ours,
-    "torch_eager": lambda arguments: torch_step(arguments, compiled=False),
-    "torch_compiled": lambda arguments: torch_step(arguments, compiled=True),
-    "matmul": matmul,
-}
+    return statistics.median(timeit.repeat(step, number=1, repeat=WARM_UP + count)[WARM_UP:])
 
 
 if __name__ == "__main__":
