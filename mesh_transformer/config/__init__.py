@@ -2,9 +2,8 @@
 
 # what is imported here is what other packages import from `config`
 # ruff: noqa: F401
-from mesh_transformer.config.load import load_config, parse_config
+from mesh_transformer.config.load import is_set, load_config, parse_config
 from mesh_transformer.config.mesh import AXES, MeshConfig, MeshShape, mesh_shape
-from mesh_transformer.config.overrides import is_set
 from mesh_transformer.config.schema import (
     CheckpointConfig,
     ClusterConfig,

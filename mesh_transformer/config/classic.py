@@ -1,9 +1,21 @@
-"""The flat JSON of the original mesh-transformer-jax, key for key, translated into groups."""
+"""The flat JSON of the original mesh-transformer-jax: its keys in groups, and what their values meant to it.
 
+Version 1 of its model turned `x[..., :pe_rotary_dims]` of each head, and a head had d_model / n_heads dims whatever
+`d_head` said. `bucket` and `model_dir` were only parts of a path. Its trainer never looked at some keys at all.
+"""
+
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mesh_transformer.config.describe import short
+from mesh_transformer.config.schema import CheckpointConfig
 from mesh_transformer.errors import UserError
+from mesh_transformer.fields import size
+
+Values = dict[str, Any]
+Grouped = dict[str, Values]
+DEFAULT_FOLDER = CheckpointConfig.model_fields["model_dir"].default
 
 # classic key -> (group, field). Keys that need more than a new name are SWITCHES.
 RENAMED: dict[str, tuple[str, str]] = {"cores_per_replica": ("mesh", "tp")} | {
@@ -33,7 +45,7 @@ CLASSIC_KEY: dict[tuple[str, str], str] = {place: key for key, place in RENAMED.
 }
 
 
-def place(grouped: dict[str, dict[str, Any]], key: str, value: Any) -> None:
+def place(grouped: Grouped, key: str, value: Any) -> None:
     """Write the value of one known classic key where the grouped spelling has it.
 
     Raises:
@@ -50,9 +62,116 @@ def place(grouped: dict[str, dict[str, Any]], key: str, value: Any) -> None:
         grouped.setdefault(group, {})[field] = None if value is None else on if value else off
 
 
-def to_grouped(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def to_grouped(flat: dict[str, Any]) -> Grouped:
     """Translate a classic config whose keys are all known into the grouped spelling."""
-    grouped: dict[str, dict[str, Any]] = {}
+    grouped: Grouped = {}
     for key, value in flat.items():
         place(grouped, key, value)
     return grouped
+
+
+def give_meaning(grouped: Grouped, overridden: Callable[[str, str], bool]) -> list[str]:
+    """Give the values of a classic file their meaning, in place, once the overrides are in it.
+
+    Args:
+        grouped: the file in the grouped spelling.
+        overridden: whether the command line gives (group, field), which then stays as it is.
+
+    Returns:
+        A sentence for each value that was not taken as it is written.
+    """
+    groups = ("model", "checkpoint", "data", "mesh", "logging")
+    model, checkpoint, data, mesh, logging = (grouped.setdefault(group, {}) for group in groups)
+    # of the fields that count below, each name is in one group
+    given = {
+        field: value
+        for group in groups
+        for field, value in grouped[group].items()
+        if not overridden(group, field)
+    }
+    notes = [*_width_of_head(model, given)]
+    # the command line may ask for another family, which has no such fields
+    if model.get("family") in (None, "gptj"):
+        notes += [*_position_encoding(model, given), *_norm(model, mesh, given)]
+    notes += [*_place(checkpoint, given), *_tasks(data, given)]
+    cores, comment = given.get("tpu_size"), given.get("comment")
+    if cores is not None and not size(cores):
+        del mesh["tpu_size"]
+        notes.append(f"tpu_size {short(cores)}: no number of cores; not read")
+    if comment is not None:
+        text = comment if isinstance(comment, str) else json.dumps(comment)
+        logging["comment"] = "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)
+    return notes
+
+
+def _head(model: Values) -> int | None:
+    """Dims of a head, where they are a whole number."""
+    d_model, n_heads = size(model.get("d_model")), size(model.get("n_heads"))
+    if d_head := size(model.get("d_head")):
+        return d_head
+    return d_model // n_heads if d_model and n_heads and d_model % n_heads == 0 else None
+
+
+def _width_of_head(model: Values, given: Values) -> Iterator[str]:
+    if (d_head := given.get("d_head")) is None:
+        return
+    del model["d_head"]
+    if (head := _head(model)) and head != d_head:
+        yield f"d_head {short(d_head)}: not read, as in the original; a head has d_model / n_heads = {head} dims"
+
+
+def _position_encoding(model: Values, given: Values) -> Iterator[str]:
+    if model.get("pe") is None:
+        # the original had the relative bias alone until it had this key, and pe_rotary_dims came later still
+        if model.get("pe_rotary_dims") is None:
+            model["pe"] = "t5"
+            yield "no pe: t5, as the original before it had this key (--set model.pe=rotary for another)"
+        else:
+            model["pe"] = "rotary"
+            yield "no pe: rotary, for pe_rotary_dims is given"
+    dims, head = given.get("pe_rotary_dims"), _head(model)
+    if dims is None or not head:
+        return
+    if model["pe"] != "rotary":
+        del model["pe_rotary_dims"]
+    elif size(dims) and dims > head:
+        model["pe_rotary_dims"] = head
+        yield f"pe_rotary_dims {short(dims)}: more than the {head} dims of a head; the whole head is rotated, as in the original"
+
+
+def _norm(model: Values, mesh: Values, given: Values) -> Iterator[str]:
+    # the file's own shards, not those that the command line gives
+    one_shard = mesh.get("tp") in (None, 1) and ("tp" in given or "tp" not in mesh)
+    if given.get("norm") == "layernorm-desync" and one_shard:
+        model["norm"] = "layernorm"
+        yield "norm layernorm-desync: on one shard that is layernorm"
+    if model.get("norm") is None:
+        model["norm"] = "layernorm"
+        yield "no norm: layernorm (--set model.norm=rmsnorm for another)"
+
+
+def _place(checkpoint: Values, given: Values) -> Iterator[str]:
+    bucket, folder = given.get("bucket"), given.get("model_dir")
+    if isinstance(bucket, str) and bucket.startswith("gs://"):
+        checkpoint["bucket"] = bucket.removeprefix("gs://")
+        yield f"bucket {short(bucket)}: read as {checkpoint['bucket']}"
+    if isinstance(folder, str) and folder.startswith("gs://") and checkpoint.get("bucket"):
+        checkpoint["bucket"], _, checkpoint["model_dir"] = folder.removeprefix("gs://").partition("/")
+        yield f"model_dir {short(folder)}: a whole path; bucket {short(bucket)} is not used"
+    elif isinstance(folder, str) and checkpoint.get("bucket"):
+        checkpoint["model_dir"] = folder.strip("/")  # it is the folder of the local copy too
+    if isinstance(folder, str) and not checkpoint["model_dir"].strip("/ "):
+        # never the bucket itself: a run's folder is emptied by --new
+        del checkpoint["model_dir"]
+        yield f"model_dir {short(folder)}: no folder; the default is taken, {DEFAULT_FOLDER}"
+
+
+def _tasks(data: Values, given: Values) -> Iterator[str]:
+    tasks = given.get("eval_harness_tasks")
+    if isinstance(tasks, (dict, str)):
+        del data["eval_harness_tasks"]
+        if tasks:
+            yield f"eval_harness_tasks {short(tasks)}: no list of names; no tasks are run"
+    elif isinstance(tasks, list) and "" in tasks:
+        data["eval_harness_tasks"] = [task for task in tasks if task != ""]
+        yield f"eval_harness_tasks {short(tasks)}: an empty name is left out"

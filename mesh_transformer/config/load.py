@@ -1,4 +1,7 @@
-"""Read a config file in either spelling, apply `--set` overrides, validate."""
+"""Read a config file in either spelling, apply the command line's changes, validate.
+
+Changes are `NAME=VALUE` (--set), and `-KEY` for a key that is left out (--ignore-keys).
+"""
 
 import difflib
 import logging
@@ -10,14 +13,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mesh_transformer import files
-from mesh_transformer.config import classic, classic_meaning, names, strict_json
+from mesh_transformer.config import classic, names, strict_json
 from mesh_transformer.config.describe import allowed, choices, schemas, short
-from mesh_transformer.config.overrides import apply_override, is_ignored, is_set, without_ignored
-from mesh_transformer.config.schema import VARIANTS, Config, class_at
+from mesh_transformer.config.schema import GROUPS, VARIANTS, Config, class_at
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import Group
 
 MAX_FILE_BYTES = 1 << 20
+# Two ways to give one size: setting one on the command line takes the place of the other in the file.
+INSTEAD = {"batch_size": "per_replica_batch", "per_replica_batch": "batch_size"}
+USAGE = "write --set NAME=VALUE, such as --set optimizer.total_steps=20"
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +62,47 @@ def parse_config(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def _apply_override(grouped: dict[str, dict[str, Any]], override: str) -> None:
+    """Write one `NAME=VALUE` into a config in the grouped spelling.
+
+    NAME is `group.field`, `data.val_set.ENTRY`, a classic key or a field name that only one group has.
+    VALUE is JSON (null: as if absent) and otherwise a string; for a field of text it is the text itself.
+
+    Raises:
+        UserError: the override is malformed or names nothing.
+    """
+    name, separator, text = _parts(override)
+    try:
+        if not separator or not name:
+            raise UserError(USAGE)
+        _write(grouped, name, text)
+    except UserError as error:
+        raise UserError(f"--set {short(override)[1:-1]}: {error}") from error
+
+
+def is_set(overrides: Sequence[str], group: str, field: str) -> bool:
+    """Whether one of the overrides is of this field, in whatever spelling. All must be such as `_apply_override` takes."""
+    names_given = (_parts(override)[0] for override in overrides if not is_ignored(override))
+    return any(
+        names.resolve(name)[:2] == (group, field) for name in names_given if name not in classic.SWITCHES
+    )
+
+
+def is_ignored(override: str) -> bool:
+    """Whether it is the name of a key that is left out, not a value."""
+    return override.startswith("-")
+
+
+def _without_ignored(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A file without the keys that are left out: `KEY` at its top, or `GROUP.KEY`. One that it does not have is no error."""
+    ignored = {override.removeprefix("-") for override in overrides if is_ignored(override)}
+    left = {key: value for key, value in raw.items() if key not in ignored}
+    for group, values in left.items():
+        if group in GROUPS and isinstance(values, dict):
+            left[group] = {key: value for key, value in values.items() if f"{group}.{key}" not in ignored}
+    return left
+
+
 @cache
 def _tell_once(line: str) -> None:
     # a command may read its file more than once
@@ -67,7 +113,7 @@ def _resolve(raw: Any, overrides: Sequence[str], repeated: Sequence[str] = ()) -
     """The config, and a sentence for each thing in a classic file that was not taken as it is written."""
     if not isinstance(raw, dict):
         raise UserError(f"a config must be a JSON object ({{...}}), not {short(raw)}")
-    raw = names.moved(without_ignored(raw, overrides))
+    raw = names.moved(_without_ignored(raw, overrides))
     changes = [override for override in overrides if not is_ignored(override)]
     names.check_file(raw)
     flat = not names.is_grouped(raw)
@@ -75,10 +121,10 @@ def _resolve(raw: Any, overrides: Sequence[str], repeated: Sequence[str] = ()) -
         raise UserError(f"{repeated[0]}: keep one")
     grouped = classic.to_grouped(raw) if flat else _groups(raw)
     for change in changes:
-        apply_override(grouped, change)
+        _apply_override(grouped, change)
     notes = [f"{twice}: the last one counts" for twice in repeated]
     if flat:
-        notes += classic_meaning.apply(grouped, partial(is_set, changes))
+        notes += classic.give_meaning(grouped, partial(is_set, changes))
     for group, variants in VARIANTS.items():
         variants.check(group, grouped.get(group, {}))
     try:
@@ -92,6 +138,47 @@ def _groups(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if not isinstance(values, (dict, type(None))):
             raise UserError(f"{group} = {short(values)}: expected an object of fields ({{...}})")
     return {group: dict(values) for group, values in raw.items() if values is not None}
+
+
+def _parts(override: str) -> tuple[str, str, str]:
+    """Name, "=" and value."""
+    name, separator, text = override.partition("=")
+    return name.strip(), separator, text.strip()
+
+
+def _write(grouped: dict[str, dict[str, Any]], name: str, text: str) -> None:
+    if name in classic.SWITCHES:
+        classic.place(grouped, name, _value(text))
+        return
+    group, field, entry = names.resolve(name)
+    values = grouped.setdefault(group, {})
+    if entry:
+        given = values.get(field)
+        before = given if isinstance(given, dict) else {"val": given} if given else {}
+        values[field] = {**before, entry: _text(text)}
+        return
+    types = {schema["type"] for schema in schemas(GROUPS[group], field)}
+    if types == {"string"}:
+        values[field] = _text(text)
+    elif "object" in types:
+        values[field] = value if isinstance(value := _value(text), (dict, list)) else _text(text)
+    else:
+        values[field] = _value(text)
+        if group == "data" and field in INSTEAD and values[field] is not None:
+            values.pop(INSTEAD[field], None)
+
+
+def _value(text: str) -> Any:
+    try:
+        return strict_json.parse(text)
+    except UserError:
+        return text
+
+
+def _text(text: str) -> str | None:
+    """The text itself: 1e5, 007 and true stay as written; null and a quoted string are JSON."""
+    value = _value(text)
+    return value if value is None or isinstance(value, str) else text
 
 
 def _read(path: str) -> str:

@@ -60,21 +60,20 @@ def check_file(raw: dict[str, Any]) -> None:
     if not faults:
         return
     strangers = [key for key, fault in faults.items() if fault == NOT_OURS]
-    if not is_grouped(raw) and len(strangers) == len(raw) and _are_objects(raw):
+    all_objects = all(isinstance(value, dict) for value in raw.values())
+    if not is_grouped(raw) and len(strangers) == len(raw) and all_objects:
         objects = f"{len(raw)} objects" if len(raw) > 1 else "one object"
         raise UserError(
             f"it holds {objects}, {_some(raw)}: a file is one config, write the content of one object to a file"
         )
-    texts = [f"unknown key {_cut(strangers[0])}: {NOT_OURS}"] if len(strangers) == 1 else []
-    if len(strangers) > 1:
-        texts = [f"unknown keys {_some(strangers)}: no fields of this program"]
-    others = [fault for key, fault in faults.items() if fault != NOT_OURS]
-    texts += others[:SHOWN_KEYS]
+    texts = [fault for fault in faults.values() if fault != NOT_OURS][:SHOWN_KEYS]
+    if len(strangers) == 1:
+        texts.insert(0, f"unknown key {_cut(strangers[0])}: {NOT_OURS}")
+    elif strangers:
+        texts.insert(0, f"unknown keys {_some(strangers)}: no fields of this program")
     told = "; ".join(texts).replace("?;", "?")
-    raise UserError(
-        f"{told}{' ' if told.endswith('?') else '; '}"
-        + _how_to_leave_out([*strangers, *(key for key in faults if key not in strangers)])
-    )
+    way_out = _how_to_leave_out(sorted(faults, key=lambda key: faults[key] != NOT_OURS))
+    raise UserError(f"{told}{' ' if told.endswith('?') else '; '}{way_out}")
 
 
 def _how_to_leave_out(keys: list[str]) -> str:
@@ -177,7 +176,7 @@ def _advice(key: str, group: str | None = None, flat: bool = False) -> str:
         return f'write it inside its group, {{"{outer}": {{"{inner}": ...}}}}'
     if near is None:
         return ""
-    if flat and "." in near and not _has_classic_key(near):
+    if flat and "." in near and tuple(near.split(" ")[0].split(".")) not in classic.CLASSIC_KEY:
         return f"did you mean {near}? A flat (classic) file cannot hold it: remove it and pass --set {near}=VALUE, or write the file in groups"
     return f"did you mean {near}?"
 
@@ -200,15 +199,6 @@ def _nearest(key: str, group: str | None) -> str | None:
 
 def _known(names: dict[str, Any] | tuple[str, ...]) -> str:
     return f"{NOT_OURS}; known are {', '.join(names)}"
-
-
-def _has_classic_key(near: str) -> bool:
-    group, field = near.split(" ")[0].split(".")
-    return (group, field) in classic.CLASSIC_KEY
-
-
-def _are_objects(raw: dict[str, Any]) -> bool:
-    return all(isinstance(value, dict) for value in raw.values())
 
 
 def _some(keys: Any) -> str:

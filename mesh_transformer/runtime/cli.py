@@ -17,7 +17,7 @@ ANY_FORM = (
 
 
 def parser(description: str, *, needs_config: bool = False) -> argparse.ArgumentParser:
-    """A parser with --config, --set and --ignore-keys; what the last two give is `overrides` (config/overrides.py).
+    """A parser with --config, --set and --ignore-keys; what the last two give is `overrides` (config/load.py).
 
     Args:
         needs_config: whether a checkpoint's own model does not do instead of --config.

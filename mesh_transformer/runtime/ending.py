@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mesh_transformer.config.overrides import is_ignored
+from mesh_transformer.config.load import is_ignored
 
 
 class Ending(NamedTuple):
