@@ -50,9 +50,9 @@ def main() -> int:
     options = cli.fields(command.Options, arguments)
     if place.here:
         return command.run(arguments.config_path, arguments.overrides, options)
-    from mesh_transformer.cluster import evaluate_command
+    from mesh_transformer.cluster import commands
 
-    return evaluate_command.run(arguments.config_path, arguments.overrides, place, options)
+    return commands.evaluate(arguments.config_path, arguments.overrides, place, options)
 
 
 if __name__ == "__main__":

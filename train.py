@@ -8,7 +8,7 @@ from mesh_transformer.runtime import cli
 
 def main() -> int:
     """Parse the arguments and drive the training job."""
-    from mesh_transformer.cluster import train_command
+    from mesh_transformer.cluster import commands
     from mesh_transformer.cluster.place import Place
 
     parser = cli.parser(__doc__.split("\n")[0], needs_config=True)
@@ -25,7 +25,7 @@ def main() -> int:
         help="what mesh.tp cores split: 1, the matrices (tensor parallelism); 2, weights and moments (as mesh.fsdp) (default: 1)",
     )
     cli.add_tuning(parser)
-    return train_command.run(parser.parse_args())
+    return commands.train(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -305,7 +305,7 @@ def test_rule_permits(checker: Checker, path: str, source: str) -> None:
         (f"{PACKAGE}.config", ["jax", "numpy", "haiku"]),
         (f"{PACKAGE}.infer.scheduler", ["jax", "numpy"]),
         (f"{PACKAGE}.cluster.agent", ["jax", "haiku", "ray"]),
-        (f"{PACKAGE}.cluster.train_command", ["jax", "haiku", "ray"]),
+        (f"{PACKAGE}.cluster.commands", ["jax", "haiku", "ray"]),
         (f"{PACKAGE}.files", ["jax", "smart_open", "google.cloud.storage"]),
         (f"{PACKAGE}.slices", ["jax", "pydantic"]),
         ("tpu_utils", ["jax", "ray", "paramiko", "google.cloud.tpu_v2"]),

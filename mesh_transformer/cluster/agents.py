@@ -1,15 +1,19 @@
-"""A cluster is its agents, one on each host, however their methods are called."""
+"""A cluster is its agents, one on each host, however their methods are called: here, in the driver's own process."""
 
 import abc
+import os
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FuturesTimeout
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from mesh_transformer.cluster.agent import DRIVER_GONE_S
+from mesh_transformer.cluster import host
+from mesh_transformer.cluster.agent import DRIVER_GONE_S, Agent, TakenOver
 from mesh_transformer.cluster.base import Event, Job, Poll, Status, Variables
 from mesh_transformer.errors import UserError
 
@@ -148,3 +152,43 @@ class AgentCluster(abc.ABC):
         values = (None, None, None) if alone else (coordinator, str(self.count), str(worker_id))
         names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
         return {**self._environment, **dict(zip(names, values, strict=True))}
+
+
+class ProcessCluster(AgentCluster):
+    """Several processes of this machine, with agents in the driver's own. They end with the driver, having saved. Each worker has the devices that the environment gives to any process here."""
+
+    def __init__(self, run: str, count: int, environment: Variables | None = None):
+        super().__init__(count, environment)
+        self._run = run
+        self._agents: list[Agent] = []
+        self._pool = ThreadPoolExecutor(4 * count)  # the streamer calls beside the main thread
+
+    def _open(self) -> None:
+        if not self._agents:
+            self._lock = host.hold_as_driver(self._run)  # its agents could not tell another driver
+            self._agents = [Agent(i, self._run, ends_process=False) for i in range(self.count)]
+
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
+        calls = [
+            self._pool.submit(getattr(agent, method), *given)
+            for agent, given in zip(self._agents, arguments, strict=True)
+        ]
+        answers: list[Any] = []
+        for call in calls:
+            try:
+                answers.append(call.result(timeout_s))
+            except FuturesTimeout:
+                answers.append(NoAnswer())
+            except TakenOver:
+                raise
+            except Exception as error:  # noqa: BLE001  (the host's, whatever it is)
+                answers.append(NoAnswer(lost=f"its agent failed: {error}"))
+        return answers
+
+    def kill(self) -> None:
+        if self._agents:
+            self._order("kill")
+            for agent in self._agents:
+                agent.close()
+            os.close(self._lock)
+            self._agents = []

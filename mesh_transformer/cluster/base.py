@@ -19,7 +19,7 @@ Category = Literal["user", "run", "bug", "machine"]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What all workers of a cluster do together: a name of `jobs.JOBS`, a config and arguments, all JSON values.
+    """What all workers of a cluster do together: a name of `worker.JOBS`, a config and arguments, all JSON values.
 
     `folder` is where relative paths begin; a host that does not have it takes the folder of the code.
     """

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mesh_transformer import files
-from mesh_transformer.cluster.agents import AgentCluster
+from mesh_transformer.cluster.agents import AgentCluster, ProcessCluster
 from mesh_transformer.cluster.base import Hosts, Job, run_name
-from mesh_transformer.cluster.processes import ProcessCluster
 from mesh_transformer.cluster.supervise import Supervisor
 from mesh_transformer.cluster.view import View
+from mesh_transformer.cluster.worker import run_job
 from mesh_transformer.config import Config
 from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.observer import Observer
 from mesh_transformer.stop_signals import StopSignals
 
 _OPTIONS: tuple[tuple[str, type, str, str], ...] = (  # with the type and the name of a value, and the help
@@ -134,9 +135,7 @@ class Place:
             UserError, RunError: as `Supervisor.run`.
         """
         if self.here:
-            from mesh_transformer.cluster import jobs  # and with it jax, which a driver needs not
-
-            return jobs.run(job)
+            return run_job(job, Observer())
         with self.open(config) as (cluster, hosts), StopSignals() as stop:  # Ray sets handlers too
             outcome = Supervisor(cluster, job, hosts=hosts, view=View(self.price), stop=stop).run()
             cluster.kill()

@@ -1,5 +1,7 @@
 """A worker process: runs one job in its main thread and tells its agent about it.
 
+The jobs are in the table `JOBS`. All workers of a cluster run the same one, in one mesh.
+
 Its first message is (job, run, worker_id). What it tells, besides {"kind": "alive", "at_work"} every second:
 {"kind": "begun", "begun"}, {"kind": "phase", "name", "step"}, {"kind": "metrics", "step", "scalars"}, what
 `stream.StreamedFeed` tells, and at last {"kind": "result", "value"} or {"kind": "error", "error"}. What it is told: the
@@ -9,12 +11,14 @@ When its agent dies it saves and ends, as after a SIGTERM.
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -23,6 +27,7 @@ from mesh_transformer.cluster import host
 from mesh_transformer.cluster.base import Job, WorkerError
 from mesh_transformer.cluster.failures import category
 from mesh_transformer.cluster.stream import StreamedFeed
+from mesh_transformer.config import Config, parse_config
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import Scalars
 from mesh_transformer.runtime.observer import Observer
@@ -61,20 +66,16 @@ class Worker(Observer):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
         try:
             self._lock = host.hold(run, worker_id)
-            from mesh_transformer.cluster import jobs
-
-            outcome = jobs.run(job, self, self._open_feed)
-            self._tell({"kind": "result", "value": outcome.result})
+            code, result = run_job(job, self, self._open_feed)
+            self._tell({"kind": "result", "value": result})
             self.phase("leave", 0)
-            return outcome.code
+            return code
         except Exception as error:  # noqa: BLE001  (told to the agent, whatever it is)
             self._fail(error)
 
     def _open_feed(self, session: Any) -> Any:
         if session.config.data.read_by == "host":
-            from mesh_transformer.runtime.feeds import open_train_feed
-
-            return open_train_feed(session)
+            return read_here(session)
         self._feed = StreamedFeed(self._tell, session.rows(session.microbatch), session.microbatch)
         if self._leaving:
             self._feed.leave()
@@ -136,6 +137,60 @@ class Worker(Observer):
         sys.stderr.flush()
         os._exit(FAILED[whose])  # jax's own end would wait for processes that do not come
 
+
+OpenFeed = Callable[[Any], Any]  # from a session to the loader of its training batches
+
+
+def read_here(session: Any) -> Any:
+    """The training batches of a session, read by this process."""
+    from mesh_transformer.runtime.feeds import open_train_feed
+
+    return open_train_feed(session)
+
+
+def run_job(job: Job, observer: Observer, open_feed: OpenFeed = read_here) -> tuple[int, Any]:
+    """Run a job in this process, on its devices: its exit code, and what it gave, as JSON values, the same in all workers or
+    that of worker 0.
+
+    Raises:
+        UserError: there is no such job, or it cannot be done with this config.
+        RunError: as the job does.
+    """
+    if job.name not in JOBS:
+        raise UserError(f"unknown job {job.name!r}: the known ones are {', '.join(JOBS)}")
+    return JOBS[job.name](parse_config(job.config), job.arguments, observer, open_feed)
+
+
+def _train(
+    config: Config, arguments: dict[str, Any], observer: Observer, open_feed: OpenFeed
+) -> tuple[int, Any]:
+    """`arguments`: the fields of `runtime.start.Source`. The result: those of its `Ending`."""
+    from mesh_transformer.runtime import start, trainer
+
+    ending = trainer.train(config, start.Source(**arguments), observer, open_feed)
+    return ending.code, ending._asdict()
+
+
+def _evaluate(config: Config, arguments: dict[str, Any], observer: Observer, _: OpenFeed) -> tuple[int, Any]:
+    """`arguments`: the fields of `runtime.evals.command.Options`. The result: those of its `Evaluation`."""
+    from mesh_transformer.runtime.evals import command
+
+    observer.phase("evaluate", 0)
+    options = command.Options(**{**arguments, "tasks": tuple(arguments["tasks"])})
+    return 0, command.evaluate(config, options)._asdict()
+
+
+def _generate(config: Config, arguments: dict[str, Any], observer: Observer, _: OpenFeed) -> tuple[int, Any]:
+    """`arguments`: checkpoint, prompts (texts, or lists of token ids), request. The result: a list of samples a prompt."""
+    from mesh_transformer.runtime import sample_prompts, sample_request
+
+    observer.phase("generate", 0)
+    request = sample_request.Request(**arguments["request"])
+    answers = sample_prompts.answer(config, request, arguments["checkpoint"], arguments["prompts"])
+    return 0, [[dataclasses.asdict(sample) for sample in samples] for samples in answers]
+
+
+JOBS = {"train": _train, "evaluate": _evaluate, "generate": _generate}
 
 if __name__ == "__main__":
     main()

@@ -11,8 +11,8 @@ from driving import driver, write
 
 from mesh_transformer.cluster import agent, agents, host
 from mesh_transformer.cluster.agent import TakenOver
+from mesh_transformer.cluster.agents import ProcessCluster
 from mesh_transformer.cluster.base import run_name
-from mesh_transformer.cluster.processes import ProcessCluster
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
 

@@ -10,8 +10,8 @@ import pytest
 from commands import CONFIG, run
 
 from mesh_transformer.cluster.base import Job, run_name
+from mesh_transformer.cluster.commands import as_version, delete_old_run
 from mesh_transformer.cluster.place import Place
-from mesh_transformer.cluster.train_command import as_version, delete_old_run
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime import run_lock

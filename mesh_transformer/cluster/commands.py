@@ -1,11 +1,13 @@
-"""The work of train.py: what its options --version and --new do, and the job."""
+"""The work of train.py, with what its options --version and --new do, and of eval_harness.py on a cluster."""
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from mesh_transformer import files, logs
 from mesh_transformer.cluster.base import Job
@@ -22,7 +24,7 @@ _OURS = re.compile(
 )
 
 
-def run(given: argparse.Namespace) -> int:
+def train(given: argparse.Namespace) -> int:
     """Train as train.py's arguments say. Returns the process's exit code.
 
     Raises:
@@ -42,6 +44,26 @@ def run(given: argparse.Namespace) -> int:
         log.info("%s", Ending(**ended).told(given.config_path, given.overrides))
     elif code:
         log.info("stopped; the same command goes on from the newest checkpoint")
+    return code
+
+
+def evaluate(config_path: str | None, overrides: Sequence[str], place: Place, options: Any) -> int:
+    """Evaluate on a place's devices, with the `options` of `runtime.evals.command`. Tables and report are written by this
+    process; the workers read the checkpoint and the tasks' data.
+
+    Raises:
+        UserError: an argument, the config, the place, a task or the checkpoint cannot be used.
+        RunError: the workers crash again and again.
+    """
+    from mesh_transformer.runtime.configs import config_for
+    from mesh_transformer.runtime.evals import command
+
+    logs.set_up()
+    config = config_for(config_path, overrides, options.checkpoint)
+    arguments = {**dataclasses.asdict(options), "tasks": list(options.tasks), "output": None}
+    code, result = place.run(Job.of("evaluate", config, **arguments), config)
+    if result is not None:
+        command.show(command.Evaluation(**result), options.output)
     return code
 
 
