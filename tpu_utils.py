@@ -13,12 +13,11 @@ from typing import Any
 
 from mesh_transformer import logs, slices
 from mesh_transformer.cloud import shell
-from mesh_transformer.cloud.faults import Kind, TpuFailed, TpuRefused
+from mesh_transformer.cloud.api import Kind, TpuFailed, TpuRefused
 from mesh_transformer.cloud.launch import pod_of, public_keys
 from mesh_transformer.cloud.pod import Access, Host, HostsFailed, HostsRefused, Outcome, Pod, command_line
 from mesh_transformer.cloud.request import Request, Tier
-from mesh_transformer.cloud.state import Phase, Tpu
-from mesh_transformer.cloud.tpus import DAY_S, Tpus
+from mesh_transformer.cloud.tpus import DAY_S, Phase, Tpu, Tpus
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime import cli
 

@@ -1,5 +1,8 @@
-"""A client of the Cloud TPU API, and calls to it with time-outs, back-off and errors that say what to do."""
+"""A client of the Cloud TPU API, and calls to it with time-outs and back-off. What the API refused or failed to do becomes an
+error that says why, and what to do about it.
+"""
 
+import enum
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -7,11 +10,117 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_transformer.cloud.faults import explain
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import RunError, UserError
 
 ADDRESS_VARIABLE = "MTJ_TPU_API"
 PROJECT_VARIABLES = ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT")
+
+
+class Kind(enum.Enum):
+    """Why a call to the API failed."""
+
+    QUOTA = "quota"
+    STOCKOUT = "no capacity"
+    PERMISSION = "permission"
+    DISABLED = "API not enabled"
+    CREDENTIALS = "credentials"
+    NOT_FOUND = "not found"
+    BAD_REQUEST = "bad request"
+    EXISTS = "exists already"
+    UNAVAILABLE = "service unavailable"
+    TIMEOUT = "timed out"
+    UNKNOWN = "unknown"
+
+
+_ADVICE = {
+    Kind.QUOTA: "Ask for more on https://console.cloud.google.com/iam-admin/quotas (service Cloud TPU API; spot, preemptible and "
+    "on-demand cores have quotas of their own, by zone), delete what you no longer need (tpu_utils.py list), or take another zone.",
+    Kind.STOCKOUT: "The zone has none free now: wait in the queue (--queued), try another zone or type, or try later.",
+    Kind.PERMISSION: "The account of the driver needs the roles roles/tpu.admin and roles/iam.serviceAccountUser in the project "
+    "(docs/pod.md).",
+    Kind.DISABLED: "Enable it: gcloud services enable tpu.googleapis.com --project PROJECT",
+    Kind.CREDENTIALS: "On a Google VM its service account is used; elsewhere run: gcloud auth application-default login",
+    Kind.NOT_FOUND: "Look at the name, --zone and --project: tpu_utils.py list shows what there is.",
+    Kind.BAD_REQUEST: "Compare type, zone and runtime version with https://cloud.google.com/tpu/docs/regions-zones and "
+    "https://cloud.google.com/tpu/docs/runtimes.",
+    Kind.EXISTS: "Take another name, or delete it first: tpu_utils.py delete NAME",
+    Kind.UNAVAILABLE: "The service gave no answer for a while: try again later.",
+    Kind.TIMEOUT: "It may still be going on: look with tpu_utils.py describe.",
+    Kind.UNKNOWN: "Look with tpu_utils.py describe.",
+}  # fmt: skip
+_MENDED_BY_USER = {
+    Kind.QUOTA, Kind.PERMISSION, Kind.DISABLED, Kind.CREDENTIALS, Kind.NOT_FOUND, Kind.BAD_REQUEST, Kind.EXISTS,
+}  # fmt: skip
+_STOCKOUT_WORDS = ("capacity", "stockout", "not enough resources", "resources are insufficient")
+_BY_GRPC_CODE = {
+    1: Kind.UNKNOWN, 2: Kind.UNKNOWN, 3: Kind.BAD_REQUEST, 4: Kind.TIMEOUT, 5: Kind.NOT_FOUND, 6: Kind.EXISTS,
+    7: Kind.PERMISSION, 9: Kind.BAD_REQUEST, 10: Kind.UNAVAILABLE, 11: Kind.BAD_REQUEST, 12: Kind.BAD_REQUEST,
+    13: Kind.UNAVAILABLE, 14: Kind.UNAVAILABLE, 16: Kind.CREDENTIALS,
+}  # fmt: skip
+_RESOURCE_EXHAUSTED = 8
+
+
+class _OfKind(Exception):
+    def __init__(self, message: str, kind: Kind):
+        super().__init__(message)
+        self.kind = kind
+
+
+class TpuRefused(_OfKind, UserError):
+    """The API refused for a reason that the user can mend; `kind` says which."""
+
+
+class TpuFailed(_OfKind, RunError):
+    """The API failed for a reason that time or another zone mends; `kind` says which."""
+
+
+Fault = TpuRefused | TpuFailed
+
+
+def fault(doing: str, kind: Kind, said: str, reason: str | None = None) -> Fault:
+    """The exception to raise: what was being done, what the API said, its reason code, and what to do."""
+    said = said.strip().rstrip(".")
+    text = f"{doing}: {kind.value}: {said}{f' [{reason}]' if reason else ''}. {_ADVICE[kind]}"
+    return TpuRefused(text, kind) if kind in _MENDED_BY_USER else TpuFailed(text, kind)
+
+
+def from_status(doing: str, code: int, message: str, reason: str | None = None) -> Fault:
+    """The exception for a `google.rpc.Status`, as failed operations and queued resources carry it."""
+    return fault(doing, _kind(code, message, reason), message, reason)
+
+
+def explain(error: Exception, doing: str) -> Fault:
+    """The exception that tells what `error` of google-cloud-tpu (or google-auth) means for somebody doing `doing`."""
+    from google.api_core import exceptions
+    from google.auth.exceptions import GoogleAuthError
+
+    if isinstance(error, GoogleAuthError):
+        return fault(doing, Kind.CREDENTIALS, str(error))
+    if isinstance(error, exceptions.RetryError):
+        return fault(doing, Kind.UNAVAILABLE, str(error.cause or error))
+    if isinstance(error, exceptions.GoogleAPICallError):
+        reason = getattr(error, "reason", None)
+        return from_status(doing, _grpc_code(error), error.message or str(error), reason)
+    return fault(doing, Kind.UNKNOWN, str(error))
+
+
+def _kind(code: int, message: str, reason: str | None) -> Kind:
+    if code == _RESOURCE_EXHAUSTED:
+        # one code for two things; a failed operation has only words to tell them apart
+        words = message.lower()
+        out_of_stock = "quota" not in words and any(word in words for word in _STOCKOUT_WORDS)
+        return Kind.STOCKOUT if out_of_stock else Kind.QUOTA
+    if reason == "SERVICE_DISABLED":
+        return Kind.DISABLED
+    return _BY_GRPC_CODE.get(code, Kind.UNKNOWN)
+
+
+def _grpc_code(error: Any) -> int:
+    """The code of `google.rpc.Code`; errors that came over HTTP have only the HTTP status."""
+    if error.grpc_status_code is not None:
+        return int(error.grpc_status_code.value[0])
+    http = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 429: 8, 500: 13, 503: 14, 504: 4}
+    return http.get(int(error.code or 0), 2)
 
 
 @dataclass(frozen=True)
@@ -34,7 +143,6 @@ def connect() -> Any:
         UserError: MTJ_TPU_API names another machine.
         TpuRefused: there are no credentials.
     """
-    from google.auth.exceptions import GoogleAuthError
     from google.cloud.tpu_v2 import TpuClient
 
     address = os.environ.get(ADDRESS_VARIABLE)
@@ -43,10 +151,8 @@ def connect() -> Any:
         from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
         return TpuClient(transport=TpuGrpcTransport(channel=grpc.insecure_channel(_on_this_machine(address))))
-    try:
+    with explained("connecting to the Cloud TPU API"):
         return TpuClient()
-    except GoogleAuthError as error:
-        raise explain(error, "connecting to the Cloud TPU API") from error
 
 
 def _on_this_machine(address: str) -> str:
@@ -74,12 +180,9 @@ def project_of(given: str | None) -> str:
             return value
     if not os.environ.get(ADDRESS_VARIABLE):
         import google.auth
-        from google.auth.exceptions import GoogleAuthError
 
-        try:
+        with explained("looking for the project"):
             _, project = google.auth.default()
-        except GoogleAuthError as error:
-            raise explain(error, "looking for the project") from error
         if project:
             return str(project)
     raise UserError(f"no project is known: give --project, or set {PROJECT_VARIABLES[0]}")

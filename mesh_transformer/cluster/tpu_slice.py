@@ -11,12 +11,10 @@ import time
 from mesh_transformer.cloud import head
 from mesh_transformer.cloud.api import Timing, pauses
 from mesh_transformer.cloud.archive import CHECKOUT, code_archive
-from mesh_transformer.cloud.launch import Plan, launch, public_keys
+from mesh_transformer.cloud.launch import Environment, Existing, Plan, Python, launch, public_keys
 from mesh_transformer.cloud.pod import Access, Pod
-from mesh_transformer.cloud.provision import Environment, Existing, Python
 from mesh_transformer.cloud.request import Request, Tier
-from mesh_transformer.cloud.state import Phase
-from mesh_transformer.cloud.tpus import Tpus
+from mesh_transformer.cloud.tpus import Phase, Tpus
 from mesh_transformer.cluster.base import Hosts
 from mesh_transformer.cluster.host import Process
 from mesh_transformer.errors import RunError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mesh_transformer.cloud import archive
-from mesh_transformer.cloud.provision import Environment, Existing, pins
+from mesh_transformer.cloud.launch import Environment, Existing, pins
 from mesh_transformer.cluster.tpu_slice import environment_of
 from mesh_transformer.errors import UserError
 

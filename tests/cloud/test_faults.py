@@ -5,7 +5,7 @@ from google.api_core import exceptions
 from google.auth.exceptions import DefaultCredentialsError
 from google.rpc import code_pb2
 
-from mesh_transformer.cloud.faults import Kind, TpuFailed, TpuRefused, explain, from_status
+from mesh_transformer.cloud.api import Kind, TpuFailed, TpuRefused, explain, from_status
 from mesh_transformer.errors import RunError, UserError
 
 STOCKOUTS = [

@@ -13,7 +13,7 @@ from local_hosts import local_pod
 
 from mesh_transformer.cloud import head as heads
 from mesh_transformer.cloud import shell
-from mesh_transformer.cloud.provision import (
+from mesh_transformer.cloud.launch import (
     STATE,
     Existing,
     Join,

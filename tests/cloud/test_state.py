@@ -3,7 +3,7 @@
 import pytest
 from google.cloud.tpu_v2.types import cloud_tpu
 
-from mesh_transformer.cloud.state import Phase, phase_of
+from mesh_transformer.cloud.tpus import Phase, phase_of
 
 COMING, READY, GOING, LOST, STOPPED = Phase.COMING, Phase.READY, Phase.GOING, Phase.LOST, Phase.STOPPED
 NODES = {

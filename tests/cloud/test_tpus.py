@@ -10,10 +10,9 @@ from tpu_api import NODE, QUEUED, Refusal, TpuApi
 
 from mesh_transformer import slices
 from mesh_transformer.cloud import api as cloud_api
-from mesh_transformer.cloud.faults import Kind, TpuFailed, TpuRefused
+from mesh_transformer.cloud.api import Kind, TpuFailed, TpuRefused
 from mesh_transformer.cloud.request import Request
-from mesh_transformer.cloud.state import Phase
-from mesh_transformer.cloud.tpus import Tpus
+from mesh_transformer.cloud.tpus import Phase, Tpus
 from mesh_transformer.errors import UserError
 
 V3 = slices.parse("v3-32")

@@ -20,7 +20,7 @@ LAUNCH = """
     import json, logging, sys
     from mesh_transformer.cloud import head
     from mesh_transformer.cloud.api import Timing
-    from mesh_transformer.cloud.provision import Existing
+    from mesh_transformer.cloud.launch import Existing
     from mesh_transformer.cloud.launch import Plan, launch
     from mesh_transformer.cloud.pod import Access
     from mesh_transformer.cloud.request import Request

@@ -14,8 +14,7 @@ from hosts import DRIVER, PodOfHosts
 
 from mesh_transformer.cloud import head as heads
 from mesh_transformer.cloud.archive import code_archive
-from mesh_transformer.cloud.pod import HostsFailed, Pod
-from mesh_transformer.cloud.provision import (
+from mesh_transformer.cloud.launch import (
     Environment,
     Existing,
     Join,
@@ -24,6 +23,7 @@ from mesh_transformer.cloud.provision import (
     provision,
     stop_ray,
 )
+from mesh_transformer.cloud.pod import HostsFailed, Pod
 
 SMALL_NODE = ("--num-cpus=1", "--object-store-memory=100000000")
 REPO = Path(__file__).parents[2]
