@@ -112,8 +112,17 @@ class HostsMissing(RuntimeError):
     """Some hosts of the cluster are not there now."""
 
 
+@dataclasses.dataclass
 class Hosts:
-    """The machines under a cluster, for what Ray cannot do. Here nobody can: whoever runs that cluster brings them back."""
+    """The machines under a cluster, for what Ray cannot do. Here nobody can: whoever runs that cluster brings them back.
+
+    Args:
+        address: of the Ray cluster on them, as ray.init takes it.
+        count: of those to use; None: all that there are now.
+    """
+
+    address: str = ""
+    count: int | None = None
 
     def state(self) -> str | None:
         """The state of the slice, as the cloud names it (READY, PREEMPTED ...), GONE without one; None if unknown."""

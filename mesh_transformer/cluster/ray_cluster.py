@@ -46,23 +46,21 @@ class RayCluster(AgentCluster):
 
     Args:
         run: name of the run.
-        address: of the cluster, as ray.init takes it.
-        count: hosts to use; None: all that there are now.
-        hosts: who can kill processes of a host that Ray does not reach.
+        hosts: of the cluster; they can kill processes of a host that Ray does not reach.
         environment: variables of the worker processes.
 
     Raises:
         UserError: there is no such cluster, or none of its nodes is a numbered host.
     """
 
-    def __init__(self, run: str, address: str, count: int | None, hosts: Hosts, environment: Variables):
-        found = self._join(address)
-        if count is None and not found:
+    def __init__(self, run: str, hosts: Hosts, environment: Variables):
+        found = self._join(hosts.address)
+        if hosts.count is None and not found:
             raise UserError(
-                f"no node of the Ray cluster {address} says which host it is: start each with "
+                f"no node of the Ray cluster {hosts.address} says which host it is: start each with "
                 f"ray start --resources='{{\"{RESOURCE}0\": 1}}' (1, 2 ... on the others), as docs/driver.md shows"
             )
-        super().__init__(count or max(found) + 1, {**_RAYS_OWN, **environment})
+        super().__init__(hosts.count or max(found) + 1, {**_RAYS_OWN, **environment})
         self._run, self._hosts = run, hosts
         self._actors: list[Any] = []
         self._processes: list[Process | None] = [None] * self.count  # of the agents
