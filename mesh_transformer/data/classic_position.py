@@ -52,17 +52,16 @@ def classic_position(source: str, noted: Any, batch: int) -> Position:
                 f"the run had taken {number + 1} batches of {batch} sequences from {listed[place]}, which holds only "
                 f"{reader.number}: bring back that file and the batch size, {_INSTEAD}"
             )
-        record, offset = reader.number, reader.offset
-    return {
-        "version": 1,
-        "order": "index",
-        "epoch": 0,
-        "file": place,
-        "name": os.path.basename(listed[place]),
-        "record": record,
-        "offset": offset,
-        "taken": 0,
-    }
+        return {
+            "version": 1,
+            "order": "index",
+            "epoch": 0,
+            "file": place,
+            "name": os.path.basename(listed[place]),
+            "record": reader.number,
+            "offset": reader.offset,
+            "taken": 0,
+        }
 
 
 def _checked(noted: Any) -> tuple[list[str], int]:

@@ -15,10 +15,10 @@ import grain
 import grain.experimental
 import numpy as np
 
+from mesh_transformer.data.prepare import cached_records
 from mesh_transformer.data.records import Record, RecordReader
 from mesh_transformer.data.sources import find_source, is_text, record_files
-from mesh_transformer.data.stream import Ordered, Shuffled, Stream
-from mesh_transformer.data.text_cache import cached_records
+from mesh_transformer.data.stream import Ordered, Shuffled, Stream, resume, stored_position
 from mesh_transformer.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ class Loader(Iterator[np.ndarray], Protocol):
 
     def get_state(self) -> dict[str, Any]:
         """The position behind the last batch given out: JSON values, the same on every host."""
-        ...
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue behind the batch after which `state` was taken.
@@ -37,11 +36,9 @@ class Loader(Iterator[np.ndarray], Protocol):
         Raises:
             UserError: the state does not belong to this data set or this order.
         """
-        ...
 
     def close(self) -> None:
         """Stop reading ahead and release the files."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,6 @@ def make_train_loader(
     batch_across_files: bool = False,
     n_vocab: int | None = None,
     tokenizer: str | None = None,
-    cache_dir: str | None = None,
     prefetch: int = 2,
 ) -> Loader:
     """Training batches without end: int32 arrays (accumulation, rows, seq + 1).
@@ -94,7 +90,6 @@ def make_train_loader(
         batch_across_files: without shuffling, carry what does not fill a batch into the next file and epoch.
         n_vocab: tokens must be below it; not checked if absent.
         tokenizer: for .txt sources, see `load_tokenizer`.
-        cache_dir: where the records of .txt sources are kept; the user's cache folder if absent.
         prefetch: steps read ahead.
 
     Raises:
@@ -102,7 +97,7 @@ def make_train_loader(
             damaged record, or a whole pass that fills no batch.
     """
     shape = Batching(seq, accumulation, batch, tuple(rows), n_vocab)
-    files = _files(source, shape, tokenizer, cache_dir)
+    files = _files(source, shape, tokenizer)
 
     def begin() -> _BatchIterator:
         stream = Shuffled(files, shuffle_window, seed) if shuffle else Ordered(files, batch_across_files)
@@ -120,7 +115,6 @@ def make_val_loader(
     repeat: bool = True,
     n_vocab: int | None = None,
     tokenizer: str | None = None,
-    cache_dir: str | None = None,
     prefetch: int = 2,
 ) -> Iterable[np.ndarray]:
     """Validation batches, int32 arrays (rows, seq + 1); each iteration starts with the first record.
@@ -129,7 +123,7 @@ def make_val_loader(
     it ends with the last file. Arguments and errors as in `make_train_loader`.
     """
     shape = Batching(seq, 1, batch, tuple(rows), n_vocab)
-    files = _files(source, shape, tokenizer, cache_dir)
+    files = _files(source, shape, tokenizer)
 
     def begin() -> _BatchIterator:
         return _BatchIterator(Ordered(files, across_files=False), shape, len(files), source, repeat)
@@ -141,10 +135,10 @@ def _prefetched(batches: grain.IterDataset, steps: int) -> grain.IterDataset:
     return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=steps)
 
 
-def _files(source: str, shape: Batching, tokenizer: str | None, cache_dir: str | None) -> tuple[str, ...]:
+def _files(source: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]:
     """The record files of `source`, the first record checked."""
     path = find_source(source)
-    files = (cached_records(path, shape.seq, tokenizer, cache_dir),) if is_text(path) else record_files(path)
+    files = (cached_records(path, shape.seq, tokenizer),) if is_text(path) else record_files(path)
     for file in files:
         with RecordReader(file) as reader:
             record = reader.read()
@@ -195,10 +189,10 @@ class _BatchIterator(grain.DatasetIterator):
         return out
 
     def get_state(self) -> dict[str, Any]:
-        return self._stream.position()
+        return stored_position(self._stream)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._stream.go_to(state)
+        resume(self._stream, state)
         self._dropped.clear()
 
     def close(self) -> None:

@@ -4,9 +4,9 @@ The tokens wait in a temporary file, so memory holds a few numbers a document an
 """
 
 import contextlib
+import hashlib
 import logging
 import os
-import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,15 +19,16 @@ from mesh_transformer.data.cleaning import make_cleaner
 from mesh_transformer.data.corpus import Piece, file_pieces
 from mesh_transformer.data.records import write_records
 from mesh_transformer.data.token_store import Packing, TokenStore
-from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer
+from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
-from mesh_transformer.files import check_credentials, is_remote, join, upload
+from mesh_transformer.files import check_credentials, is_remote, join, open_binary, upload
 
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _BATCH_CHARS = 1 << 18
 _LINE_EVERY = 10_000
+_CACHE_FORMAT = "1"  # change it when the same text comes to give other records
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,30 @@ def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, 
         else:
             os.replace(scratch, path)
     return replace(written, path=path)
+
+
+def cached_records(path: str, seq: int, tokenizer: str | None) -> str:
+    """The record file of a text file, kept in the user's cache folder: sequences of seq + 1 tokens, in the order of the text.
+
+    Several processes may ask at once: each writes under a name of its own, the last to finish stays.
+
+    Raises:
+        UserError: the text is no UTF-8 or shorter than one sequence, or there is no such tokenizer.
+    """
+    tokens = load_tokenizer(tokenizer)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = os.path.join(base, "mesh_transformer", "datasets")
+    begun = hashlib.sha256(f"{_CACHE_FORMAT} {seq} {tokens.fingerprint}\n".encode())
+    with open_binary(path) as file:
+        key = hashlib.file_digest(file, begun.copy).hexdigest()[:32]  # type: ignore[arg-type]
+    stem = os.path.splitext(os.path.basename(path))[0]
+    target = os.path.join(folder, f"{stem}-{key}.tfrecords")
+    if not os.path.isfile(target):
+        os.makedirs(folder, exist_ok=True)
+        with scratch_file(folder) as scratch:
+            write_corpus([path], scratch, tokens, Options(seq=seq, preserve_data_order=True))
+            os.replace(scratch, target)
+    return target
 
 
 def write_corpus(files: list[str], path: str, tokenizer: Tokenizer, options: Options) -> Written:
@@ -188,10 +213,8 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def _track(items: Iterable[_T], what: str, total: int | None = None) -> Iterator[_T]:
     """Pass `items` through, with a bar on a terminal and a line every so often elsewhere."""
-    if sys.stderr.isatty():
-        yield from tqdm(items, total=total, unit=f" {what}")
-        return
-    for count, item in enumerate(items, 1):
+    bar = tqdm(items, total=total, unit=f" {what}", disable=None)
+    for count, item in enumerate(bar, 1):
         yield item
-        if count % _LINE_EVERY == 0:
+        if bar.disable and count % _LINE_EVERY == 0:
             _log.info("%d%s %s", count, f" of {total}" if total else "", what)

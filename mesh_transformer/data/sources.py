@@ -1,7 +1,6 @@
 """From the name of a data set to its record files."""
 
 import os
-import posixpath
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -71,19 +70,16 @@ def _index_lines(path: str) -> list[tuple[int, str]]:
 
 
 def _find_listed(index: str, number: int, line: str) -> str:
-    folder = posixpath.dirname(index) if is_remote(index) else os.path.dirname(index)
+    folder = os.path.dirname(index)
+    above = os.path.dirname(folder if is_remote(index) else os.path.abspath(folder))
     if is_remote(line) or os.path.isabs(line):
         tried = [line]
-    elif is_remote(index):
-        tried = [join(folder, line), join(posixpath.dirname(folder), line)]
     else:
-        tried = list(
-            dict.fromkeys([line, join(folder, line), join(os.path.dirname(os.path.abspath(folder)), line)])
-        )
+        tried = [*([] if is_remote(index) else [line]), join(folder, line), join(above, line)]
     for path in tried:
         if _is_file(path):
             return path
-    raise UserError(f"{index}, line {number}: record file not found, tried {', '.join(tried)}")
+    raise UserError(f"{index}, line {number}: record file not found, tried {', '.join(dict.fromkeys(tried))}")
 
 
 def _is_file(path: str) -> bool:

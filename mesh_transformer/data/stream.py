@@ -2,9 +2,10 @@
 
 A position is a small dict of plain numbers and strings. It counts records, never batches or hosts, so it is the
 same on every host and holds after the batch or the number of hosts changed. With it go the stamps of the files that it
-depends on (`stamp.py`): the one that is read, and under shuffle all those of the half that is drawn from.
+depends on: the one that is read, and under shuffle all those of the half that is drawn from.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,17 +14,20 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.data.records import Record, RecordReader
-from mesh_transformer.data.stamp import check_stamp, stamp
 from mesh_transformer.errors import UserError
+from mesh_transformer.files import read_range, size
 
 Position = dict[str, Any]
 
 _PLACE = re.compile(r"[0-9]{1,9}")
 _NUMBERS = ("epoch", "file", "record", "offset", "taken")
+_STAMPED_BYTES = 64 << 10
 
 
 class Walk:
     """Record after record, file after file, epoch after epoch; `seed` permutes the files of each epoch."""
+
+    order = "index"
 
     def __init__(self, files: Sequence[str], seed: int | None = None):
         self._files, self._seed = tuple(files), seed
@@ -68,6 +72,7 @@ class Walk:
             "name": os.path.basename(self._path()),
             "record": number,
             "offset": offset,
+            "taken": 0,
             "files": self.stamps(),
         }
 
@@ -94,7 +99,7 @@ class Walk:
                 f"or read the data from its beginning with --set data.restart=true"
             )
         for at, noted in stamps.items():
-            check_stamp(self._path(epoch, at), noted)
+            _check_stamp(self._path(epoch, at), noted)
         self.close()
         self._epoch, self._place, self._barren = epoch, place, 0
         if position["offset"]:
@@ -106,7 +111,7 @@ class Walk:
             self._reader = None
 
     def _open(self, number: int = 0, offset: int = 0) -> RecordReader:
-        self._stamp = stamp(self._path())
+        self._stamp = _stamp(self._path())
         return RecordReader(self._path(), number, offset)
 
     def _path(self, epoch: int | None = None, place: int | None = None) -> str:
@@ -132,13 +137,6 @@ class Ordered(Walk):
             record = self.read(keep)
         return record
 
-    def position(self) -> Position:
-        return {"version": 1, "order": "index", **super().position(), "taken": 0}
-
-    def go_to(self, position: Mapping[str, Any]) -> None:
-        _check(position, "index")
-        super().go_to(position)
-
 
 class Shuffled:
     """Records shuffled within a window, files shuffled within an epoch; every epoch holds each record once.
@@ -148,10 +146,9 @@ class Shuffled:
     """
 
     def __init__(self, files: Sequence[str], window: int, seed: int):
-        self._walk, self._seed = Walk(files, seed), seed
-        self._window, self._half = window, max(1, window // 2)
+        self._walk, self._seed, self._half = Walk(files, seed), seed, max(1, window // 2)
+        self.order = f"shuffle, seed {seed}, window {window}"
         self._begin(self._walk.position())
-        self._open_next()
 
     @property
     def epoch(self) -> int:
@@ -170,13 +167,11 @@ class Shuffled:
         return record
 
     def position(self) -> Position:
-        return {"version": 1, "order": self._name(), **self._start, "taken": self._taken}
+        return {**self._start, "taken": self._taken}
 
     def go_to(self, position: Mapping[str, Any]) -> None:
-        _check(position, self._name())
         self._walk.go_to(position)
         self._begin(self._walk.position())
-        self._open_next()
         if position["taken"]:
             self._turn()
             self._taken = min(position["taken"], len(self._current))
@@ -184,16 +179,12 @@ class Shuffled:
     def close(self) -> None:
         self._walk.close()
 
-    def _name(self) -> str:
-        return f"shuffle, seed {self._seed}, window {self._window}"
-
     def _begin(self, start: Position, records: Sequence[Record] = ()) -> None:
+        """Draw from `records`, which begin at `start`; the other half begins where the walk is."""
         self._start, self._taken = start, 0
         self._current: list[Record | None] = list(records)
         seed = [self._seed, start["epoch"], start["file"], start["record"], 2]
         self._order = np.random.default_rng(seed).permutation(len(records))
-
-    def _open_next(self) -> None:
         self._next: list[Record] = []
         self._next_start, self._next_full = self._walk.position(), False
 
@@ -201,7 +192,6 @@ class Shuffled:
         while not self._next_full:
             self._fill_one()
         self._begin(self._next_start, self._next)
-        self._open_next()
 
     def _fill_one(self) -> None:
         """Read one record into the half that is filled; it is full at its size or at the end of the epoch."""
@@ -222,7 +212,17 @@ class Shuffled:
 Stream = Ordered | Shuffled  # what batches are made of
 
 
-def _check(position: Mapping[str, Any], order: str) -> None:
+def stored_position(stream: Stream) -> Position:
+    """Where the stream is, with what tells whether another stream can go there."""
+    return {"version": 1, "order": stream.order, **stream.position()}
+
+
+def resume(stream: Stream, position: Mapping[str, Any]) -> None:
+    """Continue at a stored position.
+
+    Raises:
+        UserError: it is none, or was taken from other files or in another order.
+    """
     whole = all(type(position.get(key)) is int and position[key] >= 0 for key in _NUMBERS)
     files = position.get("files", {})
     stamped = isinstance(files, dict) and all(
@@ -231,12 +231,36 @@ def _check(position: Mapping[str, Any], order: str) -> None:
     named = isinstance(position.get("name"), str)
     if position.get("version") != 1 or not (whole and named and stamped):
         raise UserError(f"the stored data position cannot be read: {dict(position)!r}"[:500])
-    if position.get("order") != order:
+    if position.get("order") != stream.order:
         raise UserError(
             f"the stored data position was taken with the order '{position.get('order')}', this run asks for "
-            f"'{order}': set data.shuffle, data.seed and data.shuffle_window as they were"
+            f"'{stream.order}': set data.shuffle, data.seed and data.shuffle_window as they were"
         )
+    stream.go_to(position)
 
 
 def _some(files: Sequence[str]) -> str:
     return ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
+
+
+def _stamp(path: str) -> str:
+    """The size of a file (local or `gs://`) and a hash of its beginning: they tell it from another that has taken its name.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    head = hashlib.sha256(read_range(path, 0, _STAMPED_BYTES)).hexdigest()
+    return f"{size(path)} bytes, sha256 of the first 64 KiB {head[:16]}..."
+
+
+def _check_stamp(path: str, noted: str) -> None:
+    """
+    Raises:
+        UserError: the file is missing, or not the one whose stamp was noted with a data position.
+    """
+    found = _stamp(path)
+    if found != noted:
+        raise UserError(
+            f"{path} has changed since the data position was stored (then: {noted}; now: {found}): bring back the "
+            f"former file, or read the data from its beginning with --set data.restart=true"
+        )

@@ -1,28 +1,26 @@
 """Tokenised documents in a temporary file, read back in any order as one stream."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from array import array
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
-_BUFFER_TOKENS = 1 << 18
+_BUFFER_BYTES = 1 << 20
 
 
 class TokenStore:
     """Documents one behind the other on disk; memory holds 8 bytes a document."""
 
     def __init__(self, folder: str | None, n_vocab: int):
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by close)
+        self._file = tempfile.TemporaryFile(buffering=_BUFFER_BYTES, dir=folder)  # noqa: SIM115  (closed by __exit__)
         self._dtype = np.dtype(np.uint16 if n_vocab <= 1 << 16 else np.uint32)
         self._ends = array("q")
-        self._pending: list[np.ndarray] = []
-        self._n_pending, self._n_tokens = 0, 0
+        self._n_tokens = 0
 
-    def __enter__(self) -> TokenStore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -30,20 +28,14 @@ class TokenStore:
 
     def add(self, tokens: Sequence[int]) -> None:
         """Append tokens to the document at hand."""
-        chunk = np.asarray(tokens, self._dtype)
-        self._pending.append(chunk)
-        self._n_pending += len(chunk)
-        self._n_tokens += len(chunk)
-        if self._n_pending >= _BUFFER_TOKENS or len(self._pending) > 10_000:
-            self._flush()
+        self._file.write(np.asarray(tokens, self._dtype).tobytes())
+        self._n_tokens += len(tokens)
 
-    def end_document(self, eot: int) -> bool:
-        """Close the document at hand with `eot`; False if it holds no token, it is then passed over."""
-        if self._n_tokens == (self._ends[-1] if self._ends else 0):
-            return False
-        self.add([eot])
-        self._ends.append(self._n_tokens)
-        return True
+    def end_document(self, eot: int) -> None:
+        """Close the document at hand with `eot`; one without a token is passed over."""
+        if self._n_tokens > self.n_tokens:
+            self.add([eot])
+            self._ends.append(self._n_tokens)
 
     @property
     def n_documents(self) -> int:
@@ -51,6 +43,7 @@ class TokenStore:
 
     @property
     def n_tokens(self) -> int:
+        """Of the documents that are closed."""
         return self._ends[-1] if self._ends else 0
 
     def ends(self) -> np.ndarray:
@@ -59,16 +52,10 @@ class TokenStore:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start..stop of the documents as they were added, int32."""
-        if self._pending:
-            self._flush()
+        self._file.flush()
         size = self._dtype.itemsize
         data = os.pread(self._file.fileno(), (stop - start) * size, start * size)
         return np.frombuffer(data, self._dtype).astype(np.int32)
-
-    def _flush(self) -> None:
-        self._file.write(np.concatenate(self._pending).tobytes())
-        self._file.flush()
-        self._pending, self._n_pending = [], 0
 
 
 class Packing:

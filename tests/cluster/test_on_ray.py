@@ -20,7 +20,7 @@ from driving import (
     write,
 )
 
-from mesh_transformer.data.text_cache import cached_records
+from mesh_transformer.data.prepare import cached_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 DETECTION_S = 30
@@ -72,9 +72,11 @@ def test_workers_killed_stopped_and_hung(folder, ray_nodes, straight, worker_env
     assert errors.count("recovered") == 3
 
 
-def test_hangs_outside_of_a_step(folder, ray_nodes, straight, worker_environment):
+def test_hangs_outside_of_a_step(folder, ray_nodes, straight, worker_environment, monkeypatch):
     """A worker that stops while programs are made, and a validation whose file no longer comes: each is found within 30 s."""
-    records = cached_records(str(folder / "text.txt"), GROUPS["model"]["seq"], "bytes", str(folder))
+    with monkeypatch.context() as cache:
+        cache.setenv("XDG_CACHE_HOME", str(folder))
+        records = cached_records(str(folder / "text.txt"), GROUPS["model"]["seq"], "bytes")
     held = folder / "held.tfrecords"
     os.rename(records, held)
     write(folder, data={"val_set": {"held": held.name}})

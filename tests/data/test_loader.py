@@ -255,7 +255,7 @@ def test_dropped_iterators_leave_no_threads(dataset):
 
 
 def test_text_is_tokenised_once(tmp_path, monkeypatch):
-    from mesh_transformer.data import text_cache
+    from mesh_transformer.data import prepare
 
     text = "To be, or not to be. " * 20
     (tmp_path / "play.txt").write_text(text)
@@ -270,7 +270,7 @@ def test_text_is_tokenised_once(tmp_path, monkeypatch):
     folder = tmp_path / "cache" / "mesh_transformer" / "datasets"
     assert len(list(folder.iterdir())) == 1
     with monkeypatch.context() as context:
-        context.setattr(text_cache, "write_corpus", lambda *_: pytest.fail("tokenised again"))
+        context.setattr(prepare, "write_corpus", lambda *_: pytest.fail("tokenised again"))
         assert first() == text[:51]
     (tmp_path / "play.txt").write_text("x" + text)
     assert first() == ("x" + text)[:51]
@@ -281,11 +281,12 @@ def test_text_is_tokenised_once(tmp_path, monkeypatch):
     assert len(list(folder.iterdir())) == 2
 
 
-def test_several_processes_may_fill_the_cache(tmp_path):
+def test_several_processes_may_fill_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "play.txt").write_text("All the world's a stage. " * 400)
     code = (
-        "from mesh_transformer.data.text_cache import cached_records\n"
-        "print(cached_records('play.txt', 16, 'bytes', 'cache'))"
+        "from mesh_transformer.data.prepare import cached_records\n"
+        "print(cached_records('play.txt', 16, 'bytes'))"
     )
     started = [
         subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
@@ -293,7 +294,7 @@ def test_several_processes_may_fill_the_cache(tmp_path):
     ]
     assert len({process.communicate(timeout=60)[0] for process in started}) == 1
     assert [process.returncode for process in started] == [0, 0, 0]
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(list((tmp_path / "cache" / "mesh_transformer" / "datasets").iterdir())) == 1
 
 
 @pytest.mark.parametrize("name", ["a.TFRECORDS", "a.TfRecord.GZ"])
@@ -309,9 +310,10 @@ def test_an_index_may_have_record_in_its_name(dataset):
     assert take(train(named), 1) == [[[0, 1], [2, 3]]]
 
 
-def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.TXT").write_text("abc" * 100)
-    options = {"seq": 8, "batch": 2, "rows": range(2), "tokenizer": "bytes", "cache_dir": str(tmp_path)}
+    options = {"seq": 8, "batch": 2, "rows": range(2), "tokenizer": "bytes"}
     make_train_loader(str(tmp_path / "text.TXT"), n_vocab=257, **options)
     with pytest.raises(UserError, match=r"token 99, and model.n_vocab is 99"):
         make_train_loader(str(tmp_path / "text.TXT"), n_vocab=99, **options)
