@@ -1,16 +1,12 @@
 """Serve a model over HTTP: OpenAI's completions API, and the original's /complete."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 from mesh_transformer.runtime import cli
 
-if TYPE_CHECKING:
-    from mesh_transformer.runtime.serve.start import OpenEngine
 
-
-def main(open_engine: OpenEngine | None = None) -> int:
+def main(open_engine: Callable[..., Any] | None = None) -> int:
     """Parse the arguments and serve; `open_engine` opens another engine than the config's."""
     parser = cli.parser(__doc__)
     cli.add_checkpoint(parser)
@@ -23,32 +19,16 @@ def main(open_engine: OpenEngine | None = None) -> int:
         metavar="FILE",
         help="file of keys, one on each line; a request must then send one: Authorization: Bearer KEY",
     )
-    parser.add_argument(
-        "--slots",
-        type=int,
-        default=8,
-        metavar="N",
-        help="sequences computed at the same time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-queue",
-        type=int,
-        default=64,
-        metavar="N",
-        help="sequences that may wait; further requests get status 503 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout-seconds",
-        dest="timeout_s",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds after which a request is ended (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--drain-seconds", dest="drain_s", type=float, default=30.0, metavar="S",
-        help="seconds that running requests get to finish after SIGTERM (default: %(default)s)",
-    )  # fmt: skip
+    for flag, name, default, metavar, text in [
+        ("--slots", "slots", 8, "N", "sequences computed at the same time"),
+        ("--max-queue", "max_queue", 64, "N", "sequences that may wait; further requests get status 503"),
+        ("--timeout-seconds", "timeout_s", 600.0, "S", "seconds after which a request is ended"),
+        ("--drain-seconds", "drain_s", 30.0, "S", "seconds for what runs to finish after SIGTERM"),
+    ]:
+        described = f"{text} (default: %(default)s)"
+        parser.add_argument(
+            flag, dest=name, type=type(default), default=default, metavar=metavar, help=described
+        )
     arguments = parser.parse_args()
     from mesh_transformer.runtime.serve import start
 

@@ -110,12 +110,8 @@ class TimeLimit:
             async with asyncio.timeout_at(self._end):
                 return await work
         except TimeoutError as error:
-            raise ApiError(
-                504,
-                f"the request took more than {self._seconds:g} seconds, this server's limit",
-                kind="server_error",
-                code="timeout",
-            ) from error
+            message = f"the request took more than {self._seconds:g} seconds, this server's limit"
+            raise ApiError(504, message, kind="server_error", code="timeout") from error
 
 
 class EventStream(Response):

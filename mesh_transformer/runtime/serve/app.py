@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from mesh_transformer import __version__
 from mesh_transformer.config.describe import short
-from mesh_transformer.runtime.serve import classic, completions
+from mesh_transformer.runtime.serve import completions
 from mesh_transformer.runtime.serve.answers import ApiError, ClientGone, failed, json_response
 from mesh_transformer.runtime.serve.guard import Guard
 from mesh_transformer.runtime.serve.loop import EngineLoop
@@ -37,10 +37,8 @@ def make_app(model: ServedModel, keys: Sequence[bytes]) -> ASGIApp:
     """
     app = FastAPI(title="mesh-transformer", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(completions.router(model))
-    app.include_router(classic.router(model))
     _add_state_routes(app, model.loop)
     _add_error_answers(app)
-    _describe_as_it_is(app)
     return Guard(app, keys, model.timeout_s)
 
 
@@ -73,16 +71,6 @@ def _policy(html: bytes) -> str:
         f"default-src 'none'; script-src 'sha256-{base64.b64encode(digest).decode()}'; style-src 'unsafe-inline'; "
         "img-src data:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
     )
-
-
-def _describe_as_it_is(app: FastAPI) -> None:
-    """Take out of the OpenAPI description the 422 that FastAPI would answer by itself: here it is 400."""
-    description = app.openapi()
-    for path in description["paths"].values():
-        for operation in path.values():
-            operation["responses"].pop("422", None)
-    for unused in ("HTTPValidationError", "ValidationError"):
-        description["components"]["schemas"].pop(unused, None)
 
 
 def _add_error_answers(app: FastAPI) -> None:

@@ -1,4 +1,4 @@
-"""POST /v1/completions and GET /v1/models, as OpenAI and vLLM answer them."""
+"""POST /v1/completions and GET /v1/models, as OpenAI and vLLM answer them; POST /complete, the original's own route."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mesh_transformer.runtime.serve.answers import (
     to_event,
     unless_gone,
 )
-from mesh_transformer.runtime.serve.loop import Job, SequenceRequest
+from mesh_transformer.runtime.serve.loop import Job
 from mesh_transformer.runtime.serve.model import (
     Choice,
     Delta,
@@ -34,6 +34,8 @@ from mesh_transformer.runtime.serve.model import (
 )
 from mesh_transformer.runtime.serve.protocol import (
     MAX_SEQUENCES,
+    ClassicRequest,
+    ClassicResponse,
     CompletionRequest,
     CompletionResponse,
     ErrorResponse,
@@ -45,17 +47,18 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def router(model: ServedModel) -> APIRouter:
-    """The routes under /v1."""
-    routes = APIRouter(prefix="/v1")
+    """The routes that ask for the model."""
+    # with a default, FastAPI describes no 422: here that is 400
+    routes = APIRouter(responses={"default": {"model": ErrorResponse}})
     created = int(time.time())
 
-    @routes.post("/engines/{engine:path}/completions", response_model=CompletionResponse, responses=ERRORS)
+    @routes.post("/v1/engines/{engine:path}/completions", response_model=CompletionResponse, responses=ERRORS)
     async def complete_by(engine: str, body: CompletionRequest, request: Request) -> Response:
         """As openai 0.28 asks with `engine=`."""
         _check_name(engine, model)
         return await complete(body, request)
 
-    @routes.post("/completions", response_model=CompletionResponse, responses=ERRORS)
+    @routes.post("/v1/completions", response_model=CompletionResponse, responses=ERRORS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         _check(body, model)
         limit = TimeLimit(model.timeout_s)
@@ -67,16 +70,24 @@ def router(model: ServedModel) -> APIRouter:
             held.pop_all()  # the stream leaves the job
         return EventStream(job, answer.events(), limit)
 
-    @routes.get("/chat/completions", status_code=404, response_model=ErrorResponse)
-    @routes.post("/chat/completions", status_code=404, response_model=ErrorResponse)
+    @routes.post("/complete", response_model=ClassicResponse, responses=ERRORS)
+    async def complete_classic(body: ClassicRequest, request: Request) -> Response:
+        if body.length < 1:
+            raise invalid(f"length must be 1 or more; got {body.length}", "length")
+        with model.loop.reserve(1) as job:
+            work = TimeLimit(model.timeout_s).within(_complete_classic(body, model, job))
+            return json_response({"completion": await unless_gone(request.receive, work)})
+
+    @routes.get("/v1/chat/completions", status_code=404, response_model=ErrorResponse)
+    @routes.post("/v1/chat/completions", status_code=404, response_model=ErrorResponse)
     async def chat() -> None:
         raise ApiError(404, "there is no chat here: send the text as `prompt` to POST /v1/completions")
 
-    @routes.get("/models", responses={401: ERRORS[401]})
+    @routes.get("/v1/models", responses={401: ERRORS[401]})
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": [_describe(model, created)]}
 
-    @routes.get("/models/{name:path}", responses={status: ERRORS[status] for status in (401, 404)})
+    @routes.get("/v1/models/{name:path}", responses={status: ERRORS[status] for status in (401, 404)})
     async def get_model(name: str) -> dict[str, Any]:
         _check_name(name, model)
         return _describe(model, created)
@@ -92,7 +103,7 @@ async def _begin(body: CompletionRequest, model: ServedModel, job: Job) -> Answe
     """
     prompts = await _prompts(body, model)
     for prompt in prompts:
-        model.check_room(prompt, body.max_tokens, "prompt")
+        model.check_room(prompt, body.max_tokens)
     asked = _sampling(body, model, len(prompts))
     with_logprobs = body.logprobs is not None
     echoes = await _echoes(body, model, prompts) if body.echo else [None] * len(prompts)
@@ -102,7 +113,7 @@ async def _begin(body: CompletionRequest, model: ServedModel, job: Job) -> Answe
         for _ in range(body.n)
     ]
     repeated = [prompt for prompt in prompts for _ in range(body.n)]
-    job.start(list(map(SequenceRequest, repeated, asked)))
+    job.start(zip(repeated, asked, strict=True))
     return Answer(body, model, job, choices, sum(map(len, prompts)))
 
 
@@ -172,23 +183,16 @@ def _check(body: CompletionRequest, model: ServedModel) -> None:
         raise invalid(f"best_of {body.best_of} must be n ({body.n}): completions are not ranked", "best_of")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options are only for a stream: set stream to true", "stream_options")
-    if len(body.prompt) * body.n > MAX_SEQUENCES:
-        raise invalid(
-            f"{len(body.prompt)} prompts x n {body.n} are over {MAX_SEQUENCES} sequences, the limit of a request",
-            "n",
-        )
+    if (prompts := len(body.prompt)) * body.n > MAX_SEQUENCES:
+        raise invalid(f"{prompts} prompts x n {body.n} are over {MAX_SEQUENCES}, the limit of a request", "n")
     model.check([[token] for token, _ in body.logit_bias], "logit_bias")
     model.check([[token] for token in body.stop_token_ids], "stop_token_ids")
 
 
 def _check_name(name: str, model: ServedModel) -> None:
     if name != model.name:
-        raise ApiError(
-            404,
-            f"there is no model {name[:100]!r} here, only {model.name!r}",
-            param="model",
-            code="model_not_found",
-        )
+        message = f"there is no model {name[:100]!r} here, only {model.name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def _prompts(body: CompletionRequest, model: ServedModel) -> Sequence[Sequence[int]]:
@@ -226,6 +230,22 @@ async def _echoes(
     offsets = [[]] * len(prompts) if body.logprobs is None else await model.offsets(prompts)
     texts = body.prompt if isinstance(body.prompt[0], str) else await model.decode(prompts)
     return list(map(Echo, texts, offsets))
+
+
+async def _complete_classic(body: ClassicRequest, model: ServedModel, job: Job) -> str:
+    (prompt,) = await model.encode([body.context], "context")
+    params = sampling_params(
+        spelled={"temperature": "temp"},
+        max_tokens=body.length,
+        temperature=body.temp,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop_token_ids=model.end_tokens(),
+        seed=secrets.randbits(32),
+    )
+    choice = Choice(model, prompt, body.stop)
+    job.start([(prompt, params)], slide=True)
+    return "".join([delta.text async for _, delta in follow(job, [choice])])
 
 
 def _describe(model: ServedModel, created: int) -> dict[str, Any]:

@@ -52,9 +52,6 @@ class Guard:
         self._held: Counter[str] = Counter()  # bytes of all bodies, by client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         if _for_pages(scope["path"]):
             send = _with_cors(send)
         if scope["method"] == "HEAD":  # uvicorn leaves the body out
@@ -86,9 +83,8 @@ class Guard:
             async with asyncio.timeout(self._body_s):
                 body = await self._read(receive, taken)
         except TimeoutError as error:
-            raise ApiError(
-                408, f"the body did not come within {self._body_s:g} seconds", code="timeout"
-            ) from error
+            message = f"the body did not come within {self._body_s:g} seconds"
+            raise ApiError(408, message, code="timeout") from error
         await self._app(scope, _replay(body, receive), send)
 
     def _check_key(self, authorization: str) -> None:
@@ -97,12 +93,9 @@ class Guard:
         digest = _digest(given.strip().encode("latin-1"))
         found = [hmac.compare_digest(digest, key) for key in self._keys]
         if self._keys and (scheme.lower() != "bearer" or not any(found)):
-            raise ApiError(
-                401,
-                "this server needs an API key, as the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "this server needs an API key, as the header Authorization: Bearer KEY"
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
     async def _read(self, receive: Receive, taken: _Taken) -> bytes:
         """The whole body, at most MAX_BODY_BYTES however it is sent.
@@ -157,11 +150,8 @@ async def _refuse(response: Response, taken: _Taken, receive: Receive, send: Sen
 def _check_framing(headers: Headers) -> None:
     """Raises ApiError, 400, for a body with two lengths, of which a proxy may believe the other (RFC 9112, 6.1)."""
     if "transfer-encoding" in headers and "content-length" in headers:
-        raise ApiError(
-            400,
-            "the request has both Transfer-Encoding and Content-Length: send one of them",
-            headers={"Connection": "close"},
-        )
+        message = "the request has both Transfer-Encoding and Content-Length: send one of them"
+        raise ApiError(400, message, headers={"Connection": "close"})
 
 
 def _check_size(size: int) -> None:
@@ -171,9 +161,7 @@ def _check_size(size: int) -> None:
 
 def _check_encoding(encoding: str) -> None:
     if encoding.strip().lower() not in ("", "identity"):
-        raise ApiError(
-            415, f"Content-Encoding {encoding[:40]!r}: a body must be sent as it is, not compressed"
-        )
+        raise ApiError(415, f"Content-Encoding {encoding[:40]!r}: send the body as it is, not compressed")
 
 
 def _for_pages(path: str) -> bool:
@@ -271,9 +259,8 @@ class BoundedConnection(H11Protocol):
 
     def _refuse(self) -> None:
         self._refused = True
-        error = unavailable(
-            f"{self._most} connections are open already", code="too_many_connections", retry_after_s=1
-        )
+        message = f"{self._most} connections are open already"
+        error = unavailable(message, code="too_many_connections", retry_after_s=1)
         self.transport.write(_answer(b"503 Service Unavailable", error.body, b"Retry-After: 1\r\n"))
         self.transport.write_eof()
         self._head.start(_REFUSED_S, self.transport.abort)

@@ -1,4 +1,4 @@
-"""The one thread that owns the engine, and how requests get to it and tokens back."""
+"""The one thread that owns the engine, how requests get to it and tokens back, and what /metrics tells of it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
+
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from mesh_transformer.infer.requests import Engine, SamplingParams
 from mesh_transformer.infer.scheduler import Output, Scheduler, Stats
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serve.answers import ApiError, failed, invalid, unavailable
-from mesh_transformer.runtime.serve.metrics import Metrics
 
 State = Literal["warming up", "ok", "draining", "failed"]
 _RETRY_WARM_S, _RETRY_FULL_S = 5, 1
 _WARM = object()
+Sequences = Iterable[tuple[Sequence[int], SamplingParams]]
+"""Prompts of at least one token, and how each is sampled."""
+PREFIX = "mesh_transformer_"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class WarmEngine(Engine, Protocol):
@@ -29,15 +36,6 @@ class WarmEngine(Engine, Protocol):
 
     def warm_up(self) -> Iterator[None]:
         """Requests may be taken after the first item; the others are for when there is nothing else to do."""
-
-
-class SequenceRequest(NamedTuple):
-    """One sequence to be sampled, as `Scheduler.submit` takes it: a prompt of at least one token, which fits the context with
-    its max_tokens, or slides."""
-
-    prompt: Sequence[int]
-    params: SamplingParams
-    slide: bool = False
 
 
 class _Live:
@@ -83,33 +81,35 @@ class EngineLoop:
         Raises:
             ApiError: 503 while warming up, draining or with a full queue; 400 for more sequences than can ever be queued.
         """
+        most, live = self.slots + self.max_queue, len(self._live)
         if self.state != "ok":
-            raise unavailable(
-                f"the server is {self.state}", code=self.state.replace(" ", "_"), retry_after_s=_RETRY_WARM_S
-            )
-        if sequences > self.slots + self.max_queue:
-            raise invalid(
-                f"the request asks for {sequences} sequences (prompts x n); this server takes at most "
-                f"{self.slots + self.max_queue} at a time"
-            )
-        if len(self._live) + sequences > self.slots + self.max_queue:
-            raise unavailable(
-                f"{len(self._live)} sequences run or wait already, of at most {self.slots + self.max_queue}",
-                code="queue_full",
-                retry_after_s=_RETRY_FULL_S,
-            )
+            code = self.state.replace(" ", "_")
+            raise unavailable(f"the server is {self.state}", code=code, retry_after_s=_RETRY_WARM_S)
+        if sequences > most:
+            raise invalid(f"{sequences} sequences (prompts x n): this server takes at most {most} at a time")
+        if live + sequences > most:
+            message = f"{live} sequences run or wait already, of at most {most}"
+            raise unavailable(message, code="queue_full", retry_after_s=_RETRY_FULL_S)
         job = Job(self, [next(self._ids) for _ in range(sequences)])
         self._live.update((id, _Live(job, index)) for index, id in enumerate(job.ids))
         self._quiet.clear()
         return job
 
-    def submit(self, ids: Sequence[int], sequences: Sequence[SequenceRequest]) -> None:
-        """Queue sequences in their reserved places; those that were cancelled meanwhile are ignored."""
-        for id, sequence in zip(ids, sequences, strict=True):
+    def submit(self, ids: Sequence[int], sequences: Sequences, *, slide: bool) -> None:
+        """Queue sequences in their reserved places, see `Scheduler.submit`; those that were cancelled meanwhile are ignored."""
+        for id, (prompt, params) in zip(ids, sequences, strict=True):
             if live := self._live.get(id):
                 admitted = partial(self._note_admitted, live)
-                fields = sequence._asdict()
-                self._inbox.put(partial(Scheduler.submit, request=id, on_admit=admitted, **fields))
+                self._inbox.put(
+                    partial(
+                        Scheduler.submit,
+                        request=id,
+                        prompt=prompt,
+                        params=params,
+                        on_admit=admitted,
+                        slide=slide,
+                    )
+                )
 
     def cancel(self, ids: Iterable[int]) -> None:
         """Stop computing these sequences; those that are not live are ignored."""
@@ -235,9 +235,9 @@ class Job:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._loop.cancel(self.ids)
 
-    def start(self, sequences: Sequence[SequenceRequest]) -> None:
-        """Compute these, one for each place."""
-        self._loop.submit(self.ids, sequences)
+    def start(self, sequences: Sequences, *, slide: bool = False) -> None:
+        """Compute these, one for each place. See `EngineLoop.submit`."""
+        self._loop.submit(self.ids, sequences, slide=slide)
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
         """(index of the sequence, its Output) as they come, until each is finished or cancelled.
@@ -264,3 +264,45 @@ class Job:
     def put(self, item: tuple[int, Output] | ApiError) -> None:
         """Called by the loop."""
         self._outputs.put_nowait(item)
+
+
+class Metrics(Collector):
+    """The server's own registry: a snapshot at each scrape, histograms of times in seconds, and the process."""
+
+    def __init__(self, snapshot: Callable[[], Stats]):
+        self._snapshot = snapshot
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        self.queue_s = self._histogram("queue_seconds", "From a request's arrival to its slot")
+        self.first_token_s = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token"
+        )
+        self.between_tokens_s = self._histogram(
+            "time_between_tokens_seconds",
+            "From a token to the next of its sequence; tokens of one step share its time",
+        )
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The snapshot's numbers."""
+        now = self._snapshot()
+        used = now.cached_tokens / max(1, now.positions)
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        for kind, name, text, value in (
+            (gauge, "requests_running", "Sequences that hold a slot", now.running),
+            (gauge, "requests_waiting", "Sequences that wait for a slot", now.waiting),
+            (gauge, "slots", "Sequences that can run at once", now.slots),
+            (gauge, "cache_used_ratio", "Part of the cache's positions that holds tokens", used),
+            (counter, "prompt_tokens", "Prompt tokens of sequences that got a slot", now.prompt_tokens),
+            (counter, "prefilled_tokens", "Prompt tokens that were computed", now.prefilled_tokens),
+            (counter, "reused_prompt_tokens", "Prompt tokens that the cache had already", now.reused_tokens),
+            (counter, "generated_tokens", "New tokens", now.generated_tokens),
+        ):
+            yield kind(PREFIX + name, text, value=value)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(PREFIX + name, text, registry=self._registry, buckets=_SECONDS)

@@ -69,15 +69,12 @@ class ServedModel:
                         f"{param}: there is no token {short(wrong)}; ids are 0 to {self.n_vocab - 1}", param
                     )
 
-    def check_room(self, prompt: Sequence[int], max_tokens: int, param: str) -> None:
+    def check_room(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Raises ApiError, 400, where a prompt and its completion are longer than the context."""
-        context = self.loop.context
-        if len(prompt) + max_tokens > context:
-            raise invalid(
-                f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}: together "
-                f"{len(prompt) + max_tokens}, over the context of {context} tokens",
-                param,
-            )
+        given, both, context = len(prompt), len(prompt) + max_tokens, self.loop.context
+        if both > context:
+            tokens = f"the prompt has {given} tokens and max_tokens is {max_tokens}: together {both}"
+            raise invalid(f"{tokens}, over the context of {context} tokens", "prompt")
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -14,10 +14,11 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
+import jax
 import uvicorn
 
 from mesh_transformer import logs, platforms
@@ -25,6 +26,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
+from mesh_transformer.runtime import serving_engine
 from mesh_transformer.runtime.configs import config_for
 from mesh_transformer.runtime.serve.app import make_app
 from mesh_transformer.runtime.serve.guard import BoundedConnection
@@ -40,13 +42,6 @@ _LAST_STEP_S = 5.0  # for the engine to end the step it is in
 _KEEP_ALIVE_S = 75
 _SPARE_CONNECTIONS = 256  # besides one for each sequence that runs or waits
 _SPARE_FILES = 64  # of those that the system lets this process open, for other uses than connections
-
-
-class OpenEngine(Protocol):
-    """Opens the engine of a config."""
-
-    def __call__(self, config: Config, checkpoint: str, *, slots: int) -> WarmEngine:
-        """Read the weights and lay out the cache. Raises UserError where they cannot be used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +74,15 @@ class Options:
 
 
 def run(
-    config_path: str | None, overrides: Sequence[str], options: Options, open_engine: OpenEngine | None = None
+    config_path: str | None,
+    overrides: Sequence[str],
+    options: Options,
+    open_engine: Callable[..., WarmEngine] | None = None,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C, then finish what runs. A second Ctrl-C cuts that short. In the end SIGTERM is ignored.
 
     Args:
-        open_engine: opens another engine than the config's.
+        open_engine: in place of `serving_engine.open_engine`.
 
     Returns:
         the exit code: 0 after a signal, 1 after the engine failed.
@@ -102,16 +100,12 @@ def run(
     tokenizer = load_tokenizer(config.data.tokenizer, split_step(source)[0])
     listener = bind(options.host, options.port)
     if not keys and not is_loopback(listener):
-        log.warning(
-            "%s is open to others and there is no --api-key-file: whoever reaches it is served", options.host
-        )
-    opener = open_engine or _open_own_engine
-    loop = EngineLoop(
-        lambda: opener(config, source, slots=options.slots), slots=options.slots, max_queue=options.max_queue
-    )
-    name = config.logging.name or (
-        Path(config_path).stem if config_path else Path(split_step(source)[0]).name
-    )
+        warning = "%s is open to others and there is no --api-key-file: whoever reaches it is served"
+        log.warning(warning, options.host)
+    opener = functools.partial(open_engine or _open_own_engine, config, source, slots=options.slots)
+    loop = EngineLoop(opener, slots=options.slots, max_queue=options.max_queue)
+    unnamed = Path(config_path).stem if config_path else Path(split_step(source)[0]).name
+    name = config.logging.name or unnamed
     model = ServedModel(name, config.model.n_vocab, tokenizer, loop, options.timeout_s)
     service = Service(model, keys, listener, options.drain_s)
     ended = asyncio.run(_until_signal(service))
@@ -229,17 +223,14 @@ def read_keys(path: str) -> list[bytes]:
     except OSError as error:
         raise UserError(f"--api-key-file {path} cannot be read: {error.strerror}") from error
     if len(content) > _MAX_KEY_FILE_BYTES:
-        raise UserError(
-            f"--api-key-file {path} is over {_MAX_KEY_FILE_BYTES} bytes: it should hold one key a line"
-        )
+        raise UserError(f"--api-key-file {path} is over {_MAX_KEY_FILE_BYTES} bytes: write one key a line")
     keys = [line.strip() for line in content.splitlines() if line.strip()]
     if not keys:
         raise UserError(f"--api-key-file {path} is empty: write one key a line into it")
     for number, key in enumerate(keys, 1):
         if any(not 33 <= byte <= 126 for byte in key):
-            raise UserError(
-                f"--api-key-file {path}: key {number} holds a space or a character that is not ASCII; no client can send it"
-            )
+            reason = "holds a space or a character that is not ASCII; no client can send it"
+            raise UserError(f"--api-key-file {path}: key {number} {reason}")
     if mode & stat.S_IROTH:
         log.warning("--api-key-file %s can be read by every user of this machine: chmod 600 mends that", path)
     return keys
@@ -262,9 +253,8 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family)
     except (OSError, UnicodeError) as error:  # that of a name which no DNS can hold
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"cannot listen on {host} port {port} ({reason}): choose another with --host and --port"
-        ) from error
+        message = f"cannot listen on {host} port {port} ({reason}): choose another with --host and --port"
+        raise UserError(message) from error
 
 
 def is_loopback(listener: socket.socket) -> bool:
@@ -273,13 +263,7 @@ def is_loopback(listener: socket.socket) -> bool:
 
 
 def _open_own_engine(config: Config, checkpoint: str, *, slots: int) -> WarmEngine:
-    import jax
-
-    from mesh_transformer.runtime.serving_engine import open_engine
-
     platforms.CompileCache()
     if jax.process_count() > 1:  # a slice of several hosts, which join of themselves
-        raise UserError(
-            f"the devices belong to {jax.process_count()} processes: serve on the devices of one host"
-        )
-    return open_engine(config, checkpoint, slots=slots)
+        raise UserError(f"the devices belong to {jax.process_count()} processes: serve on those of one host")
+    return serving_engine.open_engine(config, checkpoint, slots=slots)
