@@ -21,9 +21,9 @@ def main() -> int:
         "--json", action="store_true", help="print each sample as a JSON object on a line of its own"
     )
     arguments = parser.parse_args()
-    from mesh_transformer.runtime import sample_request, sampler
+    from mesh_transformer.runtime import sampler
 
-    request = cli.fields(sample_request.Request, arguments)
+    request = cli.fields(sampler.Request, arguments)
     return sampler.run(
         arguments.config_path,
         arguments.overrides,
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """One for each field of `sample_request.Request`."""
+    """One for each field of `sampler.Request`."""
     from mesh_transformer.infer.requests import OPTIONS
 
     parser.add_argument(

@@ -55,7 +55,7 @@ class TPUCluster:
 
         Args:
             prompts: texts, or lists of token ids.
-            request: fields of `runtime.sample_request.Request`, such as max_new_tokens.
+            request: fields of `runtime.sampler.Request`, such as max_new_tokens.
 
         Returns:
             For each prompt a list of samples, each with the fields of `runtime.sampler.Sample`.

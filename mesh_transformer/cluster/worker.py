@@ -182,11 +182,11 @@ def _evaluate(config: Config, arguments: dict[str, Any], observer: Observer, _: 
 
 def _generate(config: Config, arguments: dict[str, Any], observer: Observer, _: OpenFeed) -> tuple[int, Any]:
     """`arguments`: checkpoint, prompts (texts, or lists of token ids), request. The result: a list of samples a prompt."""
-    from mesh_transformer.runtime import sample_prompts, sample_request
+    from mesh_transformer.runtime import sampler
 
     observer.phase("generate", 0)
-    request = sample_request.Request(**arguments["request"])
-    answers = sample_prompts.answer(config, request, arguments["checkpoint"], arguments["prompts"])
+    request = sampler.Request(**arguments["request"])
+    answers = sampler.answer(config, request, arguments["checkpoint"], arguments["prompts"])
     return 0, [[dataclasses.asdict(sample) for sample in samples] for samples in answers]
 
 

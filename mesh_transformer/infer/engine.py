@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -51,10 +50,7 @@ class SlotEngine:
         model, partition = placement.model, placement.partition
         self.model, self.mesh = model, partition.mesh
         ends = segment_ends(model.decoder.seq)
-        self.slots, self.context = (
-            slots,
-            next(end for end in ends if end >= min(context or math.inf, ends[-1])),
-        )
+        self.slots, self.context = slots, next(n for n in ends if n >= min(context or math.inf, ends[-1]))
         self.chunk, self._longest = chunk, min(chunk, self.context)
         self._params, self._n_vocab = params, model.decoder.padded_vocab
         self._programs = SlotPrograms(
@@ -135,7 +131,7 @@ class SlotEngine:
 
     def _prefill(self, group: _Group) -> Iterator[Prefilled]:
         running = [self._requests[piece.slot] for piece in group.pieces]
-        arrays = _no_pieces(group.rows, group.size)
+        arrays = Pieces.none(group.rows, group.size)
         for row, (piece, request) in enumerate(zip(group.pieces, running, strict=True)):
             count, following = piece.stop - piece.start, request.prompt[piece.start + 1 : piece.stop + 1]
             arrays.slots_B[row], arrays.start_B[row], arrays.count_B[row] = piece.slot, piece.start, count
@@ -206,7 +202,7 @@ class SlotEngine:
         begin = {(rows, n, n, False) for n in self._sizes(later=False) for rows in (1, self._rows(n))}
         later = {(1, n, self.context, scored) for n in self._sizes(later=True) for scored in (False, True)}
         for rows, size, length, scored in sorted(begin | later):
-            given = _no_pieces(rows, size), np.int32(0)
+            given = Pieces.none(rows, size), np.int32(0)
             yield self._compiler(self._programs.prefill, *given, length=length, scored=scored)
 
     def _every_generate(self) -> Iterator[Callable[[], Any]]:
@@ -259,18 +255,6 @@ class _Running:
         self.length += 1
         self.left = 0 if ended else self.left - 1
         return "stop" if ended else None if self.left else "length"
-
-
-def _no_pieces(rows: int, size: int) -> Pieces:
-    ints = functools.partial(np.zeros, dtype=np.int32)
-    return Pieces(
-        slots_B=ints(rows),
-        tokens_BP=ints((rows, size)),
-        targets_BP=ints((rows, size)),
-        start_B=ints(rows),
-        count_B=ints(rows),
-        last_B=np.zeros(rows, bool),
-    )
 
 
 def _token(params: SamplingParams, id: Any, logprob: Any, top_id_C: Any, top_logprob_C: Any) -> Token:

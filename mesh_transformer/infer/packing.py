@@ -18,12 +18,82 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mesh_transformer.infer.trees import Common, Query, Tree
-
+WORTH_SHARING = 16  # tokens; inputs that share fewer, and not a whole context, go their own ways
 SHORTEST_ROW = 64
 _CHUNK_STEP, _LARGEST_CHUNK = 32, 512  # positions that go through the head together
 _WIDE = 512  # narrower models are taken to be so wide: what they compute is little, what padding adds to it should be too
 _SECOND_SHAPE = 2  # batches: what compiling for a second length of rows is taken to cost
+
+
+class Query(NamedTuple):
+    """What is the log-likelihood of the continuation after the context? Neither is empty."""
+
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+    @property
+    def inputs(self) -> list[int]:
+        """The tokens that the model reads."""
+        return [*self.context, *self.continuation[:-1]]
+
+
+class Tree(NamedTuple):
+    """Inputs that begin alike, in preorder: a token's index is that from the tree's beginning."""
+
+    tokens: list[int]
+    positions: list[int]  # in its own input
+    ends: list[int]  # see ops/attend/packed.py
+    queries: list[tuple[int, list[int]]]  # each query, and the tokens whose next one is scored
+
+
+class Common:
+    """Inputs in lexicographic order, and how many first tokens each has in common with the one before."""
+
+    def __init__(self, queries: Sequence[Query], inputs: Sequence[list[int]]):
+        self.queries, self.inputs = queries, inputs
+        self.order = sorted(range(len(inputs)), key=lambda query: inputs[query])
+        pairs = itertools.pairwise([[], *(inputs[query] for query in self.order)])
+        self.common = [_in_common(*pair) for pair in pairs]
+
+    def groups(self, longest: int, longer_than: int) -> Iterator[list[tuple[int, int]]]:
+        """The queries of each tree with the tokens that each shares with the one before it.
+
+        Of the inputs longer than `longer_than` and at most `longest`; no tree is larger than `longest`.
+        """
+        group: list[tuple[int, int]] = []
+        size = common = 0
+        for query, with_last in zip(self.order, self.common, strict=True):
+            common, length = min(common, with_last), len(self.inputs[query])
+            if not longer_than < length <= longest:
+                continue
+            least = min(len(self.queries[query].context), WORTH_SHARING)
+            if common >= least and size + length - common <= longest:
+                group.append((query, common))
+                size += length - common
+            else:
+                if group:
+                    yield group
+                group, size = [(query, 0)], length
+            common = length
+        if group:
+            yield group
+
+    def tree(self, group: list[tuple[int, int]]) -> Tree:
+        """Lay out the queries of a group."""
+        tree = Tree([], [], [], [])
+        path: list[int] = []  # the indices of the newest input's tokens
+        for query, common in group:
+            for index in path[common:]:
+                tree.ends[index] = len(tree.tokens)
+            new = self.inputs[query][common:]
+            path = path[:common] + list(range(len(tree.tokens), len(tree.tokens) + len(new)))
+            tree.tokens.extend(new)
+            tree.positions.extend(range(common, common + len(new)))
+            tree.ends.extend([0] * len(new))
+            tree.queries.append((query, path[len(self.queries[query].context) - 1 :]))
+        for index in path:
+            tree.ends[index] = len(tree.tokens)
+        return tree
 
 
 @dataclasses.dataclass
@@ -150,22 +220,15 @@ class _Shape:
         return self.batches * self.rows_of_batch * self.length * (1 + self.length / (4 * max(width, _WIDE)))
 
     def grids(self) -> Iterator[_Grid]:
-        for rows in self._batches():
-            trees = [[self.common.tree(self.groups[group]) for group in row] for row in rows]
-            yield _Grid(trees, (self.rows_of_batch, self.length), self.common.queries)
-
-    def _batches(self) -> Iterator[list[list[int]]]:
-        """Rows with much and with little to score in turn: what goes through the head is as much in each batch."""
-        wanted = {id(row): sum(map(self._wanted, row)) for row in self.rows}
-        rows = sorted(self.rows, key=lambda row: -wanted[id(row)])
-        dealt: list[list[list[int]]] = [[] for _ in range(self.batches)]
-        for start in range(0, len(rows), self.batches):
-            turn = rows[start : start + self.batches]
-            for batch, row in zip(
-                dealt if start // self.batches % 2 == 0 else dealt[::-1], turn, strict=False
-            ):
-                batch.append(row)
-        yield from dealt
+        """The batches. Rows with much and with little to score are dealt to them in turn, there and back: what goes through
+        the head is as much in each."""
+        dealt: list[list[list[Tree]]] = [[] for _ in range(self.batches)]
+        for number, row in enumerate(sorted(self.rows, key=lambda row: -sum(map(self._wanted, row)))):
+            turn, place = divmod(number, self.batches)
+            trees = [self.common.tree(self.groups[group]) for group in row]
+            dealt[place if turn % 2 == 0 else -1 - place].append(trees)
+        for rows in dealt:
+            yield _Grid(rows, (self.rows_of_batch, self.length), self.common.queries)
 
     def _wanted(self, group: int) -> int:
         return sum(len(self.common.queries[query].continuation) for query, _ in self.groups[group])
@@ -183,6 +246,10 @@ def _best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
         bins[chosen].append(item)
         bisect.insort(open_bins, (left - sizes[item], chosen))
     return bins
+
+
+def _in_common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 class _Grid:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mesh_transformer.infer.requests import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, OPTIONS
 from mesh_transformer.infer.sampling import Options, Seen, likeliest, penalise, sample
@@ -80,6 +81,13 @@ class Pieces(NamedTuple):
     start_B: Any  # int32: position of the first
     count_B: Any  # int32: of them that are not padding; 0: no piece
     last_B: Any  # bool: the piece is its prompt's last, so that a token is drawn
+
+    @classmethod
+    def none(cls, rows: int, size: int) -> Pieces:
+        """So many rows of `size` tokens, without a piece."""
+        slots_B, start_B, count_B = np.zeros((3, rows), np.int32)
+        tokens_BP, targets_BP = np.zeros((2, rows, size), np.int32)
+        return cls(slots_B, tokens_BP, targets_BP, start_B, count_B, np.zeros(rows, bool))
 
 
 class SlotPrograms:

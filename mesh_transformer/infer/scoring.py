@@ -4,6 +4,7 @@ Shapes: B rows, T tokens of a row, N all B * T of them, D residual width, P toke
 of interest after each.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,14 +46,11 @@ class Scorer:
             params: in the compute dtype, on the mesh; "blocks" may be a tuple, one tree a layer.
         """
         head = self._head(params)  # once: a batch has many chunks
-        waiting: tuple[Batch, list[Any]] | None = None
-        for batch in plan.batches:
-            dispatched = batch, self._dispatch(params, head, batch, plan.chunk)
-            if waiting is not None:
-                yield _results(*waiting)
-            waiting = dispatched
-        if waiting is not None:
-            yield _results(*waiting)
+        dispatched = ((batch, self._dispatch(params, head, batch, plan.chunk)) for batch in plan.batches)
+        # the next one is dispatched before the results of this one are waited for
+        for (batch, parts), _ in itertools.pairwise(itertools.chain[Any](dispatched, [None])):
+            numbers = map(np.concatenate, zip(*jax.device_get(parts), strict=True))
+            yield list(batch.results(*numbers))
 
     def _dispatch(self, params: Params, head: Params, batch: Batch, chunk: int) -> list[Any]:
         x_ND = self._hidden(params, batch.tokens_BT, batch.positions_BT, batch.ends_BT)
@@ -104,7 +102,3 @@ def log_probs(
     (normaliser, target_PM), _ = jax.lax.scan(step, start, (jnp.arange(tiles.tiles), head))
     largest_P1, total_P1 = normaliser.largest[:, None], normaliser.total[:, None]
     return target_PM - largest_P1 - jnp.log(total_P1), target_PM == largest_P1
-
-
-def _results(batch: Batch, dispatched: list[Any]) -> list[Result]:
-    return list(batch.results(*map(np.concatenate, zip(*jax.device_get(dispatched), strict=True))))

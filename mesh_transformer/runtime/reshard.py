@@ -12,7 +12,7 @@ from mesh_transformer.checkpoint.open import Form, open_found, open_step, recogn
 from mesh_transformer.config import is_set
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import join
-from mesh_transformer.runtime import sample_request, sampler
+from mesh_transformer.runtime import sampler
 from mesh_transformer.runtime.configs import config_for
 from mesh_transformer.runtime.convert import write_step
 from mesh_transformer.runtime.weights import split_step
@@ -97,11 +97,11 @@ def reshard(
     if prompt is not None:
         _check_devices(shards)
         tried = config_for(config_path, [*overrides, f"mesh.tp={shards}"], checkpoint)
-        job = sampler.Job.prepare(tried, sample_request.Request(), checkpoint, prompt=prompt)
+        job = sampler.Sampler(tried, sampler.Request(), checkpoint, [prompt])
     if output is not None:
         checkpoint = write_step(source, config.model, output, form=form, shards=shards, overwrite=overwrite)
     if job is not None:
-        job.run(checkpoint)
+        job.show(checkpoint)
 
 
 def _check_shards_out(

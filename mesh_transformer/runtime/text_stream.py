@@ -5,8 +5,6 @@ import sys
 from collections.abc import Sequence
 
 from mesh_transformer.data.tokenizer import UNKNOWN, Tokenizer
-from mesh_transformer.infer.requests import Token
-from mesh_transformer.infer.scheduler import Output
 
 CONTEXT = 16  # tokens before the first that may decide how it reads
 
@@ -126,31 +124,6 @@ class TextStream:
         # those that begin with a text stand behind it in this order
         at = bisect.bisect_left(self._stops, text)
         return at < len(self._stops) and self._stops[at].startswith(text)
-
-
-class Drawn:
-    """One completion as it grows; as text too, if it has a stream."""
-
-    def __init__(self, stream: TextStream | None):
-        self.tokens: list[Token] = []
-        self._stream = stream
-
-    def take(self, output: Output) -> bool:
-        """Add what a step gave; whether a stop text ends the completion here."""
-        for token in output.tokens:
-            self.tokens.append(token)
-            if self._stream is not None and not (output.finish == "stop" and token is output.tokens[-1]):
-                self._stream.push(token.id)
-                if self._stream.stopped:
-                    return True
-        return False
-
-    def text(self) -> str | None:
-        """Of the whole completion, without what ended it; None without a stream."""
-        if self._stream is None:
-            return None
-        self._stream.finish()
-        return self._stream.text
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

@@ -16,7 +16,7 @@ from mesh_transformer.errors import RunError, UserError, is_disk_full
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.runtime import start
 from mesh_transformer.runtime.ending import Ending
-from mesh_transformer.runtime.evals.in_training import Evaluation
+from mesh_transformer.runtime.evals.command import RunEvaluation
 from mesh_transformer.runtime.feeds import open_train_feed
 from mesh_transformer.runtime.interrupt import Interrupt
 from mesh_transformer.runtime.observer import Observer
@@ -83,7 +83,7 @@ class TrainingRun:
         self.session, self.config, self.source, self.feed = session, session.config, source, feed
         self.program = TrainProgram(session.placement, self.config)
         self.validation = Validation(session, self.program, self._asked_to_stop)
-        self.evaluation = Evaluation(session, self._asked_to_stop)
+        self.evaluation = RunEvaluation(session, self._asked_to_stop)
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
         self.lock: RunLock | None = None

@@ -73,8 +73,7 @@ import hf_folders as hf
 from evals.evaluated import session_of
 from mesh_transformer.data.tokenizer import ByteTokenizer
 from mesh_transformer.runtime.evals.adaptor import HarnessLM
-from mesh_transformer.runtime.evals.answers import Answers
-from mesh_transformer.runtime.evals.model import EvalModel
+from mesh_transformer.runtime.evals.model import Answers, EvalModel
 
 config = hf.model_config(**tests.MODEL)
 session = session_of(config, "mesh.dp=2", "mesh.tp=2", devices=4)

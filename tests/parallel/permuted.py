@@ -21,7 +21,7 @@ from mesh_transformer.cluster.stream import DEPTH, StreamedFeed, Streamer
 from mesh_transformer.config import AXES, Config, load_config
 from mesh_transformer.data.loader import make_val_loader
 from mesh_transformer.data.tokenizer import ByteTokenizer
-from mesh_transformer.infer.trees import Query
+from mesh_transformer.infer.packing import Query
 from mesh_transformer.models import model as models
 from mesh_transformer.parallel.mesh import process_rows
 from mesh_transformer.runtime.evals.model import EvalModel

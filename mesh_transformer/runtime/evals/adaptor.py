@@ -11,8 +11,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from mesh_transformer.data.tokenizer import EOT_TEXT
 from mesh_transformer.errors import UserError
+from mesh_transformer.infer.packing import Query
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
-from mesh_transformer.infer.trees import Query
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.evals.model import EvalModel, Prompt, Rehearsal
 

@@ -1,4 +1,4 @@
-"""The evaluation of a checkpoint: the work of eval_harness.py."""
+"""The evaluation of a checkpoint, which is the work of eval_harness.py, and of a run with each validation."""
 
 import dataclasses
 import importlib.metadata
@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +18,9 @@ from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.packing import Counts
 from mesh_transformer.logs import log
+from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.configs import config_for
-from mesh_transformer.runtime.evals.answers import Answers
-from mesh_transformer.runtime.evals.model import BATCH_TOKENS, EvalModel
+from mesh_transformer.runtime.evals.model import BATCH_TOKENS, Answers, EvalModel, Rehearsal, Stopped
 from mesh_transformer.runtime.evals.tasks import DEFAULT, Tasks, check_installed
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.weights import read_params, split_step
@@ -160,3 +160,66 @@ def show(evaluation: Evaluation, output: str | None) -> None:
     if output is not None:
         files.replace(output, json.dumps(report, indent=2).encode())
         log.info("written: %s", output)
+
+
+class RunEvaluation:
+    """The tasks of data.eval_harness_tasks: loaded and checked when a run starts, run with each validation. Every process takes part.
+
+    Args:
+        stop: asked between batches whether the run is to end.
+
+    Raises:
+        UserError: a task or the tokenizer cannot be loaded, or does not fit the model.
+    """
+
+    def __init__(self, session: Session, stop: Callable[[], bool]):
+        data = session.config.data
+        self._tasks: Tasks | None = None
+        if not data.eval_harness_tasks:
+            return
+        self._tasks = Tasks(
+            data.eval_harness_tasks,
+            include_path=data.eval_harness_include,
+            data_dir=data.eval_harness_data,
+            limit=data.eval_harness_limit,
+        )
+        from mesh_transformer.runtime.evals.adaptor import HarnessLM
+
+        self._model = EvalModel(session, load_tokenizer(data.tokenizer), stop=stop)
+        self._lm = HarnessLM(self._model)
+        self._cast = jax.jit(session.placement.cast)
+        rehearsal = HarnessLM(Rehearsal(self._model))
+        for kind, requests in self._tasks.requests().items():
+            getattr(rehearsal, kind)(requests)
+        log.info("tasks that go with each validation: %s", ", ".join(self._tasks.names))
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return self._tasks is not None
+
+    def run(self, params: Params) -> dict[str, float]:
+        """{"eval/<task>/<metric>": value} of float32 parameters; nothing if the run is to end."""
+        if self._tasks is None:
+            return {}
+        self._model.load(self._cast(params))
+        try:
+            return scalars(self._tasks.run(self._lm))
+        except Stopped:
+            return {}
+        finally:
+            self._model.unload()
+
+
+def scalars(results: dict[str, Any]) -> dict[str, float]:
+    """The numbers of the harness's results, named as they are logged: `acc,none` of piqa is eval/piqa/acc.
+
+    A metric after a filter keeps the filter's name: eval/gsm8k/exact_match/strict-match.
+    """
+    found = {}
+    for task, metrics in {**results["results"], **results.get("groups", {})}.items():
+        for key, value in metrics.items():
+            metric, _, chosen = key.partition(",")
+            if chosen and not metric.endswith("_stderr") and isinstance(value, int | float):
+                name = metric if chosen == "none" else f"{metric}/{chosen}"
+                found[f"eval/{task}/{name}"] = float(value)
+    return found

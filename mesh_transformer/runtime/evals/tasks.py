@@ -1,13 +1,15 @@
-"""The harness's tasks: found, loaded, run. Nothing here imports the harness before a task is asked for."""
+"""The harness's tasks: found, loaded, run; and LAMBADA and PIQA from files, which the tasks in tasks/ read. Nothing here imports
+the harness before a task is asked for."""
 
 import contextlib
 import difflib
 import importlib.util
+import json
 import logging
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +148,34 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
             f"--data-dir (data.eval_harness_data in training) or a task file of your own reads it from a folder; "
             f"see docs/evaluate.md"
         ) from error
+
+
+def lambada(data_dir: str = "", **_: Any) -> dict[str, Any]:
+    """`data_dir`/lambada/lambada_test.jsonl, one {"text"} a line."""
+    return {"test": _dataset(lambda: map(json.loads, _lines(data_dir, "lambada", "lambada_test.jsonl")))}
+
+
+def piqa(data_dir: str = "", **_: Any) -> dict[str, Any]:
+    """`data_dir`/piqa/valid.jsonl, one {"goal", "sol1", "sol2"} a line, and valid-labels.lst, one 0 or 1 a line."""
+
+    def records() -> Iterator[dict[str, Any]]:
+        labels = map(int, _lines(data_dir, "piqa", "valid-labels.lst"))
+        questions = map(json.loads, _lines(data_dir, "piqa", "valid.jsonl"))
+        for question, label in zip(questions, labels, strict=True):
+            yield {name: question[name] for name in ("goal", "sol1", "sol2")} | {"label": label}
+
+    return {"validation": _dataset(records)}
+
+
+def _lines(*path: str) -> list[str]:
+    with open(os.path.join(*path), encoding="utf-8") as file:
+        return list(file)
+
+
+def _dataset(records: Callable[[], Iterator[dict[str, Any]]]) -> Any:
+    import datasets
+
+    try:
+        return datasets.Dataset.from_list(list(records()))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{type(error).__name__}: {error}") from error
