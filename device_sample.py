@@ -23,16 +23,8 @@ def main() -> int:
     arguments = parser.parse_args()
     from mesh_transformer.runtime import sampler
 
-    request = cli.fields(sampler.Request, arguments)
-    return sampler.run(
-        arguments.config_path,
-        arguments.overrides,
-        request,
-        checkpoint=arguments.checkpoint,
-        prompt=arguments.prompt,
-        prompt_tokens=arguments.prompt_tokens,
-        as_json=arguments.json,
-    )
+    options = cli.fields(sampler.Options, arguments)
+    return sampler.run(arguments.config_path, arguments.overrides, options)
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -46,13 +38,8 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
         help="largest number of new tokens (default: 256, or what the context has room for)",
     )
     for name, option in OPTIONS.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=type(option.default),
-            default=option.default,
-            metavar="VALUE",
-            help=option.help,
-        )
+        flag, kind = f"--{name.replace('_', '-')}", type(option.default)
+        parser.add_argument(flag, type=kind, default=option.default, metavar="VALUE", help=option.help)
     parser.add_argument(
         "--stop",
         action="append",

@@ -21,16 +21,14 @@ def main() -> int:
         help="read LAMBADA and PIQA from DIR/lambada and DIR/piqa, not from the Hugging Face hub",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="ask only the first N questions of each task")
-    parser.add_argument(
-        "--num-fewshot", type=int, metavar="K", help="number of solved examples before each question"
-    )
+    parser.add_argument("--num-fewshot", type=int, metavar="K", help="solved examples before each question")
     parser.add_argument(
         "--batch-tokens", type=int, default=4096, metavar="N", help="tokens computed at the same time (default: %(default)s)"
     )  # fmt: skip
     parser.add_argument(
         "--cache",
         metavar="FILE",
-        help="SQLite file of results: what is in it is not computed again, what is computed is added",
+        help="SQLite file of results: what is in it is not computed again; new ones are added",
     )
     parser.add_argument(
         "--ftfy",

@@ -1,5 +1,6 @@
 """Which request's tokens are computed next, and in which slot. Plain Python around an `Engine`."""
 
+import collections
 import dataclasses
 import itertools
 import operator
@@ -82,7 +83,7 @@ class Scheduler:
         self._slots = [_Slot(index) for index in range(engine.slots)]
         self._prefilling: list[_Slot] = []
         self._clock = itertools.count(1)
-        self._prompt_tokens = self._prefilled_tokens = self._reused_tokens = self._generated_tokens = 0
+        self._counted: collections.Counter[str] = collections.Counter()  # of `Stats`
 
     def submit(
         self,
@@ -170,10 +171,7 @@ class Scheduler:
             running=len(self._slots) - len(self._free()),
             waiting=len(self._waiting),
             slots=len(self._slots),
-            prompt_tokens=self._prompt_tokens,
-            prefilled_tokens=self._prefilled_tokens,
-            reused_tokens=self._reused_tokens,
-            generated_tokens=self._generated_tokens,
+            **self._counted,
             cached_tokens=sum(slot.cached for slot in self._slots),
             positions=len(self._slots) * self._engine.context,
         )
@@ -197,8 +195,8 @@ class Scheduler:
         if source is not None:
             source.used = next(self._clock)
         self._prefilling.append(slot)
-        self._prompt_tokens += len(request.prompt)
-        self._reused_tokens += reused
+        self._counted["prompt_tokens"] += len(request.prompt)
+        self._counted["reused_tokens"] += reused
         if request.on_admit is not None:
             request.on_admit()
         return True
@@ -241,7 +239,7 @@ class Scheduler:
         for slot, piece, found in zip(slots, pieces, self._engine.prefill(pieces), strict=True):
             request = slot.request
             assert request is not None
-            self._prefilled_tokens += piece.stop - piece.start
+            self._counted["prefilled_tokens"] += piece.stop - piece.start
             slot.cached = piece.stop
             if found.prompt:
                 outputs.setdefault(request.id, Output(request.id)).prompt.extend(found.prompt)
@@ -258,7 +256,7 @@ class Scheduler:
         request = slot.request
         assert request is not None
         slot.tokens.append(emitted.token.id)
-        self._generated_tokens += 1
+        self._counted["generated_tokens"] += 1
         got = outputs.setdefault(request.id, Output(request.id))
         got.tokens.append(emitted.token)
         if emitted.finish is None:

@@ -31,7 +31,7 @@ MAX_SLOTS = 16  # samples at a time; further ones wait
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request(SamplingOptions):
-    """The command line's sampling options, checked.
+    """How a prompt is to be sampled, checked.
 
     Raises:
         UserError: an option is out of its range.
@@ -63,6 +63,16 @@ class Request(SamplingOptions):
         ends = () if eos is None else (eos,)
         seed = (self.seed + number) % 2**32
         return SamplingParams(**self.options, max_tokens=max_tokens, stop_token_ids=ends, seed=seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Request):
+    """The options of device_sample.py."""
+
+    checkpoint: str | None = None
+    prompt: str | None = None
+    prompt_tokens: str | None = None
+    json: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,16 +225,7 @@ class Sampler:
         return _Prompt(text, prompt[-room:], new)
 
 
-def run(
-    config_path: str | None,
-    overrides: Sequence[str],
-    request: Request,
-    *,
-    checkpoint: str | None,
-    prompt: str | None,
-    prompt_tokens: str | None,
-    as_json: bool,
-) -> int:
+def run(config_path: str | None, overrides: Sequence[str], options: Options) -> int:
     """Sample as device_sample.py's arguments say: one prompt, or one a line from standard input.
 
     Samples go to standard output, everything else to standard error.
@@ -233,14 +234,14 @@ def run(
         UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
     """
     logs.set_up()
-    config = config_for(config_path, overrides, checkpoint)
-    source = checkpoint or config.checkpoint.root
-    prompts: list[str | list[int]] | None = None if prompt is None else [prompt]
-    if prompt_tokens is not None:
-        prompts = [parse_tokens(prompt_tokens)]
+    config = config_for(config_path, overrides, options.checkpoint)
+    source = options.checkpoint or config.checkpoint.root
+    prompts: list[str | list[int]] | None = None if options.prompt is None else [options.prompt]
+    if options.prompt_tokens is not None:
+        prompts = [parse_tokens(options.prompt_tokens)]
     platforms.CompileCache()
     platforms.start_distributed()
-    Sampler(config, request, source, prompts).show(source, as_json=as_json)
+    Sampler(config, options, source, prompts).show(source, as_json=options.json)
     return 0
 
 

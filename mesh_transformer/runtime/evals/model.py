@@ -14,7 +14,6 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer import platforms
 from mesh_transformer.checkpoint.manifest import describe
-from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import inference_rules
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
@@ -130,7 +129,6 @@ class EvalModel:
         answers: Answers | None = None,
         stop: Callable[[], bool] = lambda: False,
     ):
-        self.config: Config = session.config
         self.tokenizer, self.counts = tokenizer, Counts()
         self._placement, self._model = session.placement, session.placement.model
         self._scorer = Scorer(self._placement, columns=platforms.vocab_columns(jax.default_backend()))

@@ -21,7 +21,6 @@ from mesh_transformer.errors import UserError
 OLD_NAMES = {"lambada": "lambada_openai"}
 DEFAULT = ("lambada_openai", "piqa", "hellaswag", "winogrande", "mathqa", "pubmedqa")
 LOCAL = Path(__file__).parent / "tasks"  # task files for data in a folder
-_MISSING = "evaluation needs lm-evaluation-harness, which is not installed: pip install -e '.[eval]'"
 
 
 def check_installed() -> None:
@@ -31,7 +30,7 @@ def check_installed() -> None:
         UserError: it is not.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(_MISSING)
+        raise UserError("lm-evaluation-harness is not installed: pip install -e '.[eval]'")
 
 
 class Tasks:

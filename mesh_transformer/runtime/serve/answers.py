@@ -69,8 +69,11 @@ def to_event(content: Any) -> str:
     return f"data: {to_json(content)}\n\n"
 
 
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+class ClientGone(ApiError):
+    """Nobody waits for the answer any more, which this is then."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has closed its connection")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -16,13 +16,12 @@ from starlette.types import ASGIApp
 from mesh_transformer import __version__
 from mesh_transformer.config.describe import short
 from mesh_transformer.runtime.serve import completions
-from mesh_transformer.runtime.serve.answers import ApiError, ClientGone, failed, json_response
+from mesh_transformer.runtime.serve.answers import ApiError, failed, json_response
 from mesh_transformer.runtime.serve.guard import Guard
 from mesh_transformer.runtime.serve.loop import EngineLoop
 from mesh_transformer.runtime.serve.model import ServedModel
 
 _PAGE = resources.files("mesh_transformer.runtime.serve") / "page.html"
-_CLIENT_GONE = 499  # nobody reads it
 _SHOWN_FAULTS, _SHOWN_CHARS = 3, 100
 _UNREADABLE = (
     "the body cannot be read as JSON: it is not UTF-8, nested too deeply, or has a number of too many digits"
@@ -90,10 +89,6 @@ def _add_error_answers(app: FastAPI) -> None:
         # 400 is FastAPI's, for what is no JSON
         message = _UNREADABLE if error.status_code == 400 else str(error.detail)
         return ApiError(error.status_code, message, headers=error.headers).response()
-
-    @app.exception_handler(ClientGone)
-    async def gone(_: Request, __: ClientGone) -> Response:
-        return Response(status_code=_CLIENT_GONE)
 
     @app.exception_handler(Exception)
     async def bug(_: Request, __: Exception) -> Response:

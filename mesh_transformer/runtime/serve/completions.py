@@ -114,52 +114,49 @@ async def _begin(body: CompletionRequest, model: ServedModel, job: Job) -> Answe
     ]
     repeated = [prompt for prompt in prompts for _ in range(body.n)]
     job.start(zip(repeated, asked, strict=True))
-    return Answer(body, model, job, choices, sum(map(len, prompts)))
+    head = {
+        "id": f"cmpl-{secrets.token_hex(12)}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model.name,
+    }
+    return Answer(body, job, choices, sum(map(len, prompts)), head)
 
 
+@dataclasses.dataclass
 class Answer:
     """What a request whose sequences are started gets."""
 
-    def __init__(
-        self,
-        body: CompletionRequest,
-        model: ServedModel,
-        job: Job,
-        choices: Sequence[Choice],
-        prompt_tokens: int,
-    ):
-        self._body, self._job, self._choices, self._prompt_tokens = body, job, choices, prompt_tokens
-        self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model.name,
-        }
+    body: CompletionRequest
+    job: Job
+    choices: Sequence[Choice]
+    prompt_tokens: int
+    head: dict[str, Any]  # what every object of the answer has
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
-        deltas: list[list[Delta]] = [[] for _ in self._choices]
-        async for index, delta in follow(self._job, self._choices):
+        deltas: list[list[Delta]] = [[] for _ in self.choices]
+        async for index, delta in follow(self.job, self.choices):
             deltas[index].append(delta)
         choices = list(map(self._choice, range(len(deltas)), map(Delta.joined, deltas)))
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        return {**self.head, "choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events, all but the last."""
-        with_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
+        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         usage = {"usage": None} if with_usage else {}
-        async for index, delta in follow(self._job, self._choices):
+        async for index, delta in follow(self.job, self.choices):
             if any(delta):
-                yield to_event({**self._head, "choices": [self._choice(index, delta)], **usage})
+                yield to_event({**self.head, "choices": [self._choice(index, delta)], **usage})
         if with_usage:
-            yield to_event({**self._head, "choices": [], "usage": self._usage()})
+            yield to_event({**self.head, "choices": [], "usage": self._usage()})
 
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = self._logprobs(delta.shown)
         return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
 
     def _logprobs(self, shown: Sequence[Shown]) -> dict[str, Any] | None:
-        if self._body.logprobs is None:
+        if self.body.logprobs is None:
             return None
         return {
             "tokens": [token.text for token in shown],
@@ -169,7 +166,7 @@ class Answer:
         }
 
     def _usage(self) -> dict[str, int]:
-        prompt, new = self._prompt_tokens, sum(choice.new_tokens for choice in self._choices)
+        prompt, new = self.prompt_tokens, sum(choice.new_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 

@@ -61,8 +61,6 @@ class Guard:
             await self._answer(scope, receive, send, taken)
         except ApiError as error:
             refusal = error.response()
-        except ClientGone:
-            return
         finally:
             self._held[taken.client] -= taken.bytes
             self._held += Counter()  # forgets who holds nothing

@@ -141,20 +141,17 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class _Text(_Body):
-    prompt: Prompts = END_OF_TEXT
-    model: str | None = None
-    max_tokens: TokenCount = 16
-    min_tokens: Count = 0
-
-
 _SAMPLING: Any = {name: (_KINDS[type(option.default)], option.default) for name, option in OPTIONS.items()}
-_Sampled = create_model("_Sampled", __base__=_Text, **_SAMPLING)
+_Sampled = create_model("_Sampled", __base__=_Body, **_SAMPLING)
 
 
 class CompletionRequest(_Sampled):
     """POST /v1/completions. Ranges are those of `SamplingParams`, in whose words a value is refused."""
 
+    prompt: Prompts = END_OF_TEXT
+    model: str | None = None
+    max_tokens: TokenCount = 16
+    min_tokens: Count = 0
     logit_bias: LogitBias = ()
     # sample i is drawn with (seed + i) mod 2**32
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
