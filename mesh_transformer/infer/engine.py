@@ -10,16 +10,7 @@ import jax
 import numpy as np
 
 from mesh_transformer.infer.programs import MAX_STEPS, Drawn, Pieces, SlotPrograms, blank
-from mesh_transformer.infer.requests import (
-    MAX_STOP_TOKENS,
-    OPTIONS,
-    Emitted,
-    Finish,
-    Piece,
-    Prefilled,
-    SamplingParams,
-    Token,
-)
+from mesh_transformer.infer.requests import OPTIONS, Emitted, Piece, Prefilled, SamplingParams, Token
 from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.ops.attend.cached import segment_ends
 
@@ -77,7 +68,7 @@ class SlotEngine:
         if source is not None and source != slot:
             self._slots = self._programs.copy_cache(self._slots, np.int32(source), np.int32(slot))
         self._requests[slot] = _Running(list(prompt), params)
-        tokens, ends = np.zeros(self.context, np.int32), np.full(MAX_STOP_TOKENS, -1, np.int32)
+        tokens, ends = np.zeros(self.context, np.int32), np.full(self._blank.end_NE.shape, -1, np.int32)
         tokens[: len(prompt)] = prompt
         ends[: len(params.stop_token_ids)] = params.stop_token_ids
         new = self._blank._replace(
@@ -229,7 +220,7 @@ class SlotEngine:
             running = self._requests[slot]
             one = jax.tree.map(lambda x, at=(step, column): x[at], drawn)
             token = _token(running.params, one.token_B, one.logprob_B, one.top_id_BC, one.top_logprob_BC)
-            yield Emitted(slot, token, running.count(bool(one.ended_B)))
+            yield running.emit(slot, token, ended=bool(one.ended_B))
 
 
 class _Group(NamedTuple):
@@ -250,11 +241,11 @@ class _Running:
         self.left = params.max_tokens
         self.length = 0  # tokens so far, once the prompt is computed
 
-    def count(self, ended: bool) -> Finish | None:
-        """One more token; how the request ended, if it did."""
+    def emit(self, slot: int, token: Token, *, ended: bool) -> Emitted:
+        """Count one more token."""
         self.length += 1
         self.left = 0 if ended else self.left - 1
-        return "stop" if ended else None if self.left else "length"
+        return Emitted(slot, token, "stop" if ended else None if self.left else "length")
 
 
 def _token(params: SamplingParams, id: Any, logprob: Any, top_id_C: Any, top_logprob_C: Any) -> Token:

@@ -23,15 +23,7 @@ from mesh_transformer.runtime.serve.answers import (
     unless_gone,
 )
 from mesh_transformer.runtime.serve.loop import Job
-from mesh_transformer.runtime.serve.model import (
-    Choice,
-    Delta,
-    Echo,
-    ServedModel,
-    Shown,
-    follow,
-    sampling_params,
-)
+from mesh_transformer.runtime.serve.model import Choice, Delta, Echo, ServedModel, follow, sampling_params
 from mesh_transformer.runtime.serve.protocol import (
     MAX_SEQUENCES,
     ClassicRequest,
@@ -152,18 +144,14 @@ class Answer:
             yield to_event({**self.head, "choices": [], "usage": self._usage()})
 
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        logprobs = self._logprobs(delta.shown)
-        return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
-
-    def _logprobs(self, shown: Sequence[Shown]) -> dict[str, Any] | None:
-        if self.body.logprobs is None:
-            return None
-        return {
-            "tokens": [token.text for token in shown],
-            "token_logprobs": [token.logprob for token in shown],
-            "top_logprobs": [token.top for token in shown],
-            "text_offset": [token.offset for token in shown],
+        logprobs = {
+            "tokens": [token.text for token in delta.shown],
+            "token_logprobs": [token.logprob for token in delta.shown],
+            "top_logprobs": [token.top for token in delta.shown],
+            "text_offset": [token.offset for token in delta.shown],
         }
+        given = None if self.body.logprobs is None else logprobs
+        return {"index": index, "text": delta.text, "logprobs": given, "finish_reason": delta.finish}
 
     def _usage(self) -> dict[str, int]:
         prompt, new = self.prompt_tokens, sum(choice.new_tokens for choice in self.choices)

@@ -11,7 +11,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    NonNegativeInt,
     PlainValidator,
     create_model,
     model_validator,
@@ -99,7 +98,7 @@ TokenCount = Annotated[
     Field(lt=2**31),
     BeforeValidator(_as_whole, Count | Annotated[str, Field(pattern="^[0-9]{1,9}$")]),
 ]
-Tokens = Annotated[list[NonNegativeInt], Field(min_length=1)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Prompts = Annotated[
     Any,
     PlainValidator(
