@@ -24,7 +24,6 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -32,6 +31,7 @@ class ApiError(Exception):
         message = message if len(message) <= _MOST_CHARS else f"{message[:_MOST_CHARS]}..."
         super().__init__(message)
         self.status, self.headers = status, headers
+        kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> Response:
@@ -46,12 +46,12 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 
 def unavailable(message: str, *, code: str, retry_after_s: int) -> ApiError:
     """503: the same request may be served later."""
-    return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": str(retry_after_s)})
+    return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def failed(message: str) -> ApiError:
     """500: the fault is the server's."""
-    return ApiError(500, message, kind="server_error")
+    return ApiError(500, message)
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -114,7 +114,7 @@ class TimeLimit:
                 return await work
         except TimeoutError as error:
             message = f"the request took more than {self._seconds:g} seconds, this server's limit"
-            raise ApiError(504, message, kind="server_error", code="timeout") from error
+            raise ApiError(504, message, code="timeout") from error
 
 
 class EventStream(Response):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import methodcaller
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -100,22 +101,13 @@ class EngineLoop:
         for id, (prompt, params) in zip(ids, sequences, strict=True):
             if live := self._live.get(id):
                 admitted = partial(self._note_admitted, live)
-                self._inbox.put(
-                    partial(
-                        Scheduler.submit,
-                        request=id,
-                        prompt=prompt,
-                        params=params,
-                        on_admit=admitted,
-                        slide=slide,
-                    )
-                )
+                self._inbox.put(methodcaller("submit", id, prompt, params, admitted, slide=slide))
 
     def cancel(self, ids: Iterable[int]) -> None:
         """Stop computing these sequences; those that are not live are ignored."""
         for id in ids:
             if self._forget(id):
-                self._inbox.put(partial(Scheduler.cancel, request=id))
+                self._inbox.put(methodcaller("cancel", id))
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests, and wait for the live sequences, but for no longer than so many seconds."""

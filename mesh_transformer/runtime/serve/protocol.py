@@ -6,15 +6,7 @@ checked by hand, not by pydantic, which would note a fault for each of a million
 
 from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    create_model,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, create_model, model_validator
 
 from mesh_transformer.config.describe import short
 from mesh_transformer.infer.requests import MAX_STOP_TOKENS, OPTIONS
@@ -94,9 +86,7 @@ def _as_whole(value: Any) -> Any:
 
 # OpenAI takes a whole number in any of JSON's spellings here, and clients send them
 TokenCount = Annotated[
-    int,
-    Field(lt=2**31),
-    BeforeValidator(_as_whole, Count | Annotated[str, Field(pattern="^[0-9]{1,9}$")]),
+    Count, BeforeValidator(_as_whole, Count | Annotated[str, Field(pattern="^[0-9]{1,9}$")])
 ]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Prompts = Annotated[
@@ -121,10 +111,8 @@ LogitBias = Annotated[
 Samples = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
 
 
-class _Body(BaseModel):
+class _Body(BaseModel, strict=True, extra="ignore", frozen=True):
     """A request's body."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     @model_validator(mode="before")
     @classmethod

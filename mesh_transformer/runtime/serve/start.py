@@ -34,6 +34,7 @@ from mesh_transformer.runtime.serve.loop import EngineLoop, WarmEngine
 from mesh_transformer.runtime.serve.model import ServedModel
 from mesh_transformer.runtime.weights import split_step
 
+OpenEngine = Callable[..., WarmEngine]  # called as `serving_engine.open_engine`
 MAX_SLOTS, MAX_QUEUE = 1024, 100_000
 _MAX_KEY_FILE_BYTES = 1 << 16
 _LAST_BYTES_S = 5.0  # for answers that are complete to reach their clients, where no time is left to drain
@@ -74,10 +75,7 @@ class Options:
 
 
 def run(
-    config_path: str | None,
-    overrides: Sequence[str],
-    options: Options,
-    open_engine: Callable[..., WarmEngine] | None = None,
+    config_path: str | None, overrides: Sequence[str], options: Options, open_engine: OpenEngine | None = None
 ) -> int:
     """Serve until SIGTERM or Ctrl-C, then finish what runs. A second Ctrl-C cuts that short. In the end SIGTERM is ignored.
 
