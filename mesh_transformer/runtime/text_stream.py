@@ -13,14 +13,13 @@ class TextStream:
     """The text of one completion, piece by piece.
 
     The pieces joined are what one `decode` of all tokens gives, cut at the earliest stop: of all stops' first occurrences
-    the one that begins first, and the shortest if several begin there. How tokens divide the text makes no
-    difference. One exception: tokenizers that spell rare characters as tokens of one byte each decode such a token to
-    another text when broken UTF-8 follows it; what was given by then stays.
+    the one that begins first. How tokens divide the text makes no difference. One exception: tokenizers that spell rare
+    characters as tokens of one byte each decode such a token to another text when broken UTF-8 follows it; what was given by
+    then stays.
 
     Args:
         tokenizer: that of the tokens.
         stops: texts that end the completion; none of them empty.
-        include_stop: whether the stop is part of the text.
         min_tokens: a stop whose last character comes with one of the first so many tokens is no stop.
         context: the tokens before the first, or the last few of them. Some tokenizers drop a space where a text begins;
             with a context it stays. A character that the context leaves unfinished is not finished.
@@ -34,13 +33,12 @@ class TextStream:
         tokenizer: Tokenizer,
         stops: Sequence[str] = (),
         *,
-        include_stop: bool = False,
         min_tokens: int = 0,
         context: Sequence[int] = (),
     ):
         if "" in stops:
             raise ValueError("a stop string must have at least one character")
-        self._tokenizer, self._stops, self._include_stop = tokenizer, sorted(set(stops)), include_stop
+        self._tokenizer, self._stops = tokenizer, sorted(set(stops))
         self._whole, self._lengths = frozenset(stops), sorted(set(map(len, stops)))
         self._longest = max(self._lengths, default=0)
         self._min_tokens = min_tokens
@@ -54,8 +52,8 @@ class TextStream:
         self._unfinished = ""  # the text of the window's other tokens, which later ones may change
         self._decoded = 0  # characters of the completion, those held included
         self._held = ""  # decoded, but perhaps a stop
-        # the first stop so far, where in the completion it begins and its length: a longer one may begin before it
-        self._found = (sys.maxsize, 0)
+        # where in the completion the first stop so far begins: a longer one may begin before it
+        self._found = sys.maxsize
         self.text = ""  # what was given
         self.stopped = False  # by a stop string; tokens pushed later count for nothing
         # of each token, where in the text its first character is; beyond a stop too
@@ -91,12 +89,10 @@ class TextStream:
         if len(self.offsets) > self._min_tokens:
             self._find_stops(new)
         end = len(self._held) if last else self._possible_stop()
-        at, length = self._found[0] - len(self.text), self._found[1]
-        if at <= end:
-            self.stopped = True
-            given, self._held = self._held[: at + length * self._include_stop], ""
-        else:
-            given, self._held = self._held[:end], self._held[end:]
+        at = self._found - len(self.text)
+        self.stopped = at <= end
+        given = self._held[: min(at, end)]
+        self._held = "" if self.stopped else self._held[end:]
         self.text += given
         return given
 
@@ -107,7 +103,7 @@ class TextStream:
         """
         held = self._held
         found = [
-            (len(self.text) + end - length, length)
+            len(self.text) + end - length
             for end in range(len(held) - new + 1, len(held) + 1)
             for length in self._lengths
             if length <= end and held[end - length : end] in self._whole

@@ -78,11 +78,9 @@ def pieces(stream: TextStream, tokens: Sequence[int]) -> list[str]:
     return given
 
 
-def cut(text: str, stops: Sequence[str], include_stop: bool) -> str:
-    """The definition: up to the stop that occurs first, the shortest of those that begin together."""
-    found = [(text.find(stop), len(stop)) for stop in stops if stop in text]
-    at, length = min(found, default=(len(text), 0))
-    return text[: at + length] if include_stop else text[:at]
+def cut(text: str, stops: Sequence[str]) -> str:
+    """The definition: up to the stop that occurs first."""
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
 @pytest.mark.parametrize("tokenizer", [gpt2, ByteTokenizer])
@@ -218,11 +216,10 @@ def test_the_bytes_of_every_token(tokenizer, one_byte):
             assert tokens[token].decode("utf-8", "replace") == tokenizer.decode([token])
 
 
-@pytest.mark.parametrize("include_stop", [False, True])
 @pytest.mark.parametrize("tokenizer", [gpt2, ByteTokenizer])
 @settings(deadline=None)
 @given(data=st.data())
-def test_stops_of_any_text_in_any_tokens(include_stop, tokenizer, data):
+def test_stops_of_any_text_in_any_tokens(tokenizer, data):
     tokenizer = tokenizer()
     letters = st.one_of(st.text("ab\n", max_size=14), TEXTS)
     parts = data.draw(st.lists(letters, min_size=1, max_size=6))
@@ -231,8 +228,8 @@ def test_stops_of_any_text_in_any_tokens(include_stop, tokenizer, data):
     )
     text = "".join(parts)
     tokens = [token for part in tokenizer.encode_literal(parts) for token in part]
-    stream = TextStream(tokenizer, stops, include_stop=include_stop)
-    assert "".join(pieces(stream, tokens)) == cut(text, stops, include_stop)
+    stream = TextStream(tokenizer, stops)
+    assert "".join(pieces(stream, tokens)) == cut(text, stops)
     assert stream.stopped == any(stop in text for stop in stops)
 
 
@@ -241,7 +238,7 @@ def test_stops_of_any_text_in_any_tokens(include_stop, tokenizer, data):
 def test_stops_in_broken_text(tokens, stops):
     text = ByteTokenizer().decode(tokens)
     stops = [*stops, "\ufffd\ufffd"]
-    assert "".join(pieces(TextStream(ByteTokenizer(), stops), tokens)) == cut(text, stops, False)
+    assert "".join(pieces(TextStream(ByteTokenizer(), stops), tokens)) == cut(text, stops)
 
 
 def test_only_what_may_become_a_stop_is_held():
@@ -270,15 +267,15 @@ def test_a_stop_that_begins_earlier_is_waited_for():
 
 
 def test_a_stop_that_might_go_on_is_not_waited_for():
-    stream = TextStream(ByteTokenizer(), ["abc", "ab"], include_stop=True)
-    assert [stream.push(byte) for byte in b"xab"] == ["x", "", "ab"]
+    stream = TextStream(ByteTokenizer(), ["abc", "ab"])
+    assert [stream.push(byte) for byte in b"xab"] == ["x", "", ""]
     assert stream.stopped
 
 
 def test_a_stop_in_mid_token():
     hello, world = gpt2().encode("hello world")
-    stream = TextStream(gpt2(), ["lo w"], include_stop=True)
-    assert [stream.push(hello), stream.push(world)] == ["hel", "lo w"]
+    stream = TextStream(gpt2(), ["lo w"])
+    assert [stream.push(hello), stream.push(world)] == ["hel", ""]
     assert stream.stopped
 
 
