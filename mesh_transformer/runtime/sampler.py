@@ -198,8 +198,9 @@ class Sampler:
         """
         c, request, prompt, text = self._config.model, self._request, given, None
         if isinstance(prompt, str):
-            assert self._tokenizer is not None
-            text, prompt = prompt, self._tokenizer.encode(prompt)
+            tokenizer = self._tokenizer
+            assert tokenizer is not None
+            text, prompt = prompt, tokenizer.encode(prompt)
         if not prompt:
             raise UserError("the prompt is empty: give at least one token")
         if min(prompt) < 0 or max(prompt) >= c.n_vocab:
