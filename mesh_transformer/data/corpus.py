@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import IO, NamedTuple
 
 from mesh_transformer.data.inflate import Compression, inflated
-from mesh_transformer.data.tar import tar_members
+from mesh_transformer.data.tar import damage_explained, tar_members
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import is_remote, open_binary
 
@@ -103,14 +103,15 @@ def _pieces_of(file: IO[bytes], place: str, name: str, separator: str | None) ->
 
 def _tar_pieces(file: IO[bytes], place: str, separator: str | None) -> Iterator[Piece]:
     unread, first = 0, list[str]()
-    for name, data in tar_members(file, place):
-        if os.path.basename(name).startswith("."):
-            continue
-        if _kind(name)[0] in (".txt", ".jsonl"):
-            yield from _pieces_of(data, f"{place}: {name}", name, separator)
-        else:
-            unread += 1
-            first += [name] if unread <= _NAMED else []
+    with damage_explained(place):
+        for name, data in tar_members(file, place):
+            if os.path.basename(name).startswith("."):
+                continue
+            if _kind(name)[0] in (".txt", ".jsonl"):
+                yield from _pieces_of(data, f"{place}: {name}", name, separator)
+            else:
+                unread += 1
+                first += [name] if unread <= _NAMED else []
     _tell_unread(place, first, unread)
 
 

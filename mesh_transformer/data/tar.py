@@ -6,10 +6,9 @@ and so are reads behind the end.
 """
 
 import contextlib
-import io
 import tarfile
 from collections.abc import Iterator
-from typing import IO, Any, Self, cast
+from typing import IO, Self, cast
 
 from mesh_transformer.errors import UserError
 
@@ -31,19 +30,17 @@ def tar_members(file: IO[bytes], place: str) -> Iterator[tuple[str, IO[bytes]]]:
         place: its name in messages.
 
     Raises:
-        UserError: the archive is damaged, ends early, has a sparse file, or headers that are too large.
+        UserError: the archive has a sparse file.
+        TarError, ValueError: it is damaged, ends early, or has headers that are too large; see `damage_explained`.
     """
     bounded = _Bounded(file)
     stream = cast(IO[bytes], bounded)  # of which no more than `read` is used
-    with _damage_of(place):
-        archive = tarfile.open(  # noqa: SIM115  (it owns nothing)
-            fileobj=stream, mode="r|", bufsize=_STEP_BYTES, tarinfo=_Header
-        )
-    while True:
-        with _damage_of(place):
-            member = archive.next()
-        if member is None:
-            return
+    archive = tarfile.open(  # noqa: SIM115  (it owns nothing)
+        fileobj=stream, mode="r|", bufsize=_STEP_BYTES, tarinfo=_Header
+    )
+    # members ask it, and it does not know
+    archive.fileobj.seekable = lambda: False  # type: ignore[attr-defined]
+    while (member := archive.next()) is not None:
         # what tarfile keeps of the members behind it would grow with their number
         archive.members = []  # type: ignore[attr-defined]
         archive.pax_headers = {}
@@ -52,16 +49,17 @@ def tar_members(file: IO[bytes], place: str) -> Iterator[tuple[str, IO[bytes]]]:
             raise UserError(f"{place}: {member.name[:200]} is a sparse file: pack it without --sparse")
         data = archive.extractfile(member) if member.isfile() else None
         if data is not None:
-            yield member.name, io.BufferedReader(_Member(data, place))
+            yield member.name, data
 
 
 @contextlib.contextmanager
-def _damage_of(place: str) -> Iterator[None]:
+def damage_explained(place: str) -> Iterator[None]:
+    """What tarfile says of a damaged archive, in `tar_members` and where a member is read, as a UserError."""
     try:
         yield
     except UserError:
         raise
-    except (tarfile.TarError, EOFError, ValueError) as error:  # ValueError: of the numbers of a sparse file
+    except (tarfile.TarError, ValueError) as error:  # ValueError: of the numbers of a sparse file
         raise UserError(f"{place}: damaged tar archive: {error}") from error
 
 
@@ -90,25 +88,9 @@ class _Bounded:
     def read(self, size: int) -> bytes:
         data = self._file.read(size)
         if self._at_end:
-            raise EOFError("it ends inside a member")
+            raise tarfile.ReadError("it ends inside a member")
         self._at_end = not data
         self._left -= len(data)
         if self._left < 0:
-            raise EOFError(f"a member with more than {MAX_HEADER_BYTES >> 10} KiB of headers")
+            raise tarfile.ReadError(f"a member with more than {MAX_HEADER_BYTES >> 10} KiB of headers")
         return data
-
-
-class _Member(io.RawIOBase):
-    """A member of a tar stream; what tarfile hands out cannot be asked whether it seeks."""
-
-    def __init__(self, data: IO[bytes], place: str):
-        self._data, self._place = data, place
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        with _damage_of(self._place):
-            data = self._data.read(len(target))
-        target[: len(data)] = data
-        return len(data)
