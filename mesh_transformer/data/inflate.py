@@ -1,7 +1,7 @@
 """Compressed files as plain byte streams: gzip, zlib, xz and Zstandard, several members in a row included.
 
 The streams notice a file that ends early, which some of the libraries behind them pass over in silence, and
-hand out no more than was asked for, so that a small file which expands without end cannot fill the memory.
+expand a little at a time, so that a small file which expands without end cannot fill the memory.
 """
 
 import io
@@ -16,8 +16,8 @@ from mesh_transformer.errors import UserError
 
 Compression = Literal["gzip", "zlib", "xz", "zst"]
 
-_CHUNK_BYTES = 1 << 16
-_ZST_CHUNK_BYTES = 1 << 10  # its decompressor takes no output limit: few bytes in bound the bytes out
+_BUFFER_BYTES = 1 << 16
+_STEP_BYTES = 1 << 10  # not every decompressor takes an output limit: few bytes in bound the bytes out
 _XZ_MEMORY_BYTES = 1 << 28
 _FREE_BYTES = 1 << 30
 # and beyond: so many times the compressed bytes, which deflate cannot reach nor any text
@@ -50,7 +50,6 @@ class Inflated(io.RawIOBase):
     def __init__(self, file: IO[bytes], kind: Compression, path: str):
         self._file, self._kind, self._path = file, kind, path
         self._decoder: Any = None
-        self._input = b""
         self._output = memoryview(b"")
         self._at_end = False
         self._bytes_in = self._bytes_out = 0
@@ -66,7 +65,7 @@ class Inflated(io.RawIOBase):
         view = memoryview(target).cast("B")
         while not self._output and not self._at_end:
             try:
-                self._output = memoryview(self._step(len(view)))
+                self._output = memoryview(self._step())
             except (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError) as error:
                 raise UserError(f"{self._path}: damaged {self._kind} data: {error}") from error
             self._bytes_out += len(self._output)
@@ -80,34 +79,21 @@ class Inflated(io.RawIOBase):
         self._output = self._output[n:]
         return n
 
-    def _step(self, limit: int) -> bytes:
+    def _step(self) -> bytes:
         """Some decompressed bytes, perhaps none; sets `_at_end` behind the last member."""
+        data = b""
         if self._decoder is not None and self._decoder.eof:
-            self._input = self._decoder.unused_data.lstrip(b"\0")  # padding between members
-            self._decoder = None
-        waits = self._decoder is not None and not getattr(self._decoder, "needs_input", True)
-        if not self._input and not waits:
-            self._input = self._file.read(_ZST_CHUNK_BYTES if self._kind == "zst" else _CHUNK_BYTES)
-            if not self._input:
-                if self._decoder is not None:
-                    raise EOFError("the file ends early (cut short while copying?)")
-                self._at_end = True
-                return b""
-            self._bytes_in += len(self._input)
+            data, self._decoder = self._decoder.unused_data, None
+        if not data:
+            data = self._file.read(_STEP_BYTES)
+            self._bytes_in += len(data)
+            if not data and self._decoder is not None:
+                raise EOFError("the file ends early (cut short while copying?)")
+            self._at_end = not data
         if self._decoder is None:
-            self._input = self._input.lstrip(b"\0") if self._kind != "zlib" else self._input
-            if not self._input:
-                return b""
-            self._decoder = _DECODERS[self._kind]()
-        return self._decompress(limit)
-
-    def _decompress(self, limit: int) -> bytes:
-        data, self._input = self._input, b""
-        if self._kind == "zst":
-            return self._decoder.decompress(data)
-        output = self._decoder.decompress(data, limit)
-        self._input = getattr(self._decoder, "unconsumed_tail", b"")
-        return output
+            data = data.lstrip(b"\0")  # padding between members
+            self._decoder = _DECODERS[self._kind]() if data else None
+        return self._decoder.decompress(data) if data else b""
 
 
 _DECODERS: dict[Compression, Callable[[], Any]] = {
@@ -120,4 +106,4 @@ _DECODERS: dict[Compression, Callable[[], Any]] = {
 
 def inflated(file: IO[bytes], kind: Compression, path: str) -> IO[bytes]:
     """A buffered reader of the decompressed bytes of `file`; closing it closes `file`."""
-    return io.BufferedReader(Inflated(file, kind, path), _CHUNK_BYTES)
+    return io.BufferedReader(Inflated(file, kind, path), _BUFFER_BYTES)

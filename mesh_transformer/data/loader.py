@@ -4,8 +4,6 @@ Every host walks the whole stream and decodes its own rows; what is stored to re
 (`stream.py`). Importing this module imports Grain, and with it JAX.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -148,17 +146,6 @@ def _files(source: str, shape: Batching, tokenizer: str | None) -> tuple[str, ..
     raise UserError(f"{path}: no record in {len(files)} record file(s): make them again")
 
 
-class _Batches(grain.IterDataset):
-    """A Grain data set of steps (accumulation, rows, seq + 1); each iterator has its own stream."""
-
-    def __init__(self, make: Callable[[], _BatchIterator]):
-        super().__init__()
-        self._make = make
-
-    def __iter__(self) -> _BatchIterator:
-        return self._make()
-
-
 class _BatchIterator(grain.DatasetIterator):
     def __init__(self, stream: Stream, shape: Batching, n_files: int, source: str, repeat: bool = True):
         super().__init__()
@@ -224,6 +211,17 @@ class _BatchIterator(grain.DatasetIterator):
             + "the batch (data.per_replica_batch, optimizer.gradient_accumulation_steps, "
             "data.val_batch_multiplier) or add data"
         )
+
+
+class _Batches(grain.IterDataset):
+    """A Grain data set of steps (accumulation, rows, seq + 1); each iterator has its own stream."""
+
+    def __init__(self, make: Callable[[], _BatchIterator]):
+        super().__init__()
+        self._make = make
+
+    def __iter__(self) -> _BatchIterator:
+        return self._make()
 
 
 def _tokens(record: Record, shape: Batching) -> np.ndarray:

@@ -4,14 +4,12 @@ A file may be compressed as a whole (gzip or zlib). That is seen from its conten
 first twelve bytes are a valid record header is plain. Offsets count decompressed bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, Self
 
 import google_crc32c
 import numpy as np
@@ -63,7 +61,7 @@ class RecordReader:
             raise self._damaged(f"the file has only {self._size} bytes")
         self._skip(offset)
 
-    def __enter__(self) -> RecordReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -150,12 +148,11 @@ def read_records(path: str) -> Iterator[np.ndarray]:
             yield record.tokens()
 
 
-def write_record(file: IO[bytes], tokens: np.ndarray) -> int:
-    """Append one record of `tokens` to `file`; returns the bytes written."""
+def write_record(file: IO[bytes], tokens: np.ndarray) -> None:
+    """Append one record of `tokens` to `file`."""
     data = encode_example(tokens)
     header = struct.pack("<Q", len(data))
     file.write(b"".join((header, _checksum(header), data, _checksum(data))))
-    return _HEADER.size + len(data) + _CHECKSUM.size
 
 
 def write_records(path: str, sequences: Iterable[np.ndarray]) -> int:

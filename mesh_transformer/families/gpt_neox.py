@@ -1,9 +1,7 @@
 """GPT-NeoX (Black et al. 2022) and Pythia, and their relatives with a sequential residual (rinna's among them)."""
 
-from __future__ import annotations
-
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -49,7 +47,7 @@ class Config(ModelConfig):
         return values
 
     @model_validator(mode="after")
-    def _check(self) -> Config:
+    def _check(self) -> Self:
         self.check_rotary("rotary_dims", self.rotary_dims)
         return self
 
@@ -79,7 +77,7 @@ class Config(ModelConfig):
         )
 
     @classmethod
-    def from_hf(cls, keys: ConfigJson) -> Config:
+    def from_hf(cls, keys: ConfigJson) -> Self:
         """See `ModelConfig`. The rotary's keys are those of transformers 5, or of files before it."""
         d_model = keys.size("hidden_size", default=6144)
         n_heads = keys.size("num_attention_heads", default=64)

@@ -1,8 +1,6 @@
 """GPT-J (Wang and Komatsuzaki 2021), with the classic switches for position encoding and norm."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, model_validator
 
@@ -75,7 +73,7 @@ class Config(ModelConfig):
         return values
 
     @model_validator(mode="after")
-    def _check(self) -> Config:
+    def _check(self) -> Self:
         if self.pe == "rotary":
             self.check_rotary("pe_rotary_dims", self.pe_rotary_dims)
         return self
@@ -110,7 +108,7 @@ class Config(ModelConfig):
         )
 
     @classmethod
-    def from_hf(cls, keys: ConfigJson) -> Config:
+    def from_hf(cls, keys: ConfigJson) -> Self:
         """See `ModelConfig`."""
         keys.take("tie_word_embeddings", default=False)  # the row of the head has what is tied
         activation = keys.take("activation_function", default=TANH_GELUS[0])
