@@ -1,12 +1,13 @@
 """What the groups of a config are made of: number and text types that carry their unit, and the frozen group."""
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, model_validator
 
 from mesh_transformer.errors import UserError
 
+_Mark = TypeVar("_Mark")
 INT32_MAX = 2**31 - 1  # what a step counter and a random seed hold on the device
 
 
@@ -105,3 +106,9 @@ class Group(BaseModel):
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Fill in fields that depend on others; the values are not validated yet."""
         return values
+
+
+def marks(group: type[Group], kind: type[_Mark]) -> dict[str, _Mark]:
+    """The fields that are annotated with a mark of this kind, each with its mark."""
+    annotations = ((name, mark) for name, field in group.model_fields.items() for mark in field.metadata)
+    return {name: mark for name, mark in annotations if isinstance(mark, kind)}

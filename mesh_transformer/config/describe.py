@@ -1,6 +1,8 @@
 """What a field accepts, in words, from its JSON schema: for error messages and for docs/config.md."""
 
+import difflib
 import json
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -63,6 +65,12 @@ def unit(group: type[Group], name: str) -> str:
 def derived(group: type[Group], name: str) -> str:
     """How the field is found where it is absent, or an empty string."""
     return schemas(group, name)[0].get("derived", "")
+
+
+def did_you_mean(text: str, known: Iterable[str], prefix: str = "") -> str:
+    """The known name that is close to `text`, as the end of a message, or an empty string."""
+    close = difflib.get_close_matches(text[:100], known, n=1)
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
 def short(value: Any) -> str:

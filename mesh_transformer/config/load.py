@@ -3,7 +3,6 @@
 Changes are `NAME=VALUE` (--set), and `-KEY` for a key that is left out (--ignore-keys).
 """
 
-import difflib
 import logging
 from collections.abc import Sequence
 from functools import cache, partial
@@ -14,10 +13,9 @@ from pydantic_core import ErrorDetails
 
 from mesh_transformer import files
 from mesh_transformer.config import classic, names, strict_json
-from mesh_transformer.config.describe import allowed, choices, schemas, short
+from mesh_transformer.config.describe import allowed, choices, did_you_mean, schemas, short
 from mesh_transformer.config.schema import GROUPS, VARIANTS, Config, class_at
 from mesh_transformer.errors import UserError
-from mesh_transformer.fields import Group
 
 MAX_FILE_BYTES = 1 << 20
 # Two ways to give one size: setting one on the command line takes the place of the other in the file.
@@ -232,11 +230,6 @@ def _explain(detail: ErrorDetails) -> str:
         expected += f", and at most {detail['ctx']['le']}"
     if detail["type"] == "finite_number":
         expected += ", and finite"
-    return f"{where} = {short(detail['input'])}: expected {expected}{_nearest_choice(group, field, detail)}"
-
-
-def _nearest_choice(group: type[Group], field: str, detail: ErrorDetails) -> str:
-    if not isinstance(detail["input"], str):
-        return ""
-    close = difflib.get_close_matches(detail["input"][:100], choices(group, field), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    if isinstance(detail["input"], str):
+        expected += did_you_mean(detail["input"], choices(group, field))
+    return f"{where} = {short(detail['input'])}: expected {expected}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.fields import Derived, Devices, Group, Size, Switch
+from mesh_transformer.fields import Derived, Devices, Group, Size, Switch, marks
 
 MeshShape = dict[str, int]
 """The size of each axis, in the order of AXES."""
@@ -77,12 +77,7 @@ def _way_out(given: MeshShape, n_devices: int) -> str:
     return advice
 
 
-AXES: dict[str, Axis] = {
-    name: mark
-    for name, field in MeshConfig.model_fields.items()
-    for mark in field.metadata
-    if isinstance(mark, Axis)
-}
+AXES = marks(MeshConfig, Axis)
 
 
 def mesh_shape(**sizes: int) -> MeshShape:

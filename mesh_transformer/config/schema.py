@@ -28,6 +28,7 @@ from mesh_transformer.fields import (
     Text,
     Tokens,
     Unit,
+    marks,
     whole,
 )
 from mesh_transformer.optimizers import OPTIMIZERS, OptimizerConfig, adam
@@ -241,12 +242,7 @@ class Config(Group):
         return shape
 
 
-VARIANTS: dict[str, Variants] = {
-    name: mark
-    for name, field in Config.model_fields.items()
-    for mark in field.metadata
-    if isinstance(mark, Variants)
-}
+VARIANTS = marks(Config, Variants)
 """The groups whose class one of their fields chooses."""
 
 GROUPS: dict[str, Any] = {

@@ -1,6 +1,5 @@
 """A group whose fields depend on one of them: `optimizer.name` chooses the class of `optimizer`."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +8,7 @@ from typing import Any, Literal, get_type_hints
 from pydantic import GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 
-from mesh_transformer.config.describe import short
+from mesh_transformer.config.describe import did_you_mean, short
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import Group
 
@@ -52,21 +51,17 @@ class Variants:
         """
         name, where = self.chosen(values), f"{group}.{self.tag}"
         if name not in tuple(self.classes):
-            close = difflib.get_close_matches(str(name)[:100], self.classes, n=1)
-            raise UserError(
-                f"{where} = {short(name)}: expected one of {', '.join(self.classes)}"
-                + (f" (did you mean {close[0]}?)" if close else "")
-            )
+            expected = f"expected one of {', '.join(self.classes)}{did_you_mean(str(name), self.classes)}"
+            raise UserError(f"{where} = {short(name)}: {expected}")
         own = self.classes[name].model_fields
         for field, value in values.items():
             if field in own or value is None:
                 continue
             owners = self.having(field)
-            close = difflib.get_close_matches(field, own, n=1)
             raise UserError(
                 f"{group}.{field} is a field of {where} {' and '.join(owners)}, not of {name}: leave it out "
                 f"(--set {group}.{field}=null), or set {where}={owners[0]}"
-                + (f" (did you mean {group}.{close[0]}?)" if close else "")
+                + did_you_mean(field, own, f"{group}.")
             )
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -31,13 +31,9 @@ def classic_position(source: str, noted: Any, batch: int) -> Position:
     """
     used, number = _checked(noted)
     path = find_source(source)
-    listed = (path,) if is_text(path) else record_files(path)
+    listed = () if is_text(path) else record_files(path)
     names = [os.path.basename(name) for name in used]
-    if (
-        is_text(path)
-        or len(used) >= len(listed)
-        or names != [os.path.basename(file) for file in listed[: len(used)]]
-    ):
+    if len(used) >= len(listed) or names != [os.path.basename(file) for file in listed[: len(used)]]:
         raise UserError(
             f"the run had read {names[:3] or 'no file'} of its training set to the end, which is not how {path} begins: "
             f"bring back the index as it was, {_INSTEAD}"

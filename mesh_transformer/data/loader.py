@@ -50,8 +50,6 @@ class Batching:
     n_vocab: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.seq, self.accumulation, self.batch) < 1:
-            raise ValueError(f"seq, accumulation and batch must be positive: {self}")
         if not self.rows or list(self.rows) != sorted(set(self.rows).intersection(range(self.batch))):
             raise ValueError(f"rows must be some of 0..{self.batch - 1}, ascending: {self.rows}")
 

@@ -87,18 +87,15 @@ def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, 
         raise UserError(
             f"the output's name {name!r} is no plain file name: choose its folder with --output-dir"
         )
-    local = None if is_remote(output_dir) else output_dir
-    if local is None:
+    remote = is_remote(output_dir)
+    if remote:
         check_credentials()
     else:
-        os.makedirs(local, exist_ok=True)
-    with scratch_file(local or ".") as scratch:
+        os.makedirs(output_dir, exist_ok=True)
+    with scratch_file("." if remote else output_dir) as scratch:
         written = write_corpus(files, scratch, tokenizer, options)
         path = join(output_dir, f"{name}_{written.sequences}.tfrecords")
-        if local is None:
-            upload(scratch, path)
-        else:
-            os.replace(scratch, path)
+        (upload if remote else os.replace)(scratch, path)
     return replace(written, path=path)
 
 
