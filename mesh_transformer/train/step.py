@@ -3,10 +3,9 @@
 Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions.
 """
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +17,47 @@ from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.model import Aux, Params, Placement
 from mesh_transformer.parallel.sharding import constrain_tree, map_axes, use
-from mesh_transformer.train.schedule import (
-    Batch,
-    Metrics,
-    NoiseAverages,
-    Parts,
-    Schedule,
-    sequential,
-    update_noise,
-)
+from mesh_transformer.train.schedule import Batch, Metrics, Parts, Schedule, sequential
 
 OptState = dict[str, Any]
 """The direction's slots by name, each a tree like the parameters'; and two int32 scalars, the updates that the direction
 (`count`) and the `schedule` have counted: steps less the skipped ones."""
+
+
+class NoiseAverages(NamedTuple):
+    """Exponential averages for the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1): float32
+    scalars, NaN before the first step."""
+
+    g: jax.Array  # of |G|^2, the squared norm of the true gradient
+    s: jax.Array  # of tr(Sigma), the variance of one sequence's gradient
+
+    @classmethod
+    def empty(cls) -> Self:
+        """Averages of nothing yet."""
+        return cls(jnp.full((), jnp.nan, jnp.float32), jnp.full((), jnp.nan, jnp.float32))
+
+
+def update_noise(
+    averages: NoiseAverages,
+    alpha: float,
+    small: int,
+    small_square: jax.Array,
+    big: int,
+    big_square: jax.Array,
+) -> tuple[NoiseAverages, dict[str, jax.Array]]:
+    """Add one step: mean squared gradient norms over batches of `small` sequences and of all `big` of them.
+
+    Returns the averages and the metrics G_noise (unbiased |G|^2), S_noise (unbiased tr(Sigma)) and
+    B_simple (the ratio of their averages: the batch, in sequences, beyond which more data in a step brings
+    little).
+    """
+    g = (big * big_square - small * small_square) / (big - small)
+    s = (small_square - big_square) / (1 / small - 1 / big)
+    newest = NoiseAverages(g, s)
+    averages = jax.tree.map(
+        lambda old, new: jnp.where(jnp.isnan(old), new, (1 - alpha) * old + alpha * new), averages, newest
+    )
+    return averages, {"G_noise": g, "S_noise": s, "B_simple": averages.s / averages.g}
 
 
 class TrainState(NamedTuple):
@@ -84,7 +111,10 @@ class TrainProgram:
         self._tiles = self._vocab_tiles()
         self.axes, self.frozen_axes = split(self.model.axes)
         self.optimizer = Optimizer(config.optimizer, self.axes)
-        self.state_shardings = self._state_shardings()
+        shapes = jax.eval_shape(self._init, jax.random.key(0))
+        self.state_shardings = self._state_shardings(shapes)
+        # what a checkpoint is restored into
+        self.abstract_state = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, self.state_shardings)
         whole = self.partition.sharding()
         self.batch_sharding = self.partition.sharding(None, "batch", None)
         self.eval_sharding = self.partition.sharding("batch", None)
@@ -101,16 +131,6 @@ class TrainProgram:
             self._eval_step, in_shardings=(placement.shardings, self.eval_sharding), out_shardings=whole
         )
 
-    @functools.cached_property
-    def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state, as a checkpoint is restored into."""
-        shapes = jax.eval_shape(self._init, jax.random.key(0))
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            shapes,
-            self.state_shardings,
-        )
-
     def _vocab_tiles(self) -> VocabTiles:
         """The vocabulary as the loss goes through it: whole where it is split over devices, which sum over theirs at once."""
         if self.placement.size("vocab") > 1:
@@ -118,12 +138,11 @@ class TrainProgram:
         columns = platforms.vocab_columns(self.partition.mesh.devices.flat[0].platform)
         return VocabTiles.of(self.model, self.partition, columns)
 
-    def _state_shardings(self) -> TrainState:
+    def _state_shardings(self, shapes: TrainState) -> TrainState:
         whole: Any = self.partition.sharding()
         params, frozen = self.partition.shardings(self.axes), self.partition.shardings(self.frozen_axes)
-        abstract = jax.eval_shape(self._init, jax.random.key(0))
-        slots = self.moments.shardings(self.optimizer.slot_axes(abstract.params))
-        opt_state = dict.fromkeys(abstract.opt_state, whole) | slots
+        slots = self.moments.shardings(self.optimizer.slot_axes(shapes.params))
+        opt_state = dict.fromkeys(shapes.opt_state, whole) | slots
         return TrainState(whole, params, opt_state, NoiseAverages(whole, whole), whole, frozen)
 
     def _init(self, key: jax.Array) -> TrainState:
@@ -213,11 +232,7 @@ class TrainProgram:
             batch = Batch.of(tokens_BT)
             x_BTD, _, _ = self.model.hidden(params, batch.tokens)
             loss, per_token = self._weighted_loss(params, x_BTD, batch, lambda per_token: per_token.nll)
-        return {
-            "loss": loss,
-            "last_loss": per_token.nll[:, -1].mean(),
-            "accuracy": per_token.correct.mean(),
-        }
+        return {"loss": loss, "last_loss": per_token.nll[:, -1].mean(), "accuracy": per_token.correct.mean()}
 
 
 def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
@@ -244,12 +259,10 @@ class Optimizer:
 
     def slot_axes(self, params: Params) -> dict[str, Params]:
         """The dimension names of each slot's arrays."""
-
-        def of_slot(slot: str) -> Params:
-            rule = self.config.slots[slot]
-            return jax.tree.map(lambda axes, p: rule(axes, p.shape), self.axes, params, is_leaf=_is_axes)
-
-        return {slot: of_slot(slot) for slot in self.config.slots}
+        return {
+            slot: jax.tree.map(lambda p, axes, rule=rule: rule(axes, p.shape), params, self.axes)
+            for slot, rule in self.config.slots.items()
+        }
 
     def init(self, params: Params) -> OptState:
         """The state before the first update."""
@@ -268,10 +281,6 @@ class Optimizer:
         )
         updates = optax.tree.scale(-learning_rate(self.config, schedule), decayed)
         return updates, {**after._asdict(), "schedule": schedule + 1}
-
-
-def _is_axes(node: Any) -> bool:
-    return isinstance(node, tuple)
 
 
 def _begin(params: Params, opt_state: OptState, frozen: Params) -> TrainState:
