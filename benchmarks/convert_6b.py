@@ -53,35 +53,32 @@ class RandomSource:
         return np.resize(self.block, [len(range(*s.indices(n))) for s, n in sizes])
 
 
-def run(what: str, model: Any, source: str, target: str) -> None:
-    """One conversion, or the making of what the others read."""
+def convert(arguments: argparse.Namespace) -> dict[str, float]:
+    """One conversion, or the making of what the others read; then the seconds that it took, and the peak memory of this
+    process in MiB."""
+    began = time.perf_counter()
     from mesh_transformer.checkpoint.classic import ClassicSource
     from mesh_transformer.checkpoint.classic_write import write_classic
     from mesh_transformer.checkpoint.hf import HFSource
     from mesh_transformer.checkpoint.hf_write import write_hf
     from mesh_transformer.checkpoint.native_writer import write_native
 
+    model, what = config_of(arguments).model, arguments.what
+    opened: Any
     if what == "make":
-        write_classic(RandomSource(model), model, target, SHARDS)
-        return
-    theirs = what.startswith("Hugging Face")
-    opened: Any = HFSource(source, model) if theirs else ClassicSource(source, model)
+        opened = RandomSource(model)
+    else:
+        opened = (HFSource if what.startswith("Hugging Face") else ClassicSource)(arguments.source, model)
     match what.rpartition("to ")[2]:
         case "native":
-            write_native(opened, target)
+            write_native(opened, arguments.target)
         case "Hugging Face":
-            write_hf(opened, model, target)
-        case shards:
-            write_classic(opened, model, target, int(shards.split()[0]))
-
-
-def convert(arguments: argparse.Namespace) -> dict[str, float]:
-    """One conversion, then its own peak memory in MiB and seconds. Runs in a child process."""
-    model = config_of(arguments).model
-    began = time.perf_counter()
-    run(arguments.what, model, arguments.source, arguments.target)
-    seconds = time.perf_counter() - began
-    return {"seconds": round(seconds, 1), "peak_mib": peak_memory_mib()}
+            write_hf(opened, model, arguments.target)
+        case "1 shard":
+            write_classic(opened, model, arguments.target, 1)
+        case _:
+            write_classic(opened, model, arguments.target, SHARDS)
+    return {"seconds": round(time.perf_counter() - began, 1), "peak_mib": peak_memory_mib()}
 
 
 def measure(arguments: argparse.Namespace, what: str, source: Path, target: Path) -> dict[str, float]:
@@ -90,22 +87,16 @@ def measure(arguments: argparse.Namespace, what: str, source: Path, target: Path
     return child(arguments, worker="convert", what=what, source=str(source), target=str(target))
 
 
-def copied(source: Path, target: Path) -> float:
-    """Seconds that `cp -r` takes; the copy is deleted."""
-    os.sync()
-    began = time.perf_counter()
-    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
-    seconds = time.perf_counter() - began
-    shutil.rmtree(target)
-    return round(seconds, 1)
-
-
 def compare(arguments: argparse.Namespace, what: str, source: Path, target: Path) -> None:
     """A copy and a conversion, one after the other, as one line of JSON; the conversion's result is left."""
+    copy = target.with_name("copy")
     for _ in range(arguments.turns):
-        if target.exists():
-            shutil.rmtree(target)
-        cp = copied(source, target.with_name("copy"))
+        shutil.rmtree(target, ignore_errors=True)
+        os.sync()
+        began = time.perf_counter()
+        subprocess.run(["cp", "-r", source, copy], check=True)
+        cp = round(time.perf_counter() - began, 1)
+        shutil.rmtree(copy)
         found = measure(arguments, what, source, target)
         speed = round(cp / max(found["seconds"], math.ulp(1)), 2)
         emit({what: {**found, "cp_seconds": cp, "speed_against_cp": speed}})

@@ -28,7 +28,11 @@ from checkpoint import load_torch, make_checkpoint
 
 PROMPT, NEW, REPEATS = 128, 64, 5
 TRANSFORMERS = ["transformers", "transformers_static", "transformers_compiled"]
-PEERS = {"torch": TRANSFORMERS, "all": [*TRANSFORMERS, "ctranslate2"], "none": []}
+PEERS = {
+    "torch": {"transformers": TRANSFORMERS},
+    "all": {"transformers": TRANSFORMERS, "ctranslate2": ["ctranslate2"]},
+    "none": {},
+}
 RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
 
 
@@ -43,7 +47,7 @@ def main() -> None:
         arguments.ckpt = arguments.ckpt or make_checkpoint(arguments, Path(arguments.folder))
         children: dict[str, dict[str, Any]] = {"memory": {"worker": "memory"}}
         for batch in arguments.batches:
-            for worker in ["ours", *PEERS[arguments.peers]]:
+            for worker in itertools.chain(["ours"], *PEERS[arguments.peers].values()):
                 children[f"{worker} {batch}"] = {"worker": worker, "batch": batch}
         runs = common.in_turn(arguments, children)
     result = summary(runs, arguments)
@@ -63,15 +67,11 @@ def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace
         batch = int(name.split()[1])
         read = result[name]["decode_tokens_per_s"] / batch * records[0]["weight_bytes"] / 1e9
         result[name]["share_of_memory_rate"] = round(read / rate, 3)
-    for batch in arguments.batches if arguments.peers != "none" else []:
-        ratios = result[f"ours_over_peers at batch {batch}"] = {}
+    for batch, (peer, workers) in itertools.product(arguments.batches, PEERS[arguments.peers].items()):
+        ratios = result.setdefault(f"ours_over_peers at batch {batch}", {})
         for key in RATES:
-            fastest = max(result[f"{worker} {batch}"][key] for worker in TRANSFORMERS)
-            rates = {"transformers": fastest}
-            if arguments.peers == "all":
-                rates["ctranslate2"] = result[f"ctranslate2 {batch}"][key]
-            for peer, theirs in rates.items():
-                ratios[f"{peer} {key.split('_')[0]}"] = round(result[f"ours {batch}"][key] / theirs, 3)
+            fastest = max(result[f"{worker} {batch}"][key] for worker in workers)
+            ratios[f"{peer} {key.split('_')[0]}"] = round(result[f"ours {batch}"][key] / fastest, 3)
     return result
 
 
@@ -151,13 +151,9 @@ def transformers(arguments: argparse.Namespace, **how: Any) -> dict[str, Any]:
     ids = torch.tensor(prompts(arguments.batch), device=model.device)
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **how}
 
-    def generate(new: int) -> tuple[float, list[list[int]]]:
-        began = time.perf_counter()
+    def generate(new: int) -> list[list[int]]:
         with torch.inference_mode():
-            out = model.generate(ids, max_new_tokens=new, min_new_tokens=new, **options)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began, out[:, PROMPT:].tolist()
+            return model.generate(ids, max_new_tokens=new, min_new_tokens=new, **options)[:, PROMPT:].tolist()
 
     return measured(generate, arguments)
 
@@ -184,21 +180,22 @@ def ctranslate2(arguments: argparse.Namespace) -> dict[str, Any]:
     words = [[f"t{i}" for i in prompt] for prompt in prompts(arguments.batch)]
     options = {"sampling_topk": 1, "include_prompt_in_result": False, "end_token": []}
 
-    def generate(new: int) -> tuple[float, list[list[int]]]:
-        began = time.perf_counter()
+    def generate(new: int) -> list[list[int]]:
         out = model.generate_batch(words, max_length=new, min_length=new, **options)
-        return time.perf_counter() - began, [result.sequences_ids[0] for result in out]
+        return [result.sequences_ids[0] for result in out]
 
     return measured(generate, arguments)
 
 
-def measured(generate: Callable[[int], tuple[float, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The rates of a peer's `generate(new)`, which gives its seconds and the new tokens."""
+def measured(generate: Callable[[int], Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The rates of a peer's `generate(new)`, which gives the new tokens."""
 
     def run() -> tuple[float, float, Any]:
-        first, _ = generate(1)
-        both, tokens = generate(NEW)
-        return first, both - first, tokens
+        began = time.perf_counter()
+        generate(1)
+        middle = time.perf_counter()
+        tokens = generate(NEW)
+        return middle - began, time.perf_counter() - middle - (middle - began), tokens
 
     return {**timed(run, arguments.batch), "weight_bytes": weight_bytes(common.config_of(arguments))}
 
@@ -228,7 +225,6 @@ def timed(run: Any, batch: int) -> dict[str, Any]:
 
 def weight_bytes(config: Any) -> int:
     """What a decode step reads of the weights: all but the embedding, of which it reads a row."""
-
     from mesh_transformer.runtime.session import Session, count_parameters
 
     placement = Session.open(config).placement

@@ -9,8 +9,6 @@ compared with those before. The cold start is from the process's start to the fi
 on disk. The tokenizer has a made-up word for each token, so that every token is some text.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -20,7 +18,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import numpy as np
@@ -124,7 +122,7 @@ class Stream:
     def __init__(self) -> None:
         self.began, self.times, self.tokens = time.perf_counter(), list[float](), 0
 
-    async def read(self, client: httpx.AsyncClient, prompt: list[int], new: int, seed: int) -> Stream:
+    async def read(self, client: httpx.AsyncClient, prompt: list[int], new: int, seed: int) -> Self:
         body = {
             "prompt": prompt, "max_tokens": new, "seed": seed, "stream": True, "ignore_eos": True,
             "stream_options": {"include_usage": True},
