@@ -229,7 +229,7 @@ def weight_bytes(config: Any) -> int:
 
     placement = Session.open(config).placement
     dtype = placement.model.dtype
-    embedding = config.model.padded_vocab * config.model.d_model
+    embedding = placement.model.decoder.padded_vocab * config.model.d_model
     return (count_parameters(placement.abstract(dtype)) - embedding) * dtype.itemsize
 
 

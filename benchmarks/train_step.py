@@ -66,7 +66,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     platforms.CompileCache()
     step = common.OwnStep(config)
     seconds = _time(step, arguments.steps)
-    embedding = config.model.padded_vocab * config.model.d_model
+    embedding = step.program.model.decoder.padded_vocab * config.model.d_model
     matrices = count_parameters(step.state.params) - embedding
     return {
         "tokens_per_s": step.session.tokens_per_step / seconds / jax.device_count(),
