@@ -79,12 +79,11 @@ def _ssh(arguments: argparse.Namespace, tpus: Tpus) -> None:
 
 
 def _run(arguments: argparse.Namespace, tpus: Tpus) -> None:
-    words = arguments.command
-    if not words:
+    if not arguments.command:
         raise UserError("run needs a command: python tpu_utils.py run NAME --zone Z -- COMMAND")
     pod = _pod(arguments, tpus)
     with _told_on_interrupt("the command may still be running on the hosts"):
-        pod.run(shell.line_of(words), arguments.worker, timeout_s=arguments.timeout, echo=True)
+        pod.run(shell.line_of(arguments.command), arguments.worker, timeout_s=arguments.timeout, echo=True)
 
 
 @contextlib.contextmanager
@@ -111,14 +110,12 @@ def _show(tpu: Tpu) -> None:
     _say(f"{tpu.name}: {tpu.phase.value} ({tpu.state})")
     _say(f"  {tpu.tier}, {tpu.runtime_version}")
     hours = max(0.0, time.time() - tpu.created) / 3600 if tpu.created else 0.0
+    age = f"asked for {hours:.1f} hours ago"
     try:
         kind = slices.parse(tpu.type)
-        _say(f"  {kind}")
-        _say(
-            f"  asked for {hours:.1f} hours ago; {hours * kind.chips:.1f} chip-hours if it was there all the time"
-        )
+        _say(f"  {kind}\n  {age}; {hours * kind.chips:.1f} chip-hours if it was there all the time")
     except UserError:  # made by other means, of a shape that our table lacks
-        _say(f"  {tpu.type}, asked for {hours:.1f} hours ago")
+        _say(f"  {tpu.type}, {age}")
     for name, value in sorted(tpu.labels.items()):
         _say(f"  label {name}={value}")
     for inside, outside in zip(tpu.hosts(), tpu.external, strict=True):

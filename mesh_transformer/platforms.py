@@ -26,6 +26,8 @@ _CACHE_SETTINGS = {
 }
 HEARTBEAT_TIMEOUT_S = 20  # the others end this long after a process died or was stopped; JAX would wait 100
 LEAVE_S = 5  # for the other processes to end for the same reason
+# what "auto" means on a CPU, and elsewhere
+_AUTO = {"dtype": ("float32", "bfloat16"), "remat": ("none", "full"), "logits_mib": (128, 1024)}
 _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -153,14 +155,8 @@ class CompileCache:
 
 def resolve(compute: ComputeConfig, platform: str) -> ComputeConfig:
     """The config with each "auto" replaced by what suits `platform` (cpu, gpu or tpu)."""
-    cpu = platform == "cpu"
-    changes: dict[str, str | int] = {}
-    if compute.dtype == "auto":
-        changes["dtype"] = "float32" if cpu else "bfloat16"
-    if compute.remat == "auto":
-        changes["remat"] = "none" if cpu else "full"
-    if compute.logits_mib == "auto":
-        changes["logits_mib"] = 128 if cpu else 1024
+    suits = {name: on_cpu if platform == "cpu" else elsewhere for name, (on_cpu, elsewhere) in _AUTO.items()}
+    changes = {name: value for name, value in suits.items() if getattr(compute, name) == "auto"}
     return compute.model_copy(update=changes)
 
 
@@ -182,8 +178,7 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
     kind = slices.parse(name)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
-            "compiling for TPUs needs libtpu, which is not installed: pip install -e '.[tpu]' in an environment "
-            "of its own"
+            "compiling for TPUs needs libtpu: pip install -e '.[tpu]' in an environment of its own"
         )
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud which TPU this machine has
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is opened: nothing to lock

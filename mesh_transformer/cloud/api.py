@@ -99,8 +99,7 @@ def explain(error: Exception, doing: str) -> Fault:
     if isinstance(error, exceptions.RetryError):
         return fault(doing, Kind.UNAVAILABLE, str(error.cause or error))
     if isinstance(error, exceptions.GoogleAPICallError):
-        reason = getattr(error, "reason", None)
-        return from_status(doing, _grpc_code(error), error.message or str(error), reason)
+        return from_status(doing, _grpc_code(error), error.message or str(error), error.reason)
     return fault(doing, Kind.UNKNOWN, str(error))
 
 
@@ -163,8 +162,7 @@ def _on_this_machine(address: str) -> str:
         int(port)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{ADDRESS_VARIABLE}={address}: give ADDRESS:PORT with an address of this machine, such as 127.0.0.1:8080; "
-            "unset it to use Google's API"
+            f"{ADDRESS_VARIABLE}={address}: give ADDRESS:PORT, an address of this machine, or unset it to use Google's API"
         ) from error
     return address
 
@@ -175,16 +173,14 @@ def project_of(given: str | None) -> str:
     Raises:
         UserError: none is known.
     """
-    for value in (given, *(os.environ.get(name) for name in PROJECT_VARIABLES)):
-        if value:
-            return value
-    if not os.environ.get(ADDRESS_VARIABLE):
+    project = next(filter(None, (given, *map(os.environ.get, PROJECT_VARIABLES))), None)
+    if project is None and not os.environ.get(ADDRESS_VARIABLE):
         import google.auth
 
         with explained("looking for the project"):
             _, project = google.auth.default()
-        if project:
-            return str(project)
+    if project:
+        return project
     raise UserError(f"no project is known: give --project, or set {PROJECT_VARIABLES[0]}")
 
 

@@ -88,24 +88,19 @@ def pack(root: str, paths: list[str], most_bytes: int = MOST_BYTES) -> Archive:
     size = sum(os.path.getsize(os.path.join(root, path)) for path in paths)
     if size > most_bytes:
         raise UserError(
-            f"the code below {root} has {size >> 20} MiB, more than the {most_bytes >> 20} that are pushed to hosts: put large "
-            "data in a bucket (gs://) and out of data/"
+            f"the code below {root} has {size >> 20} MiB, more than the {most_bytes >> 20} that hosts get: put large data in a bucket (gs://)"
         )
     plain = io.BytesIO()
-    with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as tar:
+    with tarfile.open(fileobj=plain, mode="w", dereference=True) as tar:
         for path in paths:
-            _add(tar, root, path)
+            tar.add(os.path.join(root, path), path, filter=_nameless)
     digest = hashlib.sha256(plain.getvalue()).hexdigest()[:HASH_LETTERS]
     return Archive(gzip.compress(plain.getvalue(), compresslevel=6, mtime=0), digest)
 
 
-def _add(tar: tarfile.TarFile, root: str, path: str) -> None:
-    full, entry = os.path.join(root, path), tarfile.TarInfo(path)
-    entry.mode = 0o755 if os.access(full, os.X_OK) else 0o644
-    with open(full, "rb") as file:
-        content = file.read()
-    entry.size = len(content)
-    tar.addfile(entry, io.BytesIO(content))
+def _nameless(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    mode = 0o755 if entry.mode & 0o111 else 0o644
+    return entry.replace(mode=mode, mtime=0, uid=0, gid=0, uname="", gname="", deep=False)
 
 
 def _files(root: str, name: str) -> Iterator[str]:

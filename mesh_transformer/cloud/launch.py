@@ -159,15 +159,15 @@ def launch(tpus: Tpus, request: Request, head: Head, plan: Plan) -> Launched:
         UserError: something here is missing or wrong.
     """
     request = dataclasses.replace(request, ssh_keys=request.ssh_keys or public_keys(plan.access))
-    began = time.monotonic()
-    tpu = tpus.ensure(request, plan.tpu_timeout_s)
-    ready = time.monotonic()
-    pod = pod_of(tpus, tpu, plan.access)
-    pod.wait_reachable(plan.ssh_timeout_s)
-    reached = time.monotonic()
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "tpu"):
+        tpu = tpus.ensure(request, plan.tpu_timeout_s)
+    with _timed(seconds, "ssh"):
+        pod = pod_of(tpus, tpu, plan.access)
+        pod.wait_reachable(plan.ssh_timeout_s)
     join = Join(head.address, head.token_file, plan.ray_arguments)
     provisioned = provision(pod, plan.environment, join, code=plan.code)
-    seconds = {"tpu": ready - began, "ssh": reached - ready, **provisioned.seconds}
+    seconds |= provisioned.seconds
     log.info("TPU %s is up: %s", tpu.name, ", ".join(f"{name} {s:.1f} s" for name, s in seconds.items()))
     return Launched(pod, provisioned, seconds)
 
@@ -249,13 +249,13 @@ def provision(
             with _timed(seconds, f"push {name}"):
                 _push(pod, archive, place, missing[name])
     code_folder = things["code"][0]
-    if isinstance(environment, Environment) and missing["environment"]:
-        with _timed(seconds, "environment"):
-            _set_up(pod, environment, things, missing["environment"])
-    python_folder: Word = (
-        environment.folder if isinstance(environment, Existing) else Home(things["environment"][0])
-    )
-    programs = below(python_folder, "bin")
+    if isinstance(environment, Existing):
+        programs: Word = f"{environment.folder}/bin"
+    else:
+        programs = Home(f"{things['environment'][0]}/bin")
+        if missing["environment"]:
+            with _timed(seconds, "environment"):
+                _set_up(pod, environment, things, missing["environment"])
     with _timed(seconds, "ray"):
         _join(pod, join, below(programs, "ray"), code_folder)
     log.info("%d hosts: %s", len(pod.hosts), ", ".join(f"{name} {s:.1f} s" for name, s in seconds.items()))

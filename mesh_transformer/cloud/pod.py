@@ -301,18 +301,14 @@ def _connected(host: Host, access: Access) -> Iterator[Any]:
     connection.client.set_missing_host_key_policy(paramiko.RejectPolicy())  # fabric's own accepts any host
     try:
         connection.open()
-        _notice_silence(connection.transport, access.silence_s)
+        # packets that nobody confirms end the connection: else a vanished network is noticed after minutes
+        connection.transport.set_keepalive(max(1, int(access.silence_s / 3)))
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            silence_ms = int(access.silence_s * 1000)
+            connection.transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_ms)
         yield connection
     finally:
         connection.close()
-
-
-def _notice_silence(transport: Any, silence_s: float) -> None:
-    """Packets that nobody confirms end the connection: without this, a vanished network is noticed after minutes."""
-    transport.set_keepalive(max(1, int(silence_s / 3)))
-    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux
-    if option is not None:
-        transport.sock.setsockopt(socket.IPPROTO_TCP, option, int(silence_s * 1000))
 
 
 def _run(
@@ -370,10 +366,7 @@ def _outcome_of(error: Exception, host: Host, access: Access) -> Outcome:
     if isinstance(error, UserError):
         refusal = str(error)
     elif isinstance(error, paramiko.BadHostKeyException):
-        refusal = (
-            f"its host key is not the one in {access.known_hosts}: another machine may have taken its address; if the TPU was "
-            "made again, remove the old line"
-        )
+        refusal = f"its host key is not the one in {access.known_hosts}: another machine may be there; if the TPU was made again, remove the old line"
     elif isinstance(error, paramiko.AuthenticationException):
         keys = " or ".join(access.key_files()) or "the keys of the SSH agent"
         refusal = f"it does not let {access.user} in with {keys}: {error}"

@@ -68,16 +68,14 @@ class Request:
     def node(self) -> dict[str, Any]:
         """The API's `Node`. Guest attributes are on: the hosts publish their SSH keys there."""
         network = {"network": self.network, "subnetwork": self.subnetwork}
-        account = self.service_account
+        account, keys = self.service_account, "\n".join(self.ssh_keys) or None
         return _given(
             accelerator_type=self.type.name,
             runtime_version=self.runtime(),
             network_config=_given(enable_external_ips=self.external_addresses, **network),
             labels=dict(self.labels),
             tags=list(self.tags),
-            metadata=_given(
-                **{"enable-guest-attributes": "TRUE", "ssh-keys": "\n".join(self.ssh_keys) or None}
-            ),
+            metadata=_given(**{"enable-guest-attributes": "TRUE", "ssh-keys": keys}),
             scheduling_config=None if self.tier == "on-demand" else {self.tier: True},
             service_account=None if account is None else {"email": account, "scope": [ALL_SCOPES]},
         )

@@ -5,6 +5,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +93,7 @@ def observe(name: str, node: Any | None, queued: Any | None) -> Tpu:
     health = node.health.name if node is not None else ""
     queued_state = queued.state.state.name if queued is not None else None
     words = [f"queue {queued_state}" if queued_state else "", node_state or ""]
-    if health not in _USABLE | {""}:
-        words.append(health)
+    words += [] if health in _USABLE else [health]
     created = (node if node is not None else queued).create_time  # type: ignore[union-attr]
     endpoints = list(node.network_endpoints) if node is not None else []
     return Tpu(
@@ -206,10 +206,7 @@ class Tpus:
         if found is None:
             return False
         doing = f"deleting TPU {name}"
-        if found.phase is not Phase.GOING:
-            log.info("%s (%s, %s)", doing, found.type, found.state)
-            self._delete(found, doing, deadline)
-        self._until_gone(name, doing, deadline)
+        self._delete(name, doing, deadline)
         return True
 
     def host_keys(self, tpu: Tpu) -> dict[int, list[str]]:
@@ -277,10 +274,8 @@ class Tpus:
             fields = {"queued_resource_id": request.name, "queued_resource": queued}
             method = self._client.create_queued_resource
         try:
-            self._operate(method, doing, deadline, parent=self.parent, **fields)
-        except TpuRefused as error:
-            if error.kind is not Kind.EXISTS:  # an attempt that seemed to fail had reached the service
-                raise
+            with _no_error(Kind.EXISTS):  # an attempt that seemed to fail had reached the service
+                self._operate(method, doing, deadline, parent=self.parent, **fields)
         except TpuFailed as error:
             if not again or error.kind not in (Kind.STOCKOUT, Kind.UNAVAILABLE):
                 raise
@@ -298,20 +293,17 @@ class Tpus:
                 Kind.STOCKOUT,
             )
         log.warning("TPU %s is %s: deleting it and making it again", found.name, found.state)
-        self._delete(found, doing, deadline)
-        self._until_gone(found.name, doing, deadline)
+        self._delete(found.name, doing, deadline)
 
-    def _delete(self, found: Tpu, doing: str, deadline: float) -> None:
-        try:
+    def _begin_to_delete(self, found: Tpu, doing: str, deadline: float) -> None:
+        log.info("deleting TPU %s (%s, %s)", found.name, found.type, found.state)
+        with _no_error(Kind.NOT_FOUND):  # gone meanwhile: all the better
             if found.queued_name is None:
                 name = self._node_name(found.name)
                 self._operate(self._client.delete_node, doing, deadline, name=name)
             else:  # with force, its node goes too
                 method, name = self._client.delete_queued_resource, found.queued_name
                 self._operate(method, doing, deadline, name=name, force=True)
-        except TpuRefused as error:
-            if error.kind is not Kind.NOT_FOUND:  # gone meanwhile: all the better
-                raise
 
     def _operate(self, method: Any, doing: str, deadline: float, **request: Any) -> None:
         """Begin a long-running operation and wait for its end."""
@@ -323,24 +315,32 @@ class Tpus:
                     return
             log.info("%s", doing)
 
-    def _until_gone(self, name: str, doing: str, deadline: float) -> None:
+    def _delete(self, name: str, doing: str, deadline: float) -> None:
+        """Returns once it is gone. A suspended queued resource that lost its node is deleted a second time."""
         for _ in self._looks(doing, deadline):
             found = self.find(name)
             if found is None:
                 return
-            if found.phase is not Phase.GOING:  # a suspended queued resource that lost its node
-                self._delete(found, doing, deadline)
+            if found.phase is not Phase.GOING:
+                self._begin_to_delete(found, doing, deadline)
 
     def _get(self, method: Any, name: str, doing: str) -> Any | None:
-        try:
+        with _no_error(Kind.NOT_FOUND):
             return call(method, doing, self.timing, name=name)
-        except TpuRefused as error:
-            if error.kind is Kind.NOT_FOUND:
-                return None
-            raise
+        return None
 
     def _node_name(self, name: str) -> str:
         return f"{self.parent}/nodes/{name}"
+
+
+@contextmanager
+def _no_error(kind: Kind) -> Iterator[None]:
+    """A refusal of this kind inside is none."""
+    try:
+        yield
+    except TpuRefused as error:
+        if error.kind is not kind:
+            raise
 
 
 def _require_same(found: Tpu, request: Request) -> None:

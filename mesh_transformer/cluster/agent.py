@@ -194,7 +194,10 @@ class Agent:
         self._ends_process = ends_process
         self._worker: WorkerProcess | None = None
         self._driver, self._asked = "", time.monotonic()
-        self._driver_timeout_s, self._driver_wait_s = 20.0, 3600.0
+        self._settings: dict[str, Any] = {
+            "driver_timeout": 20.0,
+            "driver_wait": 3600.0,
+        }  # a job brings its own
         self._lock = threading.Lock()
         name = f"{host.worker_name(run, worker_id)}.log"
         self._log = os.fdopen(host.open_file(name, os.O_RDWR | os.O_APPEND), "rb+", buffering=0)
@@ -222,9 +225,7 @@ class Agent:
         with self._lock:
             if self._worker is not None:
                 self._worker.kill()
-            settings = job.config["cluster"]
-            self._driver_timeout_s = settings["driver_timeout"]
-            self._driver_wait_s = settings["driver_wait"]
+            self._settings = job.config["cluster"]
             size = os.fstat(self._log.fileno()).st_size
             self._worker = WorkerProcess(job, self._run, self._id, environment, self._log)
             return size
@@ -284,12 +285,12 @@ class Agent:
         told = False
         while not self._closed.wait(1.0):
             silent_s, worker = time.monotonic() - self._asked, self._worker
-            if silent_s < self._driver_timeout_s:
+            if silent_s < self._settings["driver_timeout"]:
                 told = False
             elif worker is not None and worker.running and not told:
                 told = True
                 worker.stop()
-            if silent_s > self._driver_wait_s:
+            if silent_s > self._settings["driver_wait"]:
                 if worker is not None:
                     worker.kill()
                 if self._ends_process:

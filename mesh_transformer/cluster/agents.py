@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FuturesTimeout
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,7 +176,7 @@ class ProcessCluster(AgentCluster):
         for call in calls:
             try:
                 answers.append(call.result(timeout_s))
-            except FuturesTimeout:
+            except TimeoutError:
                 answers.append(NoAnswer())
             except TakenOver:
                 raise

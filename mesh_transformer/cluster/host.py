@@ -86,7 +86,7 @@ def hold(run: str, worker_id: int, wait_s: float = WAIT_S) -> int:
     file = open_file(f"{name}.lock", os.O_RDWR)
     if not _taken(file, wait_s):
         holder = _holder(file)
-        killed = kill_worker(holder, name)
+        killed = _kill(holder, lambda: _command_line(holder)[-3::2] == [WORKER, name.encode()])
         if killed:
             log.warning("killed process %d, which a former driver left behind", holder)
         if not _taken(file, _AFTER_KILL_S if killed else 0.0):
@@ -155,11 +155,6 @@ def kill(processes: Sequence[Process]) -> list[int]:
     """SIGKILL to those of these processes that are still there, and are workers or agents. Returns their numbers."""
 
     return [process.pid for process in processes if _kill(process.pid, partial(_is_ours, process))]
-
-
-def kill_worker(pid: int, name: str) -> bool:
-    """SIGKILL to a process if it is the worker `name` (`host_lock.worker_name`). Returns whether it was sent."""
-    return _kill(pid, lambda: _command_line(pid)[-3::2] == [WORKER, name.encode()])
 
 
 def _is_ours(process: Process) -> bool:

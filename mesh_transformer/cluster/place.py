@@ -26,13 +26,11 @@ from mesh_transformer.cloud.tpus import Phase, Tpus
 from mesh_transformer.cluster.agents import AgentCluster, ProcessCluster
 from mesh_transformer.cluster.base import Hosts, Job, run_name
 from mesh_transformer.cluster.host import Process
-from mesh_transformer.cluster.supervise import Supervisor
-from mesh_transformer.cluster.view import View
+from mesh_transformer.cluster.supervise import Supervisor, View
 from mesh_transformer.cluster.worker import run_job
 from mesh_transformer.config import Config
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
-from mesh_transformer.runtime.observer import Observer
 from mesh_transformer.stop_signals import StopSignals
 
 # flags, help, what else argparse is to know
@@ -141,7 +139,7 @@ class Place:
             UserError, RunError: as `Supervisor.run`.
         """
         if self.here:
-            return run_job(job, Observer())
+            return run_job(job)
         with self.open(config) as (cluster, hosts), StopSignals() as stop:  # Ray sets handlers too
             outcome = Supervisor(cluster, job, hosts=hosts, view=View(self.price), stop=stop).run()
             cluster.kill()

@@ -196,11 +196,8 @@ def _connect(address: str) -> None:
         return
     try:
         _reach(address, REACH_S)  # Ray itself tries for three minutes
-    except OSError as error:
-        raise UserError(f"no Ray cluster answers at {address}: {error}") from error
-    try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RayError, ValueError) as error:
+    except (OSError, RayError, ValueError) as error:
         raise UserError(
             f"no Ray cluster answers at {address}: {_line(error)}. Where it asks for a token, set RAY_AUTH_MODE=token and "
             "RAY_AUTH_TOKEN_PATH here too"
@@ -250,7 +247,7 @@ def _answer(call: Any) -> Any:
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "creation task" in text:
-        return text[-600:] if "creation task" in text[-600:] else f"in its creation task: {text[-600:]}"
+        return f"in its creation task: {text[-600:]}"
     return "its agent has died"
 
 

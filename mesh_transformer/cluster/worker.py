@@ -35,7 +35,6 @@ from mesh_transformer.signs import Watch
 
 ALIVE_EVERY_S = 1.0
 ORPHAN_S = 60.0  # for saving, once nobody is there to tell
-FAILED = {"user": 2, "run": 1, "bug": 1, "machine": 1}  # exit codes
 
 
 def main() -> None:
@@ -135,7 +134,7 @@ class Worker(Observer):
         logs.log.error("%s", trace if whose == "bug" else message)
         self._tell({"kind": "error", "error": WorkerError(whose, message, trace)})
         sys.stderr.flush()
-        os._exit(FAILED[whose])  # jax's own end would wait for processes that do not come
+        os._exit(2 if whose == "user" else 1)  # jax's own end would wait for processes that do not come
 
 
 OpenFeed = Callable[[Any], Any]  # from a session to the loader of its training batches
@@ -148,7 +147,7 @@ def read_here(session: Any) -> Any:
     return open_train_feed(session)
 
 
-def run_job(job: Job, observer: Observer, open_feed: OpenFeed = read_here) -> tuple[int, Any]:
+def run_job(job: Job, observer: Observer | None = None, open_feed: OpenFeed = read_here) -> tuple[int, Any]:
     """Run a job in this process, on its devices: its exit code, and what it gave, as JSON values, the same in all workers or
     that of worker 0.
 
@@ -158,7 +157,7 @@ def run_job(job: Job, observer: Observer, open_feed: OpenFeed = read_here) -> tu
     """
     if job.name not in JOBS:
         raise UserError(f"unknown job {job.name!r}: the known ones are {', '.join(JOBS)}")
-    return JOBS[job.name](parse_config(job.config), job.arguments, observer, open_feed)
+    return JOBS[job.name](parse_config(job.config), job.arguments, observer or Observer(), open_feed)
 
 
 def _train(
