@@ -201,12 +201,9 @@ class Tpus:
 
     def delete(self, name: str, timeout_s: float = 1800.0) -> bool:
         """Delete a TPU and its place in the queue; returns False if there was none."""
-        deadline = time.monotonic() + timeout_s
-        found = self.find(name)
-        if found is None:
+        if self.find(name) is None:
             return False
-        doing = f"deleting TPU {name}"
-        self._delete(name, doing, deadline)
+        self._delete(name, f"deleting TPU {name}", time.monotonic() + timeout_s)
         return True
 
     def host_keys(self, tpu: Tpu) -> dict[int, list[str]]:

@@ -194,10 +194,8 @@ class Agent:
         self._ends_process = ends_process
         self._worker: WorkerProcess | None = None
         self._driver, self._asked = "", time.monotonic()
-        self._settings: dict[str, Any] = {
-            "driver_timeout": 20.0,
-            "driver_wait": 3600.0,
-        }  # a job brings its own
+        # until a job brings its own
+        self._settings: dict[str, Any] = {"driver_timeout": 20.0, "driver_wait": 3600.0}
         self._lock = threading.Lock()
         name = f"{host.worker_name(run, worker_id)}.log"
         self._log = os.fdopen(host.open_file(name, os.O_RDWR | os.O_APPEND), "rb+", buffering=0)
