@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grain
-import grain.experimental
 import numpy as np
+from grain.experimental import ThreadPrefetchIterDataset
 
 from mesh_transformer.data.prepare import cached_records
 from mesh_transformer.data.records import Record, RecordReader
@@ -99,7 +99,7 @@ def make_train_loader(
         stream = Shuffled(files, shuffle_window, seed) if shuffle else Ordered(files, batch_across_files)
         return _BatchIterator(stream, shape, len(files), source)
 
-    return iter(_prefetched(_Batches(begin), prefetch))
+    return iter(ThreadPrefetchIterDataset(_Batches(begin), prefetch_buffer_size=prefetch))
 
 
 def make_val_loader(
@@ -124,11 +124,8 @@ def make_val_loader(
     def begin() -> _BatchIterator:
         return _BatchIterator(Ordered(files, across_files=False), shape, len(files), source, repeat)
 
-    return _prefetched(_Batches(begin).map(lambda microbatches: microbatches[0]), prefetch)
-
-
-def _prefetched(batches: grain.IterDataset, steps: int) -> grain.IterDataset:
-    return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=steps)
+    batches = _Batches(begin).map(lambda microbatches: microbatches[0])
+    return ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch)
 
 
 def _files(source: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]:

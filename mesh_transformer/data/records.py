@@ -8,7 +8,7 @@ import contextlib
 import io
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import IO, NamedTuple, Self
 
 import google_crc32c
@@ -79,7 +79,12 @@ class RecordReader:
         length = self._length()
         if length is None:
             return None
-        data = self._data(length, keep)
+        if not keep:
+            self._skip(length)
+        data = self._exactly(length) if keep else b""
+        checksum = self._exactly(_CHECKSUM.size)
+        if keep and checksum != _checksum(data):
+            raise self._damaged("the checksum of its data does not match")
         record = Record(self.path, self.number, self.offset, data)
         self.number += 1
         self.offset += _HEADER.size + length + _CHECKSUM.size
@@ -91,25 +96,14 @@ class RecordReader:
             return None
         if len(header) < _HEADER.size:
             raise self._damaged("the file ends inside it")
-        length, checksum = _HEADER.unpack(header)
-        if masked_crc32c(header[:8]) != checksum:
+        length, _ = _HEADER.unpack(header)
+        if not _is_header(header):
             raise self._damaged("the checksum of its length does not match")
         if length > MAX_RECORD_BYTES:
             raise self._damaged(f"it claims {length} bytes, at most {MAX_RECORD_BYTES} are allowed")
         if self._size is not None and self.offset + _HEADER.size + length + _CHECKSUM.size > self._size:
             raise self._damaged("the file ends inside it")
         return length
-
-    def _data(self, length: int, keep: bool) -> bytes:
-        if not keep:
-            self._skip(length)
-            self._exactly(_CHECKSUM.size)
-            return b""
-        body = self._exactly(length + _CHECKSUM.size)
-        data = body[:length]
-        if masked_crc32c(data) != _CHECKSUM.unpack(body[length:])[0]:
-            raise self._damaged("the checksum of its data does not match")
-        return data
 
     def _exactly(self, n: int) -> bytes:
         data = self._read(n)
@@ -135,17 +129,6 @@ class RecordReader:
             f"{_place(self.path, self.number, self.offset)}: {why}; "
             f"fetch or make the file again, or take it out of the index"
         )
-
-
-def read_records(path: str) -> Iterator[np.ndarray]:
-    """The token arrays (int32) of a record file in order.
-
-    Raises:
-        UserError: the file is missing, cut short or damaged.
-    """
-    with RecordReader(path) as reader:
-        while (record := reader.read()) is not None:
-            yield record.tokens()
 
 
 def write_record(file: IO[bytes], tokens: np.ndarray) -> None:
@@ -196,4 +179,4 @@ def _open(path: str) -> tuple[IO[bytes], int | None]:
 
 
 def _is_header(head: bytes) -> bool:
-    return len(head) == _HEADER.size and masked_crc32c(head[:8]) == _HEADER.unpack(head)[1]
+    return head[8:] == _checksum(head[:8])

@@ -95,10 +95,7 @@ class HubTokenizer:
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
         self._backend.encode_special_tokens = True
         valid = [_valid(text) for text in texts]
-        try:
-            return [found.ids for found in self._backend.encode_batch_fast(valid, add_special_tokens=False)]
-        finally:
-            self._backend.encode_special_tokens = False
+        return [found.ids for found in self._backend.encode_batch_fast(valid, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         known = [i for i in map(int, ids) if 0 <= i < self.n_vocab]

@@ -3,4 +3,7 @@
 from mesh_transformer.families import gpt_neox, gptj
 from mesh_transformer.families.base import ModelConfig
 
-FAMILIES: dict[str, type[ModelConfig]] = {"gptj": gptj.Config, "gpt_neox": gpt_neox.Config}
+FAMILIES: dict[str, type[ModelConfig]] = {
+    "gptj": gptj.Config,
+    "gpt_neox": gpt_neox.Config,
+}

@@ -1,6 +1,7 @@
-"""A training loader of the fixture `dataset`, in every order, and what it gives."""
+"""A training loader of the fixture `dataset`, in every order, and what it gives; the records of any file."""
 
 from mesh_transformer.data.loader import make_train_loader
+from mesh_transformer.data.records import RecordReader
 
 MODES = [
     {},
@@ -19,3 +20,9 @@ def train(index, *, rows=range(2), prefetch=2, **kwargs):
 
 def take(loader, n):
     return [next(loader)[..., 0].tolist() for _ in range(n)]
+
+
+def read_records(path):
+    with RecordReader(path) as reader:
+        while (record := reader.read()) is not None:
+            yield record.tokens()

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from loading import read_records
 
 import create_finetune_tfrecords
 from mesh_transformer.data import corpus
 from mesh_transformer.data.cleaning import detokenize_wikitext, make_cleaner
 from mesh_transformer.data.corpus import cut, input_files
 from mesh_transformer.data.prepare import Options, TokenStore, prepare, sequences
-from mesh_transformer.data.records import read_records
 from mesh_transformer.data.tokenizer import ByteTokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
 

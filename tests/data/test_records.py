@@ -13,6 +13,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loading import read_records
 
 from mesh_transformer.data import records
 from mesh_transformer.data.example import decode_example, encode_example
@@ -20,7 +21,6 @@ from mesh_transformer.data.inflate import detect, inflated
 from mesh_transformer.data.records import (
     RecordReader,
     masked_crc32c,
-    read_records,
     write_record,
     write_records,
 )
