@@ -27,8 +27,8 @@ boot() { # names this run of the machine: after another start, process numbers m
 }
 
 supervisor() { # its process number, if it was started in this run of the machine
-    local pid then
-    read -r pid then 2>/dev/null <"$state/ray.pid" && [[ $then == "$(boot)" ]] && echo "$pid"
+    local pid booted
+    read -r pid booted 2>/dev/null <"$state/ray.pid" && [[ $booted == "$(boot)" ]] && echo "$pid"
 }
 
 running() { # is that process our supervisor, and not one that got its number later?

@@ -53,7 +53,7 @@ rm -f "$stamp"
 echo "Installing into $venv: requirements.txt, this package, extras: ${*:-none} (some minutes the first time)" >&2
 "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -r "$root/requirements.txt" -e "$root"
 for extra in "$@"; do
-    "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -e "$root[$extra]" || {
+    "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -e "${root}[$extra]" || {
         pins=$(grep -E "^$extra = " "$root/pyproject.toml" || echo "$extra is not an extra there")
         echo "The extra '$extra' cannot be installed; pyproject.toml asks for: $pins" >&2
         echo "If pip found no matching version, there is no wheel for this platform and Python ($("$venv/bin/python" --version))." >&2
