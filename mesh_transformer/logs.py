@@ -1,7 +1,5 @@
 """What a run tells people: log lines, a progress bar, metric files."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -11,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from mesh_transformer import signs
 from mesh_transformer.config import LoggingConfig
@@ -93,7 +91,7 @@ class Transfer:
         self._began = time.monotonic()
         self._done = 0
 
-    def __enter__(self) -> Transfer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,7 +121,6 @@ class JsonLines:
     """One JSON object a step, appended to a file and flushed at once; a value that is not finite is null."""
 
     def __init__(self, path: str):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         self._file = open(path, "a+b")  # noqa: SIM115  (closed by close)
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
@@ -180,19 +177,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
-
-
-class Validations:
-    """A line in the log for each validation and evaluation."""
-
-    def write(self, step: int, scalars: Scalars) -> None:
-        measured = {name: value for name, value in scalars.items() if name.startswith(("val/", "eval/"))}
-        if measured:
-            numbers = (f"{name} {value:.4f}" for name, value in measured.items())
-            log.info("step %d: %s", step, "  ".join(numbers))
-
-    def close(self) -> None:
-        """Nothing is held back."""
 
 
 class TensorBoard:

@@ -16,7 +16,7 @@ from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.ending import Ending
-from mesh_transformer.runtime.run_lock import RunLock
+from mesh_transformer.runtime.run_folder import RunLock
 
 _OURS = re.compile(
     r"step_\d+(\.orbax-checkpoint-tmp.*)?|set_aside|metrics\.jsonl(\.tmp)?|loss\.png(\.tmp)?|run_id|run\.lock|tensorboard|wandb|"

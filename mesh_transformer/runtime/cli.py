@@ -109,7 +109,13 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main() or 0
     except (UserError, RunError) as error:
-        code = _complain(error)
+        _ignore_half_made()
+        sys.stderr.write(f"error: {error}\n")
+        code = 2 if isinstance(error, UserError) else 1
+        if "jax" in sys.modules:  # a command that does without it is in no job
+            from mesh_transformer import platforms
+
+            platforms.leave_job(code)
     except BrokenPipeError:
         code = 1
     except KeyboardInterrupt:
@@ -122,14 +128,3 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 def _ignore_half_made() -> None:
     """What was only half made complains when it is deleted."""
     sys.unraisablehook = lambda _: None
-
-
-def _complain(error: UserError | RunError) -> int:
-    _ignore_half_made()
-    sys.stderr.write(f"error: {error}\n")
-    code = 2 if isinstance(error, UserError) else 1
-    if "jax" in sys.modules:  # a command that does without it is in no job
-        from mesh_transformer import platforms
-
-        platforms.leave_job(code)
-    return code

@@ -1,14 +1,12 @@
 """The metrics of a run: read one step late, written to every sink, shown on the bar and as a plot."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -21,36 +19,39 @@ _VAL_LOSS = "val/loss_"
 @dataclasses.dataclass
 class _Pending:
     step: int
-    metrics: Any  # on the device until settled
-    settled: dict[str, float] = dataclasses.field(default_factory=dict)
-    extra: dict[str, float] = dataclasses.field(default_factory=dict)
+    metrics: Any  # on the device
+    scalars: dict[str, float] = dataclasses.field(default_factory=dict)  # empty until settled
 
 
 class Report:
     """Takes the device's metrics of each step and writes those of the step before.
 
     So the device never waits for the host, but for `settle`, which a validation or a save calls first.
+
+    Args:
+        steps_redone: of all restarts, which goes with each step's metrics.
+        stop: whether a step that is not finite ends the run.
     """
 
     def __init__(
-        self, sinks: Sequence[Sink], progress: Progress, tokens_per_step: int, stop_if_not_finite: bool
+        self, sinks: Sequence[Sink], progress: Progress, tokens_per_step: int, steps_redone: int, stop: bool
     ):
         self._sinks, self._progress = sinks, progress
-        self._tokens_per_step, self._stop = tokens_per_step, stop_if_not_finite
+        self._tokens_per_step, self._steps_redone, self._stop = tokens_per_step, steps_redone, stop
         self._pending: _Pending | None = None
         self._ready = time.monotonic()
-        self.constant: dict[str, float] = {}
         self.val_loss: dict[str, float] = {}  # the newest of each validation set
 
     def push(self, step: int, metrics: Any) -> None:
         """The metrics of `step`, whose computation has been dispatched."""
-        self._write_and_hold(_Pending(step, metrics))
+        self._write()
+        self._pending = _Pending(step, metrics)
 
     def add(self, scalars: Scalars) -> None:
-        """More numbers about the newest step, such as its validation."""
+        """More numbers about the newest step, which is settled, such as its validation."""
         if self._pending is None:
             raise AssertionError("add() before push()")
-        self._pending.extra.update(scalars)
+        self._pending.scalars.update(scalars)
         losses = {name: value for name, value in scalars.items() if name.startswith(_VAL_LOSS)}
         self.val_loss |= {name.removeprefix(_VAL_LOSS): value for name, value in losses.items()}
 
@@ -60,8 +61,20 @@ class Report:
         Raises:
             RunError: it is not, and the run is to stop for that.
         """
-        if self._pending is not None:
-            self._settle(self._pending)
+        if self._pending is None or self._pending.scalars:
+            return
+        values = jax.device_get(self._pending.metrics)
+        now = time.monotonic()
+        rate = self._tokens_per_step / max(now - self._ready, 1e-9)
+        self._ready = now
+        finite, skipped = bool(values.pop("finite")), int(values.pop("skipped"))
+        scalars = {name: float(value) for name, value in sorted(values.items())}
+        scalars |= {"train/tokens_per_sec": rate, "train/steps_redone": self._steps_redone}
+        if skipped:
+            scalars["train/skipped_steps"] = skipped
+        self._pending.scalars = scalars
+        if not finite:
+            self._not_finite(self._pending)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -70,41 +83,25 @@ class Report:
         yield
         self._ready += time.monotonic() - began
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write what is pending unless the run failed, and close the sinks."""
         if kind is None:
-            self._write_and_hold(None)
+            self._write()
         self._progress.close()
         for sink in self._sinks:
             sink.close()
 
-    def _write_and_hold(self, newest: _Pending | None) -> None:
-        before, self._pending = self._pending, newest
-        if before is not None:
-            self._settle(before)
-            self._emit(before)
-
-    def _settle(self, pending: _Pending) -> None:
-        if pending.settled:
-            return
-        values = jax.device_get(pending.metrics)
-        now = time.monotonic()
-        rate = self._tokens_per_step / max(now - self._ready, 1e-9)
-        self._ready = now
-        finite, skipped = bool(values.pop("finite")), int(values.pop("skipped"))
-        pending.settled = {name: float(value) for name, value in sorted(values.items())}
-        pending.settled["train/tokens_per_sec"] = rate
-        if skipped:
-            pending.settled["train/skipped_steps"] = skipped
-        if not finite:
-            self._not_finite(pending)
+    def _write(self) -> None:
+        self.settle()
+        if self._pending is not None:
+            self._emit(self._pending)
 
     def _not_finite(self, pending: _Pending) -> None:
         names = ("loss", "grad_norm", "param_norm")
-        values = ", ".join(f"{name} {pending.settled[f'train/{name}']}" for name in names)
+        values = ", ".join(f"{name} {pending.scalars[f'train/{name}']}" for name in names)
         what = f"step {pending.step}: {values}"
         if not self._stop:
             log.warning("%s: not finite, update skipped", what)
@@ -116,15 +113,14 @@ class Report:
         )
 
     def _emit(self, pending: _Pending) -> None:
-        scalars = {**pending.settled, **self.constant, **pending.extra}
         for sink in self._sinks:
-            sink.write(pending.step, scalars)
-        loss, rate = scalars["train/loss"], scalars["train/tokens_per_sec"]
+            sink.write(pending.step, pending.scalars)
+        loss, rate = pending.scalars["train/loss"], pending.scalars["train/tokens_per_sec"]
         self._progress.update(pending.step, loss=f"{loss:.4f}", **{"tokens/s": f"{rate:,.0f}"})
 
 
-def plot_losses(folder: str) -> str:
-    """Draw the training and validation losses of `folder`/metrics.jsonl as `folder`/loss.png; returns its path."""
+def plot_losses(folder: str) -> None:
+    """Draw the training and validation losses of `folder`/metrics.jsonl as `folder`/loss.png."""
     from matplotlib.figure import Figure
 
     records = {record["step"]: record for record in read_json_lines(os.path.join(folder, "metrics.jsonl"))}
@@ -141,4 +137,3 @@ def plot_losses(folder: str) -> str:
     path = os.path.join(folder, "loss.png")
     figure.savefig(path + ".tmp", dpi=120, format="png")
     os.replace(path + ".tmp", path)
-    return path

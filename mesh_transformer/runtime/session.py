@@ -1,9 +1,7 @@
 """A config brought to the devices at hand: the mesh, the model and where its arrays lie."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -22,7 +20,7 @@ class Session:
     placement: Placement
 
     @classmethod
-    def open(cls, config: Config) -> Session:
+    def open(cls, config: Config) -> Self:
         """Lay the mesh over all devices, and the model over the mesh.
 
         Raises:

@@ -2,11 +2,15 @@
 
 import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Self
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from mesh_transformer import files, logs, platforms
 from mesh_transformer.checkpoint.store import CheckpointStore
@@ -14,17 +18,15 @@ from mesh_transformer.config import Config, load_config
 from mesh_transformer.data.loader import Loader
 from mesh_transformer.errors import RunError, UserError, is_disk_full
 from mesh_transformer.logs import Progress, log
-from mesh_transformer.runtime import start
+from mesh_transformer.models.model import Params
+from mesh_transformer.runtime import run_folder, start
 from mesh_transformer.runtime.ending import Ending
 from mesh_transformer.runtime.evals.command import RunEvaluation
-from mesh_transformer.runtime.feeds import open_train_feed
-from mesh_transformer.runtime.interrupt import Interrupt
+from mesh_transformer.runtime.feeds import open_train_feed, open_val_feed
 from mesh_transformer.runtime.observer import Observer
 from mesh_transformer.runtime.report import Report, plot_losses
-from mesh_transformer.runtime.run_folder import METRICS, check_shared, check_writable, publish, take_up
-from mesh_transformer.runtime.run_lock import RunLock
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.validation import Validation
+from mesh_transformer.stop_signals import StopSignals
 from mesh_transformer.train.step import TrainProgram, TrainState
 
 DRAW_EVERY_S = 30.0
@@ -73,6 +75,29 @@ def train(
     return ending
 
 
+class Interrupt(StopSignals):
+    """While active, SIGTERM and Ctrl-C ask the run to stop instead of ending the process.
+
+    In a job of several processes any one's SIGTERM stops all of them, after the same step: JAX's coordination
+    service agrees on it. A second Ctrl-C ends a single process at once. Processes may differ in what is `noted`: use
+    `exit_code` to act on it together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("saving after this step")
+
+    def __enter__(self) -> Self:
+        if jax.process_count() == 1:
+            super().__enter__()
+        return self
+
+    def exit_code(self, step: int) -> int | None:
+        """128 + the signal if the run must save after `step` and leave, else None. Call at every step."""
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+            self.noted = signal.SIGTERM
+        return None if self.noted is None else 128 + self.noted
+
+
 class TrainingRun:
     """One run of the loop, from its start or resume to its last step or an interruption."""
 
@@ -86,7 +111,7 @@ class TrainingRun:
         self.evaluation = RunEvaluation(session, self._asked_to_stop)
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
-        self.lock: RunLock | None = None
+        self.lock: run_folder.RunLock | None = None
         self.draw_at = time.monotonic() + DRAW_EVERY_S
 
     def train(self) -> Ending:
@@ -99,10 +124,10 @@ class TrainingRun:
         root = self.config.checkpoint.root
         with contextlib.ExitStack() as held, self._explained():
             if self.is_first:
-                check_writable(self.folder)
-                self.lock = held.enter_context(RunLock(self.folder))
-                self.run_id = take_up(root, self.folder)
-            check_shared(root)
+                run_folder.check_writable(self.folder)
+                self.lock = held.enter_context(run_folder.RunLock(self.folder))
+                self.run_id = run_folder.take_up(root, self.folder)
+            run_folder.check_shared(root)
             return self._train()
 
     @contextlib.contextmanager
@@ -189,8 +214,11 @@ class TrainingRun:
         report.settle()
         self.observer.phase("validate", step)
         with report.pause():
-            report.add(self.validation.run(state.params, step))
-            report.add(self.evaluation.run(state.params))
+            measured = {**self.validation.run(state.params, step), **self.evaluation.run(state.params)}
+            report.add(measured)
+        if self.is_first and measured:
+            numbers = (f"{name} {value:.4f}" for name, value in measured.items())
+            log.info("step %d: %s", step, "  ".join(numbers))
 
     def _save(self, step: int, state: TrainState, begun: start.Begun, report: Report) -> None:
         """Save the state after `step`, once that step is known to be finite."""
@@ -213,14 +241,12 @@ class TrainingRun:
         sinks: list[logs.Sink] = []
         if self.is_first:
             whole = self.config.model_dump(mode="json")
-            sinks = logs.open_sinks(self.config.logging, whole, self.folder, self.run_id)
-            sinks += [logs.Validations(), self.observer]
-        report = Report(sinks, progress, self.session.tokens_per_step, optimizer.nonfinite == "stop")
-        report.constant["train/steps_redone"] = begun.counters.steps_redone
-        return report
+            sinks = [*logs.open_sinks(self.config.logging, whole, self.folder, self.run_id), self.observer]
+        redone, stop = begun.counters.steps_redone, optimizer.nonfinite == "stop"
+        return Report(sinks, progress, self.session.tokens_per_step, redone, stop)
 
     def _logged(self) -> start.Logged:
-        path = os.path.join(self.folder, METRICS)
+        path = os.path.join(self.folder, run_folder.METRICS)
         if not self.is_first:
             return start.Logged()
         logs.cut_broken_end(path)
@@ -240,8 +266,59 @@ class TrainingRun:
 
     def _publish(self, *, last: bool) -> None:
         """Redraw the loss curve, not too often; for a run in a bucket, copy it and the metrics there."""
-        if not self.is_first or not os.path.exists(os.path.join(self.folder, METRICS)):
+        if not self.is_first or not os.path.exists(os.path.join(self.folder, run_folder.METRICS)):
             return
         if last or time.monotonic() > self.draw_at:
             self._draw()
-        publish(self.config.checkpoint.root, self.folder)
+        run_folder.publish(self.config.checkpoint.root, self.folder)
+
+
+class Validation:
+    """Reads val_batches batches of every set, or one whole pass if it has fewer, from its beginning each time.
+
+    Args:
+        stop: asked before each batch whether to leave, in a job of one process: several cannot leave a batch apart.
+
+    Raises:
+        UserError: on construction, if a set cannot be read.
+    """
+
+    def __init__(self, session: Session, program: TrainProgram, stop: Callable[[], bool]):
+        self._session, self._program, self._stop = session, program, stop
+        data = session.config.data
+        sources = data.val_set if data.val_batches else {}
+        self._feeds = {name: open_val_feed(session, source) for name, source in sources.items()}
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to validate on."""
+        return bool(self._feeds)
+
+    def run(self, params: Params, step: int) -> dict[str, float]:
+        """{"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": share of right predictions}.
+
+        Sets that are not done when `stop()` says so are left out.
+        """
+        scalars = {}
+        for name, feed in self._feeds.items():
+            results = self._evaluate(name, feed, params, step)
+            if not results:
+                break
+            for metric in ("loss", "accuracy"):
+                scalars[f"val/{metric}_{name}"] = float(np.mean([result[metric] for result in results]))
+        return scalars
+
+    def _evaluate(
+        self, name: str, batches: Iterable[np.ndarray], params: Params, step: int
+    ) -> list[dict[str, float]]:
+        n = self._session.config.data.val_batches
+        quiet = jax.process_index() > 0
+        progress = Progress(f"validating {name} after step {step}", n, unit="batch", leave=False, quiet=quiet)
+        results = []
+        for i, tokens in zip(range(1, n + 1), batches, strict=False):
+            if jax.process_count() == 1 and self._stop():
+                return []
+            results.append(self._program.eval_step(params, self._session.place_eval(tokens)))
+            jax.block_until_ready(results[-2:-1])  # one batch waits for the device, and what is told is done
+            progress.update(i)
+        progress.close()
+        return jax.device_get(results)

@@ -14,8 +14,8 @@ from mesh_transformer.cluster.commands import as_version, delete_old_run
 from mesh_transformer.cluster.place import Place
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime import run_lock
-from mesh_transformer.runtime.run_lock import RunLock
+from mesh_transformer.runtime import run_folder
+from mesh_transformer.runtime.run_folder import RunLock
 
 
 def config(**groups):
@@ -105,7 +105,7 @@ def test_new_deletes_no_folder_with_other_things(old_run):
 
 def test_new_deletes_no_run_that_is_at_work(old_run, monkeypatch):
     folder, of_run = old_run
-    monkeypatch.setattr(run_lock, "WAIT_S", 0.1)
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.1)
     with RunLock(str(folder)), pytest.raises(UserError, match=f"in use: process {os.getpid()} "):
         delete_old_run(of_run, yes=True)
     assert (folder / "step_5").exists()

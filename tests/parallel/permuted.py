@@ -26,11 +26,10 @@ from mesh_transformer.models import model as models
 from mesh_transformer.parallel.mesh import process_rows
 from mesh_transformer.runtime.evals.model import EvalModel
 from mesh_transformer.runtime.feeds import open_train_feed, open_val_feed, read_train_set
-from mesh_transformer.runtime.interrupt import Interrupt
 from mesh_transformer.runtime.observer import Observer
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.start import Source
-from mesh_transformer.runtime.trainer import TrainingRun
+from mesh_transformer.runtime.trainer import Interrupt, TrainingRun
 from mesh_transformer.runtime.weights import read_params
 
 STEPS = 4

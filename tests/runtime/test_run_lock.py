@@ -11,12 +11,12 @@ import pytest
 from commands import REPO
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime import run_lock
-from mesh_transformer.runtime.run_lock import RunLock
+from mesh_transformer.runtime import run_folder
+from mesh_transformer.runtime.run_folder import RunLock
 
 HOLD = """
 import sys, time
-from mesh_transformer.runtime.run_lock import RunLock
+from mesh_transformer.runtime.run_folder import RunLock
 with RunLock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)
@@ -36,7 +36,7 @@ def holder(tmp_path):
 
 
 def test_the_second_is_refused_and_told_who_is_there(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(run_lock, "WAIT_S", 0.2)
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.2)
     with pytest.raises(UserError) as refused, RunLock(str(tmp_path)):
         pass
     told = str(refused.value)
@@ -53,5 +53,5 @@ def test_the_kernel_frees_it_when_its_holder_is_killed(tmp_path, holder):
         shutil.rmtree(tmp_path)
         assert not lock.in_place()
         tmp_path.mkdir()
-        (tmp_path / run_lock.LOCK).write_text("of another run")
+        (tmp_path / run_folder.LOCK).write_text("of another run")
         assert not lock.in_place()

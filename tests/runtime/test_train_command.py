@@ -16,7 +16,7 @@ from commands import CONFIG, REPO, finish, metrics, run, start, wait_for_step, w
 
 import device_train
 from mesh_transformer import logs
-from mesh_transformer.runtime import cli, run_lock
+from mesh_transformer.runtime import cli, run_folder
 from mesh_transformer.runtime.ending import Ending
 
 
@@ -92,7 +92,7 @@ def _written(folder: Path) -> list[tuple[Path, int]]:
     return sorted(
         (path, path.stat().st_mtime_ns)
         for path in folder.rglob("*")
-        if path.is_file() and path.name != run_lock.LOCK
+        if path.is_file() and path.name != run_folder.LOCK
     )
 
 
@@ -285,9 +285,9 @@ def test_every_bad_input_is_one_line(trained, run_here, arguments, message):
 
 
 def test_a_second_run_in_one_folder_is_refused(trained, run_here, monkeypatch):
-    monkeypatch.setattr(run_lock, "WAIT_S", 0.2)
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.2)
     before = (trained / "run/metrics.jsonl").read_bytes()
-    with run_lock.RunLock(str(trained / "run")):
+    with run_folder.RunLock(str(trained / "run")):
         code, errors = run_here("--set", "optimizer.total_steps=20")
     assert code == 2
     assert_one_line(errors, f"model_dir run is in use: process {os.getpid()} on host")
