@@ -109,10 +109,8 @@ def evaluate(config: Config, options: Options) -> Evaluation:
     model = EvalModel(session, tokenizer, batch_tokens=options.batch_tokens, answers=answers)
     model.load(weights.params)
     began = time.monotonic()
-    results = tasks.run(
-        HarnessLM(model, make_cleaner(ftfy=True, wikitext=False) if options.ftfy else None),
-        bootstrap=BOOTSTRAP if jax.process_index() == 0 else 0,
-    )
+    lm = HarnessLM(model, make_cleaner(ftfy=True, wikitext=False) if options.ftfy else None)
+    results = tasks.run(lm, bootstrap=BOOTSTRAP if jax.process_index() == 0 else 0)
     given = {name: value for name, value in dataclasses.asdict(options).items() if name != "output"}
     report: dict[str, Any] = {
         **{name: results[name] for name in ("results", "groups", "n-shot", "n-samples") if name in results},

@@ -69,8 +69,7 @@ class Answers:
 
     def of(self, params: Params, model: Model, tokenizer: Tokenizer) -> None:
         """From now on, answers are those of this model."""
-        whole = [fingerprint(params), repr(model), tokenizer.fingerprint]
-        self._model = _digest(whole)
+        self._model = _digest([fingerprint(params), repr(model), tokenizer.fingerprint])
 
     def find(self, requests: Sequence[Any]) -> dict[int, Answer]:
         """The answers that are known, by the index of their request; the same in every process."""
@@ -186,9 +185,7 @@ class EvalModel:
     def complete(self, prompts: Sequence[Prompt]) -> list[str]:
         """A text after each prompt, without the stop string that ended it."""
         keys = [["complete", list(p.tokens), repr(p.params), list(p.stops)] for p in prompts]
-        return [
-            str(text) for text in self._answered("generating", keys, lambda m: self._generate(prompts, m))
-        ]
+        return list(map(str, self._answered("generating", keys, lambda m: self._generate(prompts, m))))
 
     @property
     def _weights(self) -> Params:
