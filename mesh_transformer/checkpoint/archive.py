@@ -70,25 +70,19 @@ def pieces(entry: Entry, piece_bytes: int) -> Iterator[bytes]:
             yield _read(entry, at, min(piece_bytes, entry.n_bytes - at))
         return
     inflater, left = zlib.decompressobj(-zlib.MAX_WBITS), entry.n_bytes
-    for at in range(0, entry.stored_bytes, DEFLATED_BYTES):
-        waiting, piece = _read(entry, at, min(DEFLATED_BYTES, entry.stored_bytes - at)), b""
-        while (waiting or len(piece) == piece_bytes) and not inflater.eof:  # a full piece: there may be more
-            piece = _inflated(entry, inflater, waiting, piece_bytes)
-            waiting = inflater.unconsumed_tail
-            left -= len(piece)
-            if left < 0:
-                raise DamagedArchive(f"{entry.name}: more than the {entry.n_bytes} bytes that it announces")
-            if piece:
-                yield piece
-    if left or not inflater.eof:
-        raise DamagedArchive(f"{entry.name}: {left} of {entry.n_bytes} announced bytes are missing")
-
-
-def _inflated(entry: Entry, inflater: zlib._Decompress, waiting: bytes, most: int) -> bytes:
     try:
-        return inflater.decompress(waiting, most)
+        for at in range(0, entry.stored_bytes, DEFLATED_BYTES):
+            waiting = _read(entry, at, min(DEFLATED_BYTES, entry.stored_bytes - at))
+            while not inflater.eof and (piece := inflater.decompress(waiting, piece_bytes)):
+                waiting = inflater.unconsumed_tail
+                left -= len(piece)
+                if left < 0:
+                    raise DamagedArchive(f"{entry.name}: more than the {entry.n_bytes} bytes that it announces")
+                yield piece
     except zlib.error as error:
         raise DamagedArchive(f"{entry.name}: {error}") from error
+    if left or not inflater.eof:
+        raise DamagedArchive(f"{entry.name}: {left} of {entry.n_bytes} announced bytes are missing")
 
 
 def _read(entry: Entry, at: int, length: int) -> bytes:

@@ -6,6 +6,7 @@ plain dictionary of tensors needs is refused. Nothing in it is called.
 """
 
 import math
+import operator
 import pickletools
 import re
 from collections.abc import Callable
@@ -38,9 +39,7 @@ _STORAGES = {
     "torch ByteStorage": np.dtype(np.uint8),
     "torch BoolStorage": np.dtype(np.bool_),
 }
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_LITERALS = {"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_LITERALS = ("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1")
 _PASSED_OVER = {"PROTO", "FRAME", "STOP"}
 
 
@@ -71,9 +70,6 @@ class _NotPlainError(Exception):
     """The pickle does something else than to describe a dictionary of tensors."""
 
 
-_MARK = object()
-
-
 def read_catalogue(path: str) -> dict[str, FileTensor]:
     """The tensors of a file by name.
 
@@ -81,7 +77,14 @@ def read_catalogue(path: str) -> dict[str, FileTensor]:
         UserError: the file is missing, damaged, or more than a dictionary of tensors.
     """
     records = _records(path)
-    found = _evaluate(path, _content(records["data.pkl"]))
+    try:
+        found = _run(_content(records["data.pkl"]))
+    except _NotPlainError as error:
+        raise UserError(f"{path} is no plain dictionary of tensors, {error}") from error
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} cannot be read: its pickle is damaged, a value is missing or misplaced: {error!r:.200}"
+        ) from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__.strip('_')}, not a dictionary of tensors")
     tensors = {name: _file_tensor(path, records, name, tensor) for name, tensor in found.items()}
@@ -138,115 +141,85 @@ def _content(record: archive.Entry) -> bytes:
         raise UserError(f"{record.path} cannot be read ({error}): it is damaged") from error
 
 
-def _evaluate(path: str, pickle: bytes) -> Any:
-    try:
-        return _run(pickle)
-    except _NotPlainError as error:
-        raise UserError(f"{path} is no plain dictionary of tensors, {error}") from error
-    except (ValueError, IndexError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read: its pickle is damaged: {error!r:.200}") from error
-
-
 def _run(pickle: bytes) -> Any:
     """What the pickle describes: tensors as _Tensor, everything else as it is."""
     stack: list[Any] = []
+    below: list[list[Any]] = []  # what was on the stack at each mark that is still open
     memo: dict[int, Any] = {}
     argument: Any
     for instruction, argument, _ in pickletools.genops(pickle):
         op = instruction.name
-        if op in _PASSED_OVER:
-            continue
-        if op in _LITERALS:
-            stack.append(argument)
-        elif op in _CONSTANTS:
-            stack.append(_CONSTANTS[op])
-        elif op == "GLOBAL":
-            if not _HARMLESS.fullmatch(argument):
-                raise _NotPlainError(f"its pickle names {argument!r:.80}")
-            stack.append(_Global(argument))
-        elif op == "MARK":
-            stack.append(_MARK)
-        elif op in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif op == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
+        if op == "MARK":
+            below.append(stack)
+            stack = []
+        elif op in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if argument is None else argument] = stack[-1]
         elif op in ("BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
-        elif op in _TUPLES:
-            stack.append(tuple(_pop(stack) for _ in range(_TUPLES[op]))[::-1])
-        elif op in _BUILDERS:
-            _BUILDERS[op](stack)
-        else:
+        elif op in _RESULTS:
+            values = [] if argument is None else [argument]
+            for kind in reversed(instruction.stack_before):
+                if kind is pickletools.stackslice:
+                    values.append(stack)
+                elif kind is pickletools.markobject:
+                    stack = below.pop()
+                else:
+                    values.append(stack.pop())
+            stack.append(_RESULTS[op](*reversed(values)))
+        elif op not in _PASSED_OVER:
             raise _NotPlainError(f"its pickle has the instruction {op}")
-    return _pop(stack)
+    return stack.pop()
 
 
-def _pop(stack: list[Any]) -> Any:
-    value = stack.pop()
-    if value is _MARK:
-        raise ValueError("a value is missing")
-    return value
+def _named(name: str) -> _Global:
+    if not _HARMLESS.fullmatch(name):
+        raise _NotPlainError(f"its pickle names {name!r:.80}")
+    return _Global(name)
 
 
-def _pop_to_mark(stack: list[Any]) -> list[Any]:
-    found = []
-    while (value := stack.pop()) is not _MARK:
-        found.append(value)
-    return found[::-1]
-
-
-def _append(stack: list[Any], values: list[Any]) -> None:
-    if not isinstance(stack[-1], list):
-        raise ValueError("an item is added to what is no list")
-    stack[-1].extend(values)
-
-
-def _set(stack: list[Any], pairs: list[Any]) -> None:
-    if not isinstance(stack[-1], dict):
-        raise ValueError("a key is added to what is no dictionary")
+def _with_pairs(table: Any, pairs: list[Any]) -> Any:
     for key, value in zip(pairs[::2], pairs[1::2], strict=True):
         if not isinstance(key, str):  # others may be nested so deeply that to hash them takes for ever
             raise _NotPlainError(f"a {type(key).__name__} is no name of a tensor")
-        stack[-1][key] = value
+        table[key] = value
+    return table
 
 
-def _build(stack: list[Any]) -> None:
-    """Attributes for the dictionary: the `_metadata` of a module's state. They are not kept."""
-    _pop(stack)
-    if not isinstance(stack[-1], dict):
+def _with_attributes(table: Any, _: Any) -> Any:
+    """The `_metadata` of a module's state are attributes of its dictionary. They are not kept."""
+    if not isinstance(table, dict):
         raise _NotPlainError("its pickle gives attributes to what is no dictionary")
+    return table
 
 
-def _refer(stack: list[Any]) -> None:
+def _storage(reference: Any) -> _Storage:
     """A storage: ("storage", its class, the member's name, device, elements)."""
-    kind, storage, key, _, elements = _pop(stack)
+    kind, storage, key, _, elements = reference
     if kind != "storage" or not isinstance(storage, _Global) or not isinstance(key, str):
         raise ValueError("a reference to something else than a storage")
     if storage.name not in _STORAGES:
         raise _NotPlainError(f"{storage.name!r:.80} is not supported")
     if not _are_sizes((elements,)):
         raise ValueError("a storage without a size")
-    stack.append(_Storage(key, _STORAGES[storage.name], elements))
+    return _Storage(key, _STORAGES[storage.name], elements)
 
 
-def _call(stack: list[Any]) -> None:
+def _called(function: Any, arguments: Any) -> Any:
     """What the three functions that may be named would give."""
-    arguments, function = _pop(stack), _pop(stack)
     if not isinstance(function, _Global) or not isinstance(arguments, tuple):
         raise ValueError("a call of what is no function")
     if function.name == "collections OrderedDict" and not arguments:
-        stack.append({})
-    elif function.name == "torch._utils _rebuild_parameter" and isinstance(arguments[0], _Tensor):
-        stack.append(arguments[0])
-    elif function.name == "torch._utils _rebuild_tensor_v2":
-        storage, offset, shape, strides = arguments[:4]
-        if not isinstance(storage, _Storage) or not _are_sizes((offset,)):
-            raise ValueError("a tensor of no storage")
-        if not (_are_sizes(shape) and _are_sizes(strides) and len(shape) == len(strides)):
-            raise ValueError("a tensor of no sizes")
-        stack.append(_Tensor(storage, offset, shape, strides))
-    else:
+        return {}
+    if function.name == "torch._utils _rebuild_parameter" and isinstance(arguments[0], _Tensor):
+        return arguments[0]
+    if function.name != "torch._utils _rebuild_tensor_v2":
         raise _NotPlainError(f"its pickle calls {function.name!r:.80}")
+    storage, offset, shape, strides = arguments[:4]
+    if not isinstance(storage, _Storage) or not _are_sizes((offset,)):
+        raise ValueError("a tensor of no storage")
+    if not (_are_sizes(shape) and _are_sizes(strides) and len(shape) == len(strides)):
+        raise ValueError("a tensor of no sizes")
+    return _Tensor(storage, offset, shape, strides)
 
 
 def _are_sizes(values: Any) -> bool:
@@ -257,16 +230,22 @@ def _are_sizes(values: Any) -> bool:
     )
 
 
-_BUILDERS: dict[str, Callable[[list[Any]], None]] = {
-    "EMPTY_DICT": lambda stack: stack.append({}),
-    "EMPTY_LIST": lambda stack: stack.append([]),
-    "EMPTY_TUPLE": lambda stack: stack.append(()),
-    "TUPLE": lambda stack: stack.append(tuple(_pop_to_mark(stack))),
-    "APPEND": lambda stack: _append(stack, [_pop(stack)]),
-    "APPENDS": lambda stack: _append(stack, _pop_to_mark(stack)),
-    "SETITEM": lambda stack: _set(stack, [_pop(stack), _pop(stack)][::-1]),
-    "SETITEMS": lambda stack: _set(stack, _pop_to_mark(stack)),
-    "BUILD": _build,
-    "BINPERSID": _refer,
-    "REDUCE": _call,
+# what an instruction leaves on the stack, of the values that it takes from there and of its own argument
+_RESULTS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_LITERALS, lambda literal: literal),
+    **dict.fromkeys(("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), lambda *values: values),
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "TUPLE": tuple,
+    "GLOBAL": _named,
+    "APPEND": lambda items, item: operator.iadd(items, [item]),
+    "APPENDS": operator.iadd,
+    "SETITEM": lambda table, key, value: _with_pairs(table, [key, value]),
+    "SETITEMS": _with_pairs,
+    "BUILD": _with_attributes,
+    "BINPERSID": _storage,
+    "REDUCE": _called,
 }
