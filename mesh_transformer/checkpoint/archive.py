@@ -77,7 +77,9 @@ def pieces(entry: Entry, piece_bytes: int) -> Iterator[bytes]:
                 waiting = inflater.unconsumed_tail
                 left -= len(piece)
                 if left < 0:
-                    raise DamagedArchive(f"{entry.name}: more than the {entry.n_bytes} bytes that it announces")
+                    raise DamagedArchive(
+                        f"{entry.name}: more than the {entry.n_bytes} bytes that it announces"
+                    )
                 yield piece
     except zlib.error as error:
         raise DamagedArchive(f"{entry.name}: {error}") from error

@@ -1,4 +1,4 @@
-"""A checkpoint of the original program as named whole tensors, from any number of shards. See classic_layout.py."""
+"""A checkpoint of the original program as named whole tensors, from any number of shards. See classic_folder.py."""
 
 import posixpath
 import re
@@ -9,17 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.checkpoint import classic_folder
-from mesh_transformer.checkpoint.classic_layout import (
-    ADAM_COUNT,
-    SCHEDULE_COUNT,
-    STEP,
-    Leaf,
-    check_shards,
-    explain_count,
-    leaves,
-    pieces,
-)
+from mesh_transformer.checkpoint import classic_folder as layout
+from mesh_transformer.checkpoint.classic_folder import Leaf
 from mesh_transformer.checkpoint.npz import Member, NpzReader
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo, parameter_shapes
 from mesh_transformer.config import ModelConfig
@@ -42,8 +33,8 @@ class ClassicSource:
             UserError: it is of another model, or incomplete; names file, array, expected and found.
         """
         self.where = folder.rstrip("/")
-        self.form = classic_folder.inspect(self.where)
-        check_shards(config, self.form.shards, self.where)
+        self.form = layout.inspect(self.where)
+        layout.check_shards(config, self.form.shards, self.where)
         self._shapes = parameter_shapes(config)
         self._reader = NpzReader()
         self._members = self._open(config)
@@ -133,17 +124,17 @@ class ClassicSource:
 
     def _open(self, config: ModelConfig) -> dict[Leaf, list[Member]]:
         """Each leaf's arrays by shard, checked."""
-        order = leaves(config, full=self.form.full)
+        order = layout.leaves(config, full=self.form.full)
         files = [
-            (classic_folder.piece(self.where, shard, number), expected)
+            (layout.piece(self.where, shard, number), expected)
             for shard in range(self.form.shards)
-            for number, expected in enumerate(pieces(order))
+            for number, expected in enumerate(layout.by_file(order))
         ]
         with ThreadPoolExecutor(OPEN_AT_ONCE) as pool:
             found = list(pool.map(lambda file: self._reader.open(file[0]), files))
-        total = sum(len(arrays) for arrays in found[: len(pieces(order))])
+        total = sum(len(arrays) for arrays in found[: len(layout.by_file(order))])
         if total != len(order):
-            raise UserError(f"{self.where}/shard_0: {explain_count(config, total)}")
+            raise UserError(f"{self.where}/shard_0: {layout.explain_count(config, total)}")
         members: dict[Leaf, list[Member]] = defaultdict(list)
         for (path, expected), arrays in zip(files, found, strict=True):
             if set(arrays) != {f"arr_{i}" for i in range(len(expected))}:
@@ -183,14 +174,14 @@ class ClassicSource:
                     f"{members[0]} ({leaf.name}): expected one count in all shards, found {values}"
                 )
             counts[leaf.name] = values[0]
-        return Counts(counts[STEP], counts.get(ADAM_COUNT), counts.get(SCHEDULE_COUNT))
+        return Counts(counts[layout.STEP], counts.get(layout.ADAM_COUNT), counts.get(layout.SCHEDULE_COUNT))
 
     def _extra(self) -> dict[str, Any]:
         """{"aux": ...}: what meta.json, beside the step, notes of it: the loader's position; {"config": ...}: its model."""
         root, name = posixpath.split(self.where)
         match = re.fullmatch(r"step_(\d+)", name)
-        meta = classic_folder.read_meta(root) if match else None
-        config = classic_folder.read_config(self.where)
+        meta = layout.read_meta(root) if match else None
+        config = layout.read_config(self.where)
         extra: dict[str, Any] = {} if config is None else {"config": config}
         if match and meta and match[1] in meta.aux:
             extra["aux"] = meta.aux[match[1]]

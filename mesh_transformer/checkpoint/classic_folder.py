@@ -1,29 +1,44 @@
-"""The folders of the original program: `{root}/step_N/shard_K/{0..15}.npz`, and `{root}/meta.json` beside the steps."""
+"""Where the original program keeps what: its folders and files, the arrays of a shard, and how shards make up the whole.
+
+    {root}/step_N/shard_K/{0..15}.npz    the arrays of shard K in order, numbered from 0 in each file
+    {root}/meta.json                     which steps are there, and what the run noted beside each
+
+The order of the arrays follows from the names of its modules and the config. Its parameters are a mapping
+{module: {field: array}} flattened in the order of the module names as strings (layer_10 comes before layer_2), then of
+the fields. The arrays of a shard are the leaves of `opt_state` (a full checkpoint only), `params` and `step`.
+"""
 
 import json
+import math
 import posixpath
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint.classic_layout import PIECES
 from mesh_transformer.checkpoint.npz import NpzReader
-from mesh_transformer.config import strict_json
+from mesh_transformer.checkpoint.tensors import parameter_shapes
+from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.spec import Split
 
+PIECES = 16
+PREFIX = "causal_transformer_shard/~/"
+ADAM_COUNT, SCHEDULE_COUNT, STEP = "opt_state[2].count", "opt_state[5].count", "step"
+_MOMENTS = {"mu": "opt_state[2].mu/", "nu": "opt_state[2].nu/"}
 MAX_META_BYTES = 16 << 20
 CONFIG = "model.json"  # of our own steps: a config with the model alone, which the original does not look for
 
 
-class Meta(NamedTuple):
+class Meta(BaseModel, strict=True):
     """meta.json: the newest step, the steps that are kept, and what a run noted beside each."""
 
-    step: int
-    checkpoints: list[int]
-    aux: dict[str, Any]  # by step, as a string: {"train_loader": {"file_idx": ..., "used": ...}}
+    step: NonNegativeInt
+    checkpoints: list[NonNegativeInt]
+    aux: dict[str, Any] = {}  # by step, as a string: {"train_loader": {"file_idx": ..., "used": ...}}
 
 
 class Form(NamedTuple):
@@ -104,23 +119,17 @@ def read_meta(root: str) -> Meta | None:
     path = files.join(root, "meta.json")
     if not files.exists(path):
         return None
-    content = files.read_range(path, 0, MAX_META_BYTES + 1)
+    content = files.read_range(path, 0, MAX_META_BYTES)  # of a larger one a part, which is no JSON
+    if b'"total_hosts"' in content:
+        raise UserError(_v2(root))
     try:
-        if len(content) > MAX_META_BYTES:
-            raise ValueError("it is too large")
-        raw = json.loads(content)
-        if "total_hosts" in raw:
-            raise UserError(_v2(root))
-        meta = Meta(raw["step"], list(raw["checkpoints"]), dict(raw.get("aux", {})))
-        if not all(type(step) is int and step >= 0 for step in (meta.step, *meta.checkpoints)):
-            raise ValueError("a step is not a whole number")
-    except UserError:
-        raise
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return Meta.model_validate_json(content)
+    except ValidationError as error:
+        wrong = error.errors()[0]
         raise UserError(
-            f"{path}: expected a JSON object with step, checkpoints and aux as the original writes it: {error!r}"
+            f"{path}: expected a JSON object with step, checkpoints and aux as the original writes it: "
+            f"{'.'.join(map(str, wrong['loc']))} {wrong['msg']}"
         ) from error
-    return meta
 
 
 def write_meta(folder: str, step: int, aux: Any = None) -> None:
@@ -128,13 +137,11 @@ def write_meta(folder: str, step: int, aux: Any = None) -> None:
     root, name = posixpath.split(folder.rstrip("/"))
     if name != f"step_{step}":
         return
-    known = read_meta(root) or Meta(step, [], {})
-    meta = Meta(
-        max(step, known.step),
-        sorted({*known.checkpoints, step}),
-        {**known.aux, str(step): {} if aux is None else aux},
-    )
-    files.replace(files.join(root, "meta.json"), json.dumps(meta._asdict()).encode())
+    meta = read_meta(root) or Meta(step=step, checkpoints=[])
+    meta.step = max(step, meta.step)
+    meta.checkpoints = sorted({*meta.checkpoints, step})
+    meta.aux[str(step)] = {} if aux is None else aux
+    files.replace(files.join(root, "meta.json"), json.dumps(meta.model_dump()).encode())
 
 
 def read_config(folder: str) -> dict[str, Any] | None:
@@ -169,3 +176,104 @@ def _v2(path: str) -> str:
         f"{path} is a checkpoint of the original's unreleased V2 model (params/shard_N.npz, one file a host): "
         f"that is another model; only step_N/shard_K/0.npz to 15.npz can be read"
     )
+
+
+class Leaf(NamedTuple):
+    """One array of each shard. `tensor` is our name, with params/, mu/ or nu/ in front; None: not one of ours."""
+
+    name: str
+    tensor: str | None
+    layer: int | None  # of a stacked tensor
+    vocab_axis: int | None  # the dimension that ours pads
+    shape: tuple[int, ...]  # of the whole, without padding
+    split: Split
+
+    def shard_shape(self, shards: int) -> tuple[int, ...]:
+        """The shape in each of so many shards."""
+        shape = list(self.shape)
+        if self.split in (Split.ROWS, Split.COLUMNS):
+            shape[self.axis] //= shards
+        return tuple(shape)
+
+    @property
+    def axis(self) -> int:
+        """The dimension that a concatenation is along."""
+        return 0 if self.split is Split.ROWS else len(self.shape) - 1
+
+    @property
+    def unused(self) -> float:
+        """What the original leaves in an array that nothing uses: the value that it started from."""
+        return 1.0 if self.name.startswith("params/") and self.name.endswith("/scale") else 0.0
+
+
+def check_shards(config: ModelConfig, shards: int, where: str) -> None:
+    """Refuse a number of shards that the model cannot be split into.
+
+    Raises:
+        UserError: heads or vocabulary cannot be split evenly; names the numbers that would do.
+    """
+    common = math.gcd(config.n_heads, config.n_vocab)
+    if shards < 1 or common % shards:
+        allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise UserError(
+            f"{where}: {shards} shards do not divide model.n_heads {config.n_heads} and model.n_vocab "
+            f"{config.n_vocab}: possible are {allowed}"
+        )
+
+
+def leaves(config: ModelConfig, *, full: bool) -> list[Leaf]:
+    """The arrays of a shard in the order of the files."""
+    params = list(_parameters(config))
+    if not full:
+        return [*params, _count(STEP)]
+    mu, nu = (
+        [
+            leaf._replace(
+                name=leaf.name.replace("params/", start, 1),
+                tensor=leaf.tensor and leaf.tensor.replace("params/", f"{kind}/", 1),
+                split=Split.MEAN if leaf.split is Split.SUM else leaf.split,  # all shards have one gradient
+            )
+            for leaf in params
+        ]
+        for kind, start in _MOMENTS.items()
+    )
+    return [_count(ADAM_COUNT), *mu, *nu, _count(SCHEDULE_COUNT), *params, _count(STEP)]
+
+
+def by_file(leaves: list[Leaf]) -> list[list[Leaf]]:
+    """The arrays of each of the 16 files: runs of equal length, the first ones longer by one for what is left over."""
+    length, longer = divmod(len(leaves), PIECES)
+    starts = [i * length + min(i, longer) for i in range(PIECES + 1)]
+    return [leaves[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
+
+
+def explain_count(config: ModelConfig, found: int) -> str:
+    """What a checkpoint with so many arrays a shard would be, for a message."""
+    slim, full = len(leaves(config, full=False)), len(leaves(config, full=True))
+    text = f"expected {slim} arrays (slim) or {full} (full) for model.layers {config.layers}, found {found}"
+    block = sum(row.stacked for row in config.classic_tensors())
+    for name, copies, count in (("slim", 1, slim), ("full", 3, full)):
+        layers, rest = divmod(found - (count - copies * block * config.layers), copies * block)
+        if not rest and layers > 0:
+            text += f"; a {name} checkpoint of {layers} layers has as many"
+    return text
+
+
+def _count(name: str) -> Leaf:
+    return Leaf(name, None, None, None, (), Split.COUNT)
+
+
+def _parameters(config: ModelConfig) -> Iterator[Leaf]:
+    shapes = parameter_shapes(config)
+    named = {
+        row.theirs.format(layer): (row, layer)
+        for row in config.classic_tensors()
+        for layer in (range(config.layers) if row.stacked else [None])
+    }
+    for name in sorted(named, key=lambda name: name.rsplit("/", 1)):
+        row, layer = named[name]
+        shape = list(shapes[row.ours][row.stacked :])
+        if row.vocab_axis is not None:
+            shape[row.vocab_axis] = config.n_vocab
+        tensor = None if row.split is Split.UNUSED else f"params/{row.ours}"
+        yield Leaf(f"params/{PREFIX}{name}", tensor, layer, row.vocab_axis, tuple(shape), row.split)

@@ -8,19 +8,10 @@ import ml_dtypes
 import numpy as np
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint.ahead import ahead
-from mesh_transformer.checkpoint.classic_folder import piece
-from mesh_transformer.checkpoint.classic_layout import (
-    ADAM_COUNT,
-    SCHEDULE_COUNT,
-    STEP,
-    Leaf,
-    check_shards,
-    leaves,
-    pieces,
-)
+from mesh_transformer.checkpoint import classic_folder as layout
+from mesh_transformer.checkpoint.classic_folder import Leaf
 from mesh_transformer.checkpoint.npz import NpzWriter
-from mesh_transformer.checkpoint.tensors import TensorSource, slots
+from mesh_transformer.checkpoint.tensors import TensorSource, ahead, slots
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.spec import Split
@@ -50,18 +41,18 @@ def write_classic(
         UserError: before anything is written: the model, the shards or the dtype do not fit, or moments are missing.
     """
     full = bool(slots(source)) if full is None else full
-    order = leaves(config, full=full)
+    order = layout.leaves(config, full=full)
     _check_writable(source, config, shards, order, full=full)
     total = sum(math.prod(leaf.shape) * _dtype(source, leaf, dtype).itemsize for leaf in order)
     for shard in range(shards):
         files.make_folder(files.join(folder, f"shard_{shard}"))
     with Transfer("writing classic shards", total) as transfer:
         wholes = ahead(_whole(source, leaf) for leaf in order)
-        for number, arrays in enumerate(pieces(order)):
+        for number, arrays in enumerate(layout.by_file(order)):
             with contextlib.ExitStack() as stack:
                 writers = []
                 for shard in range(shards):
-                    file = stack.enter_context(files.open_binary(piece(folder, shard, number), "wb"))
+                    file = stack.enter_context(files.open_binary(layout.piece(folder, shard, number), "wb"))
                     writers.append(stack.enter_context(contextlib.closing(NpzWriter(file))))
                 for leaf in arrays:
                     to = _dtype(source, leaf, dtype)
@@ -77,7 +68,7 @@ def _check_writable(
     Raises:
         UserError: the model or the shards do not fit, or tensors are missing.
     """
-    check_shards(config, shards, source.where)
+    layout.check_shards(config, shards, source.where)
     if full and (found := slots(source)) not in (set(), ADAM):
         raise UserError(
             f"{source.where} holds the state of another optimizer than Adam ({', '.join(sorted(found))}): a full classic "
@@ -135,9 +126,9 @@ def _write_leaf(leaf: Leaf, whole: np.ndarray, writers: list[NpzWriter], dtype: 
 def _whole(source: TensorSource, leaf: Leaf) -> np.ndarray:
     if leaf.split is Split.COUNT:
         counts = {
-            STEP: source.counts.step,
-            ADAM_COUNT: source.counts.optimizer,
-            SCHEDULE_COUNT: source.counts.schedule,
+            layout.STEP: source.counts.step,
+            layout.ADAM_COUNT: source.counts.optimizer,
+            layout.SCHEDULE_COUNT: source.counts.schedule,
         }
         return np.array(counts[leaf.name], np.int32)
     if leaf.tensor is None:

@@ -9,10 +9,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint.ahead import ahead
 from mesh_transformer.checkpoint.hf import SAFETENSORS, their_shape, to_theirs
 from mesh_transformer.checkpoint.safetensors_file import copy_transposed, encode_header
-from mesh_transformer.checkpoint.tensors import Index, TensorSource, parameter_shapes
+from mesh_transformer.checkpoint.tensors import Index, TensorSource, ahead, parameter_shapes
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.spec import TRANSPOSED, Tensor

@@ -13,10 +13,9 @@ import tensorstore as ts
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint import manifest as manifests
-from mesh_transformer.checkpoint.chunks import ROWS_BYTES, chunk_shape, pieces
+from mesh_transformer.checkpoint import native
 from mesh_transformer.checkpoint.identity import with_model
 from mesh_transformer.checkpoint.manifest import Manifest, TensorSpec
-from mesh_transformer.checkpoint.native import COMMIT_MARKER, COUNT, OPTIMIZER, SCHEDULE, ocdbt
 from mesh_transformer.checkpoint.open import finished_steps
 from mesh_transformer.checkpoint.target import new_folder
 from mesh_transformer.checkpoint.tensors import Counts, TensorInfo, TensorSource, slots
@@ -41,11 +40,11 @@ def write_native(
     """
     folder = files.join(root, f"step_{source.counts.step}")
     check_alone(root, source.counts.step)
-    with new_folder(folder, overwrite=overwrite, source=source.where, marker=COMMIT_MARKER) as temporary:
-        tensors = _write_tensors(source, files.join(temporary, "state"))
+    with new_folder(folder, overwrite=overwrite, source=source.where, marker=native.COMMIT_MARKER) as partial:
+        tensors = _write_tensors(source, files.join(partial, "state"))
         extra = source.extra if model is None else with_model(source.extra, model)
         document = manifests.encode(Manifest(tensors, dict(extra)))
-        files.replace(files.join(temporary, "manifest", "metadata"), json.dumps(document).encode())
+        files.replace(files.join(partial, "manifest", "metadata"), json.dumps(document).encode())
     return folder
 
 
@@ -69,7 +68,7 @@ def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
     scalars = _scalars(source.counts, full=bool(slots(source)))
     names = {name: _stored_name(name) for name in source.tensors}
     files.make_folder(folder)
-    store = {**ocdbt(folder), "target_data_file_size": DATA_FILE_BYTES}
+    store = {**native.ocdbt(folder), "target_data_file_size": DATA_FILE_BYTES}
     context = ts.Context({"file_io_sync": False})
     specs: dict[str, TensorSpec] = {}
     total = sum(math.prod(info.shape) * info.dtype.itemsize for info in source.tensors.values())
@@ -90,7 +89,7 @@ def _copy(source: TensorSource, name: str, array: Any, transfer: Transfer) -> in
     info, checksum, writing = source.tensors[name], 0, None
     whole = [range(size) for size in info.shape]
     try:
-        for index in pieces(whole, chunk_shape(info), info.dtype.itemsize, ROWS_BYTES):
+        for index in native.pieces(whole, native.chunk_shape(info), info.dtype.itemsize, native.ROWS_BYTES):
             block = np.ascontiguousarray(source.read(name, index))
             start = [part.start for part in index]
             checksum = (checksum + manifests.sum_bits(block, start)) % 2**32
@@ -117,7 +116,7 @@ def _create(store: dict[str, Any], path: tuple[str, ...], info: TensorInfo, cont
     spec = {
         "driver": "zarr",
         "kvstore": {**store, "path": f"{'.'.join(path)}/"},
-        "metadata": {"chunks": list(chunk_shape(info)), "compressor": None},
+        "metadata": {"chunks": list(native.chunk_shape(info)), "compressor": None},
     }
     return _wait(
         ts.open(spec, create=True, dtype=ts.dtype(info.dtype.name), shape=info.shape, context=context)
@@ -130,8 +129,8 @@ def _scalars(counts: Counts, *, full: bool) -> dict[tuple[str, ...], np.ndarray]
     if full:
         schedule = counts.schedule or 0
         scalars |= {
-            COUNT: np.int32(counts.optimizer or 0),
-            SCHEDULE: np.int32(schedule),
+            native.COUNT: np.int32(counts.optimizer or 0),
+            native.SCHEDULE: np.int32(schedule),
             "noise/g": np.float32("nan"),  # no average yet
             "noise/s": np.float32("nan"),
             "skipped": np.int32(max(0, counts.step - schedule)),
@@ -143,5 +142,5 @@ def _stored_name(name: str) -> tuple[str, ...]:
     """The path in the tree of `params/STAGE/MODULE/FIELD` or of a slot; modules may have a slash in their names."""
     kind, stage, rest = name.split("/", 2)
     module, field = rest.rsplit("/", 1)
-    top = (kind,) if kind == "params" else (OPTIMIZER.rstrip("/"), kind)
+    top = (kind,) if kind == "params" else (native.OPTIMIZER.rstrip("/"), kind)
     return (*top, stage, module, field)

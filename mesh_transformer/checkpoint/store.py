@@ -17,27 +17,31 @@ if one failed, all fail, and all turn to the same earlier step.
 import logging
 import os
 import re
-from collections.abc import Container
+import sys
+from collections.abc import Container, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import fsspec
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint import classic_folder, orbax
+from mesh_transformer.checkpoint import classic_folder
 from mesh_transformer.checkpoint import manifest as manifests
 from mesh_transformer.checkpoint.identity import check_model, check_optimizer
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.native import COMMIT_MARKER, NativeSource
+from mesh_transformer.checkpoint.native import CHUNK_BYTES, COMMIT_MARKER, NativeSource
 from mesh_transformer.checkpoint.place import agreed, restore
 from mesh_transformer.config import ModelConfig, OptimizerConfig
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, is_disk_full
 
 log = logging.getLogger(__name__)
 
+SAVE_TIMEOUT_S = 3600
 TEMPORARY = ".orbax-checkpoint-tmp"
 # all that a save makes in a step's folder
 STEP_FILES = {"state", "manifest", "_CHECKPOINT_METADATA", COMMIT_MARKER}
@@ -68,7 +72,7 @@ class CheckpointStore:
 
         With `model`, a step that notes another architecture is not restored; with `optimizer`, none without its state.
         """
-        orbax.quieten()
+        _quieten()
         self._root = root if files.is_remote(root) else os.path.abspath(root)
         self._keep, self._model, self._optimizer = (keep_every, keep_latest), model, optimizer
         self._save_failed = False
@@ -103,7 +107,7 @@ class CheckpointStore:
         older = [old for old in manager.all_steps() if old >= step or old in self._damaged]
         self._set_aside([step, *older] if theirs else older)
         self._damaged.clear()
-        tensors = ocp.args.PyTreeSave(state, save_args=jax.tree.map(orbax.save_args, state))
+        tensors = ocp.args.PyTreeSave(state, save_args=jax.tree.map(_save_args, state))
         args = ocp.args.Composite(state=tensors, manifest=ocp.args.JsonSave(document))
         with files.patience(self._root):
             manager.save(step, args=args, force=True)
@@ -173,7 +177,7 @@ class CheckpointStore:
 
     def _open(self) -> ocp.CheckpointManager:
         self._delete_unfinished()
-        return orbax.manager(self._root, *self._keep)
+        return _manager(self._root, *self._keep)
 
     def _writer(self) -> ocp.CheckpointManager:
         if self._manager is None:
@@ -227,3 +231,79 @@ def _unused(folder: str, name: str) -> str:
     taken = set(files.list_dir(folder))
     names = (name if not n else f"{name}.{n}" for n in range(len(taken) + 1))
     return files.join(folder, next(candidate for candidate in names if candidate not in taken))
+
+
+class _StepNames:
+    """Orbax's `step_N`, without the folders of the original program: Orbax would count them and delete them."""
+
+    def __init__(self) -> None:
+        self._standard = ocp.path.step.standard_name_format(
+            step_prefix="step", single_host_load_and_broadcast=True
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._standard, name)
+
+    def find_all(self, base_path: Any) -> Iterator[Any]:
+        return iter(
+            [m for m in self._standard.find_all(base_path) if not classic_folder.is_step(str(m.path))]
+        )
+
+
+def _is_no_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
+
+
+def _is_no_full_disk(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and is_disk_full(record.exc_info[1]))
+
+
+def _complain(unraisable: sys.UnraisableHookArgs) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        _complain_of_others(unraisable)
+
+
+_complain_of_others = sys.unraisablehook
+
+
+def _quieten() -> None:
+    """Leave out of the log what Orbax tells of each file, and what its threads tell of a save that fails: it is raised."""
+    for library in ("absl", "fsspec"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    logging.getLogger("absl").addFilter(_is_no_error)
+    # one write's failure is raised; asyncio tells of each of the others
+    logging.getLogger("asyncio").addFilter(_is_no_full_disk)
+    # writes of TensorStore that end after one has failed do not find Orbax's event loop any more
+    sys.unraisablehook = _complain
+
+
+def _save_args(leaf: Any) -> ocp.SaveArgs:
+    """Matrices layer by layer and in small chunks, so that a slice is read without the whole tensor."""
+    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if np.ndim(leaf) == 3 else ())
+
+
+def _barrier(*, key: str, timeout_ms: int) -> None:
+    """Wait for the other processes of a save. Orbax calls it after a failure too, while it handles the exception."""
+    # No other process reaches the barrier of a failure: the wait would only hide the error.
+    if sys.exception() is not None:
+        raise
+    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+
+def _manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.CheckpointManager:
+    """What writes the steps under `root` and deletes those that are not kept."""
+    policies: list[Any] = [preservation_policy.LatestN(keep_latest)]
+    if keep_every is not None:
+        policies.append(preservation_policy.EveryNSteps(keep_every))
+    options = ocp.CheckpointManagerOptions(
+        step_name_format=_StepNames(),
+        preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+        single_host_load_and_broadcast=True,
+        save_root_metadata=False,
+        lightweight_initialize=True,
+        async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S, barrier_sync_fn=_barrier),
+    )
+    # gcsfs remembers listings for ever, also of folders that were moved or deleted by other means than itself
+    fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
+    handlers = {"state": ocp.PyTreeCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()}
+    return ocp.CheckpointManager(root, options=options, item_handlers=handlers)

@@ -7,8 +7,9 @@ translates as it reads. A reader holds the slice that was asked for and no more 
 """
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +17,8 @@ import numpy as np
 from mesh_transformer.config import ComputeConfig, ModelConfig
 from mesh_transformer.models.model import Model
 
+T = TypeVar("T")
+_END = object()
 Index = tuple[slice, ...]
 """One slice of step 1 for each dimension; `slice(None)` is the whole of it."""
 
@@ -73,3 +76,12 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     init = Model(model.decoder(), ComputeConfig(dtype="float32", remat="none")).init
     leaves = jax.tree.leaves_with_path(jax.eval_shape(init, jax.random.key(0)))
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves}
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items; the next one is made in a thread while the caller works on this one. Errors come in their place."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, items, _END)
+        while (item := coming.result()) is not _END:
+            coming = pool.submit(next, items, _END)
+            yield item  # type: ignore[misc]

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from mesh_transformer import logs, platforms
-from mesh_transformer.checkpoint.classic_layout import check_shards
+from mesh_transformer.checkpoint.classic_folder import check_shards
 from mesh_transformer.checkpoint.open import Form, open_found, open_step, recognise
 from mesh_transformer.config import is_set
 from mesh_transformer.errors import UserError

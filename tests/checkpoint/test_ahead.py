@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mesh_transformer.checkpoint.ahead import ahead
+from mesh_transformer.checkpoint.tensors import ahead
 
 
 def test_items_and_their_order() -> None:

@@ -14,11 +14,10 @@ from builders import TINY, program
 from gcs_server import CUT, GcsServer
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint import chunks, native_writer
 from mesh_transformer.checkpoint import manifest as manifests
-from mesh_transformer.checkpoint.chunks import chunk_shape, pieces
+from mesh_transformer.checkpoint import native
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.native import COMMIT_MARKER, NativeSource
+from mesh_transformer.checkpoint.native import COMMIT_MARKER, NativeSource, chunk_shape, pieces
 from mesh_transformer.checkpoint.native_writer import write_native
 from mesh_transformer.checkpoint.place import place, restore
 from mesh_transformer.checkpoint.store import CheckpointStore
@@ -135,8 +134,8 @@ SHAPES = [(), (7,), (0, 3), (3, 5), (3, 40, 11), (2, 300, 70), (1, 1, 1), (2, 2,
 def test_pieces_are_whole_chunks_and_cover_the_tensor_once(
     shape: tuple[int, ...], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(chunks, "ROWS_BYTES", 8 * chunk_bytes)
+    monkeypatch.setattr(native, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(native, "ROWS_BYTES", 8 * chunk_bytes)
     chunk, seen = chunk_shape(TensorInfo(shape, np.dtype(np.float32))), np.zeros(shape, int)
     assert math.prod(chunk) * 4 <= chunk_bytes
     assert len(shape) < 3 or set(chunk[:-2]) == {1}
@@ -188,8 +187,8 @@ def test_a_slice_for_one_of_eight_devices_touches_few_other_bytes(
 def test_a_tensor_in_many_pieces(
     tmp_path: Path, run: TrainProgram, state: TrainState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(native_writer, "ROWS_BYTES", 3000)
+    monkeypatch.setattr(native, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(native, "ROWS_BYTES", 3000)
     write_native(ours(state), str(tmp_path))
     found = CheckpointStore(str(tmp_path), read_only=True).restore(run.abstract_state)
     assert found is not None  # its checksums were those of the whole tensors
