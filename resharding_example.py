@@ -23,9 +23,9 @@ def main() -> None:
         help="complete this text with the new checkpoint (without --out: with --ckpt) and print the result",
     )
     options = vars(parser.parse_args())
-    from mesh_transformer.runtime import reshard
+    from mesh_transformer.runtime import convert
 
-    reshard.reshard(**options)
+    convert.reshard(**options)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ def main() -> None:
     )
     cli.add_overwrite(parser)
     options = vars(parser.parse_args())
-    from mesh_transformer.runtime import reshard
+    from mesh_transformer.runtime import convert
 
-    reshard.slim(**options)
+    convert.slim(**options)
 
 
 if __name__ == "__main__":

@@ -281,7 +281,7 @@ PERMITTED: list[tuple[Checker, str, str]] = [
     (few_shard_maps, "parallel/pipeline.py", "import jax\njax.shard_map(f)"),
     (pure, "runtime/trainer.py", "import time\nopen('x')"),
     (no_axis_names, "train/step.py", "partition.size('vocab')"),
-    (no_axis_names, "runtime/reshard.py", "config.mesh.tp"),
+    (no_axis_names, "runtime/convert.py", "config.mesh.tp"),
     (no_assert, "ops/linear.py", "assert x.ndim == 3"),
     (no_assert, "data/loader.py", "def f(path):\n    record = g(path)\n    assert record is not None"),
     (short_functions, "ops/linear.py", "def f():\n" + "    x = 1\n" * 59),

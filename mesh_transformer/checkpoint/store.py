@@ -258,7 +258,7 @@ def _is_no_full_disk(record: logging.LogRecord) -> bool:
     return not (record.exc_info and is_disk_full(record.exc_info[1]))
 
 
-def _complain(unraisable: sys.UnraisableHookArgs) -> None:
+def _complain(unraisable: "sys.UnraisableHookArgs") -> None:
     if str(unraisable.exc_value) != "Event loop is closed":
         _complain_of_others(unraisable)
 

@@ -55,8 +55,8 @@ def evaluate(config_path: str | None, overrides: Sequence[str], place: Place, op
         UserError: an argument, the config, the place, a task or the checkpoint cannot be used.
         RunError: the workers crash again and again.
     """
-    from mesh_transformer.runtime.configs import config_for
     from mesh_transformer.runtime.evals import command
+    from mesh_transformer.runtime.weights import config_for
 
     logs.set_up()
     config = config_for(config_path, overrides, options.checkpoint)

@@ -21,10 +21,9 @@ from mesh_transformer.infer.programs import MAX_STEPS
 from mesh_transformer.infer.requests import Engine, SamplingOptions, SamplingParams, Token
 from mesh_transformer.infer.scheduler import Scheduler
 from mesh_transformer.logs import log
-from mesh_transformer.runtime.configs import config_for
 from mesh_transformer.runtime.serving_engine import open_engine
 from mesh_transformer.runtime.text_stream import TextStream
-from mesh_transformer.runtime.weights import split_step
+from mesh_transformer.runtime.weights import config_for, split_step
 
 MAX_SLOTS = 16  # samples at a time; further ones wait
 

@@ -1,17 +1,18 @@
-"""The parameters of a checkpoint of any form, on a session's devices."""
+"""What a command takes from the checkpoint that it names: its config, and its parameters on a session's devices."""
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from mesh_transformer import platforms
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.open import open_source
+from mesh_transformer.checkpoint.open import noted_config, open_source, recognise
 from mesh_transformer.checkpoint.place import agreed, place, place_in_parts
 from mesh_transformer.checkpoint.tensors import TensorSource
+from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.spec import Decoder
 from mesh_transformer.models.decoder import same_input
@@ -25,6 +26,27 @@ class Weights(NamedTuple):
 
     params: Params
     step: int
+
+
+def config_for(path: str | None, overrides: Sequence[str], checkpoint: str | None) -> Config:
+    """The config file at `path` with the `overrides`; without a file, the model and the tokenizer that `checkpoint` notes,
+    defaults for everything else, and the `overrides`.
+
+    Raises:
+        UserError: the file or an override cannot be used; without a file: no checkpoint is named, there is none, or it does
+            not know its model.
+    """
+    if path is not None:
+        return load_config(path, overrides)
+    if checkpoint is None:
+        raise UserError(
+            "no model is named: give --config FILE, or --ckpt DIR, a checkpoint that knows its model; or both"
+        )
+    found = recognise(checkpoint)
+    noted = noted_config(found)
+    if noted is None:
+        raise UserError(f"{found.folder} does not note its model: give the config of its run, --config FILE")
+    return parse_config(noted, overrides)
 
 
 def read_params(session: Session, path: str, *, for_decode: bool = False) -> Weights:

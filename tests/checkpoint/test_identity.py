@@ -19,8 +19,7 @@ from mesh_transformer.config import Config, ModelConfig, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.optimizers import lion
 from mesh_transformer.optimizers.base import OptimizerConfig, Slot
-from mesh_transformer.runtime.convert import to_hf, write_step
-from mesh_transformer.runtime.reshard import reshard, slim
+from mesh_transformer.runtime.convert import reshard, slim, to_hf, write_step
 from mesh_transformer.runtime.serving_engine import open_engine
 from mesh_transformer.runtime.session import Session
 from mesh_transformer.runtime.weights import open_agreed, read_params

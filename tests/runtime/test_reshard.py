@@ -14,7 +14,7 @@ from mesh_transformer.checkpoint.classic_write import write_classic
 from mesh_transformer.checkpoint.native_writer import write_native
 from mesh_transformer.checkpoint.open import Form
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime.reshard import reshard
+from mesh_transformer.runtime.convert import reshard
 
 SIZES = {**TINY, "n_vocab": 260, "cores_per_replica": 2}
 BYTES = "data.tokenizer=bytes"

@@ -19,11 +19,10 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.infer.packing import Counts
 from mesh_transformer.logs import log
 from mesh_transformer.models.model import Params
-from mesh_transformer.runtime.configs import config_for
 from mesh_transformer.runtime.evals.model import BATCH_TOKENS, Answers, EvalModel, Rehearsal, Stopped
 from mesh_transformer.runtime.evals.tasks import DEFAULT, Tasks, check_installed
 from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.weights import read_params, split_step
+from mesh_transformer.runtime.weights import config_for, read_params, split_step
 
 BOOTSTRAP = 1000  # draws for the standard errors that have no formula, such as a perplexity's
 PACKAGES = ("lm_eval", "jax", "jaxlib", "dm-haiku", "datasets", "transformers")

@@ -27,12 +27,11 @@ from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
 from mesh_transformer.runtime import serving_engine
-from mesh_transformer.runtime.configs import config_for
 from mesh_transformer.runtime.serve.app import make_app
 from mesh_transformer.runtime.serve.guard import BoundedConnection
 from mesh_transformer.runtime.serve.loop import EngineLoop, WarmEngine
 from mesh_transformer.runtime.serve.model import ServedModel
-from mesh_transformer.runtime.weights import split_step
+from mesh_transformer.runtime.weights import config_for, split_step
 
 OpenEngine = Callable[..., WarmEngine]  # called as `serving_engine.open_engine`
 MAX_SLOTS, MAX_QUEUE = 1024, 100_000
