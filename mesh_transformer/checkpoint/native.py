@@ -56,21 +56,19 @@ class NativeSource:
             DamagedCheckpoint: the manifest is broken.
             UserError: there is no such folder.
         """
-        self.where = folder
-        self.manifest = read_manifest(folder)
+        self.where, self.manifest = folder, read_manifest(folder)
+        self.extra = self.manifest.extra
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         self._base = ocdbt(files.join(folder, "state"))
         names = {_our_name(name): name for name in self.manifest.tensors}
-        self.stored = {ours: name for ours, name in names.items() if ours}  # names in the manifest by ours
+        self._stored = {ours: name for ours, name in names.items() if ours}  # names in the manifest by ours
+        specs = {ours: self.manifest.tensors[name] for ours, name in self._stored.items()}
+        self.tensors: Mapping[str, TensorInfo] = {
+            ours: TensorInfo(spec.shape, np.dtype(spec.dtype)) for ours, spec in specs.items()
+        }
         self._open_arrays: dict[str, Any] = {}
         self._verified: set[str] = set()
         self._lock = threading.Lock()
-
-    @cached_property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Parameters and the optimizer's slots by our names."""
-        specs = {ours: self.manifest.tensors[name] for ours, name in self.stored.items()}
-        return {ours: TensorInfo(spec.shape, np.dtype(spec.dtype)) for ours, spec in specs.items()}
 
     @cached_property
     def counts(self) -> Counts:
@@ -81,26 +79,30 @@ class NativeSource:
         """
         return Counts(self._count("step") or 0, self._count(COUNT), self._count(SCHEDULE))
 
-    @property
-    def extra(self) -> dict[str, Any]:
-        """The JSON given to `CheckpointStore.save`."""
-        return self.manifest.extra
-
     def read(self, name: str, index: Index) -> np.ndarray:
         """The slice of a tensor, in its stored dtype.
 
         Raises:
             DamagedCheckpoint: its bytes are missing or not those that were written.
         """
-        return self._read(self.stored[name], index, verify=self.stored[name] not in self._verified)
+        stored = self._stored[name]
+        return self._read(stored, index, verify=stored not in self._verified)
 
     def read_stored(self, name: str, index: Index) -> np.ndarray:
-        """The slice of a tensor by its name in the manifest. Its checksum is not compared: see `manifests.verify`.
+        """The slice of a tensor by our name or its name in the manifest. Its checksum is not compared: see `verify`.
 
         Raises:
             DamagedCheckpoint: its bytes are missing or broken.
         """
-        return self._read(name, index, verify=False)
+        return self._read(self._stored.get(name, name), index, verify=False)
+
+    def verify(self, sums: Mapping[str, int]) -> None:
+        """Compare the checksums, by either name, of tensors that were read.
+
+        Raises:
+            DamagedCheckpoint: a tensor is not what was saved.
+        """
+        manifests.verify(self.manifest, {self._stored.get(name, name): value for name, value in sums.items()})
 
     def _read(self, stored: str, index: Index, *, verify: bool) -> np.ndarray:
         array, checksum = self._array(stored), 0

@@ -6,11 +6,10 @@ its CRC-32; later ones take the rows they need. Local and `gs://` files.
 """
 
 import io
-import math
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import IO, NamedTuple
 
 import ml_dtypes
@@ -20,10 +19,10 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint import archive
 from mesh_transformer.checkpoint.archive import DamagedArchive
 from mesh_transformer.checkpoint.manifest import MAX_DIMENSIONS, MAX_ELEMENTS, DamagedCheckpoint
+from mesh_transformer.checkpoint.safetensors_file import FileTensor
 from mesh_transformer.checkpoint.tensors import Index
 
-BLOCK_BYTES = 1 << 20  # stays in the processor's cache between reading, checking and copying
-REMOTE_BLOCK_BYTES = 16 << 20  # one request each
+BLOCK_BYTES = 1 << 20  # of a local file: stays in the processor's cache between reading, checking and copying
 MAX_HEADER_BYTES = 4096
 
 _READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -49,9 +48,10 @@ class Member(NamedTuple):
         return self.entry.name.removesuffix(".npy")
 
     @property
-    def n_bytes(self) -> int:
-        """Bytes of the array's values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def stored(self) -> FileTensor:
+        """Where the values lie, if they are not compressed."""
+        start = self.entry.start + len(self.header)
+        return FileTensor(self.entry.path, self.key, self.shape, self.dtype, start)
 
     def __str__(self) -> str:
         return f"{self.entry.path}: {self.key}"
@@ -90,33 +90,17 @@ class NpzReader:
             return
         known = member.entry in self._checked
         first, stop, _ = index[0].indices(member.shape[0])
-        rows = range(first, stop) if known else range(member.shape[0])
-        crc = zlib.crc32(member.header)
-        for start, content in _blocks(member, rows):
-            crc = zlib.crc32(content, crc) if not known else 0
-            block = np.frombuffer(content, member.dtype).reshape(-1, *member.shape[1:])
+        bounds, crc = (first, stop) if known else (0, member.shape[0]), zlib.crc32(member.header)
+        limit = None if files.is_remote(member.entry.path) else BLOCK_BYTES
+        for start, block in member.stored.bands(*bounds, limit):
+            if not known:
+                crc = zlib.crc32(block.reshape(-1).view(np.uint8).data, crc)
             low, high = max(first, start), min(stop, start + len(block))
             if low < high:
                 out[low - first : high - first] = block[low - start : high - start][:, *index[1:]]
         if not known:
             _check(member, crc)
         self._checked.add(member.entry)
-
-
-def _blocks(member: Member, rows: range) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of some rows at a time, valid until the next, with the number of the first of them."""
-    row_bytes = member.n_bytes // member.shape[0] if member.shape[0] else 0
-    if not row_bytes:
-        return
-    limit = REMOTE_BLOCK_BYTES if files.is_remote(member.entry.path) else BLOCK_BYTES
-    step = max(1, min(limit // row_bytes, len(rows)))
-    data = member.entry.start + len(member.header)
-    buffer = memoryview(bytearray(step * row_bytes))
-    for start in rows[::step]:
-        block = buffer[: min(step, rows.stop - start) * row_bytes]
-        if files.read_into(member.entry.path, data + start * row_bytes, block) != len(block):
-            raise DamagedCheckpoint(f"{member}: the file ends early")
-        yield start, block
 
 
 def _whole(member: Member) -> np.ndarray:
@@ -148,8 +132,10 @@ def _member(entry: archive.Entry) -> Member:
     shape, fortran, dtype = _parse_header(where, head)
     member = Member(entry, shape, dtype, fortran, head.getvalue()[: head.tell()])
     found = entry.n_bytes - len(member.header)
-    if found != member.n_bytes:
-        raise DamagedCheckpoint(f"{where}: {shape} {dtype} takes {member.n_bytes} bytes, found {found}")
+    if found != member.stored.n_bytes:
+        raise DamagedCheckpoint(
+            f"{where}: {shape} {dtype} takes {member.stored.n_bytes} bytes, found {found}"
+        )
     return member
 
 

@@ -22,14 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mesh_transformer.checkpoint import manifest as manifests
 from mesh_transformer.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorSpec
 from mesh_transformer.checkpoint.native import NativeSource, first_cause
-from mesh_transformer.checkpoint.tensors import Index, TensorSource
+from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.errors import CredentialsError
 from mesh_transformer.logs import Transfer
 
 PIECE_BYTES = 128 << 20  # of a tensor, in its stored dtype: read at a time
 ALIGNMENT = 64  # bytes: XLA for CPU takes an array that begins at a multiple as its own
 
-Read = Callable[[str, Index], np.ndarray]
 T = TypeVar("T")
 Spans = tuple[tuple[int, int], ...]  # the first and the end of a slice, by dimension
 
@@ -45,7 +44,7 @@ def place(source: TensorSource, abstract: Any) -> Any:
         DamagedCheckpoint: a tensor cannot be read or is not what was saved, in this process or in another.
     """
     check_shapes(source, abstract)
-    with _reading(*_named(source), abstract) as reader:
+    with _reading(source, abstract) as reader:
         return reader.place(abstract)
 
 
@@ -60,7 +59,7 @@ def place_in_parts(source: TensorSource, abstract: dict[str, Any]) -> Iterator[t
         UserError, DamagedCheckpoint: as in `place`; that of a wrong checksum at the end.
     """
     check_shapes(source, {"params": abstract})
-    with _reading(*_named(source), {"params": abstract}) as reader:
+    with _reading(source, {"params": abstract}) as reader:
         for stage in abstract:
             if stage != "blocks":
                 yield stage, reader.place({"params": {stage: abstract[stage]}})["params"][stage]
@@ -80,7 +79,7 @@ def restore(source: NativeSource, abstract: Any, *, part: bool) -> Any:
         DamagedCheckpoint: as in `place`.
     """
     manifests.check_fits(source.manifest, abstract, part=part, where=source.where)
-    with _reading(source.read_stored, source.manifest, abstract) as reader:
+    with _reading(source, abstract) as reader:
         return reader.place(abstract)
 
 
@@ -119,31 +118,22 @@ def agreed(read: Callable[[], T]) -> T:
     return result
 
 
-def _named(source: TensorSource) -> tuple[Read, Manifest | None]:
-    """How tensors are read by our names; and the manifest by these names, if there are checksums to compare at the end."""
-    if not isinstance(source, NativeSource):
-        return source.read, None
-    stored, manifest = source.stored, source.manifest
-    specs = {ours: manifest.tensors[name] for ours, name in stored.items()}
-    return lambda name, index: source.read_stored(stored[name], index), manifest._replace(tensors=specs)
-
-
 @contextlib.contextmanager
-def _reading(read: Read, manifest: Manifest | None, abstract: Any) -> Iterator[_Reader]:
+def _reading(source: TensorSource, abstract: Any) -> Iterator[_Reader]:
     """What reads `abstract` in one or several parts; in the end the checksums of what was read are compared."""
     n_bytes = sum(map(_local_bytes, jax.tree.leaves(abstract)))
     with Transfer("reading", n_bytes) as transfer:
-        reader = _Reader(read, manifest, transfer)
+        reader = _Reader(source, transfer)
         yield reader
-    if manifest is not None:
-        manifests.verify(manifest, reader.checksums())
+    if isinstance(source, NativeSource):
+        source.verify(reader.checksums())
 
 
 class _Reader:
     """Puts tensors onto the devices of all processes, and sums up what this process reads."""
 
-    def __init__(self, read: Read, manifest: Manifest | None, transfer: Transfer):
-        self._read, self._manifest, self._transfer = read, manifest, transfer
+    def __init__(self, source: TensorSource, transfer: Transfer):
+        self._source, self._transfer = source, transfer
         self._sums: dict[str, int] = defaultdict(int)
 
     def place(self, abstract: Any, layer: int | None = None) -> Any:
@@ -184,9 +174,13 @@ class _Reader:
         stack = () if layer is None else ((layer, layer + 1),)
         for piece in _pieces(spans):
             place = (*stack, *piece)
-            stored = self._read(name, tuple(slice(*span) for span in place))
-            if self._manifest is not None and count:
-                self._sums[name] += self._manifest.checksum(stored, [start for start, _ in place])
+            index = tuple(slice(*span) for span in place)
+            if not isinstance(self._source, NativeSource):
+                stored = self._source.read(name, index)
+            else:
+                stored = self._source.read_stored(name, index)
+                if count:
+                    self._sums[name] += self._source.manifest.checksum(stored, [start for start, _ in place])
             to = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(piece, spans, strict=True))
             out[to] = stored if layer is None else stored[0]
         return out

@@ -68,13 +68,13 @@ class FileTensor(NamedTuple):
             out[at - first : at - first + len(rows)] = rows[(slice(None), *columns)]
         return out
 
-    def bands(self, first: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Some rows at a time, valid until the next, with the number of the first of them.
+    def bands(self, first: int, stop: int, limit: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """Some rows at a time, of `limit` or BAND_BYTES, valid until the next, with the number of the first of them.
 
         Raises:
             DamagedCheckpoint: the file has become shorter.
         """
-        step = max(1, min(BAND_BYTES // max(1, self._row_bytes), stop - first))
+        step = max(1, min((limit or BAND_BYTES) // max(1, self._row_bytes), stop - first))
         band = np.empty((step, *self.shape[1:]), self.dtype)
         for at in range(first, stop, step):
             rows = band[: stop - at]
