@@ -11,6 +11,7 @@ import posixpath
 import shutil
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import IO, Any
 
 from mesh_transformer import signs
@@ -107,14 +108,13 @@ def read_into(path: str, start: int, buffer: memoryview) -> int:
         UserError: there is no such file.
     """
     if is_remote(path):
-        done = 0
-        while wanted := min(REMOTE_PIECE_BYTES, len(buffer) - done):
-            content = read_range(path, start + done, wanted)
-            buffer[done : done + len(content)] = content
-            done += len(content)
-            if len(content) < wanted:
-                break
-        return done
+        for at in range(0, len(buffer), REMOTE_PIECE_BYTES):
+            piece = buffer[at : at + REMOTE_PIECE_BYTES]
+            content = read_range(path, start + at, len(piece))
+            piece[: len(content)] = content
+            if len(content) < len(piece):
+                return at + len(content)
+        return len(buffer)
     with open_binary(path) as file:
         file.seek(start)
         return file.readinto(buffer)  # type: ignore[attr-defined]
@@ -148,20 +148,21 @@ def upload(source: str, target: str) -> None:
         raise UserError(f"no such file: {source}")
     if is_remote(target):
         _blob(target).upload_from_filename(source, retry=_retry())
-        return
-    os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
-    shutil.copyfile(source, f"{target}.tmp")
-    os.replace(f"{target}.tmp", target)
+    else:
+        _write_whole(target, lambda partial: shutil.copyfile(source, partial))
 
 
 def replace(path: str, content: bytes) -> None:
     """Write a small file whole, replacing it; a reader sees the old one or the new one."""
     if is_remote(path):
         _blob(path).upload_from_string(content, content_type="application/octet-stream", retry=_retry())
-        return
+    else:
+        _write_whole(path, lambda partial: Path(partial).write_bytes(content))
+
+
+def _write_whole(path: str, write: Callable[[str], object]) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(f"{path}.tmp", "wb") as file:
-        file.write(content)
+    write(f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
@@ -194,11 +195,9 @@ def move_tree(source: str, target: str) -> None:
     blobs = _blobs_under(source)
     for blob in blobs:
         copy = _gcs_client().bucket(bucket).blob(new + blob.name.removeprefix(old))
-        token = None
-        while True:  # a large object may take several calls
+        token, _, _ = copy.rewrite(blob, retry=_retry())
+        while token is not None:  # a large object takes several calls
             token, _, _ = copy.rewrite(blob, token=token, retry=_retry())
-            if token is None:
-                break
     _remove_blobs(blobs)
 
 
