@@ -7,12 +7,8 @@ def main() -> None:
     """Parse the arguments and convert."""
     parser = cli.parser(__doc__)
     cli.add_checkpoint(parser)
-    parser.add_argument(
-        "--ckpt-step", type=int, dest="step", metavar="N", help="step of the run (default: the newest)"
-    )
-    parser.add_argument(
-        "--f16", action="store_true", help="write float16, to RUN_slim_f16 (default: bfloat16)"
-    )
+    parser.add_argument("--ckpt-step", type=int, dest="step", metavar="N", help="step (default: the newest)")
+    parser.add_argument("--f16", action="store_true", help="float16, in RUN_slim_f16 (default: bfloat16)")
     cli.add_overwrite(parser)
     options = vars(parser.parse_args())
     from mesh_transformer.runtime import convert

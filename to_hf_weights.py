@@ -16,13 +16,9 @@ def main() -> None:
         help="dtype of the written weights (default: fp16; from a Hugging Face folder: as stored)",
     )
     parser.add_argument("--debug", action="store_true", help="log every tensor")
+    parser.add_argument("--cpu", action="store_true", help="no effect: no conversion uses an accelerator")
     parser.add_argument(
-        "--cpu", action="store_true", help="no effect: the conversion never uses an accelerator"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="NAME",
-        help="a folder or a name on the hub: its files are copied beside the weights",
+        "--tokenizer", metavar="NAME", help="a folder or a hub name, copied beside the weights"
     )
     cli.add_overwrite(parser)
     options = vars(parser.parse_args())

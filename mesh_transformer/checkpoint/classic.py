@@ -3,7 +3,6 @@
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -44,9 +43,7 @@ class ClassicSource:
                 self._leaves[leaf.tensor].append(leaf)
         for parts in self._leaves.values():
             parts.sort(key=lambda leaf: leaf.layer or 0)  # the files have layer_10 before layer_2
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: self._info(name, parts) for name, parts in self._leaves.items()
-        }
+        self.tensors = {name: self._info(name, parts) for name, parts in self._leaves.items()}
         self.counts = self._counts()
         self.extra = self._extra()
         self._warned: set[str] = set()
@@ -138,9 +135,8 @@ class ClassicSource:
         members: dict[Leaf, list[Member]] = defaultdict(list)
         for (path, expected), arrays in zip(files, found, strict=True):
             if set(arrays) != {f"arr_{i}" for i in range(len(expected))}:
-                raise UserError(
-                    f"{path}: expected arr_0 to arr_{len(expected) - 1}, found {', '.join(sorted(arrays))[:200]}"
-                )
+                there = ", ".join(sorted(arrays))[:200]
+                raise UserError(f"{path}: expected arr_0 to arr_{len(expected) - 1}, found {there}")
             for i, leaf in enumerate(expected):
                 members[leaf].append(self._checked(arrays[f"arr_{i}"], leaf))
         return members

@@ -28,6 +28,7 @@ from mesh_transformer.families.spec import Split
 PIECES = 16
 PREFIX = "causal_transformer_shard/~/"
 ADAM_COUNT, SCHEDULE_COUNT, STEP = "opt_state[2].count", "opt_state[5].count", "step"
+COUNTS = (STEP, ADAM_COUNT, SCHEDULE_COUNT)  # in the order of `tensors.Counts`
 _MOMENTS = {"mu": "opt_state[2].mu/", "nu": "opt_state[2].nu/"}
 MAX_META_BYTES = 16 << 20
 CONFIG = "model.json"  # of our own steps: a config with the model alone, which the original does not look for
@@ -165,9 +166,8 @@ def _step(root: str, number: int) -> str:
 
 def _refuse_v2(path: str, names: list[str]) -> None:
     """The V2 model keeps {root}/params/shard_H.npz, one file a host."""
-    if "params" in names and any(
-        re.fullmatch(r"shard_\d+\.npz", name) for name in files.list_dir(files.join(path, "params"))
-    ):
+    inside = files.list_dir(files.join(path, "params")) if "params" in names else []
+    if any(re.fullmatch(r"shard_\d+\.npz", name) for name in inside):
         raise UserError(_v2(path))
 
 

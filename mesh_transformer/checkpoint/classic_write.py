@@ -42,7 +42,8 @@ def write_classic(
     """
     full = bool(slots(source)) if full is None else full
     order = layout.leaves(config, full=full)
-    _check_writable(source, config, shards, order, full=full)
+    layout.check_shards(config, shards, source.where)
+    _check_writable(source, config, order, full=full)
     total = sum(math.prod(leaf.shape) * _dtype(source, leaf, dtype).itemsize for leaf in order)
     for shard in range(shards):
         files.make_folder(files.join(folder, f"shard_{shard}"))
@@ -60,15 +61,12 @@ def write_classic(
                     transfer.add(math.prod(leaf.shape) * to.itemsize)
 
 
-def _check_writable(
-    source: TensorSource, config: ModelConfig, shards: int, order: list[Leaf], *, full: bool
-) -> None:
+def _check_writable(source: TensorSource, config: ModelConfig, order: list[Leaf], *, full: bool) -> None:
     """Refuse what `write_classic` cannot write.
 
     Raises:
-        UserError: the model or the shards do not fit, or tensors are missing.
+        UserError: the model does not fit, or tensors are missing.
     """
-    layout.check_shards(config, shards, source.where)
     if full and (found := slots(source)) not in (set(), ADAM):
         raise UserError(
             f"{source.where} holds the state of another optimizer than Adam ({', '.join(sorted(found))}): a full classic "
@@ -79,16 +77,12 @@ def _check_writable(
             continue
         info = source.tensors.get(leaf.tensor)
         if info is None:
-            raise UserError(
-                f"{source.where} has no {leaf.tensor}, which "
-                + ("a full classic checkpoint needs" if full else "this configuration needs")
-            )
+            needs = "a full classic checkpoint" if full else "this configuration"
+            raise UserError(f"{source.where} has no {leaf.tensor}, which {needs} needs")
         if info.dtype not in DTYPES:
             raise UserError(f"{source.where}: {leaf.tensor} is {info.dtype}: expected one of {DTYPES}")
         if not _fits(leaf, info.shape, config):
-            raise UserError(
-                f"{source.where}: {leaf.tensor} is {info.shape}: expected {leaf.shape} of this configuration"
-            )
+            raise UserError(f"{source.where}: {leaf.tensor} is {info.shape}, the config has {leaf.shape}")
 
 
 def _fits(leaf: Leaf, shape: tuple[int, ...], config: ModelConfig) -> bool:
@@ -125,11 +119,7 @@ def _write_leaf(leaf: Leaf, whole: np.ndarray, writers: list[NpzWriter], dtype: 
 
 def _whole(source: TensorSource, leaf: Leaf) -> np.ndarray:
     if leaf.split is Split.COUNT:
-        counts = {
-            layout.STEP: source.counts.step,
-            layout.ADAM_COUNT: source.counts.optimizer,
-            layout.SCHEDULE_COUNT: source.counts.schedule,
-        }
+        counts = dict(zip(layout.COUNTS, source.counts, strict=True))
         return np.array(counts[leaf.name], np.int32)
     if leaf.tensor is None:
         return np.full(leaf.shape, leaf.unused, np.float32)

@@ -164,9 +164,8 @@ class HFSource:
             shape = their_shape(row, self.model)
             for name in [*self._names(row), *({row.copy} & self._stored.keys())]:
                 if name not in self._stored:
-                    raise UserError(
-                        f"{self.where}: {name} is missing ({self.model.layers} layers according to config.json)"
-                    )
+                    layers = self.model.layers
+                    raise UserError(f"{self.where}: {name} is missing ({layers} layers in config.json)")
                 wanted[name] = shape
         for name, shape in wanted.items():
             stored = self._stored[name]
@@ -264,9 +263,7 @@ def _weight_map(path: str, suffix: str) -> dict[str, str]:
         raise UserError(f"{path} has no weight_map")
     for shard in weight_map.values():
         if not isinstance(shard, str) or not shard.endswith(suffix) or {"/", "\\", "\0"} & set(shard):
-            raise UserError(
-                f"{path} names the shard {shard!r:.100}: expected the name of a {suffix} file right in the folder"
-            )
+            raise UserError(f"{path} names the shard {shard!r:.100}: expected a {suffix} file of this folder")
     return weight_map
 
 

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,9 @@ class _Planned(NamedTuple):
     shape: tuple[int, ...]
     rows: list[Tensor]
     layer: int
+
+
+_Block = tuple[_Planned, np.ndarray]  # some rows of a tensor, not yet cast
 
 
 def write_hf(
@@ -61,14 +64,14 @@ def write_hf(
     check_source(source, model)
     files.make_folder(folder)
     shards = _shards(_plan(model), dtype, shard_bytes)
-    names = _shard_names(len(shards))
-    for name, shard in zip(names, shards, strict=True):
+    for name, shard in shards.items():
         with files.open_binary(files.join(folder, name), "wb") as file:
-            _write_shard(file, source, shard, dtype, progress)
+            file.write(encode_header((planned.name, planned.shape, dtype) for planned in shard))
+            for block in ahead(_converted(source, ahead(_blocks(source, shard, dtype)), dtype)):
+                file.write(block.data.cast("B"))
+                progress(block.nbytes)
     if len(shards) > 1:
-        weight_map = {
-            planned.name: name for name, shard in zip(names, shards, strict=True) for planned in shard
-        }
+        weight_map = {planned.name: name for name, shard in shards.items() for planned in shard}
         index = {"metadata": {"total_size": n_bytes(model, dtype)}, "weight_map": weight_map}
         _write_json(files.join(folder, f"{SAFETENSORS}.index.json"), index)
     _write_json(files.join(folder, "generation_config.json"), _ends(model, end_of_text))
@@ -136,14 +139,13 @@ def _plan(model: ModelConfig) -> list[_Planned]:
             together.setdefault(row.theirs, []).append(row)
         shapes = {name: their_shape(members[0], model) for name, members in together.items()}
         for layer in range(model.layers if stacked else 1):
-            plan += [
-                _Planned(name.format(layer), shapes[name], members, layer)
-                for name, members in together.items()
-            ]
+            for name, members in together.items():
+                plan.append(_Planned(name.format(layer), shapes[name], members, layer))
     return plan
 
 
-def _shards(plan: list[_Planned], dtype: np.dtype, limit: int) -> list[list[_Planned]]:
+def _shards(plan: list[_Planned], dtype: np.dtype, limit: int) -> dict[str, list[_Planned]]:
+    """What each file holds, by its name."""
     shards: list[list[_Planned]] = []
     room = 0
     for planned in plan:
@@ -153,31 +155,12 @@ def _shards(plan: list[_Planned], dtype: np.dtype, limit: int) -> list[list[_Pla
             room = limit
         shards[-1].append(planned)
         room -= size
-    return shards
+    if len(shards) == 1:
+        return {SAFETENSORS: shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _shard_names(count: int) -> list[str]:
-    if count == 1:
-        return [SAFETENSORS]
-    return [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-
-
-def _write_shard(
-    file: IO[bytes],
-    source: TensorSource,
-    shard: list[_Planned],
-    dtype: np.dtype,
-    progress: Callable[[int], None],
-) -> None:
-    file.write(encode_header((planned.name, planned.shape, dtype) for planned in shard))
-    for block in ahead(_converted(source, ahead(_blocks(source, shard, dtype)), dtype)):
-        file.write(block.data.cast("B"))
-        progress(block.nbytes)
-
-
-def _blocks(
-    source: TensorSource, shard: list[_Planned], dtype: np.dtype
-) -> Iterator[tuple[_Planned, np.ndarray]]:
+def _blocks(source: TensorSource, shard: list[_Planned], dtype: np.dtype) -> Iterator[_Block]:
     """Their tensors, some rows at a time: of those that are ours or ours transposed. Others come whole, one at a time."""
     for planned in shard:
         row, shape = planned.rows[0], planned.shape
@@ -195,9 +178,7 @@ def _blocks(
             yield planned, to_theirs(row, _read(source, row, planned.layer, ours))
 
 
-def _converted(
-    source: TensorSource, blocks: Iterator[tuple[_Planned, np.ndarray]], dtype: np.dtype
-) -> Iterator[np.ndarray]:
+def _converted(source: TensorSource, blocks: Iterator[_Block], dtype: np.dtype) -> Iterator[np.ndarray]:
     """The blocks as they are written, some rows at a time, as unsigned integers of the same bits."""
     for planned, rows in blocks:
         step = max(1, BAND_BYTES // (math.prod(rows.shape[1:]) * dtype.itemsize))

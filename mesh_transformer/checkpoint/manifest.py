@@ -19,7 +19,6 @@ import numpy as np
 
 from mesh_transformer.errors import UserError
 
-SHOWN = 5  # differences named in an error message
 DTYPES = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64"),
@@ -89,9 +88,7 @@ def decode(document: Any) -> Manifest:
         if not (isinstance(tensors, dict) and isinstance(extra, dict)):
             raise DamagedCheckpoint("the manifest's tensors and extra are no JSON objects")
         if kind not in (WEIGHTED, PLAIN):
-            raise DamagedCheckpoint(
-                f"the manifest has checksums of the kind {kind!r:.60}: a newer version wrote it"
-            )
+            raise DamagedCheckpoint(f"the manifest's checksums are {kind!r:.60}: a newer version wrote it")
         return Manifest({name: _spec(name, entry) for name, entry in tensors.items()}, extra, kind)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"the manifest is not one of ours: {error!r}") from error
@@ -127,12 +124,10 @@ def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str, any
         if expected is None or found is None or not _fits(name, expected, found, any_float):
             differences.append(f"{name}: expected {expected or 'nothing'}, found {found or 'nothing'}")
     if differences:
-        more = f"\n  and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        shown = listed(differences, between="\n  ")
         raise UserError(
-            f"{where} does not fit this configuration:\n  "
-            + "\n  ".join(differences[:SHOWN])
-            + more
-            + "\nset the groups model and optimizer as the run was started, or choose another model_dir"
+            f"{where} does not fit this configuration:\n  {shown}\nset the groups model and optimizer as the run was "
+            "started, or choose another model_dir"
         )
 
 
@@ -154,8 +149,13 @@ def verify(manifest: Manifest, sums: Mapping[str, int]) -> None:
     """
     wrong = [name for name, value in sums.items() if value != manifest.tensors[name].checksum]
     if wrong:
-        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        raise DamagedCheckpoint(f"wrong checksum of {', '.join(wrong[:SHOWN])}{more}")
+        raise DamagedCheckpoint(f"wrong checksum of {listed(wrong)}")
+
+
+def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
+    """Names for a message: the first of them, and how many more there are."""
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return between.join([*names[:most], *more]) or "nothing"
 
 
 def flatten(tree: Any) -> dict[str, Any]:

@@ -63,9 +63,7 @@ class NativeSource:
         names = {_our_name(name): name for name in self.manifest.tensors}
         self._stored = {ours: name for ours, name in names.items() if ours}  # names in the manifest by ours
         specs = {ours: self.manifest.tensors[name] for ours, name in self._stored.items()}
-        self.tensors: Mapping[str, TensorInfo] = {
-            ours: TensorInfo(spec.shape, np.dtype(spec.dtype)) for ours, spec in specs.items()
-        }
+        self.tensors = {ours: TensorInfo(spec.shape, np.dtype(spec.dtype)) for ours, spec in specs.items()}
         self._open_arrays: dict[str, Any] = {}
         self._verified: set[str] = set()
         self._lock = threading.Lock()

@@ -24,7 +24,6 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer
 
 DATA_FILE_BYTES = 16 << 20  # with TensorStore's 2 GiB, writing takes 1.5 times as long
-SHOWN = 5  # names listed in an error message
 
 
 def write_native(
@@ -59,14 +58,13 @@ def check_alone(root: str, step: int) -> None:
     others = [name for name in finished_steps(root) if name != f"step_{step}"]
     if others:
         raise UserError(
-            f"{root} holds {', '.join(others[:SHOWN])}{' and more' if len(others) > SHOWN else ''}: step_{step} of "
-            f"another checkpoint cannot be put beside it; name another folder"
+            f"{root} holds {manifests.listed(others)}: step_{step} of another checkpoint cannot be put beside it; name "
+            "another folder"
         )
 
 
 def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
     scalars = _scalars(source.counts, full=bool(slots(source)))
-    names = {name: _stored_name(name) for name in source.tensors}
     files.make_folder(folder)
     store = {**native.ocdbt(folder), "target_data_file_size": DATA_FILE_BYTES}
     context = ts.Context({"file_io_sync": False})
@@ -77,9 +75,9 @@ def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
             array = _create(store, path, TensorInfo((), value.dtype), context)
             _wait(array.write(value))
             specs["/".join(path)] = TensorSpec((), value.dtype.name, manifests.sum_bits(value, ()))
-        for name, path in names.items():
-            checksum = _copy(source, name, _create(store, path, source.tensors[name], context), transfer)
-            info = source.tensors[name]
+        for name, info in source.tensors.items():
+            path = _stored_name(name)
+            checksum = _copy(source, name, _create(store, path, info, context), transfer)
             specs["/".join(path)] = TensorSpec(tuple(info.shape), info.dtype.name, checksum)
     return specs
 
@@ -118,9 +116,8 @@ def _create(store: dict[str, Any], path: tuple[str, ...], info: TensorInfo, cont
         "kvstore": {**store, "path": f"{'.'.join(path)}/"},
         "metadata": {"chunks": list(native.chunk_shape(info)), "compressor": None},
     }
-    return _wait(
-        ts.open(spec, create=True, dtype=ts.dtype(info.dtype.name), shape=info.shape, context=context)
-    )
+    dtype = ts.dtype(info.dtype.name)
+    return _wait(ts.open(spec, create=True, dtype=dtype, shape=info.shape, context=context))
 
 
 def _scalars(counts: Counts, *, full: bool) -> dict[tuple[str, ...], np.ndarray]:

@@ -106,15 +106,14 @@ class NpzReader:
 def _whole(member: Member) -> np.ndarray:
     """All values of an array of any layout."""
     content = np.empty(member.entry.n_bytes, np.uint8)
-    crc = at = 0
+    at = 0
     try:
         for piece in archive.pieces(member.entry, BLOCK_BYTES):
-            crc = zlib.crc32(piece, crc)
             content[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
             at += len(piece)
     except DamagedArchive as error:
         raise DamagedCheckpoint(f"{member}: damaged: {error}") from error
-    _check(member, crc)
+    _check(member, zlib.crc32(content.data))
     values = content[len(member.header) :].view(member.dtype)
     return values.reshape(member.shape, order="F" if member.fortran else "C")
 
@@ -131,11 +130,9 @@ def _member(entry: archive.Entry) -> Member:
     head = io.BytesIO(next(archive.pieces(entry, MAX_HEADER_BYTES), b""))
     shape, fortran, dtype = _parse_header(where, head)
     member = Member(entry, shape, dtype, fortran, head.getvalue()[: head.tell()])
-    found = entry.n_bytes - len(member.header)
-    if found != member.stored.n_bytes:
-        raise DamagedCheckpoint(
-            f"{where}: {shape} {dtype} takes {member.stored.n_bytes} bytes, found {found}"
-        )
+    expected, found = member.stored.n_bytes, entry.n_bytes - len(member.header)
+    if found != expected:
+        raise DamagedCheckpoint(f"{where}: {shape} {dtype} takes {expected} bytes, found {found}")
     return member
 
 

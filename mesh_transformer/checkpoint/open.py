@@ -9,12 +9,12 @@ from mesh_transformer.checkpoint import classic_folder
 from mesh_transformer.checkpoint.classic import ClassicSource
 from mesh_transformer.checkpoint.hf import HFSource, read_model
 from mesh_transformer.checkpoint.identity import check_model, noted_model
+from mesh_transformer.checkpoint.manifest import listed
 from mesh_transformer.checkpoint.native import COMMIT_MARKER, NativeSource, read_manifest
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 
-SHOWN = 8  # names listed in an error message
 _WEIGHTS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -54,18 +54,16 @@ def recognise(path: str) -> Found:
         return Found(Form.NATIVE, path)
     if native := [name for name in _step_names(names) if _is_native_step(files.join(path, name))]:
         return Found(Form.NATIVE, files.join(path, native[-1]))
-    if any(re.fullmatch(r"(shard|step)_\d+|params", name) for name in names) and (
-        classic := classic_folder.find_step(path)
-    ):
+    if classic := classic_folder.find_step(path):
         return Found(Form.CLASSIC, classic)
     weights = [name for name in names if _WEIGHTS.fullmatch(name)]
     if weights and "config.json" not in names:
-        raise UserError(f"{path} holds {_some(weights)} but no config.json: put it back beside the weights")
+        raise UserError(f"{path} holds {listed(weights)} but no config.json: put it back beside the weights")
     if weights:
         return Found(Form.HUGGING_FACE, path)
     raise UserError(
         f"no checkpoint in {path}: expected a run's folder or one of its step_N folders, a classic step_N folder "
-        f"with shard_0 in it, or a Hugging Face folder with config.json and weights; found {_some(names)}"
+        f"with shard_0 in it, or a Hugging Face folder with config.json and weights; found {listed(names, most=8)}"
     )
 
 
@@ -164,8 +162,3 @@ def _step_names(names: list[str]) -> list[str]:
     """The step_N among names, ascending by N."""
     steps = [name for name in names if re.fullmatch(r"step_\d+", name)]
     return sorted(steps, key=lambda name: int(name.removeprefix("step_")))
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return (", ".join(names[:SHOWN]) + more) or "nothing"

@@ -119,8 +119,7 @@ def read_header(path: str) -> dict[str, FileTensor]:
     length = int.from_bytes(files.read_range(path, 0, 8), "little")
     if size < 8 or length > size - 8:
         raise UserError(
-            f"{path}: its {size} bytes cannot hold a header of the {length} bytes it announces: it is cut short, or no "
-            "safetensors file; download it again"
+            f"{path}: {size} bytes for a header of {length}: it is cut short or no safetensors file; download it again"
         )
     if length > MAX_HEADER_BYTES:
         raise UserError(
@@ -162,8 +161,7 @@ def _check_without_gaps(path: str, tensors: Iterable[FileTensor], start: int, si
         start += math.prod(tensor.shape) * tensor.dtype.itemsize
     if start != size:
         raise UserError(
-            f"{path}: {size} bytes, but its tensors end at byte {start}: it is cut short or damaged; "
-            "download it again"
+            f"{path}: {size} bytes, its tensors end at byte {start}: cut short or damaged; download it again"
         )
 
 

@@ -237,17 +237,15 @@ class _StepNames:
     """Orbax's `step_N`, without the folders of the original program: Orbax would count them and delete them."""
 
     def __init__(self) -> None:
-        self._standard = ocp.path.step.standard_name_format(
-            step_prefix="step", single_host_load_and_broadcast=True
-        )
+        step_names = ocp.path.step.standard_name_format
+        self._standard = step_names(step_prefix="step", single_host_load_and_broadcast=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._standard, name)
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
-        return iter(
-            [m for m in self._standard.find_all(base_path) if not classic_folder.is_step(str(m.path))]
-        )
+        found = self._standard.find_all(base_path)
+        return (step for step in found if not classic_folder.is_step(str(step.path)))
 
 
 def _is_no_error(record: logging.LogRecord) -> bool:

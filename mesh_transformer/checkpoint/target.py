@@ -107,9 +107,7 @@ def _put_right(path: str, marker: str | None) -> None:
     previous = beside(path, "previous")
     if files.is_remote(path):
         if files.exists(beside(path, "moving")):
-            log.warning(
-                "an earlier run was cut short while it moved its result to %s: going on with that", path
-            )
+            log.warning("an earlier run was cut short while it moved its result to %s: going on", path)
             _finish_moving(path, marker)
     elif os.path.isdir(previous):
         if os.path.isdir(path):

@@ -24,9 +24,7 @@ MAX_PICKLE_BYTES = 1 << 20  # GPT-J-6B's is 40 kB; what one instruction leaves m
 MAX_BYTES = 1 << 50  # more than any file: a larger size is not even multiplied
 HEADERS_AT_ONCE = 16
 
-_HARMLESS = re.compile(
-    r"collections OrderedDict|torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)"
-)
+_PLAIN = re.compile(r"collections OrderedDict|torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)")
 _STORAGES = {
     "torch DoubleStorage": np.dtype(np.float64),
     "torch FloatStorage": np.dtype(np.float32),
@@ -83,7 +81,7 @@ def read_catalogue(path: str) -> dict[str, FileTensor]:
         raise UserError(f"{path} is no plain dictionary of tensors, {error}") from error
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} cannot be read: its pickle is damaged, a value is missing or misplaced: {error!r:.200}"
+            f"{path}: its pickle is damaged, a value is missing or wrong: {error!r:.200}"
         ) from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__.strip('_')}, not a dictionary of tensors")
@@ -172,7 +170,7 @@ def _run(pickle: bytes) -> Any:
 
 
 def _named(name: str) -> _Global:
-    if not _HARMLESS.fullmatch(name):
+    if not _PLAIN.fullmatch(name):
         raise _NotPlainError(f"its pickle names {name!r:.80}")
     return _Global(name)
 

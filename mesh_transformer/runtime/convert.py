@@ -136,8 +136,7 @@ def check_output(output: str, form: Form, step: int) -> None:
     is_step = re.fullmatch(r"step_\d+", name)
     if form is Form.NATIVE and is_step:
         raise UserError(
-            f"{path} is named like a step: for a native checkpoint name the root, {root or '.'}; "
-            f"step_{step} is made in it"
+            f"{path}: for a native checkpoint name the root, {root or '.'}; step_{step} is made in it"
         )
     if form is Form.CLASSIC and is_step and name != f"step_{step}":
         raise UserError(f"{path} is named like another step: this is step {step}, name it step_{step}")
@@ -220,15 +219,13 @@ def reshard(
         raise UserError("nothing to do: give --out FOLDER, --prompt TEXT or both")
     logs.set_up()
     config = config_for(config_path, overrides, checkpoint)
-    _check_shards_out(shards_out, overrides, form, prompt)
+    _check_shards(shards_out, overrides, form, prompt)
     shards = config.mesh.tp if shards_out is None else shards_out
     if output is not None and form is Form.CLASSIC:
         check_shards(config.model, shards, output)
     found = recognise(checkpoint)
     if output is not None and form is Form.NATIVE and found.form is Form.NATIVE:
-        raise UserError(
-            f"{found.folder} is native already, for any number of devices: copy the folder as it is"
-        )
+        raise UserError(f"{found.folder} is native already, for any number of devices: copy the folder")
     source = open_found(found, config.model)
     job = None
     if prompt is not None:
@@ -241,9 +238,7 @@ def reshard(
         job.show(checkpoint)
 
 
-def _check_shards_out(
-    shards_out: int | None, overrides: Sequence[str], form: Form, prompt: str | None
-) -> None:
+def _check_shards(shards_out: int | None, overrides: Sequence[str], form: Form, prompt: str | None) -> None:
     if shards_out is None:
         return
     if shards_out < 1:

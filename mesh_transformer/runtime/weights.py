@@ -39,9 +39,7 @@ def config_for(path: str | None, overrides: Sequence[str], checkpoint: str | Non
     if path is not None:
         return load_config(path, overrides)
     if checkpoint is None:
-        raise UserError(
-            "no model is named: give --config FILE, or --ckpt DIR, a checkpoint that knows its model; or both"
-        )
+        raise UserError("no model is named: give --config FILE, or --ckpt DIR that knows its model, or both")
     found = recognise(checkpoint)
     noted = noted_config(found)
     if noted is None:
