@@ -19,9 +19,8 @@ from mesh_transformer.logs import log
 
 SHARD_BYTES = 5_000_000_000
 BLOCK_BYTES = 128 << 20  # read at a time; two are held
-BAND_BYTES = (
-    16 << 20
-)  # converted and written at a time: the memory of larger arrays is new, and cleared, each time
+# converted and written at a time: the memory of larger arrays is new, and cleared, each time
+BAND_BYTES = 16 << 20
 
 
 class _Planned(NamedTuple):

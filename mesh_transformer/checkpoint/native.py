@@ -36,9 +36,8 @@ RENAMED = {
 CHUNK_BYTES = 2 << 20  # a slice for one of many devices reads little more than its own bytes
 ROWS_BYTES = 16 << 20  # of the whole rows that a row of chunks holds: what a writer reads at a time
 MAX_MANIFEST_BYTES = 64 << 20
-REMOTE_READ_BYTES = (
-    32 << 20
-)  # at a time, in many requests; of a local file one chunk: the allocator keeps what was held
+# at a time, in many requests; of a local file one chunk: the allocator keeps what was held
+REMOTE_READ_BYTES = 32 << 20
 MAX_CHUNK_BYTES = 1 << 30  # those of our saves have 64 MiB at most
 CACHE_BYTES = 1 << 20  # for the index of the key-value store; of tensors nothing is kept
 

@@ -229,7 +229,12 @@ def reshard(
     source = open_found(found, config.model)
     job = None
     if prompt is not None:
-        _check_devices(shards)
+        platforms.CompileCache()
+        if jax.device_count() % shards:
+            raise UserError(
+                f"--prompt with {shards} shards needs a multiple of {shards} devices, found {jax.device_count()}: give "
+                f"--shards-out 1, or leave --prompt out and try the result with device_sample.py --set mesh.tp=1"
+            )
         tried = config_for(config_path, [*overrides, f"mesh.tp={shards}"], checkpoint)
         job = sampler.Sampler(tried, sampler.Request(), checkpoint, [prompt])
     if output is not None:
@@ -248,14 +253,4 @@ def _check_shards(shards_out: int | None, overrides: Sequence[str], form: Form, 
     if form is Form.NATIVE and prompt is None:
         raise UserError(
             f"--shards-out {shards_out}: a native checkpoint has no shards: leave it out, or write --format classic"
-        )
-
-
-def _check_devices(shards: int) -> None:
-    """Refuse a prompt that these devices cannot answer with `shards` of them for one copy of the model."""
-    platforms.CompileCache()
-    if jax.device_count() % shards:
-        raise UserError(
-            f"--prompt with {shards} shards needs a multiple of {shards} devices, found {jax.device_count()}: give "
-            f"--shards-out 1, or leave --prompt out and try the result with device_sample.py --set mesh.tp=1"
         )
