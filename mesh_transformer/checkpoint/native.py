@@ -59,8 +59,8 @@ class NativeSource:
         self.extra = self.manifest.extra
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         self._base = ocdbt(files.join(folder, "state"))
-        names = {_our_name(name): name for name in self.manifest.tensors}
-        self._stored = {ours: name for ours, name in names.items() if ours}  # names in the manifest by ours
+        # names in the manifest by ours
+        self._stored = {ours: name for name in self.manifest.tensors if (ours := _our_name(name))}
         specs = {ours: self.manifest.tensors[name] for ours, name in self._stored.items()}
         self.tensors = {ours: TensorInfo(spec.shape, np.dtype(spec.dtype)) for ours, spec in specs.items()}
         self._open_arrays: dict[str, Any] = {}
