@@ -6,18 +6,22 @@ announced size, before a reader makes room for it. Members are stored or deflate
 
 from __future__ import annotations
 
+import bisect
 import io
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 from mesh_transformer import files
 
 MAX_DIRECTORY_BYTES = 1 << 20  # about 100 bytes for each member
 MAX_INFLATION = 1032  # deflate cannot do more: 258 bytes for two bits
+DESCRIPTOR = 8  # the flag of a member whose sizes follow it, in 16 bytes or in 24
+LOCAL_BYTES = 8 << 10  # of a member's own header; torch may align the bytes after it to a page
 DEFLATED_BYTES = 64 << 10  # read at a time
 
 _HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field
@@ -53,10 +57,11 @@ def entries(path: str, *, at_once: int = 1) -> list[Entry]:
     try:
         with zipfile.ZipFile(handle) as archive:
             infos = archive.infolist()
+            records = sorted([*(info.header_offset for info in infos), archive.start_dir])
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as error:
         raise DamagedArchive(str(error)) from error
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda info: _entry(handle, info), infos))
+        return list(pool.map(partial(_entry, handle, records), infos))
 
 
 def pieces(entry: Entry, piece_bytes: int) -> Iterator[bytes]:
@@ -94,22 +99,34 @@ def _read(entry: Entry, at: int, length: int) -> bytes:
     return content
 
 
-def _entry(handle: _Handle, info: zipfile.ZipInfo) -> Entry:
+def _entry(handle: _Handle, records: list[int], info: zipfile.ZipInfo) -> Entry:
+    """A member, whose header lies where it should and is of the length that it should be.
+
+    Args:
+        records: where the headers of all members and the directory begin, ascending.
+    """
     where = f"{info.filename[:80]!r}"
     if info.flag_bits & 1:
         raise DamagedArchive(f"{where}: encrypted")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise DamagedArchive(f"{where}: unknown compression {info.compress_type}")
-    if not 0 <= info.header_offset <= handle.size - _HEADER.size:
+    if not 0 <= info.header_offset < records[-1]:
         raise DamagedArchive(f"{where}: the directory points outside of the file")
-    local = files.read_range(handle.path, info.header_offset, _HEADER.size)
+    local = files.read_range(handle.path, info.header_offset, LOCAL_BYTES)
     if len(local) < _HEADER.size or not local.startswith(b"PK\x03\x04"):
         raise DamagedArchive(f"{where}: not where the directory says")
-    _, name, extra = _HEADER.unpack(local)
-    start = info.header_offset + _HEADER.size + name + extra
+    _, name, extra = _HEADER.unpack_from(local)
+    length = _HEADER.size + name + extra
+    at = _HEADER.size + len(info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437"))
+    while at + 4 <= length <= len(local):  # the extra fields: identifier, length, content
+        at += 4 + int.from_bytes(local[at + 2 : at + 4], "little")
+    start = info.header_offset + length
+    after = records[bisect.bisect(records, info.header_offset)] - start - info.compress_size
+    if at != length or after not in ((16, 24) if info.flag_bits & DESCRIPTOR else (0,)):
+        raise DamagedArchive(f"{where}: its header has another length than its name and fields")
     compressed = info.compress_type != zipfile.ZIP_STORED
     most = info.compress_size * MAX_INFLATION if compressed else info.compress_size
-    if start + info.compress_size > handle.size or info.file_size > most:
+    if info.file_size > most:
         raise DamagedArchive(
             f"{where}: {info.file_size} bytes announced, {info.compress_size} stored in a file of {handle.size}: "
             "cut short, or sizes that cannot be"

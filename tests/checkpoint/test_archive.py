@@ -1,5 +1,6 @@
 """Archives are gone through in pieces of any size; what is in npz and .bin files is tested with those."""
 
+import itertools
 import zipfile
 
 import pytest
@@ -42,3 +43,18 @@ def test_an_encrypted_member_is_refused(tmp_path):
     path.write_bytes(content)
     with pytest.raises(DamagedArchive, match="'one': encrypted"):
         archive.entries(str(path))
+
+
+@pytest.mark.parametrize("name", ["one", "Gewichte \N{LATIN SMALL LETTER U WITH DIAERESIS}"])
+def test_a_header_of_another_length_is_refused(tmp_path, name):
+    """Its member would begin elsewhere, and nobody else compares the sum of a torch storage."""
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as made, made.open(name, "w", force_zip64=True) as member:
+        member.write(bytes(range(100)))
+    content = path.read_bytes()
+    (entry,) = archive.entries(str(path))
+    assert content[entry.start : entry.start + 100] == bytes(range(100))
+    for at, change in itertools.product(range(26, 30), (1, 2, 4, 8, 16, 32, 64, 128, 255)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ change]) + content[at + 1 :])
+        with pytest.raises(DamagedArchive, match="another length"):
+            archive.entries(str(path))
