@@ -64,28 +64,27 @@ def is_step(folder: str) -> bool:
     return any(re.fullmatch(r"shard_\d+", name) for name in files.list_dir(folder))
 
 
-def find_step(path: str, step: int | None = None) -> str | None:
-    """The step folder that `path` is, or the one of `step` (the newest without it) in the root that it is.
-
-    None: `path` is neither.
+def find_step(path: str) -> str | None:
+    """The step folder that `path` is, or the newest in the root that it is, as meta.json says; None: `path` is neither.
 
     Raises:
-        UserError: the root has no such step, or meta.json names one that is not there; or it is a folder of V2.
+        UserError: meta.json names a step that is not there; or it is a folder of V2.
     """
     path = path.rstrip("/") or path
     names = files.list_dir(path)
-    _refuse_v2(path, names)
+    inside = files.list_dir(files.join(path, "params")) if "params" in names else []
+    if any(re.fullmatch(r"shard_\d+\.npz", name) for name in inside):
+        raise UserError(_v2(path))
     if "shard_0" in names:
         return path
-    there = [number for number in step_numbers(names) if "shard_0" in files.list_dir(_step(path, number))]
+    there = [n for n in step_numbers(names) if "shard_0" in files.list_dir(files.join(path, f"step_{n}"))]
     if not there:
         return None
     meta = read_meta(path)
-    if step is None:
-        step = meta.step if meta is not None else there[-1]
+    step = there[-1] if meta is None else meta.step
     if step not in there:
         raise UserError(f"no classic checkpoint of step {step} in {path}: there are {there}")
-    return _step(path, step)
+    return files.join(path, f"step_{step}")
 
 
 def inspect(folder: str) -> Form:
@@ -160,18 +159,8 @@ def write_config(folder: str, config: dict[str, Any]) -> None:
     files.replace(files.join(folder, CONFIG), json.dumps(config, indent=2).encode() + b"\n")
 
 
-def _step(root: str, number: int) -> str:
-    return files.join(root, f"step_{number}")
-
-
-def _refuse_v2(path: str, names: list[str]) -> None:
-    """The V2 model keeps {root}/params/shard_H.npz, one file a host."""
-    inside = files.list_dir(files.join(path, "params")) if "params" in names else []
-    if any(re.fullmatch(r"shard_\d+\.npz", name) for name in inside):
-        raise UserError(_v2(path))
-
-
 def _v2(path: str) -> str:
+    """The V2 model keeps {root}/params/shard_H.npz, one file a host."""
     return (
         f"{path} is a checkpoint of the original's unreleased V2 model (params/shard_N.npz, one file a host): "
         f"that is another model; only step_N/shard_K/0.npz to 15.npz can be read"

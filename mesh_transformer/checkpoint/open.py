@@ -81,7 +81,7 @@ def classic_run(root: str) -> ClassicRun | None:
             f"{root} holds steps of the original program but not its meta.json, so that its run cannot go on: put "
             f"meta.json back, or start from one step with --tune-model-path and another checkpoint.model_dir"
         )
-    folder = classic_folder.find_step(root, meta.step)
+    folder = classic_folder.find_step(root)
     aux = meta.aux.get(str(meta.step))
     return ClassicRun(folder or root, aux if isinstance(aux, dict) else {})
 

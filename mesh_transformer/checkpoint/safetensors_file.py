@@ -137,7 +137,7 @@ def _tensor(path: str, name: str, entry: Any, data_start: int) -> FileTensor:
         code, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: {name}: its header entry is incomplete") from error
-    if not isinstance(shape, list) or not all(_is_count(n) for n in (*shape, start, stop)):
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
         raise UserError(f"{path}: {name}: its shape or offsets are no whole numbers of 0 or more")
     if not isinstance(code, str) or code not in DTYPES:
         raise UserError(f"{path}: {name}: dtype {code!r:.40} is not supported, only {', '.join(DTYPES)}")
@@ -147,10 +147,6 @@ def _tensor(path: str, name: str, entry: Any, data_start: int) -> FileTensor:
     if stop - start != expected:
         raise UserError(f"{path}: {name}: {code} {tuple(shape)} takes {expected} bytes, not {stop - start}")
     return FileTensor(path, name, tuple(shape), DTYPES[code], data_start + start)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _check_without_gaps(path: str, tensors: Iterable[FileTensor], start: int, size: int) -> None:
