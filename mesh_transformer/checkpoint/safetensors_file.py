@@ -119,7 +119,7 @@ def read_header(path: str) -> dict[str, FileTensor]:
     length = int.from_bytes(files.read_range(path, 0, 8), "little")
     if size < 8 or length > size - 8:
         raise UserError(
-            f"{path}: {size} bytes for a header of {length}: it is cut short or no safetensors file; download it again"
+            f"{path}: its {size} bytes cannot hold a header of {length}: cut short, or no safetensors file; download it again"
         )
     if length > MAX_HEADER_BYTES:
         raise UserError(
