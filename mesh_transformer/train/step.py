@@ -305,7 +305,7 @@ def compile_step(program: TrainProgram, accumulation: int, batch: int) -> jax.st
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
     """Memory that one device needs to run a program: all that is alive at the worst moment, and its code.
 
-    Not arguments + `temp_size_in_bytes`, which is more than libtpu's programs allocate (docs/architecture.md).
+    Not arguments + `temp_size_in_bytes`, which is more than libtpu's programs allocate (docs/benchmarks.md).
     """
     memory: Any = compiled.memory_analysis()
     return memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes

@@ -1,6 +1,6 @@
 """The training step compiled for a TPU v3-8 with none attached: its collectives and its memory.
 
-Runs where libtpu is installed (docs/architecture.md says how); elsewhere it is skipped.
+Runs where libtpu is installed (docs/benchmarks.md says how); elsewhere it is skipped.
 """
 
 import copy
