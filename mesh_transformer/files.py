@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
-from mesh_transformer import signs
+from mesh_transformer import liveness
 from mesh_transformer.errors import CredentialsError, UserError
 
 RETRY_FIRST_S = 0.2
@@ -33,9 +33,9 @@ def join(path: str, *parts: str) -> str:
     return posixpath.join(path, *parts) if is_remote(path) else os.path.join(path, *parts)
 
 
-def patience(path: str) -> contextlib.AbstractContextManager[None]:
-    """Around what another library does with a path: a bucket may keep it waiting, and that is no hang."""
-    return signs.service_call() if is_remote(path) else contextlib.nullcontext()
+def remote_call(path: str) -> contextlib.AbstractContextManager[None]:
+    """Marks a storage call of another library, so that the watchdog does not take its wait for a hang."""
+    return liveness.service_call() if is_remote(path) else contextlib.nullcontext()
 
 
 def open_binary(path: str, mode: str = "rb") -> IO[bytes]:
@@ -245,7 +245,7 @@ def _retry() -> Any:
         repeated = policy(call)
 
         def noted(*arguments: Any, **named: Any) -> Any:
-            with signs.service_call(), _credentials_explained():
+            with liveness.service_call(), _credentials_explained():
                 return repeated(*arguments, **named)
 
         return noted

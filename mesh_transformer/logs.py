@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol, Self
 
-from mesh_transformer import signs
+from mesh_transformer import liveness
 from mesh_transformer.config import LoggingConfig
 
 log = logging.getLogger("mesh_transformer")
@@ -63,7 +63,7 @@ class Progress:
 
     def update(self, done: int, **shown: str) -> None:
         """`done` units are finished; `shown` stands beside the count."""
-        signs.note()
+        liveness.record_progress()
         details = "  ".join(f"{name} {value}" for name, value in shown.items())
         self._bar.set_postfix_str(details, refresh=False)
         self._bar.update(done - self._bar.n if not self._bar.disable else 0)
@@ -225,7 +225,7 @@ class WandB:
         self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
-        with signs.service_call():
+        with liveness.service_call():
             self._run.finish()
 
 
@@ -239,7 +239,7 @@ def open_sinks(config: LoggingConfig, whole_config: dict[str, Any], folder: str,
         sinks.append(TensorBoard(os.path.join(folder, "tensorboard")))
     if config.wandb_project:
         try:
-            with signs.service_call():
+            with liveness.service_call():
                 sinks.append(WandB(config, whole_config, folder, run_id))
         except Exception as error:  # noqa: BLE001  (wandb raises its own kinds; none may stop the run)
             log.warning(

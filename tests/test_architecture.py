@@ -21,7 +21,7 @@ RANKS = [
         "logs",
         "errors",
         "files",
-        "signs",
+        "liveness",
         "slices",
         "stop_signals",
     },

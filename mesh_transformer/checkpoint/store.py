@@ -109,7 +109,7 @@ class CheckpointStore:
         self._damaged.clear()
         tensors = ocp.args.PyTreeSave(state, save_args=jax.tree.map(_save_args, state))
         args = ocp.args.Composite(state=tensors, manifest=ocp.args.JsonSave(document))
-        with files.patience(self._root):
+        with files.remote_call(self._root):
             manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
@@ -121,7 +121,7 @@ class CheckpointStore:
         if self._manager is None:
             return
         try:
-            with files.patience(self._root):
+            with files.remote_call(self._root):
                 self._manager.wait_until_finished()
         except Exception:
             self._save_failed = True
@@ -139,7 +139,7 @@ class CheckpointStore:
         tried: dict[int, str] = {}
         while (step := self._newest(tried)) is not None:
             try:
-                with files.patience(self._root):
+                with files.remote_call(self._root):
                     source = agreed(partial(NativeSource, self.folder(step)))
                     if self._model is not None:
                         check_model(source, self._model)

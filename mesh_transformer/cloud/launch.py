@@ -33,7 +33,7 @@ STATE = ".mesh_transformer"  # in the home folder of each host
 SETUP_S = 3600.0
 RAY_S = 300.0  # workers of a run may have to save before their node is started anew
 # name -> its place on the hosts, the archive that becomes it
-Things = dict[str, tuple[str, Archive | FolderArchive | None]]
+Artifacts = dict[str, tuple[str, Archive | FolderArchive | None]]
 
 
 @dataclass(frozen=True)
@@ -241,21 +241,21 @@ def provision(
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "pack"):
-        things = _things(code or code_archive(root), environment, root)
+        artifacts = _artifacts(code or code_archive(root), environment, root)
     with _timed(seconds, "look"):
-        missing = _missing(pod, things)
-    for name, (place, archive) in things.items():
+        missing = _missing(pod, artifacts)
+    for name, (place, archive) in artifacts.items():
         if archive is not None and missing[name]:
             with _timed(seconds, f"push {name}"):
                 _push(pod, archive, place, missing[name])
-    code_folder = things["code"][0]
+    code_folder = artifacts["code"][0]
     if isinstance(environment, Existing):
         programs: Word = f"{environment.folder}/bin"
     else:
-        programs = Home(f"{things['environment'][0]}/bin")
+        programs = Home(f"{artifacts['environment'][0]}/bin")
         if missing["environment"]:
             with _timed(seconds, "environment"):
-                _set_up(pod, environment, things, missing["environment"])
+                _set_up(pod, environment, artifacts, missing["environment"])
     with _timed(seconds, "ray"):
         _join(pod, join, below(programs, "ray"), code_folder)
     log.info("%d hosts: %s", len(pod.hosts), ", ".join(f"{name} {s:.1f} s" for name, s in seconds.items()))
@@ -287,26 +287,26 @@ def fetch_logs(pod: Pod, provisioned: Provisioned, folder: str) -> None:
         pod.run(command, [host.worker_id for host in pod.hosts if host.worker_id not in there])
 
 
-def _things(code: Archive, environment: Python, root: str) -> Things:
+def _artifacts(code: Archive, environment: Python, root: str) -> Artifacts:
     """What the hosts need, each in a place named by its content."""
-    things: Things = {"code": (f"{STATE}/code/{code.hash}", code)}
+    artifacts: Artifacts = {"code": (f"{STATE}/code/{code.hash}", code)}
     if isinstance(environment, Environment):
         with open(os.path.join(root, "scripts", "pod_setup.sh"), encoding="utf-8") as file:
             name = environment.hash(file.read())
         if environment.wheels is not None:
-            things["wheels"] = (f"{STATE}/wheels/{environment.wheels.hash}", environment.wheels)
-        things["environment"] = (f"{STATE}/environments/{name}", None)
-    return things
+            artifacts["wheels"] = (f"{STATE}/wheels/{environment.wheels.hash}", environment.wheels)
+        artifacts["environment"] = (f"{STATE}/environments/{name}", None)
+    return artifacts
 
 
-def _missing(pod: Pod, things: Things) -> dict[str, tuple[int, ...]]:
+def _missing(pod: Pod, artifacts: Artifacts) -> dict[str, tuple[int, ...]]:
     """Worker ids that lack each thing; an environment, which is made there, counts when it is complete."""
-    marks = {name: place if archive else f"{place}/.complete" for name, (place, archive) in things.items()}
+    marks = {name: place if archive else f"{place}/.complete" for name, (place, archive) in artifacts.items()}
     looks = [f"{shell.join('test', '-e', Home(mark))} || echo {name}" for name, mark in marks.items()]
     make = shell.join("mkdir", "-p", "-m", "700", Home(STATE))
     outcomes = pod.run("; ".join([make, *looks, "true"]), doing="looking at what the hosts have")
     lacking = {outcome.host.worker_id: outcome.output.split() for outcome in outcomes}
-    return {name: tuple(i for i, names in lacking.items() if name in names) for name in things}
+    return {name: tuple(i for i, names in lacking.items() if name in names) for name in artifacts}
 
 
 def _push(pod: Pod, archive: Archive | FolderArchive, place: str, hosts: tuple[int, ...]) -> None:
@@ -323,16 +323,16 @@ def _push(pod: Pod, archive: Archive | FolderArchive, place: str, hosts: tuple[i
     pod.run(unpack, hosts, timeout_s=600, doing="unpacking")
 
 
-def _set_up(pod: Pod, environment: Environment, things: Things, hosts: tuple[int, ...]) -> None:
+def _set_up(pod: Pod, environment: Environment, artifacts: Artifacts, hosts: tuple[int, ...]) -> None:
     log.info("making the environment of workers %s: this takes minutes, once", list(hosts))
     for name, text in (("requirements.txt", environment.requirement_lines), ("constraints.txt", pins())):
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write(text)
             file.flush()
             pod.put(file.name, f"{STATE}/{name}", hosts)
-    script, target = _script(things["code"][0], "pod_setup.sh"), Home(things["environment"][0])
+    script, target = _script(artifacts["code"][0], "pod_setup.sh"), Home(artifacts["environment"][0])
     files = [Home(f"{STATE}/requirements.txt"), Home(f"{STATE}/constraints.txt")]
-    wheels = [Home(things["wheels"][0])] if "wheels" in things else []
+    wheels = [Home(artifacts["wheels"][0])] if "wheels" in artifacts else []
     command = shell.join(script, target, environment.python, *files, *wheels)
     pod.run(command, hosts, timeout_s=SETUP_S, echo=True, doing="making the environment")
 

@@ -69,7 +69,7 @@ class Status:
         process: the worker process; None if there is none, or its host cannot tell.
         exit_code: as in `subprocess`: minus the signal that killed it.
         beat_age_s: since the thread of the job announced anything.
-        idle_s: since it showed any sign of work (`signs`), or had no batch to take from the driver.
+        idle_s: since it showed any sign of work (`liveness`), or had no batch to take from the driver.
         alive_age_s: since any thread of the process announced anything.
         slowest_step_s: the longest step so far, of which each one after it takes 1 %; 0 before there was one.
         begun: where the run began: {"step", "total", "steps_redone", "chips"}; None before.

@@ -16,9 +16,9 @@ from mesh_transformer.cluster.base import Category, Status
 SILENT_S = 12.0  # an agent that answers nothing for so long is unreachable
 STOPPED_S = 15.0  # a process of which no thread says anything for so long is stopped
 ORDER = ("start", "open", "data", "compile", "step", "validate", "save", "leave")  # of the phases of one step
-TAKEN = {"PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "STOPPED", "STOPPING", "FAILED", "DELETING",
+PREEMPTED_STATES = {"PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "STOPPED", "STOPPING", "FAILED", "DELETING",
          "GONE"}  # fmt: skip
-LEFT = {128 + signal.SIGTERM, 128 + signal.SIGINT}  # saved and ended because of a signal
+CLEAN_STOP_CODES = {128 + signal.SIGTERM, 128 + signal.SIGINT}  # saved and ended because of a signal
 
 _OWN_TYPES: dict[str, Category] = {"CredentialsError": "machine", "UserError": "user", "RunError": "run"}
 _MACHINE_TYPES = {"OSError", "EOFError", "MemoryError", "GoogleAPIError", "ClientError"}
@@ -43,12 +43,12 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What was seen, of which worker (None: of all), and why that is thought; `quiet`: it may only have been slow."""
+    """What was seen, of which worker (None: of all), and why that is thought; `may_be_slow`: it may only have been slow."""
 
     kind: Kind
     reason: str = ""
     worker_id: int | None = None
-    quiet: bool = False
+    may_be_slow: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +99,11 @@ def classify(statuses: Sequence[Status], slice_state: str | None, limits: Limits
     codes = [status.exit_code for status in statuses]
     if told := _first(statuses, _told):
         return told
-    if slice_state in TAKEN:
+    if slice_state in PREEMPTED_STATES:
         return Verdict(Kind.PREEMPTION, f"the slice is {slice_state}")
     if all(code == 0 for code in codes):
         return Verdict(Kind.FINISHED)
-    if all(code == 0 or code in LEFT for code in codes):
+    if all(code == 0 or code in CLEAN_STOP_CODES for code in codes):
         return Verdict(Kind.NOTICE, "every worker has saved and ended because of a signal")
     failed = _first(statuses, partial(_cut_off, slice_state), _killed, _stopped, _bug, _failed)
     return failed or _hung(statuses, limits) or Verdict(Kind.RUNNING)
@@ -159,7 +159,7 @@ def _failed(status: Status) -> tuple[Kind, str] | None:
         return Kind.CRASH, status.error.message
     if status.state == "idle":
         return Kind.CRASH, "its process is gone"
-    if status.exit_code is not None and status.exit_code != 0 and status.exit_code not in LEFT:
+    if status.exit_code is not None and status.exit_code != 0 and status.exit_code not in CLEAN_STOP_CODES:
         last = status.tail.strip().rpartition("\n")[2]
         return Kind.CRASH, f"its process ended with code {status.exit_code}: {last[:500]}"
     return None
@@ -177,7 +177,7 @@ def _hung(statuses: Sequence[Status], limits: Limits) -> Verdict | None:
         if limits.idle(status) and not any(_awaited(other, status, limits) for other in running):
             quiet = f"nothing done for {_quiet_s(status):.0f} s"
             told = f"it hangs: {quiet} {where} {limit:.0f} s (cluster.step_limit)"
-            return Verdict(Kind.CRASH, told, status.worker_id, quiet=True)
+            return Verdict(Kind.CRASH, told, status.worker_id, may_be_slow=True)
     return None
 
 

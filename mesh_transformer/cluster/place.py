@@ -53,7 +53,11 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 STORE = ("--object-store-memory=1000000000",)
 NODE = ("--num-cpus=1", *STORE)
 AGAIN = Timing(pause_s=10.0, longest_pause_s=60.0)  # after an attempt that failed
-_STATES = {Phase.LOST: "PREEMPTED", Phase.GOING: "DELETING", Phase.STOPPED: "STOPPED"}  # of failures.TAKEN
+_STATES = {
+    Phase.LOST: "PREEMPTED",
+    Phase.GOING: "DELETING",
+    Phase.STOPPED: "STOPPED",
+}  # of failures.PREEMPTED_STATES
 
 
 @dataclasses.dataclass(frozen=True)

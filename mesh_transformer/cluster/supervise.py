@@ -287,7 +287,7 @@ class Supervisor:
         leaving = [s for s in self._statuses if (s.state, s.phase) == ("running", "leave")]
         if any(not (status.silent_s or self._limits.idle(status)) for status in leaving):
             return LEAVE_S  # they are saving
-        if verdict.quiet:
+        if verdict.may_be_slow:
             return 0.0  # another cause would have been seen long before
         doubtful = any(status.lost is None and 0 < status.silent_s <= SILENT_S for status in self._statuses)
         return SILENT_S + SETTLE_S if verdict.kind is Kind.CRASH and doubtful else SETTLE_S
@@ -306,7 +306,7 @@ class Supervisor:
             raise UserError(f"{who}{verdict.reason}")
         if verdict.kind is Kind.RUN_ERROR:
             raise RunError(verdict.reason)
-        if verdict.quiet:
+        if verdict.may_be_slow:
             self._quiet_at = step
             self._allow(step_s=2 * self._limits.step_s)
             log.info("it may only have been slow: now %.0f s are allowed for that", self._limits.step_s)

@@ -29,9 +29,9 @@ from mesh_transformer.cluster.failures import category
 from mesh_transformer.cluster.stream import StreamedFeed
 from mesh_transformer.config import Config, parse_config
 from mesh_transformer.errors import RunError, UserError
+from mesh_transformer.liveness import Watch
 from mesh_transformer.logs import Scalars
 from mesh_transformer.runtime.observer import Observer
-from mesh_transformer.signs import Watch
 
 ALIVE_EVERY_S = 1.0
 ORPHAN_S = 60.0  # for saving, once nobody is there to tell

@@ -148,7 +148,7 @@ class _BatchIterator(grain.DatasetIterator):
         self._source, self._repeat = source, repeat
         self._first_epoch = stream.epoch
         self._dropped: list[int] = []  # records left over at the end of each file since the last batch
-        self._told, self._fruitful = False, False
+        self._drop_logged, self._yielded_a_batch = False, False
 
     def __next__(self) -> np.ndarray:
         shape = self._shape
@@ -167,7 +167,7 @@ class _BatchIterator(grain.DatasetIterator):
                 out[micro, place[row]] = _tokens(record, shape)
             filled += 1
         self._dropped.clear()
-        self._fruitful = True
+        self._yielded_a_batch = True
         return out
 
     def get_state(self) -> dict[str, Any]:
@@ -185,10 +185,10 @@ class _BatchIterator(grain.DatasetIterator):
         """A file has ended with `records` that fill no step."""
         self._dropped.append(records)
         at_end = not self._repeat and self._stream.epoch > self._first_epoch
-        if len(self._dropped) > self._n_files or (at_end and not self._fruitful):
+        if len(self._dropped) > self._n_files or (at_end and not self._yielded_a_batch):
             raise UserError(self._too_few())
-        if records and not self._told:
-            self._told = True
+        if records and not self._drop_logged:
+            self._drop_logged = True
             _log.info(
                 "%s: the last %d records of a file fill no step of %d and are dropped, and so in later files",
                 *(self._source, records, self._shape.records),

@@ -34,7 +34,7 @@ class Walk:
         self._epoch, self._place = 0, 0
         self._reader: RecordReader | None = None
         self._stamp = ""
-        self._barren = 0
+        self._empty_files_in_a_row = 0
 
     @property
     def epoch(self) -> int:
@@ -51,11 +51,11 @@ class Walk:
             self._reader = self._open()
         record = self._reader.read(keep)
         if record is not None:
-            self._barren = 0
+            self._empty_files_in_a_row = 0
             return record
-        self._barren += 1
+        self._empty_files_in_a_row += 1
         # shuffled, the other files may all lie behind a record in its epoch and before it in the next
-        if self._barren >= 2 * len(self._files):
+        if self._empty_files_in_a_row >= 2 * len(self._files):
             raise UserError(f"there is no record in {_some(self._files)}: make the files again")
         self.close()
         self._place += 1
@@ -101,7 +101,7 @@ class Walk:
         for at, noted in stamps.items():
             _check_stamp(self._path(epoch, at), noted)
         self.close()
-        self._epoch, self._place, self._barren = epoch, place, 0
+        self._epoch, self._place, self._empty_files_in_a_row = epoch, place, 0
         if position["offset"]:
             self._reader = self._open(position["record"], position["offset"])
 

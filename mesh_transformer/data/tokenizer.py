@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from mesh_transformer import signs
+from mesh_transformer import liveness
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary
 
@@ -174,7 +174,7 @@ def _download(name: str) -> str:
     import huggingface_hub
 
     try:
-        with signs.service_call():
+        with liveness.service_call():
             return huggingface_hub.snapshot_download(name, allow_patterns=list(_FILES))
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0][:200]

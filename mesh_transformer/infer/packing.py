@@ -46,7 +46,7 @@ class Tree(NamedTuple):
     queries: list[tuple[int, list[int]]]  # each query, and the tokens whose next one is scored
 
 
-class Common:
+class SharedPrefixes:
     """Inputs in lexicographic order, and how many first tokens each has in common with the one before."""
 
     def __init__(self, queries: Sequence[Query], inputs: Sequence[list[int]]):
@@ -162,14 +162,14 @@ def plan(queries: Sequence[Query], *, batch_tokens: int, width: int, multiple: i
     if not queries:
         return Plan([], Counts(), multiple)
     inputs = [query.inputs for query in queries]
-    common = Common(queries, inputs)
+    prefixes = SharedPrefixes(queries, inputs)
     longest = max(map(len, inputs))
     largest = next(length for length in _lengths() if length >= longest)
     layouts = []
     for length in itertools.takewhile(lambda length: length <= 4 * largest, _lengths()):
-        shapes = [_Shape(common, length, 0, batch_tokens, multiple)]
+        shapes = [_Shape(prefixes, length, 0, batch_tokens, multiple)]
         if length < longest:
-            shapes.append(_Shape(common, largest, length, batch_tokens, multiple))
+            shapes.append(_Shape(prefixes, largest, length, batch_tokens, multiple))
         extra = _SECOND_SHAPE * batch_tokens * (len(shapes) - 1)
         layouts.append((sum(shape.cost(width) for shape in shapes) + extra, length, shapes))
     _, _, shapes = min(layouts)
@@ -204,10 +204,14 @@ def _chunk(most: int, multiple: int) -> int:
 class _Shape:
     """Rows of one length, for the inputs longer than `longer_than` that fit one."""
 
-    def __init__(self, common: Common, length: int, longer_than: int, batch_tokens: int, multiple: int):
-        self.common, self.length = common, length
-        self.groups = list(common.groups(length, longer_than))
-        sizes = [sum(len(common.inputs[query]) - shared for query, shared in group) for group in self.groups]
+    def __init__(
+        self, prefixes: SharedPrefixes, length: int, longer_than: int, batch_tokens: int, multiple: int
+    ):
+        self.prefixes, self.length = prefixes, length
+        self.groups = list(prefixes.groups(length, longer_than))
+        sizes = [
+            sum(len(prefixes.inputs[query]) - shared for query, shared in group) for group in self.groups
+        ]
         self.rows = _best_fit(sizes, length)
         most = max(1, batch_tokens // length)
         self.batches = -(-len(self.rows) // most)
@@ -225,13 +229,13 @@ class _Shape:
         dealt: list[list[list[Tree]]] = [[] for _ in range(self.batches)]
         for number, row in enumerate(sorted(self.rows, key=lambda row: -sum(map(self._wanted, row)))):
             turn, place = divmod(number, self.batches)
-            trees = [self.common.tree(self.groups[group]) for group in row]
+            trees = [self.prefixes.tree(self.groups[group]) for group in row]
             dealt[place if turn % 2 == 0 else -1 - place].append(trees)
         for rows in dealt:
-            yield _Grid(rows, (self.rows_of_batch, self.length), self.common.queries)
+            yield _Grid(rows, (self.rows_of_batch, self.length), self.prefixes.queries)
 
     def _wanted(self, group: int) -> int:
-        return sum(len(self.common.queries[query].continuation) for query, _ in self.groups[group])
+        return sum(len(self.prefixes.queries[query].continuation) for query, _ in self.groups[group])
 
 
 def _best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from mesh_transformer import signs
+from mesh_transformer import liveness
 from mesh_transformer.infer.requests import Emitted, Engine, Finish, Piece, SamplingParams, Token
 
 
@@ -156,7 +156,7 @@ class Scheduler:
         """What every step gives until nothing waits or runs."""
         while not self.idle:
             outputs = self.step()
-            signs.note()  # the step may have been on a device alone
+            liveness.record_progress()  # the step may have been on a device alone
             yield from outputs
 
     @property

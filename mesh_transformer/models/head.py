@@ -199,8 +199,10 @@ def _weighted_loss_forward(
     def part(total: Any, xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         x_BtD, targets_Bt, weights_Bt = xs
         per_token, normaliser, kept = _scan_losses(head, tiles, x_BtD, targets_Bt, keep=True)
-        value, slopes = _objective_gradient(objective, per_token, weights_Bt)
-        total, dx_BtD = _scan_gradients(head, tiles, x_BtD, targets_Bt, normaliser, kept, slopes, total)
+        value, loss_derivatives = _objective_gradient(objective, per_token, weights_Bt)
+        total, dx_BtD = _scan_gradients(
+            head, tiles, x_BtD, targets_Bt, normaliser, kept, loss_derivatives, total
+        )
         return total, (value, per_token, dx_BtD)
 
     total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -253,11 +255,11 @@ def _scan_gradients(
     targets_Bt: jax.Array,
     normaliser: Normaliser,
     kept: _Kept | None,
-    slopes: tuple[jax.Array, jax.Array],
+    loss_derivatives: tuple[jax.Array, jax.Array],
     total: Any,
 ) -> tuple[Any, jax.Array]:
     """`total` with the gradients of the tiles' parameters, and the gradient of a part of the positions."""
-    softmax_Bt, target_Bt = slopes
+    softmax_Bt, target_Bt = loss_derivatives
 
     def step(carry: Any, tile: Any) -> tuple[Any, None]:
         total, dx_BtD = carry
@@ -277,7 +279,7 @@ def _scan_gradients(
 def _objective_gradient(
     objective: Callable[[TokenLoss], jax.Array], per_token: TokenLoss, weights_Bt: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The part's share of the sum, and its derivative by the logits: the first of the returned slopes times the softmax,
+    """The part's share of the sum, and its derivative by the logits: the first of the returned ones times the softmax,
     minus the second at the target. All three numbers of a token have the softmax as their gradient, and the loss has minus one
     at the target besides.
     """
@@ -285,8 +287,8 @@ def _objective_gradient(
     def share(nll: jax.Array, log_z: jax.Array, shifted_log_z: jax.Array) -> jax.Array:
         return (objective(TokenLoss(nll, log_z, shifted_log_z, per_token.correct)) * weights_Bt).sum()
 
-    value, slopes = jax.value_and_grad(share, (0, 1, 2))(*per_token[:3])
-    return value, (sum(slopes), slopes[0])
+    value, loss_derivatives = jax.value_and_grad(share, (0, 1, 2))(*per_token[:3])
+    return value, (sum(loss_derivatives), loss_derivatives[0])
 
 
 def _split(chunks: int, x_BT: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import uuid
 from types import TracebackType
 from typing import Any, Self
 
-from mesh_transformer import files, signs
+from mesh_transformer import files, liveness
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 
@@ -72,7 +72,7 @@ class RunLock:
                     f"{holder.get('host', '?')} has trained in it since {holder.get('since', '?')}. Wait for its end or stop "
                     f"it, or take another folder: --set checkpoint.model_dir=DIR"
                 )
-            with signs.service_call():
+            with liveness.service_call():
                 time.sleep(0.1)
 
     def _taken(self) -> bool:
@@ -140,7 +140,7 @@ def check_shared(root: str) -> None:
         )
 
 
-def take_up(root: str, folder: str) -> str:
+def claim_run_folder(root: str, folder: str) -> str:
     """Make `folder` ready for the run at `root`, the same folder or one in a bucket.
 
     What the bucket holds counts. A working copy of another run, such as one that was deleted in the bucket, is removed; one
@@ -158,7 +158,7 @@ def take_up(root: str, folder: str) -> str:
     if files.is_remote(root):
         if own != name:
             _remove(folder)
-        _go_on_with(files.join(root, METRICS), os.path.join(folder, METRICS))
+        _restore_metrics_from_bucket(files.join(root, METRICS), os.path.join(folder, METRICS))
     if own != name:
         files.replace(path, name.encode())
     return name
@@ -203,7 +203,7 @@ def _remove(folder: str) -> None:
     shutil.rmtree(os.path.join(folder, _TENSORBOARD), ignore_errors=True)
 
 
-def _go_on_with(remote: str, local: str) -> None:
+def _restore_metrics_from_bucket(remote: str, local: str) -> None:
     """Steps behind the newest copy in the bucket are in the local file alone: it stays if it begins like that."""
     if not files.exists(remote):
         return

@@ -45,7 +45,7 @@ class Logged(NamedTuple):
     steps_redone: int = 0
 
 
-class Begun(NamedTuple):
+class StartPoint(NamedTuple):
     """The state to go on from."""
 
     state: TrainState
@@ -54,9 +54,9 @@ class Begun(NamedTuple):
     loader_state: dict[str, Any] | None  # None: read from the beginning
 
 
-def begin(
+def resume_or_start(
     session: Session, program: TrainProgram, store: CheckpointStore, source: Source, logged: Logged
-) -> Begun:
+) -> StartPoint:
     """Resume from `store` if it holds a checkpoint, or from the classic run in its folder; else fine-tune from `source`,
     or start afresh.
 
@@ -77,10 +77,10 @@ def begin(
     else:
         state = program.init(jax.random.key(session.config.model.seed))
     # steps in the metrics file without a checkpoint: the run was killed before its first one
-    return Begun(state, 0, Counters(steps_redone=logged.steps_redone + logged.step), None)
+    return StartPoint(state, 0, Counters(steps_redone=logged.steps_redone + logged.step), None)
 
 
-def _resume(session: Session, checkpoint: Checkpoint, logged: Logged) -> Begun:
+def _resume(session: Session, checkpoint: Checkpoint, logged: Logged) -> StartPoint:
     """Go on after a checkpoint of this program, or one that was converted from a run of the original."""
     step, extra = checkpoint.step, checkpoint.extra
     redone = max(0, logged.step - step)
@@ -91,9 +91,9 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: Logged) -> Begun:
         log.info("resuming with changed options: %s", ", ".join(changes))
     if session.config.data.restart:
         log.warning("data.restart: reading the training data from its beginning")
-        return Begun(checkpoint.state, step, counters, None)
+        return StartPoint(checkpoint.state, step, counters, None)
     loader = extra["loader"] if "loader" in extra else _classic_loader(session, extra.get("aux"))
-    return Begun(checkpoint.state, step, counters, loader)
+    return StartPoint(checkpoint.state, step, counters, loader)
 
 
 def _changes(noted: Any, config: Config) -> list[str]:

@@ -126,7 +126,7 @@ class TrainingRun:
             if self.is_first:
                 run_folder.check_writable(self.folder)
                 self.lock = held.enter_context(run_folder.RunLock(self.folder))
-                self.run_id = run_folder.take_up(root, self.folder)
+                self.run_id = run_folder.claim_run_folder(root, self.folder)
             run_folder.check_shared(root)
             return self._train()
 
@@ -173,40 +173,42 @@ class TrainingRun:
             optimizer=self.config.optimizer,
         )
         try:
-            begun = start.begin(self.session, self.program, store, self.source, self._logged())
-            if begun.loader_state is not None:
-                self.feed.set_state(begun.loader_state)
-            with self._open_report(begun) as report:
-                self.observer.begun(begun.step, total, begun.counters.steps_redone)
-                code, step = self._loop(begun, report)
+            start_point = start.resume_or_start(
+                self.session, self.program, store, self.source, self._logged()
+            )
+            if start_point.loader_state is not None:
+                self.feed.set_state(start_point.loader_state)
+            with self._open_report(start_point) as report:
+                self.observer.begun(start_point.step, total, start_point.counters.steps_redone)
+                code, step = self._loop(start_point, report)
         finally:
             # the save under way may wait for a process whose disk is full too: `close` would wait for it
             if jax.process_count() == 1 or not is_disk_full(sys.exception()):
                 store.close()
         self._publish(last=True)
         newest = files.join(settings.root, f"step_{step}")
-        return Ending(code, begun.step, step, total, report.val_loss, newest)
+        return Ending(code, start_point.step, step, total, report.val_loss, newest)
 
-    def _loop(self, begun: start.Begun, report: Report) -> tuple[int, int]:
+    def _loop(self, start_point: start.StartPoint, report: Report) -> tuple[int, int]:
         """The exit code, and the step after which the run ended."""
-        total, data, state = self.config.optimizer.total_steps, self.config.data, begun.state
-        for step in range(begun.step + 1, total + 1):
+        total, data, state = self.config.optimizer.total_steps, self.config.data, start_point.state
+        for step in range(start_point.step + 1, total + 1):
             self.observer.phase("data", step)
             tokens = self.session.place_batch(next(self.feed))
             # the first step's numbers are awaited when the second one has been dispatched
-            self.observer.phase("step" if step > begun.step + 2 else "compile", step)
+            self.observer.phase("step" if step > start_point.step + 2 else "compile", step)
             state, metrics = self.program.train_step(state, tokens)
             report.push(step, metrics)
             if step % data.val_every == 0 or step == total:
                 self._validate(step, state, report)
             code = self.interrupt.exit_code(step)
             if step % self.config.checkpoint.ckpt_every == 0 or step == total or code is not None:
-                self._save(step, state, begun, report)
+                self._save(step, state, start_point, report)
             if code is not None:
                 self.observer.phase("leave", step)
                 return code, step
         self.observer.phase("leave", total)  # what is still being written
-        return 0, max(begun.step, total)
+        return 0, max(start_point.step, total)
 
     def _validate(self, step: int, state: TrainState, report: Report) -> None:
         if not self.validation and not self.evaluation:
@@ -220,29 +222,31 @@ class TrainingRun:
             numbers = (f"{name} {value:.4f}" for name, value in measured.items())
             log.info("step %d: %s", step, "  ".join(numbers))
 
-    def _save(self, step: int, state: TrainState, begun: start.Begun, report: Report) -> None:
+    def _save(self, step: int, state: TrainState, start_point: start.StartPoint, report: Report) -> None:
         """Save the state after `step`, once that step is known to be finite."""
         report.settle()
         self.observer.phase("save", step)
         self._check_folder()
         with report.pause():
-            tokens = begun.counters.tokens + (step - begun.step) * self.session.tokens_per_step
+            tokens = start_point.counters.tokens + (step - start_point.step) * self.session.tokens_per_step
             extra = {
                 "loader": self.feed.get_state(),
-                "counters": begun.counters._replace(tokens=tokens)._asdict(),
+                "counters": start_point.counters._replace(tokens=tokens)._asdict(),
                 "config": self.config.model_dump(mode="json"),
             }
             self.store.save(step, state, extra)
             self._publish(last=False)
 
-    def _open_report(self, begun: start.Begun) -> Report:
+    def _open_report(self, start_point: start.StartPoint) -> Report:
         optimizer, quiet = self.config.optimizer, not self.is_first or self.observer.shows_progress
-        progress = Progress("training", optimizer.total_steps, unit="step", done=begun.step, quiet=quiet)
+        progress = Progress(
+            "training", optimizer.total_steps, unit="step", done=start_point.step, quiet=quiet
+        )
         sinks: list[logs.Sink] = []
         if self.is_first:
             whole = self.config.model_dump(mode="json")
             sinks = [*logs.open_sinks(self.config.logging, whole, self.folder, self.run_id), self.observer]
-        redone, stop = begun.counters.steps_redone, optimizer.nonfinite == "stop"
+        redone, stop = start_point.counters.steps_redone, optimizer.nonfinite == "stop"
         return Report(sinks, progress, self.session.tokens_per_step, redone, stop)
 
     def _logged(self) -> start.Logged:

@@ -9,7 +9,7 @@ from gcs_server import CUT, GcsServer
 
 from mesh_transformer import files
 from mesh_transformer.errors import UserError
-from mesh_transformer.signs import Watch
+from mesh_transformer.liveness import Watch
 
 
 @pytest.fixture(params=["local", "gs"])

@@ -104,7 +104,7 @@ def test_verdict(name, statuses, slice_state, kind, worker, reason):
     verdict = classify(statuses, slice_state, LIMITS)
     assert (verdict.kind, verdict.worker_id) == (kind, worker)
     assert reason in verdict.reason
-    assert verdict.quiet == ("nothing done" in verdict.reason)
+    assert verdict.may_be_slow == ("nothing done" in verdict.reason)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer import signs
+from mesh_transformer import liveness
 from mesh_transformer.errors import UserError
 
 OLD_NAMES = {"lambada": "lambada_openai"}
@@ -138,7 +138,7 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
             + ": `lm-eval ls tasks` lists the harness's, and --include-path names a folder with others"
         )  # fmt: skip
     try:
-        with contextlib.redirect_stdout(sys.stderr), signs.service_call():
+        with contextlib.redirect_stdout(sys.stderr), liveness.service_call():
             return manager.load(name)
     except Exception as error:  # noqa: BLE001  (data sets and task files fail in all ways)
         reason = str(error).strip().split("\n")[0][:300]

@@ -1,7 +1,7 @@
-"""Signs that this process is at work, for whoever must tell a long wait from a hang (`cluster/failures.py`).
+"""Whether this process is at work: the watchdog (`cluster/failures.py`) must tell a long wait from a hang.
 
-A process that compiles, reads, writes or computes on its CPUs uses them; one that hangs uses nearly none. What would look
-like a hang is noted here: work that is done on a device, and calls to other services, which may be repeated for a while.
+A process that compiles, reads, writes or computes uses its CPUs; one that hangs uses nearly none. Two things look like a hang
+and are recorded here: work on a device, and calls to other services, which may be repeated for a while.
 """
 
 import contextlib
@@ -14,27 +14,27 @@ SHARE = 0.02  # of one core: a worker of which every thread waits, with JAX's he
 WINDOW_S = 3.0  # over which that is averaged
 SERVICE_S = 150.0  # a call to a service that takes longer counts no more; `files` repeats one for 120
 
-_noted = itertools.count(1)
+_numbers = itertools.count(1)
 _last = 0  # the newest of them
 _calls: dict[int, float] = {}  # those under way, and when each began
 
 
-def note() -> None:
-    """Something was done."""
+def record_progress() -> None:
+    """Tell the watchdog that work has finished, on a device or elsewhere."""
     global _last
-    _last = next(_noted)
+    _last = next(_numbers)
 
 
 @contextlib.contextmanager
 def service_call() -> Iterator[None]:
-    """Around what waits for a service, such as a bucket, that may not answer for a while; the wait ends by itself."""
-    call = next(_noted)
+    """Marks a wait for a service, such as a bucket, that may not answer for a while; the wait ends by itself."""
+    call = next(_numbers)
     _calls[call] = time.monotonic()
     try:
         yield
     finally:
         del _calls[call]
-        note()
+        record_progress()
 
 
 class Watch:

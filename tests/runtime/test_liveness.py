@@ -3,10 +3,10 @@
 import pytest
 from infer.fake_engine import FakeEngine
 
-from mesh_transformer import files, logs, signs
+from mesh_transformer import files, liveness, logs
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.infer.scheduler import Scheduler
-from mesh_transformer.signs import SERVICE_S, SHARE, WINDOW_S, Watch
+from mesh_transformer.liveness import SERVICE_S, SHARE, WINDOW_S, Watch
 
 
 class Process:
@@ -68,15 +68,15 @@ def test_what_progress_tells(process):
 
 def test_a_service_call_counts_for_a_while(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(signs.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
     watch = Watch(lambda: now[0], lambda: 0.0, lambda: False)
-    with files.patience("gs://bucket/run"):
+    with files.remote_call("gs://bucket/run"):
         now[0] = SERVICE_S - 1
         assert watch.at_work()
         now[0] = SERVICE_S + 1
         assert not watch.at_work()
     assert watch.at_work()  # it has ended
-    with files.patience("folder"):
+    with files.remote_call("folder"):
         assert not watch.at_work()
 
 
@@ -84,7 +84,7 @@ def test_this_process_computes():
     """With what `Watch` reads by itself."""
     watch = Watch()
     watch._began -= WINDOW_S
-    while signs.time.process_time() - watch._used < 2 * SHARE * WINDOW_S:
+    while liveness.time.process_time() - watch._used < 2 * SHARE * WINDOW_S:
         pass
     assert watch.at_work()
 
