@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import golden
@@ -59,17 +59,21 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
     return f"{len(val)}-bytes" if isinstance(val, bytes) and len(val) > 16 else None
 
 
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    """Take back what a command run in this process did to logging, whose handler writes to a stream of its own test."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, bool, bool]:
+    """Restore logging after each test: a command that runs in this process sets a level and a handler.
+
+    A fixture would be too late: those of a module are made before it, and some run such a command.
+    """
     root, package = logging.getLogger(), logging.getLogger("mesh_transformer")
     root_level, package_level, handlers = root.level, package.level, root.handlers[:]
-    yield
+    result = yield
     root.setLevel(root_level)
     package.setLevel(package_level)
     for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
         if handler not in handlers:
             root.removeHandler(handler)
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ lost node suspends. Absent: authentication, pages of a listing, updates.
         api.fail("CreateNode", UNAVAILABLE)        # the next such call fails
         api.capacity["v3-32"] = 0                  # a stockout, until it is raised
         api.preempt("a")                           # as the cloud does it
+        api.preempt_next = 2                       # the next two queued resources, while their nodes are made
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class TpuApi:
     ):
         self.addresses, self.host_keys, self.delay_s, self.quota = addresses, host_keys or {}, delay_s, quota
         self.capacity: dict[str, int] = {}
+        self.preempt_next = 0
         self.queue_error: Refusal | None = None  # queued resources end FAILED with this
         self.nodes: dict[str, cloud_tpu.Node] = {}
         self.queued: dict[str, cloud_tpu.QueuedResource] = {}
@@ -235,7 +237,17 @@ class TpuApi:
             node = self._admit(spec.parent, spec.node_id, spec.node)
             node.queued_resource = entry.name
             node.scheduling_config = {"spot": "spot" in entry}
-            self._later(lambda: (self._bring_up(node), self._set_queued(entry, QUEUED.ACTIVE)))
+            if self.preempt_next:
+                self.preempt_next -= 1
+                self.preempt(spec.node_id)
+            else:
+                self._later(lambda: self._activate(entry, node))
+
+    def _activate(self, entry: cloud_tpu.QueuedResource, node: cloud_tpu.Node) -> None:
+        # Timers can fire out of order: a resource that was suspended or deleted meanwhile must stay so.
+        if entry.state.state == QUEUED.PROVISIONING:
+            self._bring_up(node)
+            self._set_queued(entry, QUEUED.ACTIVE)
 
     def _admit(self, parent: str, name: str, wanted: Any) -> cloud_tpu.Node:
         full = f"{parent}/nodes/{name}"

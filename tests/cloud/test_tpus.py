@@ -6,7 +6,7 @@ import time
 
 import pytest
 from google.rpc import code_pb2
-from tpu_api import NODE, QUEUED, Refusal, TpuApi
+from tpu_api import NODE, Refusal, TpuApi
 
 from mesh_transformer import slices
 from mesh_transformer.cloud import api as cloud_api
@@ -199,25 +199,8 @@ def test_a_preempted_one_is_made_again(api: TpuApi, tpus: Tpus, queued: bool, st
 
 def test_suspended_while_we_wait(api: TpuApi, tpus: Tpus) -> None:
     """Preempted at once after it was made, twice: `ensure` goes on until one stays."""
-    wanted = request(tier="spot", queued=True)
-    stop = threading.Event()
-
-    def thief() -> None:
-        taken = 0
-        while taken < 2 and not stop.is_set():
-            entry = api.queued.get(f"{PARENT}/queuedResources/a")
-            if entry is not None and entry.state.state == QUEUED.PROVISIONING:
-                api.preempt("a")
-                taken += 1
-            time.sleep(0.005)
-
-    thread = threading.Thread(target=thief)
-    thread.start()
-    try:
-        assert tpus.ensure(wanted, timeout_s=20).phase is Phase.READY
-    finally:
-        stop.set()
-        thread.join()
+    api.preempt_next = 2
+    assert tpus.ensure(request(tier="spot", queued=True), timeout_s=20).phase is Phase.READY
     assert count(api, "CreateQueuedResource") == 3
 
 

@@ -1,44 +1,80 @@
-"""The training step compiled for a TPU v3-8 with none attached: its collectives and its memory.
+"""The training step and a serving program compiled for TPU slices with none attached: collectives and memory.
 
 Runs where libtpu is installed (docs/benchmarks.md says how); elsewhere it is skipped.
 """
 
 import copy
+import functools
 import json
+import math
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from builders import TINY
 from hlo import collectives
 
 from mesh_transformer import platforms
 from mesh_transformer.config import Config, load_config, parse_config
+from mesh_transformer.config.mesh import inference_rules
+from mesh_transformer.infer.programs import SlotPrograms
 from mesh_transformer.models.model import LAYER_LOOP, Placement
 from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes
 
 pytest.importorskip(
-    "libtpu", reason="libtpu is not installed: nothing was compiled for a TPU (pip install -e '.[tpu,test]')"
+    "libtpu",
+    reason="libtpu is not installed: nothing was compiled for a TPU (CONTRIBUTING.md says how to make an environment)",
 )
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.tpu
 SLICE = "v3-8"
 REPO = Path(__file__).resolve().parents[2]
 CONFIG = REPO / "configs" / "6B_finetune_v3-8.json"
+SMALL = copy.deepcopy(TINY)
+SMALL["model"] |= {"d_model": 256, "seq": 128}
+WIDEST = 256 * 4 * 256  # elements of the largest matrix of a layer
+# a slice of each generation, and the mesh of its training step
+MESHES = {"v3-8": ("mesh.tp=8",), "v4-8": ("mesh.fsdp=4",), "v5e-8": ("mesh.fsdp=4", "mesh.tp=2")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compile_cache() -> Iterator[None]:
+    """JAX writes programs for a slice that is not attached to its cache, and cannot read them again."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
+def _program(config: Config, slice_name: str) -> TrainProgram:
+    return TrainProgram(Placement.of(config, platforms.slice_devices(slice_name)), config)
 
 
 def _compile(config: Config, slice_name: str = SLICE) -> jax.stages.Compiled:
-    devices = platforms.slice_devices(slice_name)
-    shape = config.check_devices(len(devices))
-    program = TrainProgram(Placement.of(config, devices), config)
+    program = _program(config, slice_name)
+    shape = config.check_devices(program.partition.mesh.size)
     return compile_step(program, config.optimizer.gradient_accumulation_steps, config.microbatch(shape))
+
+
+@functools.cache
+def _small(slice_name: str, *overrides: str) -> jax.stages.Compiled:
+    return _compile(parse_config(SMALL, overrides), slice_name)
+
+
+def _bytes(tree: Any) -> int:
+    """Of one device's parts of a tree of `jax.ShapeDtypeStruct`."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def _forward(*overrides: str):
     """The collectives of the loop that runs a small model's layers forward, tp 8."""
-    raw = copy.deepcopy(TINY)
-    raw["model"] |= {"d_model": 256, "seq": 128}
-    found = collectives(_compile(parse_config(raw, ["mesh.tp=8", *overrides])).as_text())
+    found = collectives(_small(SLICE, "mesh.tp=8", *overrides).as_text())
     return [
         one
         for one in found
@@ -57,6 +93,63 @@ def test_the_collective_check_can_fail():
     assert {one.kind for one in _forward("mesh.shard_activations=true")} != {"all-reduce"}
 
 
+@pytest.mark.parametrize("name", MESHES)
+def test_a_step_holds_its_part_of_the_state_and_donates_it(name):
+    program = _program(parse_config(SMALL, MESHES[name]), name)
+    state = _bytes(program.abstract_state)
+    compiled = _small(name, *MESHES[name])
+    memory: Any = compiled.memory_analysis()
+    # tokens and the padding of vectors make the difference
+    assert state <= memory.argument_size_in_bytes < 1.1 * state
+    assert memory.alias_size_in_bytes >= state
+    assert memory.argument_size_in_bytes < memory.peak_memory_in_bytes < peak_bytes(compiled)
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**16  # the metrics
+    assert peak_bytes(compiled) < 2**26
+
+
+def _gathered(name: str, *overrides: str) -> list[int]:
+    """Elements of every array that an all-gather of the step yields."""
+    found = collectives(_small(name, *MESHES[name], *overrides).as_text())
+    return [array.size for one in found if one.kind == "all-gather" for array in one.arrays]
+
+
+@pytest.mark.parametrize("name", ["v4-8", "v5e-8"])
+def test_fsdp_gathers_one_matrix_of_one_layer_at_a_time(name):
+    sizes = _gathered(name)
+    assert sizes
+    assert max(sizes) <= WIDEST
+
+
+def test_the_gather_check_can_fail():
+    """Gathering once a step gathers the matrices of all layers, and the check sees it."""
+    assert max(_gathered("v4-8", "mesh.gather_weights=per_step")) == SMALL["model"]["layers"] * WIDEST
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_serving_program_sums_one_activation_a_layer_and_donates_its_cache(name):
+    devices, slots = platforms.slice_devices(name), 4
+    config = parse_config(SMALL, [f"mesh.tp={len(devices)}"])
+    placement = Placement.of(config, devices).with_rules(**inference_rules())
+    programs = SlotPrograms(placement, slots, config.seq, stacked=True)
+    params, kept = placement.abstract(jnp.bfloat16), jax.eval_shape(programs.empty)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = programs.generate.lower(params, kept, None, number, number, length=config.seq).compile()
+    found = collectives(compiled.as_text())
+    in_a_layer = [one for one in found if one.loops and LAYER_LOOP in one.loops[-1]]
+    assert [(one.kind, [array.size for array in one.arrays]) for one in in_a_layer] == [
+        ("all-reduce", [slots * config.model.d_model])
+    ]
+    logits = slots * config.model.n_vocab
+    assert {one.kind for one in found} == {"all-reduce", "all-gather"}
+    assert max(array.size for one in found for array in one.arrays) == logits
+    memory: Any = compiled.memory_analysis()
+    assert _bytes(params) + _bytes(kept) <= memory.argument_size_in_bytes
+    assert _bytes(kept.cache) == 2 * 3 * slots * config.seq * 256 * 2 // len(devices)
+    assert memory.alias_size_in_bytes >= _bytes(kept)
+    assert peak_bytes(compiled) < 2**24
+
+
+@pytest.mark.slow
 def test_the_6b_fine_tuning_step_fits_a_v3_core():
     config = load_config(str(CONFIG))
     assert config.mesh.tp == 8
@@ -74,9 +167,7 @@ def test_the_compiler_refuses_two_layers_more():
 @pytest.mark.parametrize("name", ["v4-32", "v5e-16", "v6e-16"])
 def test_a_step_compiles_for_several_hosts(name):
     """On the mesh of configs/1.3B.json, for which JAX's own `make_mesh` has no order on a v6e-16."""
-    raw = copy.deepcopy(TINY)
-    raw["model"] |= {"d_model": 256, "seq": 128}
-    assert _compile(parse_config(raw, ["mesh.fsdp=4", "mesh.tp=2"]), name).as_text()
+    assert _small(name, "mesh.fsdp=4", "mesh.tp=2").as_text()
 
 
 def test_the_recorded_devices_are_those_of_libtpu():
