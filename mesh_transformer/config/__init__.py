@@ -1,6 +1,6 @@
 """Typed, frozen configuration. `load_config(path, overrides)` reads both spellings; see docs/config.md."""
 
-# what is imported here is what other packages import from `config`
+# other packages import these names from `config`
 # ruff: noqa: F401
 from mesh_transformer.config.load import is_set, load_config, parse_config
 from mesh_transformer.config.mesh import AXES, MeshConfig, MeshShape, mesh_shape

@@ -1,7 +1,7 @@
-"""The flat JSON of the original mesh-transformer-jax: its keys in groups, and what their values meant to it.
+"""Translates the flat JSON config of the original mesh-transformer-jax into groups, with the meaning of its values there.
 
-Version 1 of its model turned `x[..., :pe_rotary_dims]` of each head, and a head had d_model / n_heads dims whatever
-`d_head` said. `bucket` and `model_dir` were only parts of a path. Its trainer never looked at some keys at all.
+Version 1 of the original's model rotated `x[..., :pe_rotary_dims]` of each head. A head had d_model / n_heads dims,
+whatever `d_head` was. `bucket` and `model_dir` were only parts of a path. The trainer never read some of the keys.
 """
 
 import json
@@ -17,7 +17,7 @@ Values = dict[str, Any]
 Grouped = dict[str, Values]
 DEFAULT_FOLDER = CheckpointConfig.model_fields["model_dir"].default
 
-# classic key -> (group, field). Keys that need more than a new name are SWITCHES.
+# classic key -> (group, field). Keys whose values change too are in SWITCHES.
 RENAMED: dict[str, tuple[str, str]] = {"cores_per_replica": ("mesh", "tp")} | {
     key: (group, key)
     for group, keys in {
@@ -46,7 +46,7 @@ CLASSIC_KEY: dict[tuple[str, str], str] = {place: key for key, place in RENAMED.
 
 
 def place(grouped: Grouped, key: str, value: Any) -> None:
-    """Write the value of one known classic key where the grouped spelling has it.
+    """Write the value of a known classic key into a config in the grouped spelling.
 
     Raises:
         UserError: a switch is neither true nor false.
@@ -70,19 +70,19 @@ def to_grouped(flat: dict[str, Any]) -> Grouped:
     return grouped
 
 
-def give_meaning(grouped: Grouped, overridden: Callable[[str, str], bool]) -> list[str]:
-    """Give the values of a classic file their meaning, in place, once the overrides are in it.
+def interpret(grouped: Grouped, overridden: Callable[[str, str], bool]) -> list[str]:
+    """Replace the values of a classic file, in place, by what they meant to the original.
 
     Args:
-        grouped: the file in the grouped spelling.
-        overridden: whether the command line gives (group, field), which then stays as it is.
+        grouped: the file in the grouped spelling, after the overrides.
+        overridden: whether the command line sets (group, field); such a value does not change.
 
     Returns:
-        A sentence for each value that was not taken as it is written.
+        A sentence for each value that is not used as written.
     """
     groups = ("model", "checkpoint", "data", "mesh", "logging")
     model, checkpoint, data, mesh, logging = (grouped.setdefault(group, {}) for group in groups)
-    # of the fields that count below, each name is in one group
+    # no two groups share the name of a field that is used below
     given = {
         field: value
         for group in groups
@@ -90,14 +90,14 @@ def give_meaning(grouped: Grouped, overridden: Callable[[str, str], bool]) -> li
         if not overridden(group, field)
     }
     notes = [*_width_of_head(model, given)]
-    # the command line may ask for another family, which has no such fields
+    # the command line may choose another family, which lacks these fields
     if model.get("family") in (None, "gptj"):
         notes += [*_position_encoding(model, given), *_norm(model, mesh, given)]
-    notes += [*_place(checkpoint, given), *_tasks(data, given)]
+    notes += [*_run_folder(checkpoint, given), *_tasks(data, given)]
     cores, comment = given.get("tpu_size"), given.get("comment")
     if cores is not None and not size(cores):
         del mesh["tpu_size"]
-        notes.append(f"tpu_size {short(cores)}: no number of cores; not read")
+        notes.append(f"tpu_size {short(cores)} is not a number of cores and is ignored")
     if comment is not None:
         text = comment if isinstance(comment, str) else json.dumps(comment)
         logging["comment"] = "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)
@@ -105,7 +105,7 @@ def give_meaning(grouped: Grouped, overridden: Callable[[str, str], bool]) -> li
 
 
 def _head(model: Values) -> int | None:
-    """Dims of a head, where they are a whole number."""
+    """Dims of a head, if they are a whole number."""
     d_model, n_heads = size(model.get("d_model")), size(model.get("n_heads"))
     if d_head := size(model.get("d_head")):
         return d_head
@@ -117,18 +117,18 @@ def _width_of_head(model: Values, given: Values) -> Iterator[str]:
         return
     del model["d_head"]
     if (head := _head(model)) and head != d_head:
-        yield f"d_head {short(d_head)}: not read, as in the original; a head has d_model / n_heads = {head} dims"
+        yield f"d_head {short(d_head)} is ignored, as in the original: a head has d_model / n_heads = {head} dims"
 
 
 def _position_encoding(model: Values, given: Values) -> Iterator[str]:
     if model.get("pe") is None:
-        # the original had the relative bias alone until it had this key, and pe_rotary_dims came later still
+        # before the key pe the original had only the relative bias; pe_rotary_dims came after pe
         if model.get("pe_rotary_dims") is None:
             model["pe"] = "t5"
-            yield "no pe: t5, as the original before it had this key (--set model.pe=rotary for another)"
+            yield "pe is not given: t5 is used, as in the original before this key (--set model.pe=rotary changes it)"
         else:
             model["pe"] = "rotary"
-            yield "no pe: rotary, for pe_rotary_dims is given"
+            yield "pe is not given: rotary is used, because pe_rotary_dims is given"
     dims, head = given.get("pe_rotary_dims"), _head(model)
     if dims is None or not head:
         return
@@ -136,34 +136,35 @@ def _position_encoding(model: Values, given: Values) -> Iterator[str]:
         del model["pe_rotary_dims"]
     elif size(dims) and dims > head:
         model["pe_rotary_dims"] = head
-        yield f"pe_rotary_dims {short(dims)}: more than the {head} dims of a head; the whole head is rotated, as in the original"
+        yield f"pe_rotary_dims {short(dims)} exceeds the {head} dims of a head: the whole head is rotated, as in the original"
 
 
 def _norm(model: Values, mesh: Values, given: Values) -> Iterator[str]:
-    # the file's own shards, not those that the command line gives
+    # the number of shards in the file, not on the command line
     one_shard = mesh.get("tp") in (None, 1) and ("tp" in given or "tp" not in mesh)
     if given.get("norm") == "layernorm-desync" and one_shard:
         model["norm"] = "layernorm"
-        yield "norm layernorm-desync: on one shard that is layernorm"
+        yield "norm layernorm-desync is layernorm on one shard: layernorm is used"
     if model.get("norm") is None:
         model["norm"] = "layernorm"
-        yield "no norm: layernorm (--set model.norm=rmsnorm for another)"
+        yield "norm is not given: layernorm is used (--set model.norm=rmsnorm changes it)"
 
 
-def _place(checkpoint: Values, given: Values) -> Iterator[str]:
+def _run_folder(checkpoint: Values, given: Values) -> Iterator[str]:
     bucket, folder = given.get("bucket"), given.get("model_dir")
     if isinstance(bucket, str) and bucket.startswith("gs://"):
         checkpoint["bucket"] = bucket.removeprefix("gs://")
-        yield f"bucket {short(bucket)}: read as {checkpoint['bucket']}"
+        yield f"bucket {short(bucket)} is read as {checkpoint['bucket']}"
     if isinstance(folder, str) and folder.startswith("gs://") and checkpoint.get("bucket"):
         checkpoint["bucket"], _, checkpoint["model_dir"] = folder.removeprefix("gs://").partition("/")
-        yield f"model_dir {short(folder)}: a whole path; bucket {short(bucket)} is not used"
+        yield f"model_dir {short(folder)} is a whole path: bucket {short(bucket)} is ignored"
     elif isinstance(folder, str) and checkpoint.get("bucket"):
-        checkpoint["model_dir"] = folder.strip("/")  # it is the folder of the local copy too
+        # the local copy uses this folder too
+        checkpoint["model_dir"] = folder.strip("/")
     if isinstance(folder, str) and not checkpoint["model_dir"].strip("/ "):
-        # never the bucket itself: a run's folder is emptied by --new
+        # never the bucket itself: --new empties the run's folder
         del checkpoint["model_dir"]
-        yield f"model_dir {short(folder)}: no folder; the default is taken, {DEFAULT_FOLDER}"
+        yield f"model_dir {short(folder)} names no folder: the default, {DEFAULT_FOLDER}, is used"
 
 
 def _tasks(data: Values, given: Values) -> Iterator[str]:
@@ -171,7 +172,7 @@ def _tasks(data: Values, given: Values) -> Iterator[str]:
     if isinstance(tasks, (dict, str)):
         del data["eval_harness_tasks"]
         if tasks:
-            yield f"eval_harness_tasks {short(tasks)}: no list of names; no tasks are run"
+            yield f"eval_harness_tasks {short(tasks)} is not a list of names: no tasks run"
     elif isinstance(tasks, list) and "" in tasks:
         data["eval_harness_tasks"] = [task for task in tasks if task != ""]
-        yield f"eval_harness_tasks {short(tasks)}: an empty name is left out"
+        yield f"eval_harness_tasks {short(tasks)}: the empty name is ignored"

@@ -1,4 +1,4 @@
-"""What a field accepts, in words, from its JSON schema: for error messages and for docs/config.md."""
+"""Describes the values that a field accepts, from its JSON schema, for error messages and docs/config.md."""
 
 import difflib
 import json
@@ -15,7 +15,7 @@ TYPES = {
     "boolean": "true or false",
     "string": "a string",
     "array": 'a list of strings, such as ["lambada", "piqa"]',
-    "object": 'one file, or an object of name to file, such as {"pile": "pile.val.index"}',
+    "object": 'one file, or an object that maps names to files, such as {"pile": "pile.val.index"}',
 }
 LIMITS = {
     "minimum": "{} or more",
@@ -27,7 +27,7 @@ LIMITS = {
 
 @cache
 def schemas(group: type[Group], name: str) -> list[dict[str, Any]]:
-    """The JSON schemas of what a field accepts, one for each type but null."""
+    """The JSON schemas of the types that a field accepts, without null."""
     field = group.model_json_schema()["properties"][name]
     return [field | one for one in field.get("anyOf", [field]) if one["type"] != "null"]
 
@@ -40,7 +40,7 @@ def allowed(group: type[Group], name: str) -> str:
 def _words(schema: dict[str, Any]) -> str:
     if values := _values(schema):
         return "one of " + ", ".join(values)
-    # the largest number that a device holds, only an error mentions
+    # only the error for a larger number mentions INT32_MAX
     limits = [
         text.format(schema[key]) for key, text in LIMITS.items() if schema.get(key, INT32_MAX) != INT32_MAX
     ]
@@ -49,7 +49,7 @@ def _words(schema: dict[str, Any]) -> str:
 
 
 def choices(group: type[Group], name: str) -> list[str]:
-    """The texts that a field accepts, where these are few."""
+    """The strings that a field accepts, if it accepts only certain ones."""
     return [value for schema in schemas(group, name) for value in _values(schema)]
 
 
@@ -58,23 +58,23 @@ def _values(schema: dict[str, Any]) -> list[str]:
 
 
 def unit(group: type[Group], name: str) -> str:
-    """What the field counts, or an empty string."""
+    """What the field counts, such as `tokens`, or an empty string."""
     return "".join(schema.get("unit", "") for schema in schemas(group, name))
 
 
 def derived(group: type[Group], name: str) -> str:
-    """How the field is found where it is absent, or an empty string."""
+    """How the default follows from other fields, or an empty string."""
     return schemas(group, name)[0].get("derived", "")
 
 
 def did_you_mean(text: str, known: Iterable[str], prefix: str = "") -> str:
-    """The known name that is close to `text`, as the end of a message, or an empty string."""
+    """The end of a message that suggests the known name closest to `text`, or an empty string."""
     close = difflib.get_close_matches(text[:100], known, n=1)
     return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
 def short(value: Any) -> str:
-    """`value` for an error message: as JSON-like text, cut where it is long."""
+    """`value` as JSON-like text for an error message, cut at SHOWN_CHARS characters."""
     text = _repr(value)
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
@@ -83,7 +83,8 @@ def _repr(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, int) and abs(value) >= 10**SHOWN_CHARS:
-        return "a whole number with too many digits"  # str() of a very long int is itself an error
+        # str() of a very long int raises
+        return "a whole number with too many digits"
     if isinstance(value, str):
         return repr(value[: SHOWN_CHARS + 1])
     return repr(value)

@@ -1,6 +1,6 @@
-"""Read a config file in either spelling, apply the command line's changes, validate.
+"""Read a config file in either spelling, apply the overrides of the command line and validate the result.
 
-Changes are `NAME=VALUE` (--set), and `-KEY` for a key that is left out (--ignore-keys).
+An override is `NAME=VALUE` (--set), or `-KEY` to ignore a key of the file (--ignore-keys).
 """
 
 import logging
@@ -18,8 +18,8 @@ from mesh_transformer.config.schema import GROUPS, VARIANTS, Config, class_at
 from mesh_transformer.errors import UserError
 
 MAX_FILE_BYTES = 1 << 20
-# Two ways to give one size: setting one on the command line takes the place of the other in the file.
-INSTEAD = {"batch_size": "per_replica_batch", "per_replica_batch": "batch_size"}
+# Two fields for one size: an override of one removes the other from the file's values.
+ALTERNATIVES = {"batch_size": "per_replica_batch", "per_replica_batch": "batch_size"}
 USAGE = "write --set NAME=VALUE, such as --set optimizer.total_steps=20"
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     """Read `path` (local or gs://), apply the overrides in order, and validate.
 
     Args:
-        overrides: `NAME=VALUE`, or `-KEY`: a key of the file that is left out.
+        overrides: `NAME=VALUE`, or `-KEY` to ignore a key of the file.
 
     Raises:
         UserError: the file, a key, a value or a combination of values is not usable.
@@ -44,7 +44,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     for note in notes:
-        _tell_once(f"{path}: {note}")
+        _warn_once(f"{path}: {note}")
     return config
 
 
@@ -64,10 +64,10 @@ def _apply_override(grouped: dict[str, dict[str, Any]], override: str) -> None:
     """Write one `NAME=VALUE` into a config in the grouped spelling.
 
     NAME is `group.field`, `data.val_set.ENTRY`, a classic key or a field name that only one group has.
-    VALUE is JSON (null: as if absent) and otherwise a string; for a field of text it is the text itself.
+    VALUE is JSON, where null means absent, or else a string. A text field takes VALUE as it is written.
 
     Raises:
-        UserError: the override is malformed or names nothing.
+        UserError: the override is malformed or names no field.
     """
     name, separator, text = _parts(override)
     try:
@@ -79,7 +79,7 @@ def _apply_override(grouped: dict[str, dict[str, Any]], override: str) -> None:
 
 
 def is_set(overrides: Sequence[str], group: str, field: str) -> bool:
-    """Whether one of the overrides is of this field, in whatever spelling. All must be such as `_apply_override` takes."""
+    """Whether an override sets this field, in either spelling. The overrides must be valid for `_apply_override`."""
     names_given = (_parts(override)[0] for override in overrides if not is_ignored(override))
     return any(
         names.resolve(name)[:2] == (group, field) for name in names_given if name not in classic.SWITCHES
@@ -87,12 +87,12 @@ def is_set(overrides: Sequence[str], group: str, field: str) -> bool:
 
 
 def is_ignored(override: str) -> bool:
-    """Whether it is the name of a key that is left out, not a value."""
+    """Whether an override ignores a key, rather than sets a value."""
     return override.startswith("-")
 
 
 def _without_ignored(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A file without the keys that are left out: `KEY` at its top, or `GROUP.KEY`. One that it does not have is no error."""
+    """A file without the ignored keys: `KEY` at its top level, or `GROUP.KEY`. An ignored key may be absent."""
     ignored = {override.removeprefix("-") for override in overrides if is_ignored(override)}
     left = {key: value for key, value in raw.items() if key not in ignored}
     for group, values in left.items():
@@ -102,13 +102,13 @@ def _without_ignored(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 @cache
-def _tell_once(line: str) -> None:
+def _warn_once(line: str) -> None:
     # a command may read its file more than once
     log.warning("%s", line)
 
 
 def _resolve(raw: Any, overrides: Sequence[str], repeated: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """The config, and a sentence for each thing in a classic file that was not taken as it is written."""
+    """The config, and a sentence for each value of a classic file that is not used as written."""
     if not isinstance(raw, dict):
         raise UserError(f"a config must be a JSON object ({{...}}), not {short(raw)}")
     raw = names.moved(_without_ignored(raw, overrides))
@@ -120,9 +120,9 @@ def _resolve(raw: Any, overrides: Sequence[str], repeated: Sequence[str] = ()) -
     grouped = classic.to_grouped(raw) if flat else _groups(raw)
     for change in changes:
         _apply_override(grouped, change)
-    notes = [f"{twice}: the last one counts" for twice in repeated]
+    notes = [f"{twice}: the last value is used" for twice in repeated]
     if flat:
-        notes += classic.give_meaning(grouped, partial(is_set, changes))
+        notes += classic.interpret(grouped, partial(is_set, changes))
     for group, variants in VARIANTS.items():
         variants.check(group, grouped.get(group, {}))
     try:
@@ -148,7 +148,7 @@ def _write(grouped: dict[str, dict[str, Any]], name: str, text: str) -> None:
     if name in classic.SWITCHES:
         classic.place(grouped, name, _value(text))
         return
-    group, field, entry = names.resolve(name)
+    group, field, entry = names.resolve(name, grouped)
     values = grouped.setdefault(group, {})
     if entry:
         given = values.get(field)
@@ -162,8 +162,8 @@ def _write(grouped: dict[str, dict[str, Any]], name: str, text: str) -> None:
         values[field] = value if isinstance(value := _value(text), (dict, list)) else _text(text)
     else:
         values[field] = _value(text)
-        if group == "data" and field in INSTEAD and values[field] is not None:
-            values.pop(INSTEAD[field], None)
+        if group == "data" and field in ALTERNATIVES and values[field] is not None:
+            values.pop(ALTERNATIVES[field], None)
 
 
 def _value(text: str) -> Any:
@@ -187,7 +187,8 @@ def _read(path: str) -> str:
         raise UserError(f"{path} is a folder: name the config file in it") from error
     except UserError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+    # ValueError: a null character in the path
+    except (OSError, ValueError) as error:
         if files.is_remote(path):
             raise
         raise UserError(f"{short(path)} cannot be read: {error}") from error
@@ -221,7 +222,8 @@ def _explain(detail: ErrorDetails) -> str:
         return str(cause or detail["msg"])
     field, *inner = inside
     if len(schemas(group, field)) > 1:
-        inner = []  # pydantic names the type that did not fit
+        # here pydantic names the type that did not fit
+        inner = []
     where = ".".join([names.spelled(place[0], field), *(part for part in inner if part not in ("", "[key]"))])
     if isinstance(cause, UserError):
         return f"{where} = {short(detail['input'])}: {cause}"

@@ -1,4 +1,4 @@
-"""The group `mesh`: the axes of the device mesh, which named dimensions each of them splits, and whether it divides their sizes."""
+"""The group `mesh`: the axes of the device mesh, the named dimensions that each axis splits, and the checks that it divides their sizes."""
 
 import json
 import math
@@ -9,9 +9,9 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.fields import Derived, Devices, Group, Size, Switch, marks
 
 MeshShape = dict[str, int]
-"""The size of each axis, in the order of AXES."""
+"""The size of each mesh axis, in the order of AXES."""
 MeshAxes = tuple[str, ...] | None
-"""The mesh axes that split a dimension, the outermost first."""
+"""The mesh axes that split a dimension, outermost first."""
 Rules = Mapping[str, MeshAxes]
 """The mesh axes of each named dimension."""
 
@@ -24,27 +24,27 @@ class Axis:
 
 
 class MeshConfig(Group):
-    """How the devices are laid out."""
+    """The device mesh."""
 
-    # The axes, slowest first: the devices of a host are divided over the last one first.
+    # The axes, outermost first. The devices of a host are assigned to the last axis first.
     dp: Annotated[Devices | None, Axis("batch"), Derived("devices / the other axes")] = None
-    """data-parallel replicas, each with all the weights of its fsdp and tp group"""
+    """data-parallel replicas; the fsdp and tp devices of each replica hold all weights"""
     fsdp: Annotated[Devices, Axis("batch", "embed")] = 1
-    """data-parallel shards that also split weights and moments (ZeRO-3)"""
+    """data-parallel shards that also split the weights and the optimizer state (FSDP, ZeRO-3)"""
     tp: Annotated[Devices, Axis("heads", "mlp", "vocab")] = 1
-    """tensor parallelism (Megatron): heads, feed-forward and vocabulary are split"""
+    """tensor parallelism (Megatron): splits heads, feed-forward and vocabulary"""
     zero1: Switch = False
-    """shard the optimizer's moments over dp too, weights replicated (ZeRO-1)"""
+    """also shard the optimizer state over dp; the weights stay replicated (ZeRO-1)"""
     shard_activations: Switch = False
-    """between blocks, split the activations' sequence dimension over tp (sequence parallelism)"""
+    """split the sequence dimension of the activations between blocks over tp (sequence parallelism)"""
     gather_weights: Literal["per_layer", "per_step"] = "per_layer"
-    """when fsdp gathers the weights: layer by layer (least memory) or once a step (classic early_collect)"""
+    """when fsdp gathers the weights: per layer (least memory) or per step (classic early_collect)"""
     tpu_size: Devices | None = None
-    """cores of the slice that train.py --tpu creates; not used elsewhere"""
+    """cores of the slice that train.py --tpu creates; ignored elsewhere"""
 
     @property
     def given(self) -> MeshShape:
-        """The sizes of the axes that have one; an axis without takes the devices that these leave."""
+        """The sizes of the axes that are set. An axis that is not set takes the remaining devices."""
         return {axis: size for axis in AXES if (size := getattr(self, axis)) is not None}
 
     def shape(self, n_devices: int) -> MeshShape:
@@ -61,19 +61,21 @@ class MeshConfig(Group):
             needs = f"= {product} devices" if complete else f"needs a multiple of {product} devices"
             raise UserError(
                 f"{' x '.join(f'mesh.{axis} {size}' for axis, size in given.items())} {needs}, found {n_devices}: "
-                + _way_out(given, n_devices)
+                + _advice(given, n_devices)
             )
         return {axis: given.get(axis, left) for axis in AXES}
 
 
-def _way_out(given: MeshShape, n_devices: int) -> str:
+def _advice(given: MeshShape, n_devices: int) -> str:
     defaults = {axis: MeshConfig.model_fields[axis].default for axis in given}
     changes = [
         f"--set mesh.{axis}={json.dumps(defaults[axis])}" for axis in given if given[axis] != defaults[axis]
     ]
-    advice = f"{' '.join(changes)} runs it on what is here ({n_devices})"
+    advice = f"pass {' '.join(changes)} to use the devices found"
     if n_devices == 1:
-        advice += "; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight devices"
+        advice += (
+            ", or, on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=8 to create eight devices"
+        )
     return advice
 
 
@@ -81,7 +83,7 @@ AXES = marks(MeshConfig, Axis)
 
 
 def mesh_shape(**sizes: int) -> MeshShape:
-    """A mesh of these sizes; an axis that is not given has one device."""
+    """A mesh shape with these sizes; an axis that is not given has size 1."""
     return dict.fromkeys(AXES, 1) | sizes
 
 
@@ -92,18 +94,18 @@ _RULES = {name: tuple(axis for axis, mark in AXES.items() if name in mark.splits
 
 
 def training_rules(mesh: MeshConfig) -> Rules:
-    """The table for training: every dimension over the axes that split it."""
+    """The rules for training: each dimension is split over its axes."""
     return {**_RULES, "block_seq": (*_RULES["block_seq"], "tp")} if mesh.shard_activations else _RULES
 
 
 def moment_rules(mesh: MeshConfig) -> Rules:
-    """The table for gradients and optimizer state: as the weights, and also over dp under ZeRO-1."""
-    # dp last: a device's moments are then a part of its own weights
+    """The rules for gradients and optimizer state: as for the weights, and also over dp with ZeRO-1."""
+    # dp is last, so that a device updates a part of the weights that it holds
     return {**_RULES, "embed": (*_RULES["embed"], "dp")} if mesh.zero1 else _RULES
 
 
 def inference_rules() -> Rules:
-    """The table for sampling: weights as in training, every sequence on every data-parallel replica."""
+    """The rules for inference: weights as in training, every sequence on every data-parallel replica."""
     return {**_RULES, "batch": None}
 
 
@@ -111,19 +113,19 @@ SWITCHES: dict[str, Callable[[MeshConfig], Rules]] = {
     "shard_activations": training_rules,
     "zero1": moment_rules,
 }
-"""The fields that split a further dimension, or one over further axes, and the table in which they do."""
+"""The fields that split one more dimension, or split a dimension over one more axis, with the rules that they change."""
 
 
 def parts(shape: Mapping[str, int], rules: Rules, name: str) -> int:
-    """The number of parts that the mesh splits dimension `name` into."""
+    """The number of parts into which the mesh splits dimension `name`."""
     return math.prod(shape[axis] for axis in rules[name] or ())
 
 
 def check_sizes(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape: MeshShape) -> None:
-    """Refuse a size that the axes of its dimension do not divide, in any of the tables of this mesh.
+    """Refuse a size that the axes of its dimension do not divide, under any rules of this mesh.
 
     Raises:
-        UserError: names the field, the axes and what would do.
+        UserError: names the field, the axes and sizes that are divisible.
     """
     for switch, rules_of in SWITCHES.items():
         rules, without = rules_of(mesh), rules_of(mesh.model_copy(update={switch: False}))

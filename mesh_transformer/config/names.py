@@ -1,29 +1,32 @@
-"""The names of the fields in both spellings, and the messages for unknown names."""
+"""Names of fields in both spellings, and messages for unknown names."""
 
 import difflib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mesh_transformer.config import classic
 from mesh_transformer.config.aliases import ALIASES
-from mesh_transformer.config.schema import GROUPS
+from mesh_transformer.config.schema import GROUPS, VARIANTS
 from mesh_transformer.errors import UserError
 
-FIELDS: dict[str, tuple[str, ...]] = {name: tuple(group.model_fields) for name, group in GROUPS.items()}
+Fields = Mapping[str, tuple[str, ...]]
+"""The names of the fields of each group."""
+FIELDS: Fields = {name: tuple(group.model_fields) for name, group in GROUPS.items()}
 SHOWN_CHARS = 60
 SHOWN_KEYS = 8
 SHOWN_HINT = 600
-# each unknown key is compared with every known name
+# bounds the work: each unknown key is compared with every known name
 MAX_KEYS = 1000
-NEAR = 0.75  # of difflib's ratio: one letter of four is wrong, or two of a longer name
-NOT_OURS = "no field of this program"
-# (group, field) as a file may still have it, to that of today
+# difflib's ratio for a suggestion: one letter of four may be wrong, or two of a longer name
+NEAR = 0.75
+UNKNOWN = "not a field of this program"
+# fields that have moved: (group, field) in older files to (group, field) now
 MOVED = {
     ("model", "compute_dtype"): ("compute", "dtype"),
     **{("model", field): ("compute", field) for field in ("remat", "scan_unroll", "logits_mib")},
 }
-# other names that --set takes for a field
+# other names that --set accepts for a field
 OTHER_NAMES = {**classic.RENAMED, "compute_dtype": ("compute", "dtype")} | {
     ".".join(old): new for old, new in MOVED.items()
 }
@@ -35,82 +38,86 @@ def owners(field: str) -> list[str]:
 
 
 def spelled(group: str, field: str) -> str:
-    """A field in both spellings, such as `mesh.tp (classic: cores_per_replica)`."""
+    """A field with its classic key, such as `mesh.tp (classic: cores_per_replica)`."""
     key = classic.CLASSIC_KEY.get((group, field))
     return f"{group}.{field}" + (f" (classic: {key})" if key and key != field else "")
 
 
 def is_grouped(raw: dict[str, Any]) -> bool:
-    """Whether a file is in the grouped spelling. A classic file may have a key that is also the name of a group."""
+    """Whether a file is in the grouped spelling. A key of a classic file may be the name of a group."""
     groups = [key for key in raw if key in GROUPS]
     inside = sum(len(raw[key].keys() & set(FIELDS[key])) for key in groups if isinstance(raw[key], dict))
     return bool(groups) and len(groups) + inside >= len(raw.keys() & set(classic.KEYS))
 
 
 def check_file(raw: dict[str, Any]) -> None:
-    """Refuse the names of a file that this program does not have.
+    """Refuse the unknown keys of a file.
 
     Raises:
-        UserError: says of each what it may be, and how it is left out.
+        UserError: suggests a name for each unknown key, and says how to ignore it.
     """
     count = len(raw) + sum(len(value) for value in raw.values() if isinstance(value, dict))
     if count > MAX_KEYS:
-        raise UserError(f"it has {count:,} keys: a config has at most {MAX_KEYS:,}")
+        raise UserError(f"the file has {count:,} keys: a config has at most {MAX_KEYS:,}")
     faults = dict(_grouped_faults(raw) if is_grouped(raw) else _flat_faults(raw))
     if not faults:
         return
-    strangers = [key for key, fault in faults.items() if fault == NOT_OURS]
+    unknown = [key for key, fault in faults.items() if fault == UNKNOWN]
     all_objects = all(isinstance(value, dict) for value in raw.values())
-    if not is_grouped(raw) and len(strangers) == len(raw) and all_objects:
+    if not is_grouped(raw) and len(unknown) == len(raw) and all_objects:
         objects = f"{len(raw)} objects" if len(raw) > 1 else "one object"
         raise UserError(
-            f"it holds {objects}, {_some(raw)}: a file is one config, write the content of one object to a file"
+            f"the file holds {objects}, {_some(raw)}: a file holds one config, so write one of them to its own file"
         )
-    texts = [fault for fault in faults.values() if fault != NOT_OURS][:SHOWN_KEYS]
-    if len(strangers) == 1:
-        texts.insert(0, f"unknown key {_cut(strangers[0])}: {NOT_OURS}")
-    elif strangers:
-        texts.insert(0, f"unknown keys {_some(strangers)}: no fields of this program")
-    told = "; ".join(texts).replace("?;", "?")
-    way_out = _how_to_leave_out(sorted(faults, key=lambda key: faults[key] != NOT_OURS))
-    raise UserError(f"{told}{' ' if told.endswith('?') else '; '}{way_out}")
+    texts = [fault for fault in faults.values() if fault != UNKNOWN][:SHOWN_KEYS]
+    if len(unknown) == 1:
+        texts.insert(0, f"unknown key {_cut(unknown[0])}: {UNKNOWN}")
+    elif unknown:
+        texts.insert(0, f"unknown keys {_some(unknown)}: not fields of this program")
+    message = "; ".join(texts).replace("?;", "?")
+    advice = _how_to_ignore(sorted(faults, key=lambda key: faults[key] != UNKNOWN))
+    raise UserError(f"{message}{' ' if message.endswith('?') else '; '}{advice}")
 
 
-def _how_to_leave_out(keys: list[str]) -> str:
+def _how_to_ignore(keys: list[str]) -> str:
     them = "them" if len(keys) > 1 else "it"
     if not all(_is_plain(key) and "," not in key and not key.startswith("-") for key in keys):
         return f"remove {them} from the file"
     listed = ",".join(keys)
     named = shlex.quote(listed) if len(listed) <= SHOWN_HINT else "KEY,..."
-    return f"--ignore-keys {named} leaves {them} out"
+    return f"--ignore-keys {named} ignores {them}"
 
 
-def resolve(name: str) -> tuple[str, str, str]:
+def resolve(name: str, config: Mapping[str, Any] | None = None) -> tuple[str, str, str]:
     """(group, field, entry) of a dotted name, of a classic key, or of a field name that only one group has.
 
+    Args:
+        config: grouped values; a suggestion is a field of the family and the optimizer that they select.
+
     Raises:
-        UserError: there is no such name, or more than one.
+        UserError: no field has this name, or fields of several groups have it.
     """
     if name in OTHER_NAMES:
         return *OTHER_NAMES[name], ""
+    fields = _fields(config or {})
     group, dot, rest = name.partition(".")
     field, inner, entry = rest.partition(".")
     if dot and field:
         if group not in GROUPS:
-            raise UserError(f"unknown group {_cut(group)}: {_advice(group) or _known(GROUPS)}")
+            raise UserError(f"unknown group {_cut(group)}: {_advice(group, fields) or _known(GROUPS)}")
         if field not in FIELDS[group]:
             raise UserError(
-                f"unknown key {group}.{_cut(field)}: {_advice(field, group) or _known(FIELDS[group])}"
+                f"unknown key {group}.{_cut(field)}: {_advice(field, fields, group) or _known(fields[group])}"
             )
         if inner and (group, field) != ("data", "val_set"):
             raise UserError(f"{group}.{field} has no entries: only data.val_set.NAME has")
         if inner and not entry:
-            raise UserError("data.val_set. lacks the name of an entry: write data.val_set.NAME=FILE")
+            raise UserError("data.val_set. needs the name of an entry: write data.val_set.NAME=FILE")
         return group, field, entry
     if group in GROUPS:
         raise UserError(f"{group} is a group: name one of its fields, {', '.join(FIELDS[group])}")
     if dot or not (found := owners(group)):
-        raise UserError(f"unknown key {_cut(name)}: {_advice(group) or _known(GROUPS)}")
+        raise UserError(f"unknown key {_cut(name)}: {_advice(group, fields) or _known(GROUPS)}")
     if len(found) > 1:
         raise UserError(
             f"{name} is in more than one group: write {' or '.join(f'{g}.{name}' for g in found)}"
@@ -119,7 +126,7 @@ def resolve(name: str) -> tuple[str, str, str]:
 
 
 def moved(raw: dict[str, Any]) -> dict[str, Any]:
-    """A file in groups with the fields that have moved in their place of today; where both are given, that one counts."""
+    """A grouped file with its moved fields in their new groups. A value that is already there takes precedence."""
     found = {group: dict(values) if isinstance(values, dict) else values for group, values in raw.items()}
     for (group, field), (new_group, new_field) in MOVED.items():
         if isinstance(raw.get(group), dict) and field in raw[group]:
@@ -132,45 +139,57 @@ def moved(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat_faults(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each key that no classic config has, with what is to be told of it."""
+    """Each key that is not classic, with its message."""
     classic_keys = sum(key in classic.KEYS for key in raw)
     for key in raw:
         if key in GROUPS:
             yield (
                 key,
-                f'"{key}" is the name of a group, the other {classic_keys} keys are classic ones: remove or rename it',
+                f'"{key}" is the name of a group, but the other {classic_keys} keys are classic: remove or rename it',
             )
         elif key not in classic.KEYS:
-            yield key, _told(key, _advice(key, flat=True))
+            yield key, _unknown(key, _advice(key, FIELDS, flat=True))
 
 
 def _grouped_faults(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    known = _fields(raw)
     for key, values in raw.items():
         if key in GROUPS:
             for field in values if isinstance(values, dict) else ():
                 if field not in FIELDS[key]:
-                    yield f"{key}.{field}", _told(f"{key}.{field}", _advice(field, key))
+                    yield f"{key}.{field}", _unknown(f"{key}.{field}", _advice(field, known, key))
         elif key in classic.RENAMED:
             yield key, _outside(key, [classic.RENAMED[key][0]], classic.RENAMED[key][1])
         elif groups := owners(key):
             yield key, _outside(key, groups, key)
         else:
-            yield key, _told(key, _advice(key), "group" if isinstance(values, dict) else "key")
+            yield key, _unknown(key, _advice(key, known), "group" if isinstance(values, dict) else "key")
 
 
 def _outside(key: str, groups: list[str], field: str) -> str:
     inside = " or ".join(f'"{group}": {{...}}' for group in groups)
     written = "it" if field == key else f'it as "{field}"'
-    return f"{key} stands outside the groups: write {written} inside {inside}"
+    return f"{key} is outside the groups: write {written} inside {inside}"
 
 
-def _told(key: str, advice: str, what: str = "key") -> str:
-    return f"unknown {what} {_cut(key)}: {advice}" if advice else NOT_OURS
+def _unknown(key: str, advice: str, what: str = "key") -> str:
+    return f"unknown {what} {_cut(key)}: {advice}" if advice else UNKNOWN
 
 
-def _advice(key: str, group: str | None = None, flat: bool = False) -> str:
-    """What the key may have been meant to be, or an empty string."""
-    near = _nearest(key, group)
+def _fields(config: Mapping[str, Any]) -> Fields:
+    """The fields of each group; of a group with variants, those of the class that `config` selects."""
+    fields = dict(FIELDS)
+    for group, variants in VARIANTS.items():
+        values = config.get(group)
+        chosen = variants.chosen(values if isinstance(values, dict) else {})
+        if chosen in tuple(variants.classes):
+            fields[group] = tuple(variants.classes[chosen].model_fields)
+    return fields
+
+
+def _advice(key: str, fields: Fields, group: str | None = None, flat: bool = False) -> str:
+    """A suggestion for an unknown key, or an empty string."""
+    near = _nearest(key, fields, group)
     outer, _, inner = key.partition(".")
     if not group and inner in FIELDS.get(outer, ()):
         return f'write it inside its group, {{"{outer}": {{"{inner}": ...}}}}'
@@ -181,24 +200,31 @@ def _advice(key: str, group: str | None = None, flat: bool = False) -> str:
     return f"did you mean {near}?"
 
 
-def _nearest(key: str, group: str | None) -> str | None:
-    """The name that `key` may stand for: another program's, an exact one of another group, or a close one."""
-    if key.lower() in ALIASES:
-        return spelled(*ALIASES[key.lower()].split("."))
-    anywhere = {f"{g}.{f}": spelled(g, f) for g, fields in FIELDS.items() for f in fields}
-    anywhere |= {f: spelled(g, f) for g, fields in FIELDS.items() for f in fields}
+def _nearest(key: str, fields: Fields, group: str | None) -> str | None:
+    """The field that `key` may mean: by another program's name, by its name in another group, or by a similar name."""
+    # a field of the selected family and optimizer is nearer than one of the others
+    return _search(key, fields, group) or _search(key, FIELDS, group)
+
+
+def _search(key: str, fields: Fields, group: str | None) -> str | None:
+    alias = ALIASES.get(key.lower(), "")
+    alias_group, _, alias_field = alias.partition(".")
+    if alias and alias_field in fields[alias_group]:
+        return spelled(alias_group, alias_field)
+    anywhere = {f"{g}.{f}": spelled(g, f) for g, names in fields.items() for f in names}
+    anywhere |= {f: spelled(g, f) for g, names in fields.items() for f in names}
     anywhere |= {classic_key: spelled(*at) for at, classic_key in classic.CLASSIC_KEY.items()}
     if key in anywhere:
         return anywhere[key]
-    own = {field: spelled(group, field) for field in FIELDS[group]} if group else {g: g for g in GROUPS}
-    for names in (own, anywhere):
-        if close := difflib.get_close_matches(key[:SHOWN_CHARS], names, n=1, cutoff=NEAR):
-            return names[close[0]]
+    own = {field: spelled(group, field) for field in fields[group]} if group else {g: g for g in GROUPS}
+    for known in (own, anywhere):
+        if close := difflib.get_close_matches(key[:SHOWN_CHARS], known, n=1, cutoff=NEAR):
+            return known[close[0]]
     return None
 
 
 def _known(names: dict[str, Any] | tuple[str, ...]) -> str:
-    return f"{NOT_OURS}; known are {', '.join(names)}"
+    return f"{UNKNOWN}; known are {', '.join(names)}"
 
 
 def _some(keys: Any) -> str:
@@ -212,5 +238,5 @@ def _cut(key: str) -> str:
 
 
 def _is_plain(key: str) -> bool:
-    """Whether the key stands in a line as it is: no line break, no control character, no space around it."""
+    """Whether a message can show the key as it is: no line break, no control character, no space around it."""
     return key.isprintable() and key == key.strip() != ""

@@ -1,4 +1,4 @@
-"""The whole configuration: its groups, and the checks that span them. The group `mesh` is in mesh.py."""
+"""The whole config: its groups and the checks across them. The group `mesh` is in mesh.py."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
@@ -33,11 +33,12 @@ from mesh_transformer.fields import (
 )
 from mesh_transformer.optimizers import OPTIMIZERS, OptimizerConfig, adam
 
-BYTES_VOCAB = 257  # the `bytes` tokenizer: every byte, and the end of a text
+# the `bytes` tokenizer: 256 bytes, and the end of a text
+BYTES_VOCAB = 257
 Seconds = Annotated[Positive, Unit("seconds")]
 
 
-def _listed(value: Any) -> Any:
+def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -47,60 +48,61 @@ class ComputeConfig(Group):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the arithmetic; auto: bfloat16 on TPU and GPU, float32 on CPU"""
     remat: Literal["auto", "none", "full", "save_attn", "save_matmuls"] = "auto"
-    """what the backward pass recomputes: none; full (everything but the block's input); save_attn (keeps the attention
-    output); save_matmuls (keeps attention output and feed-forward hidden); auto: none on CPU, full elsewhere"""
+    """what the backward pass recomputes: none; full (keeps only the input of each block); save_attn (also keeps the
+    attention output); save_matmuls (also keeps the attention output and the hidden values of the feed-forward); auto:
+    none on CPU, full elsewhere"""
     scan_unroll: Layers = 1
-    """layers unrolled per scan iteration; more runs faster and compiles slower"""
+    """layers per scan iteration; a larger number runs faster and compiles slower"""
     logits_mib: Literal["auto"] | Mebibytes = "auto"
-    """float32 logits that a device holds at a time in training and validation, in MiB: the head and the loss run over
-    the positions in that many parts; auto: 128 on CPU, 1024 elsewhere"""
+    """memory for float32 logits on each device in training and validation; the head and the loss run over chunks of
+    the positions whose logits fit in it; auto: 128 on CPU, 1024 elsewhere"""
 
 
 class DataConfig(Group):
-    """What is read: training, validation, batches."""
+    """Training data, validation data and batches."""
 
     train_set: OptionalText = None
-    """index file (one record file a line), .tfrecords or .txt file; a path, gs:// or a name under data/"""
+    """index file (one record file per line), .tfrecords file or .txt file: a path, a gs:// URL or a name under data/"""
     val_set: dict[Name, Name] = Field(default_factory=dict)
-    """validation sets: name to file, as train_set; one file alone is called val"""
+    """validation sets: names mapped to files like train_set; a single file is named val"""
     per_replica_batch: Annotated[Sequences | None, Derived("1 if batch_size is absent too")] = None
     """sequences of a microbatch on each data-parallel replica"""
     batch_size: Sequences | None = None
-    """sequences of a microbatch over the whole mesh (instead of per_replica_batch)"""
+    """sequences of a microbatch on the whole mesh; an alternative to per_replica_batch"""
     seq: Annotated[Tokens | None, Derived("model.seq")] = None
-    """training sequence length"""
+    """length of a training sequence"""
     tokenizer: OptionalText = None
-    """`bytes`, a folder with tokenizer files, or a hub name such as gpt2; for .txt files and samples"""
+    """`bytes`, a folder with tokenizer files, or a name on the Hugging Face hub such as gpt2; for .txt files and samples"""
     shuffle: Switch = False
-    """shuffle files and records; off: the order of the index and of its files"""
+    """shuffle files and records; false: keep the order of the index and of its files"""
     shuffle_window: Annotated[Count, Unit("records")] = 16384
-    """records held for shuffling"""
+    """size of the shuffle buffer"""
     batch_across_files: Switch = False
-    """batches may span record files; off: what does not fill a batch at the end of a file is dropped, as the original"""
+    """batches may span record files; false: an incomplete batch at the end of a file is dropped, as in the original"""
     restart: bool = False
-    """a resumed run reads the training data from its beginning, not from where it stopped"""
+    """a resumed run reads the training data from the beginning instead of from where it stopped"""
     read_by: Literal["host", "driver"] = "host"
-    """who reads train_set under train.py: each host its own share, or the driver, which streams it to them"""
+    """what reads train_set under train.py: each host reads its own share, or the driver reads all and streams it to the hosts"""
     seed: CountOrZero = 0
     """seed of the shuffling"""
     val_batches: Annotated[int, Strict(), Ge(0), BeforeValidator(whole), Unit("batches")] = 100
-    """batches of one validation of each set; 0: no validation"""
+    """batches per validation of each set; 0: no validation"""
     val_batch_multiplier: Annotated[Count, Unit("microbatches")] = 1
-    """microbatches that make one validation batch"""
+    """microbatches per validation batch"""
     val_every: Steps = 500
-    """steps between validations, and between runs of eval_harness_tasks"""
-    eval_harness_tasks: Annotated[tuple[Name, ...], BeforeValidator(_listed)] = ()
-    """lm-evaluation-harness tasks run every val_every steps; a task that cannot be loaded stops the run"""
+    """steps between validations and between runs of eval_harness_tasks"""
+    eval_harness_tasks: Annotated[tuple[Name, ...], BeforeValidator(_list_to_tuple)] = ()
+    """lm-evaluation-harness tasks to run every val_every steps; a task that cannot be loaded stops the run"""
     eval_harness_include: OptionalText = None
-    """folder with further task files for eval_harness_tasks"""
+    """folder with additional task files for eval_harness_tasks"""
     eval_harness_data: OptionalText = None
-    """folder with LAMBADA and PIQA for eval_harness_tasks; absent: the Hugging Face hub"""
+    """folder with LAMBADA and PIQA for eval_harness_tasks; absent: download from the Hugging Face hub"""
     eval_harness_limit: Annotated[Count | None, Unit("questions")] = None
-    """ask only this many questions of each of eval_harness_tasks; absent: all"""
+    """largest number of questions per task of eval_harness_tasks; absent: all"""
 
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """A validation file alone gets the name `val`; an entry that is null is dropped."""
+        """Name a single validation file `val`, and drop the entries that are null."""
         val_set = values.get("val_set")
         if isinstance(val_set, str):
             values["val_set"] = {"val": val_set} if val_set else {}
@@ -119,7 +121,7 @@ class DataConfig(Group):
 
 
 class CheckpointConfig(Group):
-    """Where the run lives and what is kept."""
+    """Where the run is stored, and which checkpoints are kept."""
 
     bucket: Text = ""
     """Google Cloud Storage bucket, or bucket/folder; empty: model_dir is local"""
@@ -128,9 +130,9 @@ class CheckpointConfig(Group):
     ckpt_every: Steps = 500
     """steps between checkpoints; the last step is always saved"""
     keep_every: Steps | None = None
-    """checkpoints of steps that this divides are never deleted; absent: only the newest are kept"""
+    """keep the checkpoint of every step that this number divides; absent: keep only the newest"""
     keep_latest: Annotated[Count, Unit("checkpoints")] = 1
-    """number of newest checkpoints kept, besides those of keep_every"""
+    """number of newest checkpoints to keep, in addition to those of keep_every"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -158,28 +160,28 @@ class LoggingConfig(Group):
     name: OptionalText = None
     """name of the run"""
     comment: Text = ""
-    """free text, kept with the run"""
+    """free text, stored with the run"""
     wandb_project: OptionalText = None
-    """Weights & Biases project; absent: not used"""
+    """Weights & Biases project; absent: do not log there"""
     tensorboard: Switch = True
     """write TensorBoard event files into model_dir/tensorboard"""
 
 
 class ClusterConfig(Group):
-    """How train.py watches its workers. Without a driver these mean nothing."""
+    """How train.py watches its workers. These fields have no effect without a driver."""
 
     step_limit: Seconds = 20.0
-    """a step that takes this much longer than the slowest recent one is a hang; so is any other phase without work for this
-    long. Each hang doubles it until the run has passed that step"""
+    """seconds by which a step may exceed the slowest recent step before it counts as hung; also the longest silence in any
+    other phase. Each hang doubles it until the run has passed that step"""
     phase_limit: Seconds = 3600.0
-    """a start, a compilation, a wait for data, a validation or a save that takes longer is a hang, even if work is done
-    meanwhile"""
+    """seconds after which a start, a compilation, a wait for data, a validation or a save counts as hung, even while it
+    makes progress"""
     max_crashes: Annotated[CountOrZero, Unit("crashes")] = 5
-    """crashes in a row without a newer checkpoint after which the driver still starts the workers again"""
+    """crashes in a row without a newer checkpoint after which the driver still restarts the workers; the next ends the run"""
     driver_timeout: Seconds = 20.0
-    """workers that hear nothing from a driver for this long save and wait for one"""
+    """seconds without contact from a driver after which workers save and wait for a new one"""
     driver_wait: Annotated[Count, Unit("seconds")] = 3600
-    """how long they wait for a driver, the same command, before they end"""
+    """seconds that workers wait for a new driver (the same command) before they exit"""
 
 
 class Config(Group):
@@ -199,30 +201,29 @@ class Config(Group):
         check_sizes(self.sizes, self.mesh, mesh_shape(**self.mesh.given))
         if self.seq > self.model.seq:
             raise UserError(
-                f"data.seq {self.seq} is over the model's limit model.seq {self.model.seq}: "
-                f"lower data.seq or raise model.seq"
+                f"data.seq {self.seq} exceeds model.seq {self.model.seq}: lower data.seq or raise model.seq"
             )
         if self.data.tokenizer == "bytes" and self.model.n_vocab < BYTES_VOCAB:
             raise UserError(
-                f"model.n_vocab {self.model.n_vocab} is under the {BYTES_VOCAB} tokens of data.tokenizer bytes: "
+                f"model.n_vocab {self.model.n_vocab} is less than the {BYTES_VOCAB} tokens of data.tokenizer bytes: "
                 f"set model.n_vocab to {BYTES_VOCAB} or more"
             )
         return self
 
     @property
     def seq(self) -> int:
-        """Tokens of a training sequence."""
+        """Length of a training sequence, tokens."""
         return self.data.seq or self.model.seq
 
     @property
     def sizes(self) -> dict[str, list[Size]]:
-        """The named dimensions, with the fields that give their sizes."""
+        """The sizes of the named dimensions, with the fields that set them."""
         batch, seq = self.data.batch_size, [Size("data.seq", self.seq)]
         batches = [Size("data.batch_size", batch)] if batch else []
         return {"batch": batches, "seq": seq, "block_seq": seq, **self.model.decoder().sizes}
 
     def microbatch(self, shape: MeshShape) -> int:
-        """Sequences of one microbatch over the whole mesh.
+        """Sequences of a microbatch on the whole mesh.
 
         Raises:
             UserError: the axes that split the batch do not divide data.batch_size.
@@ -232,7 +233,7 @@ class Config(Group):
         return self.data.batch_size or (self.data.per_replica_batch or 1) * replicas
 
     def check_devices(self, n_devices: int) -> MeshShape:
-        """The mesh shape for `n_devices`, after every check that depends on it.
+        """The mesh shape for `n_devices`, after all checks that depend on it.
 
         Raises:
             UserError: the axes do not fit these devices, or do not divide a size.
@@ -243,17 +244,17 @@ class Config(Group):
 
 
 VARIANTS = marks(Config, Variants)
-"""The groups whose class one of their fields chooses."""
+"""The groups of which one field selects the class."""
 
 GROUPS: dict[str, Any] = {
     name: VARIANTS[name].merged if name in VARIANTS else field.annotation
     for name, field in Config.model_fields.items()
 }
-"""Every group, a subclass of `Group` with all fields that may stand in it."""
+"""Every group: a subclass of `Group` with all fields that it may have."""
 
 
 def class_at(place: Sequence[str]) -> tuple[type[Group], list[str]]:
-    """The class of the group that a validation error is in, and the place inside it: pydantic names the variant too."""
+    """The class of the group of a validation error, and the path inside it. pydantic puts the variant into the path."""
     group, *inside = place
     if group not in VARIANTS:
         return GROUPS[group], inside

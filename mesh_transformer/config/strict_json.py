@@ -1,4 +1,4 @@
-"""JSON as the standard has it: no NaN, no duplicate keys, and every fault a UserError."""
+"""Standard JSON: no NaN and no duplicate keys. Every fault is a UserError."""
 
 import json
 import re
@@ -9,12 +9,14 @@ from mesh_transformer import files
 from mesh_transformer.config.describe import short
 from mesh_transformer.errors import UserError
 
-MAX_BYTES = 16 << 20  # of a file beside a checkpoint's tensors
+# limit for a JSON file of a checkpoint
+MAX_BYTES = 16 << 20
 SHOWN_WORD = 40
 TRAILING = "a comma before the closing bracket"
 NO_COMMA = "a comma is missing after the value"
-END = r"(?=[\s,:{}\[\]]|$)"  # of a word
-# what the json module says, what stands at the fault, the cause; the first row that fits counts
+# the end of a word
+END = r"(?=[\s,:{}\[\]]|$)"
+# start of the json module's message, pattern of the text at the fault, cause; the first row that matches is used
 CAUSES = [
     ("", r"(<{7}|={7}|>{7}|\|{7})(\s|$)", "{line}: an unfinished git merge"),
     ("", r"//|#|/\*", "JSON has no comments"),
@@ -40,8 +42,8 @@ def parse(text: str, repeated: list[str] | None = None) -> Any:
     """Parse JSON text.
 
     Args:
-        repeated: filled with a sentence for each key that an object has twice with two values, of which the last one
-            is taken; absent: such a key is refused.
+        repeated: a list that gets a sentence for each key that an object has twice with different values; the last
+            value is used. None: such a key is refused.
 
     Raises:
         UserError: the text is not standard JSON or an object has a key twice.
@@ -53,7 +55,7 @@ def parse(text: str, repeated: list[str] | None = None) -> Any:
             if key in values:
                 if values[key] == value and repeated is not None:
                     continue
-                twice = f"the key {short(key)} is there twice ({short(values[key])} and {short(value)})"
+                twice = f"the key {short(key)} occurs twice ({short(values[key])} and {short(value)})"
                 if repeated is None:
                     raise UserError(f"{twice}: keep one")
                 repeated.append(twice)
@@ -71,7 +73,7 @@ def parse(text: str, repeated: list[str] | None = None) -> Any:
     except json.JSONDecodeError as error:
         raise UserError(f"not JSON: {_explain(text, error)}") from error
     except ValueError as error:
-        # the one other cause: Python limits the digits of a whole number
+        # the only other cause: Python limits the digits of a whole number
         digits = sys.get_int_max_str_digits()
         line = _line_of(text, rf"\d{{{digits + 1}}}")
         raise UserError(f"{line}: a number of more than {digits:,} digits") from error
@@ -80,10 +82,10 @@ def parse(text: str, repeated: list[str] | None = None) -> Any:
 
 
 def read_object(path: str) -> dict[str, Any]:
-    """A JSON object of at most MAX_BYTES.
+    """Read a JSON object of at most MAX_BYTES from a file, local or gs://.
 
     Raises:
-        UserError: there is no such file, it is too large, or no JSON object.
+        UserError: the file does not exist, is too large or is not a JSON object.
     """
     size = files.size(path)
     if size > MAX_BYTES:
@@ -92,10 +94,10 @@ def read_object(path: str) -> dict[str, Any]:
 
 
 def parse_object(raw: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `raw`, which messages call `what`.
+    """Parse the JSON object in `raw`, which messages call `what`.
 
     Raises:
-        UserError: it is none.
+        UserError: `raw` is not a JSON object.
     """
     try:
         value = parse(raw.decode())
@@ -109,7 +111,7 @@ def parse_object(raw: bytes, what: str) -> dict[str, Any]:
 def _explain(text: str, error: json.JSONDecodeError) -> str:
     """`line N: cause` for text that the json module refused with `error`."""
     before, after = text[: error.pos].rstrip(), text[error.pos :].lstrip()
-    # from Python 3.13 on the error stands at the comma itself
+    # from Python 3.13 on, the error is at the comma itself
     if re.match(r".?,\s*[}\]]", before[-1:] + after, re.DOTALL):
         cause = TRAILING
     else:
@@ -117,14 +119,14 @@ def _explain(text: str, error: json.JSONDecodeError) -> str:
             cause for said, at, cause in CAUSES if error.msg.startswith(said) and re.match(at, after)
         )
     word = re.split(r"[\s,:{}\[\]]", after, maxsplit=1)[0][:SHOWN_WORD] or after[:1]
-    # what is missing, or there too much, before a line's first character stands on the line before
+    # an error at the first character of a line may be due to the end of the line before
     place = len(before) if cause in (TRAILING, NO_COMMA) else error.pos
     line = "".join(after.splitlines()[:1])[:SHOWN_WORD].rstrip()
     return f"line {text.count(chr(10), 0, place) + 1}: {cause.format(word=word, line=line)}"
 
 
 def _line_of(text: str, pattern: str) -> str:
-    """`line N`, of the first match outside the strings."""
+    """`line N` of the first match outside strings."""
     outside = re.sub(r'"(?:\\.|[^"\\])*"', lambda string: " " * len(string.group()), text)
     match = re.search(pattern, outside)
     return f"line {text.count(chr(10), 0, match.start() if match else 0) + 1}"

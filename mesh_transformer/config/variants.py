@@ -1,4 +1,4 @@
-"""A group whose fields depend on one of them: `optimizer.name` chooses the class of `optimizer`."""
+"""Groups whose class one of their fields selects, as `optimizer.name` selects the class of `optimizer`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from mesh_transformer.fields import Group
 
 @dataclass(frozen=True)
 class Variants:
-    """In `Annotated[Base, Variants(tag, classes)]`: the field `tag` of the group names its class.
+    """Marks a group, as `Annotated[Base, Variants(tag, classes)]`: the field `tag` names the class of the group.
 
-    The first class is the default. The tag of each is a `Literal` of its own name.
+    The first class is the default. In each class, the field `tag` is a `Literal` of the name of the class.
     """
 
     tag: str
     classes: Mapping[str, type[Group]]
 
     def chosen(self, values: Any) -> str:
-        """The name of the class for these values, a dictionary or a group; null is the same as absent."""
+        """The name of the class that these values select: a dictionary or a group. Null means absent."""
         given = values.get(self.tag) if isinstance(values, dict) else getattr(values, self.tag)
         return next(iter(self.classes)) if given is None else given
 
@@ -34,7 +34,7 @@ class Variants:
 
     @cached_property
     def merged(self) -> type[Group]:
-        """A group with the fields of all classes, for lookups by name; a field of several is as the first has it."""
+        """A group with the fields of all classes, for lookups by name. The first class with a field defines it."""
         fields: dict[str, Any] = {}
         for group in self.classes.values():
             hints = get_type_hints(group, include_extras=True)
@@ -44,10 +44,10 @@ class Variants:
         return create_model("Merged", __base__=Group, **fields)
 
     def check(self, group: str, values: dict[str, Any]) -> None:
-        """Refuse an unknown name, and fields that only other classes have.
+        """Refuse an unknown class, and fields that only other classes have.
 
         Raises:
-            UserError: says which classes there are, or which of them has the field.
+            UserError: lists the classes, or names those that have the field.
         """
         name, where = self.chosen(values), f"{group}.{self.tag}"
         if name not in tuple(self.classes):
@@ -59,7 +59,7 @@ class Variants:
                 continue
             owners = self.having(field)
             raise UserError(
-                f"{group}.{field} is a field of {where} {' and '.join(owners)}, not of {name}: leave it out "
+                f"{group}.{field} is a field of {where} {' and '.join(owners)}, not of {name}: remove it "
                 f"(--set {group}.{field}=null), or set {where}={owners[0]}"
                 + did_you_mean(field, own, f"{group}.")
             )

@@ -1,4 +1,4 @@
-"""Files of the original program and of its forks: what it took is taken, with the meaning that it had there."""
+"""Files of the original program and of its forks load with the meaning that they had there."""
 
 import csv
 import json
@@ -48,27 +48,27 @@ def test_the_files_of_2021_load_or_are_refused_as_by_the_original(shared: Path) 
 @pytest.mark.parametrize(
     ("values", "notes", "as_if"),
     [
-        ({"pe_rotary_dims": 64}, ["pe_rotary_dims 64: more than the 8 dims of a head"], {"pe_rotary_dims": 8}),
+        ({"pe_rotary_dims": 64}, ["pe_rotary_dims 64 exceeds the 8 dims of a head"], {"pe_rotary_dims": 8}),
         ({"pe_rotary_dims": 8}, [], {"pe_rotary_dims": 8}),
         ({"pe": "fixed", "pe_rotary_dims": 0}, [], {"pe": "fixed"}),
-        ({"d_head": 16}, ["d_head 16: not read", "= 8 dims"], {}),
+        ({"d_head": 16}, ["d_head 16 is ignored", "= 8 dims"], {}),
         ({"d_head": 8}, [], {}),
         ({"d_head": 16, "pe_rotary_dims": 16}, ["d_head 16", "pe_rotary_dims 16"], {}),
-        ({"pe": None}, ["no pe: t5"], {"pe": "t5"}),
-        ({"pe": None, "pe_rotary_dims": 4}, ["no pe: rotary"], {"pe_rotary_dims": 4}),
-        ({"norm": None}, ["no norm: layernorm"], {"norm": "layernorm"}),
+        ({"pe": None}, ["pe is not given: t5"], {"pe": "t5"}),
+        ({"pe": None, "pe_rotary_dims": 4}, ["pe is not given: rotary"], {"pe_rotary_dims": 4}),
+        ({"norm": None}, ["norm is not given: layernorm"], {"norm": "layernorm"}),
         ({"norm": "layernorm-desync"}, ["norm layernorm-desync"], {}),
         ({"norm": "layernorm-desync", "cores_per_replica": 1}, ["norm layernorm-desync"], {}),
-        ({"bucket": "gs://b", "model_dir": "x"}, ["bucket 'gs://b': read as b"], {"bucket": "b", "model_dir": "x"}),
+        ({"bucket": "gs://b", "model_dir": "x"}, ["bucket 'gs://b' is read as b"], {"bucket": "b", "model_dir": "x"}),
         ({"bucket": "b", "model_dir": "/content/x/"}, [], {"bucket": "b", "model_dir": "content/x"}),
-        ({"bucket": "b", "model_dir": ""}, ["model_dir '': no folder; the default is taken, runs/model"], {"bucket": "b"}),
-        ({"bucket": "b", "model_dir": "/"}, ["model_dir '/': no folder"], {"bucket": "b"}),
-        ({"bucket": "b", "model_dir": "gs://c/x"}, ["bucket 'b' is not used"], {"bucket": "c", "model_dir": "x"}),
-        ({"bucket": "b", "model_dir": "gs://c"}, ["bucket 'b' is not used", "runs/model"], {"bucket": "c"}),
-        ({"bucket": "", "model_dir": ""}, ["model_dir '': no folder"], {}),
+        ({"bucket": "b", "model_dir": ""}, ["model_dir '' names no folder: the default, runs/model, is used"], {"bucket": "b"}),
+        ({"bucket": "b", "model_dir": "/"}, ["model_dir '/' names no folder"], {"bucket": "b"}),
+        ({"bucket": "b", "model_dir": "gs://c/x"}, ["bucket 'b' is ignored"], {"bucket": "c", "model_dir": "x"}),
+        ({"bucket": "b", "model_dir": "gs://c"}, ["bucket 'b' is ignored", "runs/model"], {"bucket": "c"}),
+        ({"bucket": "", "model_dir": ""}, ["model_dir '' names no folder"], {}),
         ({"eval_harness_tasks": {}}, [], {}),
-        ({"eval_harness_tasks": "none yet"}, ["eval_harness_tasks 'none yet': no list"], {}),
-        ({"eval_harness_tasks": ["piqa", ""]}, ["an empty name"], {"eval_harness_tasks": ["piqa"]}),
+        ({"eval_harness_tasks": "none yet"}, ["eval_harness_tasks 'none yet' is not a list"], {}),
+        ({"eval_harness_tasks": ["piqa", ""]}, ["the empty name"], {"eval_harness_tasks": ["piqa"]}),
         ({"tpu_size": "v3-8"}, ["tpu_size 'v3-8'"], {}),
         ({"comment": ["a", 1]}, [], {"comment": '["a", 1]'}),
         ({"comment": "a\u00a0b"}, [], {"comment": "a b"}),
@@ -76,7 +76,7 @@ def test_the_files_of_2021_load_or_are_refused_as_by_the_original(shared: Path) 
     ],
     ids=str,
 )  # fmt: skip
-def test_a_value_means_what_it_meant(
+def test_a_value_keeps_its_meaning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, values: dict, notes: list[str], as_if: dict
 ) -> None:
     config = read(tmp_path, json.dumps({**FLAT, **values}))
@@ -112,17 +112,18 @@ def test_a_warning_is_given_once(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_a_key_given_twice_counts_at_its_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_value_of_a_repeated_key_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = json.dumps({**FLAT, "lr": 1, "val_set": {"a": "x"}})
     text = text.replace('"lr": 1', '"lr": 1, "lr": 2, "end_lr": 0, "end_lr": 0').replace(
         '"x"', '"x", "a": "y"'
     )
     config = read(tmp_path, text)
     assert (config.optimizer.lr, config.data.val_set) == (2, {"a": "y"})
-    told = [record.getMessage().split(": ", 1)[1] for record in caplog.records]
-    assert told == [  # end_lr has one value: that needs no word
-        "the key 'a' is there twice ('x' and 'y'): the last one counts",
-        "the key 'lr' is there twice (1 and 2): the last one counts",
+    messages = [record.getMessage().split(": ", 1)[1] for record in caplog.records]
+    # end_lr has the same value twice: no message
+    assert messages == [
+        "the key 'a' occurs twice ('x' and 'y'): the last value is used",
+        "the key 'lr' occurs twice (1 and 2): the last value is used",
     ]
 
 
@@ -135,13 +136,13 @@ def test_distances_of_any_size(every: int) -> None:
         parse_config({**FLAT, "val_every": 0})
 
 
-def test_the_command_line_counts_before_the_meaning(caplog: pytest.LogCaptureFixture) -> None:
+def test_overrides_apply_before_values_are_interpreted(caplog: pytest.LogCaptureFixture) -> None:
     old = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 512, "norm": "layernorm-desync", "d_head": 16}
     changes = ["model.pe=rotary", "norm=layernorm", "model.d_head=32", "cores_per_replica=2"]
     model = parse_config(old, changes).model
     assert (model.pe, model.norm, model.d_head, model.pe_rotary_dims) == ("rotary", "layernorm", 32, 32)
     assert caplog.records == []
-    # what the file's dims mean follows the sizes of the command line
+    # the sizes on the command line decide what the file's dims mean
     assert parse_config({**FLAT, "pe_rotary_dims": 64}, ["d_model=1024"]).model.pe_rotary_dims == 64
     for refused in (["cores_per_replica=2"], ["model.norm=layernorm-desync"]):
         with pytest.raises(UserError, match=r"'layernorm-desync': each shard .*did you mean layernorm\?"):
@@ -149,7 +150,7 @@ def test_the_command_line_counts_before_the_meaning(caplog: pytest.LogCaptureFix
 
 
 def test_whole_heads_and_the_relative_bias_are_those_of_the_golden_models(original: Path) -> None:
-    """tests/models/test_golden.py compares the models of the right side with the original's numbers."""
+    """tests/models/test_golden.py compares the models on the right-hand sides with the original's numbers."""
     read = {}
     for variant in ("rotary_layernorm", "t5_layernorm"):
         read[variant] = json.loads((original / f"configs/variant_{variant}.json").read_text())
@@ -159,57 +160,60 @@ def test_whole_heads_and_the_relative_bias_are_those_of_the_golden_models(origin
     assert parse_config({**t5, "pe": None, "pe_rotary_dims": None}).model == parse_config(t5).model
 
 
-def test_keys_of_a_fork_are_left_out(tmp_path: Path) -> None:
+def test_keys_of_a_fork_can_be_ignored(tmp_path: Path) -> None:
     text = json.dumps({**FLAT, "step_shift": 3, "secret": None, "optimizer": ["init_fn"]})
     message = refusal(tmp_path, text)
-    hint = "--ignore-keys step_shift,secret,optimizer leaves them out"
+    hint = "--ignore-keys step_shift,secret,optimizer ignores them"
     assert message == (
-        'unknown keys step_shift, secret: no fields of this program; "optimizer" is the name of a group, '
-        f"the other 6 keys are classic ones: remove or rename it; {hint}"
+        'unknown keys step_shift, secret: not fields of this program; "optimizer" is the name of a group, '
+        f"but the other 6 keys are classic: remove or rename it; {hint}"
     )
     assert read(tmp_path, text, "-step_shift", "-secret", "-optimizer", "-other").model.layers == 2
     many = {f"{'long' * 10}_{i}": 1 for i in range(50)}
     assert refusal(tmp_path, json.dumps({**FLAT, **many})).endswith(
-        " and 42 more: no fields of this program; --ignore-keys KEY,... leaves them out"
+        " and 42 more: not fields of this program; --ignore-keys KEY,... ignores them"
     )
     grouped = json.dumps({"model": {**FLAT, "secret": 3}, "extra": 1})
-    assert "--ignore-keys model.secret,extra leaves them out" in refusal(tmp_path, grouped)
+    assert "--ignore-keys model.secret,extra ignores them" in refusal(tmp_path, grouped)
     assert read(tmp_path, grouped, "-model.secret", "-extra", "model.layers=3").model.layers == 3
 
 
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({**FLAT, "secret": 1}, "unknown key secret: no field of this program; --ignore-keys secret leaves it out"),
-        ({**FLAT, "a key": 1}, "unknown key a key: no field of this program; --ignore-keys 'a key' leaves it out"),
-        ({**FLAT, "learning_rate": 1}, "unknown key learning_rate: did you mean optimizer.lr? --ignore-keys learning_rate leaves it out"),
-        ({**FLAT, "n_layer": 1}, "unknown key n_layer: did you mean model.layers? --ignore-keys n_layer leaves it out"),
-        ({**FLAT, "batch": 1}, "unknown key batch: did you mean data.batch_size? A flat (classic) file cannot hold it: remove it and pass --set data.batch_size=VALUE, or write the file in groups; --ignore-keys batch leaves it out"),
-        ({**FLAT, "model": "gpt"}, '"model" is the name of a group, the other 6 keys are classic ones: remove or rename it; --ignore-keys model leaves it out'),
-        ({**FLAT, "optimizer": {"lr": 1}}, '"optimizer" is the name of a group, the other 6 keys are classic ones: remove or rename it; --ignore-keys optimizer leaves it out'),
-        ({"model": FLAT, "lr": 1}, 'lr stands outside the groups: write it inside "optimizer": {...}; --ignore-keys lr leaves it out'),
-        ({"model": FLAT, "seed": 1}, 'seed stands outside the groups: write it inside "model": {...} or "data": {...}; --ignore-keys seed leaves it out'),
-        ({"model": FLAT, "cores_per_replica": 1}, 'cores_per_replica stands outside the groups: write it as "tp" inside "mesh": {...}; --ignore-keys cores_per_replica leaves it out'),
-        ({"model": FLAT, "steps": 1}, "unknown key steps: did you mean optimizer.total_steps? --ignore-keys steps leaves it out"),
-        ({"model": FLAT, "optimiser": {"lr": 1}}, "unknown group optimiser: did you mean optimizer? --ignore-keys optimiser leaves it out"),
-        ({"model": {**FLAT, "vocab_size": 1}}, "unknown key model.vocab_size: did you mean model.n_vocab? --ignore-keys model.vocab_size leaves it out"),
-        ({**FLAT, "a\nb": 1}, r"unknown key 'a\nb': no field of this program; remove it from the file"),
-        ({**FLAT, "\x1b[31m": 1, "": 2, "-x": 3, "a,b": 4}, r"unknown keys '\x1b[31m', '', -x, a,b: no fields of this program; remove them from the file"),
-        ({"params": FLAT}, "it holds one object, params: a file is one config, write the content of one object to a file"),
-        ({"Model": FLAT}, "unknown key Model: did you mean model? --ignore-keys Model leaves it out"),
+        ({**FLAT, "secret": 1}, "unknown key secret: not a field of this program; --ignore-keys secret ignores it"),
+        ({**FLAT, "a key": 1}, "unknown key a key: not a field of this program; --ignore-keys 'a key' ignores it"),
+        ({**FLAT, "learning_rate": 1}, "unknown key learning_rate: did you mean optimizer.lr? --ignore-keys learning_rate ignores it"),
+        ({**FLAT, "n_layer": 1}, "unknown key n_layer: did you mean model.layers? --ignore-keys n_layer ignores it"),
+        ({**FLAT, "batch": 1}, "unknown key batch: did you mean data.batch_size? A flat (classic) file cannot hold it: remove it and pass --set data.batch_size=VALUE, or write the file in groups; --ignore-keys batch ignores it"),
+        ({**FLAT, "model": "gpt"}, '"model" is the name of a group, but the other 6 keys are classic: remove or rename it; --ignore-keys model ignores it'),
+        ({**FLAT, "optimizer": {"lr": 1}}, '"optimizer" is the name of a group, but the other 6 keys are classic: remove or rename it; --ignore-keys optimizer ignores it'),
+        ({"model": FLAT, "lr": 1}, 'lr is outside the groups: write it inside "optimizer": {...}; --ignore-keys lr ignores it'),
+        ({"model": FLAT, "seed": 1}, 'seed is outside the groups: write it inside "model": {...} or "data": {...}; --ignore-keys seed ignores it'),
+        ({"model": FLAT, "cores_per_replica": 1}, 'cores_per_replica is outside the groups: write it as "tp" inside "mesh": {...}; --ignore-keys cores_per_replica ignores it'),
+        ({"model": FLAT, "steps": 1}, "unknown key steps: did you mean optimizer.total_steps? --ignore-keys steps ignores it"),
+        ({"model": FLAT, "optimiser": {"lr": 1}}, "unknown group optimiser: did you mean optimizer? --ignore-keys optimiser ignores it"),
+        ({"model": {**FLAT, "vocab_size": 1}}, "unknown key model.vocab_size: did you mean model.n_vocab? --ignore-keys model.vocab_size ignores it"),
+        ({**FLAT, "a\nb": 1}, r"unknown key 'a\nb': not a field of this program; remove it from the file"),
+        ({**FLAT, "\x1b[31m": 1, "": 2, "-x": 3, "a,b": 4}, r"unknown keys '\x1b[31m', '', -x, a,b: not fields of this program; remove them from the file"),
+        ({"params": FLAT}, "the file holds one object, params: a file holds one config, so write one of them to its own file"),
+        ({"Model": FLAT}, "unknown key Model: did you mean model? --ignore-keys Model ignores it"),
         ({**FLAT, "val_set": {"": "x"}}, "data.val_set = '': expected a string that is not empty"),
-        ({"gpt2": {"a": 1}, "gptj": {"a": 1}}, "it holds 2 objects, gpt2, gptj: a file is one config, write the content of one object to a file"),
+        ({"gpt2": {"a": 1}, "gptj": {"a": 1}}, "the file holds 2 objects, gpt2, gptj: a file holds one config, so write one of them to its own file"),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_name_that_is_wrong(tmp_path: Path, raw: dict[str, Any], message: str) -> None:
+def test_an_unknown_name(tmp_path: Path, raw: dict[str, Any], message: str) -> None:
     assert refusal(tmp_path, json.dumps(raw)) == message
 
 
 def test_too_many_keys_are_refused_before_each_is_looked_up(tmp_path: Path) -> None:
     many = {f"key_{i}": 1 for i in range(5000)}
-    assert refusal(tmp_path, json.dumps(many)) == "it has 5,000 keys: a config has at most 1,000"
-    assert refusal(tmp_path, json.dumps({"model": many})) == "it has 5,001 keys: a config has at most 1,000"
+    assert refusal(tmp_path, json.dumps(many)) == "the file has 5,000 keys: a config has at most 1,000"
+    assert (
+        refusal(tmp_path, json.dumps({"model": many}))
+        == "the file has 5,001 keys: a config has at most 1,000"
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,5 +254,5 @@ def test_names_of_other_programs_on_the_command_line(name: str, field: str) -> N
         ('{"a": 1}}', "line 1: more text after the last closing bracket"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_the_json(tmp_path: Path, text: str, fault: str) -> None:
+def test_the_fault_in_the_json(tmp_path: Path, text: str, fault: str) -> None:
     assert refusal(tmp_path, text) == f"not JSON: {fault}"

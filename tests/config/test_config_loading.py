@@ -1,4 +1,4 @@
-"""Reading a config: both spellings, overrides, and what a hostile file or command line is told."""
+"""Loading a config: both spellings, overrides, and the messages for bad files and command lines."""
 
 import json
 import time
@@ -134,7 +134,8 @@ def test_overrides_apply_in_order_on_top_of_the_file() -> None:
     assert config.data.val_set == {"val": "v.txt", "b": "c"}
     assert (config.data.per_replica_batch, config.data.batch_size) == (None, 6)
     assert parse_config(raw, ["data.val_set.b=c", "data.val_set.val=null"]).data.val_set == {"b": "c"}
-    assert raw["val_set"] == "v.txt"  # the caller's dictionary is left alone
+    # the caller's dictionary does not change
+    assert raw["val_set"] == "v.txt"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_overrides_apply_in_order_on_top_of_the_file() -> None:
         ("checkpoint.model_dir=", ["checkpoint.model_dir = ''", "not empty"]),
         ("checkpoint.bucket=gs://x", ["without gs://"]),
         ("eval_harness_tasks=piqa", ["a list of strings"]),
-        ("data.val_set=[1]", ["data.val_set = [1]", "an object of name to file"]),
+        ("data.val_set=[1]", ["data.val_set = [1]", "an object that maps names to files"]),
         ("data.train_set=a\0b", ["cannot be printed"]),
     ],
 )
@@ -194,7 +195,7 @@ def test_override_is_refused(override: str, parts: list[str]) -> None:
         ({"model": 3}, ["model = 3", "object of fields"]),
         ({"mesh": {}}, ["not given: model.layers"]),
         ({"modle": FLAT}, ["did you mean model?"]),
-        ({**GROUPED, "lr": 3}, ['lr stands outside the groups: write it inside "optimizer": {...}']),
+        ({**GROUPED, "lr": 3}, ['lr is outside the groups: write it inside "optimizer": {...}']),
         (
             {"model": {**FLAT, "val_every": 3}},
             ["unknown key model.val_every", "did you mean data.val_every?"],
@@ -211,7 +212,8 @@ def test_override_is_refused(override: str, parts: list[str]) -> None:
         ({**FLAT, "val_set": {"a": 1.5}}, ["data.val_set.a = 1.5", "a string"]),
         ({**FLAT, "val_set": {"": "x"}}, ["not empty"]),
         ({**FLAT, "eval_harness_tasks": [True]}, ["data.eval_harness_tasks.0 = true"]),
-        ({**FLAT, "layers": 0, "lr": 0}, ["model.layers = 0", "optimizer.lr = 0"]),  # all faults at once
+        # all faults at once
+        ({**FLAT, "layers": 0, "lr": 0}, ["model.layers = 0", "optimizer.lr = 0"]),
     ],
 )
 def test_file_content_is_refused(raw: Any, parts: list[str]) -> None:
@@ -237,8 +239,8 @@ def test_messages_stay_short_for_huge_input() -> None:
         (b"3", "must be a JSON object"),
         (b"null", "must be a JSON object ({...}), not null"),
         (b'{"layers": 1,}', "not JSON"),
-        (b'{"mesh": {}, "mesh": {"tp": 2}}', "'mesh' is there twice ({} and {'tp': 2}): keep one"),
-        (b'{"mesh": {"tp": 1, "tp": 2}}', "'tp' is there twice"),
+        (b'{"mesh": {}, "mesh": {"tp": 2}}', "'mesh' occurs twice ({} and {'tp': 2}): keep one"),
+        (b'{"mesh": {"tp": 1, "tp": 2}}', "'tp' occurs twice"),
         (b'{"lr": NaN}', "NaN is not a number"),
         (b'{"name": "NaN \\" NaN",\n"lr": NaN}', "line 2: NaN is not a number"),
         (b'{"lr": -Infinity}', "-Infinity is not a number"),
@@ -311,7 +313,7 @@ def test_either_batch_size_on_the_command_line_replaces_the_other(override, micr
         ("model.logits_mib", "compute.logits_mib", 7),
     ],
 )
-def test_fields_that_moved_are_still_found(old, new, value, caplog):
+def test_moved_fields_still_load(old, new, value, caplog):
     (_, _, old_field), (group, _, field) = old.rpartition("."), new.partition(".")
     found = [parse_config(GROUPED, [f"{old}={value}"]), parse_config({"model": {**FLAT, old_field: value}})]
     assert not caplog.records
@@ -320,7 +322,7 @@ def test_fields_that_moved_are_still_found(old, new, value, caplog):
     assert [getattr(getattr(config, group), field) for config in found] == [value] * 4
 
 
-def test_more_layers_than_can_be_listed_are_refused() -> None:
+def test_too_many_layers_are_refused() -> None:
     assert "model.layers = 2147483647: expected a whole number" in refusal(
         {"model": {**FLAT, "layers": 2**31 - 1}}
     )

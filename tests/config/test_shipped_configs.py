@@ -1,4 +1,4 @@
-"""The shipped configs load, fit their devices, and docs/config.md is what its generator writes."""
+"""The shipped configs load and fit their devices; docs/config.md is up to date."""
 
 import math
 import runpy
@@ -9,7 +9,7 @@ import pytest
 from mesh_transformer.config import load_config
 from mesh_transformer.config.schema import GROUPS
 
-# file -> (devices it is meant for, sequences a step)
+# file -> (number of devices, sequences per step)
 INTENDED = {
     "6B_roto_256.json": (256, 512),
     "6B_finetune_v3-8.json": (8, 16),
