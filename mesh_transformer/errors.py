@@ -1,4 +1,4 @@
-"""Exceptions that mean "the user can mend this", and "this run failed"."""
+"""Exceptions for bad input, which the user can correct, and for runs that fail."""
 
 import errno
 
@@ -8,28 +8,29 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class UserError(ValueError):
     """Bad input: the message says what was given, what is allowed and what to change.
 
-    Entry points print the message alone and exit with code 2; every other exception is a bug or a failure
-    of the machine and keeps its traceback.
+    Entry points print only the message and exit with code 2. Every other exception is a bug or a failure of the machine
+    and is printed with its traceback.
     """
 
 
 class CredentialsError(UserError):
-    """This machine has no credentials for a bucket, or they are refused. On a host of a cluster that may pass."""
+    """This machine has no credentials for a bucket, or the bucket refuses them. On a host of a cluster this may be temporary."""
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on for a reason that is no bug, such as a loss that is not finite.
+    """A run that cannot continue for a reason that is not a bug, such as a loss that is not finite.
 
-    Entry points print the message alone and exit with code 1.
+    Entry points print only the message and exit with code 1.
     """
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that led to it, says that the disk, the user's share of it or a file is full."""
+    """Whether an error, or one of its causes, says that the disk or the quota is full, or that a file is too large."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True
-        if any(f"[os_error_code='{number}']" in str(error) for number in _FULL):  # as TensorStore tells it
+        # the text of TensorStore's error
+        if any(f"[os_error_code='{number}']" in str(error) for number in _FULL):
             return True
         error = error.__cause__ or error.__context__
     return False

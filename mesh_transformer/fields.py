@@ -1,4 +1,4 @@
-"""What the groups of a config are made of: number and text types that carry their unit, and the frozen group."""
+"""The base class of config groups, and the types of their fields with limits and units."""
 
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -8,11 +8,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, model_valid
 from mesh_transformer.errors import UserError
 
 _Mark = TypeVar("_Mark")
-INT32_MAX = 2**31 - 1  # what a step counter and a random seed hold on the device
+# largest step counter and random seed on the device
+INT32_MAX = 2**31 - 1
 
 
-class Note:
-    """A text that the JSON schema of a field holds, for docs/config.md."""
+class SchemaText:
+    """Text that is added to the JSON schema of a field, for docs/config.md."""
 
     def __init__(self, text: str):
         self.text = text
@@ -21,27 +22,28 @@ class Note:
         return {**handler(core), type(self).__name__.lower(): self.text}
 
 
-class Unit(Note):
-    """What a number counts."""
+class Unit(SchemaText):
+    """The unit of a number."""
 
 
-class Derived(Note):
-    """How an absent value is found, for a field whose default depends on other fields."""
+class Derived(SchemaText):
+    """The rule for a default that depends on other fields."""
 
 
 def whole(value: Any) -> Any:
-    """2e3 in JSON is a float: accept it where it is a whole number."""
+    """Convert a float such as 2e3 to an int if it is a whole number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def size(value: Any) -> int | None:
-    """A usable size, or None for what validation is going to refuse."""
+    """A valid size, or None if validation will refuse the value."""
     value = whole(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _text(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):  # a run named 2021
+    # a run may be named 2021
+    if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, str) and not value.replace("\n", "").replace("\t", "").isprintable():
         raise UserError("it holds a character that cannot be printed: remove it")
@@ -56,12 +58,12 @@ Count = Annotated[int, Strict(), Ge(1), Le(INT32_MAX), BeforeValidator(whole)]
 CountOrZero = Annotated[int, Strict(), Ge(0), Le(INT32_MAX), BeforeValidator(whole)]
 Dims = Annotated[Count, Unit("dims")]
 Heads = Annotated[Count, Unit("heads")]
-# a decoder lists its layers, and a file from strangers may give any number
+# limited, because a decoder lists its layers and a file may give any number
 Layers = Annotated[Count, Le(100_000), Unit("layers")]
 Tokens = Annotated[Count, Unit("tokens")]
 Rows = Annotated[Count, Unit("rows")]
 Devices = Annotated[Count, Unit("devices")]
-# steps are counted by Python, or compared as float32: a distance that no run reaches means "never"
+# unlimited: Python counts steps, and an interval that no run reaches means "never"
 Steps = Annotated[int, Strict(), Ge(1), BeforeValidator(whole), Unit("steps")]
 Sequences = Annotated[Count, Unit("sequences")]
 Mebibytes = Annotated[Count, Unit("MiB")]
@@ -78,9 +80,9 @@ OptionalText = Annotated[str | None, BeforeValidator(_blank_is_none)]
 
 
 class Size(NamedTuple):
-    """The size of a named dimension, and the field that gives it.
+    """The size of a named dimension, and the field that sets it.
 
-    Where the size is `value` rounded up to a multiple, as the rows of a vocabulary are, `multiple_field` gives that one.
+    The size is `value`, rounded up to a multiple of `multiple`, the value of `multiple_field`, as for the vocabulary.
     """
 
     field: str
@@ -90,9 +92,9 @@ class Size(NamedTuple):
 
 
 class Group(BaseModel):
-    """A frozen group of fields that rejects names it does not know; null is the same as absent."""
+    """A frozen group of fields that refuses unknown names. Null means absent."""
 
-    # the text below a field is its description
+    # the docstring below a field is its description
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
@@ -104,11 +106,11 @@ class Group(BaseModel):
 
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Fill in fields that depend on others; the values are not validated yet."""
+        """Fill in fields that depend on others. The values are not validated yet."""
         return values
 
 
 def marks(group: type[Group], kind: type[_Mark]) -> dict[str, _Mark]:
-    """The fields that are annotated with a mark of this kind, each with its mark."""
+    """The fields that are annotated with a mark of type `kind`, with their marks."""
     annotations = ((name, mark) for name, field in group.model_fields.items() for mark in field.metadata)
     return {name: mark for name, mark in annotations if isinstance(mark, kind)}

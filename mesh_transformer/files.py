@@ -1,8 +1,8 @@
 """Paths that may be local or on Google Cloud Storage (`gs://bucket/name`).
 
-Calls to the cloud are repeated with growing pauses, for two minutes, after answers 408, 429 and 5xx and after cut
-connections; then the library's own exception is raised. Without credentials, or with ones that are refused, every function
-raises CredentialsError.
+Storage calls are retried for two minutes, with exponential backoff, after responses 408, 429 and 5xx and after lost
+connections; then the library's own exception is raised. If credentials are missing or refused, every function raises
+CredentialsError.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ from mesh_transformer.errors import CredentialsError, UserError
 RETRY_FIRST_S = 0.2
 RETRY_MAX_S = 20.0
 RETRY_TOTAL_S = 120.0
-REMOTE_PIECE_BYTES = 16 << 20  # what is asked for, held beside the buffer and perhaps repeated at a time
+# size of one read from a bucket: it is copied into the buffer, and retried as a whole
+REMOTE_READ_BYTES = 16 << 20
 
 
 def is_remote(path: str) -> bool:
@@ -29,7 +30,7 @@ def is_remote(path: str) -> bool:
 
 
 def join(path: str, *parts: str) -> str:
-    """`os.path.join` that keeps `gs://` URLs with forward slashes."""
+    """`os.path.join` that uses forward slashes in `gs://` URLs."""
     return posixpath.join(path, *parts) if is_remote(path) else os.path.join(path, *parts)
 
 
@@ -42,11 +43,12 @@ def open_binary(path: str, mode: str = "rb") -> IO[bytes]:
     """Open a local or `gs://` file for binary reading or writing, without decompression.
 
     Raises:
-        UserError: a file to be read does not exist.
+        UserError: the file to read does not exist.
     """
     if not is_remote(path):
         try:
-            return open(path, mode)  # noqa: SIM115  (the caller closes it)
+            # the caller closes it
+            return open(path, mode)  # noqa: SIM115
         except FileNotFoundError as error:
             raise UserError(f"no such file: {path}") from error
     import smart_open
@@ -64,10 +66,10 @@ def exists(path: str) -> bool:
 
 
 def size(path: str) -> int:
-    """Bytes of a file (local or `gs://`).
+    """Size of a file (local or `gs://`), bytes.
 
     Raises:
-        UserError: there is no such file.
+        UserError: the file does not exist.
     """
     if not is_remote(path):
         if not os.path.isfile(path):
@@ -80,10 +82,10 @@ def size(path: str) -> int:
 
 
 def read_range(path: str, start: int, length: int) -> bytes:
-    """Bytes `start` to `start + length` of a file (local or `gs://`); fewer where the file ends before.
+    """Bytes `start` to `start + length` of a file (local or `gs://`); fewer, if the file ends before.
 
     Raises:
-        UserError: there is no such file.
+        UserError: the file does not exist.
     """
     if length <= 0:
         return b""
@@ -102,17 +104,17 @@ def read_range(path: str, start: int, length: int) -> bytes:
 
 
 def read_into(path: str, start: int, buffer: memoryview) -> int:
-    """Fill a buffer of bytes from position `start` of a file (local or `gs://`); returns how many there were.
+    """Fill a buffer from byte `start` of a file (local or `gs://`); returns the number of bytes read.
 
     Raises:
-        UserError: there is no such file.
+        UserError: the file does not exist.
     """
     if is_remote(path):
-        for at in range(0, len(buffer), REMOTE_PIECE_BYTES):
-            piece = buffer[at : at + REMOTE_PIECE_BYTES]
-            content = read_range(path, start + at, len(piece))
-            piece[: len(content)] = content
-            if len(content) < len(piece):
+        for at in range(0, len(buffer), REMOTE_READ_BYTES):
+            chunk = buffer[at : at + REMOTE_READ_BYTES]
+            content = read_range(path, start + at, len(chunk))
+            chunk[: len(content)] = content
+            if len(content) < len(chunk):
                 return at + len(content)
         return len(buffer)
     with open_binary(path) as file:
@@ -121,13 +123,13 @@ def read_into(path: str, start: int, buffer: memoryview) -> int:
 
 
 def make_folder(path: str) -> None:
-    """Make a local folder and those above it; on `gs://` there is nothing to make."""
+    """Create a local folder and its parents; `gs://` needs no folders."""
     if not is_remote(path):
         os.makedirs(path, exist_ok=True)
 
 
 def list_dir(path: str) -> list[str]:
-    """Names of the files and folders right under a folder, sorted; empty if there is no such folder."""
+    """Sorted names of the files and folders in a folder; empty if the folder does not exist."""
     if not is_remote(path):
         return sorted(os.listdir(path)) if os.path.isdir(path) else []
     bucket, prefix = _split_folder(path)
@@ -139,10 +141,10 @@ def list_dir(path: str) -> list[str]:
 
 
 def upload(source: str, target: str) -> None:
-    """Copy a local file whole to a local or `gs://` file, replacing it; a reader sees the old one or the new one.
+    """Copy a local file to a local or `gs://` path, atomically: a reader sees the old content or the new one.
 
     Raises:
-        UserError: there is no file `source`.
+        UserError: `source` does not exist.
     """
     if not os.path.isfile(source):
         raise UserError(f"no such file: {source}")
@@ -153,7 +155,7 @@ def upload(source: str, target: str) -> None:
 
 
 def replace(path: str, content: bytes) -> None:
-    """Write a small file whole, replacing it; a reader sees the old one or the new one."""
+    """Write a small file, atomically: a reader sees the old content or the new one."""
     if is_remote(path):
         _blob(path).upload_from_string(content, content_type="application/octet-stream", retry=_retry())
     else:
@@ -167,7 +169,7 @@ def _write_whole(path: str, write: Callable[[str], object]) -> None:
 
 
 def remove(path: str) -> None:
-    """Delete one file; on `gs://` one that is gone is no error."""
+    """Delete a file. On `gs://` the file may be missing."""
     if is_remote(path):
         _remove_blobs([_blob(path)])
     else:
@@ -175,7 +177,7 @@ def remove(path: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Delete a folder with all that is in it; on `gs://` objects that vanish meanwhile are no error."""
+    """Delete a folder and its content. On `gs://` objects may disappear meanwhile."""
     if is_remote(path):
         _remove_blobs(_blobs_under(path))
     else:
@@ -183,9 +185,9 @@ def remove_tree(path: str) -> None:
 
 
 def move_tree(source: str, target: str) -> None:
-    """Move a folder within the local disk (one rename) or a bucket (a copy of each object, then deletion).
+    """Move a folder within the local disk (one rename) or within Cloud Storage (copies all objects, then deletes them).
 
-    In a bucket, an interrupted move leaves the source whole, or the target whole.
+    After an interrupted move in Cloud Storage, the source or the target is complete.
     """
     if not is_remote(source):
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -196,7 +198,8 @@ def move_tree(source: str, target: str) -> None:
     for blob in blobs:
         copy = _gcs_client().bucket(bucket).blob(new + blob.name.removeprefix(old))
         token, _, _ = copy.rewrite(blob, retry=_retry())
-        while token is not None:  # a large object takes several calls
+        # a large object takes several calls
+        while token is not None:
             token, _, _ = copy.rewrite(blob, token=token, retry=_retry())
     _remove_blobs(blobs)
 
@@ -236,21 +239,21 @@ def _split_folder(path: str) -> tuple[str, str]:
 
 
 def _retry() -> Any:
-    """What the library takes for a policy: makes of a call one that is repeated, and noted while it lasts."""
+    """The retry policy for the library: a decorator that retries a call, and marks it for the watchdog while it lasts."""
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     policy = DEFAULT_RETRY.with_delay(initial=RETRY_FIRST_S, maximum=RETRY_MAX_S).with_timeout(RETRY_TOTAL_S)
 
-    def repeating(call: Callable[..., Any]) -> Callable[..., Any]:
-        repeated = policy(call)
+    def decorator(call: Callable[..., Any]) -> Callable[..., Any]:
+        retried = policy(call)
 
-        def noted(*arguments: Any, **named: Any) -> Any:
+        def marked(*arguments: Any, **named: Any) -> Any:
             with liveness.service_call(), _credentials_explained():
-                return repeated(*arguments, **named)
+                return retried(*arguments, **named)
 
-        return noted
+        return marked
 
-    return repeating
+    return decorator
 
 
 def _gcs_client() -> Any:
@@ -267,23 +270,23 @@ def _credentials_explained() -> Iterator[None]:
     except (DefaultCredentialsError, RefreshError) as error:
         said = str(error).partition("\n")[0].partition(" To set up Application Default Credentials")[0]
         raise CredentialsError(
-            f"no access to gs:// paths: {said.strip().rstrip('.')[:300]}. Run: gcloud auth application-default login; or name "
-            f"local paths (a run is local with --set checkpoint.bucket=)"
+            f"no access to gs:// paths: {said.strip().rstrip('.')[:300]}. Run: gcloud auth application-default login; or use "
+            f"local paths (for a run: --set checkpoint.bucket=)"
         ) from error
 
 
 def check_credentials() -> None:
-    """See that this machine can reach buckets, before others are asked to. It takes up to 12 s where a metadata server is silent.
+    """Check that this machine has credentials for buckets. It takes up to 12 s if a metadata server does not answer.
 
     Raises:
-        CredentialsError: there are no credentials.
+        CredentialsError: this machine has no credentials.
     """
     _gcs_client()
 
 
 @lru_cache(maxsize=1)
 def _cached_client(project: str | None, emulator: str | None) -> Any:
-    """One client a process: making one looks up credentials. `emulator` is read by the library itself."""
+    """One client per process, because a new one looks up credentials. The library itself reads `emulator`."""
     from google.cloud.storage import Client
 
     return Client(project=project)

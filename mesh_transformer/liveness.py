@@ -1,7 +1,7 @@
-"""Whether this process is at work: the watchdog (`cluster/failures.py`) must tell a long wait from a hang.
+"""Tells whether this process makes progress, so that the driver's watchdog can tell a long wait from a hang.
 
-A process that compiles, reads, writes or computes uses its CPUs; one that hangs uses nearly none. Two things look like a hang
-and are recorded here: work on a device, and calls to other services, which may be repeated for a while.
+A process that compiles, reads, writes or computes uses CPU time; a process that hangs uses nearly none. Two activities look
+like a hang and are recorded here: work on a device, and calls to other services, which may be retried for a while.
 """
 
 import contextlib
@@ -10,13 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-SHARE = 0.02  # of one core: a worker of which every thread waits, with JAX's heartbeats and gloo, was seen to use 0.003
-WINDOW_S = 3.0  # over which that is averaged
-SERVICE_S = 150.0  # a call to a service that takes longer counts no more; `files` repeats one for 120
+# cores in use that count as work; measured: 0.003 for a worker of which all threads wait, with JAX's heartbeats and gloo
+MIN_CORES = 0.02
+# the average of the cores in use is over this time
+WINDOW_S = 3.0
+# a longer service call does not count as progress; `files` retries a call for 120 s
+SERVICE_S = 150.0
 
 _numbers = itertools.count(1)
-_last = 0  # the newest of them
-_calls: dict[int, float] = {}  # those under way, and when each began
+# the number of the newest record of progress
+_last = 0
+# the service calls in progress: number to start time
+_calls: dict[int, float] = {}
 
 
 def record_progress() -> None:
@@ -27,7 +32,7 @@ def record_progress() -> None:
 
 @contextlib.contextmanager
 def service_call() -> Iterator[None]:
-    """Marks a wait for a service, such as a bucket, that may not answer for a while; the wait ends by itself."""
+    """Marks a call to a service, such as a bucket, that may take long to answer. The call must have its own time limit."""
     call = next(_numbers)
     _calls[call] = time.monotonic()
     try:
@@ -38,11 +43,11 @@ def service_call() -> Iterator[None]:
 
 
 class Watch:
-    """Looks at this process now and then.
+    """Checks this process for progress at intervals.
 
     Args:
-        clock, cpu: seconds that have passed, and those that all threads of the process have computed.
-        disk: whether a thread waits for a disk.
+        clock, cpu: returns elapsed seconds, and the CPU seconds of all threads of the process.
+        disk: returns whether a thread waits for a disk.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class Watch:
         self._began, self._used, self._seen = clock(), cpu(), _last
 
     def at_work(self) -> bool:
-        """Whether there was a sign since the last look. One by CPU time is seen within WINDOW_S."""
+        """Whether the process has made progress since the last call. Use of CPU time shows after at most WINDOW_S."""
         now = self._clock()
         if self._seen != _last or any(now - began < SERVICE_S for began in list(_calls.values())):
             self._seen = _last
@@ -64,13 +69,14 @@ class Watch:
             return False
         used, before = self._cpu(), self._used
         self._began, self._used = now, used
-        return used - before >= SHARE * passed or self._disk()
+        return used - before >= MIN_CORES * passed or self._disk()
 
 
 def _waits_for_disk() -> bool:
-    """Whether a thread is in an uninterruptible wait, as for a flush: a new process would only wait as well."""
+    """Whether a thread is in an uninterruptible wait, such as a flush: a restarted process would wait too."""
     for path in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # the thread has ended
+        # the thread may have ended
+        with contextlib.suppress(OSError):
             if path.read_text().rpartition(")")[2].split()[0] == "D":
                 return True
     return False

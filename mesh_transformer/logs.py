@@ -1,4 +1,4 @@
-"""What a run tells people: log lines, a progress bar, metric files."""
+"""The output of a run: log lines, a progress bar and metric files."""
 
 import json
 import logging
@@ -17,13 +17,16 @@ from mesh_transformer.config import LoggingConfig
 log = logging.getLogger("mesh_transformer")
 Scalars = Mapping[str, float]
 _MEGABYTE = 1_000_000
-_LINE_EVERY_S = 10.0  # where no bar can be drawn
-_FLUSH_S = 120.0  # how often TensorBoard's events go to the disk
-_MAX_STEPS = 2**31  # a step is an int32 on the device
+# interval of progress lines, without a terminal
+_LINE_EVERY_S = 10.0
+# interval at which TensorBoard's events are flushed
+_FLUSH_S = 120.0
+# a step is an int32 on the device
+_MAX_STEPS = 2**31
 
 
 def set_up(level: int = logging.INFO) -> None:
-    """Log lines of this package to standard error, with the time of day; other libraries only warn."""
+    """Log to standard error with the time of day: this package from `level` on, other libraries from warnings on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_BarFriendly("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -31,7 +34,7 @@ def set_up(level: int = logging.INFO) -> None:
 
 
 class _BarFriendly(logging.Formatter):
-    """Clears the line first on a terminal, where a progress bar may stand."""
+    """On a terminal, clears the line first, because it may show a progress bar."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -39,7 +42,7 @@ class _BarFriendly(logging.Formatter):
 
 
 class Progress:
-    """A bar with rate and ETA on a terminal, a plain line every few seconds otherwise (standard error)."""
+    """A bar with rate and ETA on a terminal, or a plain line every few seconds (on standard error)."""
 
     def __init__(
         self, what: str, total: int, *, unit: str, done: int = 0, quiet: bool = False, leave: bool = True
@@ -62,7 +65,7 @@ class Progress:
         )
 
     def update(self, done: int, **shown: str) -> None:
-        """`done` units are finished; `shown` stands beside the count."""
+        """Show that `done` units are finished, and the values `shown`."""
         liveness.record_progress()
         details = "  ".join(f"{name} {value}" for name, value in shown.items())
         self._bar.set_postfix_str(details, refresh=False)
@@ -73,16 +76,16 @@ class Progress:
             self._printed = now
             rate = (done - self._start) / max(now - self._began, 1e-9)
             eta = timedelta(seconds=int((self._total - done) / rate)) if rate else "?"
-            told = [f"{self._what} {done}/{self._total}", details, f"eta {eta}"]
-            log.info("%s", "  ".join(filter(None, told)))
+            parts = [f"{self._what} {done}/{self._total}", details, f"eta {eta}"]
+            log.info("%s", "  ".join(filter(None, parts)))
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Stop updating the bar."""
         self._bar.close()
 
 
 class Transfer:
-    """Progress of so many bytes: done, rate and time left. `add` may be called from any thread."""
+    """Progress of a transfer of `total_bytes`: bytes done, rate and time left. Any thread may call `add`."""
 
     def __init__(self, what: str, total_bytes: int) -> None:
         self._total = max(1, total_bytes)
@@ -98,7 +101,7 @@ class Transfer:
         self._progress.close()
 
     def add(self, n_bytes: int) -> None:
-        """So many bytes more are done."""
+        """`n_bytes` more are done."""
         with self._lock:
             self._done += n_bytes
             rate = self._done / max(time.monotonic() - self._began, 1e-9) / _MEGABYTE
@@ -108,23 +111,25 @@ class Transfer:
 
 
 class Sink(Protocol):
-    """Somewhere that metrics go."""
+    """A destination of metrics."""
 
     def write(self, step: int, scalars: Scalars) -> None:
         """Record the metrics of one step."""
 
     def close(self) -> None:
-        """Write what is still held back."""
+        """Write buffered metrics."""
 
 
 class JsonLines:
-    """One JSON object a step, appended to a file and flushed at once; a value that is not finite is null."""
+    """Appends one JSON object per step to a file and flushes it at once. A value that is not finite is null."""
 
     def __init__(self, path: str):
-        self._file = open(path, "a+b")  # noqa: SIM115  (closed by close)
+        # `close` closes it
+        self._file = open(path, "a+b")  # noqa: SIM115
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
-            if self._file.read() != b"\n":  # a killed run left half a line
+            # a killed run may leave half a line
+            if self._file.read() != b"\n":
                 self._file.write(b"\n")
 
     def write(self, step: int, scalars: Scalars) -> None:
@@ -137,7 +142,7 @@ class JsonLines:
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:
-    """The records of a metrics file, oldest first; lines that are none, such as one that a kill cut short, are left out."""
+    """The records of a metrics file, oldest first, without invalid lines such as one that a kill cut short."""
     if not os.path.exists(path):
         return []
     with open(path, "rb") as file:
@@ -145,7 +150,7 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
 
 
 def cut_broken_end(path: str) -> None:
-    """Cut from a metrics file the lines behind its last record, and say so."""
+    """Remove the lines after the last record of a metrics file, with a warning."""
     if not os.path.exists(path):
         return
     end, broken = 0, b""
@@ -158,11 +163,13 @@ def cut_broken_end(path: str) -> None:
         if broken:
             file.truncate(end)
             shown = broken[:60].decode("ascii", "backslashreplace")
-            log.warning("%s ended with no record of a step, which is cut off: %s", path, shown)
+            log.warning(
+                "%s ended with a line that is not a record of a step; the line is removed: %s", path, shown
+            )
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record on a line of a metrics file: a step, and numbers or null; None if it holds anything else."""
+    """The record on a line of a metrics file: a step, and numbers or null. None if the line is anything else."""
     try:
         record = json.loads(line)
         if not isinstance(record, dict) or type(record.get("step")) is not int:
@@ -180,7 +187,7 @@ def _is_number(value: Any) -> bool:
 
 
 class TensorBoard:
-    """TensorBoard event files, written in the caller's thread: tensorboardX's own dies at a full disk, and its queue blocks."""
+    """TensorBoard event files, written in the caller's thread: tensorboardX's thread dies if the disk is full, and its queue blocks."""
 
     def __init__(self, folder: str):
         from tensorboardX.event_file_writer import EventsWriter
@@ -204,13 +211,13 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases; without an account WANDB_MODE=offline keeps the run on disk."""
+    """Weights & Biases. WANDB_MODE=offline keeps the run on disk and needs no account."""
 
     def __init__(self, config: LoggingConfig, whole_config: dict[str, Any], folder: str, run_id: str):
         import wandb
 
         if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
-            raise RuntimeError("not logged in; `wandb login` does that, WANDB_MODE=offline does without")
+            raise RuntimeError("not logged in: run `wandb login`, or set WANDB_MODE=offline")
         self._run = wandb.init(
             project=config.wandb_project,
             name=config.name,
@@ -232,7 +239,7 @@ class WandB:
 def open_sinks(config: LoggingConfig, whole_config: dict[str, Any], folder: str, run_id: str) -> list[Sink]:
     """The metric sinks of a run: always metrics.jsonl; TensorBoard and W&B as configured.
 
-    W&B missing or logged out is a warning: the run goes on without it.
+    If W&B is not installed or not logged in, the run logs a warning and continues without it.
     """
     sinks: list[Sink] = [JsonLines(os.path.join(folder, "metrics.jsonl"))]
     if config.tensorboard:
@@ -241,8 +248,10 @@ def open_sinks(config: LoggingConfig, whole_config: dict[str, Any], folder: str,
         try:
             with liveness.service_call():
                 sinks.append(WandB(config, whole_config, folder, run_id))
-        except Exception as error:  # noqa: BLE001  (wandb raises its own kinds; none may stop the run)
+        # wandb has its own exceptions; none may stop the run
+        except Exception as error:  # noqa: BLE001
             log.warning(
-                "Weights & Biases is not available (%s): going on without it", str(error).split("\n")[0]
+                "Weights & Biases is not available (%s): the run continues without it",
+                str(error).split("\n")[0],
             )
     return sinks

@@ -1,4 +1,4 @@
-"""What differs between CPU, GPU and TPU, and what JAX needs before its first use: processes, compile cache."""
+"""The differences between CPU, GPU and TPU, and the setup of JAX: processes and compile cache."""
 
 import contextlib
 import ctypes
@@ -24,9 +24,11 @@ _CACHE_SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-HEARTBEAT_TIMEOUT_S = 20  # the others end this long after a process died or was stopped; JAX would wait 100
-LEAVE_S = 5  # for the other processes to end for the same reason
-# what "auto" means on a CPU, and elsewhere
+# the other processes end this long after one has died or stopped; the default of JAX is 100
+HEARTBEAT_TIMEOUT_S = 20
+# time for the other processes to end for the same reason
+LEAVE_S = 5
+# the values of "auto" on a CPU, and elsewhere
 _AUTO = {"dtype": ("float32", "bfloat16"), "remat": ("none", "full"), "logits_mib": (128, 1024)}
 _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
@@ -34,14 +36,14 @@ _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 def start_distributed() -> None:
     """Join the other processes of the job, if the environment names a coordinator.
 
-    JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID; without them this
-    process runs alone. CPUs talk over gloo. Must run before the first use of a device.
+    The variables are JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. Without them
+    this process runs alone. CPUs communicate over gloo. Call this before the first use of a device.
 
-    Process 0 listens at that address alone, since JAX's coordinator asks nobody who they are; where the others reach it by an
-    address that its machine does not have, at JAX_COORDINATOR_BIND_ADDRESS.
+    Process 0 listens only at that address, because JAX's coordinator has no authentication. If the others reach process 0
+    by an address that its machine does not have, it listens at JAX_COORDINATOR_BIND_ADDRESS instead.
 
     Raises:
-        UserError: only some of the variables are set, one is not a number, or process 0 has no such address.
+        UserError: only some of the variables are set, one is not a number, or process 0 cannot listen at the address.
         OSError: another process listens there.
     """
     values = {name: os.environ.get(name) for name in _ENVIRONMENT}
@@ -54,28 +56,28 @@ def start_distributed() -> None:
         raise UserError(
             f"a job of several processes needs {', '.join(_ENVIRONMENT)}, the last two as numbers; found {values}"
         ) from error
-    listens = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or coordinator
+    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or coordinator
     if index == 0:
-        _check_can_listen(listens)
+        _check_can_listen(bind_address)
     if "cpu" in os.environ.get("JAX_PLATFORMS", ""):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         coordinator,
         count,
         index,
-        coordinator_bind_address=listens,
+        coordinator_bind_address=bind_address,
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
     )
 
 
 def _check_can_listen(address: str) -> None:
-    """Raises what `start_distributed` does: where its coordinator cannot listen, jaxlib ends with a segmentation fault."""
+    """Raises as `start_distributed`. Without this check jaxlib ends with a segmentation fault if it cannot listen."""
     host, _, port = address.rpartition(":")
     try:
         if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
-            raise ValueError(f"{port!r:.20} is no port from 1 to 65535")
+            raise ValueError(f"{port!r:.20} is not a port from 1 to 65535")
         if ":" in host.strip("[]") and not (host.startswith("[") and host.endswith("]")):
-            raise ValueError("an IPv6 address stands in brackets: [ADDRESS]:PORT")
+            raise ValueError("an IPv6 address needs brackets: [ADDRESS]:PORT")
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
         raise UserError(
@@ -84,24 +86,25 @@ def _check_can_listen(address: str) -> None:
     for family, *_, place in found:
         try:
             with socket.socket(family) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the coordinator does
+                # as the coordinator does
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(place)
                 return
         except OSError as error:
             failure = error
     if failure.errno == errno.EADDRINUSE:
-        told = f"another process listens at {address}, the address of JAX's coordinator"
-        raise OSError(errno.EADDRINUSE, told)
+        message = f"another process listens at {address}, the address of JAX's coordinator"
+        raise OSError(errno.EADDRINUSE, message)
     raise UserError(
         f"process 0 cannot listen at {address} ({failure.strerror}): give an address of its machine in "
-        "JAX_COORDINATOR_ADDRESS, or, where the others reach it by another one, in JAX_COORDINATOR_BIND_ADDRESS"
+        "JAX_COORDINATOR_ADDRESS, or in JAX_COORDINATOR_BIND_ADDRESS if the others reach it by another address"
     )
 
 
 def leave_job(code: int) -> None:
-    """After an error, end this process if it is one of several: with the others if they end too, else alone.
+    """After an error, end this process if it is one of several: together with the others if they end too, else alone.
 
-    JAX's own end of a process waits 300 s for the others, and they may wait for this one.
+    JAX's own exit waits 300 s for the other processes, which may wait for this one.
     """
     if not jax.distributed.is_initialized():
         return
@@ -114,21 +117,21 @@ def leave_job(code: int) -> None:
 
 
 def require_one_process() -> None:
-    """Raises UserError if the environment makes this process one of several, for what runs in one alone."""
+    """Raises UserError if the environment makes this process one of several."""
     address, count = (os.environ.get(name) for name in _ENVIRONMENT[:2])
     if address is not None and count != "1":
         raise UserError(
-            f"this runs in one process, and JAX_COORDINATOR_ADDRESS ({address}) and JAX_NUM_PROCESSES ({count}) name "
-            "others: unset them, and use the devices of one host"
+            f"this runs in one process, but JAX_COORDINATOR_ADDRESS ({address}) and JAX_NUM_PROCESSES ({count}) define "
+            "a job of several: unset them, and use the devices of one host"
         )
 
 
 class CompileCache:
-    """Keeps compiled programs on disk, so that an unchanged run compiles nothing at its second start.
+    """Keeps compiled programs on disk, so that a second start of an unchanged run compiles nothing.
 
-    The folder is JAX_COMPILATION_CACHE_DIR, or mesh-transformer/compiled in the user's cache folder; the oldest
-    programs go when it holds more than JAX_COMPILATION_CACHE_MAX_SIZE bytes (8 GiB). JAX decides what "unchanged" is:
-    program, flags, versions and devices. JAX_ENABLE_COMPILATION_CACHE=false switches it off.
+    The folder is JAX_COMPILATION_CACHE_DIR, or mesh-transformer/compiled in the user's cache folder. The oldest programs
+    are deleted when it exceeds JAX_COMPILATION_CACHE_MAX_SIZE bytes (default: 8 GiB). JAX compares program, flags, versions
+    and devices. JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
     """
 
     def __init__(self) -> None:
@@ -154,46 +157,49 @@ class CompileCache:
 
 
 def resolve(compute: ComputeConfig, platform: str) -> ComputeConfig:
-    """The config with each "auto" replaced by what suits `platform` (cpu, gpu or tpu)."""
-    suits = {name: on_cpu if platform == "cpu" else elsewhere for name, (on_cpu, elsewhere) in _AUTO.items()}
-    changes = {name: value for name, value in suits.items() if getattr(compute, name) == "auto"}
+    """The config with each "auto" replaced by its value for `platform` (cpu, gpu or tpu)."""
+    values = {name: on_cpu if platform == "cpu" else elsewhere for name, (on_cpu, elsewhere) in _AUTO.items()}
+    changes = {name: value for name, value in values.items() if getattr(compute, name) == "auto"}
     return compute.model_copy(update=changes)
 
 
 def vocab_columns(platform: str) -> int:
-    """Columns of the vocabulary whose logits a device works on at a time: on CPU, those of 512 positions fit its caches."""
+    """Columns of the vocabulary per tile of logits: on CPU, a tile of 512 positions fits its caches."""
     return 1536 if platform == "cpu" else 1 << 16
 
 
-# HBM of one JAX device, GiB, that libtpu 0.0.42 gives a program: its refusal of one that is too big names it. v4-8: 4 devices.
+# HBM of one JAX device that a program can use, GiB; libtpu 0.0.42 names it when it refuses a larger program. v4-8: 4 devices.
 USABLE_GIB = {"v3-8": 15.48, "v4-8": 30.75, "v5e-8": 15.75, "v6e-8": 31.25}
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
-    """The devices of a TPU slice such as v3-32, to compile for: libtpu describes them, nothing is attached.
+    """The devices of a TPU slice such as v3-32, as compilation targets. libtpu describes them; no TPU is needed.
 
     Raises:
-        UserError: no such type is known, or libtpu is not installed.
+        UserError: the type is unknown, or libtpu is not installed.
     """
     kind = slices.parse(name)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             "compiling for TPUs needs libtpu: pip install -e '.[tpu]' in an environment of its own"
         )
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud which TPU this machine has
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is opened: nothing to lock
-    # as libtpu spells it
+    # otherwise libtpu asks the cloud which TPU this machine has
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # no device is opened, so that no lock is needed
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # libtpu's name of the topology
     topology = f"{kind.generation.name.replace('v7x', 'tpu7x')}:{kind.topology}"
     options: dict[str, Any] = {}
     if kind.generation.devices_per_chip < kind.generation.cores_per_chip:
         options["chip_config_name"] = "megacore"
-    if kind.hosts == 1:  # else libtpu gives every host four chips
+    # without this libtpu gives every host four chips
+    if kind.hosts == 1:
         sizes = [int(size) for size in kind.topology.split("x")]
         options["chips_per_host_bounds"] = (*sizes, 1)[:3]
     return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
 
 
 def return_freed_memory() -> None:
-    """Give freed memory back to the system: glibc keeps it in its arenas. Elsewhere nothing is done."""
+    """Return freed memory, which glibc keeps in its arenas, to the system. Without glibc this does nothing."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

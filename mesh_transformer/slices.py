@@ -1,7 +1,7 @@
-"""The one table of TPU types: what `v3-32` means in hosts, chips, cores, topology, memory and JAX devices.
+"""The table of TPU types: the hosts, chips, cores, topology, memory and JAX devices of a type such as `v3-32`.
 
 Sources: Google's pages on each generation (cloud.google.com/tpu/docs/v2 ... v6e, tpu7x) and on software versions
-(cloud.google.com/tpu/docs/runtimes). The number in a type's name counts cores, but chips for v5e and v6e.
+(cloud.google.com/tpu/docs/runtimes). The number in the name of a type counts cores; for v5e and v6e it counts chips.
 """
 
 import re
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from mesh_transformer.errors import UserError
 
-CHIPS_PER_HOST = 4  # of every slice of several hosts
+# in every slice of several hosts
+CHIPS_PER_HOST = 4
 _PLANE = {
     1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16", 512: "16x32", 1024: "32x32",
 }  # fmt: skip
@@ -21,17 +22,24 @@ _SPACE = {
 
 @dataclass(frozen=True)
 class Generation:
-    """What all slices of one generation of TPUs share."""
+    """The properties that all slices of one TPU generation share."""
 
-    name: str  # as people write it
-    api_name: str  # as the Cloud TPU API spells it in accelerator types
+    # the common name
+    name: str
+    # the name in accelerator types of the Cloud TPU API
+    api_name: str
     cores_per_chip: int
-    devices_per_chip: int  # that JAX sees: v4 and v5p join the two cores of a chip
+    # JAX devices: v4 and v5p join the two cores of a chip
+    devices_per_chip: int
     memory_gib_per_chip: int
-    counts_chips: bool  # the number in a type's name is chips, not cores
-    topologies: dict[int, str]  # by the chips of the slice
-    sizes: tuple[int, ...]  # chips of the slices that exist
-    runtime_version: str | None  # a TPU VM's software for JAX; None: the Cloud TPU API does not make these
+    # the number in the name of a type counts chips, not cores
+    counts_chips: bool
+    # number of chips to topology
+    topologies: dict[int, str]
+    # numbers of chips of the slices that exist
+    sizes: tuple[int, ...]
+    # software of a TPU VM for JAX; None: the Cloud TPU API does not create this generation
+    runtime_version: str | None
 
     @property
     def types(self) -> list[str]:
@@ -58,30 +66,31 @@ _BY_NAME = {name: generation for generation in GENERATIONS for name in (generati
 class SliceType:
     """One accelerator type."""
 
-    name: str  # as the Cloud TPU API spells it
+    # the name in the Cloud TPU API
+    name: str
     generation: Generation
     chips: int
 
     @property
     def cores(self) -> int:
-        """TensorCores of the whole slice."""
+        """TensorCores of the slice."""
         return self.chips * self.generation.cores_per_chip
 
     @property
     def devices(self) -> int:
-        """JAX devices of the whole slice."""
+        """JAX devices of the slice."""
         return self.chips * self.generation.devices_per_chip
 
     @property
     def hosts(self) -> int:
-        """Machines that the slice has, each of which runs one process."""
+        """Hosts of the slice. Each runs one process."""
         return self.chips // self.chips_per_host
 
     @property
     def chips_per_host(self) -> int:
-        """Chips of one host: up to eight of a v5e or v6e where it is alone, else four."""
-        alone = 8 if self.generation.counts_chips else CHIPS_PER_HOST
-        return self.chips if self.chips <= alone else CHIPS_PER_HOST
+        """Chips of one host: up to eight for a v5e or v6e slice of one host, else four."""
+        largest_host = 8 if self.generation.counts_chips else CHIPS_PER_HOST
+        return self.chips if self.chips <= largest_host else CHIPS_PER_HOST
 
     @property
     def devices_per_host(self) -> int:
@@ -90,7 +99,7 @@ class SliceType:
 
     @property
     def topology(self) -> str:
-        """How the chips are arranged, such as 2x2x4."""
+        """The arrangement of the chips, such as 2x2x4."""
         return self.generation.topologies[self.chips]
 
     @property
@@ -100,20 +109,20 @@ class SliceType:
 
     @property
     def memory_gib(self) -> int:
-        """HBM of the whole slice, GiB."""
+        """HBM of the slice, GiB."""
         return self.generation.memory_gib_per_chip * self.chips
 
     @property
     def runtime_version(self) -> str:
-        """The TPU VM software to ask for, for JAX.
+        """The TPU VM software version for JAX.
 
         Raises:
-            UserError: the Cloud TPU API makes no such TPU.
+            UserError: the Cloud TPU API does not create this type.
         """
         if self.generation.runtime_version is None:
             raise UserError(
-                f"{self.name}: the Cloud TPU API makes TPUs up to v6e; make a {self.generation.name} slice with Google "
-                "Kubernetes Engine or Compute Engine, and give the Ray cluster on it (docs/pod.md)"
+                f"{self.name}: the Cloud TPU API creates TPUs up to v6e; create a {self.generation.name} slice with Google "
+                "Kubernetes Engine or Compute Engine, and use a Ray cluster on it (docs/pod.md)"
             )
         return self.generation.runtime_version
 
@@ -128,7 +137,7 @@ def parse(name: str) -> SliceType:
     """The accelerator type of a name such as `v3-32`, `v5e-16` (or `v5litepod-16`) or `v6e-8`.
 
     Raises:
-        UserError: no such type is known.
+        UserError: the type is unknown.
     """
     match = re.fullmatch(r"([a-z0-9]+)-([0-9]+)", name.strip().lower())
     generation = _BY_NAME.get(match[1]) if match else None

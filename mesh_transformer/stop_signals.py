@@ -1,4 +1,4 @@
-"""SIGTERM (a preemption notice) and Ctrl-C as a note for a loop that saves first."""
+"""Handles SIGTERM (a preemption notice) and Ctrl-C for a loop that saves before it stops."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from mesh_transformer.logs import log
 
 
 class StopSignals:
-    """While active, the first signal is noted and `told` is logged. A second Ctrl-C ends the process at once; schedulers repeat
-    SIGTERM, so that does not.
+    """While active, records a signal in `received` and logs `message` at the first one.
+
+    A second Ctrl-C ends the process at once. A second SIGTERM does not, because schedulers repeat it.
     """
 
-    def __init__(self, told: str = "the workers save after this step, then all ends"):
-        self.noted: int | None = None
-        self._told = told
+    def __init__(self, message: str = "the workers save after this step, then the run ends"):
+        self.received: int | None = None
+        self._message = message
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
         self._before = {
-            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
+            number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)
         }
         return self
 
@@ -28,10 +29,10 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _receive(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
-        if self.noted is None:
-            again = "; once more to stop at once" if number == signal.SIGINT else ""
-            log.warning("%s: %s%s", signal.Signals(number).name, self._told, again)
-        self.noted = number
+        if self.received is None:
+            again = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
+            log.warning("%s: %s%s", signal.Signals(number).name, self._message, again)
+        self.received = number

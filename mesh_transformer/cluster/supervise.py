@@ -184,11 +184,11 @@ class Supervisor:
                 if verdict.kind is Kind.FINISHED:
                     return 0, self._result
                 stoppable = {Kind.RUNNING, Kind.USER_ERROR, Kind.RUN_ERROR}
-                if verdict.kind not in stoppable and self._stop.noted is not None:
+                if verdict.kind not in stoppable and self._stop.received is not None:
                     if verdict.kind is not Kind.NOTICE:
                         log.warning("the workers could not save: %s (%s)", verdict.reason, verdict.kind.value)
                     self._cluster.kill()
-                    return 128 + self._stop.noted, None
+                    return 128 + self._stop.received, None
                 if verdict.kind is not Kind.RUNNING:
                     self._recover(verdict)
         except TakenOver as error:
@@ -226,7 +226,7 @@ class Supervisor:
             try:
                 return self._cluster.attach()
             except HostsMissing as error:
-                if self._stop.noted is not None:
+                if self._stop.received is not None:
                     raise RunError(f"stopped while waiting for hosts: {error}") from error
                 if told is None or self._clock() - told > MISSING_S:
                     log.warning("waiting for hosts: %s", error)
@@ -241,7 +241,7 @@ class Supervisor:
         self._view.started()
 
     def _look(self) -> Verdict:
-        if self._stop.noted is not None and not self._asked_to_stop:
+        if self._stop.received is not None and not self._asked_to_stop:
             self._asked_to_stop = True
             self._cluster.stop()
         poll = self._cluster.poll()

@@ -1,4 +1,4 @@
-"""Model families as data: each is one file beside this one and one line here."""
+"""Model families as data. A family is one file in this folder and one line here."""
 
 from mesh_transformer.families import gpt_neox, gptj
 from mesh_transformer.families.base import ModelConfig

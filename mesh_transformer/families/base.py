@@ -1,4 +1,4 @@
-"""The fields that every family's config has, what a family says of itself, and the keys of a config.json."""
+"""The base of a family's config: the common fields, the interface of a family, and the reader of config.json."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from mesh_transformer.fields import (
     size,
 )
 
-# what transformers, or a tool around it, keeps in config.json beside the architecture
+# keys of config.json, from transformers or from tools around it, that do not affect the model
 _HARMLESS = re.compile(
     r"_.* | .*_token_id | .*drop(out)?(_prob)? | summary_.* | .*_version | architectures | (torch_)?dtype | use_cache"
     r"| initializer_range | id2label | label2id | problem_type | task_specific_params | finetuning_task | tokenizer(_class)?"
@@ -32,30 +32,30 @@ _HARMLESS = re.compile(
 
 
 class ConfigJson:
-    """The keys of a config.json: a family takes those that it knows, and `refuse_rest` looks at what is left."""
+    """The keys of a config.json. A family takes the keys that it knows; `refuse_rest` checks the others."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._left = dict(values)
 
     def take(self, *names: str, default: Any) -> Any:
-        """The value of a key that has one of these names.
+        """The value of the key that has any of these names.
 
         Raises:
-            UserError: two names have two values.
+            UserError: two of the names are given, with different values.
         """
         found = {name: self._left.pop(name) for name in names if name in self._left}
         given = {name: value for name, value in found.items() if value is not None}
         value = next(iter(given.values()), None if found else default)
         if any(other != value for other in given.values()):
             said = " and ".join(f"{name} is {value!r:.60}" for name, value in given.items())
-            raise UserError(f"{said}: they mean the same, keep one")
+            raise UserError(f"{said}: these keys mean the same, keep one")
         return value
 
     def size(self, *names: str, default: int | None, why: str = "") -> Any:
-        """A whole number of 1 or more; where the default is None, null is None.
+        """A whole number of 1 or more; None, if the default is None and the value is null.
 
         Raises:
-            UserError: it is something else.
+            UserError: the value is something else.
         """
         value = self.take(*names, default=default)
         if value is None and default is None:
@@ -68,7 +68,7 @@ class ConfigJson:
         """A number above 0 and at most `most`.
 
         Raises:
-            UserError: it is something else.
+            UserError: the value is something else.
         """
         value = self.take(*names, default=default)
         if type(value) not in (int, float) or not 0 < value <= most:
@@ -79,7 +79,7 @@ class ConfigJson:
         """True or false.
 
         Raises:
-            UserError: it is something else.
+            UserError: the value is something else.
         """
         value = self.take(name, default=default)
         if type(value) is not bool:
@@ -87,7 +87,7 @@ class ConfigJson:
         return value
 
     def refuse_rest(self) -> None:
-        """Refuse a key that nobody took, unless it is off (null, false, 0, empty) or known to be no matter of arithmetic.
+        """Refuse a key that the family did not take, unless it is off (null, false, 0, empty) or cannot affect the model.
 
         Raises:
             UserError: names the key.
@@ -97,22 +97,22 @@ class ConfigJson:
         for name, value in self._left.items():
             if value and not _HARMLESS.fullmatch(name):
                 raise UserError(
-                    f"{name!r:.60} is {value!r:.60}: this key is not known here, and may change what the model "
+                    f"{name!r:.60} is {value!r:.60}: this key is unknown and may change what the model "
                     "computes; if it does not, remove it from config.json"
                 )
 
 
 class ModelConfig(Group):
-    """The architecture. Each family derives its own from this one."""
+    """The architecture. Each family extends this group."""
 
     HF_MODEL_TYPE: ClassVar[str]
-    """model_type of config.json."""
+    """`model_type` in config.json."""
     HF_ARCHITECTURE: ClassVar[str]
-    """Their class."""
+    """The class in transformers."""
     HF_BUFFERS: ClassVar[str]
-    """A pattern: tensors in some of their files that are no parameters."""
+    """A regular expression for tensors in some files that are not parameters."""
     HF_END_OF_TEXT: ClassVar[int]
-    """The token that ends a text, if the tokenizer does not say."""
+    """The token that ends a text, if the tokenizer does not define one."""
 
     family: str
     """model family: a file in mesh_transformer/families"""
@@ -123,21 +123,21 @@ class ModelConfig(Group):
     n_heads: Heads
     """attention heads; divisible by mesh.tp"""
     d_head: Annotated[Dims, Derived("d_model / n_heads")] = 0
-    """width of one head"""
+    """width of a head"""
     d_ff: Annotated[Dims, Derived("4 * d_model")] = 0
-    """hidden width of the feed-forward; divisible by mesh.tp"""
+    """hidden width of the feed-forward layer; divisible by mesh.tp"""
     n_vocab: Rows
-    """rows of the vocabulary that take part in the softmax, samples and exports"""
+    """size of the vocabulary in the softmax, in samples and in exports"""
     vocab_multiple: Rows = 128
-    """tables get unused rows up to a multiple of this, so that mesh.tp divides them"""
+    """the vocabulary tables are padded to a multiple of this number, so that mesh.tp divides them"""
     seq: Tokens = 2048
     """longest context"""
     seed: CountOrZero = 0
-    """seed of the initial parameters; they do not depend on the mesh"""
+    """seed of the initial parameters, which do not depend on the mesh"""
 
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """d_head and d_ff from d_model and n_heads, where those are usable."""
+        """Derive d_head and d_ff from d_model and n_heads, if these are valid."""
         d_model, n_heads = size(values.get("d_model")), size(values.get("n_heads"))
         if d_model:
             values.setdefault("d_ff", 4 * d_model)
@@ -151,11 +151,11 @@ class ModelConfig(Group):
         return values
 
     def decoder(self) -> Decoder:
-        """What the config describes."""
+        """The decoder that the config describes."""
         raise NotImplementedError
 
     def architecture(self) -> dict[str, Any]:
-        """The fields that decide what the tensors of a checkpoint compute."""
+        """The fields that define the function of a checkpoint's tensors."""
         return self.model_dump(exclude={"seq", "seed", "vocab_multiple"})
 
     @classmethod
@@ -163,49 +163,51 @@ class ModelConfig(Group):
         """The config that a config.json describes.
 
         Raises:
-            UserError: it is none that we compute; names the key.
+            UserError: this program does not support the model; names the key.
         """
         raise NotImplementedError
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of config.json that are the family's own.
+        """The keys that the family writes to config.json.
 
         Raises:
             UserError: HF_ARCHITECTURE cannot compute this model.
         """
         raise NotImplementedError
 
-    def refuse_hf(self, reasons: list[str], keep: str) -> None:
-        """Refuse the Hugging Face form for these reasons, or for a width of heads that is not d_model / n_heads.
+    def refuse_hf(self, reasons: list[str], instead: str) -> None:
+        """Refuse the Hugging Face format for these reasons, or for a d_head that is not d_model / n_heads.
 
         Raises:
-            UserError: there is a reason; `keep` says what form to keep.
+            UserError: there is a reason; `instead` names the formats that can hold the model.
         """
         if self.n_heads * self.d_head != self.d_model:
             width = f"model.n_heads {self.n_heads} x model.d_head {self.d_head} is not model.d_model {self.d_model}"
-            reasons = [*reasons, f"{width}, as {self.HF_ARCHITECTURE} has it"]
+            reasons = [*reasons, f"{width}, which {self.HF_ARCHITECTURE} requires"]
         if reasons:
-            raise UserError(f"this model has no Hugging Face form: {'; '.join(reasons)}. Keep it {keep}")
+            raise UserError(
+                f"the Hugging Face format cannot hold this model: {'; '.join(reasons)}. Use the {instead} format"
+            )
 
     def hf_tensors(self) -> list[Tensor]:
-        """The rows of the Hugging Face form, in the order in which the parameters are used."""
+        """The rows for the Hugging Face format, in the order in which the model uses the parameters."""
         raise NotImplementedError
 
     def classic_tensors(self) -> list[Tensor]:
-        """The rows of the original program's form.
+        """The rows for the classic format, that of the original program.
 
         Raises:
-            UserError: it cannot express this model.
+            UserError: the format cannot hold this model.
         """
         raise UserError(
-            f"the classic form has no room for model.family {self.family}: keep it native, or Hugging Face's"
+            f"the classic format cannot hold model.family {self.family}: use the native or the Hugging Face format"
         )
 
     def check_rotary(self, field: str, dims: int) -> None:
-        """Refuse a number of rotary dims, given by `field`, that a head cannot have.
+        """Refuse a number of rotary dims, the value of `field`, that does not fit a head.
 
         Raises:
-            UserError: it is odd or more than a head has.
+            UserError: the number is odd or exceeds d_head.
         """
         if self.d_head < 2:
             raise UserError(

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Black et al. 2022) and Pythia, and their relatives with a sequential residual (rinna's among them)."""
+"""GPT-NeoX (Black et al. 2022), Pythia, and models such as rinna's with a sequential residual."""
 
 import math
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -14,7 +14,7 @@ ACTIVATIONS = {"gelu": "gelu", **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_p
 
 
 class Config(ModelConfig):
-    """GPT-NeoX: rotary on the first dims of each head, biases, a norm of its own for the feed-forward."""
+    """GPT-NeoX: rotary on the first dims of each head, biases, and a separate norm for the feed-forward layer."""
 
     HF_MODEL_TYPE: ClassVar = "gpt_neox"
     HF_ARCHITECTURE: ClassVar = "GPTNeoXForCausalLM"
@@ -24,23 +24,23 @@ class Config(ModelConfig):
     family: Literal["gpt_neox"] = "gpt_neox"
     """model family: a file in mesh_transformer/families"""
     rotary_dims: Annotated[Dims, Derived("d_head / 4, even")] = 0
-    """first dims of each head that rotary turns; even, at most d_head"""
+    """number of leading dims of each head that rotary encoding rotates; even, at most d_head"""
     rotary_base: Positive = 10000.0
     """base of the rotary frequencies"""
     parallel_residual: Switch = True
-    """attention and feed-forward read the same residual stream; false: one after the other"""
+    """attention and feed-forward read the same residual stream; false: the feed-forward follows the attention"""
     norm_eps: Positive = 1e-5
-    """added to the variance in each norm"""
+    """epsilon that each norm adds to the variance"""
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
-    """activation of the feed-forward: exact gelu, or its approximation by tanh"""
+    """activation of the feed-forward layer: the exact gelu, or its approximation by tanh"""
     attention_bias: Switch = True
-    """biases on q, k, v and the attention's output"""
+    """biases on q, k, v and the output of the attention"""
     tied_head: Switch = False
-    """the head multiplies by the table of embeddings"""
+    """the head uses the token embeddings as its weights"""
 
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """rotary_dims besides."""
+        """Derive rotary_dims too."""
         values = super().derive(values)
         if d_head := size(values.get("d_head")):
             values.setdefault("rotary_dims", max(2, d_head // 8 * 2))
@@ -78,12 +78,12 @@ class Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, keys: ConfigJson) -> Self:
-        """See `ModelConfig`. The rotary's keys are those of transformers 5, or of files before it."""
+        """See `ModelConfig`. The keys of rotary encoding are those of transformers 5 or of earlier versions."""
         d_model = keys.size("hidden_size", default=6144)
         n_heads = keys.size("num_attention_heads", default=64)
         activation = keys.take("hidden_act", default="gelu")
         if not isinstance(activation, str) or activation not in ACTIVATIONS:
-            raise UserError(f"hidden_act is {activation!r:.60}: only {', '.join(ACTIVATIONS)} are computed")
+            raise UserError(f"hidden_act is {activation!r:.60}: only {', '.join(ACTIVATIONS)} are supported")
         rotary = {
             "partial_rotary_factor": keys.take("rotary_pct", "partial_rotary_factor", default=0.25),
             "rope_theta": keys.take("rotary_emb_base", "rope_theta", default=10000.0),
@@ -94,7 +94,7 @@ class Config(ModelConfig):
         rope = ConfigJson({**rotary, **newer})
         kind = rope.take("rope_type", "type", default="default")
         if kind != "default":
-            raise UserError(f"rope_type is {kind!r:.60}: only default is computed, without scaling")
+            raise UserError(f"rope_type is {kind!r:.60}: only default, without scaling, is supported")
         part = rope.number("partial_rotary_factor", default=0.25, most=1)
         return cls(
             layers=keys.size("num_hidden_layers", default=44),
@@ -114,9 +114,10 @@ class Config(ModelConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """See `ModelConfig`."""
-        self.refuse_hf([], keep="native")
+        self.refuse_hf([], instead="native")
         part = self.rotary_dims / self.d_head
-        if int(self.d_head * part) < self.rotary_dims:  # rounded: they would find one less
+        # transformers rounds down: a rounding error would cost one dim
+        if int(self.d_head * part) < self.rotary_dims:
             part = math.nextafter(part, 1)
         return {
             "vocab_size": self.n_vocab,
@@ -135,7 +136,7 @@ class Config(ModelConfig):
                 "rope_theta": self.rotary_base,
                 "partial_rotary_factor": part,
             },
-            # the same for transformers before 5
+            # the same, for transformers before 5
             "rotary_pct": part,
             "rotary_emb_base": self.rotary_base,
             "attention_dropout": 0.0,
@@ -143,7 +144,7 @@ class Config(ModelConfig):
         }
 
     def hf_tensors(self) -> list[Tensor]:
-        """See `ModelConfig`. One matrix of theirs has the rows of q, k and v of the first head, of the second, ..."""
+        """See `ModelConfig`. transformers keeps q, k and v in one matrix: the rows of the first head, of the second, ..."""
         block, head = "gpt_neox.layers.{}.", "embed_out.weight"
         fused, sizes = block + "attention.query_key_value", {"h": self.n_heads, "part": 3}
         attention = [

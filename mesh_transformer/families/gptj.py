@@ -1,4 +1,4 @@
-"""GPT-J (Wang and Komatsuzaki 2021), with the classic switches for position encoding and norm."""
+"""GPT-J (Wang and Komatsuzaki 2021), with the original's options for position encoding and norm."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -23,7 +23,7 @@ from mesh_transformer.fields import Derived, Dims, size
 def _one_norm(value: Any) -> Any:
     if value == "layernorm-desync":
         raise UserError(
-            "each shard of the original had a norm of its own, and here there is one: did you mean layernorm?"
+            "each shard of the original had its own norm, and this program has one for all: did you mean layernorm?"
         )
     return value
 
@@ -38,26 +38,27 @@ NORMS = {
 }
 
 
-TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # three names of one formula in transformers
+# three names of one formula in transformers
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 HF_EPSILON = 1e-5
 
 
 class Config(ModelConfig):
-    """GPT-J: attention and feed-forward in parallel from one norm; an untied head with a bias."""
+    """GPT-J: attention and feed-forward in parallel after one norm; an untied head with a bias."""
 
     HF_MODEL_TYPE: ClassVar = "gptj"
     HF_ARCHITECTURE: ClassVar = "GPTJForCausalLM"
-    HF_BUFFERS: ClassVar = (
-        r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)"  # in files before 2023
-    )
-    HF_END_OF_TEXT: ClassVar = 50256  # GPT-2's
+    # in files before 2023
+    HF_BUFFERS: ClassVar = r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
+    # that of GPT-2's tokenizer
+    HF_END_OF_TEXT: ClassVar = 50256
 
     family: Literal["gptj"] = "gptj"
     """model family: a file in mesh_transformer/families"""
     pe: Literal["rotary", "fixed", "t5"] = "rotary"
-    """position encoding: rotary (GPT-J), fixed (a learned table), t5 (relative bias)"""
+    """position encoding: rotary (GPT-J), fixed (a learned table) or t5 (relative bias)"""
     pe_rotary_dims: Annotated[Dims, Derived("d_head")] = 0
-    """first dims of each head that rotary turns; even, at most d_head (GPT-J-6B: 64 of 256)"""
+    """number of leading dims of each head that rotary encoding rotates; even, at most d_head (GPT-J-6B: 64 of 256)"""
     norm: Annotated[
         Literal["layernorm", "layernorm-nobias", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias"],
         BeforeValidator(_one_norm),
@@ -66,7 +67,7 @@ class Config(ModelConfig):
 
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """pe_rotary_dims besides."""
+        """Derive pe_rotary_dims too."""
         values = super().derive(values)
         if d_head := size(values.get("d_head")):
             values.setdefault("pe_rotary_dims", d_head)
@@ -79,7 +80,7 @@ class Config(ModelConfig):
         return self
 
     def architecture(self) -> dict[str, Any]:
-        """See `ModelConfig`; rotary dims only where there is a rotation."""
+        """See `ModelConfig`. pe_rotary_dims is left out without rotary encoding."""
         fields = super().architecture()
         return fields if self.pe == "rotary" else {k: v for k, v in fields.items() if k != "pe_rotary_dims"}
 
@@ -110,15 +111,16 @@ class Config(ModelConfig):
     @classmethod
     def from_hf(cls, keys: ConfigJson) -> Self:
         """See `ModelConfig`."""
-        keys.take("tie_word_embeddings", default=False)  # the row of the head has what is tied
+        # hf_tensors() names the tensor that a tied head shares
+        keys.take("tie_word_embeddings", default=False)
         activation = keys.take("activation_function", default=TANH_GELUS[0])
         if activation not in TANH_GELUS:
             raise UserError(
-                f"activation_function is {activation!r:.60}: only the tanh gelu is computed ({', '.join(TANH_GELUS)})"
+                f"activation_function is {activation!r:.60}: only the tanh gelu is supported ({', '.join(TANH_GELUS)})"
             )
         epsilon = keys.take("layer_norm_epsilon", default=HF_EPSILON)
         if epsilon != HF_EPSILON:
-            raise UserError(f"layer_norm_epsilon is {epsilon!r:.60}: only {HF_EPSILON} is computed")
+            raise UserError(f"layer_norm_epsilon is {epsilon!r:.60}: only {HF_EPSILON} is supported")
         return cls(
             layers=keys.size("n_layer", "num_hidden_layers", default=28),
             d_model=keys.size("n_embd", "hidden_size", default=4096),
@@ -126,17 +128,17 @@ class Config(ModelConfig):
             d_ff=keys.size("n_inner", default=None),
             n_vocab=keys.size("vocab_size", default=50400),
             seq=keys.size("n_positions", "max_position_embeddings", default=2048),
-            pe_rotary_dims=keys.size("rotary_dim", default=64, why=", and transformers needs one"),
+            pe_rotary_dims=keys.size("rotary_dim", default=64, why=", as transformers requires one"),
         )
 
     def to_hf(self) -> dict[str, Any]:
         """See `ModelConfig`."""
         reasons = []
         if self.pe != "rotary":
-            reasons.append(f"model.pe is {self.pe}, GPTJForCausalLM has rotary alone")
+            reasons.append(f"model.pe is {self.pe}, but GPTJForCausalLM supports only rotary")
         if self.norm != "layernorm":
-            reasons.append(f"model.norm is {self.norm}, GPTJForCausalLM has layernorm alone")
-        self.refuse_hf(reasons, keep="native, or classic")
+            reasons.append(f"model.norm is {self.norm}, but GPTJForCausalLM supports only layernorm")
+        self.refuse_hf(reasons, instead="native or classic")
         return {
             "vocab_size": self.n_vocab,
             "n_positions": self.seq,
@@ -154,7 +156,7 @@ class Config(ModelConfig):
         }
 
     def hf_tensors(self) -> list[Tensor]:
-        """See `ModelConfig`. The rotary pairs are the same, (0, 1), (2, 3), ...; they have no bias on the embedding."""
+        """See `ModelConfig`. The rotary pairs are the same, (0, 1), (2, 3), ...; transformers has no bias on the embedding."""
         table, block = "transformer.wte.weight", "transformer.h.{}."
         return [
             Tensor("embed/tokens/w", table, vocab_axis=0, bias="embed/tokens/b"),
@@ -178,7 +180,7 @@ class Config(ModelConfig):
         """See `ModelConfig`."""
         if self.n_heads * self.d_head != self.d_model or self.d_ff != 4 * self.d_model:
             raise UserError(
-                f"the classic form has no room for this model: it needs model.d_head = d_model / n_heads "
+                f"the classic format cannot hold this model: it needs model.d_head = d_model / n_heads "
                 f"({self.d_model} / {self.n_heads}, given {self.d_head}) and model.d_ff = 4 * d_model (given {self.d_ff})"
             )
         embed, head, block = "embedding_shard/~/linear/", "projection_shard/~/", "layer_{}/~/"

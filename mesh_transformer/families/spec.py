@@ -1,7 +1,7 @@
-"""A family as plain data without jax: what its decoder is made of, and which tensors of other programs' files are its parameters.
+"""A family as plain data, without jax: the parts of its decoder, and the tensors of other programs that hold its parameters.
 
-A family's config gives one `Decoder`; models/decoder.py builds it. `Tensor` is a row of a table that the readers and writers of
-foreign checkpoints go through.
+A family's config returns a `Decoder`, which models/decoder.py builds. A `Tensor` is a row of the table by which foreign
+checkpoints are read and written.
 """
 
 import enum
@@ -18,8 +18,8 @@ TRANSPOSED = "f d -> d f"
 class Norm:
     """A normalisation, computed in float32.
 
-    layer: (x - mean) / standard deviation. length: x / (|x| + eps), whose scale starts at sqrt(d_model): the classic
-    rmsnorm, and with `one_scale` scalenorm (Nguyen and Salazar 2019).
+    layer: (x - mean) / standard deviation. length: x / (|x| + eps), with a scale that starts at sqrt(d_model): the
+    classic rmsnorm, or scalenorm (Nguyen and Salazar 2019) with `one_scale`.
     """
 
     kind: Literal["layer", "length"] = "layer"
@@ -33,7 +33,7 @@ class Rotary:
     """Rotary position encoding (Su et al. 2021, arXiv:2104.09864) of the first `dims` of each head.
 
     pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). `precision` is
-    that of position * frequency: transformers has float32, the original GPT-J float64.
+    that of position * frequency: float32 in transformers, float64 in the original GPT-J.
     """
 
     dims: int
@@ -43,7 +43,7 @@ class Rotary:
 
 
 class CacheEntry(NamedTuple):
-    """One array that attention keeps of a position: (heads, width), and the name of its first dimension."""
+    """One array that the cache holds for a position: its shape (heads, width), and the name of its first dimension."""
 
     name: str
     heads: int
@@ -62,7 +62,7 @@ class Attention:
 
     @property
     def cache_entries(self) -> tuple[CacheEntry, ...]:
-        """What a position leaves behind for later ones: its keys and its values."""
+        """What the cache holds for each position: keys and values."""
         entry = CacheEntry("heads", self.heads, self.head_dim)
         return entry, entry
 
@@ -91,28 +91,32 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A whole model. `layers` are equal in the shapes of their parameters."""
+    """A whole model. All `layers` have parameters of the same shapes."""
 
     d_model: int
     n_vocab: int
-    vocab_multiple: int  # the tables get unused rows up to a multiple of this, whatever the mesh
-    seq: int  # longest context
+    # the vocabulary tables are padded to a multiple of this number, whatever the mesh
+    vocab_multiple: int
+    # longest context
+    seq: int
     layers: tuple[Layer, ...]
     final_norm: Norm
     embed_bias: bool = False
     learned_positions: bool = False
-    relative_bias: bool = False  # T5's: by head and bucket of distance, the same in all layers
-    tied: bool = False  # the head multiplies by the table of embeddings
+    # T5's, by head and bucket of distance, shared by all layers
+    relative_bias: bool = False
+    # the head uses the token embeddings as its weights
+    tied: bool = False
     head_bias: bool = False
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the vocabulary tables."""
+        """Rows of the vocabulary tables, with their padding."""
         return -(-self.n_vocab // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def sizes(self) -> dict[str, list[Size]]:
-        """The named dimensions of parameters and activations that the model gives, each with the field for its size."""
+        """The sizes of the model's named dimensions of parameters and activations, with the fields that set them."""
         width = [Size("model.d_model", self.d_model)]
         return {
             "act_embed": width,
@@ -125,36 +129,44 @@ class Decoder:
 
 
 class Split(enum.Enum):
-    """How the m arrays of a classic checkpoint make up the whole one."""
+    """How the arrays of a classic checkpoint's shards make up the whole array."""
 
     ROWS = "concatenated along the first dimension"
     COLUMNS = "concatenated along the last dimension"
-    SUM = "added up: a bias added on every shard before the sum over shards"
-    FIRST = "the first shard's; the others' are never used"
+    SUM = "summed: a bias that every shard adds before the sum over shards"
+    FIRST = "that of the first shard; the original never uses the others"
     MEAN = "averaged"
-    UNUSED = "stored by the original and used by nothing; of the shape of `ours`, which it is not"
+    UNUSED = "stored by the original but never used; it has the shape of `ours` without being that parameter"
     COUNT = "an int32 scalar, the same in every shard"
 
 
 class Tensor(NamedTuple):
-    """A row: which tensor of theirs holds one of our parameters.
+    """A row: the foreign tensor, `theirs`, that holds our parameter, `ours`.
 
-    A row under blocks/ stands for all layers: ours has a leading dimension of layers, they have one tensor a layer.
-    Shapes are not in the table: they are those of the model's parameters.
+    A row under blocks/ stands for all layers: ours has a leading dimension of layers, theirs is one tensor per layer.
+    The table has no shapes: they follow from the parameters of the model.
     """
 
-    ours: str  # below params/
-    theirs: str  # with {} for the layer
-    # einops, from theirs to ours, read backwards to write; with `part` it yields "part ..."
+    # path below params/
+    ours: str
+    # name, with {} for the number of the layer
+    theirs: str
+    # einops pattern from theirs to ours, inverted for writing; with `part` the result begins with the dimension `part`
     view: str | None = None
-    part: int | None = None  # where one of theirs holds several of ours: which of them
-    sizes: Mapping[str, int] = {}  # that `view` needs; "part": how many
-    vocab_axis: int | None = None  # the dimension of ours that is padded; theirs is not
-    # one of ours that they lack: zeros where theirs is read, added to the rows to write it
+    # index of ours in theirs, if theirs holds several parameters
+    part: int | None = None
+    # the sizes that `view` needs; "part": the number of parameters in theirs
+    sizes: Mapping[str, int] = {}
+    # the dimension of ours that is padded; theirs has no padding
+    vocab_axis: int | None = None
+    # a parameter of ours without a foreign tensor: it is read as zeros, and writing adds it to the rows of this one
     bias: str | None = None
-    tied: str | None = None  # the tensor of theirs that is this one too, where config.json ties the head
-    copy: str | None = None  # a tensor of theirs that may lie beside this one, and is its equal
-    split: Split = Split.ROWS  # in classic shards
+    # the foreign tensor to read instead, if config.json ties the head
+    tied: str | None = None
+    # a foreign tensor that may be stored too, and is then equal to this one
+    copy: str | None = None
+    # how classic shards split it
+    split: Split = Split.ROWS
 
     @property
     def stacked(self) -> bool:

@@ -1,4 +1,4 @@
-"""Optimizers: each is one file beside this one and one line here."""
+"""Optimizers. Each is one file in this folder and one line here."""
 
 from mesh_transformer.optimizers import adafactor, adam, lion
 from mesh_transformer.optimizers.base import OptimizerConfig

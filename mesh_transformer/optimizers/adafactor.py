@@ -1,7 +1,7 @@
-"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235): a matrix's second moment is kept as row and column averages.
+"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) stores the second moment of a matrix as row and column averages.
 
-Decay, epsilon and the clipping of updates are the paper's. There is no first moment, and no relative step size: the learning
-rate is absolute, as for the other optimizers (and in Zhai et al. 2021, arXiv:2106.04560).
+Decay, epsilon and update clipping follow the paper. There is no first moment and no relative step size: the learning rate
+is absolute, as for the other optimizers (and in Zhai et al. 2021, arXiv:2106.04560).
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 
 class Config(OptimizerConfig):
-    """Adafactor: of a matrix one average for each row and each column, of other parameters one of their size."""
+    """Adafactor: one average for each row and each column of a matrix, and one for each element of other parameters."""
 
     name: Literal["adafactor"] = "adafactor"
     """the optimizer: a file in mesh_transformer/optimizers"""
     decay_rate: Annotated[Positive, Lt(1)] = 0.8
-    """step t keeps 1 - t ** -decay_rate of the second moment"""
+    """at step t the decay of the second moment is 1 - t ** -decay_rate"""
     eps: Positive = 1e-30
-    """added to the squared gradient"""
+    """epsilon that is added to the squared gradient"""
     clipping_threshold: Positive = 1.0
-    """largest root mean square of one matrix's or vector's update, before the learning rate"""
+    """largest root mean square of the update of each matrix or vector, before the learning rate"""
     min_dim_size_to_factor: Dims = 128
-    """matrices with a smaller side keep a whole second moment"""
+    """a matrix with a smaller side stores a full second moment"""
 
     @property
     def slots(self) -> dict[str, Slot]:
-        """Row and column averages of factored matrices, whole ones of the rest; a placeholder of size 1 where there is none."""
+        """Row and column averages of factored matrices, full averages of other parameters. An unused slot has size 1."""
         return {name: partial(self._axes, name) for name in ("v_row", "v_col", "v")}
 
     def _axes(self, slot: str, axes: Axes, shape: tuple[int, ...]) -> Axes:
         layers, own = axes[: axes.count("layers")], axes[axes.count("layers") :]
         sizes = shape[len(layers) :]
-        # as optax: the row average is over the largest dimension, the column average over the next
+        # as in optax, the row average is over the largest dimension and the column average over the second largest
         order = sorted(range(len(own)), key=lambda dimension: sizes[dimension])
         factored = len(order) > 1 and sizes[order[-2]] >= self.min_dim_size_to_factor
         if factored != (slot != "v"):
@@ -51,7 +51,7 @@ class Config(OptimizerConfig):
         return (*layers, *own[:dropped], *own[dropped + 1 :])
 
     def direction(self, axes: Any) -> optax.GradientTransformation:
-        """The gradient over the root of the second moment, clipped; each of the stacked layers as if alone."""
+        """The gradient divided by the root of the second moment, then clipped. Each layer of a stack is a matrix of its own."""
         import jax
         import optax
         from optax import FactoredState

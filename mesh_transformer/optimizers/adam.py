@@ -1,4 +1,4 @@
-"""Adam (Kingma and Ba 2014, arXiv:1412.6980), with decoupled decay (Loshchilov and Hutter 2017, arXiv:1711.05101)."""
+"""Adam (Kingma and Ba 2014, arXiv:1412.6980), with decoupled weight decay (Loshchilov and Hutter 2017, arXiv:1711.05101)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Config(OptimizerConfig):
-    """Adam: two averages of each parameter's size."""
+    """Adam: two moments for each element of a parameter."""
 
     name: Literal["adam"] = "adam"
     """the optimizer: a file in mesh_transformer/optimizers"""
@@ -21,9 +21,9 @@ class Config(OptimizerConfig):
     b2: Fraction = 0.999
     """decay of the second moment"""
     eps: Positive = 1e-8
-    """added to the root of the second moment"""
+    """epsilon that is added to the root of the second moment"""
     moments_dtype: MomentsDtype = "float32"
-    """dtype in which the moments are stored (classic bf16_optimizer: bfloat16)"""
+    """dtype of the stored moments (classic bf16_optimizer: bfloat16)"""
 
     @property
     def slots(self) -> dict[str, Slot]:
@@ -31,7 +31,7 @@ class Config(OptimizerConfig):
         return {"mu": like_parameter, "nu": like_parameter}
 
     def direction(self, axes: Any) -> optax.GradientTransformation:
-        """The first moment over the root of the second."""
+        """The first moment divided by the root of the second."""
         import optax
 
         return stored_as(self.moments_dtype, optax.scale_by_adam(self.b1, self.b2, self.eps), self.slots)

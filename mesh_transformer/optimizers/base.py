@@ -1,4 +1,7 @@
-"""What every optimizer's config has, and what it tells the training step of itself. No jax at import: a driver reads configs."""
+"""The base of an optimizer's config: the common fields, and its interface to the training step.
+
+It imports jax only in functions, because a driver without jax reads configs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 Axes = tuple[str | None, ...]
 Slot = Callable[[Axes, tuple[int, ...]], Axes]
-"""The names of a slot's dimensions, from the names and the sizes of its parameter's."""
+"""Returns the dimension names of a slot, from the dimension names and the shape of the parameter."""
 MomentsDtype = Literal["float32", "bfloat16"]
 
 
@@ -27,50 +30,50 @@ class OptimizerConfig(Group):
     """peak learning rate"""
     end_lr: NonNegative = 1.2e-5
     """learning rate after annealing"""
-    # numbers of a formula, not counts: the original's files have fractions here
+    # not whole numbers: the original's files have fractions here
     warmup_steps: Annotated[NonNegative, Unit("steps")] = 3000.0
-    """linear warm-up from 0 to lr"""
+    """length of the linear warm-up from 0 to lr"""
     anneal_steps: Annotated[Positive, Unit("steps")] = 300000.0
-    """cosine decay from lr to end_lr, after the warm-up"""
+    """length of the cosine decay from lr to end_lr, after the warm-up"""
     total_steps: Steps = 350000
     """length of the whole run"""
     weight_decay: NonNegative = 0.1
-    """decoupled decay of matrices (not of biases and norms)"""
+    """decoupled weight decay of matrices (not of biases and norms)"""
     gradient_accumulation_steps: Annotated[Count, Unit("microbatches")] = 1
-    """microbatches whose gradients make one step"""
+    """microbatches per step"""
     clip_norm: Positive = 1.0
-    """largest global norm of the mean gradient"""
+    """global norm to which larger gradients are clipped"""
     z_loss: NonNegative = 1e-4
-    """weight of the squared log-normaliser in the training loss"""
+    """weight of the squared log-normalizer (z-loss) in the training loss"""
     z_loss_kind: Literal["classic", "log_z"] = "classic"
-    """classic: log-sum-exp after subtracting the maximum, as the original; log_z: the true normaliser"""
+    """normalizer of the z-loss: classic, log-sum-exp after the maximum is subtracted, as in the original; log_z, the true normalizer"""
     noise_scale_alpha: Annotated[Positive, Le(1)] = 0.01
-    """weight of the newest step in the gradient-noise-scale averages"""
+    """weight of the newest step in the moving averages of the gradient noise scale"""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """a step whose loss or gradient is not finite: stop the run, or skip its update and count it"""
+    """what to do if the loss or the gradient of a step is not finite: stop the run, or skip the update and count it"""
 
     @property
     def slots(self) -> dict[str, Slot]:
-        """What the direction's state holds for each parameter, by its name in that state and in files."""
+        """The arrays of optimizer state for each parameter, by their names in the state and in files."""
         raise NotImplementedError
 
     def direction(self, axes: Any) -> optax.GradientTransformation:
-        """The step's direction from a gradient: no clipping by the global norm, decay or learning rate.
+        """The transformation of a gradient into a direction, without global-norm clipping, weight decay and learning rate.
 
-        Its state is a NamedTuple of `count`, int32, and the slots. `axes` are the parameters' dimension names.
+        Its state is a NamedTuple of `count`, int32, and the slots. `axes` are the dimension names of the parameters.
         """
         raise NotImplementedError
 
 
 def like_parameter(axes: Axes, shape: tuple[int, ...]) -> Axes:
-    """The slot of an average of the whole gradient."""
+    """A slot with the shape of its parameter."""
     return axes
 
 
 def stored_as(
     dtype: MomentsDtype, direction: optax.GradientTransformation, slots: Any
 ) -> optax.GradientTransformation:
-    """A direction whose slots are kept in `dtype` between steps and are float32 within one."""
+    """A direction whose slots are stored in `dtype` between steps and are float32 during a step."""
     import optax
 
     if dtype == "float32":

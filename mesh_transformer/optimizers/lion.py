@@ -1,6 +1,7 @@
-"""Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an average of gradients, and one moment instead of Adam's two.
+"""Lion (Chen et al. 2023, arXiv:2302.06675): the update is the sign of an average of gradients, with one moment.
 
-Its updates are larger than Adam's: the paper takes a third to a tenth of the learning rate, and as many times the decay.
+Its updates are larger than Adam's. The paper uses a learning rate 3 to 10 times smaller, and a weight decay as many times
+larger.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Config(OptimizerConfig):
-    """Lion: one average of each parameter's size."""
+    """Lion: one moment for each element of a parameter."""
 
     name: Literal["lion"] = "lion"
     """the optimizer: a file in mesh_transformer/optimizers"""
@@ -24,7 +25,7 @@ class Config(OptimizerConfig):
     b2: Fraction = 0.99
     """decay of the moment"""
     moments_dtype: MomentsDtype = "float32"
-    """dtype in which the moment is stored"""
+    """dtype of the stored moment"""
 
     @property
     def slots(self) -> dict[str, Slot]:
@@ -32,7 +33,7 @@ class Config(OptimizerConfig):
         return {"mu": like_parameter}
 
     def direction(self, axes: Any) -> optax.GradientTransformation:
-        """A sign for each element."""
+        """The sign of the average of moment and gradient."""
         import optax
 
         return stored_as(self.moments_dtype, optax.scale_by_lion(self.b1, self.b2), self.slots)

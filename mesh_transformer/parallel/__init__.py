@@ -1,1 +1,1 @@
-"""Meshes and the table that says which mesh axis shards which named dimension."""
+"""Device meshes, and the rules that map named dimensions to mesh axes."""

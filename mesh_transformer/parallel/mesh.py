@@ -1,4 +1,4 @@
-"""The device mesh, and which rows of a batch each process holds."""
+"""The device mesh, and the rows of a batch that each process holds."""
 
 import math
 from collections import defaultdict
@@ -16,12 +16,12 @@ from mesh_transformer.errors import UserError
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh with the axes of AXES over `devices`, of which every process has the same number.
+    """A mesh with the axes AXES over `devices`. Every process must have the same number of them.
 
-    The devices of one process (a host, on TPU) are divided over the last axis first, then over the one before it, and so on,
-    in the order that JAX chooses for their torus. The processes follow in their own order, again the last axis first. So
-    the devices of a group of the last axis, tp, belong to one process where tp divides the number of devices of a process: 8
-    on a host of v2, v3 and v7x, and on the only host of a v5e-8 or v6e-8; 4 on every other host. A larger tp group spans
+    The devices of one process (a host, on TPU) are assigned to the last axis first, then to the one before it, and so on,
+    in the order that JAX chooses for their torus. Then the processes follow in their order, again the last axis first. So
+    the devices of a tp group, tp being the last axis, belong to one process if tp divides the number of its devices: 8 on
+    a host of v2, v3 and v7x and on the only host of a v5e-8 or v6e-8; 4 on every other host. A larger tp group spans
     tp / gcd(tp, devices of a process) consecutive processes.
 
     Raises:
@@ -32,7 +32,9 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
         hosts[device.process_index].append(device)
     counts = {process: len(hosts[process]) for process in sorted(hosts)}
     if len(set(counts.values())) > 1:
-        raise UserError(f"a mesh needs as many devices of every process; devices by process: {counts}")
+        raise UserError(
+            f"a mesh needs the same number of devices in every process; devices by process: {counts}"
+        )
     first = hosts[min(hosts)]
     inner = _divide(len(first), shape)
     outer = {axis: shape[axis] // inner[axis] for axis in AXES}
@@ -48,14 +50,14 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def process_rows(sharding: NamedSharding, batch: int, process: int) -> tuple[int, ...]:
-    """The rows of a (batch, ...) array that the devices of a process hold, ascending. Others may hold them too."""
+    """The rows of a (batch, ...) array that the devices of a process hold, ascending. Other processes may hold them too."""
     index: Mapping[Any, Any] = sharding.devices_indices_map((batch, 1))
     spans = {rows.indices(batch) for device, (rows, _) in index.items() if device.process_index == process}
     return tuple(sorted(row for span in spans for row in range(*span)))
 
 
 def _divide(devices: int, shape: MeshShape) -> MeshShape:
-    """The part of each axis that lies in one process of so many devices: as much as it has for the last, then the one before."""
+    """The size of each axis within one process: as many of its devices as possible for the last axis, then for the one before."""
     inner: MeshShape = {}
     for axis in reversed(AXES):
         inner[axis] = math.gcd(devices, shape[axis])
@@ -64,13 +66,13 @@ def _divide(devices: int, shape: MeshShape) -> MeshShape:
 
 
 def _order(shape: MeshShape, devices: list[jax.Device]) -> np.ndarray:
-    """The devices of one process as JAX lays a mesh of this shape over them."""
+    """The devices of one process in the order of a JAX mesh of this shape."""
     try:
         return mesh_utils.create_device_mesh(tuple(shape.values()), devices, allow_split_physical_axes=True)
-    # JAX asserts that the devices are whole chips which fill a box
+    # JAX asserts that the devices are whole chips that fill a box
     except (AssertionError, ValueError) as error:
         axes = " x ".join(f"{axis} {size}" for axis, size in shape.items())
         where = f"the {len(devices)} devices of process {devices[0].process_index}"
         raise UserError(
-            f"JAX finds no mesh {axes} of {where}, which must be whole chips that fill a box: {error}"
+            f"JAX cannot make a mesh {axes} of {where}, which must be whole chips that fill a box: {error}"
         ) from error

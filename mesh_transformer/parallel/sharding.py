@@ -1,8 +1,8 @@
-"""Dimension names, and the table that says which mesh axis shards which name.
+"""Named dimensions, and the rules that map the names to mesh axes.
 
-Models name the dimensions of their parameters (`with_axes`) and activations (`constrain`) and know nothing
-else about devices. A way of parallelising is a table from names to mesh axes; without an active `Partition`
-every function here is the identity, which is how one model file serves one CPU and a pod.
+A model names the dimensions of its parameters (`with_axes`) and activations (`constrain`), and knows nothing else about
+devices. A parallel strategy is a table from names to mesh axes. Without an active `Partition` every function here is the
+identity, so that the same model runs on one CPU and on a pod.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Axes = tuple[str | None, ...]
 
 
 class WithAxes:
-    """An initialiser that carries the names of its parameter's dimensions."""
+    """An initializer with the dimension names of its parameter."""
 
     def __init__(self, init: hk.initializers.Initializer, axes: Axes):
         self.init, self.axes = init, axes
@@ -40,9 +40,9 @@ def with_axes(init: hk.initializers.Initializer, *axes: str | None) -> WithAxes:
 
 
 def collect_axes(function: Callable[[], Any]) -> dict[str, dict[str, Axes]]:
-    """The dimension names of every parameter that a function of Haiku modules creates.
+    """The dimension names of every parameter that a function of Haiku modules creates, without computing them.
 
-    Returns a tree like the parameters' whose leaves are tuples of names. Nothing is computed.
+    Returns a tree with the structure of the parameters and tuples of names as leaves.
 
     Raises:
         AssertionError: a parameter has no names; the message gives its path.
@@ -52,7 +52,7 @@ def collect_axes(function: Callable[[], Any]) -> dict[str, dict[str, Axes]]:
     def creator(make: Any, shape: Any, dtype: Any, initialise: Any, context: Any) -> Any:
         if not isinstance(initialise, WithAxes):
             raise AssertionError(
-                f"parameter {context.full_name} has no dimension names: wrap its initialiser in with_axes"
+                f"parameter {context.full_name} has no dimension names: wrap its initializer in with_axes"
             )
         axes.setdefault(context.module_name or "~", {})[context.name] = initialise.axes
         return make(shape, dtype, initialise)
@@ -67,13 +67,13 @@ def collect_axes(function: Callable[[], Any]) -> dict[str, dict[str, Axes]]:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """A mesh and a table: turns dimension names into shardings."""
+    """A mesh and rules, which turn dimension names into shardings."""
 
     mesh: Mesh
     rules: Rules
 
     def spec(self, axes: Axes) -> PartitionSpec:
-        """The PartitionSpec of dimensions `axes`; `None` is a dimension that is never split."""
+        """The PartitionSpec of dimensions `axes`; a dimension named None is never split."""
         return PartitionSpec(*(None if name is None else self.rules[name] for name in axes))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
@@ -85,16 +85,16 @@ class Partition:
         return map_axes(lambda axes: self.sharding(*axes), axes_tree)
 
     def with_rules(self, **rules: MeshAxes) -> Partition:
-        """The same mesh with some names sharded otherwise."""
+        """The same mesh with other rules for some names."""
         return Partition(self.mesh, {**self.rules, **rules})
 
     def size(self, name: str) -> int:
-        """The number of parts that dimension `name` is split into: 1 where every device has all of it."""
+        """The number of parts into which dimension `name` is split; 1 if every device holds all of it."""
         return parts(self.mesh.shape, self.rules, name)
 
     @property
     def splits_weights(self) -> bool:
-        """Whether weights must be gathered over a data axis before they are used."""
+        """Whether weights must be gathered over a data-parallel axis before use."""
         return self.size("embed") > 1
 
 
@@ -112,12 +112,12 @@ def use(partition: Partition | None) -> Iterator[None]:
 
 
 def active() -> Partition | None:
-    """The partition that is being traced for, if any."""
+    """The partition for which code is traced now, if any."""
     return _ACTIVE.get()
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Fix the sharding of activation `x` by its dimension names; the identity without a partition."""
+    """Constrain the sharding of activation `x` by its dimension names; the identity without a partition."""
     partition = active()
     if partition is None:
         return x
@@ -125,17 +125,16 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def constrain_tree(tree: Any, partition: Partition, axes_tree: Any) -> Any:
-    """Fix the shardings of a tree of parameters, gradients or moments."""
+    """Constrain the shardings of a tree of parameters, gradients or moments."""
     return jax.lax.with_sharding_constraint(tree, partition.shardings(axes_tree))
 
 
 def gather_weights(params: Any, axes_tree: Any) -> Any:
-    """Gather parameters that are split over fsdp, just before their use; tp stays split.
+    """Gather the parameters that fsdp splits, just before their use; they stay split over tp.
 
-    The gradients are summed and scattered back at once: cotangents are constrained to the whole layout and
-    then to the split one (a sum and a slice, which compilers fuse into a reduce-scatter), so that neither a
-    weight nor its gradient is whole for longer than one layer, and the split does not spread to activations.
-    The identity without such a split.
+    The backward pass sums and scatters their gradients at once. It constrains them to the gathered layout and then to the
+    split one: a sum and a slice, which the compiler fuses into a reduce-scatter. So weights and gradients of at most one
+    layer are gathered at a time, and the split does not spread to activations. The identity if fsdp splits no weights.
     """
     partition = active()
     if partition is None or not partition.splits_weights:
@@ -150,7 +149,7 @@ def gather_weights(params: Any, axes_tree: Any) -> Any:
         return (jax.lax.with_sharding_constraint(summed, split),)
 
     gather = jax.custom_vjp(forward)
-    # Not `gather` again: a rematerialisation policy sees the primitives of the forward rule.
+    # `forward`, not `gather`: a rematerialization policy sees the primitives of the forward rule
     gather.defvjp(lambda params: (forward(params), None), backward)
     return gather(params)
 

@@ -79,8 +79,8 @@ class Interrupt(StopSignals):
     """While active, SIGTERM and Ctrl-C ask the run to stop instead of ending the process.
 
     In a job of several processes any one's SIGTERM stops all of them, after the same step: JAX's coordination
-    service agrees on it. A second Ctrl-C ends a single process at once. Processes may differ in what is `noted`: use
-    `exit_code` to act on it together.
+    service agrees on it. A second Ctrl-C ends a single process at once. Processes may differ in `received`: use
+    `exit_code` to agree on it.
     """
 
     def __init__(self) -> None:
@@ -94,8 +94,8 @@ class Interrupt(StopSignals):
     def exit_code(self, step: int) -> int | None:
         """128 + the signal if the run must save after `step` and leave, else None. Call at every step."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
-            self.noted = signal.SIGTERM
-        return None if self.noted is None else 128 + self.noted
+            self.received = signal.SIGTERM
+        return None if self.received is None else 128 + self.received
 
 
 class TrainingRun:
@@ -151,7 +151,7 @@ class TrainingRun:
             ) from error
 
     def _asked_to_stop(self) -> bool:
-        return self.interrupt.noted is not None
+        return self.interrupt.received is not None
 
     def _check_folder(self) -> None:
         """Raises RunError if the folder of a local run has been deleted or moved away: there is nowhere to save."""

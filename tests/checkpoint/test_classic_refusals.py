@@ -160,7 +160,7 @@ def test_a_compressed_array_that_expands_beyond_its_header(tmp_path):
         (3, {}, "3 shards do not divide model.n_heads 4 and model.n_vocab 24: possible are 1, 2, 4$"),
         (0, {}, "0 shards"),
         (4, {"n_vocab": 22}, "4 shards do not divide .*model.n_vocab 22: possible are 1, 2$"),
-        (1, {"d_head": 8}, "the classic form has no room"),
+        (1, {"d_head": 8}, "the classic format cannot hold this model"),
     ],
 )
 def test_nothing_is_written_for_a_model_that_does_not_fit(tmp_path, shards, values, expected):

@@ -59,7 +59,7 @@ def test_upload_replaces_and_empty_files_are_files(folder: str, metrics: str, tm
 def test_a_buffer_is_filled_as_far_as_the_file_goes(
     folder: str, metrics: str, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setattr(files, "REMOTE_PIECE_BYTES", piece)
+    monkeypatch.setattr(files, "REMOTE_READ_BYTES", piece)
     Path(metrics).write_bytes(bytes(range(100)))
     files.upload(metrics, files.join(folder, "x"))
     for start, length in ((0, 100), (30, 21), (90, 30), (100, 5), (200, 5), (3, 0)):

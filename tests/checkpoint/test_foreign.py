@@ -64,7 +64,7 @@ def test_fused_q_k_v_lie_head_by_head() -> None:
 
 
 def test_the_original_program_has_gpt_j_alone() -> None:
-    with pytest.raises(UserError, match="the classic form has no room for model.family gpt_neox"):
+    with pytest.raises(UserError, match="the classic format cannot hold model.family gpt_neox"):
         MODELS["gpt_neox"].classic_tensors()
 
 
@@ -151,7 +151,7 @@ def test_gpt_neox_theirs_and_back(tmp_path, values) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"clip_qkv": 8.0}, "'clip_qkv' is 8.0: this key is not known here"),
+        ({"clip_qkv": 8.0}, "'clip_qkv' is 8.0: this key is unknown"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear': only default"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn': only default"),
         ({"rope_parameters": [1]}, r"rope_parameters is \[1\]: expected an object"),

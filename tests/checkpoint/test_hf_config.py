@@ -82,7 +82,7 @@ def test_aliases_are_read(tmp_path) -> None:
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06: only 1e-05"),
         ({"activation_function": "gelu"}, "activation_function is 'gelu': only the tanh gelu"),
         ({"activation_function": ["relu"]}, "only the tanh gelu"),
-        ({"rotary_dim": None}, "rotary_dim is None: expected a whole number .* transformers needs one"),
+        ({"rotary_dim": None}, "rotary_dim is None: expected a whole number .* transformers requires one"),
         ({"rotary_dim": 0}, "rotary_dim is 0"),
         ({"rotary_dim": 18}, "pe_rotary_dims 18 must be even and at most model.d_head 16"),
         ({"rotary_dim": 5}, "pe_rotary_dims 5 must be even"),

@@ -310,7 +310,7 @@ def test_a_signal_saves_and_ends(number):
 
     def life(seconds):
         if seconds > 5:
-            stop.noted = number
+            stop.received = number
         if fake.asked_to_stop and seconds > 9:
             return [Status(i, "ended", exit_code=143) for i in range(2)]
         return at_work(1)

@@ -137,7 +137,7 @@ def test_a_further_axis_needs_no_line_in_make_mesh(monkeypatch, tp):
 
 
 def test_processes_with_different_numbers_of_devices_are_refused():
-    with pytest.raises(UserError, match=r"as many devices of every process.*\{0: 4, 1: 3\}"):
+    with pytest.raises(UserError, match=r"the same number of devices in every process.*\{0: 4, 1: 3\}"):
         make_mesh(mesh_shape(dp=7), devices_of("v4-16")[:7])
 
 
@@ -145,6 +145,6 @@ def test_two_devices_of_one_chip_are_refused():
     """A v4 without megacore, which JAX has no mesh for."""
     devices = [Described(i, 0, (i // 2, 0, 0), i % 2, "TPU v4") for i in range(8)]
     with pytest.raises(
-        UserError, match=r"no mesh dp 8 x fsdp 1 x tp 1 of the 8 devices of process 0.*megacore"
+        UserError, match=r"make a mesh dp 8 x fsdp 1 x tp 1 of the 8 devices of process 0.*megacore"
     ):
         make_mesh(mesh_shape(dp=8), devices)

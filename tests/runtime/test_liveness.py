@@ -6,7 +6,7 @@ from infer.fake_engine import FakeEngine
 from mesh_transformer import files, liveness, logs
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.infer.scheduler import Scheduler
-from mesh_transformer.liveness import SERVICE_S, SHARE, WINDOW_S, Watch
+from mesh_transformer.liveness import MIN_CORES, SERVICE_S, WINDOW_S, Watch
 
 
 class Process:
@@ -29,7 +29,7 @@ def process():
     return Process()
 
 
-@pytest.mark.parametrize(("share", "seen"), [(0.003, False), (0.5 * SHARE, False), (2 * SHARE, True)])
+@pytest.mark.parametrize(("share", "seen"), [(0.003, False), (0.5 * MIN_CORES, False), (2 * MIN_CORES, True)])
 def test_cpu_time(process, share, seen):
     watch = process.watch()
     for _ in range(3):
@@ -84,7 +84,7 @@ def test_this_process_computes():
     """With what `Watch` reads by itself."""
     watch = Watch()
     watch._began -= WINDOW_S
-    while liveness.time.process_time() - watch._used < 2 * SHARE * WINDOW_S:
+    while liveness.time.process_time() - watch._used < 2 * MIN_CORES * WINDOW_S:
         pass
     assert watch.at_work()
 
