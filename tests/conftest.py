@@ -11,6 +11,7 @@ import golden
 import pytest
 from skipped import NO_SHARED, closing_lines
 
+pytest_plugins = ["times"]
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
 CACHE_BYTES = 1 << 30
 
