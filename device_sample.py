@@ -21,7 +21,7 @@ def main() -> int:
         "--json", action="store_true", help="print each sample as a JSON object on a line of its own"
     )
     arguments = parser.parse_args()
-    from mesh_transformer.runtime import sampler
+    from mesh_transformer.runtime.sampling import sampler
 
     options = cli.fields(sampler.Options, arguments)
     return sampler.run(arguments.config_path, arguments.overrides, options)

@@ -30,7 +30,7 @@ def main(open_engine: Callable[..., Any] | None = None) -> int:
             flag, dest=name, type=type(default), default=default, metavar=metavar, help=described
         )
     arguments = parser.parse_args()
-    from mesh_transformer.runtime.serve import start
+    from mesh_transformer.runtime.serving import start
 
     options = cli.fields(start.Options, arguments)
     return start.run(arguments.config_path, arguments.overrides, options, open_engine)

@@ -11,7 +11,7 @@ def main() -> int:
     parser = cli.parser(__doc__.split("\n")[0], needs_config=True)
     cli.add_tuning(parser)
     options = vars(parser.parse_args())
-    from mesh_transformer.runtime import trainer
+    from mesh_transformer.runtime.training import trainer
 
     return trainer.run(**options)
 

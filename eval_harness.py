@@ -38,17 +38,17 @@ def main() -> int:
     parser.add_argument(
         "--output", metavar="F.json", help="write results, config, versions and token counts to this file"
     )
-    from mesh_transformer.cluster.place import Place
+    from mesh_transformer.cluster.driver.place import Place
 
     Place.add_arguments(parser)
     arguments = parser.parse_args()
     place = Place.of(arguments)
-    from mesh_transformer.runtime.evals import command
+    from mesh_transformer.runtime.evaluation import command
 
     options = cli.fields(command.Options, arguments)
     if place.here:
         return command.run(arguments.config_path, arguments.overrides, options)
-    from mesh_transformer.cluster import commands
+    from mesh_transformer.cluster.driver import commands
 
     return commands.evaluate(arguments.config_path, arguments.overrides, place, options)
 

@@ -8,8 +8,8 @@ from mesh_transformer.runtime import cli
 
 def main() -> int:
     """Parse the arguments and drive the training job."""
-    from mesh_transformer.cluster import commands
-    from mesh_transformer.cluster.place import Place
+    from mesh_transformer.cluster.driver import commands
+    from mesh_transformer.cluster.driver.place import Place
 
     parser = cli.parser(__doc__.split("\n")[0], needs_config=True)
     Place.add_arguments(parser)

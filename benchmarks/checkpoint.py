@@ -14,7 +14,7 @@ def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
 
     from mesh_transformer.checkpoint.store import CheckpointStore
     from mesh_transformer.runtime.convert import to_hf
-    from mesh_transformer.runtime.session import Session
+    from mesh_transformer.runtime.session.session import Session
 
     store = CheckpointStore(str(folder / "native"))
     placement = Session.open(config_of(arguments)).placement

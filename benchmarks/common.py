@@ -98,7 +98,7 @@ class OwnStep:
     def __init__(self, config: Any):
         import jax
 
-        from mesh_transformer.runtime.session import Session
+        from mesh_transformer.runtime.session.session import Session
         from mesh_transformer.train.step import TrainProgram
 
         self.session = Session.open(config)

@@ -35,7 +35,7 @@ def main() -> None:
 
 def compile_once(arguments: argparse.Namespace) -> dict[str, float]:
     """Trace, lower and compile the step; nothing is allocated."""
-    from mesh_transformer.runtime.session import Session
+    from mesh_transformer.runtime.session.session import Session
     from mesh_transformer.train.step import TrainProgram, compile_step
 
     config = config_of(arguments)

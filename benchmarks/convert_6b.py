@@ -57,11 +57,11 @@ def convert(arguments: argparse.Namespace) -> dict[str, float]:
     """One conversion, or the making of what the others read; then the seconds that it took, and the peak memory of this
     process in MiB."""
     began = time.perf_counter()
-    from mesh_transformer.checkpoint.classic import ClassicSource
-    from mesh_transformer.checkpoint.classic_write import write_classic
-    from mesh_transformer.checkpoint.hf import HFSource
-    from mesh_transformer.checkpoint.hf_write import write_hf
-    from mesh_transformer.checkpoint.native_writer import write_native
+    from mesh_transformer.checkpoint.classic.source import ClassicSource
+    from mesh_transformer.checkpoint.classic.writer import write_classic
+    from mesh_transformer.checkpoint.hf.source import HFSource
+    from mesh_transformer.checkpoint.hf.writer import write_hf
+    from mesh_transformer.checkpoint.native.writer import write_native
 
     model, what = config_of(arguments).model, arguments.what
     opened: Any

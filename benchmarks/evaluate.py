@@ -79,10 +79,10 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from mesh_transformer import platforms
     from mesh_transformer.data.tokenizer import load_tokenizer
-    from mesh_transformer.runtime.evals.adaptor import HarnessLM
-    from mesh_transformer.runtime.evals.model import EvalModel
-    from mesh_transformer.runtime.session import Session
-    from mesh_transformer.runtime.weights import read_params
+    from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
+    from mesh_transformer.runtime.evaluation.model import EvalModel
+    from mesh_transformer.runtime.session.session import Session
+    from mesh_transformer.runtime.session.weights import read_params
 
     platforms.CompileCache()
     session = Session.open(config_of(arguments))
@@ -115,7 +115,7 @@ def hf(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def timed(lm: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """The second of two passes."""
-    from mesh_transformer.runtime.evals.tasks import Tasks
+    from mesh_transformer.runtime.evaluation.tasks import Tasks
 
     tasks = Tasks(["piqa"], data_dir=arguments.data_dir, limit=arguments.limit)
     requests = tasks.requests()["loglikelihood"]

@@ -114,7 +114,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     from mesh_transformer import platforms
     from mesh_transformer.infer.programs import MAX_STEPS
     from mesh_transformer.infer.requests import Piece, SamplingParams
-    from mesh_transformer.runtime.serving_engine import open_engine
+    from mesh_transformer.runtime.session.engine import open_engine
 
     platforms.CompileCache()
     batch, config = arguments.batch, common.config_of(arguments)
@@ -225,7 +225,7 @@ def timed(run: Any, batch: int) -> dict[str, Any]:
 
 def weight_bytes(config: Any) -> int:
     """What a decode step reads of the weights: all but the embedding, of which it reads a row."""
-    from mesh_transformer.runtime.session import Session, count_parameters
+    from mesh_transformer.runtime.session.session import Session, count_parameters
 
     placement = Session.open(config).placement
     dtype = placement.model.dtype

@@ -51,7 +51,7 @@ def engine(arguments: argparse.Namespace) -> dict[str, Any]:
     from mesh_transformer import platforms
     from mesh_transformer.infer.requests import SamplingParams
     from mesh_transformer.infer.scheduler import Scheduler
-    from mesh_transformer.runtime.serving_engine import open_engine
+    from mesh_transformer.runtime.session.engine import open_engine
 
     platforms.CompileCache()
     made = open_engine(config_of(arguments), arguments.ckpt, slots=arguments.slots)

@@ -60,7 +60,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     import jax
 
     from mesh_transformer import platforms
-    from mesh_transformer.runtime.session import count_parameters
+    from mesh_transformer.runtime.session.session import count_parameters
 
     config = common.config_of(arguments)
     platforms.CompileCache()

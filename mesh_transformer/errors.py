@@ -1,6 +1,7 @@
 """Exceptions for bad input, which the user can correct, and for runs that fail."""
 
 import errno
+from collections.abc import Sequence
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -34,3 +35,9 @@ def is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
+    """Names for a message: the first of them, and how many more there are."""
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return between.join([*names[:most], *more]) or "nothing"

@@ -15,7 +15,7 @@ UNSAVED="the worker of a run was told to save, and has not ended"
 READY_S=120
 STOP_S=15
 SAVE_S=${MESH_TRANSFORMER_SAVE_S:-120}
-WORKER="mesh_transformer.cluster.worker"
+WORKER="mesh_transformer.cluster.host.worker"
 
 verb=$1 state=$2
 shift 2

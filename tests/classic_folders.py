@@ -8,8 +8,8 @@ import numpy as np
 from array_source import ArraySource
 from builders import float32_model
 
-from mesh_transformer.checkpoint.classic_write import write_classic
-from mesh_transformer.checkpoint.manifest import flatten
+from mesh_transformer.checkpoint.classic.writer import write_classic
+from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.tensors import Counts, TensorSource
 from mesh_transformer.config import ModelConfig, parse_config
 

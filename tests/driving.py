@@ -128,7 +128,7 @@ def worker_pid(temporary: Path, worker_id: int) -> int:
     """The worker process of the only run that keeps its locks under `temporary`."""
     (lock,) = temporary.glob(f"mesh-transformer-*/run-*-{worker_id}.lock")
     pid = int(lock.read_text())
-    assert b"mesh_transformer.cluster.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert b"mesh_transformer.cluster.host.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return pid
 
 

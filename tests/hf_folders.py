@@ -9,7 +9,7 @@ import numpy as np
 from array_source import ArraySource
 from builders import float32_model
 
-from mesh_transformer.checkpoint.manifest import flatten
+from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.tensors import Counts, Index
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.families import gptj

@@ -42,7 +42,7 @@ CHECKS_INPUT = {"config", "data", "checkpoint", "runtime", "cloud", "cluster", "
 MAY_IMPORT = {
     "ray": {"cluster/ray_cluster.py"},
     "haiku": {"parallel/sharding.py", "models/"},
-    "lm_eval": {"runtime/evals/"},
+    "lm_eval": {"runtime/evaluation/"},
 }
 MAY_SHARD_MAP = {"ops/", "parallel/", "models/model.py"}
 # what is read together stands together: one file of 400 lines reads better than two that call each other

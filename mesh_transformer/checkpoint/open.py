@@ -5,15 +5,14 @@ import re
 from typing import Any, NamedTuple
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint import classic_folder
-from mesh_transformer.checkpoint.classic import ClassicSource
-from mesh_transformer.checkpoint.hf import HFSource, read_model
+from mesh_transformer.checkpoint.classic import folder as classic_folder
+from mesh_transformer.checkpoint.classic.source import ClassicSource
+from mesh_transformer.checkpoint.hf.source import HFSource, read_model
 from mesh_transformer.checkpoint.identity import check_model, noted_model
-from mesh_transformer.checkpoint.manifest import listed
-from mesh_transformer.checkpoint.native import COMMIT_MARKER, NativeSource, read_manifest
+from mesh_transformer.checkpoint.native.source import COMMIT_MARKER, NativeSource, read_manifest
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, listed
 
 _WEIGHTS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?")
 
@@ -90,6 +89,22 @@ def finished_steps(root: str) -> list[str]:
     """The names of the native and classic steps right under `root`, ascending."""
     folders = ((name, files.join(root, name)) for name in _step_names(files.list_dir(root)))
     return [name for name, folder in folders if _is_native_step(folder) or classic_folder.is_step(folder)]
+
+
+def check_only_step(root: str, step: int) -> None:
+    """Refuse a root with finished steps, native or classic, of other numbers than `step`.
+
+    A reader of the root takes the newest step, and a run deletes older ones.
+
+    Raises:
+        UserError: the message names them.
+    """
+    others = [name for name in finished_steps(root) if name != f"step_{step}"]
+    if others:
+        raise UserError(
+            f"{root} holds {listed(others)}: step_{step} of another checkpoint cannot be put beside it; name "
+            "another folder"
+        )
 
 
 def open_source(path: str, model: ModelConfig) -> TensorSource:

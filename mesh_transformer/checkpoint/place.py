@@ -19,10 +19,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mesh_transformer.checkpoint import manifest as manifests
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorSpec
-from mesh_transformer.checkpoint.native import NativeSource, first_cause
-from mesh_transformer.checkpoint.tensors import TensorSource
+from mesh_transformer.checkpoint.native import manifest as manifests
+from mesh_transformer.checkpoint.native.manifest import Manifest, TensorSpec
+from mesh_transformer.checkpoint.native.source import NativeSource, first_cause
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
 from mesh_transformer.errors import CredentialsError
 from mesh_transformer.logs import Transfer
 

@@ -30,12 +30,12 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint import classic_folder
-from mesh_transformer.checkpoint import manifest as manifests
+from mesh_transformer.checkpoint.classic import folder as classic_folder
 from mesh_transformer.checkpoint.identity import check_model, check_optimizer
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.native import CHUNK_BYTES, COMMIT_MARKER, NativeSource
+from mesh_transformer.checkpoint.native import manifest as manifests
+from mesh_transformer.checkpoint.native.source import CHUNK_BYTES, COMMIT_MARKER, NativeSource
 from mesh_transformer.checkpoint.place import agreed, restore
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.config import ModelConfig, OptimizerConfig
 from mesh_transformer.errors import UserError, is_disk_full
 

@@ -7,6 +7,7 @@ translates as it reads. A reader holds the slice that was asked for and no more 
 """
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -14,13 +15,23 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import numpy as np
 
+from mesh_transformer import files
 from mesh_transformer.config import ComputeConfig, ModelConfig
+from mesh_transformer.errors import UserError
 from mesh_transformer.models.model import Model
+
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 2**48
+BAND_BYTES = 16 << 20  # read at a time where rows are not kept as they are
 
 T = TypeVar("T")
 _END = object()
 Index = tuple[slice, ...]
 """One slice of step 1 for each dimension; `slice(None)` is the whole of it."""
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint cannot be read back as it was written; the message gives the reason."""
 
 
 class TensorInfo(NamedTuple):
@@ -63,6 +74,66 @@ class TensorSource(Protocol):
         Raises:
             DamagedCheckpoint: the bytes are missing or not what they should be.
         """
+
+
+class FileTensor(NamedTuple):
+    """One tensor of a local or `gs://` file, read in slices; `start` is the byte of the file where it begins."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    start: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, index: Index) -> np.ndarray:
+        """A slice: (sizes of `index`).
+
+        Raises:
+            DamagedCheckpoint: the file has become shorter.
+        """
+        first, stop, _ = index[0].indices(self.shape[0])
+        columns = index[1:]
+        lengths = [len(range(*s.indices(n))) for s, n in zip(columns, self.shape[1:], strict=True)]
+        out = np.empty((stop - first, *lengths), self.dtype)
+        if tuple(lengths) == self.shape[1:]:
+            self.read_rows(first, out)
+            return out
+        for at, rows in self.bands(first, stop):
+            out[at - first : at - first + len(rows)] = rows[(slice(None), *columns)]
+        return out
+
+    def bands(self, first: int, stop: int, limit: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """Some rows at a time, of `limit` or BAND_BYTES, valid until the next, with the number of the first of them.
+
+        Raises:
+            DamagedCheckpoint: the file has become shorter.
+        """
+        step = max(1, min((limit or BAND_BYTES) // max(1, self._row_bytes), stop - first))
+        band = np.empty((step, *self.shape[1:]), self.dtype)
+        for at in range(first, stop, step):
+            rows = band[: stop - at]
+            self.read_rows(at, rows)
+            yield at, rows
+
+    def read_rows(self, first: int, out: np.ndarray) -> None:
+        """Fill `out`, contiguous and (rows, sizes of a row), from row `first` on.
+
+        Raises:
+            DamagedCheckpoint: the file has become shorter.
+        """
+        buffer = out.reshape(-1).view(np.uint8).data
+        found = files.read_into(self.path, self.start + first * self._row_bytes, buffer)
+        if found != len(buffer):
+            raise DamagedCheckpoint(f"{self.path}: {self.name}: {len(buffer)} bytes expected, {found} found")
+
+    @property
+    def _row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 def slots(source: TensorSource) -> set[str]:

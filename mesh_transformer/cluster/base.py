@@ -7,14 +7,24 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mesh_transformer import files
-from mesh_transformer.cluster.host import Process
 from mesh_transformer.config import Config
 
 State = Literal["idle", "running", "ended"]
 Category = Literal["user", "run", "bug", "machine"]
+
+
+class Process(NamedTuple):
+    """One process of a host, and no later one of the same number.
+
+    Args:
+        started: when it did, in clock ticks since the host's start.
+    """
+
+    pid: int
+    started: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +106,7 @@ class Status:
 
 
 Variables = Mapping[str, str | None]  # of the environment, on top of what is there; None removes one
-Event = dict[str, Any]  # {"kind": "metrics", ...}: see worker.py
+Event = dict[str, Any]  # {"kind": "metrics", ...}: see host/worker.py
 
 
 @dataclasses.dataclass(frozen=True)

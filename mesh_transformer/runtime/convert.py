@@ -10,21 +10,21 @@ import ml_dtypes
 import numpy as np
 
 from mesh_transformer import files, logs, platforms
-from mesh_transformer.checkpoint.classic_folder import check_shards, write_config, write_meta
-from mesh_transformer.checkpoint.classic_write import write_classic
-from mesh_transformer.checkpoint.hf import HFSource
-from mesh_transformer.checkpoint.hf_write import n_bytes, stored_dtype, write_hf
+from mesh_transformer.checkpoint.classic.folder import check_shards, write_config, write_meta
+from mesh_transformer.checkpoint.classic.writer import write_classic
+from mesh_transformer.checkpoint.hf.source import HFSource
+from mesh_transformer.checkpoint.hf.writer import n_bytes, stored_dtype, write_hf
 from mesh_transformer.checkpoint.identity import with_model
-from mesh_transformer.checkpoint.native_writer import write_native
-from mesh_transformer.checkpoint.open import Form, open_found, open_step, recognise
+from mesh_transformer.checkpoint.native.writer import write_native
+from mesh_transformer.checkpoint.open import Form, check_only_step, open_found, open_step, recognise
 from mesh_transformer.checkpoint.target import check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig, is_set
 from mesh_transformer.data.tokenizer import load_tokenizer, save_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer
-from mesh_transformer.runtime import sampler
-from mesh_transformer.runtime.weights import config_for, damage_named, split_step
+from mesh_transformer.runtime.sampling import sampler
+from mesh_transformer.runtime.session.weights import config_for, damage_named, split_step
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
@@ -126,10 +126,10 @@ def write_step(
 
 
 def check_output(output: str, form: Form, step: int) -> None:
-    """Refuse a root where a step folder is meant, and the other way round.
+    """Refuse a root where a step folder is meant, the other way round, and a native root with other steps.
 
     Raises:
-        UserError: names the path that is meant.
+        UserError: the message names the path that is meant, or the other steps.
     """
     path = output.rstrip("/")
     root, name = posixpath.split(path)
@@ -138,6 +138,8 @@ def check_output(output: str, form: Form, step: int) -> None:
         raise UserError(
             f"{path}: for a native checkpoint name the root, {root or '.'}; step_{step} is made in it"
         )
+    if form is Form.NATIVE:
+        check_only_step(path, step)
     if form is Form.CLASSIC and is_step and name != f"step_{step}":
         raise UserError(f"{path} is named like another step: this is step {step}, name it step_{step}")
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from builders import program
 
-from mesh_transformer.checkpoint.manifest import flatten
-from mesh_transformer.checkpoint.native import NativeSource, read_manifest
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.native.manifest import flatten
+from mesh_transformer.checkpoint.native.source import NativeSource, read_manifest
+from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import slots
 

@@ -11,12 +11,12 @@ import tensorstore as ts
 from array_source import ArraySource
 from builders import TINY, program
 
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint, flatten
-from mesh_transformer.checkpoint.native import NativeSource, ocdbt
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.native.manifest import flatten
+from mesh_transformer.checkpoint.native.source import NativeSource, ocdbt
+from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.place import place
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint
 from mesh_transformer.errors import UserError
 from mesh_transformer.train.step import TrainProgram, TrainState
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from classic_folders import RandomSource, model_config, stored, values, write
 
-from mesh_transformer.checkpoint.classic import ClassicSource
-from mesh_transformer.checkpoint.classic_folder import Form, inspect
-from mesh_transformer.checkpoint.classic_write import write_classic
-from mesh_transformer.checkpoint.manifest import flatten
+from mesh_transformer.checkpoint.classic.folder import Form, inspect
+from mesh_transformer.checkpoint.classic.source import ClassicSource
+from mesh_transformer.checkpoint.classic.writer import write_classic
+from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.open import open_source, open_step
 from mesh_transformer.config import load_config
 

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mesh_transformer.checkpoint.archive import MAX_DIRECTORY_BYTES
-from mesh_transformer.checkpoint.classic import ClassicSource
-from mesh_transformer.checkpoint.npz import NpzReader
+from mesh_transformer.checkpoint.classic.npz import NpzReader
+from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.errors import UserError
 
 LIMIT_BYTES = 4 << 20  # the whole checkpoint has 40 kB; a directory may have 1 MB

@@ -6,9 +6,9 @@ import pytest
 from classic_folders import model_config, stored, values, write
 from gcs_server import CUT, HALF, GcsServer
 
-from mesh_transformer.checkpoint.classic import ClassicSource
-from mesh_transformer.checkpoint.classic_folder import read_meta, write_meta
-from mesh_transformer.checkpoint.classic_write import write_classic
+from mesh_transformer.checkpoint.classic.folder import read_meta, write_meta
+from mesh_transformer.checkpoint.classic.source import ClassicSource
+from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.target import new_folder
 from mesh_transformer.errors import UserError
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mesh_transformer.checkpoint.classic_folder import by_file, leaves
+from mesh_transformer.checkpoint.classic.folder import by_file, leaves
 from mesh_transformer.config import load_config, parse_config
 
 LAYERS_12 = [0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9]

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from classic_folders import RandomSource, model_config, write
 
-from mesh_transformer.checkpoint.classic import ClassicSource
-from mesh_transformer.checkpoint.classic_write import write_classic
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
+from mesh_transformer.checkpoint.classic.source import ClassicSource
+from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.open import open_source, open_step
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.errors import UserError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh_transformer.checkpoint.hf import from_theirs, live_shape, read_model, their_shape, to_theirs
+from mesh_transformer.checkpoint.hf.source import from_theirs, live_shape, read_model, their_shape, to_theirs
 from mesh_transformer.checkpoint.tensors import parameter_shapes
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import gpt_neox, gptj

@@ -8,8 +8,8 @@ import pytest
 from gcs_server import GcsServer
 from states import abstract, assert_equal, state
 
-from mesh_transformer.checkpoint.classic import ClassicSource
-from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.classic.source import ClassicSource
+from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.checkpoint.open import Form, classic_run, open_source, recognise
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import load_config

@@ -11,10 +11,10 @@ import pytest
 import safetensors.numpy
 from builders import program
 
-from mesh_transformer.checkpoint import hf_write
-from mesh_transformer.checkpoint.hf import HFSource
-from mesh_transformer.checkpoint.hf_write import write_hf
-from mesh_transformer.checkpoint.safetensors_file import read_header
+from mesh_transformer.checkpoint.hf import writer as hf_write
+from mesh_transformer.checkpoint.hf.safetensors_file import read_header
+from mesh_transformer.checkpoint.hf.source import HFSource
+from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import gpt_neox
 
@@ -158,9 +158,7 @@ def test_a_value_too_large_for_float16_is_refused(tmp_path) -> None:
 
 
 def test_slices_are_those_of_the_whole(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "mesh_transformer.checkpoint.safetensors_file.BAND_BYTES", 100
-    )  # a few rows at a time
+    monkeypatch.setattr("mesh_transformer.checkpoint.tensors.BAND_BYTES", 100)  # a few rows at a time
     model = hf.model_config()
     hf.their_model(tmp_path, model)
     source = HFSource(str(tmp_path))
@@ -192,7 +190,7 @@ def test_a_matrix_is_read_once_for_all_its_columns(gcs) -> None:
 
 
 def test_bands_of_a_matrix_take_its_size_and_no_more(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mesh_transformer.checkpoint.safetensors_file.BAND_BYTES", 10_000)
+    monkeypatch.setattr("mesh_transformer.checkpoint.tensors.BAND_BYTES", 10_000)
     model = hf.model_config(n_vocab=5000)
     write_hf(hf.MemorySource(hf.random_params(model)), model, str(tmp_path))
     source = HFSource(str(tmp_path))
@@ -213,7 +211,7 @@ def test_a_matrix_beyond_the_bound_is_not_held(tmp_path, monkeypatch) -> None:
     model = hf.model_config()
     write_hf(hf.MemorySource(hf.random_params(model)), model, str(tmp_path))
     expected = hf.read_all(HFSource(str(tmp_path)))["params/head/logits/w"]
-    held = "mesh_transformer.checkpoint.hf.HELD_BYTES"
+    held = "mesh_transformer.checkpoint.hf.source.HELD_BYTES"
     for limit, is_held in ((model.n_vocab * 48 * 4, True), (model.n_vocab * 48 * 4 - 1, False)):
         monkeypatch.setattr(held, limit)
         source = HFSource(str(tmp_path))

@@ -6,8 +6,8 @@ import hf_folders as hf
 import numpy as np
 import pytest
 
-from mesh_transformer.checkpoint.hf import read_model
-from mesh_transformer.checkpoint.hf_write import config_json
+from mesh_transformer.checkpoint.hf.source import read_model
+from mesh_transformer.checkpoint.hf.writer import config_json
 from mesh_transformer.errors import UserError
 
 GOOD = {"model_type": "gptj", "n_layer": 3, "n_embd": 48, "n_head": 3, "rotary_dim": 6, "vocab_size": 131}

@@ -13,10 +13,10 @@ from gcs_server import CUT, GcsServer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mesh_transformer.checkpoint.hf import HFSource
-from mesh_transformer.checkpoint.hf_write import write_hf
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.safetensors_file import MAX_HEADER_BYTES, read_header
+from mesh_transformer.checkpoint.hf.safetensors_file import MAX_HEADER_BYTES, read_header
+from mesh_transformer.checkpoint.hf.source import HFSource
+from mesh_transformer.checkpoint.hf.writer import write_hf
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.errors import UserError
 
 MODEL = hf.model_config(layers=2, d_model=12, n_vocab=7, vocab_multiple=8, seq=8, pe_rotary_dims=4)

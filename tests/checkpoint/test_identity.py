@@ -11,8 +11,8 @@ from builders import TINY
 from classic_folders import RandomSource
 
 from mesh_transformer.checkpoint.identity import check_optimizer, check_same, noted_model
-from mesh_transformer.checkpoint.native import NativeSource
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.native.source import NativeSource
+from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.open import Form, open_source
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config, ModelConfig, parse_config
@@ -20,9 +20,9 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.optimizers import lion
 from mesh_transformer.optimizers.base import OptimizerConfig, Slot
 from mesh_transformer.runtime.convert import reshard, slim, to_hf, write_step
-from mesh_transformer.runtime.serving_engine import open_engine
-from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.weights import open_agreed, read_params
+from mesh_transformer.runtime.session.engine import open_engine
+from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.runtime.session.weights import open_agreed, read_params
 
 RAW = {**TINY, "checkpoint": {"model_dir": "native"}}
 MODEL = parse_config(RAW).model

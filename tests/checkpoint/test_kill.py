@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from states import abstract, assert_equal, state
 
-from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.checkpoint.place import restore
 from mesh_transformer.checkpoint.store import CheckpointStore
 

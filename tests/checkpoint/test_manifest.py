@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from states import abstract, mesh, shardings, state, tp8
 
-from mesh_transformer.checkpoint import manifest as manifests
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
+from mesh_transformer.checkpoint.native import manifest as manifests
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.errors import UserError
 
 

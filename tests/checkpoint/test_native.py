@@ -14,14 +14,13 @@ from builders import TINY, program
 from gcs_server import CUT, GcsServer
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint import manifest as manifests
-from mesh_transformer.checkpoint import native
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.native import COMMIT_MARKER, NativeSource, chunk_shape, pieces
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.native import manifest as manifests
+from mesh_transformer.checkpoint.native import source as native
+from mesh_transformer.checkpoint.native.source import COMMIT_MARKER, NativeSource, chunk_shape, pieces
+from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.place import place, restore
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.checkpoint.tensors import Counts, TensorInfo
+from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint, TensorInfo
 from mesh_transformer.errors import UserError
 from mesh_transformer.train.step import TrainProgram, TrainState
 
@@ -292,7 +291,7 @@ def test_a_bucket_that_was_cut_off_before_its_marker(
 KILLED = """
 import sys, time
 import numpy as np
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.tensors import Counts, TensorInfo
 
 class Slow:
@@ -328,7 +327,7 @@ def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
 
 MEMORY = """
 import ml_dtypes, numpy as np, sys
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.tensors import Counts, TensorInfo
 
 def peak_mib():

@@ -14,9 +14,9 @@ from classic_folders import RandomSource, model_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.native import NativeSource
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.native.source import NativeSource
+from mesh_transformer.checkpoint.native.writer import write_native
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.errors import UserError
 
 LIMIT_BYTES = 4 << 20  # the whole checkpoint has 200 kB
@@ -163,7 +163,7 @@ def test_changed_files(whole: Path, tmp_path: Path, which: int, edit: tuple[str,
 def test_an_array_that_is_not_the_manifests(whole: Path, tmp_path: Path, zarray: Any, message: str) -> None:
     import tensorstore as ts
 
-    from mesh_transformer.checkpoint.native import ocdbt
+    from mesh_transformer.checkpoint.native.source import ocdbt
 
     copied = shutil.copytree(whole, tmp_path / "copy")
     store = ts.KvStore.open(ocdbt(str(copied / "state"))).result()

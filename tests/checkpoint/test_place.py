@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from builders import TINY, program
 
-from mesh_transformer.checkpoint.classic import ClassicSource
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint, flatten
+from mesh_transformer.checkpoint.classic.source import ClassicSource
+from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.place import place
-from mesh_transformer.checkpoint.tensors import TensorInfo
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorInfo
 from mesh_transformer.errors import UserError
 
 GOLDEN = {
@@ -128,7 +128,7 @@ PROCESS = (
 folder, reader, port, process = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.checkpoint.place import place, restore
 
 def peak_mib():
@@ -164,7 +164,7 @@ SHAPES = "{n: (32 if n != 'a' else 1, 512, 2048) for n in 'abcd'}"
 CONVERT = (
     PATTERN
     + f"""
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.tensors import Counts, TensorInfo
 
 class Source:

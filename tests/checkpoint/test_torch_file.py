@@ -18,9 +18,9 @@ from gcs_server import CUT, HALF
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mesh_transformer.checkpoint.hf import HFSource
-from mesh_transformer.checkpoint.manifest import DamagedCheckpoint
-from mesh_transformer.checkpoint.torch_file import read_catalogue
+from mesh_transformer.checkpoint.hf.source import HFSource
+from mesh_transformer.checkpoint.hf.torch_file import read_catalogue
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.errors import UserError
 
 MODEL = hf.model_config(layers=2, d_model=12, n_vocab=7, vocab_multiple=8, seq=8, pe_rotary_dims=4)
@@ -158,7 +158,7 @@ def test_it_is_read_without_torch(tmp_path) -> None:
         "        if name.split('.')[0] == 'torch':\n"
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, NoTorch())\n"
-        "from mesh_transformer.checkpoint.hf import HFSource\n"
+        "from mesh_transformer.checkpoint.hf.source import HFSource\n"
         f"print(HFSource({str(tmp_path)!r}).read('params/head/logits/b', (slice(0, 7),)).tolist())"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

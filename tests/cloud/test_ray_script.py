@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pod_ray.sh"
 NODE = """
 import subprocess, sys, time
 print("Ray runtime started", flush=True)
-subprocess.Popen([sys.executable, "worker.py", "mesh_transformer.cluster.worker"], start_new_session=True)
+subprocess.Popen([sys.executable, "worker.py", "mesh_transformer.cluster.host.worker"], start_new_session=True)
 time.sleep(600)
 """
 WORKER = """

@@ -3,7 +3,8 @@
 import pytest
 
 from mesh_transformer.cluster.base import Status, WorkerError
-from mesh_transformer.cluster.failures import Kind, Limits, category, classify
+from mesh_transformer.cluster.driver.failures import Kind, Limits, classify
+from mesh_transformer.cluster.host.worker import category
 
 LIMITS = Limits(step_s=20, phase_s=600)
 FINE = Status(0, "running", phase="step", step=7, slowest_step_s=0.1)

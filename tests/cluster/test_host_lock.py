@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from mesh_transformer.cloud.pod import kill_command
-from mesh_transformer.cluster import host
-from mesh_transformer.cluster.agent import Agent
+from mesh_transformer.cluster.host import processes as host
+from mesh_transformer.cluster.host.agent import Agent
 from mesh_transformer.errors import UserError
 
 HOLDER = """

@@ -96,7 +96,10 @@ def test_the_users_error_stops_at_once(tmp_path, environment, change, code, told
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("phase", "held_import"),
-    [("start", "mesh_transformer.runtime.trainer"), ("evaluate", "mesh_transformer.runtime.evals.adaptor")],
+    [
+        ("start", "mesh_transformer.runtime.training.trainer"),
+        ("evaluate", "mesh_transformer.runtime.evaluation.adaptor"),
+    ],
 )
 def test_a_start_that_hangs_and_one_that_is_slow(tmp_path, straight, environment, phase, held_import):
     """Workers wait without end before their mesh forms, or in an evaluation: found within 30 s. Then they wait for longer

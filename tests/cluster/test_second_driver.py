@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from driving import driver, write
 
-from mesh_transformer.cluster import agent, agents, host
-from mesh_transformer.cluster.agent import TakenOver
-from mesh_transformer.cluster.agents import ProcessCluster
+from mesh_transformer.cluster.backends import agents
+from mesh_transformer.cluster.backends.agents import ProcessCluster
 from mesh_transformer.cluster.base import run_name
+from mesh_transformer.cluster.host import agent
+from mesh_transformer.cluster.host import processes as host
+from mesh_transformer.cluster.host.agent import TakenOver
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
 

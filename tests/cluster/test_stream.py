@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from mesh_transformer.cluster import stream
-from mesh_transformer.cluster.stream import DEPTH, MARGIN, StreamedFeed, may_take
+from mesh_transformer.cluster.host import stream
+from mesh_transformer.cluster.host.stream import DEPTH, MARGIN, StreamedFeed, may_take
 
 
 def batch(number):

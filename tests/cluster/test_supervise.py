@@ -7,7 +7,7 @@ from commands import CONFIG
 from fake_cluster import Clock, FakeCluster, FakeHosts
 
 from mesh_transformer.cluster.base import Job, Status, WorkerError
-from mesh_transformer.cluster.supervise import Supervisor
+from mesh_transformer.cluster.driver.supervise import Supervisor
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.stop_signals import StopSignals

@@ -5,11 +5,11 @@ from commands import metrics
 from counting import NAME, write_task
 from driving import write
 
-from mesh_transformer.cluster.place import Place
-from mesh_transformer.cluster.tpu_cluster import TPUCluster
+from mesh_transformer.cluster.driver.place import Place
+from mesh_transformer.cluster.driver.tpu_cluster import TPUCluster
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime.evals.command import Options, evaluate
+from mesh_transformer.runtime.evaluation.command import Options, evaluate
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 

@@ -10,12 +10,12 @@ import pytest
 from commands import CONFIG, run
 
 from mesh_transformer.cluster.base import Job, run_name
-from mesh_transformer.cluster.commands import as_version, delete_old_run
-from mesh_transformer.cluster.place import Place
+from mesh_transformer.cluster.driver.commands import as_version, delete_old_run
+from mesh_transformer.cluster.driver.place import Place
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime import run_folder
-from mesh_transformer.runtime.run_folder import RunLock
+from mesh_transformer.runtime.training import run_folder
+from mesh_transformer.runtime.training.run_folder import RunLock
 
 
 def config(**groups):

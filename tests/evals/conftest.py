@@ -9,7 +9,7 @@ import pytest
 from evals.evaluated import gpt2_model, ours, theirs
 
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
-from mesh_transformer.runtime.evals.model import EvalModel
+from mesh_transformer.runtime.evaluation.model import EvalModel
 
 pytest.importorskip("lm_eval")
 

@@ -9,12 +9,12 @@ import hf_folders as hf
 import jax
 from builders import program
 
-from mesh_transformer.checkpoint.hf_write import write_hf
+from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.models.model import Params
-from mesh_transformer.runtime.evals.model import EvalModel
-from mesh_transformer.runtime.session import Session
+from mesh_transformer.runtime.evaluation.model import EvalModel
+from mesh_transformer.runtime.session.session import Session
 
 SEQ = 144  # texts of both PIQA and LAMBADA are longer
 GPT2: dict[str, Any] = {

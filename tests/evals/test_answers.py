@@ -7,8 +7,8 @@ import pytest
 from evals.evaluated import asked, gpt2_model, ours
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime.evals.adaptor import HarnessLM
-from mesh_transformer.runtime.evals.model import Answers, fingerprint
+from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
+from mesh_transformer.runtime.evaluation.model import Answers, fingerprint
 
 PAIRS = asked(("The end", " of it"), ("The end", " of that"), ("", "Once"))
 WRITTEN = asked(("The end", {"until": ["zz"], "max_gen_toks": 4}))

@@ -11,8 +11,8 @@ from commands import REPO, metrics, run, write_run
 
 import eval_harness
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime.evals import tasks
-from mesh_transformer.runtime.evals.command import scalars
+from mesh_transformer.runtime.evaluation import tasks
+from mesh_transformer.runtime.evaluation.command import scalars
 
 TASK = """
 task: bottles

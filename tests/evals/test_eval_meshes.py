@@ -12,7 +12,7 @@ from commands import free_port
 from evals.evaluated import asked, ours
 
 from mesh_transformer.data.tokenizer import ByteTokenizer
-from mesh_transformer.runtime.evals.adaptor import HarnessLM
+from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 
 MODEL = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 257, "seq": 64, "pe_rotary_dims": 4}
 PAIRS = asked(
@@ -72,8 +72,8 @@ import evals.test_eval_meshes as tests
 import hf_folders as hf
 from evals.evaluated import session_of
 from mesh_transformer.data.tokenizer import ByteTokenizer
-from mesh_transformer.runtime.evals.adaptor import HarnessLM
-from mesh_transformer.runtime.evals.model import Answers, EvalModel
+from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
+from mesh_transformer.runtime.evaluation.model import Answers, EvalModel
 
 config = hf.model_config(**tests.MODEL)
 session = session_of(config, "mesh.dp=2", "mesh.tp=2", devices=4)

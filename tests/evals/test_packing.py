@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh_transformer.infer.packing import WORTH_SHARING, Batch, Plan, Query, plan
+from mesh_transformer.infer.scoring.packing import WORTH_SHARING, Batch, Plan, Query, plan
 from mesh_transformer.ops.attend.packed import PackedView
 
 token = st.integers(0, 3)

@@ -8,8 +8,8 @@ from builders import program
 from evals.evaluated import SEQ, asked, gpt2_model, ours, theirs
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime.evals.adaptor import HarnessLM
-from mesh_transformer.runtime.evals.tasks import Tasks
+from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
+from mesh_transformer.runtime.evaluation.tasks import Tasks
 
 TOLERANCE = 1e-4  # nats, of a request
 EXAMPLES = 300

@@ -15,7 +15,7 @@ import sampling_reference as reference
 from array_source import ArraySource
 from builders import TINY, program
 
-from mesh_transformer.checkpoint.manifest import flatten
+from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.place import place_in_parts
 from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.config.mesh import inference_rules
@@ -30,8 +30,8 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
-from mesh_transformer.runtime.serving_engine import ServingEngine
-from mesh_transformer.runtime.weights import pack_for_cpu_decode
+from mesh_transformer.runtime.session.engine import ServingEngine
+from mesh_transformer.runtime.session.weights import pack_for_cpu_decode
 
 SLOTS = 4
 GREEDY = SamplingParams(max_tokens=12, temperature=0)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer.infer.scoring import log_probs
+from mesh_transformer.infer.scoring.scorer import log_probs
 from mesh_transformer.models.head import VocabTiles
 from mesh_transformer.parallel.sharding import use
 

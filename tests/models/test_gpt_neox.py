@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from builders import program
 
-from mesh_transformer.checkpoint.hf import HFSource, open_tensors
-from mesh_transformer.checkpoint.hf_write import write_hf
+from mesh_transformer.checkpoint.hf.source import HFSource, open_tensors
+from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.checkpoint.place import place
 from mesh_transformer.parallel.sharding import use
 

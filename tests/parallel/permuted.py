@@ -16,21 +16,21 @@ from commands import metrics, write_run
 from jax.sharding import AxisType, Mesh
 
 from mesh_transformer import platforms
-from mesh_transformer.cluster.agents import AgentCluster
-from mesh_transformer.cluster.stream import DEPTH, StreamedFeed, Streamer
+from mesh_transformer.cluster.backends.agents import AgentCluster
+from mesh_transformer.cluster.host.stream import DEPTH, StreamedFeed, Streamer
 from mesh_transformer.config import AXES, Config, load_config
 from mesh_transformer.data.loader import make_val_loader
 from mesh_transformer.data.tokenizer import ByteTokenizer
-from mesh_transformer.infer.packing import Query
+from mesh_transformer.infer.scoring.packing import Query
 from mesh_transformer.models import model as models
 from mesh_transformer.parallel.mesh import process_rows
-from mesh_transformer.runtime.evals.model import EvalModel
-from mesh_transformer.runtime.feeds import open_train_feed, open_val_feed, read_train_set
-from mesh_transformer.runtime.observer import Observer
-from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.start import Source
-from mesh_transformer.runtime.trainer import Interrupt, TrainingRun
-from mesh_transformer.runtime.weights import read_params
+from mesh_transformer.runtime.evaluation.model import EvalModel
+from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.runtime.session.weights import read_params
+from mesh_transformer.runtime.training.feeds import open_train_feed, open_val_feed, read_train_set
+from mesh_transformer.runtime.training.observer import Observer
+from mesh_transformer.runtime.training.start import Source
+from mesh_transformer.runtime.training.trainer import Interrupt, TrainingRun
 
 STEPS = 4
 GROUPS = {

@@ -19,7 +19,7 @@ from tpu_api import TpuApi
 
 TPU = "pod"
 PLACE = ("--tpu", TPU, "--tpu_region", "europe-west4-a", "--tpu-type", "v3-32", "--preemptible")
-WORKER = "mesh_transformer.cluster.worker"
+WORKER = "mesh_transformer.cluster.host.worker"
 SHAKESPEARE = commands.REPO / "data/tiny_shakespeare"
 # configs/tiny_shakespeare.json made tinier; dp 2, fsdp 2, tp 2 over the eight devices of four processes
 CONFIG: dict[str, dict[str, Any]] = {

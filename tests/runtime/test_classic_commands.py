@@ -9,8 +9,8 @@ import ml_dtypes
 import pytest
 from classic_folders import TINY, RandomSource, model_config, stored, values, write
 
-from mesh_transformer.checkpoint.classic import ClassicSource
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.classic.source import ClassicSource
+from mesh_transformer.checkpoint.native.writer import write_native
 
 
 @pytest.fixture

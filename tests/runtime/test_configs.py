@@ -12,13 +12,13 @@ from builders import TINY
 from classic_folders import RandomSource
 
 from mesh_transformer import logs, platforms
-from mesh_transformer.checkpoint.manifest import decode, encode
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.native.manifest import decode, encode
+from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.open import Form
 from mesh_transformer.config import load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.convert import slim, to_hf, write_step
-from mesh_transformer.runtime.weights import config_for
+from mesh_transformer.runtime.session.weights import config_for
 
 RAW = {**TINY, "data": {"tokenizer": "bytes"}, "mesh": {"tp": 1}}
 MODEL = parse_config(RAW).model

@@ -15,9 +15,9 @@ import pytest
 from classic_folders import RandomSource, model_config, values
 from gcs_server import CUT, HALF, GcsServer
 
-from mesh_transformer.checkpoint.classic_write import write_classic
-from mesh_transformer.checkpoint.hf_write import write_hf
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.classic.writer import write_classic
+from mesh_transformer.checkpoint.hf.writer import write_hf
+from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.open import open_source
 
 CONFIG = {

@@ -8,8 +8,8 @@ import hf_folders as hf
 import numpy as np
 import pytest
 
-from mesh_transformer.checkpoint.hf import HFSource
-from mesh_transformer.checkpoint.hf_write import write_hf
+from mesh_transformer.checkpoint.hf.source import HFSource
+from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.checkpoint.open import Form, open_source
 from mesh_transformer.runtime import convert
 

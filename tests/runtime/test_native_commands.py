@@ -9,9 +9,9 @@ import pytest
 from classic_folders import RandomSource
 from commands import metrics, run, write_run
 
-from mesh_transformer.checkpoint.classic import ClassicSource
-from mesh_transformer.checkpoint.native import NativeSource
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.classic.source import ClassicSource
+from mesh_transformer.checkpoint.native.source import NativeSource
+from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.config import load_config
 from mesh_transformer.data.records import write_records
 

@@ -10,8 +10,8 @@ import pytest
 from classic_folders import TINY, RandomSource, model_config, stored
 
 from mesh_transformer import logs
-from mesh_transformer.checkpoint.classic_write import write_classic
-from mesh_transformer.checkpoint.native_writer import write_native
+from mesh_transformer.checkpoint.classic.writer import write_classic
+from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.open import Form
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.convert import reshard

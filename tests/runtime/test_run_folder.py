@@ -5,7 +5,7 @@ from gcs_server import GcsServer
 
 from mesh_transformer import files
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime.run_folder import claim_run_folder, publish
+from mesh_transformer.runtime.training.run_folder import claim_run_folder, publish
 
 ROOT = "gs://models/run"
 

@@ -11,12 +11,12 @@ import pytest
 from commands import REPO
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime import run_folder
-from mesh_transformer.runtime.run_folder import RunLock
+from mesh_transformer.runtime.training import run_folder
+from mesh_transformer.runtime.training.run_folder import RunLock
 
 HOLD = """
 import sys, time
-from mesh_transformer.runtime.run_folder import RunLock
+from mesh_transformer.runtime.training.run_folder import RunLock
 with RunLock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)

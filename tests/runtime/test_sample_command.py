@@ -12,7 +12,8 @@ import device_sample
 from mesh_transformer import logs, platforms
 from mesh_transformer.data.tokenizer import ByteTokenizer
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
-from mesh_transformer.runtime import cli, sampler
+from mesh_transformer.runtime import cli
+from mesh_transformer.runtime.sampling import sampler
 
 PROMPT, NEW, VOCAB = b"ab", 24, 257
 

@@ -16,8 +16,9 @@ from commands import CONFIG, REPO, finish, metrics, run, start, wait_for_step, w
 
 import device_train
 from mesh_transformer import logs
-from mesh_transformer.runtime import cli, run_folder
-from mesh_transformer.runtime.ending import Ending
+from mesh_transformer.runtime import cli
+from mesh_transformer.runtime.training import run_folder
+from mesh_transformer.runtime.training.ending import Ending
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from commands import metrics, run
 from gcs_server import GcsServer
 
-from mesh_transformer.checkpoint.classic_write import write_classic
-from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.classic.writer import write_classic
+from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.config import load_config
 from mesh_transformer.data.records import write_records
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from builders import TINY
 
-from mesh_transformer.checkpoint.native import NativeSource
+from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime.session import Session
-from mesh_transformer.runtime.start import read_state
-from mesh_transformer.runtime.weights import open_agreed, read_params
+from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.runtime.session.weights import open_agreed, read_params
+from mesh_transformer.runtime.training.start import read_state
 from mesh_transformer.train.step import TrainProgram, TrainState
 
 

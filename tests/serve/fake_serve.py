@@ -20,7 +20,7 @@ import device_serve
 from mesh_transformer.config import Config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime import cli
-from mesh_transformer.runtime.serve import start
+from mesh_transformer.runtime.serving import start
 
 
 class Engine(FakeEngine):

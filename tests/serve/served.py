@@ -13,10 +13,10 @@ from infer.fake_engine import Completion, FakeEngine, alone
 
 from mesh_transformer.data.tokenizer import ByteTokenizer, Tokenizer
 from mesh_transformer.infer.requests import SamplingParams
-from mesh_transformer.runtime.serve.loop import EngineLoop
-from mesh_transformer.runtime.serve.model import ServedModel
-from mesh_transformer.runtime.serve.protocol import ErrorResponse
-from mesh_transformer.runtime.serve.start import Service, bind
+from mesh_transformer.runtime.serving.loop import EngineLoop
+from mesh_transformer.runtime.serving.model import ServedModel
+from mesh_transformer.runtime.serving.protocol import ErrorResponse
+from mesh_transformer.runtime.serving.start import Service, bind
 
 NAME, VOCAB, CONTEXT = "tiny", 257, 64
 KEY = "secret-key-1"

@@ -5,7 +5,7 @@ from infer.fake_engine import alone
 from served import expected, refusal, serve, text_of
 
 from mesh_transformer.data.tokenizer import ByteTokenizer
-from mesh_transformer.runtime.serve.model import ServedModel
+from mesh_transformer.runtime.serving.model import ServedModel
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from wire import ask, connect, receive
 
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime.serve import start as serving
+from mesh_transformer.runtime.serving import start as serving
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from served import NAME, expected, serve, text_of
 
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
-from mesh_transformer.runtime.serve.protocol import CompletionResponse
+from mesh_transformer.runtime.serving.protocol import CompletionResponse
 
 
 @pytest.fixture(scope="module")

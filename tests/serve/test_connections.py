@@ -9,7 +9,7 @@ from served import KEY, expected, refusal, serve, text_of, wait_until
 from wire import ask, body_of, connect, read_to_end, receive, send_slowly
 
 from mesh_transformer.data.tokenizer import ByteTokenizer
-from mesh_transformer.runtime.serve import guard, start
+from mesh_transformer.runtime.serving import guard, start
 
 SOON = 0.3
 

@@ -13,7 +13,7 @@ from infer import fake_engine
 from served import KEY, expected, serve, text_of, wait_until
 
 from mesh_transformer.infer.requests import Token
-from mesh_transformer.runtime.serve.model import ServedModel
+from mesh_transformer.runtime.serving.model import ServedModel
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -269,7 +269,7 @@ def test_the_page_is_one_file_that_asks_nobody_else(repo: Path) -> None:
         response = httpx.get(served.url)
         assert response.headers["content-type"].startswith("text/html")
         assert "default-src 'none'" in response.headers["content-security-policy"]
-    content = (repo / "mesh_transformer/runtime/serve/page.html").read_text()
+    content = (repo / "mesh_transformer/runtime/serving/page.html").read_text()
     assert response.text == content
     assert "http://" not in content
     assert "https://" not in content

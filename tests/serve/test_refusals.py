@@ -7,8 +7,8 @@ import pytest
 from served import KEY, refusal, serve
 from wire import body_of, connect, read_to_end, receive
 
-from mesh_transformer.runtime.serve.guard import MAX_BODY_BYTES
-from mesh_transformer.runtime.serve.protocol import ErrorResponse
+from mesh_transformer.runtime.serving.guard import MAX_BODY_BYTES
+from mesh_transformer.runtime.serving.protocol import ErrorResponse
 
 JSON = {"Content-Type": "application/json"}
 

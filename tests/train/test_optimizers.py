@@ -11,9 +11,9 @@ from array_source import ArraySource
 from builders import program
 from classic_folders import RandomSource, model_config
 
-from mesh_transformer.checkpoint.classic_write import write_classic
+from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.identity import check_optimizer
-from mesh_transformer.checkpoint.manifest import flatten
+from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.errors import UserError

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from builders import program
 
-from mesh_transformer.checkpoint.manifest import flatten
+from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.store import CheckpointStore
 
 HERE = Path(__file__).parent

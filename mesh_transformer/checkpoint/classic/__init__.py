@@ -1,0 +1,1 @@
+"""The original program's format: .npz files by shard."""

@@ -1,0 +1,268 @@
+"""Where the original program keeps what: its folders and files, the arrays of a shard, and how shards make up the whole.
+
+    {root}/step_N/shard_K/{0..15}.npz    the arrays of shard K in order, numbered from 0 in each file
+    {root}/meta.json                     which steps are there, and what the run noted beside each
+
+The order of the arrays follows from the names of its modules and the config. Its parameters are a mapping
+{module: {field: array}} flattened in the order of the module names as strings (layer_10 comes before layer_2), then of
+the fields. The arrays of a shard are the leaves of `opt_state` (a full checkpoint only), `params` and `step`.
+"""
+
+import json
+import math
+import posixpath
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, NonNegativeInt, ValidationError
+
+from mesh_transformer import files
+from mesh_transformer.checkpoint.classic.npz import NpzReader
+from mesh_transformer.checkpoint.tensors import parameter_shapes
+from mesh_transformer.config import ModelConfig, strict_json
+from mesh_transformer.errors import UserError
+from mesh_transformer.families.spec import Split
+
+PIECES = 16
+PREFIX = "causal_transformer_shard/~/"
+ADAM_COUNT, SCHEDULE_COUNT, STEP = "opt_state[2].count", "opt_state[5].count", "step"
+COUNTS = (STEP, ADAM_COUNT, SCHEDULE_COUNT)  # in the order of `tensors.Counts`
+_MOMENTS = {"mu": "opt_state[2].mu/", "nu": "opt_state[2].nu/"}
+MAX_META_BYTES = 16 << 20
+CONFIG = "model.json"  # of our own steps: a config with the model alone, which the original does not look for
+
+
+class Meta(BaseModel, strict=True):
+    """meta.json: the newest step, the steps that are kept, and what a run noted beside each."""
+
+    step: NonNegativeInt
+    checkpoints: list[NonNegativeInt]
+    aux: dict[str, Any] = {}  # by step, as a string: {"train_loader": {"file_idx": ..., "used": ...}}
+
+
+class Form(NamedTuple):
+    """What a step folder holds."""
+
+    shards: int
+    full: bool  # with Adam's moments
+
+
+def piece(folder: str, shard: int, number: int) -> str:
+    """The path of one file of a shard."""
+    return files.join(folder, f"shard_{shard}", f"{number}.npz")
+
+
+def step_numbers(names: Iterable[str]) -> list[int]:
+    """N of each step_N among names, ascending."""
+    return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step_(\d+)", name)))
+
+
+def is_step(folder: str) -> bool:
+    """Whether a step folder is of the original program."""
+    return any(re.fullmatch(r"shard_\d+", name) for name in files.list_dir(folder))
+
+
+def find_step(path: str) -> str | None:
+    """The step folder that `path` is, or the newest in the root that it is, as meta.json says; None: `path` is neither.
+
+    Raises:
+        UserError: meta.json names a step that is not there; or it is a folder of V2.
+    """
+    path = path.rstrip("/") or path
+    names = files.list_dir(path)
+    inside = files.list_dir(files.join(path, "params")) if "params" in names else []
+    if any(re.fullmatch(r"shard_\d+\.npz", name) for name in inside):
+        raise UserError(_v2(path))
+    if "shard_0" in names:
+        return path
+    there = [n for n in step_numbers(names) if "shard_0" in files.list_dir(files.join(path, f"step_{n}"))]
+    if not there:
+        return None
+    meta = read_meta(path)
+    step = there[-1] if meta is None else meta.step
+    if step not in there:
+        raise UserError(f"no classic checkpoint of step {step} in {path}: there are {there}")
+    return files.join(path, f"step_{step}")
+
+
+def inspect(folder: str) -> Form:
+    """The shard count of a step folder, and whether it is full: those begin with a scalar, Adam's count.
+
+    Raises:
+        UserError: shards or files are missing.
+    """
+    names = files.list_dir(folder)
+    numbers = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"shard_(\d{1,5})", name)))
+    if not numbers:
+        raise UserError(f"{folder}: expected shard_0, shard_1, ... in it, found {names[:5] or 'nothing'}")
+    missing = sorted(set(range(numbers[-1] + 1)) - set(numbers))
+    if missing:
+        raise UserError(f"{folder}: shard_{missing[0]} is missing: {len(numbers)} shards are there")
+    for number in numbers:
+        there = set(files.list_dir(files.join(folder, f"shard_{number}")))
+        absent = [f"{i}.npz" for i in range(PIECES) if f"{i}.npz" not in there]
+        if absent:
+            raise UserError(f"{folder}/shard_{number}: {', '.join(absent)} missing (copied in part?)")
+    first = NpzReader().open(piece(folder, 0, 0)).get("arr_0")
+    full = first is not None and first.shape == () and first.dtype == np.int32
+    return Form(len(numbers), full)
+
+
+def read_meta(root: str) -> Meta | None:
+    """meta.json of a root; None if there is none.
+
+    Raises:
+        UserError: it is not what the original writes.
+    """
+    path = files.join(root, "meta.json")
+    if not files.exists(path):
+        return None
+    content = files.read_range(path, 0, MAX_META_BYTES)  # of a larger one a part, which is no JSON
+    if b'"total_hosts"' in content:
+        raise UserError(_v2(root))
+    try:
+        return Meta.model_validate_json(content)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise UserError(
+            f"{path}: expected a JSON object with step, checkpoints and aux as the original writes it: "
+            f"{'.'.join(map(str, wrong['loc']))} {wrong['msg']}"
+        ) from error
+
+
+def write_meta(folder: str, step: int, aux: Any = None) -> None:
+    """Add a finished step folder to the meta.json beside it, if it has the name of one, step_N."""
+    root, name = posixpath.split(folder.rstrip("/"))
+    if name != f"step_{step}":
+        return
+    meta = read_meta(root) or Meta(step=step, checkpoints=[])
+    meta.step = max(step, meta.step)
+    meta.checkpoints = sorted({*meta.checkpoints, step})
+    meta.aux[str(step)] = {} if aux is None else aux
+    files.replace(files.join(root, "meta.json"), json.dumps(meta.model_dump()).encode())
+
+
+def read_config(folder: str) -> dict[str, Any] | None:
+    """The config that a step folder of ours notes; None if it is another's.
+
+    Raises:
+        UserError: it is too large, or no JSON object.
+    """
+    path = files.join(folder, CONFIG)
+    return strict_json.read_object(path) if files.exists(path) else None
+
+
+def write_config(folder: str, config: dict[str, Any]) -> None:
+    """Note the model of a step folder: {"model": ...}."""
+    files.replace(files.join(folder, CONFIG), json.dumps(config, indent=2).encode() + b"\n")
+
+
+def _v2(path: str) -> str:
+    """The V2 model keeps {root}/params/shard_H.npz, one file a host."""
+    return (
+        f"{path} is a checkpoint of the original's unreleased V2 model (params/shard_N.npz, one file a host): "
+        f"that is another model; only step_N/shard_K/0.npz to 15.npz can be read"
+    )
+
+
+class Leaf(NamedTuple):
+    """One array of each shard. `tensor` is our name, with params/, mu/ or nu/ in front; None: not one of ours."""
+
+    name: str
+    tensor: str | None
+    layer: int | None  # of a stacked tensor
+    vocab_axis: int | None  # the dimension that ours pads
+    shape: tuple[int, ...]  # of the whole, without padding
+    split: Split
+
+    def shard_shape(self, shards: int) -> tuple[int, ...]:
+        """The shape in each of so many shards."""
+        shape = list(self.shape)
+        if self.split in (Split.ROWS, Split.COLUMNS):
+            shape[self.axis] //= shards
+        return tuple(shape)
+
+    @property
+    def axis(self) -> int:
+        """The dimension that a concatenation is along."""
+        return 0 if self.split is Split.ROWS else len(self.shape) - 1
+
+    @property
+    def unused(self) -> float:
+        """What the original leaves in an array that nothing uses: the value that it started from."""
+        return 1.0 if self.name.startswith("params/") and self.name.endswith("/scale") else 0.0
+
+
+def check_shards(config: ModelConfig, shards: int, where: str) -> None:
+    """Refuse a number of shards that the model cannot be split into.
+
+    Raises:
+        UserError: heads or vocabulary cannot be split evenly; names the numbers that would do.
+    """
+    common = math.gcd(config.n_heads, config.n_vocab)
+    if shards < 1 or common % shards:
+        allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise UserError(
+            f"{where}: {shards} shards do not divide model.n_heads {config.n_heads} and model.n_vocab "
+            f"{config.n_vocab}: possible are {allowed}"
+        )
+
+
+def leaves(config: ModelConfig, *, full: bool) -> list[Leaf]:
+    """The arrays of a shard in the order of the files."""
+    params = list(_parameters(config))
+    if not full:
+        return [*params, _count(STEP)]
+    mu, nu = (
+        [
+            leaf._replace(
+                name=leaf.name.replace("params/", start, 1),
+                tensor=leaf.tensor and leaf.tensor.replace("params/", f"{kind}/", 1),
+                split=Split.MEAN if leaf.split is Split.SUM else leaf.split,  # all shards have one gradient
+            )
+            for leaf in params
+        ]
+        for kind, start in _MOMENTS.items()
+    )
+    return [_count(ADAM_COUNT), *mu, *nu, _count(SCHEDULE_COUNT), *params, _count(STEP)]
+
+
+def by_file(leaves: list[Leaf]) -> list[list[Leaf]]:
+    """The arrays of each of the 16 files: runs of equal length, the first ones longer by one for what is left over."""
+    length, longer = divmod(len(leaves), PIECES)
+    starts = [i * length + min(i, longer) for i in range(PIECES + 1)]
+    return [leaves[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
+
+
+def explain_count(config: ModelConfig, found: int) -> str:
+    """What a checkpoint with so many arrays a shard would be, for a message."""
+    slim, full = len(leaves(config, full=False)), len(leaves(config, full=True))
+    text = f"expected {slim} arrays (slim) or {full} (full) for model.layers {config.layers}, found {found}"
+    block = sum(row.stacked for row in config.classic_tensors())
+    for name, copies, count in (("slim", 1, slim), ("full", 3, full)):
+        layers, rest = divmod(found - (count - copies * block * config.layers), copies * block)
+        if not rest and layers > 0:
+            text += f"; a {name} checkpoint of {layers} layers has as many"
+    return text
+
+
+def _count(name: str) -> Leaf:
+    return Leaf(name, None, None, None, (), Split.COUNT)
+
+
+def _parameters(config: ModelConfig) -> Iterator[Leaf]:
+    shapes = parameter_shapes(config)
+    named = {
+        row.theirs.format(layer): (row, layer)
+        for row in config.classic_tensors()
+        for layer in (range(config.layers) if row.stacked else [None])
+    }
+    for name in sorted(named, key=lambda name: name.rsplit("/", 1)):
+        row, layer = named[name]
+        shape = list(shapes[row.ours][row.stacked :])
+        if row.vocab_axis is not None:
+            shape[row.vocab_axis] = config.n_vocab
+        tensor = None if row.split is Split.UNUSED else f"params/{row.ours}"
+        yield Leaf(f"params/{PREFIX}{name}", tensor, layer, row.vocab_axis, tuple(shape), row.split)

@@ -1,0 +1,184 @@
+"""A checkpoint of the original program as named whole tensors, from any number of shards. See classic_folder.py."""
+
+import posixpath
+import re
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from mesh_transformer.checkpoint.classic import folder as layout
+from mesh_transformer.checkpoint.classic.folder import Leaf
+from mesh_transformer.checkpoint.classic.npz import Member, NpzReader
+from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo, parameter_shapes
+from mesh_transformer.config import ModelConfig
+from mesh_transformer.errors import UserError
+from mesh_transformer.families.spec import Split
+from mesh_transformer.logs import log
+
+OPEN_AT_ONCE = 16
+DIFFERS = "differs between shards, which the original does not write: its sum or mean is read, the shards get equal shares"
+UNUSED = "has values in shards that are never used, which the original does not write: they are not kept"
+
+
+class ClassicSource:
+    """A step folder, full or slim, as a `TensorSource`."""
+
+    def __init__(self, folder: str, config: ModelConfig) -> None:
+        """Open `step_N`, and compare every array's header with the config; no values are read but the counts.
+
+        Raises:
+            UserError: it is of another model, or incomplete; names file, array, expected and found.
+        """
+        self.where = folder.rstrip("/")
+        self.form = layout.inspect(self.where)
+        layout.check_shards(config, self.form.shards, self.where)
+        self._shapes = parameter_shapes(config)
+        self._reader = NpzReader()
+        self._members = self._open(config)
+        self._leaves: dict[str, list[Leaf]] = defaultdict(list)
+        for leaf in self._members:
+            if leaf.tensor is not None:
+                self._leaves[leaf.tensor].append(leaf)
+        for parts in self._leaves.values():
+            parts.sort(key=lambda leaf: leaf.layer or 0)  # the files have layer_10 before layer_2
+        self.tensors = {name: self._info(name, parts) for name, parts in self._leaves.items()}
+        self.counts = self._counts()
+        self.extra = self._extra()
+        self._warned: set[str] = set()
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """The slice of a tensor, in its stored dtype; rows of padding are zeros.
+
+        Raises:
+            DamagedCheckpoint: the bytes are missing or not what they should be.
+        """
+        info, parts = self.tensors[name], self._leaves[name]
+        spans = [range(*part.indices(size)) for part, size in zip(index, info.shape, strict=True)]
+        out = np.zeros([len(span) for span in spans], info.dtype)
+        if parts[0].layer is None:
+            self._read_leaf(parts[0], spans, out)
+        else:
+            for number, layer in enumerate(spans[0]):
+                self._read_leaf(parts[layer], spans[1:], out[number : number + 1].reshape(out.shape[1:]))
+        return out
+
+    def _read_leaf(self, leaf: Leaf, spans: list[range], out: np.ndarray) -> None:
+        members = self._members[leaf]
+        index = tuple(slice(span.start, span.stop) for span in spans)
+        if leaf.split in (Split.ROWS, Split.COLUMNS):
+            self._concatenate(members, leaf.axis, spans, out)
+        elif leaf.split is Split.FIRST:
+            self._reader.read(members[0], index, out)
+            self._compare_unused(leaf)
+        else:
+            out[...] = self._combined(leaf)[index]
+
+    def _concatenate(self, members: list[Member], axis: int, spans: list[range], out: np.ndarray) -> None:
+        width, span = members[0].shape[axis], spans[axis]
+        for shard, member in enumerate(members):
+            first, stop = max(span.start, shard * width), min(span.stop, (shard + 1) * width)
+            if first >= stop:
+                continue
+            source: list[slice] = [slice(s.start, s.stop) for s in spans]
+            source[axis] = slice(first - shard * width, stop - shard * width)
+            target = [slice(None)] * len(spans)
+            target[axis] = slice(first - span.start, stop - span.start)
+            self._reader.read(member, tuple(source), out[tuple(target)])
+
+    def _combined(self, leaf: Leaf) -> np.ndarray:
+        """The whole of a replicated or summed array. Equal shares are multiplied, not added in turn: one rounding."""
+        values = np.stack([self._all(member) for member in self._members[leaf]])
+        whole = values.astype(np.float64)
+        agree = all(value.tobytes() == values[0].tobytes() for value in values)
+        if not agree:
+            self._warn(leaf, DIFFERS)
+        if leaf.split is Split.SUM:
+            total = whole[0] * len(whole) if agree else whole.sum(0)
+            return np.asarray(total, values.dtype)
+        return values[0] if agree else np.asarray(whole.mean(0), values.dtype)
+
+    def _compare_unused(self, leaf: Leaf) -> None:
+        """Say when arrays that nothing uses are not as the original leaves them: they are written back as it would."""
+        if UNUSED in self._warned:
+            return
+        for member in self._members[leaf][1:]:
+            if (self._all(member) != leaf.unused).any():
+                self._warn(leaf, UNUSED)
+                return
+
+    def _warn(self, leaf: Leaf, what: str) -> None:
+        """Once for each kind, with the first example."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s: %s %s", self.where, leaf.name, what)
+
+    def _all(self, member: Member) -> np.ndarray:
+        out = np.empty(member.shape, member.dtype)
+        self._reader.read(member, tuple(slice(None) for _ in member.shape), out)
+        return out
+
+    def _open(self, config: ModelConfig) -> dict[Leaf, list[Member]]:
+        """Each leaf's arrays by shard, checked."""
+        order = layout.leaves(config, full=self.form.full)
+        files = [
+            (layout.piece(self.where, shard, number), expected)
+            for shard in range(self.form.shards)
+            for number, expected in enumerate(layout.by_file(order))
+        ]
+        with ThreadPoolExecutor(OPEN_AT_ONCE) as pool:
+            found = list(pool.map(lambda file: self._reader.open(file[0]), files))
+        total = sum(len(arrays) for arrays in found[: len(layout.by_file(order))])
+        if total != len(order):
+            raise UserError(f"{self.where}/shard_0: {layout.explain_count(config, total)}")
+        members: dict[Leaf, list[Member]] = defaultdict(list)
+        for (path, expected), arrays in zip(files, found, strict=True):
+            if set(arrays) != {f"arr_{i}" for i in range(len(expected))}:
+                there = ", ".join(sorted(arrays))[:200]
+                raise UserError(f"{path}: expected arr_0 to arr_{len(expected) - 1}, found {there}")
+            for i, leaf in enumerate(expected):
+                members[leaf].append(self._checked(arrays[f"arr_{i}"], leaf))
+        return members
+
+    def _checked(self, member: Member, leaf: Leaf) -> Member:
+        shape = leaf.shard_shape(self.form.shards)
+        counts = leaf.split is Split.COUNT
+        if member.shape != shape or (member.dtype == np.int32) != counts:
+            raise UserError(
+                f"{member} ({leaf.name}): expected {shape} of {'int32' if counts else 'floats'}, "
+                f"found {member.shape} {member.dtype}: set model.d_model, n_heads, n_vocab, seq, pe and norm as the "
+                f"checkpoint was trained ({self.form.shards} shards are in {self.where})"
+            )
+        return member
+
+    def _info(self, name: str, parts: list[Leaf]) -> TensorInfo:
+        first = self._members[parts[0]][0]
+        for member in (member for leaf in parts for member in self._members[leaf]):
+            if member.dtype != first.dtype:
+                raise UserError(f"{member}: expected {first.dtype} as in {first}, found {member.dtype}")
+        return TensorInfo(self._shapes[name.partition("/")[2]], first.dtype)
+
+    def _counts(self) -> Counts:
+        counts: dict[str, int] = {}
+        for leaf, members in self._members.items():
+            if leaf.split is not Split.COUNT:
+                continue
+            values = [int(self._all(member)) for member in members]
+            if len(set(values)) > 1 or values[0] < 0:
+                raise UserError(
+                    f"{members[0]} ({leaf.name}): expected one count in all shards, found {values}"
+                )
+            counts[leaf.name] = values[0]
+        return Counts(counts[layout.STEP], counts.get(layout.ADAM_COUNT), counts.get(layout.SCHEDULE_COUNT))
+
+    def _extra(self) -> dict[str, Any]:
+        """{"aux": ...}: what meta.json, beside the step, notes of it: the loader's position; {"config": ...}: its model."""
+        root, name = posixpath.split(self.where)
+        match = re.fullmatch(r"step_(\d+)", name)
+        meta = layout.read_meta(root) if match else None
+        config = layout.read_config(self.where)
+        extra: dict[str, Any] = {} if config is None else {"config": config}
+        if match and meta and match[1] in meta.aux:
+            extra["aux"] = meta.aux[match[1]]
+        return extra

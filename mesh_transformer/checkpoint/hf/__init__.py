@@ -1,0 +1,1 @@
+"""Hugging Face's format: config.json with safetensors or torch files."""

@@ -1,0 +1,1 @@
+"""Our own format: Orbax folders with a manifest of checksums."""

@@ -1,0 +1,202 @@
+"""What a checkpoint says of itself: shape, dtype and checksum of each tensor, and the run's own JSON.
+
+The checksum is a weighted sum modulo 2**32: each element's bits as an unsigned integer, times the weight of its position.
+Integer addition is associative, so the sum does not depend on the mesh or on chunks, and is computed where the shards lie.
+A weight is the product of one pseudo-random odd number for each coordinate. Odd factors lose no bits, so a change of a single
+element always changes the sum. An exchange of elements, rows or layers changes it too, but for a chance of about 1e-8.
+Earlier versions wrote the plain sum of the bits, which an exchange leaves as it is; theirs is still compared.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mesh_transformer.checkpoint.tensors import MAX_DIMENSIONS, MAX_ELEMENTS, DamagedCheckpoint
+from mesh_transformer.errors import UserError, listed
+
+DTYPES = {
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64"),
+}
+WEIGHTED, PLAIN = "weighted", "plain"  # kinds of checksums; a manifest that names none has plain ones
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype}"
+
+
+class Manifest(NamedTuple):
+    """The tensors of a checkpoint by path (`params/wte/w`), the caller's JSON, and the kind of the checksums."""
+
+    tensors: dict[str, TensorSpec]
+    extra: dict[str, Any]
+    kind: str = WEIGHTED
+
+    def checksum(self, part: np.ndarray, start: Sequence[int]) -> int:
+        """The checksum of the part of a tensor that begins at `start`: those of all parts add up, modulo 2**32."""
+        return sum_bits(part, start if self.kind == WEIGHTED else None)
+
+
+def describe(state: Any, extra: dict[str, Any]) -> Manifest:
+    """The manifest of `state`, a pytree of arrays; waits for the arrays. In several processes all must call it."""
+    leaves = flatten(state)  # one after the other: XLA for CPU makes a copy of what it sums
+    specs = {name: TensorSpec(tuple(x.shape), str(x.dtype), _sum_on_devices(x)) for name, x in leaves.items()}
+    return Manifest(specs, extra)
+
+
+def encode(manifest: Manifest) -> dict[str, Any]:
+    """The manifest as JSON with its own CRC.
+
+    Raises:
+        TypeError: `extra` holds something that JSON has no form for.
+    """
+    tensors = {name: list(spec) for name, spec in manifest.tensors.items()}
+    body = {"tensors": tensors, "extra": manifest.extra, "checksums": manifest.kind}
+    body = json.loads(json.dumps(body))  # what a reader gets: tuples are lists, keys are strings
+    return {"crc32": _crc(body), "body": body}
+
+
+def decode(document: Any) -> Manifest:
+    """The inverse of `encode`, for any JSON.
+
+    Raises:
+        DamagedCheckpoint: the document is not what `encode` returned, or tells of tensors that no save writes.
+    """
+    try:
+        body, crc = document["body"], document["crc32"]
+        if crc != _crc(body):
+            raise DamagedCheckpoint("the manifest's CRC is wrong")
+        tensors, extra, kind = body["tensors"], body["extra"], body.get("checksums", PLAIN)
+        if not (isinstance(tensors, dict) and isinstance(extra, dict)):
+            raise DamagedCheckpoint("the manifest's tensors and extra are no JSON objects")
+        if kind not in (WEIGHTED, PLAIN):
+            raise DamagedCheckpoint(f"the manifest's checksums are {kind!r:.60}: a newer version wrote it")
+        return Manifest({name: _spec(name, entry) for name, entry in tensors.items()}, extra, kind)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"the manifest is not one of ours: {error!r}") from error
+
+
+def _spec(name: str, entry: Any) -> TensorSpec:
+    """One tensor's entry, [shape, dtype, checksum]."""
+    match entry:
+        case [list(shape), str(dtype), int(checksum)] if (
+            len(shape) <= MAX_DIMENSIONS
+            and all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in shape)
+            and math.prod(shape) <= MAX_ELEMENTS
+            and dtype in DTYPES
+            and 0 <= checksum < 2**32
+        ):
+            return TensorSpec(tuple(shape), dtype, checksum)
+    raise DamagedCheckpoint(f"the manifest's {name[:200]}: no tensor of ours: {str(entry)[:200]}")
+
+
+def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str, any_float: bool = False) -> None:
+    """Refuse a checkpoint of another shape of model; `part`: tensors that `abstract` does not name may be there.
+
+    A parameter may be stored in a narrower float than it is wanted in; with `any_float` every tensor in any float.
+
+    Raises:
+        UserError: a tensor is missing, superfluous or of another shape or dtype; the message names it.
+    """
+    wanted = {name: TensorSpec(tuple(x.shape), str(x.dtype), 0) for name, x in flatten(abstract).items()}
+    names = list(wanted) if part else list(dict.fromkeys([*wanted, *manifest.tensors]))
+    differences = []
+    for name in names:
+        expected, found = wanted.get(name), manifest.tensors.get(name)
+        if expected is None or found is None or not _fits(name, expected, found, any_float):
+            differences.append(f"{name}: expected {expected or 'nothing'}, found {found or 'nothing'}")
+    if differences:
+        shown = listed(differences, between="\n  ")
+        raise UserError(
+            f"{where} does not fit this configuration:\n  {shown}\nset the groups model and optimizer as the run was "
+            "started, or choose another model_dir"
+        )
+
+
+def _fits(name: str, expected: TensorSpec, found: TensorSpec, any_float: bool) -> bool:
+    if expected.shape != found.shape or expected.dtype == found.dtype:
+        return expected.shape == found.shape
+    stored, wanted = jnp.dtype(found.dtype), jnp.dtype(expected.dtype)
+    if not (jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
+        return False
+    keeps_values = jnp.promote_types(wanted, stored) == wanted
+    return any_float or (name.startswith("params/") and keeps_values)
+
+
+def verify(manifest: Manifest, sums: Mapping[str, int]) -> None:
+    """Compare the checksums of tensors that were read.
+
+    Raises:
+        DamagedCheckpoint: a tensor is not what was saved.
+    """
+    wrong = [name for name, value in sums.items() if value != manifest.tensors[name].checksum]
+    if wrong:
+        raise DamagedCheckpoint(f"wrong checksum of {listed(wrong)}")
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def sum_bits(array: np.ndarray, start: Sequence[int] | None) -> int:
+    """The weighted checksum of the part of a tensor that begins at `start`; None: the plain one."""
+    if array.dtype == np.bool_:
+        array = array.view(np.uint8)
+    words = np.asarray(array, order="C")[..., None].view(_word(array.dtype))
+    total = words.sum(-1, dtype=np.uint32) if array.dtype.itemsize > 4 else words[..., 0]
+    if start is None:
+        return int(total.sum(dtype=np.uint32))
+    # float32 with a short mantissa has no low bits, and only those reach all bits of the sum
+    total = total ^ (total >> 16)
+    for dimension in reversed(range(array.ndim)):
+        weights = _weights(dimension, start[dimension], array.shape[dimension])
+        total = np.einsum("...i,i->...", total, weights, dtype=np.uint32)
+    return int(total)
+
+
+def _crc(body: Any) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def _word(dtype: np.dtype) -> np.dtype:
+    """The unsigned integer as which an element's bits are read; of eight bytes there are two, which are added up."""
+    return np.dtype(f"u{min(dtype.itemsize, 4)}")
+
+
+def _weights(dimension: int, start: int, size: int) -> np.ndarray:
+    """The factors (size,), uint32 and odd, of coordinates from `start` on: MurmurHash3's finaliser of the coordinate."""
+    h: np.ndarray = (np.arange(start, start + size) + (dimension + 1) * 0x9E3779B9).astype(np.uint32)
+    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
+    return (h ^ (h >> 16)) | np.uint32(1)
+
+
+def _sum_on_devices(x: jax.Array) -> int:
+    """`sum_bits` of a whole tensor, where it lies."""
+    return int(_weighted_sum(x, [_weights(dimension, 0, size) for dimension, size in enumerate(x.shape)]))
+
+
+@jax.jit
+def _weighted_sum(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+    word = _word(x.dtype)
+    bits = x if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, word)
+    total = bits.astype(jnp.uint32) if bits.ndim == x.ndim else jnp.sum(bits, -1, dtype=jnp.uint32)
+    total ^= total >> 16
+    for dimension, factors in enumerate(weights):
+        total *= factors.reshape(-1, *(1,) * (x.ndim - dimension - 1))
+    return jnp.sum(total, dtype=jnp.uint32)

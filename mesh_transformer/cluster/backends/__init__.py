@@ -1,0 +1,1 @@
+"""How a driver reaches the agents: processes of this machine, or Ray."""

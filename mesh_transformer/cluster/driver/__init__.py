@@ -1,0 +1,1 @@
+"""The driver: where a job runs, what the workers' states mean, what follows."""

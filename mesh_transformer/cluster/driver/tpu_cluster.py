@@ -1,0 +1,91 @@
+"""`TPUCluster`: the original's interface to a model that lives on the hosts of a cluster."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mesh_transformer.cluster.base import Job
+from mesh_transformer.cluster.driver.place import Place
+from mesh_transformer.config import Config, parse_config
+from mesh_transformer.errors import RunError, UserError
+
+
+class TPUCluster:
+    """A model and its run, trained, evaluated and sampled on a place's devices.
+
+    The state between two calls is the run's newest checkpoint, in `checkpoint.model_dir`: each call is a job that all
+    workers begin from it, and whatever dies in the middle of one, it goes on.
+
+    Args:
+        config: of the run.
+        place: where: a TPU slice, a Ray cluster, or processes of this machine.
+    """
+
+    def __init__(self, config: Config, place: Place):
+        self.config, self.place = config, place
+        self._load: dict[str, Any] = {}
+
+    def train(self, steps: int | None = None) -> int:
+        """Train up to step `steps` of the run (None: optimizer.total_steps) and save. Returns 0, or 128 + the signal that
+        stopped it before.
+
+        Raises:
+            UserError, RunError: as `Supervisor.run`.
+        """
+        raw = self.config.model_dump(mode="json")
+        if steps is not None:
+            raw["optimizer"]["total_steps"] = steps
+        config = parse_config(raw)
+        return self.place.run(Job.of("train", config, **self._load), config)[0]
+
+    def eval(self, tasks: Sequence[str], **options: Any) -> dict[str, Any]:
+        """Evaluate the newest checkpoint on tasks of lm-evaluation-harness.
+
+        Args:
+            options: further fields of `runtime.evaluation.command.Options`.
+
+        Returns:
+            The report that eval_harness.py writes.
+        """
+        return self._result("evaluate", tasks=list(tasks), **options)["report"]
+
+    def generate(
+        self, prompts: Sequence[str | list[int]], checkpoint: str | None = None, **request: Any
+    ) -> Any:
+        """Sample from the newest checkpoint, or from another one.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            request: fields of `runtime.sampling.sampler.Request`, such as max_new_tokens.
+
+        Returns:
+            For each prompt a list of samples, each with the fields of `runtime.sampling.sampler.Sample`.
+        """
+        source = checkpoint or self.config.checkpoint.root
+        return self._result("generate", checkpoint=source, prompts=list(prompts), request=request)
+
+    def load(self, path: str, *, fresh_opt: bool = False) -> None:
+        """Let a run that has no checkpoint yet begin from this one, of any form; `fresh_opt` leaves its optimizer state."""
+        self._load = {"tune_model_path": path, "fresh_opt": fresh_opt}
+
+    def save(self, path: str, form: str = "native") -> None:
+        """Write the newest checkpoint to another place, with its optimizer state. This machine does it, tensor by tensor.
+
+        Args:
+            path: form "native": a root, in which step_N is made; "classic": the step's folder itself.
+
+        Raises:
+            UserError: there is no checkpoint, or something is at `path`.
+        """
+        from mesh_transformer.checkpoint.open import Form, open_step
+        from mesh_transformer.runtime.convert import write_step
+
+        source = open_step(self.config.checkpoint.root, self.config.model, None)
+        write_step(source, self.config.model, path, form=Form(form), shards=self.config.mesh.tp)
+
+    def _result(self, name: str, **arguments: Any) -> Any:
+        code, result = self.place.run(Job.of(name, self.config, **arguments), self.config)
+        if code != 0:
+            raise RunError(f"{name} was stopped by signal {code - 128}")
+        if result is None:
+            raise UserError(f"the job {name} gave no result")
+        return result

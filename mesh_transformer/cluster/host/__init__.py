@@ -1,0 +1,1 @@
+"""What runs on a host: its agent, its worker process, their locks."""

@@ -1,0 +1,1 @@
+"""Log-likelihoods of given tokens, packed several to a row."""

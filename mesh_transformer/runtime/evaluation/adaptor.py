@@ -1,0 +1,137 @@
+"""A model as lm-evaluation-harness knows it. The harness must be installed to import this."""
+
+import collections
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from mesh_transformer.data.tokenizer import EOT_TEXT
+from mesh_transformer.errors import UserError
+from mesh_transformer.infer.requests import OPTIONS, SamplingParams
+from mesh_transformer.infer.scoring.packing import Query
+from mesh_transformer.logs import log
+from mesh_transformer.runtime.evaluation.model import EvalModel, Prompt, Rehearsal
+
+_KNOWN = {*OPTIONS, "do_sample", "until", "max_gen_toks"}
+
+
+class HarnessLM(TemplateLM):
+    """An EvalModel with the harness's own ways with texts: what its `hf` model asks of a transformers model.
+
+    Args:
+        clean: a repair of the texts that are scored, such as ftfy's.
+    """
+
+    max_gen_toks = 256  # where a task does not say
+
+    def __init__(self, model: EvalModel | Rehearsal, clean: Callable[[str], str] | None = None):
+        super().__init__()
+        self.model, self._tokenizer, self._clean = model, model.tokenizer, clean
+        self._told: set[str] = set()
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that stands before a text that has no context."""
+        return self._tokenizer.eot
+
+    @property
+    def max_length(self) -> int:
+        """The longest input of the model, in tokens."""
+        return self.model.context
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The tokens of a text; no token is ever added."""
+        return self._tokenizer.encode(string)
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """See LM. The texts are cleaned first, if they are to be."""
+        return super().loglikelihood(self._cleaned(requests), disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
+        """See LM: each text in windows of the whole context, each token once."""
+        queries, owners = [], []
+        for number, request in enumerate(self._cleaned(requests)):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for window in windows:
+                queries.append((("", ""), *make_disjoint_window(window)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for number, (value, _) in zip(owners, self._loglikelihood_tokens(queries), strict=True):
+            totals[number] += value
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
+        """See LM. Draws depend on the prompt and on how often it was asked before, and on nothing else."""
+        asked: collections.Counter[str] = collections.Counter()
+        prompts = []
+        for request in requests:
+            context, given = request.args
+            again = f"{context}\0{sorted(given.items())}"
+            prompts.append(self._prompt(context, dict(given), seed=asked[again]))
+            asked[again] += 1
+        return self.model.complete(prompts)
+
+    def _cleaned(self, requests: Sequence[Any]) -> Sequence[Any]:
+        if self._clean is None:
+            return requests
+        return [SimpleNamespace(args=tuple(map(self._clean, request.args))) for request in requests]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        return self.model.log_likelihoods([self._query(*request[1:]) for request in requests])
+
+    def _query(self, context: list[int], continuation: list[int]) -> Query:
+        """Cut on the left so that all but the last token fit the model's context."""
+        if not continuation:
+            raise UserError(
+                f"a continuation adds no token to its context, {self._tokenizer.decode(context[-8:])!r}"
+            )
+        if len(continuation) > self.max_length:
+            raise UserError(
+                f"a continuation of {len(continuation)} tokens is to be scored, but model.seq is {self.max_length}: "
+                f"leave the task out, or score it as a rolling one"
+            )
+        both = (context + continuation)[-(self.max_length + 1) :]
+        self.model.check(both)
+        split = len(both) - len(continuation)
+        return Query(both[:split], both[split:])
+
+    def _prompt(self, context: str, given: dict[str, Any], seed: int) -> Prompt:
+        """Cut on the left so that the new tokens fit the model's context."""
+        options: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        stops = handle_stop_sequences(options["until"], EOT_TEXT)
+        new = options["max_gen_toks"]
+        room = self.max_length - new
+        if room < 1:
+            raise UserError(
+                f"a task asks for {new} new tokens, but model.seq is {self.max_length}: leave it out, or "
+                f"set max_gen_toks in its generation_kwargs"
+            )
+        self._tell_ignored(options.keys() - _KNOWN)
+        sampling = {name: options[name] for name in OPTIONS if options.get(name) is not None}
+        if not options["do_sample"]:
+            sampling["temperature"] = 0.0
+        tokens = self.tok_encode(context)[-room:] or [self.prefix_token_id]
+        self.model.check(tokens)
+        try:
+            params = SamplingParams(
+                max_tokens=new, stop_token_ids=(self.eot_token_id,), seed=seed, **sampling
+            )
+        except ValueError as error:
+            raise UserError(f"a task's generation_kwargs: {error}") from error
+        return Prompt(tokens, params, tuple(stop for stop in stops if stop))
+
+    def _tell_ignored(self, names: set[str]) -> None:
+        if names - self._told:
+            log.warning("generation_kwargs that have no effect here: %s", ", ".join(sorted(names)))
+            self._told |= names

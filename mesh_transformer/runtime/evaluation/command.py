@@ -1,0 +1,222 @@
+"""The evaluation of a checkpoint, which is the work of eval_harness.py, and of a run with each validation."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mesh_transformer import __version__, files, logs, platforms
+from mesh_transformer.config import Config
+from mesh_transformer.data.cleaning import make_cleaner
+from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.errors import UserError
+from mesh_transformer.infer.scoring.packing import Counts
+from mesh_transformer.logs import log
+from mesh_transformer.models.model import Params
+from mesh_transformer.runtime.evaluation.model import BATCH_TOKENS, Answers, EvalModel, Rehearsal, Stopped
+from mesh_transformer.runtime.evaluation.tasks import DEFAULT, Tasks, check_installed
+from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.runtime.session.weights import config_for, read_params, split_step
+
+BOOTSTRAP = 1000  # draws for the standard errors that have no formula, such as a perplexity's
+PACKAGES = ("lm_eval", "jax", "jaxlib", "dm-haiku", "datasets", "transformers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line's options, checked.
+
+    Raises:
+        UserError: an option is out of its range.
+    """
+
+    checkpoint: str | None = None
+    tasks: tuple[str, ...] = DEFAULT
+    include_path: str | None = None
+    data_dir: str | None = None
+    limit: int | None = None
+    num_fewshot: int | None = None
+    batch_tokens: int = BATCH_TOKENS
+    cache: str | None = None
+    ftfy: bool = False
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, allowed, fits in [
+            ("--tasks", ",".join(self.tasks), "names separated by commas", all(self.tasks) and self.tasks),
+            ("--limit", self.limit, "1 or more", self.limit is None or self.limit >= 1),
+            ("--num-fewshot", self.num_fewshot, "0 or more", (self.num_fewshot or 0) >= 0),
+            ("--batch-tokens", self.batch_tokens, "1 or more", self.batch_tokens >= 1),
+        ]:
+            if not fits:
+                raise UserError(f"{name} {value}: must be {allowed}")
+        if self.output is not None and not os.path.isdir(os.path.dirname(self.output) or "."):
+            raise UserError(f"--output {self.output}: there is no folder {os.path.dirname(self.output)}")
+
+
+def run(config_path: str | None, overrides: Sequence[str], options: Options) -> int:
+    """Evaluate as eval_harness.py's arguments say. The table goes to standard output, everything else to standard error.
+
+    Raises:
+        UserError: an argument, the config, the devices, a task, the tokenizer or the checkpoint cannot be used.
+    """
+    logs.set_up()
+    config = config_for(config_path, overrides, options.checkpoint)
+    evaluation = evaluate(config, options)
+    if jax.process_index() == 0:
+        show(evaluation, options.output)
+    return 0
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation gave: the report as JSON values, and the tables to print."""
+
+    report: dict[str, Any]
+    tables: str
+
+
+def evaluate(config: Config, options: Options) -> Evaluation:
+    """Join the other processes, if the environment names them, and evaluate. Process 0 has the whole result.
+
+    Raises:
+        UserError: as `run`.
+    """
+    check_installed()
+    from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
+
+    source = options.checkpoint or config.checkpoint.root
+    platforms.CompileCache()
+    platforms.start_distributed()
+    session = Session.open(config)
+    tokenizer = load_tokenizer(config.data.tokenizer, split_step(source)[0])
+    tasks = Tasks(
+        options.tasks,
+        include_path=options.include_path,
+        data_dir=options.data_dir,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+    )
+    answers = Answers(options.cache) if options.cache is not None else None
+    weights = read_params(session, source)
+    log.info("parameters of step %d from %s", weights.step, source)
+    model = EvalModel(session, tokenizer, batch_tokens=options.batch_tokens, answers=answers)
+    model.load(weights.params)
+    began = time.monotonic()
+    lm = HarnessLM(model, make_cleaner(ftfy=True, wikitext=False) if options.ftfy else None)
+    results = tasks.run(lm, bootstrap=BOOTSTRAP if jax.process_index() == 0 else 0)
+    given = {name: value for name, value in dataclasses.asdict(options).items() if name != "output"}
+    report: dict[str, Any] = {
+        **{name: results[name] for name in ("results", "groups", "n-shot", "n-samples") if name in results},
+        "versions": {
+            "mesh_transformer": __version__,
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+            "tasks": results["versions"],
+        },
+        "evaluation": {**given, "checkpoint": source, "step": weights.step},
+        "config": config.model_dump(mode="json"),
+        "tokens": _tokens(model.counts),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    return Evaluation(report, _tables(results) if jax.process_index() == 0 else "")
+
+
+def _tokens(counts: Counts) -> dict[str, Any]:
+    return {
+        "scored_requests": counts.queries,
+        "as_given": counts.given,
+        "shared": counts.shared,
+        "computed": counts.computed,
+        "padding_share": round(counts.padding, 4),
+    }
+
+
+def _tables(results: dict[str, Any]) -> str:
+    from lm_eval.utils import make_table
+
+    kinds = ("results", "groups") if results.get("groups") else ("results",)
+    return "\n".join(make_table(results, kind) for kind in kinds)
+
+
+def show(evaluation: Evaluation, output: str | None) -> None:
+    """Print the tables, and write the report to the file `output`, if it is given."""
+    report, tokens = evaluation.report, evaluation.report["tokens"]
+    log.info(
+        "%s requests scored in %s s: %s tokens as given, %s of them shared, %s computed, %.1f%% of these padding",
+        *(f"{tokens['scored_requests']:,}", report["seconds"], f"{tokens['as_given']:,}"),
+        *(f"{tokens['shared']:,}", f"{tokens['computed']:,}", 100 * tokens["padding_share"]),
+    )
+    version = report["versions"]["lm_eval"]
+    sys.stdout.write(f"lm-evaluation-harness {version}\n\n{evaluation.tables}\n")
+    sys.stdout.flush()
+    if output is not None:
+        files.replace(output, json.dumps(report, indent=2).encode())
+        log.info("written: %s", output)
+
+
+class RunEvaluation:
+    """The tasks of data.eval_harness_tasks: loaded and checked when a run starts, run with each validation. Every process takes part.
+
+    Args:
+        stop: asked between batches whether the run is to end.
+
+    Raises:
+        UserError: a task or the tokenizer cannot be loaded, or does not fit the model.
+    """
+
+    def __init__(self, session: Session, stop: Callable[[], bool]):
+        data = session.config.data
+        self._tasks: Tasks | None = None
+        if not data.eval_harness_tasks:
+            return
+        self._tasks = Tasks(
+            data.eval_harness_tasks,
+            include_path=data.eval_harness_include,
+            data_dir=data.eval_harness_data,
+            limit=data.eval_harness_limit,
+        )
+        from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
+
+        self._model = EvalModel(session, load_tokenizer(data.tokenizer), stop=stop)
+        self._lm = HarnessLM(self._model)
+        self._cast = jax.jit(session.placement.cast)
+        rehearsal = HarnessLM(Rehearsal(self._model))
+        for kind, requests in self._tasks.requests().items():
+            getattr(rehearsal, kind)(requests)
+        log.info("tasks that go with each validation: %s", ", ".join(self._tasks.names))
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return self._tasks is not None
+
+    def run(self, params: Params) -> dict[str, float]:
+        """{"eval/<task>/<metric>": value} of float32 parameters; nothing if the run is to end."""
+        if self._tasks is None:
+            return {}
+        self._model.load(self._cast(params))
+        try:
+            return scalars(self._tasks.run(self._lm))
+        except Stopped:
+            return {}
+        finally:
+            self._model.unload()
+
+
+def scalars(results: dict[str, Any]) -> dict[str, float]:
+    """The numbers of the harness's results, named as they are logged: `acc,none` of piqa is eval/piqa/acc.
+
+    A metric after a filter keeps the filter's name: eval/gsm8k/exact_match/strict-match.
+    """
+    found = {}
+    for task, metrics in {**results["results"], **results.get("groups", {})}.items():
+        for key, value in metrics.items():
+            metric, _, chosen = key.partition(",")
+            if chosen and not metric.endswith("_stderr") and isinstance(value, int | float):
+                name = metric if chosen == "none" else f"{metric}/{chosen}"
+                found[f"eval/{task}/{name}"] = float(value)
+    return found

@@ -1,0 +1,1 @@
+"""Texts from prompts, without a server."""

@@ -1,0 +1,306 @@
+"""Samples from a trained model: the work of device_sample.py, and of a cluster's job with many prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+
+from mesh_transformer import logs, platforms
+from mesh_transformer.config import Config
+from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_transformer.errors import UserError
+from mesh_transformer.infer.programs import MAX_STEPS
+from mesh_transformer.infer.requests import Engine, SamplingOptions, SamplingParams, Token
+from mesh_transformer.infer.scheduler import Scheduler
+from mesh_transformer.logs import log
+from mesh_transformer.runtime.sampling.text_stream import TextStream
+from mesh_transformer.runtime.session.engine import open_engine
+from mesh_transformer.runtime.session.weights import config_for, split_step
+
+MAX_SLOTS = 16  # samples at a time; further ones wait
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request(SamplingOptions):
+    """How a prompt is to be sampled, checked.
+
+    Raises:
+        UserError: an option is out of its range.
+    """
+
+    max_new_tokens: int | None = None
+    stop: Sequence[str] = ()  # texts that end a sample and are not part of it
+    num_samples: int = 1
+    seed: int = 0  # sample i is drawn with (seed + i) mod 2**32
+    truncate: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, allowed, fits in [
+            ("max-new-tokens", self.max_new_tokens, "1 or more", 1 <= (self.max_new_tokens or 0) < 2**31),
+            ("num-samples", self.num_samples, "1 or more", self.num_samples >= 1),
+            ("stop", "''", "at least one character", "" not in self.stop),
+            ("seed", self.seed, "0 to 2**32 - 1", 0 <= self.seed < 2**32),
+        ]:
+            if value is not None and not fits:
+                raise UserError(f"--{name} must be {allowed}; got {value}")
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            name, _, reason = str(error).partition(" ")
+            raise UserError(f"--{name.replace('_', '-')} {reason}") from error
+
+    def params(self, number: int, max_tokens: int, eos: int | None) -> SamplingParams:
+        """How a sample is drawn; `eos` ends it too."""
+        ends = () if eos is None else (eos,)
+        seed = (self.seed + number) % 2**32
+        return SamplingParams(**self.options, max_tokens=max_tokens, stop_token_ids=ends, seed=seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Request):
+    """The options of device_sample.py."""
+
+    checkpoint: str | None = None
+    prompt: str | None = None
+    prompt_tokens: str | None = None
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One completion. `tokens` hold what ended it, `completion` does not. `logprobs` are of the raw distribution, before temperature and filters, in nats."""
+
+    prompt: str | None
+    completion: str | None
+    tokens: list[int]
+    logprobs: list[float]
+    seconds: float
+
+    def to_json(self) -> str:
+        """One JSON object on one line."""
+        logprobs = [value if math.isfinite(value) else None for value in self.logprobs]  # NaN is not JSON
+        return json.dumps({**dataclasses.asdict(self), "logprobs": logprobs})
+
+
+class Completion(NamedTuple):
+    """A completion that is wanted."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    stream: TextStream | None  # None: of its tokens alone
+
+
+def complete(
+    engine: Engine, wanted: Mapping[int, Completion]
+) -> Iterator[tuple[int, list[Token], str | None]]:
+    """The completions as each is done: its key, its tokens with what ended it, and its text without that."""
+    scheduler = Scheduler(engine, max_queue=len(wanted), max_steps=MAX_STEPS)
+    for key, one in wanted.items():
+        scheduler.submit(key, one.prompt, one.params)
+    drawn: dict[int, list[Token]] = {key: [] for key in wanted}
+    for output in scheduler.run():
+        key, stream = output.request, wanted[output.request].stream
+        for token in output.tokens:
+            drawn[key].append(token)
+            if stream is not None and not (output.finish == "stop" and token is output.tokens[-1]):
+                stream.push(token.id)
+                if stream.stopped:
+                    scheduler.cancel(key)
+                    break
+        if output.finish or (stream is not None and stream.stopped):
+            yield key, drawn[key], None if stream is None else stream.text + stream.finish()
+
+
+class _Prompt(NamedTuple):
+    """A prompt that fits the context together with the new tokens."""
+
+    text: str | None  # as it was given, if it was a text
+    tokens: list[int]
+    new: int  # tokens, at most
+
+
+class Sampler:
+    """Samples of prompts. What can be checked before weights are read is checked here.
+
+    Args:
+        checkpoint: the tokenizer may be the one beside it.
+        prompts: texts, or lists of token ids; None: they come from standard input, one a line.
+
+    Raises:
+        UserError: the devices do not fit the mesh, a prompt does not fit the model, or there is no tokenizer.
+    """
+
+    def __init__(
+        self, config: Config, request: Request, checkpoint: str, prompts: Sequence[str | list[int]] | None
+    ):
+        config.mesh.shape(jax.device_count())
+        self._config, self._request = config, request
+        self._tokenizer: Tokenizer | None = None  # without one, samples have no text
+        if prompts is None or request.stop or any(isinstance(prompt, str) for prompt in prompts):
+            self._tokenizer = load_tokenizer(config.data.tokenizer, split_step(checkpoint)[0])
+        self._prompts = None if prompts is None else list(map(self._fitted, prompts))
+
+    def samples(self, checkpoint: str) -> Iterator[list[Sample]]:
+        """Read the weights; of each prompt its `num_samples` samples.
+
+        Raises:
+            UserError: the checkpoint cannot be used.
+        """
+        prompts = self._prompts
+        context = max(len(one.tokens) + one.new for one in prompts) if prompts else None
+        slots = min(self._request.num_samples, MAX_SLOTS)
+        engine = open_engine(self._config, checkpoint, slots=slots, context=context)
+        for prompt in self._asked() if prompts is None else prompts:
+            yield self._sample(engine, prompt)
+
+    def show(self, checkpoint: str, *, as_json: bool = False) -> None:
+        """As `samples`; they go to standard output."""
+        for samples in self.samples(checkpoint):
+            _show(samples, as_json)
+
+    def _sample(self, engine: Engine, prompt: _Prompt) -> list[Sample]:
+        began = time.monotonic()
+        request, tokenizer = self._request, self._tokenizer
+        eos = tokenizer.eot if tokenizer is not None and tokenizer.eot < self._config.model.n_vocab else None
+        wanted = {}
+        for number in range(request.num_samples):
+            stream = None if tokenizer is None else TextStream(tokenizer, request.stop, context=prompt.tokens)
+            wanted[number] = Completion(prompt.tokens, request.params(number, prompt.new, eos), stream)
+        done = sorted(complete(engine, wanted))
+        seconds = round(time.monotonic() - began, 3)
+        return [
+            Sample(prompt.text, text, [t.id for t in tokens], [t.logprob for t in tokens], seconds)
+            for _, tokens, text in done
+        ]
+
+    def _asked(self) -> Iterator[_Prompt]:
+        """Prompts from standard input; a line that does not fit is told, and the next one is read."""
+        for line in _lines():
+            try:
+                yield self._fitted(line)
+            except UserError as error:
+                log.error("%s", error)
+
+    def _fitted(self, given: str | list[int]) -> _Prompt:
+        """The tokens of a prompt and the number of new ones, made to fit the context.
+
+        Raises:
+            UserError: they do not, and --truncate was not given; or a token is not in the vocabulary.
+        """
+        c, request, prompt, text = self._config.model, self._request, given, None
+        if isinstance(prompt, str):
+            tokenizer = self._tokenizer
+            assert tokenizer is not None
+            text, prompt = prompt, tokenizer.encode(prompt)
+        if not prompt:
+            raise UserError("the prompt is empty: give at least one token")
+        if min(prompt) < 0 or max(prompt) >= c.n_vocab:
+            raise UserError(
+                f"prompt tokens must be 0 to {c.n_vocab - 1} (model.n_vocab); found {min(prompt)} to {max(prompt)}"
+            )
+        left = c.seq - len(prompt)
+        if left < 1 and request.truncate:
+            left = c.seq // 2
+        new = min(256, max(1, left)) if request.max_new_tokens is None else request.max_new_tokens
+        room = c.seq - new
+        if new >= c.seq:
+            raise UserError(
+                f"--max-new-tokens {new} leaves no room for a prompt: the context is {c.seq} tokens"
+            )
+        if len(prompt) > room and not request.truncate:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens; with {new} new ones that is over the context of {c.seq}: "
+                f"shorten it to {room}, lower --max-new-tokens, or pass --truncate to cut it on the left"
+            )
+        if len(prompt) > room:
+            log.warning("the prompt has %d tokens: its first %d are cut", len(prompt), len(prompt) - room)
+        return _Prompt(text, prompt[-room:], new)
+
+
+def run(config_path: str | None, overrides: Sequence[str], options: Options) -> int:
+    """Sample as device_sample.py's arguments say: one prompt, or one a line from standard input.
+
+    Samples go to standard output, everything else to standard error.
+
+    Raises:
+        UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
+    """
+    logs.set_up()
+    config = config_for(config_path, overrides, options.checkpoint)
+    source = options.checkpoint or config.checkpoint.root
+    prompts: list[str | list[int]] | None = None if options.prompt is None else [options.prompt]
+    if options.prompt_tokens is not None:
+        prompts = [parse_tokens(options.prompt_tokens)]
+    platforms.CompileCache()
+    platforms.start_distributed()
+    Sampler(config, options, source, prompts).show(source, as_json=options.json)
+    return 0
+
+
+def answer(
+    config: Config, request: Request, checkpoint: str, prompts: Sequence[str | list[int]]
+) -> list[list[Sample]]:
+    """Join the other processes, if the environment names them, and sample: the samples of each prompt.
+
+    Args:
+        prompts: texts, or lists of token ids.
+
+    Raises:
+        UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
+    """
+    platforms.CompileCache()
+    platforms.start_distributed()
+    return list(Sampler(config, request, checkpoint, prompts).samples(checkpoint))
+
+
+def parse_tokens(text: str) -> list[int]:
+    """The ids of `1,2,3`.
+
+    Raises:
+        UserError: something else.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UserError(
+            f"--prompt-tokens {text!r}: expected token ids separated by commas, such as 1,2,3"
+        ) from error
+
+
+def _lines() -> Iterator[str]:
+    """The lines of standard input that are not empty; asks for them on a terminal. Ctrl-C there ends them."""
+    asking = sys.stdin.isatty()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            if asking:
+                sys.stderr.write("prompt> ")
+                sys.stderr.flush()
+            line = sys.stdin.readline()
+            if not line:
+                return
+            if line.strip():
+                yield line.rstrip("\n")
+
+
+def _show(samples: Sequence[Sample], as_json: bool) -> None:
+    if jax.process_index() > 0:
+        return
+    for i, sample in enumerate(samples):
+        if as_json:
+            sys.stdout.write(sample.to_json() + "\n")
+            continue
+        if len(samples) > 1:
+            sys.stderr.write(f"--- sample {i + 1} of {len(samples)}\n")
+        if sample.completion is None:
+            sys.stdout.write(",".join(str(token) for token in sample.tokens) + "\n")
+        else:
+            sys.stdout.write((sample.prompt or "") + sample.completion + "\n")
+    sys.stdout.flush()

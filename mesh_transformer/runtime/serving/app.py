@@ -1,0 +1,110 @@
+"""The routes put together, and every error as OpenAI's error object."""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp
+
+from mesh_transformer import __version__
+from mesh_transformer.config.describe import short
+from mesh_transformer.runtime.serving import completions
+from mesh_transformer.runtime.serving.answers import ApiError, failed, json_response
+from mesh_transformer.runtime.serving.guard import Guard
+from mesh_transformer.runtime.serving.loop import EngineLoop
+from mesh_transformer.runtime.serving.model import ServedModel
+
+_PAGE = resources.files("mesh_transformer.runtime.serving") / "page.html"
+_SHOWN_FAULTS, _SHOWN_CHARS = 3, 100
+_UNREADABLE = (
+    "the body cannot be read as JSON: it is not UTF-8, nested too deeply, or has a number of too many digits"
+)
+
+
+def make_app(model: ServedModel, keys: Sequence[bytes]) -> ASGIApp:
+    """The application that uvicorn serves.
+
+    Args:
+        keys: API keys, one of which a request needs; empty: none is needed.
+    """
+    app = FastAPI(title="mesh-transformer", version=__version__, docs_url=None, redoc_url=None)
+    app.include_router(completions.router(model))
+    _add_state_routes(app, model.loop)
+    _add_error_answers(app)
+    return Guard(app, keys, model.timeout_s)
+
+
+def _add_state_routes(app: FastAPI, loop: EngineLoop) -> None:
+    html = _PAGE.read_bytes()
+    page_headers = {"Content-Security-Policy": _policy(html)}
+
+    @app.get("/health", responses={503: {"description": "warming up, draining or failed"}})
+    async def health() -> Response:
+        return json_response({"status": loop.state}, 200 if loop.state == "ok" else 503)
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
+    async def metrics() -> Response:
+        return Response(loop.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> Response:
+        return HTMLResponse(html, headers=page_headers)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+
+def _policy(html: bytes) -> str:
+    """What the page may do: run its one script, and ask this server."""
+    _, _, script = html.partition(b"<script>")
+    digest = hashlib.sha256(script.partition(b"</script>")[0]).digest()
+    return (
+        f"default-src 'none'; script-src 'sha256-{base64.b64encode(digest).decode()}'; style-src 'unsafe-inline'; "
+        "img-src data:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _add_error_answers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def not_valid(_: Request, error: RequestValidationError) -> Response:
+        faults = error.errors()
+        place = [str(part) for part in faults[0]["loc"][1:] if faults[0]["type"] != "json_invalid"]
+        message = "; ".join(map(_fault, faults[:_SHOWN_FAULTS]))
+        return ApiError(400, message, param=place[0] if place else None).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        # 400 is FastAPI's, for what is no JSON
+        message = _UNREADABLE if error.status_code == 400 else str(error.detail)
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    @app.exception_handler(Exception)
+    async def bug(_: Request, __: Exception) -> Response:
+        return failed("the server failed in answering this request; its log says how").response()
+
+
+def _fault(fault: dict[str, Any]) -> str:
+    """One line for one fault that pydantic found."""
+    place = ".".join(str(part)[:_SHOWN_CHARS] for part in fault["loc"][1:])
+    if fault["loc"] == ("body",):
+        return "the body must be a JSON object, sent with Content-Type: application/json"
+    if fault["type"] == "json_invalid":
+        return f"the body is not JSON: {fault['ctx']['error']} at character {place}"
+    if fault["type"] == "missing":
+        return f"{place} is missing"
+    reason = str(fault["msg"])
+    if fault["type"] == "value_error":  # our own words
+        return f"{place} {reason.removeprefix('Value error, ')}"
+    return f"{place}: {reason[:1].lower()}{reason[1:]}; got {short(fault['input'])}"

@@ -1,0 +1,243 @@
+"""POST /v1/completions and GET /v1/models, as OpenAI and vLLM answer them; POST /complete, the original's own route."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from mesh_transformer.infer.requests import OPTIONS, SamplingParams
+from mesh_transformer.runtime.serving.answers import (
+    ApiError,
+    EventStream,
+    TimeLimit,
+    invalid,
+    json_response,
+    to_event,
+    unless_gone,
+)
+from mesh_transformer.runtime.serving.loop import Job
+from mesh_transformer.runtime.serving.model import Choice, Delta, Echo, ServedModel, follow, sampling_params
+from mesh_transformer.runtime.serving.protocol import (
+    MAX_SEQUENCES,
+    ClassicRequest,
+    ClassicResponse,
+    CompletionRequest,
+    CompletionResponse,
+    ErrorResponse,
+)
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 413, 415, 500, 503, 504)
+}
+
+
+def router(model: ServedModel) -> APIRouter:
+    """The routes that ask for the model."""
+    # with a default, FastAPI describes no 422: here that is 400
+    routes = APIRouter(responses={"default": {"model": ErrorResponse}})
+    created = int(time.time())
+
+    @routes.post("/v1/engines/{engine:path}/completions", response_model=CompletionResponse, responses=ERRORS)
+    async def complete_by(engine: str, body: CompletionRequest, request: Request) -> Response:
+        """As openai 0.28 asks with `engine=`."""
+        _check_name(engine, model)
+        return await complete(body, request)
+
+    @routes.post("/v1/completions", response_model=CompletionResponse, responses=ERRORS)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        _check(body, model)
+        limit = TimeLimit(model.timeout_s)
+        with contextlib.ExitStack() as held:
+            job = held.enter_context(model.loop.reserve(len(body.prompt) * body.n))
+            answer = await unless_gone(request.receive, limit.within(_begin(body, model, job)))
+            if not body.stream:
+                return json_response(await unless_gone(request.receive, limit.within(answer.whole())))
+            held.pop_all()  # the stream leaves the job
+        return EventStream(job, answer.events(), limit)
+
+    @routes.post("/complete", response_model=ClassicResponse, responses=ERRORS)
+    async def complete_classic(body: ClassicRequest, request: Request) -> Response:
+        if body.length < 1:
+            raise invalid(f"length must be 1 or more; got {body.length}", "length")
+        with model.loop.reserve(1) as job:
+            work = TimeLimit(model.timeout_s).within(_complete_classic(body, model, job))
+            return json_response({"completion": await unless_gone(request.receive, work)})
+
+    @routes.get("/v1/chat/completions", status_code=404, response_model=ErrorResponse)
+    @routes.post("/v1/chat/completions", status_code=404, response_model=ErrorResponse)
+    async def chat() -> None:
+        raise ApiError(404, "there is no chat here: send the text as `prompt` to POST /v1/completions")
+
+    @routes.get("/v1/models", responses={401: ERRORS[401]})
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [_describe(model, created)]}
+
+    @routes.get("/v1/models/{name:path}", responses={status: ERRORS[status] for status in (401, 404)})
+    async def get_model(name: str) -> dict[str, Any]:
+        _check_name(name, model)
+        return _describe(model, created)
+
+    return routes
+
+
+async def _begin(body: CompletionRequest, model: ServedModel, job: Job) -> Answer:
+    """Start the sequences of a request: of each prompt, in order, its n samples.
+
+    Raises:
+        ApiError: the request cannot be served.
+    """
+    prompts = await _prompts(body, model)
+    for prompt in prompts:
+        model.check_room(prompt, body.max_tokens)
+    asked = _sampling(body, model, len(prompts))
+    with_logprobs = body.logprobs is not None
+    echoes = await _echoes(body, model, prompts) if body.echo else [None] * len(prompts)
+    choices = [
+        Choice(model, prompt, body.stop, min_tokens=body.min_tokens, echo=echo, logprobs=with_logprobs)
+        for prompt, echo in zip(prompts, echoes, strict=True)
+        for _ in range(body.n)
+    ]
+    repeated = [prompt for prompt in prompts for _ in range(body.n)]
+    job.start(zip(repeated, asked, strict=True))
+    head = {
+        "id": f"cmpl-{secrets.token_hex(12)}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model.name,
+    }
+    return Answer(body, job, choices, sum(map(len, prompts)), head)
+
+
+@dataclasses.dataclass
+class Answer:
+    """What a request whose sequences are started gets."""
+
+    body: CompletionRequest
+    job: Job
+    choices: Sequence[Choice]
+    prompt_tokens: int
+    head: dict[str, Any]  # what every object of the answer has
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        deltas: list[list[Delta]] = [[] for _ in self.choices]
+        async for index, delta in follow(self.job, self.choices):
+            deltas[index].append(delta)
+        choices = list(map(self._choice, range(len(deltas)), map(Delta.joined, deltas)))
+        return {**self.head, "choices": choices, "usage": self._usage()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as server-sent events, all but the last."""
+        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        usage = {"usage": None} if with_usage else {}
+        async for index, delta in follow(self.job, self.choices):
+            if any(delta):
+                yield to_event({**self.head, "choices": [self._choice(index, delta)], **usage})
+        if with_usage:
+            yield to_event({**self.head, "choices": [], "usage": self._usage()})
+
+    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        logprobs = {
+            "tokens": [token.text for token in delta.shown],
+            "token_logprobs": [token.logprob for token in delta.shown],
+            "top_logprobs": [token.top for token in delta.shown],
+            "text_offset": [token.offset for token in delta.shown],
+        }
+        given = None if self.body.logprobs is None else logprobs
+        return {"index": index, "text": delta.text, "logprobs": given, "finish_reason": delta.finish}
+
+    def _usage(self) -> dict[str, int]:
+        prompt, new = self.prompt_tokens, sum(choice.new_tokens for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def _check(body: CompletionRequest, model: ServedModel) -> None:
+    """Refuse what is not offered, and fields that contradict each other."""
+    if body.model is not None:
+        _check_name(body.model, model)
+    if body.suffix:
+        raise invalid("suffix: this model cannot insert text before one; leave it out", "suffix")
+    if body.best_of not in (None, body.n):
+        raise invalid(f"best_of {body.best_of} must be n ({body.n}): completions are not ranked", "best_of")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options are only for a stream: set stream to true", "stream_options")
+    if (prompts := len(body.prompt)) * body.n > MAX_SEQUENCES:
+        raise invalid(f"{prompts} prompts x n {body.n} are over {MAX_SEQUENCES}, the limit of a request", "n")
+    model.check([[token] for token, _ in body.logit_bias], "logit_bias")
+    model.check([[token] for token in body.stop_token_ids], "stop_token_ids")
+
+
+def _check_name(name: str, model: ServedModel) -> None:
+    if name != model.name:
+        message = f"there is no model {name[:100]!r} here, only {model.name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def _prompts(body: CompletionRequest, model: ServedModel) -> Sequence[Sequence[int]]:
+    if isinstance(body.prompt[0], str):
+        return await model.encode(body.prompt, "prompt")
+    model.check(body.prompt, "prompt")
+    return body.prompt
+
+
+def _sampling(body: CompletionRequest, model: ServedModel, prompts: int) -> list[SamplingParams]:
+    """The parameters of every choice: of each prompt, in order, its n samples. They differ in their seed."""
+    options = {name: getattr(body, name) for name in OPTIONS}
+    if options["top_k"] == -1:  # vLLM's spelling of all
+        options["top_k"] = 0
+    params = sampling_params(
+        **options,
+        max_tokens=body.max_tokens,
+        min_tokens=body.min_tokens,
+        logit_bias=body.logit_bias,
+        stop_token_ids=model.end_tokens(body.stop_token_ids, ignore_eos=body.ignore_eos),
+        logprobs=body.logprobs,
+        prompt_logprobs=body.echo and body.logprobs is not None,
+    )
+    if body.seed is None:
+        seeds = [secrets.randbits(32) for _ in range(prompts * body.n)]
+    else:
+        seeds = [(body.seed + i) % 2**32 for i in range(body.n)] * prompts
+    return [dataclasses.replace(params, seed=seed) for seed in seeds]
+
+
+async def _echoes(
+    body: CompletionRequest, model: ServedModel, prompts: Sequence[Sequence[int]]
+) -> list[Echo]:
+    """What the choices of each prompt begin with: the prompt as it was given, or the text of its tokens."""
+    offsets = [[]] * len(prompts) if body.logprobs is None else await model.offsets(prompts)
+    texts = body.prompt if isinstance(body.prompt[0], str) else await model.decode(prompts)
+    return list(map(Echo, texts, offsets))
+
+
+async def _complete_classic(body: ClassicRequest, model: ServedModel, job: Job) -> str:
+    (prompt,) = await model.encode([body.context], "context")
+    params = sampling_params(
+        spelled={"temperature": "temp"},
+        max_tokens=body.length,
+        temperature=body.temp,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop_token_ids=model.end_tokens(),
+        seed=secrets.randbits(32),
+    )
+    choice = Choice(model, prompt, body.stop)
+    job.start([(prompt, params)], slide=True)
+    return "".join([delta.text async for _, delta in follow(job, [choice])])
+
+
+def _describe(model: ServedModel, created: int) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "mesh-transformer",
+        "max_model_len": model.loop.context or None,  # known when the server is warm
+    }

@@ -1,0 +1,300 @@
+"""The one thread that owns the engine, how requests get to it and tokens back, and what /metrics tells of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from operator import methodcaller
+from types import TracebackType
+from typing import Literal, Protocol
+
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mesh_transformer.infer.requests import Engine, SamplingParams
+from mesh_transformer.infer.scheduler import Output, Scheduler, Stats
+from mesh_transformer.logs import log
+from mesh_transformer.runtime.serving.answers import ApiError, failed, invalid, unavailable
+
+State = Literal["warming up", "ok", "draining", "failed"]
+_RETRY_WARM_S, _RETRY_FULL_S = 5, 1
+_WARM = object()
+Sequences = Iterable[tuple[Sequence[int], SamplingParams]]
+"""Prompts of at least one token, and how each is sampled."""
+PREFIX = "mesh_transformer_"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class WarmEngine(Engine, Protocol):
+    """An engine that can compile all it needs before the first request."""
+
+    def warm_up(self) -> Iterator[None]:
+        """Requests may be taken after the first item; the others are for when there is nothing else to do."""
+
+
+class _Live:
+    """A sequence that was accepted and is neither finished nor cancelled."""
+
+    def __init__(self, job: Job, index: int):
+        self.job, self.index = job, index
+        self.submitted = time.monotonic()
+        self.last_token: float | None = None
+
+
+class EngineLoop:
+    """Runs the scheduler in a thread of its own. All methods are for the thread of the asyncio loop that called `start`.
+
+    A sequence counts as live from `reserve` until its last Output is delivered or it is cancelled. At most
+    `slots + max_queue` are live, so at most `max_queue` wait while every slot runs. The inbox is read in order, so
+    a cancelled sequence leaves the scheduler before any that is submitted after it gets there.
+    """
+
+    def __init__(self, open_engine: Callable[[], WarmEngine], *, slots: int, max_queue: int):
+        self.state: State = "warming up"
+        self.failure: BaseException | None = None
+        self.context = 0  # tokens of a prompt and its completion together; known when the state is "ok"
+        self.slots, self.max_queue = slots, max_queue
+        self.metrics = Metrics(self._snapshot)
+        self._open_engine = open_engine
+        self._inbox: queue.SimpleQueue[Callable[[Scheduler], None] | None] = queue.SimpleQueue()
+        self._stats = Stats(slots=slots)  # written by the thread, whole
+        self._live: dict[int, _Live] = {}
+        self._ids = itertools.count()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Open and warm up the engine in the thread; `ended` is set when the thread can do nothing more."""
+        self._home = asyncio.get_running_loop()
+        self.ended, self._quiet = asyncio.Event(), asyncio.Event()
+        self._quiet.set()
+        self._thread.start()
+
+    def reserve(self, sequences: int) -> Job:
+        """Places for all the sequences of one request, or none; `Job.start` fills them.
+
+        Raises:
+            ApiError: 503 while warming up, draining or with a full queue; 400 for more sequences than can ever be queued.
+        """
+        most, live = self.slots + self.max_queue, len(self._live)
+        if self.state != "ok":
+            code = self.state.replace(" ", "_")
+            raise unavailable(f"the server is {self.state}", code=code, retry_after_s=_RETRY_WARM_S)
+        if sequences > most:
+            raise invalid(f"{sequences} sequences (prompts x n): this server takes at most {most} at a time")
+        if live + sequences > most:
+            message = f"{live} sequences run or wait already, of at most {most}"
+            raise unavailable(message, code="queue_full", retry_after_s=_RETRY_FULL_S)
+        job = Job(self, [next(self._ids) for _ in range(sequences)])
+        self._live.update((id, _Live(job, index)) for index, id in enumerate(job.ids))
+        self._quiet.clear()
+        return job
+
+    def submit(self, ids: Sequence[int], sequences: Sequences, *, slide: bool) -> None:
+        """Queue sequences in their reserved places, see `Scheduler.submit`; those that were cancelled meanwhile are ignored."""
+        for id, (prompt, params) in zip(ids, sequences, strict=True):
+            if live := self._live.get(id):
+                admitted = partial(self._note_admitted, live)
+                self._inbox.put(methodcaller("submit", id, prompt, params, admitted, slide=slide))
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        """Stop computing these sequences; those that are not live are ignored."""
+        for id in ids:
+            if self._forget(id):
+                self._inbox.put(methodcaller("cancel", id))
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, and wait for the live sequences, but for no longer than so many seconds."""
+        if self.state != "failed":
+            self.state = "draining"
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._quiet.wait(), seconds)
+
+    def cut_off(self) -> int:
+        """Answer the requests whose sequences are live with 503, since the server stops; how many sequences it were."""
+        left = len(self._live)
+        self._abort(unavailable("the server is stopping", code="draining", retry_after_s=_RETRY_WARM_S))
+        return left
+
+    async def stop(self, seconds: float) -> bool:
+        """End the thread after its current step; False if it is busy for longer than `seconds` (a compilation)."""
+        self._inbox.put(None)
+        try:
+            await asyncio.wait_for(self.ended.wait(), seconds)
+        except TimeoutError:
+            return False
+        # it frees the engine, which Python must not exit under
+        await asyncio.to_thread(self._thread.join, seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            engine = self._open_engine()
+            warming = engine.warm_up()
+            next(warming)
+            scheduler = Scheduler(engine, max_queue=self.max_queue)
+            self._stats = scheduler.stats
+            self._home.call_soon_threadsafe(self._ready, engine.context)
+            self._serve(scheduler, warming)
+        except BaseException as error:  # noqa: BLE001  (whatever it is, those who wait must be told)
+            self._home.call_soon_threadsafe(self._fail, error)
+        self._home.call_soon_threadsafe(self.ended.set)
+
+    def _serve(self, scheduler: Scheduler, warming: Iterator[None]) -> None:
+        while True:
+            if scheduler.idle and self._inbox.empty() and next(warming, _WARM) is not _WARM:
+                continue
+            if scheduler.idle or not self._inbox.empty():
+                command = self._inbox.get()
+                if command is None:
+                    return
+                command(scheduler)
+                continue
+            outputs = scheduler.step()
+            self._stats = scheduler.stats
+            if outputs:
+                self._home.call_soon_threadsafe(self._deliver, outputs)
+
+    def _note_admitted(self, live: _Live) -> None:
+        # in the engine's thread: a histogram has a lock of its own
+        self.metrics.queue_s.observe(time.monotonic() - live.submitted)
+
+    def _ready(self, context: int) -> None:
+        self.context = context
+        if self.state == "warming up":
+            self.state = "ok"
+            log.info("ready: %d slots, a context of %d tokens", self.slots, context)
+
+    def _fail(self, error: BaseException) -> None:
+        self.state, self.failure = "failed", error
+        self._abort(failed("the model failed; the server stops"))
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        now = time.monotonic()
+        for output in outputs:
+            live = self._live.get(output.request)
+            if live is None:  # cancelled meanwhile
+                continue
+            if output.tokens:
+                self._time_tokens(live, len(output.tokens), now)
+            live.job.put((live.index, output))
+            if output.finish:
+                self._forget(output.request)
+
+    def _time_tokens(self, live: _Live, count: int, now: float) -> None:
+        if live.last_token is None:
+            self.metrics.first_token_s.observe(now - live.submitted)
+        else:
+            for _ in range(count):
+                self.metrics.between_tokens_s.observe((now - live.last_token) / count)
+        live.last_token = now
+
+    def _abort(self, error: ApiError) -> None:
+        for job in {live.job for live in self._live.values()}:
+            job.put(error)
+        self.cancel(list(self._live))
+
+    def _forget(self, id: int) -> bool:
+        known = self._live.pop(id, None) is not None
+        if not self._live:
+            self._quiet.set()
+        return known
+
+    def _snapshot(self) -> Stats:
+        """The scheduler's numbers, with the sequences that have not reached it yet or left it."""
+        running = min(self._stats.running, len(self._live))
+        return self._stats._replace(running=running, waiting=len(self._live) - running)
+
+
+class Job:
+    """The places of one request's sequences. A context manager: on leaving it, what is not finished is cancelled."""
+
+    def __init__(self, loop: EngineLoop, ids: list[int]):
+        self.ids = ids
+        self._loop = loop
+        self._unfinished = set(range(len(ids)))
+        self._outputs: asyncio.Queue[tuple[int, Output] | ApiError] = asyncio.Queue()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._loop.cancel(self.ids)
+
+    def start(self, sequences: Sequences, *, slide: bool = False) -> None:
+        """Compute these, one for each place. See `EngineLoop.submit`."""
+        self._loop.submit(self.ids, sequences, slide=slide)
+
+    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
+        """(index of the sequence, its Output) as they come, until each is finished or cancelled.
+
+        Raises:
+            ApiError: the server cannot finish them.
+        """
+        while self._unfinished:
+            item = await self._outputs.get()
+            if isinstance(item, ApiError):
+                raise item
+            index, output = item
+            if index not in self._unfinished:
+                continue
+            if output.finish:
+                self._unfinished.discard(index)
+            yield item
+
+    def cancel(self, index: int) -> None:
+        """One sequence is not wanted any more: its text came to a stop string."""
+        self._unfinished.discard(index)
+        self._loop.cancel([self.ids[index]])
+
+    def put(self, item: tuple[int, Output] | ApiError) -> None:
+        """Called by the loop."""
+        self._outputs.put_nowait(item)
+
+
+class Metrics(Collector):
+    """The server's own registry: a snapshot at each scrape, histograms of times in seconds, and the process."""
+
+    def __init__(self, snapshot: Callable[[], Stats]):
+        self._snapshot = snapshot
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        self.queue_s = self._histogram("queue_seconds", "From a request's arrival to its slot")
+        self.first_token_s = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token"
+        )
+        self.between_tokens_s = self._histogram(
+            "time_between_tokens_seconds",
+            "From a token to the next of its sequence; tokens of one step share its time",
+        )
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The snapshot's numbers."""
+        now = self._snapshot()
+        used = now.cached_tokens / max(1, now.positions)
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        for kind, name, text, value in (
+            (gauge, "requests_running", "Sequences that hold a slot", now.running),
+            (gauge, "requests_waiting", "Sequences that wait for a slot", now.waiting),
+            (gauge, "slots", "Sequences that can run at once", now.slots),
+            (gauge, "cache_used_ratio", "Part of the cache's positions that holds tokens", used),
+            (counter, "prompt_tokens", "Prompt tokens of sequences that got a slot", now.prompt_tokens),
+            (counter, "prefilled_tokens", "Prompt tokens that were computed", now.prefilled_tokens),
+            (counter, "reused_prompt_tokens", "Prompt tokens that the cache had already", now.reused_tokens),
+            (counter, "generated_tokens", "New tokens", now.generated_tokens),
+        ):
+            yield kind(PREFIX + name, text, value=value)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(PREFIX + name, text, registry=self._registry, buckets=_SECONDS)

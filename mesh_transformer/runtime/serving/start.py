@@ -1,0 +1,266 @@
+"""The server from its arguments to its exit code: the work of device_serve.py."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import ipaddress
+import logging
+import math
+import os
+import resource
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import jax
+import uvicorn
+
+from mesh_transformer import logs, platforms
+from mesh_transformer.config import Config
+from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.errors import RunError, UserError
+from mesh_transformer.logs import log
+from mesh_transformer.runtime.serving.app import make_app
+from mesh_transformer.runtime.serving.guard import BoundedConnection
+from mesh_transformer.runtime.serving.loop import EngineLoop, WarmEngine
+from mesh_transformer.runtime.serving.model import ServedModel
+from mesh_transformer.runtime.session import engine as serving_engine
+from mesh_transformer.runtime.session.weights import config_for, split_step
+
+OpenEngine = Callable[..., WarmEngine]  # called as `serving_engine.open_engine`
+MAX_SLOTS, MAX_QUEUE = 1024, 100_000
+_MAX_KEY_FILE_BYTES = 1 << 16
+_LAST_BYTES_S = 5.0  # for answers that are complete to reach their clients, where no time is left to drain
+_LAST_STEP_S = 5.0  # for the engine to end the step it is in
+# longer than clients and proxies keep an idle connection, so that they never use a closed one
+_KEEP_ALIVE_S = 75
+_SPARE_CONNECTIONS = 256  # besides one for each sequence that runs or waits
+_SPARE_FILES = 64  # of those that the system lets this process open, for other uses than connections
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line's options, checked.
+
+    Raises:
+        UserError: an option is out of its range.
+    """
+
+    checkpoint: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 5000
+    api_key_file: str | None = None
+    slots: int = 8
+    max_queue: int = 64
+    timeout_s: float = 600.0
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, value, allowed, fits in [
+            ("--port", self.port, "0 (any) to 65535", 0 <= self.port <= 65535),
+            ("--slots", self.slots, f"1 to {MAX_SLOTS}", 1 <= self.slots <= MAX_SLOTS),
+            ("--max-queue", self.max_queue, f"0 to {MAX_QUEUE}", 0 <= self.max_queue <= MAX_QUEUE),
+            ("--timeout-seconds", self.timeout_s, "above 0", 0 < self.timeout_s < math.inf),
+            ("--drain-seconds", self.drain_s, "0 or more", 0 <= self.drain_s < math.inf),
+        ]:
+            if not fits:
+                raise UserError(f"{name} {value}: must be {allowed}")
+
+
+def run(
+    config_path: str | None, overrides: Sequence[str], options: Options, open_engine: OpenEngine | None = None
+) -> int:
+    """Serve until SIGTERM or Ctrl-C, then finish what runs. A second Ctrl-C cuts that short. In the end SIGTERM is ignored.
+
+    Args:
+        open_engine: in place of `serving_engine.open_engine`.
+
+    Returns:
+        the exit code: 0 after a signal, 1 after the engine failed.
+
+    Raises:
+        UserError: an argument, the config, the tokenizer, the address or the checkpoint cannot be used.
+        RunError: the engine cannot go on.
+    """
+    platforms.require_one_process()
+    logs.set_up()
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves in mid-stream
+    config = config_for(config_path, overrides, options.checkpoint)
+    keys = read_keys(options.api_key_file) if options.api_key_file is not None else []
+    source = options.checkpoint or config.checkpoint.root
+    tokenizer = load_tokenizer(config.data.tokenizer, split_step(source)[0])
+    listener = bind(options.host, options.port)
+    if not keys and not is_loopback(listener):
+        warning = "%s is open to others and there is no --api-key-file: whoever reaches it is served"
+        log.warning(warning, options.host)
+    opener = functools.partial(open_engine or _open_own_engine, config, source, slots=options.slots)
+    loop = EngineLoop(opener, slots=options.slots, max_queue=options.max_queue)
+    unnamed = Path(config_path).stem if config_path else Path(split_step(source)[0]).name
+    name = config.logging.name or unnamed
+    model = ServedModel(name, config.model.n_vocab, tokenizer, loop, options.timeout_s)
+    service = Service(model, keys, listener, options.drain_s)
+    ended = asyncio.run(_until_signal(service))
+    if isinstance(loop.failure, UserError | RunError):
+        raise loop.failure
+    code = 1 if loop.failure else 0
+    if loop.failure:
+        log.error("the engine failed", exc_info=loop.failure)
+    if not ended:  # a compilation cannot be interrupted, and Python would wait for it, or crash under it
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+class Service:
+    """A server on a bound socket."""
+
+    def __init__(self, model: ServedModel, keys: Sequence[bytes], listener: socket.socket, drain_s: float):
+        self._loop, self._listener, self._drain_s = model.loop, listener, drain_s
+        most = connection_limit(model.loop.slots + model.loop.max_queue)
+        self._server = _Server(
+            uvicorn.Config(
+                make_app(model, keys),
+                http=cast(type[asyncio.Protocol], functools.partial(BoundedConnection, most=most)),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
+        )
+
+    async def run(self, stopping: asyncio.Event, hurry: asyncio.Event) -> bool:
+        """Serve until `stopping` is set or the engine ends, then drain; `hurry` cuts that short.
+
+        Returns:
+            whether the engine's thread has ended.
+        """
+        self._loop.start()
+        serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+        host, port = self._listener.getsockname()[:2]
+        log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        await _first(serving, stopping.wait(), self._loop.ended.wait())
+        deadline = time.monotonic()
+        if not self._loop.ended.is_set():
+            deadline += self._drain_s
+            log.info("stopping: what runs is finished, within %g seconds", self._drain_s)
+            await _first(self._loop.drain(self._drain_s), hurry.wait())
+            if left := self._loop.cut_off():
+                log.warning("%d sequences were not finished and are cut off", left)
+        stopped = asyncio.ensure_future(self._loop.stop(_LAST_STEP_S if self._loop.context else 0))
+        self._server.should_exit = True  # it closes idle connections and waits for the others
+        if not hurry.is_set():
+            await _first(serving, asyncio.sleep(deadline - time.monotonic()), hurry.wait())
+        await _first(serving, asyncio.sleep(_LAST_BYTES_S))
+        if left := self._server.cut_off():
+            log.warning("%d connections are cut off: their clients did not take all of their answers", left)
+        await serving
+        return await stopped
+
+
+class _Server(uvicorn.Server):
+    def cut_off(self) -> int:
+        """Close all connections at once; how many they were."""
+        connections = list(self.server_state.connections)
+        for connection in connections:
+            connection.transport.abort()
+        return len(connections)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are not uvicorn's here: the port stays open while what runs is finished, and the exit code is 0."""
+        yield
+
+
+async def _until_signal(service: Service) -> bool:
+    """Serve until the process is told to stop."""
+    stopping, hurry = asyncio.Event(), asyncio.Event()
+    home = asyncio.get_running_loop()
+
+    def note(number: int) -> None:
+        if stopping.is_set() and number == signal.SIGINT:  # schedulers repeat SIGTERM: that is no hurry
+            hurry.set()
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        home.add_signal_handler(number, note, number)
+    try:
+        return await service.run(stopping, hurry)
+    finally:
+        home.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late one must not change the exit code
+
+
+async def _first(*awaitables: Awaitable[object]) -> None:
+    """Wait until one of them is done; the others, but for tasks that were there before, are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task, given in zip(tasks, awaitables, strict=True):
+        if task is not given:
+            task.cancel()
+
+
+def read_keys(path: str) -> list[bytes]:
+    """The API keys of a file, one a line.
+
+    Raises:
+        UserError: the file cannot be read, holds no key, or one that no header can carry.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_MAX_KEY_FILE_BYTES + 1)
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise UserError(f"--api-key-file {path} cannot be read: {error.strerror}") from error
+    if len(content) > _MAX_KEY_FILE_BYTES:
+        raise UserError(f"--api-key-file {path} is over {_MAX_KEY_FILE_BYTES} bytes: write one key a line")
+    keys = [line.strip() for line in content.splitlines() if line.strip()]
+    if not keys:
+        raise UserError(f"--api-key-file {path} is empty: write one key a line into it")
+    for number, key in enumerate(keys, 1):
+        if any(not 33 <= byte <= 126 for byte in key):
+            reason = "holds a space or a character that is not ASCII; no client can send it"
+            raise UserError(f"--api-key-file {path}: key {number} {reason}")
+    if mode & stat.S_IROTH:
+        log.warning("--api-key-file %s can be read by every user of this machine: chmod 600 mends that", path)
+    return keys
+
+
+def connection_limit(sequences: int) -> int:
+    """How many connections are taken, for so many sequences that run or wait."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(sequences + _SPARE_CONNECTIONS, files - _SPARE_FILES))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 is any free one.
+
+    Raises:
+        UserError: the address cannot be used.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except (OSError, UnicodeError) as error:  # that of a name which no DNS can hold
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"cannot listen on {host} port {port} ({reason}): choose another with --host and --port"
+        raise UserError(message) from error
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine reaches a socket."""
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+
+
+def _open_own_engine(config: Config, checkpoint: str, *, slots: int) -> WarmEngine:
+    platforms.CompileCache()
+    if jax.process_count() > 1:  # a slice of several hosts, which join of themselves
+        raise UserError(f"the devices belong to {jax.process_count()} processes: serve on those of one host")
+    return serving_engine.open_engine(config, checkpoint, slots=slots)

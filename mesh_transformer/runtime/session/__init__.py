@@ -1,0 +1,1 @@
+"""An open model on its mesh: devices, weights, decoding engine."""

@@ -1,0 +1,68 @@
+"""The data of a session: this process's rows of each batch."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from mesh_transformer.config import Config
+from mesh_transformer.data.loader import Loader, make_train_loader, make_val_loader
+from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.session.session import Session
+
+
+def open_train_feed(session: Session) -> Loader:
+    """Training batches without end, each (A, rows, T + 1) int32, with a position that goes into checkpoints.
+
+    Raises:
+        UserError: no training set is configured, or it cannot be read.
+    """
+    microbatch = session.microbatch
+    return read_train_set(session.config, microbatch, session.rows(microbatch))
+
+
+def read_train_set(config: Config, microbatch: int, rows: Sequence[int]) -> Loader:
+    """As `open_train_feed`, for these `rows` of each microbatch: the driver of a pod reads them for its workers.
+
+    Raises:
+        UserError: no training set is configured, or it cannot be read.
+    """
+    data = config.data
+    if data.train_set is None:
+        raise UserError("data.train_set is not set: name an index file, a .tfrecords file or a .txt file")
+    return make_train_loader(
+        data.train_set,
+        seq=config.seq,
+        batch=microbatch,
+        rows=rows,
+        accumulation=config.optimizer.gradient_accumulation_steps,
+        shuffle=data.shuffle,
+        shuffle_window=data.shuffle_window,
+        seed=data.seed,
+        batch_across_files=data.batch_across_files,
+        n_vocab=config.model.n_vocab,
+        tokenizer=data.tokenizer,
+    )
+
+
+def open_val_feed(session: Session, source: str) -> Iterable[np.ndarray]:
+    """One pass over a validation set, each time from its beginning: batches (rows, T + 1) int32.
+
+    Raises:
+        UserError: it cannot be read, or does not fill one batch.
+    """
+    batch = session.val_batch
+    feed = make_val_loader(
+        source,
+        seq=session.config.seq,
+        batch=batch,
+        rows=session.rows(batch),
+        repeat=False,
+        n_vocab=session.config.model.n_vocab,
+        tokenizer=session.config.data.tokenizer,
+    )
+    if next(iter(feed), None) is None:
+        raise UserError(
+            f"the validation set {source} does not fill one batch of {batch} sequences: "
+            f"lower data.val_batch_multiplier or the batch, or give it more data"
+        )
+    return feed

@@ -1,0 +1,178 @@
+"""Where a run begins: its own newest checkpoint (ours, or of the original program), another one's parameters, or fresh
+ones."""
+
+import dataclasses
+import json
+from typing import Any, NamedTuple
+
+import jax
+
+from mesh_transformer.checkpoint.identity import check_optimizer
+from mesh_transformer.checkpoint.open import ClassicRun, Form, Found, classic_run, open_found
+from mesh_transformer.checkpoint.place import place_scalar
+from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
+from mesh_transformer.checkpoint.tensors import TensorSource, slots
+from mesh_transformer.config import Config
+from mesh_transformer.config.names import moved
+from mesh_transformer.data.classic_position import classic_position
+from mesh_transformer.errors import UserError
+from mesh_transformer.logs import log
+from mesh_transformer.models.model import Params
+from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.runtime.session.weights import open_agreed, place_named
+from mesh_transformer.train.step import OptState, TrainProgram, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The --tune-model-path and --fresh-opt of a fine-tuning run."""
+
+    tune_model_path: str | None = None
+    fresh_opt: bool = False
+
+
+class Counters(NamedTuple):
+    """Counts that outlive a restart."""
+
+    tokens: int = 0
+    steps_redone: int = 0
+
+
+class Logged(NamedTuple):
+    """The end of the metrics file: its last step, and the steps that had been done again by then."""
+
+    step: int = 0
+    steps_redone: int = 0
+
+
+class StartPoint(NamedTuple):
+    """The state to go on from."""
+
+    state: TrainState
+    step: int
+    counters: Counters
+    loader_state: dict[str, Any] | None  # None: read from the beginning
+
+
+def resume_or_start(
+    session: Session, program: TrainProgram, store: CheckpointStore, source: Source, logged: Logged
+) -> StartPoint:
+    """Resume from `store` if it holds a checkpoint, or from the classic run in its folder; else fine-tune from `source`,
+    or start afresh.
+
+    Steps that the metrics file knows and the checkpoint does not are done again, and counted.
+
+    Raises:
+        UserError: a checkpoint does not fit the config, or none can be read.
+    """
+    checkpoint = store.restore(program.abstract_state)
+    if checkpoint is None and (run := classic_run(session.config.checkpoint.root)) is not None:
+        checkpoint = _classic_checkpoint(session, program, run)
+    if checkpoint is not None:
+        if source.tune_model_path:
+            log.info("going on with this run; --tune-model-path was read when it began")
+        return _resume(session, checkpoint, logged)
+    if source.tune_model_path:
+        state = _tuned(session, program, source.tune_model_path, source.fresh_opt)
+    else:
+        state = program.init(jax.random.key(session.config.model.seed))
+    # steps in the metrics file without a checkpoint: the run was killed before its first one
+    return StartPoint(state, 0, Counters(steps_redone=logged.steps_redone + logged.step), None)
+
+
+def _resume(session: Session, checkpoint: Checkpoint, logged: Logged) -> StartPoint:
+    """Go on after a checkpoint of this program, or one that was converted from a run of the original."""
+    step, extra = checkpoint.step, checkpoint.extra
+    redone = max(0, logged.step - step)
+    counters = _counters(extra.get("counters", {"tokens": step * session.tokens_per_step}))
+    counters = counters._replace(steps_redone=max(counters.steps_redone, logged.steps_redone) + redone)
+    log.info("resuming after step %d; %d steps that were done after it are done again", step, redone)
+    if jax.process_index() == 0 and (changes := _changes(extra.get("config"), session.config)):
+        log.info("resuming with changed options: %s", ", ".join(changes))
+    if session.config.data.restart:
+        log.warning("data.restart: reading the training data from its beginning")
+        return StartPoint(checkpoint.state, step, counters, None)
+    loader = extra["loader"] if "loader" in extra else _classic_loader(session, extra.get("aux"))
+    return StartPoint(checkpoint.state, step, counters, loader)
+
+
+def _changes(noted: Any, config: Config) -> list[str]:
+    """Each option of the model, its computation, the optimizer and the data that is not as the checkpoint notes it: `optimizer.lr 0.01 -> 0.02`."""
+    before, now = moved(noted if isinstance(noted, dict) else {}), config.model_dump(mode="json")
+    return [
+        f"{group}.{name} {json.dumps(old[name])} -> {json.dumps(value)}"
+        for group in ("model", "compute", "optimizer", "data")
+        if isinstance(old := before.get(group), dict)
+        for name, value in now[group].items()
+        if name in old and old[name] != value
+    ]
+
+
+def _counters(noted: Any) -> Counters:
+    try:
+        counters = Counters(**noted)
+        if all(type(count) is int and count >= 0 for count in counters):
+            return counters
+    except TypeError:
+        pass
+    raise UserError(
+        f"the checkpoint notes the counters {str(noted)[:200]}: expected {', '.join(Counters._fields)}, whole numbers. "
+        f"Start from it with --tune-model-path and another checkpoint.model_dir"
+    )
+
+
+def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) -> TrainState:
+    """Parameters (and moments, if there are any, unless dropped) of a checkpoint, at step 0 with its schedule at 0."""
+    source = open_agreed(session, path)
+    abstract = program.abstract_state
+    log.info("starting from step %d of %s", source.counts.step, path)
+    if slots(source) and not fresh_opt:
+        params, opt_state = read_state(program, source)
+        return program.begin(params, {**opt_state, "schedule": place_scalar(0, abstract.step)}, {})
+    if not fresh_opt:
+        log.info(
+            "%s has no %s moments: they start from zero", path, program.config.optimizer.name.capitalize()
+        )
+    params = place_named(source, {"params": abstract.params})["params"]
+    return program.begin(params, program.fresh_optimizer(params), {})
+
+
+def read_state(program: TrainProgram, source: TensorSource) -> tuple[Params, OptState]:
+    """The parameters and the optimizer state of an open checkpoint.
+
+    Raises:
+        UserError: it is of another model or optimizer, has no optimizer state, or is damaged.
+    """
+    optimizer, abstract = program.config.optimizer, program.abstract_state
+    check_optimizer(source, optimizer)
+    placed = place_named(
+        source, {"params": abstract.params, **{slot: abstract.opt_state[slot] for slot in optimizer.slots}}
+    )
+    counts = {"count": source.counts.optimizer, "schedule": source.counts.schedule}
+    scalars = {name: place_scalar(count or 0, abstract.step) for name, count in counts.items()}
+    return placed.pop("params"), {**placed, **scalars}
+
+
+def _classic_checkpoint(session: Session, program: TrainProgram, run: ClassicRun) -> Checkpoint:
+    """The state of a run of the original program: its step, moments and schedule."""
+    source = open_found(Found(Form.CLASSIC, run.folder), session.config.model)
+    state = program.begin(*read_state(program, source), {})
+    log.info("going on with a run of the original program; new checkpoints are native, its own stay")
+    step = source.counts.step
+    skipped = max(0, step - (source.counts.schedule or 0))
+    abstract = program.abstract_state
+    state = state._replace(
+        step=place_scalar(step, abstract.step), skipped=place_scalar(skipped, abstract.skipped)
+    )
+    return Checkpoint(step, state, {"aux": run.aux})
+
+
+def _classic_loader(session: Session, aux: Any) -> dict[str, Any] | None:
+    """The position in the training data that the original noted beside a step, as one of ours."""
+    data, noted = session.config.data, aux.get("train_loader") if isinstance(aux, dict) else None
+    if data.train_set is None:
+        return None
+    if noted is None:
+        log.warning("the checkpoint notes no position in the training data: reading from the beginning")
+        return None
+    return classic_position(data.train_set, noted, session.sequences_per_step)
