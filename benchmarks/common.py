@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path += [str(REPO / "tests"), str(REPO / "tests/pod"), str(REPO)]  # whose helpers serve benchmarks too
+sys.path += [str(REPO / "tests"), str(REPO)]  # whose helpers serve benchmarks too
 
 
 def parser(

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import common  # finds the helpers of tests/
-from commands import finish, free_port, metrics, start
+from support.commands import finish, free_port, metrics, start
 
 STEPS, SKIPPED = 14, 4  # the first steps compile and fill buffers
 TARGET = 0.05

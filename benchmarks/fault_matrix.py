@@ -13,10 +13,10 @@ import time
 from dataclasses import asdict
 
 from common import emit, parser, report, say
-from driving import Driver, same_numbers
-from faults import DRIVER_KILLED, EVERY, FAULTS, befall, kill_driver
-from hosts import PodOfHosts, why_not
-from pod_driver import PodDrivers, pod_drivers
+from support.driving import Driver, same_numbers
+from support.faults import DRIVER_KILLED, EVERY, FAULTS, befall, kill_driver
+from support.hosts import PodOfHosts, why_not
+from support.pod_driver import PodDrivers, pod_drivers
 
 END_S = 600
 

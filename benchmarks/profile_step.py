@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import OwnStep, config_of, parser, report, say
-from hlo import Array, Instruction, computations
+from support.hlo import Array, Instruction, computations
 
 PARTS = ["head and loss", "attention", "layers: q, k, v, o, ff", "embedding and rest", "optimizer"]
 KINDS = ["matrix products", "element by element", "sums and maxima", "copies and transposes"]

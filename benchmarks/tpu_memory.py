@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from common import emit, parser, say
-from hlo import Collective, collectives
+from support.hlo import Collective, collectives
 
 from mesh_transformer import platforms, slices
 from mesh_transformer.config import Config, load_config

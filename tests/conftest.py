@@ -6,10 +6,14 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import golden
 import pytest
-from skipped import NO_SHARED, closing_lines
+from support.skipped import NO_SHARED, closing_lines
+
+if TYPE_CHECKING:
+    from support.gcs_server import GcsServer
 
 pytest_plugins = ["times"]
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -102,6 +106,24 @@ def shared(repo: Path) -> Path:
     if not folder.is_dir():
         pytest.skip(NO_SHARED)
     return folder
+
+
+@pytest.fixture(scope="session")
+def _gcs_server() -> "Iterator[GcsServer]":
+    from support.gcs_server import GcsServer
+
+    with GcsServer() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)  # for the whole session: TensorStore and gcsfs read them once
+        yield server
+
+
+@pytest.fixture
+def gcs(_gcs_server: "GcsServer") -> "Iterator[GcsServer]":
+    """An empty loopback Google Cloud Storage."""
+    _gcs_server.clear()
+    yield _gcs_server
+    _gcs_server.clear()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

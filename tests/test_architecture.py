@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,41 @@ RANKS = [
     {"cluster"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
+# Inside a package: what stands in a set may use the sets above it, and its own folder.
+ROOMS = {
+    "infer": [{"requests"}, {"sampling"}, {"programs", "scheduler"}, {"engine"}, {"scoring"}],
+    "checkpoint": [
+        {"archive", "target", "tensors"},
+        {"identity"},
+        {"classic", "hf", "native"},
+        {"open", "place"},
+        {"store"},
+    ],
+    "runtime": [
+        {"cli", "session"},
+        {"sampling"},
+        {"convert", "evaluation", "serving"},
+        {"training"},
+    ],
+    "cloud": [
+        {"api", "archive", "request", "shell"},
+        {"head", "pod"},
+        {"tpus"},
+        {"launch"},
+    ],
+    "cluster": [{"base"}, {"host"}, {"backends"}, {"driver"}],
+}
+ROOM_RANK = {
+    (package, room): rank
+    for package, levels in ROOMS.items()
+    for rank, rooms in enumerate(levels)
+    for room in rooms
+}
 STRANGERS = {"train", "infer", "checkpoint", "data"}  # runtime puts them together
 PURE = {name for name, rank in RANK.items() if RANK["platforms"] <= rank <= RANK["train"]} - {"platforms"}
 CHECKS_INPUT = {"config", "data", "checkpoint", "runtime", "cloud", "cluster", "entry"}
 MAY_IMPORT = {
-    "ray": {"cluster/ray_cluster.py"},
+    "ray": {"cluster/backends/ray_cluster.py"},
     "haiku": {"parallel/sharding.py", "models/"},
     "lm_eval": {"runtime/evaluation/"},
 }
@@ -90,6 +121,22 @@ def ranks(tree: ast.Module, path: str) -> Iterator[str]:
             yield f"{line}: {own} imports {other}, which is not below it"
         if {own, other} <= STRANGERS and own != other:
             yield f"{line}: {own} and {other} must not know each other"
+
+
+def rooms(tree: ast.Module, path: str) -> Iterator[str]:
+    own = tuple(path.removesuffix(".py").split("/")[:2])
+    if own[0] not in ROOMS or path.endswith("__init__.py"):
+        return
+    if own not in ROOM_RANK:
+        yield f"1: {'/'.join(own)} has no place: add it to ROOMS"
+        return
+    for line, name in imports(tree):
+        pieces = name.split(".")
+        other = tuple(pieces[1:3])
+        if pieces[0] != PACKAGE or other[:1] != own[:1] or other == own:
+            continue
+        if ROOM_RANK.get(other, len(ROOM_RANK)) >= ROOM_RANK[own]:
+            yield f"{line}: {'/'.join(own)} imports {'/'.join(other)}, which is not above it in ROOMS"
 
 
 def few_importers(tree: ast.Module, path: str) -> Iterator[str]:
@@ -182,6 +229,7 @@ def short_functions(tree: ast.Module, path: str) -> Iterator[str]:
 
 CHECKERS: list[Checker] = [
     ranks,
+    rooms,
     few_importers,
     few_shard_maps,
     pure,
@@ -218,6 +266,41 @@ def test_files_are_short() -> None:
     assert not {file: lines for file, lines in lengths.items() if lines > MAX_FILE_LINES}
 
 
+def test_no_module_leads_back_to_itself() -> None:
+    """Imports inside functions count too: a circle that a function hides is a circle for the reader."""
+    modules = {
+        ".".join((PACKAGE, *Path(path.removesuffix(".py").removesuffix("/__init__")).parts)): file
+        for file, path in sources()
+        if path not in {"entry.py", "__init__.py"}
+    }
+    graph = {
+        module: {
+            name if name in modules else name.rpartition(".")[0]
+            for _, name in imports(ast.parse(file.read_text(encoding="utf-8")))
+            if name in modules or name.rpartition(".")[0] in modules
+        }
+        for module, file in modules.items()
+    }
+    assert sum(map(len, graph.values())) > 300
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_tests_mirror_the_package() -> None:
+    """A folder of tests has the name of the folder it tests; what is shared stands in `support`."""
+    tests = ROOT / "tests"
+    folders = {file.parent.relative_to(tests) for file in tests.rglob("test_*.py")}
+    others = {Path("support"), Path("pod")}
+    assert not [folder for folder in folders - others if not (ROOT / PACKAGE / folder).is_dir()]
+    strange = [
+        file.relative_to(tests)
+        for file in tests.rglob("*.py")
+        if not file.name.startswith("test_")
+        and file.name != "conftest.py"
+        and not {"support", "golden", "cd47221"} & set(file.parts)
+    ]
+    assert not strange, "what tests share stands in tests/support"
+
+
 def test_test_files_share_no_name_and_no_code() -> None:
     """pytest imports them by their bare names: of two equal ones it would take either."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -242,9 +325,15 @@ VIOLATIONS: list[tuple[Checker, str, str]] = [
     (ranks, "train/step.py", "from . import optim"),
     (ranks, "data/loader.py", "from mesh_transformer.checkpoint.store import CheckpointStore"),
     (ranks, "checkpoint/store.py", "from mesh_transformer.infer import cache"),
-    (ranks, "runtime/trainer.py", "from mesh_transformer.cluster import jobs"),
-    (ranks, "runtime/trainer.py", "from mesh_transformer.unheard_of import x"),
-    (few_importers, "runtime/jobs.py", "import ray"),
+    (ranks, "runtime/training/trainer.py", "from mesh_transformer.cluster import jobs"),
+    (ranks, "runtime/training/trainer.py", "from mesh_transformer.unheard_of import x"),
+    (rooms, "checkpoint/hf/source.py", "from mesh_transformer.checkpoint.native.source import NativeSource"),
+    (rooms, "checkpoint/native/writer.py", "from mesh_transformer.checkpoint import open"),
+    (rooms, "cluster/host/agent.py", "def f():\n    from mesh_transformer.cluster.driver import place"),
+    (rooms, "infer/engine.py", "from mesh_transformer.infer.scoring import packing"),
+    (rooms, "runtime/serving/app.py", "import mesh_transformer.runtime.evaluation.model"),
+    (rooms, "cluster/unheard_of.py", ""),
+    (few_importers, "runtime/training/trainer.py", "import ray"),
     (few_importers, "ops/linear.py", "from haiku.initializers import Constant"),
     (few_shard_maps, "train/step.py", "from jax.experimental.shard_map import shard_map"),
     (few_shard_maps, "train/step.py", "import jax\njax.shard_map(f)"),
@@ -253,7 +342,7 @@ VIOLATIONS: list[tuple[Checker, str, str]] = [
     (pure, "ops/linear.py", "open('x')"),
     (pure, "parallel/mesh.py", "import jax\njax.devices()"),
     (pure, "infer/cache.py", "from jax import local_devices"),
-    (no_axis_names, "infer/scoring.py", "mesh.shape['tp']"),
+    (no_axis_names, "infer/scoring/scorer.py", "mesh.shape['tp']"),
     (no_axis_names, "train/step.py", "shape.fsdp"),
     (no_print, "data/loader.py", "print(1)"),
     (no_print, "runtime/cli.py", "def f():\n    print(1)"),
@@ -272,14 +361,18 @@ PERMITTED: list[tuple[Checker, str, str]] = [
     ),
     (
         ranks,
-        "runtime/trainer.py",
+        "runtime/training/trainer.py",
         "from mesh_transformer.data import loader\nfrom mesh_transformer import files",
     ),
     (ranks, "config/load.py", "from mesh_transformer import files"),
-    (few_importers, "cluster/ray_cluster.py", "import ray"),
+    (rooms, "checkpoint/hf/source.py", "from mesh_transformer.checkpoint.hf import safetensors_file"),
+    (rooms, "checkpoint/store.py", "from mesh_transformer.checkpoint.native.source import NativeSource"),
+    (rooms, "cluster/driver/supervise.py", "from mesh_transformer.cluster.host.agent import TakenOver"),
+    (rooms, "runtime/__init__.py", ""),
+    (few_importers, "cluster/backends/ray_cluster.py", "import ray"),
     (few_importers, "models/decoder.py", "import haiku as hk"),
     (few_shard_maps, "parallel/pipeline.py", "import jax\njax.shard_map(f)"),
-    (pure, "runtime/trainer.py", "import time\nopen('x')"),
+    (pure, "runtime/training/trainer.py", "import time\nopen('x')"),
     (no_axis_names, "train/step.py", "partition.size('vocab')"),
     (no_axis_names, "runtime/convert.py", "config.mesh.tp"),
     (no_assert, "ops/linear.py", "assert x.ndim == 3"),
@@ -304,8 +397,8 @@ def test_rule_permits(checker: Checker, path: str, source: str) -> None:
         (PACKAGE, ["jax", "numpy", "pydantic"]),
         (f"{PACKAGE}.config", ["jax", "numpy", "haiku"]),
         (f"{PACKAGE}.infer.scheduler", ["jax", "numpy"]),
-        (f"{PACKAGE}.cluster.agent", ["jax", "haiku", "ray"]),
-        (f"{PACKAGE}.cluster.commands", ["jax", "haiku", "ray"]),
+        (f"{PACKAGE}.cluster.host.agent", ["jax", "haiku", "ray"]),
+        (f"{PACKAGE}.cluster.driver.commands", ["jax", "haiku", "ray"]),
         (f"{PACKAGE}.files", ["jax", "smart_open", "google.cloud.storage"]),
         (f"{PACKAGE}.slices", ["jax", "pydantic"]),
         ("tpu_utils", ["jax", "ray", "paramiko", "google.cloud.tpu_v2"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import golden
 import numpy as np
-from skipped import NO_SHARED
+from support.skipped import NO_SHARED
 
 MOST_BYTES = 6_000_000
 
@@ -79,7 +79,8 @@ def test_the_last_lines_tell_what_was_skipped(repo: Path, tmp_path: Path) -> Non
     """In a checkout without `shared` beside it."""
     tests = tmp_path / "checkout/tests"
     (tests / "golden").mkdir(parents=True)
-    for name in ("conftest.py", "skipped.py", "golden/__init__.py"):
+    (tests / "support").mkdir()
+    for name in ("conftest.py", "support/__init__.py", "support/skipped.py", "golden/__init__.py"):
         shutil.copy(repo / "tests" / name, tests / name)
     shutil.copy(repo / "pyproject.toml", tests.parent)
     source = "import pytest\ndef test_a(shared): assert 0\ndef test_b(shared): assert 0\n"

@@ -5,7 +5,7 @@ import socket
 
 import jax
 import pytest
-from commands import free_port
+from support.commands import free_port
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.platforms import start_distributed

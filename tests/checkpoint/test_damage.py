@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from states import abstract, assert_equal, state
+from support.states import abstract, assert_equal, state
 
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.errors import UserError

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from gcs_server import GcsServer
-from states import abstract, assert_equal, state
+from support.gcs_server import GcsServer
+from support.states import abstract, assert_equal, state
 
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.native.source import NativeSource

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from builders import TINY
-from classic_folders import RandomSource
+from support.builders import TINY
+from support.classic_folders import RandomSource
 
 from mesh_transformer.checkpoint.identity import check_optimizer, check_same, noted_model
 from mesh_transformer.checkpoint.native.source import NativeSource

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from states import abstract, assert_equal, state
+from support.commands import TESTS
+from support.states import abstract, assert_equal, state
 
 from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.checkpoint.place import restore
@@ -15,7 +16,7 @@ from mesh_transformer.checkpoint.store import CheckpointStore
 WIDTH = 20_000  # 2 MB: long enough in writing to be hit
 SAVER = f"""
 import sys
-from states import abstract, state
+from support.states import abstract, state
 from mesh_transformer.checkpoint.store import CheckpointStore
 store = CheckpointStore(sys.argv[1], keep_latest=2, keep_every=5)
 found = store.restore(abstract(state(0, width={WIDTH})))
@@ -30,7 +31,7 @@ while True:
 def run_and_kill(root: Path, after_s: float) -> int:
     """Save in a loop, kill `after_s` after the second save began; returns the last step told to be finished."""
     program = [sys.executable, "-c", SAVER, str(root)]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as child:
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=TESTS) as child:
         assert child.stdout is not None
         told = [child.stdout.readline(), child.stdout.readline()]
         time.sleep(after_s)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.commands import TESTS
+
 PROGRAM = """
 import os, resource, sys, time
 root, port, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -16,7 +18,7 @@ from jax.experimental import multihost_utils
 from mesh_transformer import files
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.errors import is_disk_full
-from states import abstract, assert_equal, mesh, read_part, shardings, state
+from support.states import abstract, assert_equal, mesh, read_part, shardings, state
 
 by_columns, by_rows = shardings(mesh(tp=4), columns="tp"), shardings(mesh(dp=4), rows="dp")
 store = CheckpointStore(root, keep_latest=2)
@@ -82,7 +84,7 @@ def test_two_processes(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=Path(__file__).parent,
+            cwd=TESTS,
         )
         for n in range(2)
     ]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from states import abstract, assert_equal, mesh, read_part, shardings, state, tp8
+from support.commands import TESTS
+from support.states import abstract, assert_equal, mesh, read_part, shardings, state, tp8
 
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.errors import UserError
@@ -172,7 +173,7 @@ def test_a_read_only_or_closed_store_does_not_save(tmp_path: Path) -> None:
 PROGRAM = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="LOG %(name)s %(levelname)s", stream=sys.stdout)
-from states import read_part, state
+from support.states import read_part, state
 from mesh_transformer.checkpoint.store import CheckpointStore
 store = CheckpointStore(sys.argv[1])
 for step in range(3):
@@ -184,7 +185,7 @@ print("closed", flush=True)
 
 def test_the_process_ends_by_itself_and_quietly(tmp_path: Path) -> None:
     program = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as child:
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=TESTS) as child:
         assert child.stdout is not None
         lines = []
         for line in child.stdout:

@@ -3,8 +3,8 @@
 import logging
 
 import pytest
-from gcs_server import CUT, GcsServer
-from states import abstract, assert_equal, mesh, read_part, shardings, state
+from support.gcs_server import CUT, GcsServer
+from support.states import abstract, assert_equal, mesh, read_part, shardings, state
 
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.errors import UserError

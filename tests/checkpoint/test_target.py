@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from gcs_server import GcsServer
+from support.gcs_server import GcsServer
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint.target import beside, new_folder

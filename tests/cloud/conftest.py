@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from tpu_api import TpuApi
+from support.tpu_api import TpuApi
 
 from mesh_transformer.cloud.api import Timing
 from mesh_transformer.cloud.tpus import Tpus

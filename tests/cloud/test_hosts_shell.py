@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from local_hosts import local_pod
+from support.local_hosts import local_pod
 
 from mesh_transformer.cloud import head as heads
 from mesh_transformer.cloud import shell

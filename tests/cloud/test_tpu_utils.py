@@ -4,10 +4,10 @@ import signal
 import time
 from pathlib import Path
 
-import commands
 import pytest
 from google.rpc import code_pb2
-from tpu_api import TpuApi
+from support import commands
+from support.tpu_api import TpuApi
 
 ZONE = ("--zone", "europe-west4-a")
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from google.rpc import code_pb2
-from tpu_api import NODE, Refusal, TpuApi
+from support.tpu_api import NODE, Refusal, TpuApi
 
 from mesh_transformer import slices
 from mesh_transformer.cloud import api as cloud_api

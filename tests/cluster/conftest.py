@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from commands import run as run_command
-from counting import NAME, write_task
-from driving import STEPS, driver, write
+from support.commands import TESTS
+from support.commands import run as run_command
+from support.counting import NAME, write_task
+from support.driving import STEPS, driver, write
 
 START_S = 120
 
@@ -93,7 +94,7 @@ def ray_nodes(worker_environment: dict[str, str]) -> Iterator[RayNodes]:
     folder = Path(tempfile.mkdtemp(prefix="rt"))  # short: Ray's socket names have little room
     log = open(folder / "nodes.log", "w")  # noqa: SIM115
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "ray_nodes.py"), "2", str(folder)],
+        [sys.executable, str(TESTS / "support/ray_nodes.py"), "2", str(folder)],
         env={**os.environ, **worker_environment, "TMPDIR": str(folder)},
         text=True,
         stdin=subprocess.PIPE,

@@ -10,7 +10,7 @@ import zlib
 
 import numpy as np
 import pytest
-from loading import MODES, take, train
+from support.loading import MODES, take, train
 
 from mesh_transformer.data.loader import make_train_loader, make_val_loader
 from mesh_transformer.data.records import write_records
@@ -159,7 +159,7 @@ def test_compressed_records_give_the_same_batches(dataset):
 
 @pytest.mark.parametrize("mode", MODES[:3])
 def test_object_storage_gives_the_same_batches(dataset, mode, monkeypatch):
-    from gcs_server import GcsServer
+    from support.gcs_server import GcsServer
 
     want = take(train(dataset, **mode), 6)
     with GcsServer() as server:

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from loading import MODES, take, train
+from support.loading import MODES, take, train
 
 from mesh_transformer.data.records import write_records
 from mesh_transformer.errors import UserError

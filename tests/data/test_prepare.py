@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from loading import read_records
+from support.loading import read_records
 
 import create_finetune_tfrecords
 from mesh_transformer.data import corpus

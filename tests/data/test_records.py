@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loading import read_records
+from support.loading import read_records
 
 from mesh_transformer.data import records
 from mesh_transformer.data.example import decode_example, encode_example

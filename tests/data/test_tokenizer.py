@@ -8,9 +8,9 @@ import threading
 import time
 
 import pytest
-from gcs_server import GcsServer
 from hypothesis import given
 from hypothesis import strategies as st
+from support.gcs_server import GcsServer
 
 from mesh_transformer.data.tokenizer import ByteTokenizer, load_tokenizer
 from mesh_transformer.errors import UserError

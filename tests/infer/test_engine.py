@@ -11,9 +11,9 @@ import golden
 import jax
 import numpy as np
 import pytest
-import sampling_reference as reference
-from array_source import ArraySource
-from builders import TINY, program
+from support import sampling_reference as reference
+from support.array_source import ArraySource
+from support.builders import TINY, program
 
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.place import place_in_parts

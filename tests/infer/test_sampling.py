@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampling_reference import kept_tokens
+from support.sampling_reference import kept_tokens
 
 from mesh_transformer.infer.requests import LEAST_TEMPERATURE, MAX_TEMPERATURE, OPTIONS, SamplingParams
 from mesh_transformer.infer.sampling import Options, keep_most_likely, likeliest, sample

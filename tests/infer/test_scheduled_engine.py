@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-from builders import TINY, program
+from support.builders import TINY, program
 
 from mesh_transformer.config.mesh import inference_rules
 from mesh_transformer.infer.engine import SlotEngine

@@ -4,8 +4,8 @@ import dataclasses
 import math
 
 import pytest
-from collector import Collector
-from fake_engine import Completion, alone
+from support.collector import Collector
+from support.fake_engine import Completion, alone
 
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.infer.scheduler import QueueFull

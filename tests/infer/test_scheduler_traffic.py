@@ -1,10 +1,10 @@
 """The scheduler in random traffic."""
 
-from collector import Collector
-from fake_engine import alone
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.collector import Collector
+from support.fake_engine import alone
 
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.infer.scheduler import QueueFull

@@ -1,10 +1,10 @@
 """A vocabulary in tiles gives the log-probabilities of the whole."""
 
-import builders
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import builders
 
 from mesh_transformer.infer.scoring.scorer import log_probs
 from mesh_transformer.models.head import VocabTiles

@@ -4,7 +4,7 @@ import golden
 import jax
 import numpy as np
 import pytest
-from builders import program, token_loss
+from support.builders import program, token_loss
 
 from mesh_transformer.models.model import Params
 

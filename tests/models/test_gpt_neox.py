@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hf_folders as hf
 import jax
 import numpy as np
 import pytest
-from builders import program
+from support import hf_folders as hf
+from support.builders import program
 
 from mesh_transformer.checkpoint.hf.source import HFSource, open_tensors
 from mesh_transformer.checkpoint.hf.writer import write_hf

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from builders import token_loss
+from support.builders import token_loss
 
 from mesh_transformer.families.spec import Attention
 from mesh_transformer.models.head import TokenLoss, weighted_loss

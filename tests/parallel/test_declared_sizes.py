@@ -6,7 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from builders import TINY, program
+from support.builders import TINY, program
 
 from mesh_transformer.config import MeshConfig, mesh_shape, parse_config
 from mesh_transformer.config.mesh import SWITCHES, check_sizes, parts

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo import Array, Collective, collectives
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support.hlo import Array, Collective, collectives
 
 ASYNCHRONOUS = """HloModule pair, entry_computation_layout={(bf16[2,4]{1,0})->bf16[8,4]{1,0}}
 

@@ -9,8 +9,8 @@ import re
 import jax
 import numpy as np
 import pytest
-from builders import TINY, program
-from hlo import collectives
+from support.builders import TINY, program
+from support.hlo import collectives
 
 from mesh_transformer.parallel.sharding import use
 from mesh_transformer.train.step import TrainProgram, compile_step

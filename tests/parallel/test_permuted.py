@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import free_port
-from parallel import permuted
+from support import permuted
+from support.commands import free_port
 
 DEVICES = 8
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from builders import TINY
-from hlo import collectives
+from support.builders import TINY
+from support.hlo import collectives
 
 from mesh_transformer import platforms
 from mesh_transformer.config import Config, load_config, parse_config

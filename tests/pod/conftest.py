@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import PodOfHosts, why_not
+from support.hosts import PodOfHosts, why_not
 
 from mesh_transformer.cloud.pod import Access, Host, Pod
 

@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-import hosts as pod_of_hosts
 import pytest
-from hosts import STALE, PodOfHosts, why_not
+from support import hosts as pod_of_hosts
+from support.hosts import STALE, PodOfHosts, why_not
 
 HERE = Path(__file__).parent
 
@@ -27,10 +27,12 @@ def test_a_killed_session_leaves_nothing_that_matters(tmp_path: Path) -> None:
     if why_not():
         pytest.skip(why_not())
     program = (
-        "import sys, time; from hosts import PodOfHosts\n"
+        "import sys, time; from support.hosts import PodOfHosts\n"
         "with PodOfHosts(2) as pod: print(pod.folder, *pod.first_processes(), flush=True); time.sleep(100)"
     )
-    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=HERE)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=HERE.parent
+    )
     assert owner.stdout is not None
     name, *processes = owner.stdout.readline().split()
     assert len(processes) == 3, "two hosts and the driver"

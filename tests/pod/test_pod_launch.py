@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import commands
 import pytest
-from hosts import DRIVER, PodOfHosts
-from tpu_api import TpuApi
+from support import commands
+from support.hosts import DRIVER, PodOfHosts
+from support.tpu_api import TpuApi
 
 REPO = Path(__file__).parents[2]
 ZONE = ("--zone", "europe-west4-a")

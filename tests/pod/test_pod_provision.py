@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hosts import DRIVER, PodOfHosts
+from support.hosts import DRIVER, PodOfHosts
 
 from mesh_transformer.cloud import head as heads
 from mesh_transformer.cloud.archive import code_archive

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import PodOfHosts
+from support.hosts import PodOfHosts
 
 from mesh_transformer.cloud.pod import Access, Host, HostsFailed, HostsRefused, Pod, command_line
 from mesh_transformer.errors import UserError

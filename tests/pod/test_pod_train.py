@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import commands
 import pytest
-from commands import metrics
-from driving import same_numbers
-from faults import EVERY, FAULTS, Recovery, befall, kill_driver
-from hosts import PodOfHosts
-from pod_driver import PodDrivers, pod_drivers
+from support import commands
+from support.commands import metrics
+from support.driving import same_numbers
+from support.faults import EVERY, FAULTS, Recovery, befall, kill_driver
+from support.hosts import PodOfHosts
+from support.pod_driver import PodDrivers, pod_drivers
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 STEPS = 4 * EVERY

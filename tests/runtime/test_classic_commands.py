@@ -4,10 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
-import commands
 import ml_dtypes
 import pytest
-from classic_folders import TINY, RandomSource, model_config, stored, values, write
+from support import commands
+from support.classic_folders import TINY, RandomSource, model_config, stored, values, write
 
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.native.writer import write_native

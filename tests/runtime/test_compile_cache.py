@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from commands import run, write_run
+from support.commands import run, write_run
 
 
 class Cached(NamedTuple):

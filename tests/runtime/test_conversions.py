@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import commands
 import ml_dtypes
 import numpy as np
 import pytest
-from classic_folders import RandomSource, model_config, values
-from gcs_server import CUT, HALF, GcsServer
+from support import commands
+from support.classic_folders import RandomSource, model_config, values
+from support.gcs_server import CUT, HALF, GcsServer
 
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.hf.writer import write_hf

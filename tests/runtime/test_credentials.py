@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import REPO, write_run
+from support.commands import REPO, write_run
 
 from mesh_transformer import files
 from mesh_transformer.errors import CredentialsError

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-import commands
-import hf_folders as hf
 import numpy as np
 import pytest
+from support import commands
+from support import hf_folders as hf
 
 from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.hf.writer import write_hf

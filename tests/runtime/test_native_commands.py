@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from classic_folders import RandomSource
-from commands import metrics, run, write_run
+from support.classic_folders import RandomSource
+from support.commands import metrics, run, write_run
 
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.native.source import NativeSource

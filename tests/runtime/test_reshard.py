@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import commands
 import jax
 import pytest
-from classic_folders import TINY, RandomSource, model_config, stored
+from support import commands
+from support.classic_folders import TINY, RandomSource, model_config, stored
 
 from mesh_transformer import logs
 from mesh_transformer.checkpoint.classic.writer import write_classic

@@ -3,7 +3,7 @@
 import golden
 import jax
 import numpy as np
-from builders import program
+from support.builders import program
 
 
 def test_five_steps_equal_the_original(original):

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from array_source import ArraySource
-from builders import program
-from classic_folders import RandomSource, model_config
+from support.array_source import ArraySource
+from support.builders import program
+from support.classic_folders import RandomSource, model_config
 
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.identity import check_optimizer

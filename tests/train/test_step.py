@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from builders import TINY, program, token_loss
+from support.builders import TINY, program, token_loss
 
 from mesh_transformer.optimizers import adam
 from mesh_transformer.train import step as noise

@@ -1,0 +1,132 @@
+"""config.json of a Hugging Face GPT-J, both ways."""
+
+import json
+
+import numpy as np
+import pytest
+from support import hf_folders as hf
+
+from mesh_transformer.checkpoint.hf.source import read_model
+from mesh_transformer.checkpoint.hf.writer import config_json
+from mesh_transformer.errors import UserError
+
+GOOD = {"model_type": "gptj", "n_layer": 3, "n_embd": 48, "n_head": 3, "rotary_dim": 6, "vocab_size": 131}
+
+
+def read(tmp_path, text):
+    (tmp_path / "config.json").write_text(text if isinstance(text, str) else json.dumps(text))
+    return read_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("values", [{}, {"d_ff": 50}, {"n_vocab": 50400}])
+def test_ours_theirs_and_back(tmp_path, values) -> None:
+    model = hf.model_config(**values)
+    found = read(tmp_path, config_json(model, np.dtype(np.float32)))
+    assert found == model
+
+
+def test_transformers_reads_what_we_write(tmp_path) -> None:
+    from transformers import AutoConfig, GenerationConfig
+
+    model = hf.model_config(d_ff=50)
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_json(model, np.dtype(np.float16), end_of_text=130))
+    )
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert type(theirs).__name__ == "GPTJConfig"
+    names = (
+        "n_layer",
+        "n_embd",
+        "n_head",
+        "n_inner",
+        "vocab_size",
+        "n_positions",
+        "rotary_dim",
+        "eos_token_id",
+    )
+    assert [getattr(theirs, name) for name in names] == [3, 48, 3, 50, 131, 24, 6, 130]
+    assert str(theirs.dtype) == "torch.float16"
+    assert not theirs.tie_word_embeddings
+    assert GenerationConfig.from_model_config(theirs).eos_token_id == 130
+
+
+@pytest.mark.parametrize(
+    ("values", "end_of_text", "expected"),
+    [({}, None, None), ({"n_vocab": 50257}, None, 50256), ({"n_vocab": 50400}, 7, 7)],
+)
+def test_the_end_of_a_text(values, end_of_text, expected) -> None:
+    found = config_json(hf.model_config(**values), np.dtype(np.float32), end_of_text)
+    assert found["eos_token_id"] == found["bos_token_id"] == expected
+
+
+def test_what_transformers_leaves_out_has_its_defaults(tmp_path) -> None:
+    from transformers import GPTJConfig
+
+    found, theirs = read(tmp_path, {"model_type": "gptj"}), GPTJConfig()
+    assert (found.layers, found.d_model, found.n_heads) == (theirs.n_layer, theirs.n_embd, theirs.n_head)
+    assert (found.n_vocab, found.seq) == (theirs.vocab_size, theirs.n_positions)
+    assert (found.pe_rotary_dims, found.d_ff) == (theirs.rotary_dim, 4 * theirs.n_embd)
+
+
+def test_aliases_are_read(tmp_path) -> None:
+    aliases = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "rotary_dim": 8}
+    found = read(tmp_path, {"model_type": "gptj", **aliases, "max_position_embeddings": 9})
+    assert (found.layers, found.d_model, found.n_heads, found.d_head, found.seq) == (2, 32, 4, 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"model_type": "gpt_neo"}, "model_type is 'gpt_neo': only gptj"),
+        ({"model_type": None}, "model_type is None"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06: only 1e-05"),
+        ({"activation_function": "gelu"}, "activation_function is 'gelu': only the tanh gelu"),
+        ({"activation_function": ["relu"]}, "only the tanh gelu"),
+        ({"rotary_dim": None}, "rotary_dim is None: expected a whole number .* transformers requires one"),
+        ({"rotary_dim": 0}, "rotary_dim is 0"),
+        ({"rotary_dim": 18}, "pe_rotary_dims 18 must be even and at most model.d_head 16"),
+        ({"rotary_dim": 5}, "pe_rotary_dims 5 must be even"),
+        ({"n_head": 5}, "d_model 48 is not divisible by model.n_heads 5"),
+        ({"n_layer": 3.0}, "n_layer is 3.0"),
+        ({"n_layer": True}, "n_layer is True"),
+        ({"n_layer": 2**31}, "n_layer is 2147483648"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"n_inner": 0}, "n_inner is 0"),
+        ({"quantization_config": {"bits": 8}}, "quantized"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused(tmp_path, values, reason) -> None:
+    read(tmp_path, GOOD)
+    with pytest.raises(UserError, match=f"config.json: .*{reason}"):
+        read(tmp_path, {**GOOD, **values})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rotary_pct", 1e308),
+        ("rotary_pct", 10**400),
+        ("rotary_pct", 1.5),
+        ("rotary_emb_base", 10**400),
+        ("layer_norm_eps", 10**400),
+        ("rope_parameters", {"partial_rotary_factor": 1e308}),
+        ("num_hidden_layers", 2**31 - 1),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(tmp_path, name, value) -> None:
+    read(tmp_path, {"model_type": "gpt_neox"})
+    with pytest.raises(UserError, match="config.json: .*(number above 0|less than or equal)"):
+        read(tmp_path, {"model_type": "gpt_neox", name: value})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": NaN}', '{"a": 1, "a": 2}', "[" * 100_000])
+def test_a_config_that_is_no_json_object_is_refused(tmp_path, text) -> None:
+    with pytest.raises(UserError, match="config.json"):
+        read(tmp_path, text)
+
+
+def test_a_huge_config_is_refused(tmp_path) -> None:
+    with open(tmp_path / "config.json", "wb") as file:
+        file.truncate(1 << 40)  # a sparse file
+    with pytest.raises(UserError, match="is over 16777216 bytes"):
+        read_model(str(tmp_path))

@@ -1,0 +1,105 @@
+"""What only a checksum can tell: tensors whose layers were exchanged, and steps with the plain sums of earlier versions."""
+
+import json
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tensorstore as ts
+from support.array_source import ArraySource
+from support.builders import TINY, program
+
+from mesh_transformer.checkpoint.native.manifest import flatten
+from mesh_transformer.checkpoint.native.source import NativeSource, ocdbt
+from mesh_transformer.checkpoint.native.writer import write_native
+from mesh_transformer.checkpoint.place import place
+from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint
+from mesh_transformer.errors import UserError
+from mesh_transformer.train.step import TrainProgram, TrainState
+
+
+@pytest.fixture(scope="module")
+def run() -> TrainProgram:
+    return program(TINY)
+
+
+@pytest.fixture(scope="module")
+def state(run: TrainProgram) -> TrainState:
+    return run.init(jax.random.key(3))
+
+
+def in_our_names(state: TrainState) -> ArraySource:
+    leaves = flatten({"params": state.params, "mu": state.opt_state["mu"], "nu": state.opt_state["nu"]})
+    return ArraySource({name: np.asarray(leaf) for name, leaf in leaves.items()}, Counts(0, 0, 0))
+
+
+def exchange_layers(folder: str, key: str) -> None:
+    """Write the layers 1 and 2 of a tensor the other way round, as its file's own checksums allow."""
+    spec = {"driver": "zarr", "kvstore": {**ocdbt(f"{folder}/state"), "path": f"{key}/"}}
+    array = ts.open(spec, open=True).result()
+    first, second = array[1].read().result(), array[2].read().result()
+    assert (first != second).any()
+    array[1].write(second).result()
+    array[2].write(first).result()
+
+
+def save(state: TrainState, root: Path, writer: str) -> str:
+    if writer == "conversion":
+        return write_native(in_our_names(state), str(root))
+    store = CheckpointStore(str(root))
+    store.save(0, state, {})
+    store.close()
+    return str(root / "step_0")
+
+
+@pytest.mark.parametrize("writer", ["store", "conversion"])
+def test_layers_that_were_exchanged_are_told(
+    tmp_path: Path, run: TrainProgram, state: TrainState, writer: str
+) -> None:
+    folder = save(state, tmp_path, writer)
+    exchange_layers(folder, "params.blocks.attention/q.w")
+    wrong = "wrong checksum of params/blocks/attention/q/w"
+    source = NativeSource(folder)
+    with pytest.raises(DamagedCheckpoint, match=wrong):
+        source.read("params/blocks/attention/q/w", (slice(0, 1), slice(0, 1), slice(0, 1)))
+    with pytest.raises(DamagedCheckpoint, match=wrong):
+        place(source, {"params": run.abstract_state.params})
+    with pytest.raises(UserError, match=wrong):
+        CheckpointStore(str(tmp_path), read_only=True).restore(run.abstract_state)
+
+
+def as_before_weights(folder: str) -> None:
+    """Give a step the manifest of an earlier version: plain sums of bits, and no word of their kind."""
+    source = NativeSource(folder)
+    body = json.loads((Path(folder) / "manifest/metadata").read_text())["body"]
+    del body["checksums"]
+    for name, entry in body["tensors"].items():
+        array = source.read_stored(name, (slice(None),) * len(entry[0]))
+        entry[2] = int(array.view(np.uint32).sum(dtype=np.uint64)) % 2**32
+    crc = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+    (Path(folder) / "manifest/metadata").write_text(json.dumps({"crc32": crc, "body": body}))
+
+
+@pytest.mark.parametrize("writer", ["store", "conversion"])
+def test_plain_checksums_are_compared_as_before(
+    tmp_path: Path, run: TrainProgram, state: TrainState, writer: str
+) -> None:
+    folder = save(state, tmp_path, writer)
+    as_before_weights(folder)
+    source, expected = NativeSource(folder), in_our_names(state)
+    for name, info in expected.tensors.items():
+        whole = (slice(None),) * len(info.shape)
+        np.testing.assert_array_equal(source.read(name, whole), expected.read(name, whole), err_msg=name)
+    found = CheckpointStore(str(tmp_path), read_only=True).restore(run.abstract_state)
+    assert found is not None
+    jax.tree.map(np.testing.assert_array_equal, found.state, state)
+    spec = {"driver": "zarr", "kvstore": {**ocdbt(f"{folder}/state"), "path": "params.head.logits.b/"}}
+    ts.open(spec, open=True).result()[7].write(1.5).result()
+    wrong = "wrong checksum of params/head/logits/b"
+    with pytest.raises(DamagedCheckpoint, match=wrong):
+        NativeSource(folder).read("params/head/logits/b", (slice(0, 1),))
+    with pytest.raises(DamagedCheckpoint, match=wrong):
+        place(NativeSource(folder), {"params": run.abstract_state.params})

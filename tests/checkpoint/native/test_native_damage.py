@@ -1,0 +1,192 @@
+"""Whatever is done to a native step, it loads to equal values or is refused: no crash, no hang, no huge allocation."""
+
+import json
+import shutil
+import time
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.classic_folders import RandomSource, model_config
+
+from mesh_transformer.checkpoint.native.source import NativeSource
+from mesh_transformer.checkpoint.native.writer import write_native
+from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
+from mesh_transformer.errors import UserError
+
+LIMIT_BYTES = 4 << 20  # the whole checkpoint has 200 kB
+LIMIT_S = 5.0
+
+SPECIAL = [
+    None, True, False, -1, 0, 1, 2, 7, 1.5, 2**31, 2**32, 2**40, 2**63, 2**70, 1e300, float("nan"), "", "x", [], [[]], {},
+    "object", "O", "V8", "str", "float32", "float64", "int32", "bfloat16", "int4", "datetime64", "__file__", "<f4", ">f4",
+    [-1], [0], [2**40, 2**40], [1] * 99, [True], ["1"], [[2], "float32", 3], "step",
+]  # fmt: skip
+
+
+def paths(document: Any, found: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The place of everything in a JSON document but the document itself."""
+    inside = document.items() if isinstance(document, dict) else enumerate(document)
+    steps = [(*found, key) for key, _ in inside]
+    values = [value for _, value in (document.items() if isinstance(document, dict) else enumerate(document))]
+    deeper = [paths(v, s) for s, v in zip(steps, values, strict=True) if isinstance(v, dict | list)]
+    return steps + [path for part in deeper for path in part]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = RandomSource(model_config(layers=1, d_model=8, n_heads=2), full=True)
+    source.extra = {"aux": {"train_loader": {"used": [], "file_idx": 1}}}
+    return Path(write_native(source, str(tmp_path_factory.mktemp("run"))))
+
+
+def read_all(folder: Path) -> dict[str, Any]:
+    source = NativeSource(str(folder))
+    values = {
+        name: source.read(name, (slice(None),) * len(info.shape)) for name, info in source.tensors.items()
+    }
+    return {**values, "counts": source.counts, "extra": source.extra}
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What is read of a folder that may be damaged; nothing if it is refused. Neither may cost much."""
+    began = time.monotonic()
+    tracemalloc.start()
+    try:
+        return read_all(folder)
+    except UserError:
+        return {}
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < LIMIT_BYTES
+        assert time.monotonic() - began < LIMIT_S
+
+
+def put(document: Any, path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        document = document[key]
+    document[path[-1]] = value
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_another_manifest_with_the_right_crc(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
+    expected = read_all(whole)
+    body = json.loads((whole / "manifest/metadata").read_text())["body"]
+    places = data.draw(st.lists(st.sampled_from(paths(body)), min_size=1, max_size=2), label="places")
+    for path in sorted(places, key=len, reverse=True):  # the deeper ones are there still
+        put(body, path, data.draw(st.sampled_from(SPECIAL), label="value"))
+    copied = shutil.copytree(whole, tmp_path / "copy", dirs_exist_ok=True)
+    body = json.loads(json.dumps(body))
+    crc = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+    (copied / "manifest/metadata").write_text(json.dumps({"crc32": crc, "body": body}))
+    found = outcome(copied)
+    for name in found.keys() & expected.keys() - {"extra"}:
+        np.testing.assert_equal(found[name], expected[name])
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '{"crc32": 1, "body": ' + "[" * 20_000 + "]" * 20_000 + "}",
+        "[]", "3", "null", '"x"', "", "\x00", '{"crc32": 1, "body": 2}', '{"crc32": 1e999, "body": {}}', "9" * 5000,
+    ],
+    ids=lambda raw: raw[:12],
+)  # fmt: skip
+def test_what_is_no_manifest(whole: Path, tmp_path: Path, raw: str) -> None:
+    copied = shutil.copytree(whole, tmp_path / "copy")
+    (copied / "manifest/metadata").write_text(raw)
+    with pytest.raises(DamagedCheckpoint, match="manifest"):
+        NativeSource(str(copied))
+
+
+def test_brackets_of_any_depth(whole: Path, tmp_path: Path) -> None:
+    """What is read just so may be too deep for the CRC."""
+    copied = shutil.copytree(whole, tmp_path / "copy")
+    for depth in range(1, 1100):
+        nested = "[" * depth + "]" * depth
+        (copied / "manifest/metadata").write_text(f'{{"crc32": 0, "body": {nested}}}')
+        with pytest.raises(DamagedCheckpoint, match="manifest"):
+            NativeSource(str(copied))
+
+
+positions = st.floats(0, 1, exclude_max=True)  # of the file's length
+edits = st.one_of(
+    st.tuples(st.just("flip"), st.lists(st.tuples(positions, st.integers(1, 255)), min_size=1, max_size=4)),
+    st.tuples(st.just("cut"), positions),
+    st.tuples(st.just("remove"), st.none()),
+    st.tuples(st.just("insert"), st.tuples(positions, st.binary(min_size=1, max_size=40))),
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(which=st.integers(0, 10**6), edit=edits)
+def test_changed_files(whole: Path, tmp_path: Path, which: int, edit: tuple[str, Any]) -> None:
+    expected = read_all(whole)
+    copied = shutil.copytree(whole, tmp_path / "copy", dirs_exist_ok=True)
+    kept = sorted(path for path in copied.rglob("*") if path.is_file())
+    path = kept[which % len(kept)]
+    content, (kind, what) = bytearray(path.read_bytes()), edit
+    if kind == "flip" and content:
+        for position, mask in what:
+            content[int(position * len(content))] ^= mask
+    elif kind == "cut":
+        del content[int(what * len(content)) :]
+    elif kind == "insert":
+        content[int(what[0] * len(content)) : 0] = what[1]
+    path.unlink()
+    if kind != "remove":
+        path.write_bytes(content)
+    try:
+        np.testing.assert_equal(outcome(copied) or expected, expected)
+    finally:
+        shutil.rmtree(copied)
+
+
+@pytest.mark.parametrize(
+    ("zarray", "message"),
+    [
+        ({"chunks": [1 << 20, 1 << 20]}, "chunks of .* are over"),
+        ({"shape": [8, 9]}, r"expected \(.*\) float32, found"),
+        ({"dtype": "<i4"}, "found .* int32"),
+        ({"compressor": {"id": "none of them"}}, "none of them"),
+    ],
+)
+def test_an_array_that_is_not_the_manifests(whole: Path, tmp_path: Path, zarray: Any, message: str) -> None:
+    import tensorstore as ts
+
+    from mesh_transformer.checkpoint.native.source import ocdbt
+
+    copied = shutil.copytree(whole, tmp_path / "copy")
+    store = ts.KvStore.open(ocdbt(str(copied / "state"))).result()
+    key = "params.embed.tokens.w/.zarray"
+    store[key] = json.dumps({**json.loads(store[key]), **zarray}).encode()
+    source = NativeSource(str(copied))
+    with pytest.raises(DamagedCheckpoint, match=message):
+        source.read("params/embed/tokens/w", (slice(0, 1), slice(0, 1)))
+
+
+def test_a_flipped_bit_is_found_by_the_first_slice_that_is_read(whole: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(whole, tmp_path / "copy")
+    source = NativeSource(str(whole))
+    needle = source.read("params/embed/tokens/w", (slice(20, 24), slice(0, 8))).tobytes()
+    (file,) = [path for path in (copied / "state/d").iterdir() if needle in path.read_bytes()]
+    content = bytearray(file.read_bytes())
+    content[content.index(needle) + 17] ^= 4
+    file.write_bytes(content)
+    damaged = NativeSource(str(copied))
+    np.testing.assert_array_equal(
+        damaged.read("mu/embed/tokens/w", (slice(0, 9), slice(3, 8))),
+        source.read("mu/embed/tokens/w", (slice(0, 9), slice(3, 8))),
+    )
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpoint, match="wrong checksum of params/embed/tokens/w"):
+            damaged.read("params/embed/tokens/w", (slice(0, 1), slice(0, 8)))

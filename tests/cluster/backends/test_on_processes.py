@@ -1,0 +1,155 @@
+"""train.py and eval_harness.py with real workers on this machine: the numbers, the driver's death, the user's errors."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from support.commands import metrics
+from support.commands import run as run_command
+from support.counting import NAME, write_task
+from support.driving import STEPS, driver, kill, same_numbers, wait_for_end, worker_pid, write
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+TWO = ["--processes", "2"]
+DETECTION_S = 30
+HOLD_IMPORTS = """
+import contextlib, os, sys
+def hold(event, arguments):
+    if event == "import" and arguments[0] == os.environ["HELD_IMPORT"] and os.path.exists(os.environ["HELD"]):
+        with open(os.environ["HELD"] + ".reached", "w"):
+            pass
+        with contextlib.suppress(FileNotFoundError), open(os.environ["HELD"]):  # a FIFO that nobody writes to
+            pass
+sys.addaudithook(hold)
+"""
+
+
+@pytest.fixture
+def environment(worker_environment, tmp_path):
+    return {**worker_environment, "TMPDIR": str(tmp_path)}
+
+
+def test_as_one_process_of_four_devices(tmp_path, straight):
+    """But for the order of float32 sums in a collective."""
+    write(tmp_path)
+    run_command("device_train.py", "--config", "config.json", cwd=tmp_path, devices=4)
+    expected, records = metrics(tmp_path / "run"), metrics(straight)
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    for a, b in zip(expected, records, strict=True):
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-3)
+        assert ("val/loss_held" in a) == ("val/loss_held" in b)
+    assert records[0]["train/loss"] == pytest.approx(expected[0]["train/loss"], rel=1e-6)
+
+
+@pytest.mark.faults
+def test_streamed_batches_and_the_drivers_end(tmp_path, straight, environment):
+    """SIGTERM to the driver saves. Killed, its workers reach a step that all have batches for, save there, and end."""
+    write(tmp_path, data={"read_by": "driver"})
+    with driver(tmp_path, *TWO, **environment) as run:
+        run.wait_for_step(20)
+        run.process.send_signal(signal.SIGTERM)
+        run.finish(143)
+    first = _last_saved(tmp_path)
+    with driver(tmp_path, *TWO, **environment) as run:
+        run.wait_for_step(max(first, 50))
+        pids = [worker_pid(tmp_path, i) for i in range(2)]
+        kill(run.process.pid)
+        for pid in pids:
+            wait_for_end(pid)
+    assert first < _last_saved(tmp_path) < STEPS
+    with driver(tmp_path, *TWO, **environment) as run:
+        run.finish()
+    assert len(same_numbers(straight, tmp_path / "run")) == STEPS  # nothing was done again
+
+
+def _last_saved(folder):
+    """The last step of the metrics file, of which there is a checkpoint."""
+    last = metrics(folder / "run")[-1]["step"]
+    assert (folder / f"run/step_{last}").exists()
+    return last
+
+
+def test_evaluation_gives_the_numbers_of_one_process(tmp_path, evaluated):
+    together = evaluated(*TWO, TMPDIR=str(tmp_path))
+    assert together == pytest.approx(evaluated(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "told"),
+    [
+        ("mesh.dp=8", 2, "mesh.dp 8 x mesh.fsdp 1 x mesh.tp 1 = 8 devices, found 4"),
+        ("optimizer.lr=1e30", 1, "not finite"),
+    ],
+)
+def test_the_users_error_stops_at_once(tmp_path, environment, change, code, told):
+    """Found by the workers, told by the driver, not tried again."""
+    write(tmp_path)
+    with driver(tmp_path, *TWO, "--set", change, **environment) as run:
+        errors = run.finish(code)
+    assert told in errors.splitlines()[-1]
+    assert "beginning again" not in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("phase", "held_import"),
+    [
+        ("start", "mesh_transformer.runtime.training.trainer"),
+        ("evaluate", "mesh_transformer.runtime.evaluation.adaptor"),
+    ],
+)
+def test_a_start_that_hangs_and_one_that_is_slow(tmp_path, straight, environment, phase, held_import):
+    """Workers wait without end before their mesh forms, or in an evaluation: found within 30 s. Then they wait for longer
+    than that took, and go on: they are let."""
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    (tmp_path / "sitecustomize.py").write_text(HOLD_IMPORTS)
+    environment.update(PYTHONPATH=str(tmp_path), HELD=str(held), HELD_IMPORT=held_import)
+    folder, program, more = tmp_path, "train.py", []
+    if phase == "evaluate":
+        pytest.importorskip("lm_eval")
+        folder, program = straight.parent, "eval_harness.py"
+        more = [
+            "--tasks",
+            NAME,
+            "--include-path",
+            str(write_task(tmp_path)),
+            "--output",
+            str(tmp_path / "found.json"),
+        ]
+    else:
+        write(folder)
+    with driver(folder, *TWO, *more, program=program, **environment) as run:
+        when = _reached(held, run)
+        seen = run.wait_for_line("worker crash", when)
+        sys.stdout.write(
+            f"hangs in {phase}: seen after {seen - when:.1f} s: {run.line_with('worker crash', when)}\n"
+        )
+        assert "nothing done" in run.line_with(f"in phase {phase}, step 0", when)
+        assert seen - when < DETECTION_S
+        _reached(held, run)
+        time.sleep(DETECTION_S)  # a while after the limit, or else this would be no slow start
+        waiting = os.open(held, os.O_WRONLY)
+        held.unlink()
+        os.close(waiting)
+        errors = run.finish()
+    assert errors.count("worker crash") == 1
+    if phase == "start":
+        assert len(same_numbers(straight, folder / "run")) == STEPS
+
+
+def _reached(held, run):
+    """When a worker came to what is held, from now on."""
+    reached = held.with_name("held.reached")
+    deadline = time.monotonic() + 60
+    while not reached.exists():
+        assert run.process.poll() is None, run.text
+        assert time.monotonic() < deadline, run.text
+        time.sleep(0.05)
+    now = run.now
+    time.sleep(2)  # the other worker too
+    reached.unlink()
+    return now

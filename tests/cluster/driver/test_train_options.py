@@ -1,0 +1,182 @@
+"""train.py's options: what they change, what they refuse, what --new deletes."""
+
+import argparse
+import errno
+import io
+import os
+import sys
+
+import pytest
+from support.commands import CONFIG, run
+
+from mesh_transformer.cluster.base import Job, run_name
+from mesh_transformer.cluster.driver.commands import as_version, delete_old_run
+from mesh_transformer.cluster.driver.place import Place
+from mesh_transformer.config import parse_config
+from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.training import run_folder
+from mesh_transformer.runtime.training.run_folder import RunLock
+
+
+def config(**groups):
+    return parse_config(
+        {**CONFIG, **{name: {**CONFIG.get(name, {}), **values} for name, values in groups.items()}}
+    )
+
+
+@pytest.fixture
+def old_run(tmp_path):
+    """A run's folder, and a config that names it."""
+    folder = tmp_path / "run"
+    for name in ("step_5/state", "step_10", "tensorboard", "set_aside"):
+        (folder / name).mkdir(parents=True)
+    for name in ("metrics.jsonl", "loss.png", "run_id"):
+        (folder / name).write_text("x")
+    (tmp_path / "other").mkdir()
+    return folder, config(checkpoint={"model_dir": str(folder)})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"tpu": "a", "zone": "z", "processes": 2}, "give one of them"),
+        ({"tpu": "a"}, "--tpu_region"),
+        ({"processes": 0}, "1 or more"),
+        ({"processes": 2, "price": -1.0}, "0 or more"),
+        ({"variables": {"A": "b"}}, "--env is for the workers"),
+        ({"processes": 2, "environment": "/venv"}, "hosts of --tpu"),
+        ({"wheelhouse": "wheels"}, "hosts of --tpu"),
+        ({"tpu": "a", "zone": "z", "environment": "/venv", "wheelhouse": "wheels"}, "give one of them"),
+        ({"tpu": "a", "zone": "z", "wheelhouse": "/dev"}, "--wheelhouse /dev: no folder with wheels"),
+    ],
+)
+def test_a_place_that_is_none(given, told):
+    with pytest.raises(UserError, match=told):
+        Place(**given)
+
+
+def test_env_of_the_command_line():
+    parser = argparse.ArgumentParser()
+    Place.add_arguments(parser)
+    arguments = ["--processes", "2", "--env", "XLA_FLAGS=--a=1 --b", "--env", "EMPTY="]
+    assert Place.of(parser.parse_args(arguments)).variables == {"XLA_FLAGS": "--a=1 --b", "EMPTY": ""}
+    for wrong in ("NAME", "=value"):
+        with pytest.raises(UserError, match="NAME=VALUE"):
+            Place.of(parser.parse_args([*arguments, "--env", wrong]))
+
+
+def test_new_with_yes_deletes_the_runs_folder_alone(old_run, tmp_path):
+    folder, of_run = old_run
+    ended = []
+    delete_old_run(of_run, yes=True, before=lambda: ended.append(folder.exists()))
+    assert ended == [True]  # who still writes there is ended first
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize(("answer", "deleted"), [("y\n", True), ("n\n", False), ("\n", False), ("", False)])
+def test_new_asks(old_run, monkeypatch, answer, deleted):
+    folder, of_run = old_run
+    terminal = io.StringIO(answer)
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    if deleted:
+        delete_old_run(of_run, yes=False)
+    else:
+        with pytest.raises(UserError, match="nothing was deleted"):
+            delete_old_run(of_run, yes=False)
+    assert folder.exists() is not deleted
+
+
+def test_new_without_a_terminal_is_refused(old_run, monkeypatch):
+    folder, of_run = old_run
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    with pytest.raises(UserError, match="--yes"):
+        delete_old_run(of_run, yes=False)
+    assert folder.exists()
+
+
+def test_new_deletes_no_folder_with_other_things(old_run):
+    folder, of_run = old_run
+    (folder / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match=r"thesis\.tex"):
+        delete_old_run(of_run, yes=True)
+    assert (folder / "step_5").exists()
+
+
+def test_new_deletes_no_run_that_is_at_work(old_run, monkeypatch):
+    folder, of_run = old_run
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.1)
+    with RunLock(str(folder)), pytest.raises(UserError, match=f"in use: process {os.getpid()} "):
+        delete_old_run(of_run, yes=True)
+    assert (folder / "step_5").exists()
+
+
+def test_new_deletes_from_a_full_disk(old_run, monkeypatch):
+    """Where no process can be noted in the lock."""
+    folder, of_run = old_run
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    delete_old_run(of_run, yes=True)
+    assert not folder.exists()
+
+
+def test_new_where_nothing_is(tmp_path):
+    delete_old_run(config(checkpoint={"model_dir": str(tmp_path / "nowhere")}), yes=False)
+
+
+def test_version_1_changes_nothing():
+    before = config(mesh={"tp": 4})
+    assert as_version(before, 1) is before
+
+
+@pytest.mark.parametrize(
+    ("each", "microbatches", "expected"),
+    [(8, 1, (1, 1)), (16, 2, (2, 2)), (1, 16, (1, 2)), (2, 8, (1, 2))],
+)
+def test_version_2_shards_weights_and_keeps_the_sequences_of_a_step(each, microbatches, expected):
+    before = config(
+        model={"d_model": 32, "n_heads": 8, "pe_rotary_dims": 4},
+        mesh={"tp": 8},
+        data={"batch_size": None, "per_replica_batch": each},
+        optimizer={"gradient_accumulation_steps": microbatches},
+    )
+    after = as_version(before, 2)
+    assert (after.mesh.tp, after.mesh.fsdp) == (1, 8)
+    assert (after.data.per_replica_batch, after.optimizer.gradient_accumulation_steps) == expected
+    for devices in (8, 32):
+        sequences = [
+            c.microbatch(c.mesh.shape(devices)) * c.optimizer.gradient_accumulation_steps
+            for c in (before, after)
+        ]
+        assert sequences[0] == sequences[1]
+
+
+def test_version_2_that_does_not_divide():
+    before = config(mesh={"tp": 4}, data={"batch_size": None, "per_replica_batch": 1})
+    with pytest.raises(UserError, match="does not divide by 4"):
+        as_version(before, 2)
+
+
+def test_a_config_survives_the_way_to_a_worker():
+    for one in (config(), config(data={"batch_size": None, "per_replica_batch": 2}, mesh={"tp": 2})):
+        assert parse_config(Job.of("train", one).config) == one
+
+
+def test_runs_have_names_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    here = run_name(config(checkpoint={"model_dir": "runs/a"}))
+    assert here == run_name(config(checkpoint={"model_dir": str(tmp_path / "runs/a")}))
+    names = {here, run_name(config(checkpoint={"model_dir": "other/a"})), run_name(config(checkpoint={"model_dir": "runs/a b/"}))}  # fmt: skip
+    assert len(names) == 3
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-") for name in names)
+
+
+def test_no_ray_cluster_there_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model": {"layers": 1, "d_model": 16, "n_heads": 2, "n_vocab": 257}}'
+    )
+    _, errors = run("train.py", "--config", "config.json", "--ray-address", "nonsense", cwd=tmp_path, code=2)
+    assert errors.splitlines()[-1].startswith("error: no Ray cluster answers at nonsense")

@@ -1,0 +1,116 @@
+"""device_sample.py in this process, on an engine whose tokens are arithmetic: what its options ask for."""
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from support.commands import write_run
+from support.fake_engine import FakeEngine, alone
+
+import device_sample
+from mesh_transformer import logs, platforms
+from mesh_transformer.data.tokenizer import ByteTokenizer
+from mesh_transformer.infer.requests import OPTIONS, SamplingParams
+from mesh_transformer.runtime import cli
+from mesh_transformer.runtime.sampling import sampler
+
+PROMPT, NEW, VOCAB = b"ab", 24, 257
+
+
+class NotingEngine(FakeEngine):
+    """Notes the parameters of its sequences."""
+
+    asked: list[SamplingParams] = []  # noqa: RUF012  (cleared for each test)
+
+    def insert(self, slot: int, prompt: Any, params: SamplingParams, **how: Any) -> None:
+        self.asked.append(params)
+        super().insert(slot, prompt, params, **how)
+
+
+@pytest.fixture
+def sample(tmp_path, monkeypatch, capsys):
+    """Runs the command, to its exit code, samples and standard error."""
+    write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(platforms, "CompileCache", lambda: None)
+    monkeypatch.setattr(logs, "set_up", lambda: None)
+    monkeypatch.setattr(
+        sampler, "open_engine", lambda config, source, slots, context: NotingEngine(slots=slots, vocab=VOCAB)
+    )
+    NotingEngine.asked.clear()
+
+    def command(*arguments: str) -> tuple[int, list[dict[str, Any]], str]:
+        given = ["--config", "config.json", "--json", "--max-new-tokens", str(NEW), *arguments]
+        monkeypatch.setattr(
+            sys, "argv", ["device_sample.py", "--set", "mesh.tp=1", "--set", "mesh.dp=8", *given]
+        )
+        with pytest.raises(SystemExit) as ended:
+            cli.run(device_sample.main)
+        output, errors = capsys.readouterr()
+        return ended.value.code or 0, [json.loads(line) for line in output.splitlines()], errors
+
+    return command
+
+
+def drawn(seed: int) -> list[int]:
+    asked = SamplingParams(max_tokens=NEW, seed=seed, stop_token_ids=(256,))
+    return [token.id for token in alone(PROMPT, asked, VOCAB).tokens]
+
+
+def text(tokens: list[int]) -> str:
+    return ByteTokenizer().decode(tokens)
+
+
+def test_options_reach_the_engine(sample):
+    code, samples, _ = sample(
+        "--prompt-tokens", "97,98", "--temperature", "0.5", "--top-p", "0", "--top-k", "7", "--seed", str(2**32 - 1),
+        "--repetition-penalty", "1.5", "--presence-penalty", "0.25", "--frequency-penalty=-2", "--num-samples", "2",
+        "--min-p", "0.125", "--no-repeat-ngram-size", "3",
+    )  # fmt: skip
+    assert (code, len(samples)) == (0, 2)
+    wanted = SamplingParams(
+        max_tokens=NEW, temperature=0.5, top_p=0, top_k=7, repetition_penalty=1.5, presence_penalty=0.25,
+        frequency_penalty=-2, seed=2**32 - 1, min_p=0.125, no_repeat_ngram_size=3,
+    )  # fmt: skip
+    assert NotingEngine.asked[0] == wanted
+    assert all(value != OPTIONS[name].default for name, value in wanted.options.items())
+    assert [params.seed for params in NotingEngine.asked] == [2**32 - 1, 0]
+
+
+def test_stop_texts_end_each_sample_before_them(sample):
+    seed = next(s for s in range(256) if len(drawn(s)) == NEW and text(drawn(s))[6:8].isascii())
+    whole = text(drawn(seed))
+    stop = whole[6:8]
+    for prompt in (["--prompt", "ab"], ["--prompt-tokens", "97,98"]):
+        options = ["--seed", str(seed), "--num-samples", "2", "--stop", "never there", "--stop", stop]
+        code, (first, second), _ = sample(*prompt, *options)
+        assert code == 0
+        assert first["completion"] == whole[: whole.index(stop)]
+        assert text(first["tokens"]).endswith(stop)
+        assert first["tokens"] == drawn(seed)[: len(first["tokens"])]
+        other = text(drawn(seed + 1)).removesuffix("<|endoftext|>")
+        assert second["completion"] == other.split(stop)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "1e39"], "--temperature must be 0 (greedy) or more, at most 1,000,000; got 1e+39"),
+        (["--temperature", "nan"], "--temperature must be"),
+        (["--repetition-penalty", "0"], "--repetition-penalty must be above 0"),
+        (["--presence-penalty", "3"], "--presence-penalty must be -2 to 2; got 3"),
+        (["--frequency-penalty", "-3"], "--frequency-penalty must be -2 to 2; got -3"),
+        (["--top-p", "2"], "--top-p must be 0 or more, at most 1; got 2"),
+        (["--top-k", "-1"], "--top-k must be"),
+        (["--seed", "-1"], "--seed must be 0 to 2**32 - 1; got -1"),
+        (["--num-samples", "0"], "--num-samples must be 1 or more; got 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be 1 or more; got 0"),
+        (["--stop", ""], "--stop must be at least one character"),
+    ],
+)
+def test_an_option_out_of_its_range_is_one_line(sample, arguments, message):
+    code, samples, errors = sample("--prompt", "ab", *arguments)
+    assert (code, samples) == (2, [])
+    assert message in errors
+    assert "Traceback" not in errors

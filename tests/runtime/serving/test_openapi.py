@@ -1,0 +1,23 @@
+"""schemathesis against the server's own description: no answer is a 500, and each is of the form it describes."""
+
+import subprocess
+import sys
+
+import pytest
+from support.served import serve
+
+pytest.importorskip("schemathesis")
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+
+
+@pytest.mark.slow
+def test_no_request_makes_the_server_fail(tmp_path):
+    with serve(slots=8, max_queue=256) as server:
+        command = [
+            sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run",
+            f"{server.url}/openapi.json", "--checks", CHECKS, "--max-examples", "25", "--workers", "2", "--seed", "1", "--phases", "examples,coverage,fuzzing",
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+        assert server.complete("a")["choices"]
+        assert not server.engine.in_use

@@ -1,0 +1,57 @@
+"""One process trains in a folder at a time."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from support.commands import REPO
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.training import run_folder
+from mesh_transformer.runtime.training.run_folder import RunLock
+
+HOLD = """
+import sys, time
+from mesh_transformer.runtime.training.run_folder import RunLock
+with RunLock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the folder."""
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True, env=environment
+    ) as child:
+        assert child.stdout.readline() == "held\n"
+        yield child
+        child.kill()
+
+
+def test_the_second_is_refused_and_told_who_is_there(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.2)
+    with pytest.raises(UserError) as refused, RunLock(str(tmp_path)):
+        pass
+    told = str(refused.value)
+    assert f"{tmp_path} is in use: process {holder.pid} on host {socket.gethostname()} has trained" in told
+    assert "--set checkpoint.model_dir=" in told
+
+
+def test_the_kernel_frees_it_when_its_holder_is_killed(tmp_path, holder):
+    """Also for one that comes a moment before that."""
+    holder.send_signal(signal.SIGKILL)
+    with RunLock(str(tmp_path)) as lock:
+        assert lock.in_place()
+    with RunLock(str(tmp_path)) as lock:
+        shutil.rmtree(tmp_path)
+        assert not lock.in_place()
+        tmp_path.mkdir()
+        (tmp_path / run_folder.LOCK).write_text("of another run")
+        assert not lock.in_place()

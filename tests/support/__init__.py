@@ -1,0 +1,1 @@
+"""What tests share: stand-ins, builders, references, and programs that tests start."""

@@ -1,0 +1,48 @@
+"""A scheduler on the fake engine, and what it gave."""
+
+from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.infer.scheduler import Scheduler
+from support.fake_engine import Completion, FakeEngine, alone
+
+
+class Collector:
+    """A scheduler with what its steps gave, by request."""
+
+    def __init__(self, *, max_queue: int = 100, max_steps: int = 8, min_copy: int = 8, **engine):
+        self.engine = FakeEngine(**engine)
+        self.scheduler = Scheduler(self.engine, max_queue=max_queue, max_steps=max_steps, min_copy=min_copy)
+        self.requests: dict[int, tuple[list[int], SamplingParams]] = {}
+        self.got: dict[int, Completion] = {}
+        self.admitted: list[int] = []
+
+    def submit(self, request: int, prompt: list[int], asked: SamplingParams, **how: bool) -> None:
+        self.scheduler.submit(request, prompt, asked, lambda: self.admitted.append(request), **how)
+        self.requests[request] = (prompt, asked)
+
+    def step(self) -> list[int]:
+        """One step; the requests that it gave something."""
+        outputs = self.scheduler.step()
+        assert len({output.request for output in outputs}) == len(outputs)
+        for output in outputs:
+            got = self.got.setdefault(output.request, Completion([], [], None))
+            assert got.finish is None, "an Output after the last"
+            assert output.tokens or output.prompt or output.finish
+            got.tokens.extend(output.tokens)
+            got.prompt.extend(output.prompt)
+            got.finish = output.finish
+        return [output.request for output in outputs]
+
+    def run(self, *requests: tuple[list[int], SamplingParams]) -> None:
+        """Submit requests with the next free ids, then step until idle, and check every completion."""
+        for prompt, asked in requests:
+            self.submit(len(self.requests), prompt, asked)
+        while not self.scheduler.idle:
+            self.step()
+        for request, asked in self.requests.items():
+            assert self.got[request] == alone(*asked)
+        assert not self.engine.in_use
+
+    def calls(self, *kinds: str) -> list[tuple]:
+        """The engine's calls of these kinds since the last time."""
+        calls, self.engine.calls = self.engine.calls, []
+        return [call for call in calls if call[0] in kinds]

@@ -1,0 +1,129 @@
+"""Running the entry points as a user would: real processes, real files."""
+
+import contextlib
+import ipaddress
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).parents[2]
+TESTS = REPO / "tests"  # where a program that imports `support` starts
+
+# Byte tokens of a text file; small enough to compile in seconds, with validation, accumulation and shuffling on.
+CONFIG: dict[str, Any] = {
+    "model": {"layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 257, "seq": 32, "pe_rotary_dims": 8},
+    "optimizer": {
+        "lr": 1e-2, "end_lr": 1e-3, "warmup_steps": 5, "anneal_steps": 100, "total_steps": 12,
+        "gradient_accumulation_steps": 2,
+    },
+    "data": {
+        "train_set": "text.txt", "val_set": {"held": "text.txt"}, "tokenizer": "bytes", "batch_size": 8, "shuffle": True,
+        "val_every": 5, "val_batches": 2,
+    },
+    "checkpoint": {"model_dir": "run", "ckpt_every": 5, "keep_every": 5},
+}  # fmt: skip
+
+
+def write_run(folder: Path, **groups: dict[str, Any]) -> Path:
+    """A folder with a text and `config.json`: CONFIG with some values changed. Returns the config's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "text.txt").write_text(
+        "".join(f"{i} bottles of beer on the wall, {i * i}.\n" for i in range(500))
+    )
+    config = {group: {**values, **groups.get(group, {})} for group, values in CONFIG.items()}
+    config |= {group: values for group, values in groups.items() if group not in CONFIG}
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def start(
+    program: str, *arguments: str, cwd: Path, devices: int = 1, **environment: str
+) -> subprocess.Popen[str]:
+    """Start an entry point of the project on forced CPU devices, with its output captured."""
+    inherited = dict(os.environ)
+    inherited.pop("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", None)  # commands keep all that they compile
+    env = {
+        **inherited,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XDG_CACHE_HOME": str(cwd / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        **environment,
+    }
+    command = [sys.executable, str(REPO / program), *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=env,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 120) -> tuple[str, str]:
+    """Wait; returns standard output and standard error, which are shown if the exit code is another one."""
+    output, errors = process.communicate(timeout=timeout_s)
+    assert process.returncode == code, (
+        f"exit code {process.returncode}, not {code}\n{output}\n{errors[-4000:]}"
+    )
+    return output, errors
+
+
+def run(
+    program: str, *arguments: str, cwd: Path, code: int = 0, devices: int = 1, **environment: str
+) -> tuple[str, str]:
+    """Run an entry point to its end."""
+    return finish(start(program, *arguments, cwd=cwd, devices=devices, **environment), code)
+
+
+def metrics(folder: Path, *, running: bool = False) -> list[dict[str, Any]]:
+    """The records of a run's metrics file; every line must be whole, but for the last one of a run that goes on."""
+    text = (folder / "metrics.jsonl").read_text()
+    if running:
+        text = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, timeout_s: float = 90) -> None:
+    """Return as soon as the metrics file knows `step`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        path = folder / "metrics.jsonl"
+        if path.exists() and any(f'"step": {step},' in line for line in path.read_text().splitlines()[-50:]):
+            return
+        assert process.poll() is None, process.communicate()[1][-4000:]
+        time.sleep(0.005)
+    raise AssertionError(f"no step {step} within {timeout_s} s")
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def listens_at(pid: int, port: int) -> set[str]:
+    """The addresses at which a process listens on a TCP port, as the kernel tells."""
+    sockets = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            sockets.add(os.readlink(entry))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            place, state, inode = (line.split()[i] for i in (1, 3, 9))
+            address, _, number = place.partition(":")
+            if state == "0A" and int(number, 16) == port and f"socket:[{inode}]" in sockets:
+                words = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
+                listening = ipaddress.ip_address(words)
+                found.add(str(getattr(listening, "ipv4_mapped", None) or listening))
+    return found

@@ -1,0 +1,191 @@
+"""A driver under test: started as a user would, its lines read as they come, its workers found."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.commands import REPO, metrics, write_run
+
+STEPS = 120
+PTRACE_SEIZE, PTRACE_INTERRUPT, WAIT_FOR_ALL = 0x4206, 0x4207, 0x40000000
+
+# Small enough that a step takes some milliseconds and compiling a few seconds; a checkpoint every 40 steps.
+GROUPS: dict[str, dict[str, Any]] = {
+    "model": {"layers": 1, "d_model": 16, "n_heads": 2, "seq": 16, "pe_rotary_dims": 4},
+    "optimizer": {"total_steps": STEPS, "anneal_steps": STEPS, "gradient_accumulation_steps": 1},
+    "data": {"val_every": 60, "val_batches": 1},
+    "checkpoint": {"ckpt_every": 40, "keep_every": None},
+    "logging": {"tensorboard": False},
+}
+
+
+def write(folder: Path, **groups: dict[str, Any]) -> Path:
+    """A folder with a text and config.json: GROUPS with some values changed."""
+    names = {**GROUPS, **groups}
+    return write_run(folder, **{name: {**GROUPS.get(name, {}), **groups.get(name, {})} for name in names})
+
+
+class Driver:
+    """train.py, or another command, at work in `folder`; `lines` holds (seconds since its start, line of standard error).
+
+    Args:
+        prefix: what to put before the command.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        prefix: Sequence[str] = (),
+        program: str = "train.py",
+        **environment: str,
+    ):
+        self.folder, self.lines = folder, []
+        self._began = time.monotonic()
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, str(REPO / program), "--config", "config.json", *arguments],
+            cwd=folder,
+            env={**os.environ, **environment},
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.lines.append((time.monotonic() - self._began, line.rstrip("\n")))
+
+    @property
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def text(self) -> str:
+        return "\n".join(f"{when:6.1f} {line}" for when, line in list(self.lines))
+
+    def finish(self, code: int = 0, timeout_s: float = 120) -> str:
+        """Wait for the end; returns standard error, shown if the exit code is another one."""
+        self.process.wait(timeout_s)
+        self._reader.join(10)
+        assert self.process.returncode == code, (
+            f"exit code {self.process.returncode}, not {code}\n{self.text[-6000:]}"
+        )
+        return self.text
+
+    def wait_for_step(self, step: int, timeout_s: float = 90) -> int:
+        """Return the newest step of the metrics file as soon as that is `step` or more, written last."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            path = self.folder / "run/metrics.jsonl"
+            records = metrics(path.parent, running=True) if path.exists() else []
+            if records and records[-1]["step"] >= step:
+                return records[-1]["step"]
+            assert self.process.poll() is None, self.text[-6000:]
+            time.sleep(0.02)
+        raise AssertionError(f"no step {step} within {timeout_s} s\n{self.text[-6000:]}")
+
+    def line_with(self, part: str, after: float) -> str:
+        """The first line with `part` that came later than `after`."""
+        return next(line for when, line in list(self.lines) if when > after and part in line)
+
+    def wait_for_line(self, part: str, after: float, timeout_s: float = 90) -> float:
+        """When a line with `part` came, later than `after`."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for when, line in list(self.lines):
+                if when > after and part in line:
+                    return when
+            assert self.process.poll() is None, self.text[-6000:]
+            time.sleep(0.02)
+        raise AssertionError(f"no line with {part!r} within {timeout_s} s\n{self.text[-6000:]}")
+
+
+@contextlib.contextmanager
+def driver(folder: Path, *arguments: str, **environment: str) -> Iterator[Driver]:
+    """A driver that does not outlive its test."""
+    started = Driver(folder, *arguments, **environment)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.wait()
+        sys.stdout.write(f"{started.text}\n")  # shown where a test fails
+
+
+def worker_pid(temporary: Path, worker_id: int) -> int:
+    """The worker process of the only run that keeps its locks under `temporary`."""
+    (lock,) = temporary.glob(f"mesh-transformer-*/run-*-{worker_id}.lock")
+    pid = int(lock.read_text())
+    assert b"mesh_transformer.cluster.host.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return pid
+
+
+def parent(pid: int) -> int:
+    """The process that started another one: of a worker, its agent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for_end(pid: int, timeout_s: float = 40) -> None:
+    """Return when a process has ended."""
+    deadline = time.monotonic() + timeout_s
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.1)
+
+
+def stop_main_thread(pid: int) -> None:
+    """Stop only the main thread of a process, which no signal can: as a debugger does, until the process is killed."""
+    failed: list[str] = []
+    stopped = threading.Event()
+
+    def debug() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+        for request in (PTRACE_SEIZE, PTRACE_INTERRUPT):
+            if libc.ptrace(request, pid, None, None) != 0:
+                failed.append(os.strerror(ctypes.get_errno()))
+        stopped.set()
+        status = 0x7F
+        while not failed and status & 0x7F == 0x7F:  # a stop; its end goes to the debugger before the parent
+            _, status = os.waitpid(pid, WAIT_FOR_ALL)
+
+    threading.Thread(target=debug, daemon=True).start()
+    assert stopped.wait(5)
+    assert not failed, failed
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def same_numbers(straight: Path, other: Path) -> list[dict[str, Any]]:
+    """Every record of `other` equals that of the same step of `straight` in every bit. Returns those of `other`."""
+    expected = {record["step"]: record for record in metrics(straight)}
+    records = metrics(other)
+    assert {record["step"] for record in records} == expected.keys()
+    apart = {"train/tokens_per_sec", "train/steps_redone"}
+    for record in records:
+        twin = expected[record["step"]]
+        for name in (record.keys() | twin.keys()) - apart:
+            assert record.get(name) == twin.get(name), (record["step"], name)
+    return records

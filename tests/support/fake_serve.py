@@ -1,0 +1,66 @@
+"""device_serve.py with an engine whose tokens are arithmetic: a process for the tests to load, signal and break.
+
+FAKE_DELAY: seconds of a step. FAKE_WARM_UP: seconds of the warm-up. FAKE_FAULT: what the engine does instead of
+opening ("user error", "crash") or at its 20th step ("late crash"). FAKE_SEND_BUFFER: bytes that the system takes for a client
+that does not read. FAKE_END: seconds that the process takes to end, after it says so.
+"""
+
+import atexit
+import collections
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import device_serve
+from mesh_transformer.config import Config
+from mesh_transformer.errors import UserError
+from mesh_transformer.runtime import cli
+from mesh_transformer.runtime.serving import start
+from support.fake_engine import FakeEngine
+
+
+class Engine(FakeEngine):
+    def warm_up(self) -> Iterator[None]:
+        time.sleep(float(os.environ.get("FAKE_WARM_UP", "0")))
+        yield
+
+    def generate(self, steps: int) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 20 and os.environ.get("FAKE_FAULT") == "late crash":
+            raise RuntimeError("a device was lost")
+        return super().generate(steps)
+
+
+def open_engine(config: Config, checkpoint: str, *, slots: int) -> Engine:
+    fault = os.environ.get("FAKE_FAULT")
+    if fault == "user error":
+        raise UserError(f"no checkpoint in {checkpoint}")
+    if fault == "crash":
+        raise RuntimeError("a device was lost")
+    delay = float(os.environ.get("FAKE_DELAY", "0"))
+    engine = Engine(slots=slots, context=config.model.seq, vocab=config.model.n_vocab, delay=delay)
+    engine.calls = collections.deque(maxlen=1)  # the list of all calls would grow
+    return engine
+
+
+def bind(host: str, port: int) -> socket.socket:
+    listener = _bind(host, port)
+    if size := os.environ.get("FAKE_SEND_BUFFER"):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(size))
+    return listener
+
+
+def end_slowly(seconds: float) -> None:
+    sys.stderr.write("ending\n")
+    sys.stderr.flush()
+    time.sleep(seconds)
+
+
+if __name__ == "__main__":
+    _bind, start.bind = start.bind, bind
+    if "FAKE_END" in os.environ:
+        atexit.register(end_slowly, float(os.environ["FAKE_END"]))
+    cli.run(lambda: device_serve.main(open_engine))

@@ -1,0 +1,142 @@
+"""What can befall a pod, done for real, in the middle of an interval between checkpoints; and how long each took to mend."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.commands import metrics
+from support.driving import Driver, stop_main_thread
+from support.pod_driver import TPU, PodDrivers
+
+EVERY = 24  # steps between checkpoints
+MIDDLE = (6, 18)  # steps behind one at which a fault comes
+WAIT_S = 150.0
+DRIVER_KILLED = "driver killed"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Args:
+        strike: does it.
+        told: what the driver must say of it.
+        mend: called when the driver has seen it, where something must come back.
+        redone: whether steps are lost by it.
+    """
+
+    name: str
+    strike: Callable[[PodDrivers], None]
+    told: tuple[str, ...]
+    mend: Callable[[PodDrivers], None] = lambda drivers: None
+    redone: bool = True
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What was measured; seconds by the driver's lines."""
+
+    fault: str
+    at_step: int
+    seen_after_s: float
+    next_step_after_s: float  # after it was seen; of a driver: its workers found again, after its new start
+    steps_redone: int
+    said: str
+
+
+def _stop_all(drivers: PodDrivers) -> None:
+    drivers.api.preempt(TPU)
+    for i in range(drivers.hosts.count):
+        drivers.hosts.stop(i)
+
+
+def _start_all(drivers: PodDrivers) -> None:
+    for i in range(drivers.hosts.count):
+        drivers.hosts.start(i)
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("worker killed", lambda d: d.signal(1, d.worker(1), "KILL"), ("killed by SIGKILL",)),
+        Fault("worker stopped", lambda d: d.signal(3, d.worker(3), "STOP"), ("has stopped",)),
+        Fault("job's thread stopped", lambda d: stop_main_thread(d.outside(1, d.worker(1))), ("it hangs",)),
+        Fault(
+            "raylet killed", lambda d: d.signal(2, d.raylet(2), "KILL"), ("its agent has died", "its host")
+        ),
+        Fault(
+            "agent killed", lambda d: d.signal(2, d.agent(2), "KILL"), ("its agent has died",), redone=False
+        ),
+        Fault("head of Ray killed", lambda d: d.kill_head(), ("the head of the Ray cluster",)),
+        Fault(
+            "link down",
+            lambda d: d.hosts.link(2, up=False),
+            ("its agent has died", "its host"),
+            lambda d: d.hosts.link(2, up=True),
+        ),
+        Fault(
+            "host lost power",
+            lambda d: d.hosts.stop(3),
+            ("its agent has died", "its host"),
+            lambda d: d.hosts.start(3),
+        ),
+        Fault("slice preempted", _stop_all, ("the slice is PREEMPTED",), _start_all),
+        Fault(
+            "SIGTERM on a host",
+            lambda d: d.signal(2, d.worker(2), "TERM"),
+            ("because of a signal",),
+            redone=False,
+        ),
+    )
+}
+
+
+def befall(drivers: PodDrivers, run: Driver, fault: Fault, number: int) -> Recovery:
+    """Let a fault happen to a run in its interval `number`, 1 or more, and wait until it trains again."""
+    step = wait_for_middle(run, number)
+    before, when = redone(run.folder), run.now
+    fault.strike(drivers)
+    seen = run.wait_for_line(" at step ", when, WAIT_S)
+    line = next(line for at, line in run.lines if at == seen and " at step " in line)
+    assert any(part in line for part in fault.told), (fault.name, line)
+    fault.mend(drivers)
+    again = run.wait_for_line("recovered", seen, WAIT_S)
+    run.wait_for_step(step + 1, WAIT_S)
+    lost = redone(run.folder) - before
+    assert (lost > 0) == fault.redone, (fault.name, lost)
+    return Recovery(fault.name, step, round(seen - when, 1), round(again - seen, 1), lost, line)
+
+
+def kill_driver(
+    drivers: PodDrivers, run: Driver, number: int, start: Callable[[], Driver]
+) -> tuple[Driver, Recovery]:
+    """kill -9 of the driver; `start` gives the command again. It finds the same processes at work.
+
+    Worker 1 is stopped while no driver is there, so that the run does not come to its end meanwhile.
+    """
+    step, before = wait_for_middle(run, number), redone(run.folder)
+    pids = [drivers.worker(i) for i in range(drivers.hosts.count)]
+    drivers.signal(1, pids[1], "STOP")
+    drivers.kill(run)
+    again = start()
+    seconds = again.wait_for_line("going on with them", 0, WAIT_S)
+    drivers.signal(1, pids[1], "CONT")
+    assert [drivers.worker(i) for i in range(drivers.hosts.count)] == pids
+    again.wait_for_step(step + 1)
+    lost = redone(run.folder) - before
+    assert lost == 0
+    return again, Recovery(DRIVER_KILLED, step, 0.0, round(seconds, 1), lost, "going on with them")
+
+
+def wait_for_middle(run: Driver, number: int) -> int:
+    """Return the newest step as soon as that is in the middle of an interval between checkpoints, the run's `number`-th or
+    one behind it: so there is a newer checkpoint between two faults."""
+    step = run.wait_for_step(number * EVERY + MIDDLE[0], WAIT_S)
+    while not MIDDLE[0] <= step % EVERY <= MIDDLE[1]:
+        step = run.wait_for_step(step + 1, WAIT_S)
+    return step
+
+
+def redone(folder: Path) -> int:
+    """Steps done again so far, as the run logs them."""
+    return int(metrics(folder / "run", running=True)[-1]["train/steps_redone"])

@@ -1,0 +1,163 @@
+"""All that reads or scores a batch, once, in this process or as one of several whose devices lie anywhere in the mesh.
+
+As a program it is one of several processes: `permuted.py FOLDER ORDER`, where ORDER lists the devices in the order of the
+mesh, with the variables that `platforms.start_distributed` reads. It writes FOLDER/found_PROCESS.json.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from mesh_transformer import platforms
+from mesh_transformer.cluster.backends.agents import AgentCluster
+from mesh_transformer.cluster.host.stream import DEPTH, StreamedFeed, Streamer
+from mesh_transformer.config import AXES, Config, load_config
+from mesh_transformer.data.loader import make_val_loader
+from mesh_transformer.data.tokenizer import ByteTokenizer
+from mesh_transformer.infer.scoring.packing import Query
+from mesh_transformer.models import model as models
+from mesh_transformer.parallel.mesh import process_rows
+from mesh_transformer.runtime.evaluation.model import EvalModel
+from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.runtime.session.weights import read_params
+from mesh_transformer.runtime.training.feeds import open_train_feed, open_val_feed, read_train_set
+from mesh_transformer.runtime.training.observer import Observer
+from mesh_transformer.runtime.training.start import Source
+from mesh_transformer.runtime.training.trainer import Interrupt, TrainingRun
+from support.commands import metrics, write_run
+
+STEPS = 4
+GROUPS = {
+    "model": {"layers": 1, "d_model": 16, "n_heads": 2, "seq": 16, "pe_rotary_dims": 4},
+    "mesh": {"dp": 2, "fsdp": 2, "tp": 2},
+    "optimizer": {"total_steps": STEPS},
+    "data": {"val_every": 2, "val_batch_multiplier": 2},
+    "logging": {"tensorboard": False},
+}
+TEXTS = [(f"{i} bottles of beer", f" on the wall, {i * i}.") for i in range(12)]
+
+
+class Alone(AgentCluster):
+    """A cluster as one of its workers sees it: what is for the others does not come here."""
+
+    def __init__(self) -> None:
+        super().__init__(jax.process_count())
+        self.taken = 0
+        self.feed_of_this: StreamedFeed | None = None
+
+    def _open(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def _call(self, method, arguments, timeout_s):
+        _, number, rows, state, held = arguments[jax.process_index()]
+        if number >= self.taken + DEPTH:
+            return [False] * self.count
+        self.feed_of_this.put(number, rows, json.loads(json.dumps(state)), held)
+        return [True] * self.count
+
+
+class Streamed:
+    """Opens a feed of batches that a driver reads. Every process has a driver of its own, which reads the same."""
+
+    def __init__(self, config: Config):
+        self._config, self._cluster = config, Alone()
+        self._streamer: Streamer | None = None
+
+    def open(self, session: Session) -> StreamedFeed:
+        self._session = session
+        feed = StreamedFeed(self._hear, session.rows(session.microbatch), session.microbatch)
+        self._cluster.feed_of_this = feed
+        return feed
+
+    def _hear(self, event) -> None:
+        if event["kind"] == "taken":
+            self._cluster.taken = event["count"]
+            return
+        event = json.loads(json.dumps(event))
+        sharding = self._session.placement.partition.sharding("batch", None)
+        rows = [process_rows(sharding, event["microbatch"], i) for i in range(jax.process_count())]
+        assert event["rows"] == list(rows[jax.process_index()])
+        self._streamer = Streamer(
+            self._cluster.feed, self._config, [{**event, "rows": some} for some in rows]
+        )
+
+    def close(self) -> None:
+        self._streamer.stop()
+        assert self._streamer.error is None
+
+
+def write(folder: Path) -> None:
+    """The run's config and text."""
+    write_run(folder, **GROUPS)
+
+
+def found(folder: Path) -> dict:
+    """What this process finds, with all others at work on the same: half of the steps read by itself, half by a driver."""
+    os.chdir(folder)
+    config = load_config("config.json")
+    session = Session.open(config)
+    _check_placement(session)
+    half = _with_steps(config, STEPS // 2)
+    _train(dataclasses.replace(session, config=half), open_train_feed)
+    streamed = Streamed(config)
+    _train(session, streamed.open)
+    streamed.close()
+    model, tokens = EvalModel(session, ByteTokenizer()), ByteTokenizer()
+    model.load(read_params(session, "run").params)
+    queries = [Query(tokens.encode(text), tokens.encode(more)) for text, more in TEXTS]
+    return {
+        "rows": session.rows(session.microbatch),
+        "metrics": metrics(folder / "run"),
+        "log_likelihoods": [value for value, _ in model.log_likelihoods(queries)],
+    }
+
+
+def _train(session: Session, open_feed) -> None:
+    with Interrupt() as interrupt:
+        assert (
+            TrainingRun(session, Source(None, False), interrupt, Observer(), open_feed(session)).train().code
+            == 0
+        )
+
+
+def _with_steps(config: Config, steps: int) -> Config:
+    optimizer = config.optimizer.model_copy(update={"total_steps": steps})
+    return config.model_copy(update={"optimizer": optimizer})
+
+
+def _check_placement(session: Session) -> None:
+    """Each device holds those rows of the whole batch that are its own, to the bit."""
+    config, batch = session.config, session.val_batch
+    whole = next(read_train_set(config, session.microbatch, range(session.microbatch)))
+    _check(session.place_batch(next(open_train_feed(session))), whole)
+    mine = open_val_feed(session, "text.txt")
+    whole = make_val_loader("text.txt", seq=config.seq, batch=batch, rows=range(batch), tokenizer="bytes")
+    _check(session.place_eval(next(iter(mine))), next(iter(whole)))
+
+
+def _check(placed: jax.Array, whole: np.ndarray) -> None:
+    assert placed.shape == whole.shape
+    for shard in placed.addressable_shards:
+        np.testing.assert_array_equal(shard.data, whole[shard.index])
+
+
+def _main(folder: str, order: str) -> None:
+    def make_mesh(shape, devices):
+        grid = np.array([devices[int(i)] for i in order.split(",")], object).reshape(tuple(shape.values()))
+        return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
+
+    platforms.start_distributed()
+    models.make_mesh = make_mesh
+    result = found(Path(folder))
+    Path(folder, f"found_{jax.process_index()}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

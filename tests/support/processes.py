@@ -1,0 +1,46 @@
+"""The server as a process of its own, with the fake engine unless told otherwise."""
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from support.commands import REPO, start, write_run
+
+PROGRAM = "tests/support/fake_serve.py"
+PATHS = {"PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
+
+
+@contextmanager
+def process(
+    folder: Path, *arguments: str, program: str = PROGRAM, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server's process and its URL, once its port is open."""
+    if not (folder / "config.json").exists():
+        write_run(folder)
+    child = start(
+        program, "--config", "config.json", "--port", "0", *arguments, cwd=folder, **PATHS, **environment
+    )
+    try:
+        assert child.stderr is not None
+        said = ""
+        while (match := re.search(r"listening on (http://\S+)", said)) is None:
+            line = child.stderr.readline()
+            assert line, said
+            said += line
+        yield child, match[1]
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def wait_for_health(url: str, status: int = 200, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while httpx.get(f"{url}/health").status_code != status:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

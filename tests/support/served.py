@@ -1,0 +1,156 @@
+"""A real server on a loopback port, in a thread, with an engine whose tokens are arithmetic."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from mesh_transformer.data.tokenizer import ByteTokenizer, Tokenizer
+from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.runtime.serving.loop import EngineLoop
+from mesh_transformer.runtime.serving.model import ServedModel
+from mesh_transformer.runtime.serving.protocol import ErrorResponse
+from mesh_transformer.runtime.serving.start import Service, bind
+from support.fake_engine import Completion, FakeEngine, alone
+
+NAME, VOCAB, CONTEXT = "tiny", 257, 64
+KEY = "secret-key-1"
+
+
+class ServedEngine(FakeEngine):
+    """A fake engine that the tests can hold back in its warm-up, and break."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**{"vocab": VOCAB, "context": CONTEXT, **options})
+        self.may_warm_up = threading.Event()
+        self.may_warm_up.set()
+        self.broken = False
+        self.later_programs = 0  # that are still to be read from the disk
+
+    def warm_up(self) -> Iterator[None]:
+        self.may_warm_up.wait()
+        yield
+        self.later_programs = 2
+        while self.later_programs:
+            yield
+            self.later_programs -= 1
+
+    def generate(self, steps: int) -> Any:
+        if self.broken:
+            raise RuntimeError("a device was lost")
+        return super().generate(steps)
+
+
+class Served:
+    """What a test knows of a running server."""
+
+    def __init__(self, engine: ServedEngine, service: Service, loop: EngineLoop, url: str):
+        self.engine, self.loop, self.url = engine, loop, url
+        self.client = httpx.Client(base_url=url, timeout=30)
+        self._service = service
+        self._home = asyncio.new_event_loop()
+        self._signals: list[asyncio.Event] = []
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def post(self, body: Any, path: str = "/v1/completions", **options: Any) -> httpx.Response:
+        return self.client.post(path, json=body, **options)
+
+    def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        """The answer to a completion request, which must succeed."""
+        response = self.post({"prompt": prompt, **fields})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def metric(self, name: str) -> float:
+        """One of the server's metrics, by its full name without the common prefix."""
+        lines = self.client.get("/metrics").text.splitlines()
+        (value,) = [line.split()[1] for line in lines if line.startswith(f"mesh_transformer_{name} ")]
+        return float(value)
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._service._server.server_state.connections)
+
+    def terminate(self) -> None:
+        """As SIGTERM does."""
+        self._home.call_soon_threadsafe(self._signals[0].set)
+
+    def _run(self) -> None:
+        async def main() -> None:
+            self._signals = [asyncio.Event(), asyncio.Event()]
+            await self._service.run(*self._signals)
+
+        self._home.run_until_complete(main())
+        self._home.close()
+
+
+@contextmanager
+def serve(
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_queue: int = 16,
+    keys: Sequence[str] = (),
+    timeout_s: float = 20,
+    drain_s: float = 20,
+    held: bool = False,
+    send_buffer: int | None = None,
+    **engine_options: Any,
+) -> Iterator[Served]:
+    """A warm server; stopped at the end.
+
+    Args:
+        held: it warms up until the engine's `may_warm_up` is set.
+        send_buffer: bytes that the system takes for a client that does not read; several megabytes if None.
+    """
+    engine = ServedEngine(**engine_options)
+    if held:
+        engine.may_warm_up.clear()
+    loop = EngineLoop(lambda: engine, slots=engine.slots, max_queue=max_queue)
+    model = ServedModel(NAME, engine.vocab, tokenizer or ByteTokenizer(), loop, timeout_s)
+    listener = bind("127.0.0.1", 0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    served = Served(engine, Service(model, [key.encode() for key in keys], listener, drain_s), loop, url)
+    try:
+        if not held:
+            wait_until(lambda: loop.state == "ok")
+        yield served
+    finally:
+        engine.may_warm_up.set()
+        served.client.close()
+        if served.thread.is_alive():
+            served.terminate()
+        served.thread.join(30)
+        assert not served.thread.is_alive()
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 10) -> None:
+    """Return as soon as something holds."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.002)
+
+
+def expected(prompt: Sequence[int], **params: Any) -> Completion:
+    """What the engine gives for a prompt, computed without server, scheduler and cache."""
+    fields = {"max_tokens": 16, "stop_token_ids": (256,), **params}
+    return alone(list(prompt), SamplingParams(**fields), VOCAB)
+
+
+def text_of(completion: Completion) -> str:
+    return ByteTokenizer().decode(token.id for token in completion.tokens)
+
+
+def refusal(response, status: int) -> dict:
+    """The error of an answer, which must have this status and OpenAI's form."""
+    assert response.status_code == status, response.text
+    ErrorResponse.model_validate(response.json(), strict=True)
+    return response.json()["error"]
