@@ -10,7 +10,7 @@ from support.states import abstract, assert_equal, state
 
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.native.source import NativeSource
-from mesh_transformer.checkpoint.open import Form, classic_run, open_source, recognise
+from mesh_transformer.checkpoint.open import Form, check_only_step, classic_run, open_source, recognise
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
@@ -126,3 +126,17 @@ def test_a_classic_run_without_its_meta_json(tmp_path: Path, original: Path) -> 
     with pytest.raises(UserError, match="step 6"):
         classic_run(str(tmp_path))
     assert classic_run(str(tmp_path / "elsewhere")) is None
+
+
+@pytest.mark.parametrize("name", ["step_4", "step_60"])
+@pytest.mark.parametrize("form", ["native", "classic"])
+def test_a_root_with_other_steps_is_refused(tmp_path: Path, name: str, form: str) -> None:
+    """A reader of the root would take step 60, and a run would delete step 4."""
+    for folder in {"native": ("state", "manifest"), "classic": ("shard_0",)}[form]:
+        (tmp_path / name / folder).mkdir(parents=True)
+    for other in ("step_7/notes", "step_x", "tensorboard"):  # these are no steps
+        (tmp_path / other).mkdir(parents=True)
+    with pytest.raises(UserError, match=f"holds {name}: step_5 .* name another folder"):
+        check_only_step(str(tmp_path), 5)
+    check_only_step(str(tmp_path), int(name.removeprefix("step_")))
+    check_only_step(str(tmp_path / "nowhere"), 5)

@@ -203,25 +203,6 @@ def test_a_target_that_is_there_stays(tmp_path: Path, state: TrainState) -> None
     assert not (tmp_path / "step_5/mine").exists()
 
 
-@pytest.mark.parametrize("name", ["step_4", "step_60"])
-@pytest.mark.parametrize("form", ["native", "classic"])
-def test_a_root_with_other_steps_is_refused(tmp_path: Path, state: TrainState, name: str, form: str) -> None:
-    """A reader of the root would take step 60, and a run would delete step 4."""
-    if form == "native":
-        source = ours(state)
-        source.counts = Counts(int(name.removeprefix("step_")), 5, 5)
-        write_native(source, str(tmp_path))
-    else:
-        (tmp_path / name / "shard_0").mkdir(parents=True)
-    for other in ("step_7/notes", "step_x", "tensorboard"):  # these are no steps
-        (tmp_path / other).mkdir(parents=True)
-    before = sorted(tmp_path.rglob("*"))
-    for overwrite in (False, True):
-        with pytest.raises(UserError, match=f"holds {name}: step_5 .* name another folder"):
-            write_native(ours(state), str(tmp_path), overwrite=overwrite)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_a_source_that_breaks_leaves_nothing(tmp_path: Path, state: TrainState) -> None:
     class Broken(ArraySource):
         def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
