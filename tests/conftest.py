@@ -15,7 +15,7 @@ from support.skipped import NO_SHARED, closing_lines
 if TYPE_CHECKING:
     from support.gcs_server import GcsServer
 
-pytest_plugins = ["times"]
+pytest_plugins = ["support.times"]
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
 CACHE_BYTES = 1 << 30
 

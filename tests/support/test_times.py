@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from times import COLUMNS, covered, table
+from support.times import COLUMNS, covered, table
 
 TEST = """
 import subprocess, time
@@ -27,7 +27,7 @@ def test_a_run_says_where_its_time_went(tmp_path: Path, repo: Path) -> None:
     """With a worker of pytest-xdist, which measures and hands its figures to the process that writes them."""
     (tmp_path / "test_some.py").write_text(TEST)
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {repo / 'tests'}\n")
-    (tmp_path / "conftest.py").write_text("from times import pytest_addoption, pytest_configure\n")
+    (tmp_path / "conftest.py").write_text("from support.times import pytest_addoption, pytest_configure\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--times", "times.json", "-n1"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout

@@ -3,9 +3,10 @@
 import itertools
 import subprocess
 
-import covering
 import pytest
-from covering import sampled
+
+from support import covering
+from support.covering import sampled
 
 FACTORS = ["abcde", [1, 2, 3], [True, False]]
 PRODUCT = list(itertools.product(*FACTORS))
