@@ -80,7 +80,13 @@ def test_the_last_lines_tell_what_was_skipped(repo: Path, tmp_path: Path) -> Non
     tests = tmp_path / "checkout/tests"
     (tests / "golden").mkdir(parents=True)
     (tests / "support").mkdir()
-    for name in ("conftest.py", "support/__init__.py", "support/skipped.py", "golden/__init__.py"):
+    for name in (
+        "conftest.py",
+        "support/__init__.py",
+        "support/skipped.py",
+        "support/times.py",
+        "golden/__init__.py",
+    ):
         shutil.copy(repo / "tests" / name, tests / name)
     shutil.copy(repo / "pyproject.toml", tests.parent)
     source = "import pytest\ndef test_a(shared): assert 0\ndef test_b(shared): assert 0\n"
