@@ -98,7 +98,7 @@ def test_the_last_lines_tell_what_was_skipped(repo: Path, tmp_path: Path) -> Non
     done = subprocess.run(
         command, cwd=tests.parent, env=environment, capture_output=True, text=True, check=True
     )
-    *_, shared, browser, unselected, count = done.stdout.splitlines()
+    *_, shared, browser, unselected, _, count = done.stdout.splitlines()
     assert shared == f"2 skipped: {NO_SHARED}"
     assert browser == "1 skipped: no browser"
     assert "-m 'pod or faults'" in unselected
