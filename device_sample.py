@@ -1,4 +1,4 @@
-"""Sample from a trained model: one prompt, or prompts from standard input."""
+"""Sample from a trained model, for one prompt or for prompts from standard input."""
 
 import argparse
 
@@ -10,16 +10,16 @@ def main() -> int:
     parser = cli.parser(__doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
-        "--prompt", metavar="TEXT", help="the prompt; without it, one prompt a line of standard input"
+        "--prompt", metavar="TEXT", help="the prompt (default: read one prompt per line from standard input)"
     )
     source.add_argument(
-        "--prompt-tokens", metavar="1,2,3", help="the prompt as token ids; needs no tokenizer, without --stop"
+        "--prompt-tokens",
+        metavar="1,2,3",
+        help="the prompt as token ids; this needs no tokenizer, except for --stop",
     )
     cli.add_checkpoint(parser)
     _add_sampling_options(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print each sample as a JSON object on a line of its own"
-    )
+    parser.add_argument("--json", action="store_true", help="print each sample as one line of JSON")
     arguments = parser.parse_args()
     from mesh_transformer.runtime.sampling import sampler
 
@@ -28,14 +28,14 @@ def main() -> int:
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """One for each field of `sampler.Request`."""
+    """Add the options of infer.requests.OPTIONS, and those that are not in that table."""
     from mesh_transformer.infer.requests import OPTIONS
 
     parser.add_argument(
         "--max-new-tokens",
         type=int,
         metavar="N",
-        help="largest number of new tokens (default: 256, or what the context has room for)",
+        help="largest number of new tokens (default: 256, or fewer if the context is full)",
     )
     for name, option in OPTIONS.items():
         flag, kind = f"--{name.replace('_', '-')}", type(option.default)
@@ -45,14 +45,25 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="end a completion before this text; may be given several times",
+        help="end a completion before this text; may be repeated",
     )
-    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="completions of each prompt")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed and prompt give the same samples")
+    parser.add_argument(
+        "--num-samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="completions per prompt (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="random seed; the same seed and prompt give the same samples (default: %(default)s)",
+    )
     parser.add_argument(
         "--truncate",
         action="store_true",
-        help="cut the beginning off a prompt that is too long (default: refuse it)",
+        help="drop the beginning of a prompt that is too long (default: refuse the prompt)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Serve a model over HTTP: OpenAI's completions API, and the original's /complete."""
+"""Serve a model over HTTP, with OpenAI's completions API and the original's /complete."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,23 +7,37 @@ from mesh_transformer.runtime import cli
 
 
 def main(open_engine: Callable[..., Any] | None = None) -> int:
-    """Parse the arguments and serve; `open_engine` opens another engine than the config's."""
+    """Parse the arguments and serve. `open_engine`, if given, opens the engine instead of the config."""
     parser = cli.parser(__doc__)
     cli.add_checkpoint(parser)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"
     )
-    parser.add_argument("--port", type=int, default=5000, help="port; 0: any free one (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=5000, help="port to listen on; 0: any free port (default: %(default)s)"
+    )
     parser.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="file of keys, one on each line; a request must then send one: Authorization: Bearer KEY",
+        help="file with one API key per line; each request must then send a key: Authorization: Bearer KEY",
     )
     for flag, name, default, metavar, text in [
-        ("--slots", "slots", 8, "N", "sequences computed at the same time"),
-        ("--max-queue", "max_queue", 64, "N", "sequences that may wait; further requests get status 503"),
-        ("--timeout-seconds", "timeout_s", 600.0, "S", "seconds after which a request is ended"),
-        ("--drain-seconds", "drain_s", 30.0, "S", "seconds for what runs to finish after SIGTERM"),
+        ("--slots", "slots", 8, "N", "sequences that are computed at the same time"),
+        (
+            "--max-queue",
+            "max_queue",
+            64,
+            "N",
+            "sequences that may wait in the queue; further requests get status 503",
+        ),
+        ("--timeout-seconds", "timeout_s", 600.0, "S", "time limit of a request, in seconds"),
+        (
+            "--drain-seconds",
+            "drain_s",
+            30.0,
+            "S",
+            "time for running requests to finish after SIGTERM, in seconds",
+        ),
     ]:
         described = f"{text} (default: %(default)s)"
         parser.add_argument(

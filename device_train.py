@@ -1,6 +1,6 @@
-"""Train or fine-tune on the devices of this machine (or of every process that runs this together).
+"""Train or fine-tune on the devices of this machine, or of all processes of a job.
 
-The run resumes by itself when its model_dir holds a checkpoint. See docs/finetune.md.
+A run whose model_dir holds a checkpoint resumes from it. See docs/finetune.md.
 """
 
 from mesh_transformer.runtime import cli
@@ -10,10 +10,10 @@ def main() -> int:
     """Parse the arguments and run the training job."""
     parser = cli.parser(__doc__.split("\n")[0], needs_config=True)
     cli.add_tuning(parser)
-    options = vars(parser.parse_args())
+    options = cli.parse_tuned(parser)
     from mesh_transformer.runtime.training import trainer
 
-    return trainer.run(**options)
+    return trainer.run(**vars(options))
 
 
 if __name__ == "__main__":

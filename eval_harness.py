@@ -12,28 +12,30 @@ def main() -> int:
         type=lambda names: tuple(names.split(",")),
         default="lambada_openai,piqa,hellaswag,winogrande,mathqa,pubmedqa",
         metavar="A,B",
-        help="tasks, groups or tags of the harness (default: %(default)s)",
+        help="names of tasks, groups or tags of the harness (default: %(default)s)",
     )
-    parser.add_argument("--include-path", metavar="DIR", help="folder with further task files")
+    parser.add_argument("--include-path", metavar="DIR", help="folder with additional task files")
     parser.add_argument(
         "--data-dir",
         metavar="DIR",
-        help="read LAMBADA and PIQA from DIR/lambada and DIR/piqa, not from the Hugging Face hub",
+        help="read LAMBADA and PIQA from DIR/lambada and DIR/piqa (default: from the Hugging Face hub)",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="ask only the first N questions of each task")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="evaluate only the first N questions of each task"
+    )
     parser.add_argument("--num-fewshot", type=int, metavar="K", help="solved examples before each question")
     parser.add_argument(
-        "--batch-tokens", type=int, default=4096, metavar="N", help="tokens computed at the same time (default: %(default)s)"
+        "--batch-tokens", type=int, default=4096, metavar="N", help="tokens per batch (default: %(default)s)"
     )  # fmt: skip
     parser.add_argument(
         "--cache",
         metavar="FILE",
-        help="SQLite file of results: what is in it is not computed again; new ones are added",
+        help="SQLite file with results of earlier evaluations to reuse; new results are added",
     )
     parser.add_argument(
         "--ftfy",
         action="store_true",
-        help="repair broken Unicode in the scored texts with ftfy, as the original did",
+        help="repair broken Unicode in the scored texts with ftfy, as in the original",
     )
     parser.add_argument(
         "--output", metavar="F.json", help="write results, config, versions and token counts to this file"

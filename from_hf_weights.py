@@ -1,4 +1,4 @@
-"""Write a Hugging Face folder of GPTJForCausalLM as a native checkpoint or a classic one, step 0."""
+"""Convert a Hugging Face folder to a native or classic checkpoint at step 0."""
 
 import argparse
 
@@ -13,14 +13,14 @@ def main() -> None:
         required=True,
         dest="folder",
         metavar="DIR",
-        help="folder with config.json and model.safetensors or pytorch_model.bin, whole or in shards with an index; "
+        help="folder with config.json and model.safetensors or pytorch_model.bin, in one file or in shards with an index; "
         "local or gs://",
     )
     cli.add_step_output(parser, "--output-path", "native", required=True)
     parser.add_argument("--shards", type=int, metavar="K", help="shards of a classic checkpoint (default: 1)")
     options = parser.parse_args()
     if options.shards is not None and (options.form != "classic" or options.shards < 1):
-        parser.error("--shards is a number of 1 or more, and goes with --format classic")
+        parser.error("--shards must be 1 or more, and needs --format classic")
     from mesh_transformer.runtime import convert
 
     convert.from_hf(**vars(options))

@@ -1,4 +1,4 @@
-"""Take a checkpoint of any form to another number of shards, such as an 8-shard GPT-J to one GPU, and try it.
+"""Convert a checkpoint to another number of shards, such as an 8-shard GPT-J for one GPU, and sample from it.
 
 python resharding_example.py --config C --ckpt step_383500 --shards-out 1 --out gptj_1/step_383500 --prompt "Hello"
 """
@@ -14,13 +14,13 @@ def main() -> None:
         "--shards-out",
         type=int,
         metavar="K",
-        help="shards of a classic output; with --prompt, also the devices that the model is split over (default: mesh.tp)",
+        help="shards of a classic output; with --prompt, also the number of devices that split the model (default: mesh.tp)",
     )
     cli.add_step_output(parser, "--out", "classic")
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
-        help="complete this text with the new checkpoint (without --out: with --ckpt) and print the result",
+        help="complete this text with the new checkpoint, or with --ckpt if --out is not given, and print the result",
     )
     options = vars(parser.parse_args())
     from mesh_transformer.runtime import convert

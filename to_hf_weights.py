@@ -1,4 +1,4 @@
-"""Write a checkpoint of any form as a Hugging Face folder, for GPTJForCausalLM."""
+"""Convert a checkpoint of any format to a Hugging Face folder."""
 
 from mesh_transformer.runtime import cli
 
@@ -8,17 +8,19 @@ def main() -> None:
     parser = cli.parser(__doc__)
     cli.add_checkpoint(parser, "--input-ckpt", required=True)
     parser.add_argument(
-        "--output-path", required=True, dest="output", metavar="DIR", help="the new folder, local or gs://"
+        "--output-path", required=True, dest="output", metavar="DIR", help="output folder, local or gs://"
     )
     parser.add_argument(
         "--dtype",
         choices=["fp16", "fp32", "bf16"],
-        help="dtype of the written weights (default: fp16; from a Hugging Face folder: as stored)",
+        help="dtype of the written weights (default: fp16; for a Hugging Face folder, the stored dtype)",
     )
     parser.add_argument("--debug", action="store_true", help="log every tensor")
     parser.add_argument("--cpu", action="store_true", help="no effect: no conversion uses an accelerator")
     parser.add_argument(
-        "--tokenizer", metavar="NAME", help="a folder or a hub name, copied beside the weights"
+        "--tokenizer",
+        metavar="NAME",
+        help="tokenizer to copy into the output: a folder, or a name on the Hugging Face hub",
     )
     cli.add_overwrite(parser)
     options = vars(parser.parse_args())

@@ -1,6 +1,6 @@
-"""Cloud TPU VMs and queued resources: create, list, describe, ssh, run a command on all hosts, delete.
+"""Create, list, describe and delete Cloud TPU VMs and queued resources, and run commands on their hosts.
 
-The same is there for Python: `Tpus`, `Request`, `Pod`. Needs neither jax nor ray. See docs/pod.md.
+Python programs can use `Tpus`, `Request` and `Pod`. The module needs neither jax nor ray. See docs/pod.md.
 """
 
 import argparse
@@ -28,9 +28,10 @@ __all__ = [
 
 
 def main() -> None:
-    """Parse the arguments and do what they say."""
+    """Parse the arguments and run the action."""
     given, command = sys.argv[1:], []
-    if "--" in given:  # argparse cannot tell a command's options from ours
+    # argparse cannot tell the options of the remote command from ours
+    if "--" in given:
         at = given.index("--")
         given, command = given[:at], given[at + 1 :]
     arguments = _parser().parse_args(given, argparse.Namespace(command=command))
@@ -43,9 +44,9 @@ def _create(arguments: argparse.Namespace, tpus: Tpus) -> None:
     arguments.labels, arguments.tags = dict(arguments.labels), tuple(arguments.tags)
     request = cli.fields(Request, arguments)
     obtain = tpus.ensure if arguments.again else tpus.create
-    ends = f"python tpu_utils.py delete {request.name} --zone {tpus.zone}"
-    with _told_on_interrupt(
-        f"what was asked for goes on. `{ends}` ends it, the same `create` waits for it again."
+    delete = f"python tpu_utils.py delete {request.name} --zone {tpus.zone}"
+    with _message_on_interrupt(
+        f"the request continues. `{delete}` cancels it; the same `create` command waits for it again."
     ):
         made = obtain(request, timeout_s=arguments.timeout)
     _show(made)
@@ -64,9 +65,9 @@ def _describe(arguments: argparse.Namespace, tpus: Tpus) -> None:
 
 
 def _delete(arguments: argparse.Namespace, tpus: Tpus) -> None:
-    with _told_on_interrupt(f"if the deletion of {arguments.name} had begun, it goes on"):
-        there = tpus.delete(arguments.name, timeout_s=arguments.timeout)
-    _say(f"{arguments.name}: {'deleted' if there else f'there is none in {tpus.zone} of {tpus.project}'}")
+    with _message_on_interrupt(f"if the deletion of {arguments.name} has begun, it continues"):
+        existed = tpus.delete(arguments.name, timeout_s=arguments.timeout)
+    _say(f"{arguments.name}: {'deleted' if existed else f'not found in {tpus.zone} of {tpus.project}'}")
 
 
 def _ssh(arguments: argparse.Namespace, tpus: Tpus) -> None:
@@ -82,13 +83,13 @@ def _run(arguments: argparse.Namespace, tpus: Tpus) -> None:
     if not arguments.command:
         raise UserError("run needs a command: python tpu_utils.py run NAME --zone Z -- COMMAND")
     pod = _pod(arguments, tpus)
-    with _told_on_interrupt("the command may still be running on the hosts"):
+    with _message_on_interrupt("the command may still be running on the hosts"):
         pod.run(shell.line_of(arguments.command), arguments.worker, timeout_s=arguments.timeout, echo=True)
 
 
 @contextlib.contextmanager
-def _told_on_interrupt(text: str) -> Iterator[None]:
-    """Ctrl-C ends the command with exit code 130 and a line that says what goes on."""
+def _message_on_interrupt(text: str) -> Iterator[None]:
+    """On Ctrl-C, print what continues and exit with code 130."""
     try:
         yield
     except KeyboardInterrupt:
@@ -110,11 +111,12 @@ def _show(tpu: Tpu) -> None:
     _say(f"{tpu.name}: {tpu.phase.value} ({tpu.state})")
     _say(f"  {tpu.tier}, {tpu.runtime_version}")
     hours = max(0.0, time.time() - tpu.created) / 3600 if tpu.created else 0.0
-    age = f"asked for {hours:.1f} hours ago"
+    age = f"requested {hours:.1f} hours ago"
     try:
-        kind = slices.parse(tpu.type)
-        _say(f"  {kind}\n  {age}; {hours * kind.chips:.1f} chip-hours if it was there all the time")
-    except UserError:  # made by other means, of a shape that our table lacks
+        slice_type = slices.parse(tpu.type)
+        _say(f"  {slice_type}\n  {age}; at most {hours * slice_type.chips:.1f} chip-hours")
+    # created by other means, with a topology that our table lacks
+    except UserError:
         _say(f"  {tpu.type}, {age}")
     for name, value in sorted(tpu.labels.items()):
         _say(f"  label {name}={value}")
@@ -135,58 +137,67 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-# an option: its flag, its help, what else argparse is to know of it
+# an option: its flag, its help text, further arguments of add_argument
 Option = tuple[str, str, dict[str, Any]]
 _SWITCH = {"action": "store_true"}
 _WHERE: list[Option] = [
-    ("--zone", "zone, such as europe-west4-a", {"required": True}),
-    ("--project", "cloud project (default: GOOGLE_CLOUD_PROJECT, else that of the credentials)", {}),
+    ("--zone", "zone of the TPU, such as europe-west4-a", {"required": True}),
+    ("--project", "cloud project (default: GOOGLE_CLOUD_PROJECT, or that of the credentials)", {}),
 ]
 _LOGIN: list[Option] = [
-    ("--user", "login name on the hosts (default: your name here)", {}),
-    ("--ssh-key", "private key (default: gcloud's, else the first one in ~/.ssh)", {"metavar": "FILE"}),
+    ("--user", "login name on the hosts (default: your login name on this machine)", {}),
+    (
+        "--ssh-key",
+        "private SSH key (default: that of gcloud, or the first one in ~/.ssh)",
+        {"metavar": "FILE"},
+    ),
 ]
 _HOSTS: list[Option] = [
     *_LOGIN,
-    ("--external", "log in to the hosts' external addresses", _SWITCH),
-    ("--known-hosts", "the hosts' public keys (default: they are read from the API)", {"metavar": "FILE"}),
+    ("--external", "connect to the external addresses of the hosts", _SWITCH),
+    (
+        "--known-hosts",
+        "file with the public keys of the hosts (default: read them from the API)",
+        {"metavar": "FILE"},
+    ),
 ]
 _SECONDS: dict[str, Any] = {"type": float, "metavar": "S"}
-_STOPPED = "cheaper capacity that the cloud may stop at any time"
+_PREEMPTIBLE = "cheaper capacity that the cloud may preempt at any time"
 _TIERS: dict[Tier, str] = {
-    "spot": _STOPPED,
-    "preemptible": f"{_STOPPED}, after a day at the latest",
+    "spot": _PREEMPTIBLE,
+    "preemptible": f"{_PREEMPTIBLE}, at the latest after a day",
     "reserved": "capacity of a reservation",
 }
-_CREATE: list[Option] = [  # most are fields of `Request`
+# most are fields of `Request`
+_CREATE: list[Option] = [
     ("--type", "type of the TPU, such as v3-32, v5e-16, v6e-8", {"required": True}),
-    ("--queued", "wait in Google's queue for capacity", _SWITCH),
-    ("--valid-for", "with --queued: give up after S seconds in the queue", {"type": int, "dest": "valid_for_s", "metavar": "S"}),
-    ("--reservation", "with --queued --reserved: projects/P/locations/Z/reservations/R", {}),
-    ("--again", "create it again when it is lost, and try again while the zone has no capacity", _SWITCH),
-    ("--timeout", "seconds to wait for it (default: a day)", {**_SECONDS, "default": DAY_S}),
-    ("--runtime-version", "runtime version (default: the one for JAX on this type)", {}),
+    ("--queued", "request a queued resource: wait in Google's queue for capacity", _SWITCH),
+    ("--valid-for", "with --queued: cancel the request after S seconds in the queue", {"type": int, "dest": "valid_for_s", "metavar": "S"}),
+    ("--reservation", "with --queued --reserved: the reservation, projects/P/locations/Z/reservations/R", {}),
+    ("--again", "create the TPU again if it is lost, and retry while the zone has no capacity", _SWITCH),
+    ("--timeout", "seconds to wait until the TPU is ready (default: a day)", {**_SECONDS, "default": DAY_S}),
+    ("--runtime-version", "software version of the hosts (default: the one for JAX on this type)", {}),
     ("--network", "network of the hosts (default: the project's)", {}),
     ("--subnetwork", "subnetwork of the hosts (default: the network's)", {}),
-    ("--internal-only", "no external addresses", {"action": "store_false", "dest": "external_addresses"}),
+    ("--internal-only", "give the hosts no external addresses", {"action": "store_false", "dest": "external_addresses"}),
     ("--service-account", "service account of the hosts", {"metavar": "EMAIL"}),
-    ("--label", "label of the TPU; may be given several times",
+    ("--label", "label of the TPU; may be repeated",
      {"type": _pair, "action": "append", "default": [], "dest": "labels", "metavar": "NAME=VALUE"}),
-    ("--tag", "network tag, for firewall rules", {"action": "append", "default": [], "dest": "tags", "metavar": "TAG"}),
+    ("--tag", "network tag of the hosts, for firewall rules; may be repeated", {"action": "append", "default": [], "dest": "tags", "metavar": "TAG"}),
 ]  # fmt: skip
 _WORKER: dict[str, Any] = {"type": int, "metavar": "N"}
 _COMMANDS: list[tuple[Callable[..., None], str, list[Option]]] = [
-    (_create, "create a TPU and wait until it is ready; one that exists is used", [*_LOGIN, *_CREATE]),
-    (_list, "list all TPUs of the zone, created or queued", []),
-    (_describe, "print state, type, hosts and age", []),
-    (_ssh, "open a shell on one host", [*_HOSTS, ("--worker", "TPU worker id (default: %(default)s)", {**_WORKER, "default": 0})]),
+    (_create, "create a TPU, or use an existing one, and wait until it is ready", [*_LOGIN, *_CREATE]),
+    (_list, "list all TPUs of the zone, including queued ones", []),
+    (_describe, "print the state, type, hosts and age of a TPU", []),
+    (_ssh, "open a shell on one host", [*_HOSTS, ("--worker", "worker id of the host (default: %(default)s)", {**_WORKER, "default": 0})]),
     (_run, "run a command on all hosts at the same time: ... -- PROGRAM ARGUMENTS, or ... -- 'LINE FOR A SHELL'", [
         *_HOSTS,
-        ("--worker", "TPU worker id of the host; may be given several times (default: all hosts)", {**_WORKER, "action": "append"}),
-        ("--timeout", "end a host's command after S seconds (default: never)", _SECONDS),
+        ("--worker", "worker id of a host; may be repeated (default: all hosts)", {**_WORKER, "action": "append"}),
+        ("--timeout", "stop the command on a host after S seconds (default: never)", _SECONDS),
     ]),
-    (_delete, "delete a TPU; one that does not exist is no error",
-     [("--timeout", "seconds to wait (default: %(default)s)", {**_SECONDS, "default": 1800.0})]),
+    (_delete, "delete a TPU; a TPU that does not exist is not an error",
+     [("--timeout", "seconds to wait for the deletion (default: %(default)s)", {**_SECONDS, "default": 1800.0})]),
 ]  # fmt: skip
 
 

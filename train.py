@@ -1,6 +1,6 @@
 """Train on a TPU slice, on a Ray cluster or in several processes of this machine, from this driver.
 
-Whatever dies meanwhile, the run goes on from its newest checkpoint; the same command takes it up again. See docs/driver.md.
+After any failure the run continues from its newest checkpoint, and so it does after the same command. See docs/driver.md.
 """
 
 from mesh_transformer.runtime import cli
@@ -14,7 +14,7 @@ def main() -> int:
     parser = cli.parser(__doc__.split("\n")[0], needs_config=True)
     Place.add_arguments(parser)
     parser.add_argument(
-        "--new", action="store_true", help="delete what this run has written, then start at step 0"
+        "--new", action="store_true", help="delete the files of this run, then start at step 0"
     )
     parser.add_argument("--yes", action="store_true", help="with --new: delete without asking")
     parser.add_argument(
@@ -22,10 +22,10 @@ def main() -> int:
         type=int,
         choices=[1, 2],
         default=1,
-        help="what mesh.tp cores split: 1, the matrices (tensor parallelism); 2, weights and moments (as mesh.fsdp) (default: 1)",
+        help="how the mesh.tp cores of a replica share the model: 1, tensor parallelism; 2, as with mesh.fsdp (default: 1)",
     )
     cli.add_tuning(parser)
-    return commands.train(parser.parse_args())
+    return commands.train(cli.parse_tuned(parser))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What --help says: every option of every entry point has a text, in plain words."""
+"""--help describes every option of every command."""
 
 import re
 import runpy
@@ -12,20 +12,20 @@ ENTRY_POINTS = (
     "resharding_example", "slim_model", "to_hf_weights", "tpu_utils", "tpu_utils create", "tpu_utils run", "train",
 )  # fmt: skip
 DRIVER = (
-    "--wheelhouse DIR install on the hosts from the wheels in DIR (no internet)",
-    "--preemptible cheaper capacity that the cloud may stop at any time",
-    "--price P price of one chip per hour; the cost of the run is printed",
-    "--user USER login name on the hosts (default: your name here)",
+    "--wheelhouse DIR install the hosts' packages from the wheels in DIR, without internet",
+    "--preemptible cheaper capacity that the cloud may preempt at any time",
+    "--price P price of a chip-hour; the driver prints the cost of the run",
+    "--user USER login name on the hosts (default: your login name on this machine)",
 )
 TEXTS = {
     "train": (
         *DRIVER,
-        "--fresh-opt with --tune-model-path: do not load its optimizer state; start with a fresh one",
-        "--ignore-keys KEY,... leave these keys of the config file out",
+        "--fresh-opt with --tune-model-path: start with fresh optimizer state instead of loading it",
+        "--ignore-keys KEY,... ignore these keys of the config file",
     ),
     "eval_harness": DRIVER,
-    "device_train": ("do not load its optimizer state; start with a fresh one",),
-    "tpu_utils create": ("--user USER login name on the hosts (default: your name here)",),
+    "device_train": ("start with fresh optimizer state instead of loading it",),
+    "tpu_utils create": ("--user USER login name on the hosts (default: your login name on this machine)",),
 }
 
 

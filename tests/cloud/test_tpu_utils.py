@@ -42,7 +42,7 @@ def test_life_of_a_tpu(api: TpuApi, tmp_path: Path) -> None:
     assert listed == ["a", "v3-32", "spot", "4", "hosts", "queue", "ACTIVE,", "READY"]
     assert tool(api, tmp_path, "describe", "a")[0] == output
     assert tool(api, tmp_path, "delete", "a")[0] == "a: deleted\n"
-    assert tool(api, tmp_path, "delete", "a")[0] == "a: there is none in europe-west4-a of test\n"
+    assert tool(api, tmp_path, "delete", "a")[0] == "a: not found in europe-west4-a of test\n"
     assert tool(api, tmp_path, "list")[0] == "no TPUs in europe-west4-a of test\n"
 
 
@@ -86,7 +86,7 @@ def test_refused_and_failed(api: TpuApi, tmp_path: Path) -> None:
 
 
 def test_interrupted_while_waiting(api: TpuApi, tmp_path: Path) -> None:
-    """Ctrl-C says what goes on, and the same command takes it up again."""
+    """Ctrl-C prints that the request continues; the same command waits for it again."""
     api.capacity["v3-8"] = 0
     arguments = ("create", "a", "--type", "v3-8", "--queued", *ZONE)
     process = commands.start(
@@ -98,7 +98,7 @@ def test_interrupted_while_waiting(api: TpuApi, tmp_path: Path) -> None:
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     output, errors = commands.finish(process, 130)
-    assert "interrupted: what was asked for goes on. `python tpu_utils.py delete a" in output
+    assert "interrupted: the request continues. `python tpu_utils.py delete a" in output
     assert "Traceback" not in errors
     api.capacity["v3-8"] = 1
     assert "a: ready" in commands.run("tpu_utils.py", *arguments, cwd=tmp_path, HOME=str(tmp_path), **api.environment())[0]  # fmt: skip

@@ -33,8 +33,6 @@ def train(given: argparse.Namespace) -> int:
     """
     place = Place.of(given)
     source = {"tune_model_path": given.tune_model_path, "fresh_opt": given.fresh_opt}
-    if given.fresh_opt and not given.tune_model_path:
-        raise UserError("--fresh-opt drops the optimizer state of --tune-model-path: give that too")
     logs.set_up()
     config = as_version(load_config(given.config_path, given.overrides), given.version)
     if given.new:

@@ -32,21 +32,21 @@ from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
 from mesh_transformer.stop_signals import StopSignals
 
-# flags, help, what else argparse is to know
+# flags, help text, further arguments of add_argument
 _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("--tpu", "run on this TPU slice; it is created if it does not exist", {"metavar": "NAME"}),
     ("--tpu_region --tpu-region", "zone of the slice, such as europe-west4-a", {"metavar": "ZONE"}),
     ("--tpu-type", "type of the slice, such as v4-32 (default: v3-N, N being mesh.tpu_size)", {"metavar": "T"}),
-    ("--environment", "Python environment that the hosts already have (default: a new one is installed)", {"metavar": "DIR"}),
-    ("--wheelhouse", "install on the hosts from the wheels in DIR (no internet)", {"metavar": "DIR"}),
-    ("--user", "login name on the hosts (default: your name here)", {}),
-    ("--ssh-key", "private key for the login (default: gcloud's, else the first one in ~/.ssh)", {"metavar": "FILE"}),
-    ("--preemptible", "cheaper capacity that the cloud may stop at any time", {"action": "store_true"}),
+    ("--environment", "existing Python environment on the hosts (default: install a new one)", {"metavar": "DIR"}),
+    ("--wheelhouse", "install the hosts' packages from the wheels in DIR, without internet", {"metavar": "DIR"}),
+    ("--user", "login name on the hosts (default: your login name on this machine)", {}),
+    ("--ssh-key", "private SSH key (default: that of gcloud, or the first one in ~/.ssh)", {"metavar": "FILE"}),
+    ("--preemptible", "cheaper capacity that the cloud may preempt at any time", {"action": "store_true"}),
     ("--ray-address", "run on this Ray cluster, HOST:PORT or auto", {"metavar": "A"}),
     ("--processes", "run in N processes on this machine", {"type": int, "metavar": "N"}),
-    ("--env", "environment variable of the workers; may be given several times",
+    ("--env", "environment variable of the workers; may be repeated",
      {"action": "append", "default": [], "metavar": "NAME=VALUE"}),
-    ("--price", "price of one chip per hour; the cost of the run is printed", {"type": float, "metavar": "P"}),
+    ("--price", "price of a chip-hour; the driver prints the cost of the run", {"type": float, "metavar": "P"}),
 )  # fmt: skip
 # Ray holds no more than some batches; and where a node has CPUs to give it starts an idle process for each of them.
 STORE = ("--object-store-memory=1000000000",)

@@ -41,8 +41,6 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
     """
     logs.set_up()
     config = load_config(config_path, overrides)
-    if fresh_opt and not tune_model_path:
-        raise UserError("--fresh-opt drops the optimizer state of --tune-model-path: give that too")
     ending = train(config, start.Source(tune_model_path, fresh_opt))
     if jax.process_index() == 0:
         log.info("%s", ending.told(config_path, overrides))
