@@ -1,4 +1,4 @@
-"""Random weights for the benchmarks, in our form and in those of the peers."""
+"""Random weights for the benchmarks, in our format and in those of the peers."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from common import config_of
 
 
 def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
-    """Random weights in the native form, and for the peers in theirs. Returns the native folder."""
+    """Write random weights in the native format, and in the formats of the peers. Returns the native folder."""
     import jax
 
     from mesh_transformer.checkpoint.store import CheckpointStore
@@ -29,7 +29,7 @@ def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
 
 
 def load_torch(folder: str) -> Any:
-    """The Hugging Face form in torch, on the GPU if there is one."""
+    """Load the Hugging Face folder with torch, on the GPU if there is one."""
     import torch
     from transformers import GPTJForCausalLM
 
@@ -38,7 +38,7 @@ def load_torch(folder: str) -> Any:
 
 
 def convert_to_ctranslate2(folder: Path) -> None:
-    """CTranslate2's form of the Hugging Face folder; it wants words, the benchmark ids."""
+    """Convert the Hugging Face folder to CTranslate2's format, with a vocabulary of words, which CTranslate2 needs."""
     from ctranslate2.converters import TransformersConverter
     from transformers import AutoConfig
 
@@ -47,7 +47,7 @@ def convert_to_ctranslate2(folder: Path) -> None:
 
 
 def save_words(folder: Path, n_vocab: int) -> None:
-    """A tokenizer of as many made-up words as a model has tokens."""
+    """Write a tokenizer with one artificial word for each token of a model."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: child processes that run in turn, and one JSON object of results on standard output."""
+"""Shared code of the benchmarks: child processes that run in turn, and results as one JSON object on standard output."""
 
 import argparse
 import json
@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path += [str(REPO / "tests"), str(REPO)]  # whose helpers serve benchmarks too
+# benchmarks use helpers of the tests
+sys.path += [str(REPO / "tests"), str(REPO)]
 
 
 def parser(
     description: str | None, *, config: str | None = "70M", rounds: int | None = 5
 ) -> argparse.ArgumentParser:
-    """With --config and --set, and --rounds; without them where they are None."""
+    """A parser with --config and --set, unless `config` is None, and with --rounds, unless `rounds` is None."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,7 +36,7 @@ def parser(
 
 
 def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line. A process that `child` has started prints the result of its worker instead, and ends."""
+    """The parsed arguments. In a process that `child` started: run its worker, print the result and exit."""
     made.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     arguments = made.parse_args()
     if arguments.worker:
@@ -46,11 +47,11 @@ def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def child(arguments: argparse.Namespace, **changes: Any) -> dict[str, Any]:
-    """What a process of its own finds: this script with these arguments and changes, one of which, `worker`, names the
-    function that it calls with all of them.
+    """Run this script in a child process with these arguments and changes, and return its result. The change `worker` names
+    the function that the child calls with all arguments.
 
     Raises:
-        RuntimeError: it failed; its output went to standard error.
+        RuntimeError: the child failed; its output is on standard error.
     """
     given = json.dumps({**vars(arguments), **changes})
     again = [sys.executable, os.path.abspath(sys.argv[0]), "--worker", given]
@@ -63,7 +64,7 @@ def child(arguments: argparse.Namespace, **changes: Any) -> dict[str, Any]:
 def in_turn(
     arguments: argparse.Namespace, children: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run every child, which is told by its changes, once, then all again, for --rounds times."""
+    """Run each child, defined by its changes, once, and repeat that --rounds times."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in children}
     for number in range(arguments.rounds):
         for name, changes in children.items():
@@ -80,20 +81,20 @@ def command(program: str, config: str, overrides: Sequence[str], *more: str) -> 
 
 
 def config_of(arguments: argparse.Namespace) -> Any:
-    """What --config and --set say."""
+    """The config of --config and --set."""
     from mesh_transformer.config import load_config
 
     return load_config(arguments.config, arguments.overrides)
 
 
 def random_tokens(config: Any, accumulation: int, batch: int) -> np.ndarray:
-    """A batch, int32 (accumulation, batch, seq + 1)."""
+    """A random batch, int32 (accumulation, batch, seq + 1)."""
     shape = (accumulation, batch, config.seq + 1)
     return np.random.default_rng(0).integers(0, min(config.model.n_vocab, 50257), shape, dtype=np.int32)
 
 
 class OwnStep:
-    """The config's own step, as the trainer builds it, on random weights and tokens; a call takes one step."""
+    """The training step of a config, as the trainer builds it, on random weights and tokens. A call runs one step."""
 
     def __init__(self, config: Any):
         import jax
@@ -116,23 +117,23 @@ class OwnStep:
 
 
 def medians(records: Sequence[Mapping[str, Any]], *keys: str) -> dict[str, float]:
-    """The medians of some figures of all rounds; of all figures if none is named."""
+    """The medians over all rounds of the figures `keys`, or of all figures."""
     return {key: median([record[key] for record in records]) for key in keys or records[0]}
 
 
 def median(values: Sequence[float]) -> float:
-    """To four significant digits."""
+    """The median, to four significant digits."""
     return float(f"{statistics.median(values):.4g}")
 
 
 def peak_memory_mib() -> int:
-    """The largest resident set of this process so far (VmHWM; getrusage would count the parent's at the fork too)."""
+    """The peak resident set of this process (VmHWM; getrusage would include that of the parent at the fork)."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) // 1024
 
 
 def own_peak_memory_mib() -> float:
-    """That of the device, where JAX counts it, else of this process."""
+    """The peak memory of the device, if JAX reports it, else of this process."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -140,7 +141,7 @@ def own_peak_memory_mib() -> float:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """A description of this machine."""
     there = {package.name: package.version for package in metadata.distributions()}
     packages = ("jax", "jaxlib", "torch", "transformers")
     return {
@@ -153,30 +154,30 @@ def machine() -> dict[str, Any]:
 
 
 def emit(result: Mapping[str, Any]) -> None:
-    """One line of JSON on standard output."""
+    """Print one line of JSON to standard output."""
     sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
 
 
 def report(result: Mapping[str, Any]) -> None:
-    """The result of this benchmark, with the machine that it was measured on, as one line of JSON."""
+    """Print the result of this benchmark, with the description of the machine, as one line of JSON."""
     emit({"benchmark": Path(sys.argv[0]).stem, **result, "machine": machine()})
 
 
 def end(differences: Sequence[str]) -> None:
-    """Exit with code 1 if results that must be the same are not, and say where, on standard error."""
+    """Print differences between results that must be equal to standard error; exit with code 1 if there are any."""
     for difference in differences:
-        say(f"not the same: {difference}")
+        say(f"different: {difference}")
     if differences:
         raise SystemExit(1)
 
 
 def say(text: str) -> None:
-    """A line for people, on standard error."""
+    """Print a line to standard error."""
     sys.stderr.write(text + "\n")
 
 
 def _processor() -> str:
-    told = Path("/proc/cpuinfo")
-    name = re.search("^model name.*: (.+)", told.read_text(), re.MULTILINE) if told.exists() else None
+    info = Path("/proc/cpuinfo")
+    name = re.search("^model name.*: (.+)", info.read_text(), re.MULTILINE) if info.exists() else None
     return name[1] if name else platform.processor()

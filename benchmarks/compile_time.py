@@ -1,8 +1,8 @@
-"""Compile time of the train step for few and many layers, and what the second start of a run compiles.
+"""Compile time of the training step with few and with many layers, and the programs that a second start compiles.
 
     python benchmarks/compile_time.py
 
-Without the compile cache, each compilation in a process of its own, in turn. Then `device_train.py` twice, with a
+Each compilation runs in a process of its own, in turn, without the compile cache. Then `device_train.py` runs twice with a
 cache folder that is empty at first.
 """
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def compile_once(arguments: argparse.Namespace) -> dict[str, float]:
-    """Trace, lower and compile the step; nothing is allocated."""
+    """Trace, lower and compile the step, without allocating arrays."""
     from mesh_transformer.runtime.session.session import Session
     from mesh_transformer.train.step import TrainProgram, compile_step
 

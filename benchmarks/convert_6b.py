@@ -1,16 +1,16 @@
-"""Memory and speed of converting GPT-J-6B, against `cp -r`: 8 classic shards to 1, to native, to Hugging Face and back.
+"""Memory and speed of conversions of GPT-J-6B, compared with `cp -r`: 8 classic shards to 1, to native, to Hugging Face and back.
 
     python benchmarks/convert_6b.py --folder SCRATCH [--config configs/6B_roto_256.json] [--turns 3]
 
-A random slim checkpoint (12 GB for the 6B config) is made in SCRATCH. Each conversion runs in a process of its own, right
-after a `cp -r` of the folder that it reads; both begin with nothing left to be written to the disk, and neither waits
-for the disk at its end. Peak memory is VmHWM of that process, which counts its own pages and those of mapped files,
-not the page cache. Prints one JSON object a line. Needs Linux and room for three checkpoints.
+The benchmark writes a random slim checkpoint (12 GB for the 6B config) to SCRATCH. Each conversion runs in a process of its
+own, right after a `cp -r` of its input. Both start after a sync of the disk, and neither syncs at its end. Peak memory is
+VmHWM of the process, which counts its own pages and those of mapped files, but not the page cache. Each line of the output
+is a JSON object. This needs Linux and space for three checkpoints.
 
     python benchmarks/convert_6b.py --folder SCRATCH --sample [--set compute.dtype=float32]
 
-In place of the conversions: the peak memory of device_sample.py, 8 tokens of one prompt on CPU, over that of a tiny model,
-as a ratio to the bytes of the weights in compute.dtype.
+With --sample: the peak memory of device_sample.py for 8 tokens of one prompt on CPU, minus that of a tiny model, divided by
+the size of the weights in compute.dtype.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 from common import REPO, child, command, config_of, emit, parse, parser, peak_memory_mib
 
-# The package's checkpoints need jax, which is imported where they are used: a process starts with its parent's peak.
+# The package's checkpoints need jax. Functions import them, because a process starts with the peak memory of its parent.
 SHARDS, STEP = 8, 1
 DTYPE = ["mesh.tp=1", "mesh.dp=1", "compute.dtype=bfloat16"]
 TINY = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 512, "pe_rotary_dims": 8}
@@ -34,7 +34,7 @@ BLOCK = 1 << 20
 
 
 class RandomSource:
-    """Parameters of a model, bfloat16: a block of random numbers over and over."""
+    """Parameters of a model, bfloat16: a repeated block of random numbers."""
 
     where, extra = "random", dict[str, object]()
 
@@ -54,8 +54,7 @@ class RandomSource:
 
 
 def convert(arguments: argparse.Namespace) -> dict[str, float]:
-    """One conversion, or the making of what the others read; then the seconds that it took, and the peak memory of this
-    process in MiB."""
+    """Run one conversion, or write the input of the others. Returns its seconds and the peak memory of this process in MiB."""
     began = time.perf_counter()
     from mesh_transformer.checkpoint.classic.source import ClassicSource
     from mesh_transformer.checkpoint.classic.writer import write_classic
@@ -82,13 +81,13 @@ def convert(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace, what: str, source: Path, target: Path) -> dict[str, float]:
-    """What `convert` reports, with nothing of what came before left to be written to the disk."""
+    """The report of `convert`, after a sync of the disk."""
     os.sync()
     return child(arguments, worker="convert", what=what, source=str(source), target=str(target))
 
 
 def compare(arguments: argparse.Namespace, what: str, source: Path, target: Path) -> None:
-    """A copy and a conversion, one after the other, as one line of JSON; the conversion's result is left."""
+    """Run a copy and then a conversion, and print one line of JSON. The output of the conversion stays."""
     copy = target.with_name("copy")
     for _ in range(arguments.turns):
         shutil.rmtree(target, ignore_errors=True)
@@ -103,7 +102,7 @@ def compare(arguments: argparse.Namespace, what: str, source: Path, target: Path
 
 
 def sample(arguments: argparse.Namespace, folder: Path) -> None:
-    """One sample of a tiny model and of the config's, as one line of JSON."""
+    """Sample from a tiny model and from that of the config, and print one line of JSON."""
     found = {}
     for name, model in {"tiny": TINY, "whole": {}}.items():
         tiny = [f"model.{field}={value}" for field, value in model.items()]
@@ -113,7 +112,8 @@ def sample(arguments: argparse.Namespace, folder: Path) -> None:
         asked = ["--ckpt", str(target), "--prompt-tokens", "1,2,3", "--max-new-tokens", "8"]
         sampling = command("device_sample.py", arguments.config, arguments.overrides, *asked)
         began = time.perf_counter()
-        environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # both compile
+        # without the cache both compile
+        environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}
         process = subprocess.Popen(sampling, cwd=REPO, env=environment, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
@@ -129,13 +129,15 @@ def sample(arguments: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     made = parser(__doc__, config="6B_roto_256", rounds=None)
-    made.add_argument("--folder", help="a new folder to work in, which is deleted at the end")
+    made.add_argument("--folder", help="a new folder for the checkpoints, deleted at the end")
     made.add_argument("--sample", action="store_true", help="measure device_sample.py instead")
-    made.add_argument("--turns", type=int, default=1, help="times that each is measured")
+    made.add_argument(
+        "--turns", type=int, default=1, help="measurements of each conversion (default: %(default)s)"
+    )
     os.environ["JAX_PLATFORMS"] = "cpu"
     arguments = parse(made)
     if arguments.folder is None:
-        made.error("--folder is needed")
+        made.error("--folder is required")
     folder = Path(arguments.folder)
     folder.mkdir(parents=True)
     try:
@@ -146,7 +148,7 @@ def main() -> None:
 
 
 def report(arguments: argparse.Namespace, folder: Path) -> None:
-    """Each conversion as one line of JSON."""
+    """Measure each conversion, and print one line of JSON for each."""
     classic, theirs, converted = folder / f"step_{STEP}", folder / "hf", folder / "converted"
     found = measure(arguments, "make", classic, classic)
     size = sum(file.stat().st_size for file in classic.rglob("*") if file.is_file())

@@ -1,10 +1,10 @@
-"""What a driver costs: a job of several workers with a driver that streams its data, beside the same job without a driver.
+"""Overhead of a driver: a job of several workers with a driver that streams the data, compared with a job without a driver.
 
     python benchmarks/driver_overhead.py [--workers 4] [--ray-address A] [--rounds 3]
 
-Without --ray-address the workers are processes of this machine, and batches go to them through pipes; with it, they go through
-Ray's object store to the hosts of that cluster, whose workers must have as many devices as XLA_FLAGS gives here. The step is made to take about a second on two cores. Results are JSON on
-standard output; the last line holds the medians.
+Without --ray-address the workers are processes of this machine, and batches reach them through pipes. With it, batches reach
+the hosts of that cluster through Ray's object store; each worker must have as many devices as XLA_FLAGS sets here. A step
+takes about a second on two cores. The results are JSON on standard output; the last line holds the medians.
 """
 
 import argparse
@@ -15,21 +15,24 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import common  # finds the helpers of tests/
+# adds the helpers of tests/ to the path
+import common
 from support.commands import finish, free_port, metrics, start
 
-STEPS, SKIPPED = 14, 4  # the first steps compile and fill buffers
+# the first steps compile and fill buffers
+STEPS, SKIPPED = 14, 4
 TARGET = 0.05
 SEQ = 256
-RUN_S = 1800.0  # after which a run has failed
+# time limit of a run
+RUN_S = 1800.0
 
 
 def main() -> None:
     """Measure in turn, and print the result."""
     made = common.parser(__doc__, config=None, rounds=3)
     made.add_argument("--workers", type=int, default=4)
-    made.add_argument("--ray-address", help="a cluster with that many numbered hosts")
-    made.add_argument("--tokens", type=int, default=8192, help="of a step (default %(default)s)")
+    made.add_argument("--ray-address", help="a Ray cluster with as many numbered hosts as there are workers")
+    made.add_argument("--tokens", type=int, default=8192, help="tokens per step (default: %(default)s)")
     arguments = made.parse_args()
     seconds: dict[str, list[float]] = {"without": [], "with": []}
     with tempfile.TemporaryDirectory() as name:
@@ -75,7 +78,7 @@ def _start(program: str, folder: Path, run: str, *more: str, **environment: str)
 
 
 def _without(folder: Path, arguments: argparse.Namespace, run: str) -> float:
-    """Each process reads its own share."""
+    """The seconds of a step without a driver: each process reads its own share of the data."""
     job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(arguments.workers)}
     numbers = range(arguments.workers)
     processes = [_start("device_train.py", folder, run, **job, JAX_PROCESS_ID=str(i)) for i in numbers]
@@ -94,7 +97,7 @@ def _with(folder: Path, arguments: argparse.Namespace, run: str) -> float:
 
 
 def _step_s(run: Path, tokens: int) -> float:
-    """Seconds of a step of so many tokens, median of those that count."""
+    """Median seconds of a step of `tokens` tokens, without the first and the last steps."""
     records = metrics(run)[SKIPPED:-1]
     return statistics.median(tokens // SEQ * SEQ / record["train/tokens_per_sec"] for record in records)
 

@@ -1,12 +1,11 @@
-"""Evaluation speed: PIQA by our harness adaptor and by lm-eval's own `hf` model (torch), same weights, in turn.
+"""Evaluation speed on PIQA: our adaptor of the harness and lm-eval's own `hf` model (torch), with the same weights, in turn.
 
     pip install -e '.[eval,torch]'
     python benchmarks/evaluate.py --data-dir D      # D/piqa; configs/70M.json, random weights, 300 questions, 5 rounds
 
-Each run is a process of its own. Examples a second: questions (two log-likelihoods each) over the time of the harness's
-`loglikelihood`, tokenization included, after one pass to warm up; what loads a model is left out. `hf` runs with several batch
-sizes, of which the fastest counts. Each request's log-likelihood must be the same on both sides, but for ROUNDING: else the exit
-code is 1.
+Each run is a process of its own. Examples per second are questions (two log-likelihoods each) divided by the time of the
+harness's `loglikelihood`, with tokenization but without loading the model, after one warm-up pass. `hf` runs with several
+batch sizes; the fastest is compared. The log-likelihoods of both sides must be equal up to ROUNDING, or the exit code is 1.
 """
 
 import argparse
@@ -19,19 +18,20 @@ import numpy as np
 from checkpoint import load_torch, make_checkpoint
 from common import REPO, config_of, end, in_turn, medians, parse, parser, peak_memory_mib, report
 
-# in units of the compute dtype's epsilon, of a request's value: two programs' roundings in its layers and in its sum
+# largest relative difference, in units of the compute dtype's epsilon: the two programs round differently
 ROUNDING = 8
 
 
 def main() -> None:
     made = parser(__doc__)
-    made.set_defaults(peers="torch")  # that a checkpoint is made for
+    # the peers for which make_checkpoint writes weights
+    made.set_defaults(peers="torch")
     shared = REPO.parent / "shared/data"
     made.add_argument("--data-dir", default=str(shared), help="folder that holds piqa/")
     made.add_argument(
         "--tokenizer", default=str(shared / "gpt2_tokenizer"), help="folder of GPT-2's tokenizer"
     )
-    made.add_argument("--limit", type=int, default=300, help="questions")
+    made.add_argument("--limit", type=int, default=300, help="number of questions (default: %(default)s)")
     made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="batch sizes of `hf`")
     arguments = parse(made)
     with tempfile.TemporaryDirectory() as arguments.folder:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Medians over the rounds, and the ratio to the fastest batch size of the peer."""
+    """Medians over the rounds, and the ratio to the peer with its fastest batch size."""
     result: dict[str, Any] = {"config": arguments.config, "questions": arguments.limit}
     expected = runs["ours"][0]["scores"]
     for name, records in runs.items():
@@ -57,16 +57,16 @@ def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace
 
 
 def differences(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Where a log-likelihood is not that of our first run."""
+    """The log-likelihoods that differ from those of our first run."""
     found, first = [], runs["ours"][0]
     expected = np.asarray(first["scores"])
     for name, records in runs.items():
         for number, record in enumerate(records, 1):
             scores = np.asarray(record["scores"])
-            # a log-likelihood near 0 is still the difference of numbers of about 1 or more
+            # a log-likelihood near 0 is a difference of numbers of 1 or more, whose rounding counts
             size = np.maximum(np.abs(expected), 1)
             allowed = ROUNDING * max(first["epsilon"], record["epsilon"]) * size
-            # what is no number is not the same
+            # not `>`: NaN is different too
             for request in np.flatnonzero(~(np.abs(scores - expected) <= allowed)):
                 values = f"{scores[request]}, not {expected[request]}"
                 found.append(f"{name}, round {number}, request {request}: {values}")
@@ -74,7 +74,7 @@ def differences(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
-    """As eval_harness.py does it."""
+    """Our adaptor, as eval_harness.py uses it."""
     import jax.numpy as jnp
 
     from mesh_transformer import platforms
@@ -114,7 +114,7 @@ def hf(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(lm: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The second of two passes."""
+    """The rate and the scores of the second of two passes."""
     from mesh_transformer.runtime.evaluation.tasks import Tasks
 
     tasks = Tasks(["piqa"], data_dir=arguments.data_dir, limit=arguments.limit)

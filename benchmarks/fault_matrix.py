@@ -1,9 +1,9 @@
-"""Every fault of docs/reliability.md, injected for real into one run on the pod of hosts; how long each took to be seen and mended.
+"""Injects every fault of docs/reliability.md into a run on a pod of local hosts; measures the time to detect and to recover from each.
 
     python benchmarks/fault_matrix.py [--faults "worker killed" ...] > matrix.json
 
-Needs root, and what tests/pod needs. A run to which nothing happens comes first: every number of the other one must equal
-its. JSON on standard output, one line for each fault and one for both runs.
+This needs root, and what tests/pod needs. A run without faults comes first; all metrics of the other run must equal its
+metrics. The output is JSON on standard output, one line for each fault and one for both runs.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ END_S = 600
 
 
 def main() -> None:
-    """Run both runs, and print what was measured."""
+    """Run both runs and print the measurements."""
     names = [*FAULTS, DRIVER_KILLED]
     made = parser(__doc__, config=None, rounds=None)
     made.add_argument("--faults", nargs="*", choices=names, default=names, metavar="NAME")
@@ -46,7 +46,8 @@ def main() -> None:
         records = same_numbers(straight / "run", folder / "run")
         report(
             {
-                "equal_in_every_bit": True,  # else `same_numbers` has raised
+                # `same_numbers` raises otherwise
+                "equal_in_every_bit": True,
                 "steps": steps,
                 "steps_redone": records[-1]["train/steps_redone"],
                 "seconds": round(time.monotonic() - began, 1),
@@ -62,12 +63,12 @@ def _befall(drivers: PodDrivers, run: Driver, name: str, number: int, stack: con
     else:
         recovery = befall(drivers, run, FAULTS[name], number)
     emit(asdict(recovery))
-    say(f"{name}: seen after {recovery.seen_after_s} s, then {recovery.next_step_after_s} s")
+    say(f"{name}: detected after {recovery.seen_after_s} s, next step {recovery.next_step_after_s} s later")
     return run
 
 
 def _breakdown(run: Driver) -> dict[str, float]:
-    """When the driver showed what, in seconds since the command was given."""
+    """The times of the driver's phases, in seconds since the start of the command."""
     marks = {"hosts_up": "is up: ", "mesh_formed": "parameters;", "first_step": "training "}
     found = {}
     for name, part in marks.items():

@@ -1,13 +1,14 @@
-"""Prefill and decode against Hugging Face transformers (torch) and CTranslate2, in turn, with the same weights.
+"""Speed of prefill and decode, compared with Hugging Face transformers (torch) and CTranslate2, with the same weights, in turn.
 
     pip install torch==2.13.0 ctranslate2
     python benchmarks/generate.py                # configs/70M.json, float32, batch 1 and 8, 128 + 64 tokens, 5 rounds
     python benchmarks/generate.py --peers none --config C --ckpt D --batches 1 8 64     # such as on a GPU
 
-Each run is a process of its own. Prefill: tokens a second up to and with the first new token; decode: new tokens a
-second after it. The memory rate is that of reading a large matrix for a product with one row; the share of it says how far a
-decode step is from reading every weight once. Transformers runs with the cache that it takes by itself, with its static one, and with
-that one and torch.compile; of the three the fastest counts. All programs must choose the same tokens, greedily: else the exit code is 1.
+Each run is a process of its own. The prefill rate is prompt tokens per second until the first new token; the decode rate is
+new tokens per second after it. The memory rate is that of reading a large matrix for a product with one row. The share of
+the memory rate compares a decode step with one read of all weights. Transformers runs with its default cache, with its
+static cache, and with the static cache and torch.compile; the fastest of the three is compared. All programs must choose
+the same tokens by greedy decoding, or the exit code is 1.
 """
 
 import argparse
@@ -38,10 +39,10 @@ RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
 
 def main() -> None:
     made = common.parser(__doc__)
-    made.add_argument("--ckpt", help="weights of the config; random ones if absent")
+    made.add_argument("--ckpt", help="checkpoint of the config's model (default: random weights)")
     made.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     made.add_argument("--peers", choices=list(PEERS), default="all")
-    made.add_argument("--plot", metavar="PNG", help="draw the rates")
+    made.add_argument("--plot", metavar="PNG", help="write a bar chart of the rates")
     arguments = common.parse(made)
     with tempfile.TemporaryDirectory() as arguments.folder:
         arguments.ckpt = arguments.ckpt or make_checkpoint(arguments, Path(arguments.folder))
@@ -76,7 +77,7 @@ def summary(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace
 
 
 def differences(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Where a run chose other tokens than our first one of its batch."""
+    """The first token of each sequence that differs from our first run with the same batch size."""
     found = []
     for name, records in runs.items():
         for number, record in enumerate(records if name != "memory" else [], 1):
@@ -90,7 +91,7 @@ def differences(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def plot(result: dict[str, Any], path: str) -> None:
-    """Bars of the medians, prefill and decode, by batch and program."""
+    """Draw the median rates of prefill and decode as bars, by batch size and program."""
     from matplotlib.figure import Figure
 
     measured = {tuple(words): value for name, value in result.items() if len(words := name.split()) == 2}
@@ -102,7 +103,7 @@ def plot(result: dict[str, Any], path: str) -> None:
         bars = axis.grouped_bar(rates, tick_labels=[f"batch {batch}" for batch in batches])
         for one in bars.bar_containers:
             axis.bar_label(one, fmt="{:,.0f}", fontsize=8)
-        axis.set(title=key.partition("_")[0], ylabel="tokens a second")
+        axis.set(title=key.partition("_")[0], ylabel="tokens per second")
     axes[0].legend(fontsize=8, loc="upper left")
     axes[0].margins(y=0.25)
     axes[1].margins(y=0.1)
@@ -110,7 +111,7 @@ def plot(result: dict[str, Any], path: str) -> None:
 
 
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The engine, as device_serve.py and device_sample.py use it."""
+    """Our engine, as device_serve.py and device_sample.py use it."""
     from mesh_transformer import platforms
     from mesh_transformer.infer.programs import MAX_STEPS
     from mesh_transformer.infer.requests import Piece, SamplingParams
@@ -144,7 +145,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def transformers(arguments: argparse.Namespace, **how: Any) -> dict[str, Any]:
-    """GPTJForCausalLM.generate in torch, greedy; `how`: further options of `generate`."""
+    """GPTJForCausalLM.generate in torch, greedy. `how` holds further options of `generate`."""
     import torch
 
     model = load_torch(arguments.folder)
@@ -158,21 +159,22 @@ def transformers(arguments: argparse.Namespace, **how: Any) -> dict[str, Any]:
     return measured(generate, arguments)
 
 
-# with a cache of fixed shape, and nothing compiled
+# with a static cache, and without compiling
 transformers_static = partial(transformers, cache_implementation="static", disable_compile=True)
 
 
 def transformers_compiled(arguments: argparse.Namespace) -> dict[str, Any]:
-    """With a cache of fixed shape, and the decode step compiled, on CPU too."""
+    """With a static cache and a compiled decode step, on CPU too."""
     from transformers import CompileConfig
 
     config = CompileConfig(mode="default")
-    config._compile_all_devices = True  # without it transformers compiles for accelerators alone
+    # by default transformers compiles only for accelerators
+    config._compile_all_devices = True
     return transformers(arguments, cache_implementation="static", compile_config=config)
 
 
 def ctranslate2(arguments: argparse.Namespace) -> dict[str, Any]:
-    """CTranslate2's generator in float32 on all cores, greedy."""
+    """CTranslate2's generator, in float32 on all cores, greedy."""
     import ctranslate2 as ct2
 
     threads = os.cpu_count() or 1
@@ -188,7 +190,7 @@ def ctranslate2(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(generate: Callable[[int], Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The rates of a peer's `generate(new)`, which gives the new tokens."""
+    """The rates of a peer's `generate(new)`, which returns `new` tokens per sequence."""
 
     def run() -> tuple[float, float, Any]:
         began = time.perf_counter()
@@ -201,7 +203,7 @@ def measured(generate: Callable[[int], Any], arguments: argparse.Namespace) -> d
 
 
 def memory(_: argparse.Namespace) -> dict[str, Any]:
-    """Gigabytes a second of a product of one row with a matrix far beyond the caches."""
+    """The memory rate: gigabytes per second of a product of one row with a matrix much larger than the caches."""
     import jax
     import jax.numpy as jnp
 
@@ -212,7 +214,7 @@ def memory(_: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(run: Any, batch: int) -> dict[str, Any]:
-    """Medians over some runs after one to warm up."""
+    """Median rates of REPEATS runs, after one warm-up run."""
     run()
     firsts, rests, tokens = zip(*(run() for _ in range(REPEATS)), strict=True)
     return {
@@ -224,7 +226,7 @@ def timed(run: Any, batch: int) -> dict[str, Any]:
 
 
 def weight_bytes(config: Any) -> int:
-    """What a decode step reads of the weights: all but the embedding, of which it reads a row."""
+    """Bytes of weights that a decode step reads: all except the embedding, of which it reads a row."""
     from mesh_transformer.runtime.session.session import Session, count_parameters
 
     placement = Session.open(config).placement

@@ -1,10 +1,9 @@
-"""Where a train step's time goes on CPU: by part of the model and by kind of work, with the rate of the products.
+"""Profile of a training step on CPU: time by part of the model and kind of operation, and the rate of the matrix products.
 
     python benchmarks/profile_step.py [--config C] [--set k=v] [--plot profile.png] [--top 15]
 
-Traces one step of the trainer's own program with JAX's profiler and joins each executed operation with the
-optimised HLO. XLA for CPU runs independent operations on several threads at once, so that thread seconds add up
-to more than the step.
+Traces one step of the trainer's own program with JAX's profiler and looks each executed operation up in the optimized HLO.
+XLA runs independent operations on several threads at once on CPU, so that the sum of thread seconds exceeds the step time.
 """
 
 import argparse
@@ -22,21 +21,24 @@ from support.hlo import Array, Instruction, computations
 
 PARTS = ["head and loss", "attention", "layers: q, k, v, o, ff", "embedding and rest", "optimizer"]
 KINDS = ["matrix products", "element by element", "sums and maxima", "copies and transposes"]
-COLOURS = ["#4c72b0", "#dd8452", "#55a868", "#c44e52"]
+COLORS = ["#4c72b0", "#dd8452", "#55a868", "#c44e52"]
 
 
 class Operation(NamedTuple):
-    """One instruction of the optimised program."""
+    """One instruction of the optimized program."""
 
     part: str
     kind: str
-    flops: int  # of its products, each time it runs
+    # of the matrix products in one execution
+    flops: int
 
 
 def main() -> None:
     made = parser(__doc__, rounds=None)
-    made.add_argument("--plot", help="write a picture")
-    made.add_argument("--top", type=int, default=12, help="longest operations to list")
+    made.add_argument("--plot", metavar="PNG", help="write a chart")
+    made.add_argument(
+        "--top", type=int, default=12, help="number of longest operations to list (default: %(default)s)"
+    )
     arguments = made.parse_args()
     operations, events, seconds = trace(arguments)
     spent, flops = collections.Counter[tuple[str, str]](), collections.Counter[str]()
@@ -63,7 +65,7 @@ def main() -> None:
 
 
 def trace(arguments: argparse.Namespace) -> tuple[dict[str, Operation], dict[str, list[float]], float]:
-    """Operations by name, the seconds of each of their executions in one traced step, and that of an untraced step."""
+    """Operations by name, the seconds of each of their executions in one traced step, and the seconds of an untraced step."""
     import jax
 
     step = OwnStep(config_of(arguments))
@@ -83,7 +85,7 @@ def trace(arguments: argparse.Namespace) -> tuple[dict[str, Operation], dict[str
 
 
 def read_program(text: str) -> dict[str, Operation]:
-    """The instructions that run on their own: those of the entry and of loop bodies."""
+    """The instructions that are executed by themselves: those of the entry computation and of loop bodies."""
     bodies = computations(text)
     arrays = {one.name: one.arrays[:1] for body in bodies.values() for one in body}
     return {
@@ -134,15 +136,15 @@ def _dot_flops(dot: Instruction, arrays: dict[str, tuple[Array, ...]]) -> int:
 
 
 def plot(result: dict[str, Any], path: str) -> None:
-    """One bar a part, coloured by kind; its length is the share of the thread seconds."""
+    """Draw one bar per part, colored by kind. Its length is the share of the thread seconds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.subplots()
     left = np.zeros(len(PARTS))
-    for kind, colour in zip(KINDS, COLOURS, strict=True):
+    for kind, color in zip(KINDS, COLORS, strict=True):
         widths = np.array([100 * result["shares"][part][kind] for part in PARTS])
-        axes.barh(PARTS, widths, left=left, label=kind, color=colour)
+        axes.barh(PARTS, widths, left=left, label=kind, color=color)
         left += widths
     axes.invert_yaxis()
     axes.set_xlabel(f"% of thread time; the step takes {result['step_seconds']} s")

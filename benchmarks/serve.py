@@ -1,12 +1,12 @@
-"""The server against its own engine: throughput through HTTP, times to the first token and between tokens, cold start.
+"""Speed of the server, compared with its own engine: throughput, time to the first token, gaps between tokens, cold start.
 
     python benchmarks/serve.py            # configs/70M.json, 8 slots, 32 clients, 5 rounds in turn
 
-Engine: the scheduler on the engine in a process of its own, with all requests queued at once. Server: device_serve.py, to which
-32 clients stream the same requests. Both run the same requests in turn; the ratio is that of new tokens a second. Then
-a prompt of 1,000 tokens (or as many as the context has room for) joins running streams, and the gaps between their tokens are
-compared with those before. The cold start is from the process's start to the first token of a completion, with the programs
-on disk. The tokenizer has a made-up word for each token, so that every token is some text.
+The engine runs with the scheduler in a process of its own, with all requests queued at once. The server is device_serve.py,
+to which 32 clients send the same requests and stream the answers. Both run in turn; the ratio is that of new tokens per
+second. Then a prompt of 1,000 tokens (or as many as fit the context) joins running streams, and the gaps between their
+tokens are compared with the gaps before. The cold start is the time from the start of the process to the first token of a
+completion, with compiled programs on disk. The tokenizer has an artificial word for each token, so that each token has text.
 """
 
 import argparse
@@ -39,7 +39,8 @@ def main() -> None:
         arguments.ckpt = make_checkpoint(arguments, Path(folder))
         save_words(Path(folder, "words"), config_of(arguments).model.n_vocab)
         arguments.overrides.append(f"data.tokenizer={folder}/words")
-        child(arguments, worker="server")  # the programs are on disk from here on
+        # after this run the compiled programs are on disk
+        child(arguments, worker="server")
         runs = in_turn(arguments, {name: {"worker": name} for name in ("engine", "server")})
     found = {name: medians(records) for name, records in runs.items()}
     ratio = round(found["server"]["tokens_per_s"] / found["engine"]["tokens_per_s"], 3)
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def engine(arguments: argparse.Namespace) -> dict[str, Any]:
-    """New tokens a second of the scheduler and the engine alone."""
+    """New tokens per second of the scheduler and the engine alone."""
     from mesh_transformer import platforms
     from mesh_transformer.infer.requests import SamplingParams
     from mesh_transformer.infer.scheduler import Scheduler
@@ -57,7 +58,8 @@ def engine(arguments: argparse.Namespace) -> dict[str, Any]:
     made = open_engine(config_of(arguments), arguments.ckpt, slots=arguments.slots)
     list(made.warm_up())
     rates = []
-    for _ in range(2):  # the first warms the machine
+    # the first pass is a warm-up
+    for _ in range(2):
         scheduler = Scheduler(made, max_queue=REQUESTS)
         began = time.perf_counter()
         for number, prompt in enumerate(prompts()):
@@ -68,7 +70,7 @@ def engine(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def server(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same through HTTP, and the delays that clients see."""
+    """New tokens per second through HTTP, and the delays of the clients."""
     with served(arguments) as (url, first_token_s):
         return asyncio.run(_measure(url, arguments, first_token_s))
 
@@ -97,7 +99,8 @@ def served(arguments: argparse.Namespace) -> Any:
 async def _measure(url: str, arguments: argparse.Namespace, first_token_s: float) -> dict[str, Any]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        await asyncio.sleep(10)  # idle: it reads the programs that it did not need yet
+        # the idle server reads the programs that it has not needed yet
+        await asyncio.sleep(10)
         await _all(client, arguments.clients)
         began = time.perf_counter()
         streams = await _all(client, arguments.clients)
@@ -117,7 +120,7 @@ async def _measure(url: str, arguments: argparse.Namespace, first_token_s: float
 
 
 class Stream:
-    """One streamed completion: when its events came, and how many tokens."""
+    """One streamed completion: the times of its events, and its number of tokens."""
 
     def __init__(self) -> None:
         self.began, self.times, self.tokens = time.perf_counter(), list[float](), 0
@@ -140,7 +143,7 @@ class Stream:
 
 
 async def _all(client: httpx.AsyncClient, clients: int) -> list[Stream]:
-    """All requests, by so many clients at a time."""
+    """Send all requests, from `clients` clients at a time."""
     free = asyncio.Semaphore(clients)
 
     async def one(number: int, prompt: list[int]) -> Stream:
@@ -153,7 +156,7 @@ async def _all(client: httpx.AsyncClient, clients: int) -> list[Stream]:
 async def _with_a_long_prompt(
     client: httpx.AsyncClient, arguments: argparse.Namespace
 ) -> tuple[list[float], list[float]]:
-    """Gaps between the events of running streams, before and while a long prompt is computed; seconds."""
+    """Gaps between the events of running streams, before and during the prefill of a long prompt, seconds."""
     room = config_of(arguments).model.seq
     new = room - PROMPT - 8
     running = [Stream() for _ in range(arguments.slots - 1)]

@@ -1,11 +1,11 @@
-"""Minutes of mixed requests to a running server: was every accepted one answered, is a slot or memory lost?
+"""Sends mixed requests to a running server for some minutes; checks that it answers each accepted one and leaks no slot or memory.
 
     python benchmarks/serve_load.py --url http://127.0.0.1:5000 --minutes 10
 
-Four clients a slot send, one request after the other: texts whole and streamed, with echo, log-probabilities, stops and
-several samples, /complete, bodies that are no request, prompts that are too long; some leave before the answer or in the
-middle of it. Now and then one sends a request with a seed whose answer must be the same each time. One JSON object on
-standard output; figures are requests unless their name says otherwise.
+Four clients per slot send one request after the other: whole and streamed completions, with echo, log-probabilities, stops
+and several samples; /complete; invalid bodies; prompts that are too long. Some clients disconnect before or during the
+answer. Some requests have a seed, and their answer must be the same each time. The output is one JSON object on standard
+output, with numbers of requests unless the name of a figure says otherwise.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 COMPLETIONS = "/v1/completions"
 CLIENTS_A_SLOT = 4
 TOTALS = ("generated_tokens", "reused_prompt_tokens")
-SETTLED = 0.1  # the part of the time after which memory is measured first
+# the part of the time before the first measurement of memory
+SETTLED = 0.1
 REFERENCE = {"prompt": "the same", "max_tokens": 12, "seed": 7, "temperature": 0.8}
 CLASSIC = {"context": "fox", "top_p": 0.9, "temp": 0.7, "length": 9}
 BAD_BODIES = [
@@ -32,7 +33,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 class Load:
-    """The clients and what they counted."""
+    """The clients and their counts."""
 
     def __init__(self, client: httpx.AsyncClient, context: int, seed: int):
         self.counts: collections.Counter[str] = collections.Counter({"refused: full": 0})
@@ -42,7 +43,7 @@ class Load:
         self._reference: str | None = None
 
     async def send_until(self, deadline: float) -> None:
-        """One client."""
+        """Run one client."""
         kinds = [self._whole] * 5 + [self._stream] * 5 + [self._leave_stream] * 3 + [
             self._leave_whole, self._classic, self._bad_body, self._too_long, self._same_again,
         ]  # fmt: skip
@@ -65,7 +66,7 @@ class Load:
         return {**body, **{name: value for name, value in some.items() if draw.random() < 0.25}, **fields}
 
     async def _post(self, body: dict[str, Any], path: str = COMPLETIONS, **options: Any) -> Any:
-        """The JSON of an accepted request; None if the queue was full."""
+        """The JSON answer to an accepted request, or None if the queue is full."""
         response = await self._client.post(path, json=body, **options)
         return response.json() if self._has(response, 200, "accepted") else None
 
@@ -115,7 +116,7 @@ class Load:
             self._answered(text == self._reference)
 
     def _has(self, response: httpx.Response, status: int, kind: str) -> bool:
-        """Whether an answer has this status and counts as this kind; a full queue refuses what is wrong too."""
+        """Whether an answer has this status; counts it as `kind`. A full queue refuses invalid requests too."""
         if response.status_code == 503 and "retry-after" in response.headers:
             self.counts["refused: full"] += 1
         elif response.status_code != status:
@@ -127,7 +128,7 @@ class Load:
     def _answered(self, rightly: bool) -> None:
         self.counts["answered"] += 1
         if not rightly:
-            self._note("an answer that is not whole or not the same")
+            self._note("an answer that is incomplete or different")
 
     def _note(self, text: str) -> None:
         self.counts["unexpected"] += 1
@@ -135,14 +136,14 @@ class Load:
 
 
 async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
-    """The server's gauges and counters by name, without the common prefix."""
+    """The server's gauges and counters by name, without their common prefix."""
     families = text_string_to_metric_families((await client.get("/metrics")).text)
     samples = (sample for family in families for sample in family.samples if not sample.labels)
     return {sample.name.removeprefix("mesh_transformer_"): sample.value for sample in samples}
 
 
 async def run(url: str, minutes: float, seed: int, key: str | None) -> dict[str, Any]:
-    """The load and its figures."""
+    """Run the clients and return the figures."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits) as client:
@@ -181,7 +182,7 @@ async def _measure_after(client: httpx.AsyncClient, seconds: float) -> dict[str,
 
 
 async def _at_rest(client: httpx.AsyncClient) -> dict[str, float]:
-    """The metrics once nothing runs any more, or after ten seconds."""
+    """The metrics when no request runs or waits, or after ten seconds."""
     deadline = time.monotonic() + 10
     while True:
         now = await metrics(client)

@@ -1,4 +1,4 @@
-"""Validation loss of configs/tiny_shakespeare.json, trained by the command that the README gives, and how long it took.
+"""Validation loss and training time of configs/tiny_shakespeare.json, trained with the command in the README.
 
 python benchmarks/tiny_shakespeare.py [--plot loss.png]
 """
@@ -15,7 +15,7 @@ from common import REPO, command, parser, report
 
 def main() -> None:
     made = parser(__doc__, config=None, rounds=None)
-    made.add_argument("--plot", help="where to copy the run's loss curve")
+    made.add_argument("--plot", metavar="PNG", help="copy the loss curve of the run to this file")
     arguments = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         changes = [f"checkpoint.model_dir={folder}/run"]
@@ -30,7 +30,8 @@ def main() -> None:
     report(
         {
             "val_loss_nats_per_character": losses[max(losses)],
-            "minutes": round(seconds / 60, 2),  # of the whole process, start and compiling included
+            # of the whole process, with start and compilation
+            "minutes": round(seconds / 60, 2),
             "steps": max(losses),
             "val_losses": losses,
         }

@@ -1,7 +1,7 @@
-"""Compile a config's training step for TPU slices, none attached, and report memory and collectives.
+"""Compiles the training step of a config for TPU slices, without a TPU, and reports memory and collectives.
 
-Needs jax[tpu] (an environment of its own: pip install -e '.[tpu]') and about a minute for each program. One JSON
-object a line on standard output, a table on standard error.
+This needs jax[tpu], in an environment of its own (pip install -e '.[tpu]'), and about a minute per program. The output is one
+JSON object per line on standard output, and a table on standard error.
 """
 
 import re
@@ -27,19 +27,23 @@ def main() -> int:
     """Parse the arguments, compile, report. Exit code 1 if a program does not fit."""
     made = parser(__doc__, config="6B_finetune_v3-8", rounds=None)
     made.add_argument(
-        "--accumulation", default="16,1", metavar="A,...", help="microbatches (default %(default)s)"
+        "--accumulation",
+        default="16,1",
+        metavar="A,...",
+        help="numbers of microbatches per step (default: %(default)s)",
     )
     made.add_argument(
         "--topology",
         default=",".join(platforms.USABLE_GIB),
         metavar="SLICE,...",
-        help="slices (default %(default)s)",
+        help="types of TPU slices (default: %(default)s)",
     )
     arguments = made.parse_args()
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", arguments.accumulation):
         raise UserError(f"--accumulation {arguments.accumulation}: expected whole numbers, 1 or more")
     counts = [int(count) for count in arguments.accumulation.split(",")]
-    jax.config.update("jax_platforms", "cpu")  # the devices that are here take no part
+    # the devices of this machine are not used
+    jax.config.update("jax_platforms", "cpu")
     fits = True
     for name in arguments.topology.split(","):
         for accumulation in counts:
@@ -51,10 +55,10 @@ def main() -> int:
 
 
 def measure(path: str, overrides: list[str], slice_name: str, accumulation: int) -> dict[str, Any]:
-    """Compile the step of a config for a slice. Sizes are bytes of one device, gib figures are rounded."""
+    """Compile the step of a config for a slice. Sizes are bytes per device; figures in GiB are rounded."""
     if slice_name not in platforms.USABLE_GIB:
         known = ", ".join(platforms.USABLE_GIB)
-        raise UserError(f"--topology {slice_name}: the memory that a program may use is known for {known}")
+        raise UserError(f"--topology {slice_name}: the usable memory is known only for {known}")
     devices = platforms.slice_devices(slice_name)
     config = _for_devices(path, overrides, len(devices))
     shape = config.check_devices(len(devices))
@@ -94,7 +98,7 @@ def measure(path: str, overrides: list[str], slice_name: str, accumulation: int)
 
 
 def _for_devices(path: str, overrides: list[str], n_devices: int) -> Config:
-    """The config; with less tensor parallelism where the slice has fewer devices (the four of a v4-8) than it asks."""
+    """The config, with less tensor parallelism if the slice has too few devices, such as the four of a v4-8."""
     config = load_config(path, overrides)
     if config.mesh.fsdp * config.mesh.tp <= n_devices:
         return config
@@ -102,7 +106,7 @@ def _for_devices(path: str, overrides: list[str], n_devices: int) -> Config:
 
 
 def _count(found: list[Collective]) -> list[dict[str, Any]]:
-    """Collectives of one kind and place together; bytes are of one run of the innermost loop's body."""
+    """Collectives by place and kind. Bytes are those of one iteration of the innermost loop."""
     nbytes: dict[tuple[str, str], list[int]] = defaultdict(list)
     for one in found:
         nbytes[_place(one.loops), one.kind].append(one.nbytes)

@@ -1,11 +1,11 @@
-"""Tokens per second of the trainer's own step, against Hugging Face GPT-J in torch, in turn.
+"""Tokens per second of the trainer's own step, compared with Hugging Face GPT-J in torch, in turn.
 
     python benchmarks/train_step.py                                   # configs/70M.json on this machine, 5 rounds
     python benchmarks/train_step.py --peer none --config C --set k=v  # without a peer, such as on a GPU
 
-Each run is a process of its own: two warm-up steps, then timed ones. The peer is GPTJForCausalLM with the fused
-AdamW and no dropout, eager and compiled; the ratio is against the faster of the two. The matrix rate is that of
-the fastest of some large float32 products in either library.
+Each run is a process of its own: two warm-up steps, then timed steps. The peer is GPTJForCausalLM with the fused AdamW and
+without dropout, eager and compiled; the ratio is to the faster of the two. The matrix rate is that of the fastest of
+several large float32 products.
 """
 
 import argparse
@@ -24,9 +24,11 @@ WARM_UP = 2
 def main() -> None:
     made = common.parser(__doc__)
     made.add_argument("--peer", choices=["torch", "none"], default="torch")
-    made.add_argument("--steps", type=int, default=4, help="timed steps of each run")
+    made.add_argument("--steps", type=int, default=4, help="timed steps per run (default: %(default)s)")
     made.add_argument(
-        "--peak-tflops", type=float, help="of a device, for the share; default: measured products"
+        "--peak-tflops",
+        type=float,
+        help="peak rate of a device, to compute the share of it (default: measure matrix products)",
     )
     arguments = common.parse(made)
     peers = [] if arguments.peer == "none" else ["torch_eager", "torch_compiled"]
@@ -56,7 +58,7 @@ def summary(
 
 
 def ours(arguments: argparse.Namespace) -> dict[str, float]:
-    """The config's own step, as the trainer builds it."""
+    """Our step, as the trainer builds it."""
     import jax
 
     from mesh_transformer import platforms
@@ -79,7 +81,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def torch_step(arguments: argparse.Namespace, compiled: bool) -> dict[str, float]:
-    """The same model and batch in transformers, with its own loss."""
+    """The same model and batch in transformers, with the loss of transformers."""
     import torch
     from transformers import GPTJConfig, GPTJForCausalLM
 
@@ -111,7 +113,7 @@ torch_compiled = functools.partial(torch_step, compiled=True)
 
 
 def matmul(arguments: argparse.Namespace) -> dict[str, float]:
-    """The rate of large float32 products: the best shape and library of a few."""
+    """The rate of large float32 matrix products: the fastest of several shapes and layouts."""
     import jax
     import jax.numpy as jnp
 
@@ -127,7 +129,7 @@ def matmul(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def _time(step: Callable[[], object], count: int) -> float:
-    """Seconds of one step: the median of `count` after a warm-up."""
+    """Seconds of one step: the median of `count` steps after WARM_UP steps."""
     return statistics.median(timeit.repeat(step, number=1, repeat=WARM_UP + count)[WARM_UP:])
 
 

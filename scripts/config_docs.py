@@ -1,4 +1,4 @@
-"""Write the tables of docs/config.md from the fields of the config groups. Run it after changing a field."""
+"""Write the tables of docs/config.md from the fields of the config groups. Run it after a change of a field."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ EXAMPLE = parse_config(
 
 
 def render() -> str:
-    """The text of docs/config.md with its tables made anew: what stands between two marks. All else is written by hand."""
+    """The text of docs/config.md with new tables between its marks. The rest is written by hand."""
     text = TARGET.read_text(encoding="utf-8")
     for name, table in {
         "dimensions": "| dimension | split over | size |\n|---|---|---|\n"
@@ -31,7 +31,7 @@ def render() -> str:
 
 
 def _dimension(name: str) -> str:
-    """The row of a named dimension, if axes split it: the axes, those of each switch that changes them, and the sizes."""
+    """The row of a named dimension: its axes, its axes with each switch that changes them, and its sizes. Empty if no axis splits it."""
     plain = training_rules(MeshConfig())[name]
     ways = [" x ".join(plain)] if plain else []
     for switch, rules_of in SWITCHES.items():
@@ -63,18 +63,18 @@ def _row(name: str, field: str) -> str:
 
 
 def _cell(name: str, field: str, text: Callable[[type[Group], str], str]) -> str:
-    """The text of a field; of each class of the group that has it, where they differ."""
+    """The text of a field. If the classes of the group differ, one text for each class that has the field."""
     variants = VARIANTS.get(name)
     if variants is None or field == variants.tag:
         return text(GROUPS[name], field)
     texts = {owner: text(variants.classes[owner], field) for owner in variants.having(field)}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
-    return "; ".join(f"{owner}: {said}" for owner, said in texts.items())
+    return "; ".join(f"{owner}: {text}" for owner, text in texts.items())
 
 
 def _only(name: str, field: str) -> str:
-    """The classes that have a field, where not all have."""
+    """The classes that have a field, unless all have it."""
     variants = VARIANTS.get(name)
     if variants is None or len(owners := variants.having(field)) == len(variants.classes):
         return ""

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# On a host of a pod: pack our logs (logs/) and Ray's newest session's (ray/) into one archive: pod_logs.sh STATE ARCHIVE
+# On a host of a pod, pack our logs (logs/) and those of Ray's newest session (ray/) into one archive.
+#   pod_logs.sh STATE ARCHIVE
 set -euo pipefail
 
 state=$1 archive=$2
@@ -12,4 +13,5 @@ mkdir -p "$state/logs"
 code=0
 tar -czf "$archive" --warning=no-file-changed --transform='s,^tmp/ray/session_latest/logs/\.,ray,' \
     -C "$state" logs ${more[@]+"${more[@]}"} || code=$?
-exit $((code == 1 ? 0 : code)) # 1: a log grew while it was read
+# 1: a log grew while tar read it
+exit $((code == 1 ? 0 : code))

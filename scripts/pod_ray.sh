@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# One Ray node of this machine, kept up without the SSH connection that started it.
-#   pod_ray.sh start STATE FINGERPRINT COMMAND...   COMMAND is `ray start ...`; nothing happens if the same one runs
+# Supervise one Ray node on this machine, independent of the SSH connection that starts it.
+#   pod_ray.sh start STATE FINGERPRINT COMMAND...   COMMAND is `ray start ...`; no effect if the same one runs
 #   pod_ray.sh stop STATE
-#   pod_ray.sh status STATE                         exit code 0 if it runs
-# STATE is a folder: the supervisor's process id, the fingerprint of what it runs, and its log are there. The supervisor
-# is the leader of a session of its own, and starts the node again when it ends. Before a node is stopped, the workers of
-# runs on it get SIGTERM, and SAVE_S to save and end.
+#   pod_ray.sh status STATE                         exit code 0 if the node runs
+# STATE is a folder with the supervisor's process id, the fingerprint of its command and its log. The supervisor leads a
+# session of its own, and restarts the node when it ends. Before a node stops, the workers of runs on it get SIGTERM and
+# SAVE_S seconds to save and exit.
 set -euo pipefail
 
 READY_LINE="Ray runtime started"
 ENDED_LINE="ray ended with code"
-SAVED="the worker of a run was told to save, and has ended"
-UNSAVED="the worker of a run was told to save, and has not ended"
+SAVED="the worker of a run has saved and exited"
+UNSAVED="the worker of a run was asked to save, and has not exited"
 READY_S=120
 STOP_S=15
 SAVE_S=${MESH_TRANSFORMER_SAVE_S:-120}
@@ -22,16 +22,19 @@ shift 2
 mkdir -p "$state/logs"
 log=$state/logs/ray.log
 
-boot() { # names this run of the machine: after another start, process numbers mean other processes
+# identifies this boot: process ids from before a reboot belong to other processes
+boot() {
     echo "$(cat /proc/sys/kernel/random/boot_id)-$(awk '{print $22}' /proc/1/stat)"
 }
 
-supervisor() { # its process number, if it was started in this run of the machine
+# the process id of the supervisor, if it was started in this boot
+supervisor() {
     local pid booted
     read -r pid booted 2>/dev/null <"$state/ray.pid" && [[ $booted == "$(boot)" ]] && echo "$pid"
 }
 
-running() { # is that process our supervisor, and not one that got its number later?
+# whether that process is our supervisor, and not another one that got its id later
+running() {
     local pid
     pid=$(supervisor) && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -qF "pod_ray.sh supervise $state "
 }
@@ -40,12 +43,14 @@ session_processes() {
     ps -o pid= -s "$1" 2>/dev/null || true
 }
 
-workers() { # of runs, which agents under this node have started, each in a session of its own
+# the workers of runs; agents on this node start each of them in a session of its own
+workers() {
     ps -eww -o pid=,ppid=,args= | awk -v ours=" $(session_processes "$1" | xargs) " -v name="$WORKER" \
         'index($0, name) && index(ours, " " $2 " ") { print $1 }'
 }
 
-let_save() { # all of a run agree on the step, since all its hosts do this at the same time
+# ask workers to save and wait for them; all hosts of a run do this at the same time, so that they agree on the step
+save_workers() {
     local pid left deadline=$((SECONDS + SAVE_S))
     left=$(workers "$1")
     [[ -z $left ]] && return
@@ -70,13 +75,14 @@ stop() {
         return
     fi
     if running; then
-        let_save "$pid"
+        save_workers "$pid"
         kill -TERM "$pid" 2>/dev/null || true
         deadline=$((SECONDS + STOP_S))
         while [[ -n $(session_processes "$pid") && $SECONDS -lt $deadline ]]; do
             sleep 0.1
         done
-    elif [[ -e /proc/$pid ]]; then # a stranger, who got the number later: what is in its session is its own
+    # another process that got the id later: leave its session alone
+    elif [[ -e /proc/$pid ]]; then
         rm -f "$state/ray.pid" "$state/ray.fingerprint"
         return
     fi
@@ -94,10 +100,11 @@ start() {
     fi
     stop
     mark=$(stat -c %s "$log" 2>/dev/null || echo 0)
-    setsid --fork bash "$0" supervise "$state" "$@" </dev/null >>"$log" 2>&1 9>&- # the lock is not its
+    # 9>&-: the supervisor does not inherit the lock
+    setsid --fork bash "$0" supervise "$state" "$@" </dev/null >>"$log" 2>&1 9>&-
     deadline=$((SECONDS + READY_S))
     until tail -c "+$((mark + 1))" "$log" | grep -q "$READY_LINE"; do
-        # what cannot start the first time is told, not tried again
+        # a first start that fails is reported, not repeated
         if ((SECONDS >= deadline)) || tail -c "+$((mark + 1))" "$log" | grep -q "$ENDED_LINE"; then
             echo "ray did not start:" >&2
             tail -c "+$((mark + 1))" "$log" | tail -n 20 >&2

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# On a host of a pod: make a virtual environment once. The driver calls it; its folder's name is a hash of all that goes in.
+# On a host of a pod, create a virtual environment once. The driver calls this; FOLDER's name is a hash of all inputs.
 #   pod_setup.sh FOLDER PYTHON REQUIREMENTS CONSTRAINTS [WHEELHOUSE]
-# PYTHON is a version (3.11) or a path. With a folder of wheels nothing is asked of the internet.
+# PYTHON is a version (3.11) or a path. WHEELHOUSE is a folder of wheels; with it, no internet is needed.
 set -euo pipefail
 
 folder=$1 python=$2 requirements=$3 constraints=$4 wheelhouse=${5:-}
@@ -9,9 +9,10 @@ done_file=$folder/.complete
 
 mkdir -p "$(dirname "$folder")"
 exec 9>"$folder.lock"
-flock 9 # a second launch waits for the first
+# a second launch waits for the first
+flock 9
 if [[ -f $done_file ]]; then
-    echo "environment $folder is there"
+    echo "environment $folder exists"
     exit 0
 fi
 
@@ -26,8 +27,8 @@ make_venv() {
         echo "no Python $python with its venv module on $(hostname): install it there (Debian, Ubuntu: python$python-venv)" >&2
         exit 3
     fi
-    # The images of TPU VMs have an older Python than Ray wants on both sides: uv brings one that needs no root.
-    echo "no Python $python here: uv fetches one"
+    # the images of TPU VMs have an older Python than the driver's, and Ray needs equal ones: uv installs one without root
+    echo "no Python $python on this host: uv downloads one"
     python3 -m pip install --quiet --user uv
     "$HOME/.local/bin/uv" venv --quiet --clear --seed --python "$python" "$folder"
 }

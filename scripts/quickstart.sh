@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained model and a sample, on a CPU: scripts/quickstart.sh [arguments for device_train.py]
-# `--set NAME=VALUE` among the arguments counts for the sample too.
+# Train a model and sample from it, on a CPU, in a fresh clone: scripts/quickstart.sh [arguments for device_train.py]
+# Each `--set NAME=VALUE` among the arguments applies to the sample too.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

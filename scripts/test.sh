@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests in .venv-test, made on first use: scripts/test.sh [pytest arguments]
-# Left out are those that break things on purpose and time what follows. These run alone, as root for the pods:
+# Run the tests in .venv-test, which the first use creates: scripts/test.sh [pytest arguments]
+# The default run leaves out the tests of pods and of faults. They run alone, and those of pods as root:
 # scripts/test.sh -m 'pod or faults' --numprocesses=0
 set -euo pipefail
 

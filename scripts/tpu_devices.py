@@ -1,6 +1,6 @@
-"""Write tests/parallel/tpu_devices.json: the devices of TPU slices as libtpu lists them. Needs jax[tpu], but no TPU.
+"""Write tests/parallel/tpu_devices.json, the devices of TPU slices as libtpu lists them. It needs jax[tpu], but no TPU.
 
-Run it where libtpu knows further slices or lists their devices in another order.
+Run it after an update of libtpu that adds slices or changes the order of their devices.
 """
 
 import json
@@ -13,11 +13,12 @@ import jax
 from mesh_transformer import platforms, slices
 
 TARGET = Path(__file__).resolve().parents[1] / "tests" / "parallel" / "tpu_devices.json"
-LARGEST = 256  # devices of a slice: larger ones repeat the pattern
+# devices of a slice; larger slices repeat the pattern
+LARGEST = 256
 
 
 def main() -> None:
-    """Describe all slices that are not too large."""
+    """Describe all slices of at most LARGEST devices."""
     jax.config.update("jax_platforms", "cpu")
     types = [name for generation in slices.GENERATIONS for name in generation.types]
     kept = [name for name in types if slices.parse(name).devices <= LARGEST]
@@ -26,7 +27,7 @@ def main() -> None:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """The kind of a slice's devices, and for each process in turn its index and its devices: (id, x, y, z, core)."""
+    """The kind of the devices of a slice; for each process its index and its devices, each (id, x, y, z, core)."""
     devices = platforms.slice_devices(name)
     processes = [
         [process, [[one.id, *one.coords, one.core_on_chip] for one in some]]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make or refresh a virtual environment: scripts/venv.sh FOLDER [EXTRA...]
-# Installs requirements.txt, this package (editable) and the named extras of pyproject.toml. Does nothing when the
-# environment is there and requirements.txt, pyproject.toml, the extras and this file are unchanged.
+# Create or update a virtual environment: scripts/venv.sh FOLDER [EXTRA...]
+# Installs requirements.txt, this package (editable) and the given extras of pyproject.toml. Does nothing if the
+# environment exists and requirements.txt, pyproject.toml, the extras and this file have not changed.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,7 +21,7 @@ find_python() {
             return
         fi
     done
-    echo "Python 3.11 or newer is needed: none of python3.11, python3.12, python3.13, python3 and python on the PATH is." >&2
+    echo "No Python 3.11 or newer on the PATH (tried python3.11, python3.12, python3.13, python3, python): install one." >&2
     exit 1
 }
 
@@ -38,9 +38,9 @@ PY
 
 if [[ ! -x $venv/bin/python ]] || ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     python=$(find_python)
-    echo "Making $venv with $("$python" --version)" >&2
+    echo "Creating $venv with $("$python" --version)" >&2
     "$python" -m venv --clear "$venv" || {
-        echo "$python cannot make a virtual environment: install its venv module (Debian: python3-venv)." >&2
+        echo "$python cannot create a virtual environment: install its venv module (Debian: python3-venv)." >&2
         exit 1
     }
 fi
@@ -50,13 +50,13 @@ if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     exit 0
 fi
 rm -f "$stamp"
-echo "Installing into $venv: requirements.txt, this package, extras: ${*:-none} (some minutes the first time)" >&2
+echo "Installing into $venv: requirements.txt, this package, extras: ${*:-none} (this takes some minutes the first time)" >&2
 "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -r "$root/requirements.txt" -e "$root"
 for extra in "$@"; do
     "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -e "${root}[$extra]" || {
         pins=$(grep -E "^$extra = " "$root/pyproject.toml" || echo "$extra is not an extra there")
-        echo "The extra '$extra' cannot be installed; pyproject.toml asks for: $pins" >&2
-        echo "If pip found no matching version, there is no wheel for this platform and Python ($("$venv/bin/python" --version))." >&2
+        echo "pip cannot install the extra '$extra', which pyproject.toml defines as: $pins" >&2
+        echo "If pip found no matching version, no wheel exists for this platform and Python ($("$venv/bin/python" --version))." >&2
         exit 1
     }
 done

@@ -72,19 +72,19 @@ def test_another_command_lets_it_save_first(pod_ray, tmp_path):
     """As after an edit of the code."""
     command, mark = start(pod_ray, tmp_path)
     said = pod_ray("start", "two", *command)
-    assert "has ended" in said
+    assert "has saved and exited" in said
     assert mark.read_text().startswith("began saved ")
 
 
 def test_a_stop_lets_it_save_first(pod_ray, tmp_path):
     _, mark = start(pod_ray, tmp_path)
-    assert "has ended" in pod_ray("stop")
+    assert "has saved and exited" in pod_ray("stop")
     assert mark.read_text() == "began saved "
 
 
 def test_one_that_does_not_end_is_not_waited_for_without_end(pod_ray, tmp_path):
     _, mark = start(pod_ray, tmp_path, saving_s=8)
-    assert "has not ended after 1 s" in pod_ray("stop", MESH_TRANSFORMER_SAVE_S="1")
+    assert "has not exited after 1 s" in pod_ray("stop", MESH_TRANSFORMER_SAVE_S="1")
     assert mark.read_text() == "began "
 
 
