@@ -1,4 +1,4 @@
-"""The links of the documentation: each relative one leads to a file that is there, and to a heading of that page."""
+"""Every relative link of the documentation leads to an existing file, and to a heading of that page."""
 
 import re
 from pathlib import Path
@@ -11,14 +11,14 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 def broken_links(page: Path) -> list[str]:
-    """The targets on a page that lead nowhere."""
+    """The targets of the broken links of a page."""
     return [
         target for target in LINK.findall(CODE.sub("", page.read_text())) if not leads_somewhere(page, target)
     ]
 
 
 def leads_somewhere(page: Path, target: str) -> bool:
-    """Whether a link's target exists; one to another site is taken as it is."""
+    """Whether the target of a link exists. Links to other sites are not checked."""
     if re.match(r"[a-z]+:", target):
         return True
     name, _, anchor = target.partition("#")
@@ -27,7 +27,7 @@ def leads_somewhere(page: Path, target: str) -> bool:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that the usual hosts give the headings of a page: lower case, spaces as hyphens, no punctuation."""
+    """The anchors of the headings of a page, as GitHub makes them: lower case, hyphens for spaces, no punctuation."""
     titles = HEADING.findall(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 

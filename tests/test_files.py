@@ -1,4 +1,4 @@
-"""Local and gs:// files, with a cloud that sometimes fails."""
+"""Local and gs:// files, with storage calls that sometimes fail."""
 
 import threading
 import time
@@ -55,11 +55,11 @@ def test_upload_replaces_and_empty_files_are_files(folder: str, metrics: str, tm
         files.upload(str(tmp_path / "absent"), target)
 
 
-@pytest.mark.parametrize("piece", [1, 7, 1000])
+@pytest.mark.parametrize("read_bytes", [1, 7, 1000])
 def test_a_buffer_is_filled_as_far_as_the_file_goes(
-    folder: str, metrics: str, monkeypatch: pytest.MonkeyPatch, piece: int
+    folder: str, metrics: str, monkeypatch: pytest.MonkeyPatch, read_bytes: int
 ) -> None:
-    monkeypatch.setattr(files, "REMOTE_READ_BYTES", piece)
+    monkeypatch.setattr(files, "REMOTE_READ_BYTES", read_bytes)
     Path(metrics).write_bytes(bytes(range(100)))
     files.upload(metrics, files.join(folder, "x"))
     for start, length in ((0, 100), (30, 21), (90, 30), (100, 5), (200, 5), (3, 0)):
@@ -71,7 +71,8 @@ def test_a_buffer_is_filled_as_far_as_the_file_goes(
 
 def test_write_seek_and_read(folder: str, tmp_path: Path) -> None:
     (tmp_path / "f").mkdir()
-    path = files.join(folder, "x.gz")  # must not be unpacked
+    # must not be decompressed
+    path = files.join(folder, "x.gz")
     with files.open_binary(path, "wb") as stream:
         stream.write(b"0123456789" * 100_000)
     with files.open_binary(path) as stream:
@@ -82,14 +83,14 @@ def test_write_seek_and_read(folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503, CUT])
-def test_every_call_survives_passing_faults(
+def test_every_call_survives_transient_faults(
     gcs: GcsServer, metrics: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "RETRY_FIRST_S", 0.01)
     path, data = "gs://bucket/run/metrics.jsonl", Path(metrics).read_bytes()
 
     def failing_twice(method: str, call: str) -> None:
-        assert not any(fault.times for fault in gcs.faults), f"before {call}: a fault was not met"
+        assert not any(fault.times for fault in gcs.faults), f"before {call}: a fault did not occur"
         gcs.fail(status, method=method, times=2)
 
     failing_twice("POST", "upload")
@@ -117,16 +118,16 @@ def test_a_lasting_fault_is_raised(gcs: GcsServer, metrics: str, monkeypatch: py
     gcs.fail(503, times=10_000)
     with pytest.raises(Exception, match="503"):
         files.exists("gs://bucket/x")
-    asked = len(gcs.requests)
-    assert asked > 2
+    requests = len(gcs.requests)
+    assert requests > 2
     gcs.faults.clear()
     gcs.fail(403, times=10_000)
     with pytest.raises(Exception, match="403"):
         files.upload(metrics, "gs://bucket/x")
-    assert len(gcs.requests) == asked + 1
+    assert len(gcs.requests) == requests + 1
 
 
-def test_a_call_that_is_repeated_is_no_hang(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retried_call_is_not_a_hang(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "RETRY_FIRST_S", 1.0)
     gcs.fail(503, times=1)
     watch = Watch(cpu=lambda: 0.0, disk=lambda: False)
@@ -135,7 +136,8 @@ def test_a_call_that_is_repeated_is_no_hang(gcs: GcsServer, monkeypatch: pytest.
     while not gcs.requests:
         time.sleep(0.01)
     watch.at_work()
-    assert watch.at_work()  # without another note in between
+    # no other record of progress in between
+    assert watch.at_work()
     call.join()
     assert watch.at_work()
     assert not watch.at_work()

@@ -40,7 +40,7 @@ def test_every_option_is_explained(
         runpy.run_path(str(repo / f"{name}.py"))["main"]()
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    # an option stands at two spaces; its text follows on the line, or on the next one at 24
+    # an option is indented by two spaces; its text follows on the same line, or on the next one at column 24
     bare = re.findall(r"^  (-(?:(?!  ).)*)\n(?! {24})", shown, re.MULTILINE)
     assert bare == []
     text = " ".join(shown.split())

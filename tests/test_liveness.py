@@ -1,4 +1,4 @@
-"""Signs of work, on a clock of its own; what a real process that waits uses is in docs/reliability.md."""
+"""Detection of progress, with a simulated clock. docs/reliability.md has measurements of a real waiting process."""
 
 import pytest
 from support.fake_engine import FakeEngine
@@ -10,7 +10,7 @@ from mesh_transformer.liveness import MIN_CORES, SERVICE_S, WINDOW_S, Watch
 
 
 class Process:
-    """Time, and what was computed in it."""
+    """Simulated time and CPU time."""
 
     def __init__(self) -> None:
         self.now = self.used = 0.0
@@ -46,7 +46,7 @@ def test_a_burst_counts_once(process):
 
 
 def test_a_window_is_not_judged_before_its_end(process):
-    """A heartbeat in a short look would be a large share of it."""
+    """In a short window, a heartbeat would use a large share of the time."""
     watch = process.watch()
     process.live(WINDOW_S / 10, 0.5)
     assert not watch.at_work()
@@ -59,7 +59,7 @@ def test_a_thread_that_waits_for_a_disk(process):
     assert watch.at_work()
 
 
-def test_what_progress_tells(process):
+def test_progress_is_recorded(process):
     watch, progress = process.watch(), logs.Progress("validating", 3, unit="batch", quiet=True)
     progress.update(1)
     assert watch.at_work()
@@ -75,13 +75,14 @@ def test_a_service_call_counts_for_a_while(monkeypatch):
         assert watch.at_work()
         now[0] = SERVICE_S + 1
         assert not watch.at_work()
-    assert watch.at_work()  # it has ended
+    # the end of the call is progress
+    assert watch.at_work()
     with files.remote_call("folder"):
         assert not watch.at_work()
 
 
 def test_this_process_computes():
-    """With what `Watch` reads by itself."""
+    """With the default readings of `Watch`."""
     watch = Watch()
     watch._began -= WINDOW_S
     while liveness.time.process_time() - watch._used < 2 * MIN_CORES * WINDOW_S:
@@ -90,7 +91,7 @@ def test_this_process_computes():
 
 
 def test_each_step_of_a_scheduler_that_runs_to_its_end(process):
-    """A device may have computed it, for minutes, while this process waited."""
+    """A device may compute a step for minutes while this process waits."""
     scheduler = Scheduler(FakeEngine(slots=1), max_queue=0, max_steps=1)
     scheduler.submit(0, [1], SamplingParams(max_tokens=3))
     watch, steps = process.watch(), 0

@@ -1,4 +1,4 @@
-"""What is shipped of the original program's numbers, against the whole of them; what the tests say of what they lack."""
+"""The shipped part of the original program's numbers equals the full set; the tests report what is skipped."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def same(ours: np.ndarray, theirs: np.ndarray) -> bool:
-    """Bit for bit: type, shape and bytes."""
+    """Whether type, shape and bytes are equal."""
     return ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.tobytes() == theirs.tobytes()
 
 
@@ -34,7 +34,7 @@ def test_it_is_small(repo: Path) -> None:
 
 
 def test_what_is_shipped_is_the_originals(original: Path, shared: Path) -> None:
-    """Each checkpoint whole; of the files of named arrays some; of the one-shard checkpoint no moments."""
+    """Whole checkpoints, some of the files of named arrays, and no moments of the one-shard checkpoint."""
     one_shard = "mp1/ckpt_params/step_5/shard_0"
     shipped = sorted(files(original))
     assert len(shipped) > 300
@@ -53,12 +53,13 @@ def test_what_is_shipped_is_the_originals(original: Path, shared: Path) -> None:
         return [array for i in range(16) for array in arrays(folder / f"{i}.npz").values()]
 
     ours, full = leaves(original / one_shard), leaves(shared / "golden/mp1/ckpt_full/step_5/shard_0")
-    assert len(full) == 3 * len(ours)  # parameters and step, as many moments of each kind and count
+    # parameters and step; then as many first and second moments, with a count
+    assert len(full) == 3 * len(ours)
     assert all(map(same, ours, full[-len(ours) :]))
 
 
-def test_both_starts_are_one(original: Path, shared: Path) -> None:
-    """The shipped start of eight shards, merged, is that of one shard."""
+def test_both_initial_checkpoints_are_equal(original: Path, shared: Path) -> None:
+    """The shipped initial checkpoint of eight shards, merged, equals that of one shard."""
     start = arrays(shared / "golden/init_logical.npz")
     names = golden.checkpoint_names(3, "layernorm", "rotary")
     assert set(names) == set(start)
@@ -66,7 +67,7 @@ def test_both_starts_are_one(original: Path, shared: Path) -> None:
     assert not [name for name in names if not same(merged[name], start[name])]
 
 
-def test_the_texts_are_the_first_of_the_whole_ones(texts: Path, shared: Path) -> None:
+def test_the_texts_are_the_beginnings_of_the_full_texts(texts: Path, shared: Path) -> None:
     assert len(list(files(texts))) == 5
     for name in files(texts):
         ours, whole = (texts / name).read_bytes(), (shared / "data" / name).read_bytes()
@@ -76,7 +77,7 @@ def test_the_texts_are_the_first_of_the_whole_ones(texts: Path, shared: Path) ->
 
 
 def test_the_last_lines_tell_what_was_skipped(repo: Path, tmp_path: Path) -> None:
-    """In a checkout without `shared` beside it."""
+    """In a checkout without the folder `shared` beside it."""
     tests = tmp_path / "checkout/tests"
     (tests / "golden").mkdir(parents=True)
     (tests / "support").mkdir()
@@ -93,7 +94,8 @@ def test_the_last_lines_tell_what_was_skipped(repo: Path, tmp_path: Path) -> Non
     (tests / "test_some.py").write_text(
         f"{source}def test_c(): pytest.skip('no browser')\ndef test_d(): pass\n"
     )
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # importing the plugins takes seconds
+    # importing the plugins takes seconds
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest"]
     done = subprocess.run(
         command, cwd=tests.parent, env=environment, capture_output=True, text=True, check=True

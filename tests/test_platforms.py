@@ -1,4 +1,4 @@
-"""Where the coordinator of a job of several processes listens."""
+"""The address at which the coordinator of a job of several processes listens."""
 
 import re
 import socket
@@ -10,12 +10,13 @@ from support.commands import free_port
 from mesh_transformer.errors import UserError
 from mesh_transformer.platforms import start_distributed
 
-ELSEWHERE = "203.0.113.7"  # an address for examples, of no machine
+# an address reserved for examples
+ELSEWHERE = "203.0.113.7"
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch):
-    """Sets the variables of process 0 of two, starts it, and returns what JAX was asked for."""
+    """Sets the variables of process 0 of two, starts it, and returns the arguments of JAX's call."""
 
     def start(address: str, **variables: str) -> dict[str, object]:
         asked: dict[str, object] = {}
@@ -44,7 +45,8 @@ def test_it_listens_at_the_given_address_or_another_one_of_its_machine(job) -> N
     behind = f"127.0.0.1:{port}"
     asked = job(f"{ELSEWHERE}:{port}", JAX_COORDINATOR_BIND_ADDRESS=behind)
     assert (asked["address"], asked["coordinator_bind_address"]) == (f"{ELSEWHERE}:{port}", behind)
-    job(f"{ELSEWHERE}:{port}", JAX_PROCESS_ID="1")  # only process 0 listens
+    # only process 0 listens
+    job(f"{ELSEWHERE}:{port}", JAX_PROCESS_ID="1")
 
 
 @pytest.mark.parametrize(
@@ -55,12 +57,12 @@ def test_it_listens_at_the_given_address_or_another_one_of_its_machine(job) -> N
         *("localhost:0", "localhost:99999", "localhost:٣٣٣٣", "::1:1234"),
     ],
 )
-def test_where_it_cannot_listen_is_told(job, address: str) -> None:
+def test_an_address_where_it_cannot_listen_is_refused(job, address: str) -> None:
     with pytest.raises(UserError, match=re.escape(address)):
         job(address)
 
 
-def test_a_taken_port_is_told(job) -> None:
+def test_a_port_in_use_is_refused(job) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(OSError, match="another process listens"),

@@ -1,4 +1,4 @@
-"""The sizes that a config declares for divisibility are those of the arrays that its model shards."""
+"""The sizes that a config checks for divisibility are those of the arrays that its model shards."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ MESHES = [
 
 
 class Names(Partition):
-    """In place of shardings, gives the names."""
+    """A partition that returns the names of dimensions instead of shardings."""
 
     def sharding(self, *axes):
         return axes

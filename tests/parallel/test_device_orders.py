@@ -1,6 +1,6 @@
-"""The mesh of every shipped config on TPU slices, and the rows of each process, from the devices as libtpu lists them.
+"""The mesh of every shipped config on TPU slices, and the rows of each process, with the devices as libtpu lists them.
 
-`tpu_devices.json` holds them (scripts/tpu_devices.py writes it), so nothing is compiled and libtpu is not needed.
+`tpu_devices.json` holds these devices (scripts/tpu_devices.py writes it), so the tests need no libtpu and compile nothing.
 """
 
 import json
@@ -35,7 +35,7 @@ SHAPES = [
 
 @dataclass(frozen=True)
 class Described:
-    """What a mesh asks of a TPU device."""
+    """The attributes of a TPU device that a mesh uses."""
 
     id: int
     process_index: int
@@ -55,7 +55,7 @@ def devices_of(name):
 
 
 def fitting(devices):
-    """The shipped configs that these devices do for: name, config, shape."""
+    """The shipped configs that fit these devices: name, config, shape."""
     for name, config in CONFIGS.items():
         try:
             yield name, config, config.check_devices(len(devices))
@@ -70,7 +70,7 @@ def torus(shape, devices):
 
 
 def check_rows(config, mesh, batch):
-    """Each process reads what its devices hold, no more, and together they read the whole batch."""
+    """Each process reads only what its devices hold, and together they read the whole batch."""
     sharding = Partition(mesh, training_rules(config.mesh)).sharding("batch", None)
     replicas = mesh.devices.reshape(-1, mesh.shape["tp"])
     size, held = batch // len(replicas), {}
@@ -103,7 +103,7 @@ def test_every_shipped_config_has_a_mesh_and_every_process_its_rows(name):
 @pytest.mark.parametrize("name", ["v4-32", "v5e-16", "v6e-16"])
 @pytest.mark.parametrize("config", ["125M", "350M"])
 def test_rows_need_not_be_consecutive(name, config):
-    """Or the check of rows above would pass for spans."""
+    """Without this, check_rows would not test rows with gaps."""
     devices, config = devices_of(slices.parse(name).name), CONFIGS[config]
     rows = check_rows(config, torus(config.check_devices(len(devices)), devices), len(devices))
     assert rows[0] != tuple(range(rows[0][0], rows[0][-1] + 1))
@@ -119,15 +119,15 @@ def test_a_tp_group_stays_within_a_process_or_covers_the_fewest(name, shape):
 
 
 def test_positions_within_a_process_are_the_same_in_all():
-    """So that a data-parallel group is a regular part of the torus."""
+    """A data-parallel group is then a regular part of the torus."""
     mesh = make_mesh(mesh_shape(dp=4, fsdp=4), devices_of("v5litepod-16")).devices
     places = np.vectorize(lambda one: (one.coords[0] % 2, one.coords[1] % 2), otypes=[object])(mesh)
     assert all(len(set(column)) == 1 for column in places[:, :, 0].T)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_further_axis_needs_no_line_in_make_mesh(monkeypatch, tp):
-    """A row before the others: its groups are the last to share a process."""
+def test_make_mesh_supports_an_additional_axis(monkeypatch, tp):
+    """A new first axis: its groups are the last to share a process."""
     monkeypatch.setattr("mesh_transformer.parallel.mesh.AXES", ["pp", *AXES])
     shape = {"pp": 2, **mesh_shape(dp=8 // tp, tp=tp)}
     mesh = make_mesh(shape, devices_of("v5litepod-16"))
@@ -142,7 +142,7 @@ def test_processes_with_different_numbers_of_devices_are_refused():
 
 
 def test_two_devices_of_one_chip_are_refused():
-    """A v4 without megacore, which JAX has no mesh for."""
+    """A v4 without megacore, for which JAX has no mesh."""
     devices = [Described(i, 0, (i // 2, 0, 0), i % 2, "TPU v4") for i in range(8)]
     with pytest.raises(
         UserError, match=r"make a mesh dp 8 x fsdp 1 x tp 1 of the 8 devices of process 0.*megacore"

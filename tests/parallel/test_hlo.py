@@ -1,4 +1,4 @@
-"""Collectives read off the text of small programs whose collectives are known."""
+"""Parsing collectives from the text of small programs with known collectives."""
 
 import jax
 import jax.numpy as jnp

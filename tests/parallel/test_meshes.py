@@ -1,6 +1,6 @@
-"""One model, many meshes: the same parameters, loss and gradients; and what the compiled programs hold.
+"""The same parameters, loss and gradients on all meshes; memory and collectives of the compiled programs.
 
-Under fsdp and tp no device ever holds a whole matrix at rest, and no gather yields more than one layer.
+With fsdp and tp no device holds a whole matrix between steps, and no gather returns more than one layer.
 """
 
 import functools
@@ -25,7 +25,7 @@ MESHES = {
     "tp8_sequence": ["mesh.tp=8", "mesh.shard_activations=true"],
 }
 TOKENS = np.random.default_rng(0).integers(0, 512, (2, 8, 41)).astype(np.int32)
-# float32 sums in another order; measured 9e-7 of each array's largest value
+# float32 sums in another order; the measured difference is 9e-7 of the largest value of each array
 TOLERANCE = 1e-5
 
 
@@ -76,11 +76,13 @@ def test_matrices_and_moments_are_never_whole_at_rest(mesh):
         if leaf.ndim - ("blocks" in jax.tree_util.keystr(path)) >= 2:
             matrices += 1
             assert np.prod(sharding.shard_shape(leaf.shape)) * 8 == np.prod(leaf.shape), path
-    assert matrices == 3 * 8  # six in a block, two tables; and two moments of each
+    # six matrices in a block and two tables, each with two moments
+    assert matrices == 3 * 8
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     memory = compiled.memory_analysis()
-    assert whole / 8 <= memory.argument_size_in_bytes < whole / 7  # vectors and tokens make the difference
-    # All of the state is donated. (What is aliased counts shards, as the arguments do.)
+    # vectors and tokens make the difference
+    assert whole / 8 <= memory.argument_size_in_bytes < whole / 7
+    # all of the state is donated; aliased bytes count shards, as the arguments do
     assert memory.alias_size_in_bytes >= memory.argument_size_in_bytes - TOKENS.nbytes
 
 
@@ -96,12 +98,12 @@ def test_fsdp_gathers_one_layer_at_a_time(mesh):
 
 
 def test_the_gather_check_can_fail():
-    """Gathering once a step does gather the whole stack, and the check sees it."""
+    """One gather per step gathers the whole stack, and the check detects it."""
     assert max(_gather_sizes(_compiled("fsdp8_per_step").as_text())) == 3 * 64 * 256
 
 
 def test_no_remat_keeps_no_gathered_weights():
-    """Without recomputation, the backward pass of fsdp still gathers anew instead of keeping every layer."""
+    """Without recomputation, the backward pass gathers the weights of a layer again instead of keeping those of all layers."""
     none = compile_step(program(TINY, "mesh.fsdp=8", devices=8, remat="none"), 2, 8)
     stacked = [size for size in _gather_sizes(none.as_text()) if size > 64 * 256 * 2]
     assert not stacked
@@ -122,5 +124,5 @@ def test_zero1_splits_moments_and_replicates_weights():
 
 
 def _gather_sizes(hlo: str) -> list[int]:
-    """Elements of every array that an all-gather of a compiled program yields."""
+    """The number of elements of every array that an all-gather returns."""
     return [array.size for found in collectives(hlo) if found.kind == "all-gather" for array in found.arrays]

@@ -1,4 +1,4 @@
-"""Two and four processes whose devices lie anywhere in the mesh, as those of a TPU slice may, give the numbers of one."""
+"""Two and four processes with their devices anywhere in the mesh, as on a TPU slice, give the numbers of one process."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from support.commands import free_port
 
 DEVICES = 8
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-# the devices of process 0 come first; a tp group is two neighbours of the list
+# the devices of process 0 come first; a tp group is two adjacent entries
 ORDERS = {2: [0, 1, 2, 4, 5, 6, 3, 7], 4: [0, 2, 4, 6, 1, 5, 3, 7]}
 
 
@@ -73,7 +73,7 @@ def _in_processes(folder, count):
 
 
 def _assert_same(records, expected):
-    """But for the order of float32 sums in a collective."""
+    """Equal up to the order of float32 sums in a collective."""
     assert [record["step"] for record in records] == [record["step"] for record in expected]
     for record, other in zip(records, expected, strict=True):
         names = [

@@ -1,6 +1,6 @@
-"""The training step and a serving program compiled for TPU slices with none attached: collectives and memory.
+"""Collectives and memory of the training step and a serving program, compiled for TPU slices without a TPU.
 
-Runs where libtpu is installed (docs/benchmarks.md says how); elsewhere it is skipped.
+The tests need libtpu (docs/benchmarks.md) and are skipped without it.
 """
 
 import copy
@@ -35,14 +35,15 @@ REPO = Path(__file__).resolve().parents[2]
 CONFIG = REPO / "configs" / "6B_finetune_v3-8.json"
 SMALL = copy.deepcopy(TINY)
 SMALL["model"] |= {"d_model": 256, "seq": 128}
-WIDEST = 256 * 4 * 256  # elements of the largest matrix of a layer
+# elements of the largest matrix of a layer
+WIDEST = 256 * 4 * 256
 # a slice of each generation, and the mesh of its training step
 MESHES = {"v3-8": ("mesh.tp=8",), "v4-8": ("mesh.fsdp=4",), "v5e-8": ("mesh.fsdp=4", "mesh.tp=2")}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_compile_cache() -> Iterator[None]:
-    """JAX writes programs for a slice that is not attached to its cache, and cannot read them again."""
+    """JAX writes programs for an absent slice to its cache, but cannot read them back."""
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     yield
@@ -65,7 +66,7 @@ def _small(slice_name: str, *overrides: str) -> jax.stages.Compiled:
 
 
 def _bytes(tree: Any) -> int:
-    """Of one device's parts of a tree of `jax.ShapeDtypeStruct`."""
+    """The bytes per device of a tree of `jax.ShapeDtypeStruct`."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -73,7 +74,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _forward(*overrides: str):
-    """The collectives of the loop that runs a small model's layers forward, tp 8."""
+    """The collectives of the forward loop over the layers of a small model, with tp 8."""
     found = collectives(_small(SLICE, "mesh.tp=8", *overrides).as_text())
     return [
         one
@@ -89,7 +90,7 @@ def test_the_forward_pass_of_a_layer_sums_one_activation_over_tp():
 
 
 def test_the_collective_check_can_fail():
-    """Sequence parallelism replaces the sum by a gather and a scatter, and the check sees it."""
+    """Sequence parallelism replaces the sum by a gather and a scatter, and the check detects it."""
     assert {one.kind for one in _forward("mesh.shard_activations=true")} != {"all-reduce"}
 
 
@@ -103,12 +104,13 @@ def test_a_step_holds_its_part_of_the_state_and_donates_it(name):
     assert state <= memory.argument_size_in_bytes < 1.1 * state
     assert memory.alias_size_in_bytes >= state
     assert memory.argument_size_in_bytes < memory.peak_memory_in_bytes < peak_bytes(compiled)
-    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**16  # the metrics
+    # the metrics
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**16
     assert peak_bytes(compiled) < 2**26
 
 
 def _gathered(name: str, *overrides: str) -> list[int]:
-    """Elements of every array that an all-gather of the step yields."""
+    """The number of elements of every array that an all-gather of the step returns."""
     found = collectives(_small(name, *MESHES[name], *overrides).as_text())
     return [array.size for one in found if one.kind == "all-gather" for array in one.arrays]
 
@@ -121,7 +123,7 @@ def test_fsdp_gathers_one_matrix_of_one_layer_at_a_time(name):
 
 
 def test_the_gather_check_can_fail():
-    """Gathering once a step gathers the matrices of all layers, and the check sees it."""
+    """One gather per step gathers the matrices of all layers, and the check detects it."""
     assert max(_gathered("v4-8", "mesh.gather_weights=per_step")) == SMALL["model"]["layers"] * WIDEST
 
 
@@ -155,23 +157,24 @@ def test_the_6b_fine_tuning_step_fits_a_v3_core():
     assert config.mesh.tp == 8
     assert config.optimizer.gradient_accumulation_steps == 16
     peak = peak_bytes(_compile(config)) / 2**30
-    assert 8.4 < peak < platforms.USABLE_GIB[SLICE]  # 8.4: parameters and moments alone
+    # parameters and moments alone take 8.4 GiB
+    assert 8.4 < peak < platforms.USABLE_GIB[SLICE]
 
 
 def test_the_compiler_refuses_two_layers_more():
-    """Its own limit is the one of platforms.USABLE_GIB, and what it counts is what `peak_bytes` counts."""
+    """The compiler's limit is platforms.USABLE_GIB, and it counts the same memory as `peak_bytes`."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"exceeds available HBM \(15\.48G\)"):
         _compile(load_config(str(CONFIG), ["model.layers=30"]))
 
 
 @pytest.mark.parametrize("name", ["v4-32", "v5e-16", "v6e-16"])
 def test_a_step_compiles_for_several_hosts(name):
-    """On the mesh of configs/1.3B.json, for which JAX's own `make_mesh` has no order on a v6e-16."""
+    """On the mesh of configs/1.3B.json, for which JAX's own `make_mesh` finds no order of a v6e-16."""
     assert _small(name, "mesh.fsdp=4", "mesh.tp=2").as_text()
 
 
 def test_the_recorded_devices_are_those_of_libtpu():
-    """Else run scripts/tpu_devices.py."""
+    """If this fails, run scripts/tpu_devices.py."""
     recorded = json.loads(Path(__file__).with_name("tpu_devices.json").read_text())
     describe = runpy.run_path(str(REPO / "scripts/tpu_devices.py"))["describe"]
     for name, devices in recorded.items():

@@ -1,7 +1,7 @@
-"""All that reads or scores a batch, once, in this process or as one of several whose devices lie anywhere in the mesh.
+"""Trains, validates and scores once, in one process or in one of several with their devices anywhere in the mesh.
 
-As a program it is one of several processes: `permuted.py FOLDER ORDER`, where ORDER lists the devices in the order of the
-mesh, with the variables that `platforms.start_distributed` reads. It writes FOLDER/found_PROCESS.json.
+As a program it is one of several processes: `permuted.py FOLDER ORDER` with the variables that `platforms.start_distributed`
+reads. ORDER lists the devices in the order of the mesh. The output is FOLDER/found_PROCESS.json.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ TEXTS = [(f"{i} bottles of beer", f" on the wall, {i * i}.") for i in range(12)]
 
 
 class Alone(AgentCluster):
-    """A cluster as one of its workers sees it: what is for the others does not come here."""
+    """A cluster from the view of one worker: batches for the other workers are dropped."""
 
     def __init__(self) -> None:
         super().__init__(jax.process_count())
@@ -64,7 +64,7 @@ class Alone(AgentCluster):
 
 
 class Streamed:
-    """Opens a feed of batches that a driver reads. Every process has a driver of its own, which reads the same."""
+    """Opens a feed of batches that a driver reads. Each process has its own driver, and all drivers read the same data."""
 
     def __init__(self, config: Config):
         self._config, self._cluster = config, Alone()
@@ -99,7 +99,7 @@ def write(folder: Path) -> None:
 
 
 def found(folder: Path) -> dict:
-    """What this process finds, with all others at work on the same: half of the steps read by itself, half by a driver."""
+    """The results of this process. It reads half of the steps itself, and gets the other half from a driver."""
     os.chdir(folder)
     config = load_config("config.json")
     session = Session.open(config)
@@ -133,7 +133,7 @@ def _with_steps(config: Config, steps: int) -> Config:
 
 
 def _check_placement(session: Session) -> None:
-    """Each device holds those rows of the whole batch that are its own, to the bit."""
+    """Each device holds exactly its own rows of the whole batch."""
     config, batch = session.config, session.val_batch
     whole = next(read_train_set(config, session.microbatch, range(session.microbatch)))
     _check(session.place_batch(next(open_train_feed(session))), whole)
