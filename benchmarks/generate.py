@@ -114,7 +114,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """Our engine, as device_serve.py and device_sample.py use it."""
     from mesh_transformer import platforms
     from mesh_transformer.infer.programs import MAX_STEPS
-    from mesh_transformer.infer.requests import Piece, SamplingParams
+    from mesh_transformer.infer.requests import PromptChunk, SamplingParams
     from mesh_transformer.runtime.session.engine import open_engine
 
     platforms.CompileCache()
@@ -127,10 +127,10 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
         tokens: list[list[int]] = []
         for slot, prompt in enumerate(prompts(batch)):
             engine.insert(slot, prompt, params, source=None, reused=0)
-        at_once = engine.chunk // PROMPT
+        at_once = engine.max_prefill_tokens // PROMPT
         for slot in range(0, batch, at_once):
-            pieces = [Piece(slot, 0, PROMPT) for slot in range(slot, min(batch, slot + at_once))]
-            tokens += [[found.first.token.id] if found.first else [] for found in engine.prefill(pieces)]
+            chunks = [PromptChunk(slot, 0, PROMPT) for slot in range(slot, min(batch, slot + at_once))]
+            tokens += [[found.first.token.id] if found.first else [] for found in engine.prefill(chunks)]
         middle = time.perf_counter()
         while emitted := engine.generate(MAX_STEPS):
             for one in emitted:

@@ -9,17 +9,24 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mesh_transformer.infer.programs import MAX_STEPS, Drawn, Pieces, SlotPrograms, blank
-from mesh_transformer.infer.requests import OPTIONS, Emitted, Piece, Prefilled, SamplingParams, Token
+from mesh_transformer.infer.programs import MAX_STEPS, ChunkBatch, SampledTokens, SlotPrograms, blank
+from mesh_transformer.infer.requests import (
+    OPTIONS,
+    EmittedToken,
+    PrefillResult,
+    PromptChunk,
+    SamplingParams,
+    Token,
+)
 from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.ops.attend.cached import segment_ends
 
-SHORTEST_PIECE = 128  # positions: fewer take nearly as long, the weights are read all the same
+MIN_CHUNK = 128  # positions: fewer take nearly as long, the weights are read all the same
 
 
 class SlotEngine:
-    """See `requests.Engine`. Its programs are few: pieces of prompts come in powers of two, what attention reads in the
-    segments of the cache, and pieces that begin their prompts are computed several at a time."""
+    """See `requests.Engine`. Its programs are few: chunks of prompts come in powers of two, what attention reads in the
+    segments of the cache, and chunks that begin their prompts are computed several at a time."""
 
     def __init__(
         self,
@@ -28,7 +35,7 @@ class SlotEngine:
         *,
         slots: int,
         context: int | None = None,
-        chunk: int = 512,
+        max_prefill_tokens: int = 512,
     ):
         """Allocate the cache.
 
@@ -36,13 +43,13 @@ class SlotEngine:
             params: in the compute dtype, on the mesh of `placement`; "blocks" may be a tuple, one tree a layer.
             slots: sequences at a time.
             context: positions that a sequence needs, at least; None: all that the model has.
-            chunk: tokens of prompts that are computed at a time.
+            max_prefill_tokens: tokens of prompts that are computed at a time.
         """
         model, partition = placement.model, placement.partition
         self.model, self.mesh = model, partition.mesh
         ends = segment_ends(model.decoder.seq)
         self.slots, self.context = slots, next(n for n in ends if n >= min(context or math.inf, ends[-1]))
-        self.chunk, self._longest = chunk, min(chunk, self.context)
+        self.max_prefill_tokens, self._max_chunk = max_prefill_tokens, min(max_prefill_tokens, self.context)
         self._params, self._n_vocab = params, model.decoder.padded_vocab
         self._programs = SlotPrograms(
             placement, slots, self.context, stacked=not isinstance(params["blocks"], tuple)
@@ -84,24 +91,24 @@ class SlotEngine:
         )
         self._slots = self._programs.insert(self._slots, np.int32(slot), new, np.int32(len(prompt)))
 
-    def prefill(self, pieces: Sequence[Piece]) -> list[Prefilled]:
+    def prefill(self, chunks: Sequence[PromptChunk]) -> list[PrefillResult]:
         """See `requests.Engine`."""
-        found: dict[Piece, Prefilled] = {}
-        for group in self._groups(pieces):
-            found.update(zip(group.pieces, self._prefill(group), strict=True))
-        return [found[piece] for piece in pieces]
+        found: dict[PromptChunk, PrefillResult] = {}
+        for group in self._groups(chunks):
+            found.update(zip(group.chunks, self._prefill(group), strict=True))
+        return [found[chunk] for chunk in chunks]
 
-    def _groups(self, pieces: Sequence[Piece]) -> Iterator[_Group]:
-        """Pieces that one program computes: those that begin a prompt, of one size, if they fill half of its rows."""
-        alike: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            scored = self._requests[piece.slot].params.prompt_logprobs
-            later = piece.start > 0 or scored
-            size = next(n for n in self._sizes(later) if n >= piece.stop - piece.start)
+    def _groups(self, chunks: Sequence[PromptChunk]) -> Iterator[_Group]:
+        """Chunks that one program computes: those that begin a prompt, of one size, if they fill half of its rows."""
+        alike: dict[int, list[PromptChunk]] = {}
+        for chunk in chunks:
+            scored = self._requests[chunk.slot].params.prompt_logprobs
+            later = chunk.start > 0 or scored
+            size = next(n for n in self._sizes(later) if n >= chunk.stop - chunk.start)
             if later or self._rows(size) == 1:
-                yield _Group([piece], 1, size, self.context if later else size, scored)
+                yield _Group([chunk], 1, size, self.context if later else size, scored)
             else:
-                alike.setdefault(size, []).append(piece)
+                alike.setdefault(size, []).append(chunk)
         for size, some in alike.items():
             rows = self._rows(size)
             for first in range(0, len(some), rows):
@@ -109,46 +116,46 @@ class SlotEngine:
                 if 2 * len(part) > rows:
                     yield _Group(part, rows, size, size)
                 else:
-                    yield from (_Group([piece], 1, size, size) for piece in part)
+                    yield from (_Group([chunk], 1, size, size) for chunk in part)
 
     def _sizes(self, later: bool) -> list[int]:
-        """Of pieces: powers of two, and the longest; only two of those that begin `later` in a prompt, or are scored."""
-        sizes = [SHORTEST_PIECE << i for i in range(16) if SHORTEST_PIECE << i < self._longest]
-        return [*(sizes[:1] if later else sizes), self._longest]
+        """Of chunks: powers of two, and the longest; only two of those that begin `later` in a prompt, or are scored."""
+        sizes = [MIN_CHUNK << i for i in range(16) if MIN_CHUNK << i < self._max_chunk]
+        return [*(sizes[:1] if later else sizes), self._max_chunk]
 
     def _rows(self, size: int) -> int:
-        """Pieces of a size that one program computes."""
-        return max(1, min(self.slots, self.chunk // size))
+        """Chunks of a size that one program computes."""
+        return max(1, min(self.slots, self.max_prefill_tokens // size))
 
-    def _prefill(self, group: _Group) -> Iterator[Prefilled]:
-        running = [self._requests[piece.slot] for piece in group.pieces]
-        arrays = Pieces.none(group.rows, group.size)
-        for row, (piece, request) in enumerate(zip(group.pieces, running, strict=True)):
-            count, following = piece.stop - piece.start, request.prompt[piece.start + 1 : piece.stop + 1]
-            arrays.slots_B[row], arrays.start_B[row], arrays.count_B[row] = piece.slot, piece.start, count
-            arrays.tokens_BP[row, :count] = request.prompt[piece.start : piece.stop]
+    def _prefill(self, group: _Group) -> Iterator[PrefillResult]:
+        running = [self._requests[chunk.slot] for chunk in group.chunks]
+        arrays = ChunkBatch.none(group.rows, group.size)
+        for row, (chunk, request) in enumerate(zip(group.chunks, running, strict=True)):
+            count, following = chunk.stop - chunk.start, request.prompt[chunk.start + 1 : chunk.stop + 1]
+            arrays.slots_B[row], arrays.start_B[row], arrays.count_B[row] = chunk.slot, chunk.start, count
+            arrays.tokens_BP[row, :count] = request.prompt[chunk.start : chunk.stop]
             arrays.targets_BP[row, : len(following)] = following
-            arrays.last_B[row] = piece.stop == len(request.prompt)
+            arrays.last_B[row] = chunk.stop == len(request.prompt)
         n_top = max(request.params.logprobs or 0 for request in running)
         self._slots, drawn, scores = self._programs.prefill(
             self._params, self._slots, arrays, np.int32(n_top), length=group.length, scored=group.scored
         )
         if arrays.last_B.any():
             drawn = jax.device_get(drawn)
-        for row, (piece, request) in enumerate(zip(group.pieces, running, strict=True)):
+        for row, (chunk, request) in enumerate(zip(group.chunks, running, strict=True)):
             tokens: list[Token] = []
             if scores is not None:
-                following = request.prompt[piece.start + 1 : piece.stop + 1]
+                following = request.prompt[chunk.start + 1 : chunk.stop + 1]
                 of_row = jax.tree.map(lambda x, row=row: np.asarray(x[row]), scores)
                 tokens = [_token(request.params, *each) for each in zip(following, *of_row, strict=False)]
             first = None
             if arrays.last_B[row]:
                 request.length = len(request.prompt)
                 drawn_one = jax.tree.map(lambda x, row=row: x[None, row : row + 1], drawn)
-                first = next(self._emitted([piece.slot], drawn_one), None)
-            yield Prefilled(first, tokens)
+                first = next(self._emitted([chunk.slot], drawn_one), None)
+            yield PrefillResult(first, tokens)
 
-    def generate(self, steps: int) -> list[Emitted]:
+    def generate(self, steps: int) -> list[EmittedToken]:
         """See `requests.Engine`. At most MAX_STEPS."""
         live = [slot for slot, running in self._requests.items() if running.left > 0 and running.length]
         if not live:
@@ -181,7 +188,7 @@ class SlotEngine:
     def run_once(self) -> None:
         """Run what every request needs. No slot may be in use."""
         self.insert(0, [0], SamplingParams(max_tokens=2), source=None, reused=0)
-        self.prefill([Piece(0, 0, 1)])
+        self.prefill([PromptChunk(0, 0, 1)])
         self.generate(1)
         self._slots = self._programs.copy_cache(self._slots, np.int32(0), np.int32(0))
         self._slots = self._programs.release(self._slots, np.int32(0))
@@ -193,7 +200,7 @@ class SlotEngine:
         begin = {(rows, n, n, False) for n in self._sizes(later=False) for rows in (1, self._rows(n))}
         later = {(1, n, self.context, scored) for n in self._sizes(later=True) for scored in (False, True)}
         for rows, size, length, scored in sorted(begin | later):
-            given = Pieces.none(rows, size), np.int32(0)
+            given = ChunkBatch.none(rows, size), np.int32(0)
             yield self._compiler(self._programs.prefill, *given, length=length, scored=scored)
 
     def _every_generate(self) -> Iterator[Callable[[], Any]]:
@@ -213,7 +220,7 @@ class SlotEngine:
             bias[token] += value
         return jax.device_put(bias, self._whole)
 
-    def _emitted(self, rows: Sequence[int], drawn: Drawn) -> Iterator[Emitted]:
+    def _emitted(self, rows: Sequence[int], drawn: SampledTokens) -> Iterator[EmittedToken]:
         """What (I, B) draws of the slots `rows` gave, in order of steps."""
         for step, column in zip(*np.nonzero(drawn.live_B), strict=True):
             slot = rows[column]
@@ -224,9 +231,9 @@ class SlotEngine:
 
 
 class _Group(NamedTuple):
-    """Pieces for one program of so many rows, tokens a row, and positions that attention reads."""
+    """Chunks for one program of so many rows, tokens a row, and positions that attention reads."""
 
-    pieces: list[Piece]
+    chunks: list[PromptChunk]
     rows: int
     size: int
     length: int
@@ -241,11 +248,11 @@ class _Running:
         self.left = params.max_tokens
         self.length = 0  # tokens so far, once the prompt is computed
 
-    def emit(self, slot: int, token: Token, *, ended: bool) -> Emitted:
+    def emit(self, slot: int, token: Token, *, ended: bool) -> EmittedToken:
         """Count one more token."""
         self.length += 1
         self.left = 0 if ended else self.left - 1
-        return Emitted(slot, token, "stop" if ended else None if self.left else "length")
+        return EmittedToken(slot, token, "stop" if ended else None if self.left else "length")
 
 
 def _token(params: SamplingParams, id: Any, logprob: Any, top_id_C: Any, top_logprob_C: Any) -> Token:

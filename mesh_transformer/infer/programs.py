@@ -1,6 +1,6 @@
 """What a device keeps of the slots of a cache between calls, and the programs that change it.
 
-Shapes: N slots, B of them that a call works on, S positions of a slot, P positions of a piece of a prompt, I steps of a call,
+Shapes: N slots, B of them that a call works on, S positions of a slot, P positions of a chunk of a prompt, I steps of a call,
 V vocabulary rows, D residual width, E end tokens, C alternatives.
 """
 
@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesh_transformer.infer.requests import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, OPTIONS
-from mesh_transformer.infer.sampling import Options, Seen, likeliest, penalise, sample
+from mesh_transformer.infer.sampling import OptionVectors, PenaltyInputs, likeliest, penalise, sample
 from mesh_transformer.models.decoder import at_position
 from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.ops.attend.cached import KVCache
 from mesh_transformer.parallel.sharding import constrain, use
 
 MAX_STEPS = 16  # of a call of `generate`
-_SCORED = 64  # positions of prompts whose logits exist at a time
+_SCORED_POSITIONS = 64  # positions of prompts whose logits exist at a time
 
 
 class Slots(NamedTuple):
@@ -33,7 +33,7 @@ class Slots(NamedTuple):
     drawn_N: jax.Array  # int32: tokens drawn so far
     min_tokens_N: jax.Array  # int32: before so many, no end token is drawn
     seed_N: jax.Array  # uint32
-    options: Options  # (N,) each
+    options: OptionVectors  # (N,) each
     end_NE: jax.Array  # int32, -1 where there are fewer: the tokens that end a completion
     biased_N: jax.Array  # bool: there is a logit bias
     bias_NV: jax.Array  # float32
@@ -46,7 +46,7 @@ class Slots(NamedTuple):
         return (self.left_N > 0) & (self.drawn_N > 0)
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """The next token of each of B slots; where not `live_B` nothing was drawn."""
 
     token_B: jax.Array  # int32
@@ -72,19 +72,19 @@ class Scores(NamedTuple):
         return cls(logprob_P, *likeliest(logprobs_PV, n_top, MAX_TOP_LOGPROBS))
 
 
-class Pieces(NamedTuple):
-    """Pieces of the prompts of B slots, as `prefill` takes them: host arrays."""
+class ChunkBatch(NamedTuple):
+    """Chunks of the prompts of B slots, as `prefill` takes them: host arrays."""
 
-    slots_B: Any  # int32, each once; what stands where there is no piece is any slot
+    slots_B: Any  # int32, each once; what stands where there is no chunk is any slot
     tokens_BP: Any  # int32, padded on the right
     targets_BP: Any  # int32: the token after each, whose log-probability is wanted
     start_B: Any  # int32: position of the first
-    count_B: Any  # int32: of them that are not padding; 0: no piece
-    last_B: Any  # bool: the piece is its prompt's last, so that a token is drawn
+    count_B: Any  # int32: of them that are not padding; 0: no chunk
+    last_B: Any  # bool: the chunk is its prompt's last, so that a token is drawn
 
     @classmethod
-    def none(cls, rows: int, size: int) -> Pieces:
-        """So many rows of `size` tokens, without a piece."""
+    def none(cls, rows: int, size: int) -> ChunkBatch:
+        """So many rows of `size` tokens, without a chunk."""
         slots_B, start_B, count_B = np.zeros((3, rows), np.int32)
         tokens_BP, targets_BP = np.zeros((2, rows, size), np.int32)
         return cls(slots_B, tokens_BP, targets_BP, start_B, count_B, np.zeros(rows, bool))
@@ -124,32 +124,32 @@ class SlotPrograms:
         )
 
     def _prefill(
-        self, params: Params, slots: Slots, pieces: Pieces, n_top: jax.Array, *, length: int, scored: bool
-    ) -> tuple[Slots, Drawn, Scores | None]:
-        """Compute pieces of prompts, and draw the first token of each slot whose prompt ends there.
+        self, params: Params, slots: Slots, chunks: ChunkBatch, n_top: jax.Array, *, length: int, scored: bool
+    ) -> tuple[Slots, SampledTokens, Scores | None]:
+        """Compute chunks of prompts, and draw the first token of each slot whose prompt ends there.
 
         Args:
             n_top: int32 scalar: alternatives that are wanted with each token.
             length: positions of the cache that attention reads; at least start + P, or P where every `start` is 0.
             scored: whether the Scores, (B, P) each, are wanted.
         """
-        rows_B, count_B = pieces.slots_B, pieces.count_B
+        rows_B, count_B = chunks.slots_B, chunks.count_B
         with use(self.partition):
             view = slots.cache.view(rows_B, length, write=count_B > 0)
             ends_B = jnp.maximum(count_B - 1, 0)
             query_index_B = None if scored else ends_B
             x_BPD, written, _ = self.model.hidden(
-                params, pieces.tokens_BP, view, pieces.start_B, query_index_B
+                params, chunks.tokens_BP, view, chunks.start_B, query_index_B
             )
             to = jnp.where(count_B > 0, rows_B, self.n_slots)  # one beyond the last slot is dropped
             slots = slots._replace(
                 cache=self._written(written),
-                length_N=slots.length_N.at[to].set(pieces.start_B + count_B, mode="drop"),
+                length_N=slots.length_N.at[to].set(chunks.start_B + count_B, mode="drop"),
             )
             head = self.model.gathered_head(params)
-            scores = self._scores(head, x_BPD, pieces.targets_BP, n_top) if scored else None
+            scores = self._scores(head, x_BPD, chunks.targets_BP, n_top) if scored else None
             logits_BV = self._logits(head, at_position(x_BPD, ends_B) if scored else x_BPD)[:, 0]
-            live_B = pieces.last_B & (count_B > 0) & (slots.left_N[rows_B] > 0)
+            live_B = chunks.last_B & (count_B > 0) & (slots.left_N[rows_B] > 0)
             return *draw(slots, rows_B, logits_BV, live_B, n_top), scores
 
     def _generate(
@@ -161,7 +161,7 @@ class SlotPrograms:
         n_top: jax.Array,
         *,
         length: int,
-    ) -> tuple[Slots, Drawn]:
+    ) -> tuple[Slots, SampledTokens]:
         """Up to `steps` (at most MAX_STEPS) tokens for some slots (None: all); (I, B) each.
 
         Args:
@@ -169,7 +169,7 @@ class SlotPrograms:
         """
         rows_B = jnp.arange(self.n_slots) if slots_B is None else slots_B
 
-        def step(carry: tuple[jax.Array, Slots, Drawn]) -> tuple[jax.Array, Slots, Drawn]:
+        def step(carry: tuple[jax.Array, Slots, SampledTokens]) -> tuple[jax.Array, Slots, SampledTokens]:
             i, slots, drawn = carry
             live_B, start_B = slots.live_N[rows_B], slots.length_N[rows_B]
             view = slots.cache.view(slots_B, length, write=live_B)
@@ -185,7 +185,7 @@ class SlotPrograms:
             return i + 1, slots, jax.tree.map(lambda all, one: all.at[i].set(one), drawn, new)
 
         with use(self.partition):
-            nothing = nothing_drawn(len(rows_B))
+            nothing = no_tokens(len(rows_B))
             drawn = jax.tree.map(lambda x: jnp.zeros((MAX_STEPS, *x.shape), x.dtype), nothing)
             carry = jnp.int32(0), slots, drawn
             return jax.lax.while_loop(lambda c: (c[0] < steps) & c[1].live_N[rows_B].any(), step, carry)[1:]
@@ -194,7 +194,7 @@ class SlotPrograms:
         return constrain(self.model.logits(head, x_BTD), None, None, None)
 
     def _scores(self, head: Params, x_BPD: jax.Array, targets_BP: jax.Array, n_top: jax.Array) -> Scores:
-        n = next(n for n in (_SCORED, 32, 16, 8, 4, 2, 1) if targets_BP.size % n == 0)
+        n = next(n for n in (_SCORED_POSITIONS, 32, 16, 8, 4, 2, 1) if targets_BP.size % n == 0)
 
         def some(part: tuple[jax.Array, jax.Array]) -> Scores:
             x_pD, targets_p = part
@@ -264,18 +264,18 @@ def release(slots: Slots, slot: jax.Array) -> Slots:
 @jax.jit  # traced once for all programs with as many rows
 def draw(
     slots: Slots, rows_B: jax.Array, logits_BV: jax.Array, live_B: jax.Array, n_top: jax.Array
-) -> tuple[Slots, Drawn]:
+) -> tuple[Slots, SampledTokens]:
     """The next token of some slots from its logits; slots that are not live stay as they are."""
     length_B, drawn_B, left_B = (x[rows_B] for x in (slots.length_N, slots.drawn_N, slots.left_N))
 
-    def drawn_now() -> Drawn:
+    def drawn_now() -> SampledTokens:
         # what a slot that is not live asks for would be computed for all
         options = {
             name: jnp.where(live_B, values_N[rows_B], OPTIONS[name].off)
             for name, values_N in slots.options.items()
         }
         end_BE = slots.end_NE[rows_B]
-        seen = Seen(
+        inputs = PenaltyInputs(
             rows_B=rows_B,
             length_B=length_B,
             early_B=live_B & (drawn_B < slots.min_tokens_N[rows_B]),
@@ -287,11 +287,11 @@ def draw(
             counts_NV=slots.counts_NV,
         )
         keys_B = jax.vmap(_key)(slots.seed_N[rows_B], length_B)
-        token_B = sample(penalise(logits_BV, options, seen), keys_B, options)
+        token_B = sample(penalise(logits_BV, options, inputs), keys_B, options)
         ended_B = (token_B[:, None] == end_BE).any(-1) & live_B
-        return Drawn(token_B, *Scores.of(logits_BV, token_B, n_top), live_B, ended_B)
+        return SampledTokens(token_B, *Scores.of(logits_BV, token_B, n_top), live_B, ended_B)
 
-    drawn = jax.lax.cond(live_B.any(), drawn_now, lambda: nothing_drawn(len(rows_B)))
+    drawn = jax.lax.cond(live_B.any(), drawn_now, lambda: no_tokens(len(rows_B)))
     to = jnp.where(live_B, rows_B, len(slots.left_N))  # one beyond the last slot is dropped
     new = slots._replace(
         token_N=slots.token_N.at[to].set(drawn.token_B, mode="drop"),
@@ -308,7 +308,7 @@ def _key(seed: jax.Array, position: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed), position)
 
 
-def nothing_drawn(n: int) -> Drawn:
+def no_tokens(n: int) -> SampledTokens:
     ids, values = jnp.zeros((n, MAX_TOP_LOGPROBS), jnp.int32), jnp.zeros((n, MAX_TOP_LOGPROBS), jnp.float32)
     no = jnp.zeros((n,), bool)
-    return Drawn(ids[:, 0], values[:, 0], ids, values, no, no)
+    return SampledTokens(ids[:, 0], values[:, 0], ids, values, no, no)

@@ -11,7 +11,7 @@ LEAST_TEMPERATURE = 1e-5  # a lower one is greedy
 # float32 logits times or over these, and over the least temperature, stay far below its largest number
 MAX_TEMPERATURE, MAX_REPETITION, MAX_BIAS = 1e6, 1e6, 1e6
 
-Finish = Literal["stop", "length"]
+FinishReason = Literal["stop", "length"]
 
 
 class Option(NamedTuple):
@@ -152,15 +152,17 @@ class Token(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, likeliest first
 
 
-class Emitted(NamedTuple):
-    """A new token of a slot. After one with `finish` the slot computes nothing more."""
+class EmittedToken(NamedTuple):
+    """A new token of a slot. After one with `finish_reason` the slot computes nothing more."""
 
     slot: int
     token: Token
-    finish: Finish | None  # "stop": it is one of stop_token_ids; "length": max_tokens are reached
+    finish_reason: (
+        FinishReason | None
+    )  # "stop": it is one of stop_token_ids; "length": max_tokens are reached
 
 
-class Piece(NamedTuple):
+class PromptChunk(NamedTuple):
     """Positions start .. stop - 1 of the prompt of a slot."""
 
     slot: int
@@ -168,11 +170,11 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Prefilled(NamedTuple):
-    """What a piece of a prompt gave."""
+class PrefillResult(NamedTuple):
+    """What a chunk of a prompt gave."""
 
-    # the first new token, when the piece was the prompt's last (None with max_tokens 0)
-    first: Emitted | None
+    # the first new token, when the chunk was the prompt's last (None with max_tokens 0)
+    first: EmittedToken | None
     prompt: Sequence[Token]  # of the prompt's tokens start + 1 .. stop (at most its last), if asked for
 
 
@@ -184,7 +186,7 @@ class Engine(Protocol):
 
     slots: int
     context: int
-    chunk: int  # prompt tokens, in all, that one `prefill` takes at most
+    max_prefill_tokens: int  # prompt tokens, in all, that one `prefill` takes at most
 
     def insert(
         self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int
@@ -195,10 +197,10 @@ class Engine(Protocol):
         the slot itself, or be in use; `source` is None when `reused` is 0. The rest must be prefilled, in order.
         """
 
-    def prefill(self, pieces: Sequence[Piece]) -> list[Prefilled]:
-        """Compute pieces of prompts, of each slot one; when `stop` is the prompt's length, the first token is drawn."""
+    def prefill(self, chunks: Sequence[PromptChunk]) -> list[PrefillResult]:
+        """Compute chunks of prompts, of each slot one; when `stop` is the prompt's length, the first token is drawn."""
 
-    def generate(self, steps: int) -> list[Emitted]:
+    def generate(self, steps: int) -> list[EmittedToken]:
         """Up to `steps` tokens (1 or more) for every slot whose prompt is computed and that is not finished; there is
         one. They come in order of steps."""
 

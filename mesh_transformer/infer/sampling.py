@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from mesh_transformer.infer.requests import LEAST_TEMPERATURE
 
-Options = dict[str, jax.Array]
+OptionVectors = dict[str, jax.Array]
 """A vector (B,) for each row of `requests.OPTIONS`, by name."""
 
 
-class Seen(NamedTuple):
+class PenaltyInputs(NamedTuple):
     """What the penalties depend on. What is large is of all slots: rows are taken only by a step that needs them."""
 
     rows_B: jax.Array  # int32: the slots of the sequences
@@ -30,20 +30,20 @@ class Seen(NamedTuple):
     counts_NV: jax.Array  # int32: occurrences in the completion
 
 
-def penalise(logits_BV: jax.Array, options: Options, seen: Seen) -> jax.Array:
+def penalise(logits_BV: jax.Array, options: OptionVectors, inputs: PenaltyInputs) -> jax.Array:
     """Logits after bias, penalties and exclusions: the steps that come before the temperature."""
     o = options
     penalties_B = (
         (o["repetition_penalty"] != 1) | (o["presence_penalty"] != 0) | (o["frequency_penalty"] != 0)
     )
     n_B = o["no_repeat_ngram_size"]
-    logits_BV = _when(seen.biased_B.any(), lambda x: _biased(x, seen), logits_BV)
-    logits_BV = _when(penalties_B.any(), lambda x: _repeated_less(x, o, seen), logits_BV)
-    logits_BV = _when((n_B > 0).any(), lambda x: _no_repeated_ngram(x, n_B, seen), logits_BV)
-    return _when(seen.early_B.any(), lambda x: _no_end(x, seen), logits_BV)
+    logits_BV = _when(inputs.biased_B.any(), lambda x: _biased(x, inputs), logits_BV)
+    logits_BV = _when(penalties_B.any(), lambda x: _repeated_less(x, o, inputs), logits_BV)
+    logits_BV = _when((n_B > 0).any(), lambda x: _no_repeated_ngram(x, n_B, inputs), logits_BV)
+    return _when(inputs.early_B.any(), lambda x: _no_end(x, inputs), logits_BV)
 
 
-def sample(logits_BV: jax.Array, keys_B: jax.Array, options: Options) -> jax.Array:
+def sample(logits_BV: jax.Array, keys_B: jax.Array, options: OptionVectors) -> jax.Array:
     """One token a sequence, (B,) int32: temperature, min-p, top-k, top-p (Holtzman et al. 2020), then a draw.
 
     A temperature below LEAST_TEMPERATURE takes the largest logit. Tokens at -inf, and those whose logit is no number, are not drawn; where all are
@@ -108,14 +108,14 @@ def _when(flag: jax.Array, change: Callable[[jax.Array], jax.Array], logits_BV: 
     return jax.lax.cond(flag, change, lambda x: x, logits_BV)
 
 
-def _biased(logits_BV: jax.Array, seen: Seen) -> jax.Array:
-    return jnp.where(seen.biased_B[:, None], logits_BV + seen.bias_NV[seen.rows_B], logits_BV)
+def _biased(logits_BV: jax.Array, inputs: PenaltyInputs) -> jax.Array:
+    return jnp.where(inputs.biased_B[:, None], logits_BV + inputs.bias_NV[inputs.rows_B], logits_BV)
 
 
-def _repeated_less(logits_BV: jax.Array, o: Options, seen: Seen) -> jax.Array:
+def _repeated_less(logits_BV: jax.Array, o: OptionVectors, inputs: PenaltyInputs) -> jax.Array:
     """Repetition penalty (Keskar et al. 2019, of prompt and completion), then frequency and presence (completion)."""
-    counts_BV = seen.counts_NV[seen.rows_B]
-    repeated = seen.in_prompt_NV[seen.rows_B] | (counts_BV > 0)
+    counts_BV = inputs.counts_NV[inputs.rows_B]
+    repeated = inputs.in_prompt_NV[inputs.rows_B] | (counts_BV > 0)
     penalty_B1 = o["repetition_penalty"][:, None]
     penalised = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
     logits_BV = jnp.where(repeated, penalised, logits_BV)
@@ -123,9 +123,9 @@ def _repeated_less(logits_BV: jax.Array, o: Options, seen: Seen) -> jax.Array:
     return logits_BV - o["presence_penalty"][:, None] * (counts_BV > 0)
 
 
-def _no_repeated_ngram(logits_BV: jax.Array, n_B: jax.Array, seen: Seen) -> jax.Array:
+def _no_repeated_ngram(logits_BV: jax.Array, n_B: jax.Array, inputs: PenaltyInputs) -> jax.Array:
     """Without the tokens that would complete an n-gram that is there already."""
-    tokens_BS, length_B = seen.tokens_NS[seen.rows_B], seen.length_B
+    tokens_BS, length_B = inputs.tokens_NS[inputs.rows_B], inputs.length_B
     positions = jnp.arange(tokens_BS.shape[1])
 
     def same(back: jax.Array, matches_BS: jax.Array) -> jax.Array:
@@ -140,8 +140,8 @@ def _no_repeated_ngram(logits_BV: jax.Array, n_B: jax.Array, seen: Seen) -> jax.
     return logits_BV.at[jnp.arange(len(banned))[:, None], banned].set(-jnp.inf, mode="drop")
 
 
-def _no_end(logits_BV: jax.Array, seen: Seen) -> jax.Array:
-    ends = jnp.where(seen.early_B[:, None] & (seen.end_BE >= 0), seen.end_BE, logits_BV.shape[-1])
+def _no_end(logits_BV: jax.Array, inputs: PenaltyInputs) -> jax.Array:
+    ends = jnp.where(inputs.early_B[:, None] & (inputs.end_BE >= 0), inputs.end_BE, logits_BV.shape[-1])
     return logits_BV.at[jnp.arange(len(ends))[:, None], ends].set(-jnp.inf, mode="drop")
 
 

@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from mesh_transformer import liveness
-from mesh_transformer.infer.requests import Emitted, Engine, Finish, Piece, SamplingParams, Token
+from mesh_transformer.infer.requests import (
+    EmittedToken,
+    Engine,
+    FinishReason,
+    PromptChunk,
+    SamplingParams,
+    Token,
+)
 
 
 class QueueFull(Exception):
@@ -16,18 +23,18 @@ class QueueFull(Exception):
 
 
 @dataclasses.dataclass
-class Output:
+class RequestOutput:
     """What a step gave one request."""
 
     request: int  # the id given to submit
-    # new ones; the last is the stop token when `finish` is "stop"
+    # new ones; the last is the stop token when `finish_reason` is "stop"
     tokens: list[Token] = dataclasses.field(default_factory=list)
     # of the prompt's second token on, with prompt_logprobs: those of this step
     prompt: list[Token] = dataclasses.field(default_factory=list)
-    finish: Finish | None = None  # the request is over; no more Outputs follow
+    finish_reason: FinishReason | None = None  # the request is over; no more outputs follow
 
 
-class Stats(NamedTuple):
+class SchedulerStats(NamedTuple):
     """Counters since the start, and gauges."""
 
     running: int = 0  # requests that have a slot
@@ -57,13 +64,13 @@ class _Slot:
     # the sequence, kept after its request is over
     tokens: list[int] = dataclasses.field(default_factory=list)
     cached: int = 0  # so many of `tokens` are in the cache
-    used: int = 0  # when it was last released or copied from; larger is later
+    last_used: int = 0  # when it was last released or copied from; larger is later
 
 
 class Scheduler:
     """Requests through an engine: first come, first served, and no prefix computed twice that some slot still holds.
 
-    A step computes at most `engine.chunk` tokens of prompts: a piece of one prompt, and after it whole prompts for which there is
+    A step computes at most `engine.max_prefill_tokens` tokens of prompts: a chunk of one prompt, and after it whole prompts for which there is
     room. A request gets its slot when its prefill begins, not before: nobody starts later for it, and requests of one
     prompt find the prefix that the first of them computed.
 
@@ -83,7 +90,7 @@ class Scheduler:
         self._slots = [_Slot(index) for index in range(engine.slots)]
         self._prefilling: list[_Slot] = []
         self._clock = itertools.count(1)
-        self._counted: collections.Counter[str] = collections.Counter()  # of `Stats`
+        self._counters: collections.Counter[str] = collections.Counter()  # of `SchedulerStats`
 
     def submit(
         self,
@@ -122,19 +129,19 @@ class Scheduler:
         self._waiting[request] = _window(whole, self._engine.context) if slide else whole
 
     def cancel(self, request: int) -> None:
-        """Forget a waiting or running request: no more Outputs, and its slot is free. Other ids are ignored."""
+        """Forget a waiting or running request: no more outputs, and its slot is free. Other ids are ignored."""
         self._waiting.pop(request, None)
         for slot in self._slots:
             if slot.request is not None and slot.request.id == request:
                 self._release(slot)
 
-    def step(self) -> list[Output]:
-        """One unit of work: pieces of prompts and a token of each running request, or several tokens of each.
+    def step(self) -> list[RequestOutput]:
+        """One unit of work: chunks of prompts and a token of each running request, or several tokens of each.
 
         Returns:
-            one Output for each request that the step gave something, none when idle.
+            one RequestOutput for each request that the step gave something, none when idle.
         """
-        outputs: dict[int, Output] = {}
+        outputs: dict[int, RequestOutput] = {}
         while self._admit():
             pass
         steps = 1 if self._prefilling or self._waiting else self._max_steps
@@ -149,10 +156,10 @@ class Scheduler:
             for emitted in self._engine.generate(min(steps, max(left))):
                 slot = self._slots[emitted.slot]
                 slot.cached += 1  # the token before went in, to give this one
-                self._take(slot, emitted, outputs)
+                self._record_token(slot, emitted, outputs)
         return list(outputs.values())
 
-    def run(self) -> Iterator[Output]:
+    def run(self) -> Iterator[RequestOutput]:
         """What every step gives until nothing waits or runs."""
         while not self.idle:
             outputs = self.step()
@@ -165,13 +172,13 @@ class Scheduler:
         return not self._waiting and len(self._free()) == len(self._slots)
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> SchedulerStats:
         """Counters and gauges as of now."""
-        return Stats(
+        return SchedulerStats(
             running=len(self._slots) - len(self._free()),
             waiting=len(self._waiting),
             slots=len(self._slots),
-            **self._counted,
+            **self._counters,
             cached_tokens=sum(slot.cached for slot in self._slots),
             positions=len(self._slots) * self._engine.context,
         )
@@ -184,7 +191,7 @@ class Scheduler:
         if not self._waiting or not self._free():
             return False
         request = next(iter(self._waiting.values()))
-        slot, source, reused = self._place(request)
+        slot, source, reused = self._choose_slot(request)
         if self._prefilling and not self._fits(request, reused):
             return False
         del self._waiting[request.id]
@@ -193,10 +200,10 @@ class Scheduler:
         )
         slot.request, slot.tokens, slot.cached = request, list(request.prompt), reused
         if source is not None:
-            source.used = next(self._clock)
+            source.last_used = next(self._clock)
         self._prefilling.append(slot)
-        self._counted["prompt_tokens"] += len(request.prompt)
-        self._counted["reused_tokens"] += reused
+        self._counters["prompt_tokens"] += len(request.prompt)
+        self._counters["reused_tokens"] += reused
         if request.on_admit is not None:
             request.on_admit()
         return True
@@ -205,17 +212,19 @@ class Scheduler:
         """Whether a prompt can be computed beside those that are: whole, and none of them holds more of its prefix."""
         begun = [slot.request.prompt for slot in self._prefilling if slot.request is not None]
         left = sum(len(slot.tokens) - slot.cached for slot in self._prefilling)
-        if left + len(request.prompt) - reused > self._engine.chunk:
+        if left + len(request.prompt) - reused > self._engine.max_prefill_tokens:
             return False
-        longest = max(min(_common(prompt, request.prompt), len(request.prompt) - 1) for prompt in begun)
+        longest = max(
+            min(_common_length(prompt, request.prompt), len(request.prompt) - 1) for prompt in begun
+        )
         return request.params.prompt_logprobs or longest < max(self._min_copy, reused + 1)
 
-    def _place(self, request: _Request) -> tuple[_Slot, _Slot | None, int]:
+    def _choose_slot(self, request: _Request) -> tuple[_Slot, _Slot | None, int]:
         """A free slot for a request, the slot that holds a prefix of its prompt, and the prefix's length."""
-        free = sorted(self._free(), key=lambda slot: slot.used)
+        free = sorted(self._free(), key=lambda slot: slot.last_used)
         if request.params.prompt_logprobs:  # they come from computing the prompt
             return free[0], None, 0
-        common = [min(_common(slot.tokens, request.prompt), slot.cached) for slot in self._slots]
+        common = [min(_common_length(slot.tokens, request.prompt), slot.cached) for slot in self._slots]
         # the prompt's last token gives the first new one: it must be computed
         reusable = [min(length, len(request.prompt) - 1) for length in common]
         best = max(self._slots, key=lambda slot: reusable[slot.index])
@@ -227,51 +236,51 @@ class Scheduler:
         reused = reusable[source.index]
         return slot, source if reused else None, reused
 
-    def _prefill(self, outputs: dict[int, Output]) -> None:
-        """Compute the next pieces of the prompts that are begun."""
-        slots, room = self._prefilling, self._engine.chunk
-        pieces = []
+    def _prefill(self, outputs: dict[int, RequestOutput]) -> None:
+        """Compute the next chunks of the prompts that are begun."""
+        slots, room = self._prefilling, self._engine.max_prefill_tokens
+        chunks = []
         for slot in slots:
             stop = min(slot.cached + room, len(slot.tokens))
-            pieces.append(Piece(slot.index, slot.cached, stop))
+            chunks.append(PromptChunk(slot.index, slot.cached, stop))
             room -= stop - slot.cached
         self._prefilling = []
-        for slot, piece, found in zip(slots, pieces, self._engine.prefill(pieces), strict=True):
+        for slot, chunk, found in zip(slots, chunks, self._engine.prefill(chunks), strict=True):
             request = slot.request
             assert request is not None
-            self._counted["prefilled_tokens"] += piece.stop - piece.start
-            slot.cached = piece.stop
+            self._counters["prefilled_tokens"] += chunk.stop - chunk.start
+            slot.cached = chunk.stop
             if found.prompt:
-                outputs.setdefault(request.id, Output(request.id)).prompt.extend(found.prompt)
-            if piece.stop < len(request.prompt):
+                outputs.setdefault(request.id, RequestOutput(request.id)).prompt.extend(found.prompt)
+            if chunk.stop < len(request.prompt):
                 self._prefilling.append(slot)
             elif found.first is not None:
-                self._take(slot, found.first, outputs)
+                self._record_token(slot, found.first, outputs)
             else:  # max_tokens is 0
-                outputs.setdefault(request.id, Output(request.id)).finish = "length"
+                outputs.setdefault(request.id, RequestOutput(request.id)).finish_reason = "length"
                 self._release(slot)
 
-    def _take(self, slot: _Slot, emitted: Emitted, outputs: dict[int, Output]) -> None:
+    def _record_token(self, slot: _Slot, emitted: EmittedToken, outputs: dict[int, RequestOutput]) -> None:
         """Note a new token, and that the request is over if it is the last."""
         request = slot.request
         assert request is not None
         slot.tokens.append(emitted.token.id)
-        self._counted["generated_tokens"] += 1
-        got = outputs.setdefault(request.id, Output(request.id))
+        self._counters["generated_tokens"] += 1
+        got = outputs.setdefault(request.id, RequestOutput(request.id))
         got.tokens.append(emitted.token)
-        if emitted.finish is None:
+        if emitted.finish_reason is None:
             return
         self._release(slot)
-        if emitted.finish == "length" and request.rest is not None:
+        if emitted.finish_reason == "length" and request.rest is not None:
             whole = dataclasses.replace(request, prompt=slot.tokens, params=request.rest, on_admit=None)
             self._waiting[request.id] = _window(whole, self._engine.context)
         else:
-            got.finish = emitted.finish
+            got.finish_reason = emitted.finish_reason
 
     def _release(self, slot: _Slot) -> None:
         """Make a slot free; what its cache holds may serve others."""
         self._engine.release(slot.index)
-        slot.request, slot.used = None, next(self._clock)
+        slot.request, slot.last_used = None, next(self._clock)
         if slot in self._prefilling:
             self._prefilling.remove(slot)
 
@@ -292,7 +301,7 @@ def _window(whole: _Request, context: int) -> _Request:
     return dataclasses.replace(whole, prompt=prompt, params=part, rest=rest if rest.max_tokens else None)
 
 
-def _common(tokens: Sequence[int], prompt: Sequence[int]) -> int:
+def _common_length(tokens: Sequence[int], prompt: Sequence[int]) -> int:
     """How many tokens a prompt has in common with others, from the first on."""
     differs = itertools.compress(itertools.count(), map(operator.ne, tokens, prompt))
     return next(differs, min(len(tokens), len(prompt)))

@@ -24,9 +24,9 @@ from mesh_transformer.infer.requests import (
     LEAST_TEMPERATURE,
     MAX_REPETITION,
     MAX_TEMPERATURE,
-    Emitted,
-    Piece,
-    Prefilled,
+    EmittedToken,
+    PrefillResult,
+    PromptChunk,
     SamplingParams,
     Token,
 )
@@ -37,9 +37,9 @@ SLOTS = 4
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
 
-def engine_of(run: Any, params: Any, slots: int = SLOTS, chunk: int = 512) -> SlotEngine:
+def engine_of(run: Any, params: Any, slots: int = SLOTS, max_prefill_tokens: int = 512) -> SlotEngine:
     placement = run.placement.with_rules(**inference_rules())
-    return SlotEngine(placement, params, slots=slots, chunk=chunk)
+    return SlotEngine(placement, params, slots=slots, max_prefill_tokens=max_prefill_tokens)
 
 
 @functools.cache
@@ -55,13 +55,13 @@ class Completion:
     def __init__(self) -> None:
         self.tokens: list[Token] = []
         self.prompt: list[Token] = []
-        self.finish: str | None = None
+        self.finish_reason: str | None = None
 
-    def add(self, emitted: Emitted | None) -> None:
+    def add(self, emitted: EmittedToken | None) -> None:
         if emitted is not None:
-            assert self.finish is None, "a finished slot emitted a token"
+            assert self.finish_reason is None, "a finished slot emitted a token"
             self.tokens.append(emitted.token)
-            self.finish = emitted.finish
+            self.finish_reason = emitted.finish_reason
 
     @property
     def ids(self) -> list[int]:
@@ -71,20 +71,22 @@ class Completion:
 def complete(
     engine: SlotEngine, requests: Sequence[tuple[list[int], SamplingParams]], steps: int = 3
 ) -> list[Completion]:
-    """All requests at once, each in a slot of its own; as many pieces of prompts at a time as the engine's chunk allows."""
+    """All requests at once, each in a slot of its own; as many chunks of prompts at a time as the engine's max_prefill_tokens allows."""
     made = [Completion() for _ in requests]
-    left: list[Piece] = []
+    left: list[PromptChunk] = []
     for slot, (prompt, params) in enumerate(requests):
         engine.insert(slot, prompt, params, source=None, reused=0)
-        starts = range(0, len(prompt), engine.chunk)
-        left += [Piece(slot, start, min(start + engine.chunk, len(prompt))) for start in starts]
+        starts = range(0, len(prompt), engine.max_prefill_tokens)
+        left += [
+            PromptChunk(slot, start, min(start + engine.max_prefill_tokens, len(prompt))) for start in starts
+        ]
     while left:
-        pieces: list[Piece] = []
-        while left and sum(p.stop - p.start for p in [*pieces, left[0]]) <= engine.chunk:
-            pieces.append(left.pop(0))
-        for piece, found in zip(pieces, engine.prefill(pieces), strict=True):
-            made[piece.slot].prompt += found.prompt
-            made[piece.slot].add(found.first)
+        chunks: list[PromptChunk] = []
+        while left and sum(p.stop - p.start for p in [*chunks, left[0]]) <= engine.max_prefill_tokens:
+            chunks.append(left.pop(0))
+        for chunk, found in zip(chunks, engine.prefill(chunks), strict=True):
+            made[chunk.slot].prompt += found.prompt
+            made[chunk.slot].add(found.first)
     while emitted := engine.generate(steps):
         for one in emitted:
             made[one.slot].add(one)
@@ -128,7 +130,7 @@ def _check_golden(engine: SlotEngine, expected: Any, prefix: str, new: int) -> N
         assert completion.ids == tokens[row].tolist()
         found = [token.logprob for token in completion.tokens]
         np.testing.assert_allclose(found, logprobs[row, :, 0], rtol=0, atol=2e-5)  # float32, two programs
-        assert completion.finish == "length"
+        assert completion.finish_reason == "length"
 
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.3, seed=11)
@@ -187,7 +189,7 @@ def test_each_option_equals_its_definition_whatever_else_is_in_the_batch(name: s
         made = complete(engine, requests)[-1]
         assert made.ids == tokens
         np.testing.assert_allclose([t.logprob for t in made.tokens], logprobs, rtol=0, atol=2e-5)
-        assert made.finish == finish
+        assert made.finish_reason == finish
 
 
 def test_the_options_matter() -> None:
@@ -207,10 +209,10 @@ def test_the_options_matter() -> None:
 
 def test_a_prompt_in_pieces_gives_the_same_tokens() -> None:
     run, params, whole = tiny()
-    pieces = engine_of(run, params, slots=2, chunk=32)
+    chunks = engine_of(run, params, slots=2, max_prefill_tokens=32)
     prompt = prompt_of(7, 50)
     (expected,) = complete(whole, [(prompt, GREEDY)])
-    (found,) = complete(pieces, [(prompt, GREEDY)])
+    (found,) = complete(chunks, [(prompt, GREEDY)])
     assert found.ids == expected.ids
 
 
@@ -233,7 +235,7 @@ def test_a_reused_prefix_gives_the_same_tokens() -> None:
         complete(engine, [(first, GREEDY)])  # slot 0 holds it again
         engine.insert(slot, prompt, SAMPLED, source=source, reused=25)
         made = Completion()
-        made.add(engine.prefill([Piece(slot, 25, len(prompt))])[0].first)
+        made.add(engine.prefill([PromptChunk(slot, 25, len(prompt))])[0].first)
         for one in engine.generate(16):
             made.add(one)
         engine.release(slot)
@@ -245,12 +247,12 @@ def test_a_released_slot_keeps_its_cache_while_others_run() -> None:
     first = prompt_of(3, 20)
     (expected,) = complete(engine, [(first + [9], GREEDY)])
     engine.insert(1, first, GREEDY, source=None, reused=0)
-    engine.prefill([Piece(1, 0, 20)])
+    engine.prefill([PromptChunk(1, 0, 20)])
     engine.release(1)  # in the middle of its completion
     complete(engine, [(prompt_of(5, 40), SAMPLED)])
     engine.insert(1, first + [9], GREEDY, source=1, reused=20)
     made = Completion()
-    made.add(engine.prefill([Piece(1, 20, 21)])[0].first)
+    made.add(engine.prefill([PromptChunk(1, 20, 21)])[0].first)
     for one in engine.generate(16):
         made.add(one)
     engine.release(1)
@@ -259,7 +261,7 @@ def test_a_released_slot_keeps_its_cache_while_others_run() -> None:
 
 def test_logprobs_of_prompt_and_completion_with_alternatives() -> None:
     run, params, _ = tiny()
-    engine = engine_of(run, params, slots=2, chunk=32)
+    engine = engine_of(run, params, slots=2, max_prefill_tokens=32)
     prompt = prompt_of(6, 40)
     wanted = SamplingParams(max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=True)
     (made,) = complete(engine, [(prompt, wanted)])
@@ -279,8 +281,8 @@ def test_a_prompt_alone() -> None:
     _, _, engine = tiny()
     wanted = SamplingParams(max_tokens=0, prompt_logprobs=True)
     engine.insert(0, [1, 2, 3], wanted, source=None, reused=0)
-    (found,) = engine.prefill([Piece(0, 0, 3)])
-    assert found == Prefilled(None, found.prompt)
+    (found,) = engine.prefill([PromptChunk(0, 0, 3)])
+    assert found == PrefillResult(None, found.prompt)
     assert [token.id for token in found.prompt] == [2, 3]
     assert engine.generate(4) == []
     engine.release(0)
@@ -315,9 +317,9 @@ def test_parameters_packed_for_cpus_give_the_same_tokens(dtype: str) -> None:
     assert found.ids == expected.ids
 
 
-@pytest.mark.parametrize("chunk", [32, 128], ids=["pieces", "several prompts"])
+@pytest.mark.parametrize("max_prefill_tokens", [32, 128], ids=["chunks", "several prompts"])
 def test_warming_up_leaves_nothing_to_compile(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chunk: int
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, max_prefill_tokens: int
 ) -> None:
     """The second time requests may come after three programs, and the others are read later."""
     run, params, _ = tiny()
@@ -333,7 +335,7 @@ def test_warming_up_leaves_nothing_to_compile(
         for first in ({"_prefill": 3, "_generate": 2}, {"_prefill": 1, "_generate": 2}):
             caplog.clear()
             placement = run.placement.with_rules(**inference_rules())
-            engine = ServingEngine(placement, params, slots=2, chunk=chunk)
+            engine = ServingEngine(placement, params, slots=2, max_prefill_tokens=max_prefill_tokens)
             warming = engine.warm_up()
             next(warming)
             assert compiled() == first
@@ -354,9 +356,9 @@ def test_prompts_of_one_size_are_computed_together(monkeypatch: pytest.MonkeyPat
     calls = []
     prefill = engine._programs.prefill
 
-    def noted(params: Any, slots: Any, pieces: Any, *rest: Any, length: int, scored: bool) -> Any:
-        calls.append((pieces.count_B.tolist(), length))
-        return prefill(params, slots, pieces, *rest, length=length, scored=scored)
+    def noted(params: Any, slots: Any, chunks: Any, *rest: Any, length: int, scored: bool) -> Any:
+        calls.append((chunks.count_B.tolist(), length))
+        return prefill(params, slots, chunks, *rest, length=length, scored=scored)
 
     monkeypatch.setattr(engine._programs, "prefill", noted)
     prompts = [prompt_of(seed, 20 + seed) for seed in range(3)]

@@ -7,10 +7,10 @@ import pytest
 from support.sampling_reference import kept_tokens
 
 from mesh_transformer.infer.requests import LEAST_TEMPERATURE, MAX_TEMPERATURE, OPTIONS, SamplingParams
-from mesh_transformer.infer.sampling import Options, keep_most_likely, likeliest, sample
+from mesh_transformer.infer.sampling import OptionVectors, keep_most_likely, likeliest, sample
 
 
-def _options(n: int, **asked: float) -> Options:
+def _options(n: int, **asked: float) -> OptionVectors:
     values = {**SamplingParams().options, **asked}
     return {name: np.full(n, value, OPTIONS[name].dtype) for name, value in values.items()}
 

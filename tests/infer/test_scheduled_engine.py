@@ -43,10 +43,10 @@ def _serve(
 
 
 def test_requests_that_share_prefixes_get_the_tokens_they_get_alone() -> None:
-    """Prompts in pieces between others' tokens, copies of prefixes, slots used again, one request cancelled."""
+    """Prompts in chunks between others' tokens, copies of prefixes, slots used again, one request cancelled."""
     run = program(TINY, "mesh.tp=1", "model.seq=64")
     params = run.init(jax.random.key(3)).params
-    engine = SlotEngine(run.placement.with_rules(**inference_rules()), params, slots=3, chunk=8)
+    engine = SlotEngine(run.placement.with_rules(**inference_rules()), params, slots=3, max_prefill_tokens=8)
     requests = _requests()
     scheduler = Scheduler(engine, max_queue=16, max_steps=4)
     together = _serve(scheduler, requests)

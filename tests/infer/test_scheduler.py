@@ -25,12 +25,12 @@ def test_the_oracle_is_what_it_says():
     assert first.id == 1
     assert first.logprob == pytest.approx(math.log((1 - math.exp(-1 / 4)) / (1 - math.exp(-11 / 4))))
     assert first.top[1][1] == pytest.approx(first.logprob - 0.25)
-    assert alone([5, 3], params(3, seed=1, stop_token_ids=(0,)), vocab=11).finish == "stop"
+    assert alone([5, 3], params(3, seed=1, stop_token_ids=(0,)), vocab=11).finish_reason == "stop"
     assert alone([5, 3], params(1, min_tokens=1, stop_token_ids=(1,)), vocab=11).tokens[0].id == 0
 
 
 def test_a_long_prompt_does_not_stop_those_that_run():
-    c = Collector(slots=2, chunk=10)
+    c = Collector(slots=2, max_prefill_tokens=10)
     c.submit(0, PROMPT[:5], params(9))
     assert c.step() == [0]
     c.submit(1, OTHER, params(3))
@@ -99,8 +99,8 @@ def test_the_last_token_of_a_prompt_is_computed():
 
 
 def test_prompts_share_a_step():
-    """In order of arrival, as many as the chunk has room for; a long one's last piece leaves room too."""
-    c = Collector(slots=4, chunk=20)
+    """In order of arrival, as many as one prefill has room for; a long one's last chunk leaves room too."""
+    c = Collector(slots=4, max_prefill_tokens=20)
     for id, prompt in enumerate([PROMPT[:8], OTHER[:8], PROMPT[10:22], OTHER[10:15]]):
         c.submit(id, prompt, params(9))
     assert c.step() == [0, 1]
@@ -113,7 +113,7 @@ def test_prompts_share_a_step():
         ("prefill", 3, 0, 5),
         ("generate", 1),
     ]
-    c = Collector(slots=4, chunk=20)
+    c = Collector(slots=4, max_prefill_tokens=20)
     c.submit(0, PROMPT, params(2))
     c.submit(1, OTHER[:8], params(2))
     c.submit(2, OTHER[20:], params(2))
@@ -121,10 +121,10 @@ def test_prompts_share_a_step():
     assert c.calls("prefill") == [("prefill", 0, 0, 20), ("prefill", 0, 20, 30), ("prefill", 1, 0, 8)]
 
 
-@pytest.mark.parametrize("chunk", [4, 64])
-def test_samples_of_one_prompt_compute_it_once(chunk):
+@pytest.mark.parametrize("max_prefill_tokens", [4, 64])
+def test_samples_of_one_prompt_compute_it_once(max_prefill_tokens):
     """Those behind the first start when its prompt is done, and copy it while it runs."""
-    c = Collector(slots=4, chunk=chunk)
+    c = Collector(slots=4, max_prefill_tokens=max_prefill_tokens)
     c.run(*[(PROMPT[:20], params(3, seed=seed)) for seed in range(3)])
     assert c.calls("insert") == [("insert", 0, None, 0), ("insert", 1, 0, 19), ("insert", 2, 0, 19)]
     assert c.scheduler.stats.prefilled_tokens == 20 + 1 + 1
@@ -163,7 +163,7 @@ def test_copying_from_a_slot_is_using_it():
 
 
 def test_prompt_logprobs_come_in_pieces_and_reuse_nothing():
-    c = Collector(slots=2, chunk=4)
+    c = Collector(slots=2, max_prefill_tokens=4)
     c.run((PROMPT[:10], params(1)))
     c.calls()
     c.submit(1, PROMPT[:10], params(2, prompt_logprobs=True, logprobs=2))
@@ -181,7 +181,7 @@ def test_prompt_logprobs_come_in_pieces_and_reuse_nothing():
 def test_no_new_tokens(prompt_logprobs):
     c = Collector(slots=1)
     c.run((PROMPT[:10], params(0, prompt_logprobs=prompt_logprobs)))
-    assert c.got[0].finish == "length"
+    assert c.got[0].finish_reason == "length"
     assert not c.got[0].tokens
     assert c.calls("generate") == []
     assert c.scheduler.stats.cached_tokens == 10
@@ -193,7 +193,7 @@ def test_the_first_token_may_be_the_last():
     first = alone(PROMPT[:10], params()).tokens[0].id
     c = Collector(slots=1)
     c.run((PROMPT[:10], params(1)), (PROMPT[:10], params(9, stop_token_ids=(first,))))
-    assert [c.got[i].finish for i in range(2)] == ["length", "stop"]
+    assert [c.got[i].finish_reason for i in range(2)] == ["length", "stop"]
     assert c.calls("generate") == []
 
 
@@ -203,7 +203,7 @@ def test_a_stop_token_in_mid_step():
     c = Collector(slots=2)
     c.run((PROMPT[:10], params(9)), (PROMPT[:10], params(9, stop_token_ids=(free[4],))))
     assert [token.id for token in c.got[1].tokens] == free[:5]
-    assert c.got[1].finish == "stop"
+    assert c.got[1].finish_reason == "stop"
     assert c.scheduler.stats.cached_tokens == (10 + 8) + (10 + 4)
 
 
@@ -221,7 +221,7 @@ def test_cancelling_one_that_waits():
 
 
 def test_cancelling_in_mid_prompt_keeps_what_is_computed():
-    c = Collector(slots=1, chunk=4)
+    c = Collector(slots=1, max_prefill_tokens=4)
     c.submit(0, PROMPT[:20], params())
     assert [c.step(), c.step()] == [[], []]
     c.scheduler.cancel(0)
@@ -302,7 +302,7 @@ def slid(prompt: list[int], asked: SamplingParams, context: int) -> tuple[list[i
         made = alone(window, dataclasses.replace(asked, max_tokens=new, seed=seed))
         seed += 1
         text += [token.id for token in made.tokens]
-        drawn, end = drawn + len(made.tokens), made.finish
+        drawn, end = drawn + len(made.tokens), made.finish_reason
     return text[len(prompt) :], end
 
 
@@ -319,7 +319,7 @@ def test_a_completion_that_slides(length, asked):
     while not c.scheduler.idle:
         c.step()
     tokens, end = slid(prompt, asked, 20)
-    assert ([token.id for token in c.got[0].tokens], c.got[0].finish) == (tokens, end)
+    assert ([token.id for token in c.got[0].tokens], c.got[0].finish_reason) == (tokens, end)
     assert c.admitted == [0]
     assert c.got[1] == alone(PROMPT[:5], params(3))
     assert not c.engine.in_use
@@ -330,7 +330,7 @@ def test_one_that_slides_lets_others_in():
     c.submit(0, PROMPT[:5], params(1000), slide=True)
     c.step()
     c.submit(1, PROMPT[:5], params(3))
-    while 1 not in c.got or c.got[1].finish is None:
+    while 1 not in c.got or c.got[1].finish_reason is None:
         c.step()
     assert len(c.got[0].tokens) <= 20  # not after its last window
 

@@ -15,7 +15,7 @@ class Traffic(RuleBasedStateMachine):
 
     @initialize(
         slots=st.integers(1, 4),
-        chunk=st.integers(1, 6),
+        max_prefill_tokens=st.integers(1, 6),
         max_queue=st.integers(0, 3),
         max_steps=st.integers(1, 5),
         min_copy=st.integers(1, 4),
@@ -73,7 +73,7 @@ class Traffic(RuleBasedStateMachine):
         return len(self.c.got[request].tokens) if request in self.c.got else 0
 
     def finished(self) -> set[int]:
-        return {request for request, got in self.c.got.items() if got.finish}
+        return {request for request, got in self.c.got.items() if got.finish_reason}
 
     @invariant()
     def what_came_is_right(self):
@@ -82,7 +82,7 @@ class Traffic(RuleBasedStateMachine):
             whole = alone(*c.requests[request], vocab=7)
             assert got.tokens == whole.tokens[: len(got.tokens)]
             assert got.prompt == whole.prompt[: len(got.prompt)]
-            assert got.finish is None or got == whole
+            assert got.finish_reason is None or got == whole
         assert all(self.count(request) == tokens for request, tokens in self.cancelled.items())
         assert c.admitted == self.order[: len(c.admitted)]
         self.stats_are_right()

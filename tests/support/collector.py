@@ -25,11 +25,11 @@ class Collector:
         assert len({output.request for output in outputs}) == len(outputs)
         for output in outputs:
             got = self.got.setdefault(output.request, Completion([], [], None))
-            assert got.finish is None, "an Output after the last"
-            assert output.tokens or output.prompt or output.finish
+            assert got.finish_reason is None, "an output after the last"
+            assert output.tokens or output.prompt or output.finish_reason
             got.tokens.extend(output.tokens)
             got.prompt.extend(output.prompt)
-            got.finish = output.finish
+            got.finish_reason = output.finish_reason
         return [output.request for output in outputs]
 
     def run(self, *requests: tuple[list[int], SamplingParams]) -> None:

@@ -8,7 +8,14 @@ import math
 import time
 from collections.abc import Sequence
 
-from mesh_transformer.infer.requests import Emitted, Finish, Piece, Prefilled, SamplingParams, Token
+from mesh_transformer.infer.requests import (
+    EmittedToken,
+    FinishReason,
+    PrefillResult,
+    PromptChunk,
+    SamplingParams,
+    Token,
+)
 
 
 def logprobs_after(tokens: Sequence[int], vocab: int) -> list[float]:
@@ -28,7 +35,7 @@ def report(tokens: Sequence[int], token: int, vocab: int, top: int | None) -> To
 
 def draw(
     tokens: Sequence[int], generated: int, params: SamplingParams, vocab: int
-) -> tuple[Token, Finish | None]:
+) -> tuple[Token, FinishReason | None]:
     """The token after `tokens`, of which the last `generated` are the completion's, and whether it is the last.
 
     Of the sampling parameters only these count: max_tokens, min_tokens, stop_token_ids, seed and logprobs.
@@ -38,10 +45,10 @@ def draw(
     barred = set(params.stop_token_ids) if generated < params.min_tokens else set()
     allowed = [token for token in likeliest if token not in barred]
     token = allowed[params.seed % len(allowed)]
-    finish: Finish | None = "length" if generated + 1 == params.max_tokens else None
+    finish_reason: FinishReason | None = "length" if generated + 1 == params.max_tokens else None
     if token in params.stop_token_ids:
-        finish = "stop"
-    return report(tokens, token, vocab, params.logprobs), finish
+        finish_reason = "stop"
+    return report(tokens, token, vocab, params.logprobs), finish_reason
 
 
 @dataclasses.dataclass
@@ -50,19 +57,21 @@ class Completion:
 
     tokens: list[Token]
     prompt: list[Token]
-    finish: Finish
+    finish_reason: FinishReason
 
 
 def alone(prompt: Sequence[int], params: SamplingParams, vocab: int = 101) -> Completion:
     """A request's completion, computed from the whole sequence for each token."""
     sequence, tokens = list(prompt), []
-    finish: Finish | None = None if params.max_tokens else "length"
-    while finish is None:
-        token, finish = draw(sequence, len(tokens), params, vocab)
+    finish_reason: FinishReason | None = None if params.max_tokens else "length"
+    while finish_reason is None:
+        token, finish_reason = draw(sequence, len(tokens), params, vocab)
         tokens.append(token)
         sequence.append(token.id)
     known = range(1, len(prompt)) if params.prompt_logprobs else ()
-    return Completion(tokens, [report(prompt[:i], prompt[i], vocab, params.logprobs) for i in known], finish)
+    return Completion(
+        tokens, [report(prompt[:i], prompt[i], vocab, params.logprobs) for i in known], finish_reason
+    )
 
 
 @dataclasses.dataclass
@@ -77,15 +86,21 @@ class FakeEngine:
     """An `Engine` without a model; see the module.
 
     Args:
-        slots, context, chunk: as an engine's.
+        slots, context, max_prefill_tokens: as an engine's.
         vocab: tokens are 0 .. vocab - 1.
         delay: seconds that each `prefill` and each of `generate`'s steps takes.
     """
 
     def __init__(
-        self, *, slots: int = 4, context: int = 64, chunk: int = 8, vocab: int = 101, delay: float = 0.0
+        self,
+        *,
+        slots: int = 4,
+        context: int = 64,
+        max_prefill_tokens: int = 8,
+        vocab: int = 101,
+        delay: float = 0.0,
     ):
-        self.slots, self.context, self.chunk = slots, context, chunk
+        self.slots, self.context, self.max_prefill_tokens = slots, context, max_prefill_tokens
         self.vocab, self.delay = vocab, delay
         self.caches: list[list[int]] = [[] for _ in range(slots)]  # the tokens of the valid positions
         self.in_use: dict[int, _Sequence] = {}
@@ -108,14 +123,14 @@ class FakeEngine:
         self.caches[slot] = taken
         self.in_use[slot] = _Sequence(list(prompt), params)
 
-    def prefill(self, pieces: Sequence[Piece]) -> list[Prefilled]:
-        assert pieces
-        assert len({piece.slot for piece in pieces}) == len(pieces)
-        assert sum(piece.stop - piece.start for piece in pieces) <= self.chunk
+    def prefill(self, chunks: Sequence[PromptChunk]) -> list[PrefillResult]:
+        assert chunks
+        assert len({chunk.slot for chunk in chunks}) == len(chunks)
+        assert sum(chunk.stop - chunk.start for chunk in chunks) <= self.max_prefill_tokens
         time.sleep(self.delay)
-        return [self._prefill(*piece) for piece in pieces]
+        return [self._prefill(*chunk) for chunk in chunks]
 
-    def _prefill(self, slot: int, start: int, stop: int) -> Prefilled:
+    def _prefill(self, slot: int, start: int, stop: int) -> PrefillResult:
         self.calls.append(("prefill", slot, start, stop))
         sequence, cache = self.in_use[slot], self.caches[slot]
         prompt, params = sequence.prompt, sequence.params
@@ -129,9 +144,9 @@ class FakeEngine:
                 known.append(report(cache, prompt[i + 1], self.vocab, params.logprobs))
         last = stop == len(prompt)
         sequence.finished = last and params.max_tokens == 0
-        return Prefilled(self._draw(slot) if last and params.max_tokens else None, known)
+        return PrefillResult(self._draw(slot) if last and params.max_tokens else None, known)
 
-    def generate(self, steps: int) -> list[Emitted]:
+    def generate(self, steps: int) -> list[EmittedToken]:
         self.calls.append(("generate", steps))
         assert steps >= 1
         emitted = []
@@ -149,10 +164,10 @@ class FakeEngine:
         self.calls.append(("release", slot))
         del self.in_use[slot]
 
-    def _draw(self, slot: int) -> Emitted:
+    def _draw(self, slot: int) -> EmittedToken:
         sequence, cache = self.in_use[slot], self.caches[slot]
         assert len(cache) == len(sequence.prompt) + len(sequence.tokens), "a position is missing"
-        token, finish = draw(cache, len(sequence.tokens), sequence.params, self.vocab)
+        token, finish_reason = draw(cache, len(sequence.tokens), sequence.params, self.vocab)
         sequence.tokens.append(token.id)
-        sequence.finished = finish is not None
-        return Emitted(slot, token, finish)
+        sequence.finished = finish_reason is not None
+        return EmittedToken(slot, token, finish_reason)

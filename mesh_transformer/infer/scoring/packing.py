@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-WORTH_SHARING = 16  # tokens; inputs that share fewer, and not a whole context, go their own ways
+MIN_SHARED_TOKENS = 16  # tokens; inputs that share fewer, and not a whole context, go their own ways
 SHORTEST_ROW = 64
 _CHUNK_STEP, _LARGEST_CHUNK = 32, 512  # positions that go through the head together
-_WIDE = 512  # narrower models are taken to be so wide: what they compute is little, what padding adds to it should be too
-_SECOND_SHAPE = 2  # batches: what compiling for a second length of rows is taken to cost
+_MIN_WIDTH = 512  # narrower models are taken to be so wide: what they compute is little, what padding adds to it should be too
+_COMPILE_COST_BATCHES = 2  # batches: what compiling for a second length of rows is taken to cost
 
 
 class Query(NamedTuple):
@@ -66,8 +66,8 @@ class SharedPrefixes:
             common, length = min(common, with_last), len(self.inputs[query])
             if not longer_than < length <= longest:
                 continue
-            least = min(len(self.queries[query].context), WORTH_SHARING)
-            if common >= least and size + length - common <= longest:
+            min_shared = min(len(self.queries[query].context), MIN_SHARED_TOKENS)
+            if common >= min_shared and size + length - common <= longest:
                 group.append((query, common))
                 size += length - common
             else:
@@ -97,7 +97,7 @@ class SharedPrefixes:
 
 
 @dataclasses.dataclass
-class Counts:
+class TokenCounts:
     """Tokens of the inputs as given, as laid out, and as computed with the padding of rows and batches."""
 
     queries: int = 0
@@ -115,7 +115,7 @@ class Counts:
         """Share of the computed tokens that belong to no input."""
         return 1 - self.laid_out / self.computed if self.computed else 0.0
 
-    def add(self, other: Counts) -> None:
+    def add(self, other: TokenCounts) -> None:
         """Count another plan's tokens too."""
         for field in dataclasses.fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
@@ -143,15 +143,15 @@ class Batch:
         yield from zip(self.queries, sums.tolist(), greedy.tolist(), strict=True)
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """Batches in the order in which they are computed; the shapes are few."""
 
     batches: list[Batch]
-    counts: Counts
+    counts: TokenCounts
     chunk: int  # the head's P
 
 
-def plan(queries: Sequence[Query], *, batch_tokens: int, width: int, multiple: int = 1) -> Plan:
+def plan_batches(queries: Sequence[Query], *, batch_tokens: int, width: int, multiple: int = 1) -> BatchPlan:
     """Lay out queries, in at most two shapes of batches.
 
     Args:
@@ -160,7 +160,7 @@ def plan(queries: Sequence[Query], *, batch_tokens: int, width: int, multiple: i
         multiple: what divides B, and the head's chunk.
     """
     if not queries:
-        return Plan([], Counts(), multiple)
+        return BatchPlan([], TokenCounts(), multiple)
     inputs = [query.inputs for query in queries]
     prefixes = SharedPrefixes(queries, inputs)
     longest = max(map(len, inputs))
@@ -170,11 +170,11 @@ def plan(queries: Sequence[Query], *, batch_tokens: int, width: int, multiple: i
         shapes = [_Shape(prefixes, length, 0, batch_tokens, multiple)]
         if length < longest:
             shapes.append(_Shape(prefixes, largest, length, batch_tokens, multiple))
-        extra = _SECOND_SHAPE * batch_tokens * (len(shapes) - 1)
+        extra = _COMPILE_COST_BATCHES * batch_tokens * (len(shapes) - 1)
         layouts.append((sum(shape.cost(width) for shape in shapes) + extra, length, shapes))
     _, _, shapes = min(layouts)
     grids = [grid for shape in shapes for grid in shape.grids()]
-    counts = Counts(
+    counts = TokenCounts(
         len(queries),
         sum(map(len, inputs)),
         sum(len(tree.tokens) for grid in grids for row in grid.rows for tree in row),
@@ -182,7 +182,7 @@ def plan(queries: Sequence[Query], *, batch_tokens: int, width: int, multiple: i
     )
     chunk = _chunk(max(len(grid.at_P) for grid in grids), multiple)
     most = 1 << (max(grid.most for grid in grids) - 1).bit_length()
-    return Plan([grid.batch(chunk, most) for grid in grids], counts, chunk)
+    return BatchPlan([grid.batch(chunk, most) for grid in grids], counts, chunk)
 
 
 def _lengths() -> Iterator[int]:
@@ -221,20 +221,22 @@ class _Shape:
 
     def cost(self, width: int) -> float:
         """In tokens through everything but attention."""
-        return self.batches * self.rows_of_batch * self.length * (1 + self.length / (4 * max(width, _WIDE)))
+        return (
+            self.batches * self.rows_of_batch * self.length * (1 + self.length / (4 * max(width, _MIN_WIDTH)))
+        )
 
     def grids(self) -> Iterator[_Grid]:
         """The batches. Rows with much and with little to score are dealt to them in turn, there and back: what goes through
         the head is as much in each."""
         dealt: list[list[list[Tree]]] = [[] for _ in range(self.batches)]
-        for number, row in enumerate(sorted(self.rows, key=lambda row: -sum(map(self._wanted, row)))):
+        for number, row in enumerate(sorted(self.rows, key=lambda row: -sum(map(self._scored_tokens, row)))):
             turn, place = divmod(number, self.batches)
             trees = [self.prefixes.tree(self.groups[group]) for group in row]
             dealt[place if turn % 2 == 0 else -1 - place].append(trees)
         for rows in dealt:
             yield _Grid(rows, (self.rows_of_batch, self.length), self.prefixes.queries)
 
-    def _wanted(self, group: int) -> int:
+    def _scored_tokens(self, group: int) -> int:
         return sum(len(self.prefixes.queries[query].continuation) for query, _ in self.groups[group])
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from mesh_transformer.infer.scoring.packing import Batch, Plan
+from mesh_transformer.infer.scoring.packing import Batch, BatchPlan
 from mesh_transformer.models.head import Normaliser, VocabTiles
 from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.parallel.sharding import use
@@ -39,7 +39,7 @@ class Scorer:
         self._hidden = jax.jit(self._hidden_ND)
         self._score = jax.jit(self._scores_PM, out_shardings=self.partition.sharding())
 
-    def run(self, params: Params, plan: Plan) -> Iterator[list[Result]]:
+    def run(self, params: Params, plan: BatchPlan) -> Iterator[list[Result]]:
         """The results of each batch in turn, while the device computes the next one.
 
         Args:

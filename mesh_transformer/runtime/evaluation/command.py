@@ -16,7 +16,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.cleaning import make_cleaner
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import UserError
-from mesh_transformer.infer.scoring.packing import Counts
+from mesh_transformer.infer.scoring.packing import TokenCounts
 from mesh_transformer.logs import log
 from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.evaluation.model import BATCH_TOKENS, Answers, EvalModel, Rehearsal, Stopped
@@ -126,7 +126,7 @@ def evaluate(config: Config, options: Options) -> Evaluation:
     return Evaluation(report, _tables(results) if jax.process_index() == 0 else "")
 
 
-def _tokens(counts: Counts) -> dict[str, Any]:
+def _tokens(counts: TokenCounts) -> dict[str, Any]:
     return {
         "scored_requests": counts.queries,
         "as_given": counts.given,

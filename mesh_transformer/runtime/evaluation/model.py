@@ -19,7 +19,7 @@ from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import SamplingParams
-from mesh_transformer.infer.scoring.packing import Counts, Query, plan
+from mesh_transformer.infer.scoring.packing import Query, TokenCounts, plan_batches
 from mesh_transformer.infer.scoring.scorer import Scorer
 from mesh_transformer.logs import Progress
 from mesh_transformer.models.model import Model, Params
@@ -128,7 +128,7 @@ class EvalModel:
         answers: Answers | None = None,
         stop: Callable[[], bool] = lambda: False,
     ):
-        self.tokenizer, self.counts = tokenizer, Counts()
+        self.tokenizer, self.counts = tokenizer, TokenCounts()
         self._placement, self._model = session.placement, session.placement.model
         self._scorer = Scorer(self._placement, columns=platforms.vocab_columns(jax.default_backend()))
         self._batch_tokens, self._answers, self._stop = batch_tokens, answers, stop
@@ -142,7 +142,7 @@ class EvalModel:
 
     def load(self, params: Params) -> None:
         """Answer with these weights, in the compute dtype on the session's mesh, from now on; the counts begin again."""
-        self._params, self.counts = params, Counts()
+        self._params, self.counts = params, TokenCounts()
         if self._answers is not None:
             self._answers.of(self._params, self._model, self.tokenizer)
 
@@ -169,7 +169,7 @@ class EvalModel:
         keys = [["loglikelihood", list(query.context), list(query.continuation)] for query in queries]
 
         def compute(missing: list[int]) -> Iterator[tuple[int, Answer]]:
-            planned = plan(
+            planned = plan_batches(
                 [queries[i] for i in missing],
                 batch_tokens=self._batch_tokens,
                 width=self._model.decoder.d_model,

@@ -110,12 +110,12 @@ def complete(
         key, stream = output.request, wanted[output.request].stream
         for token in output.tokens:
             drawn[key].append(token)
-            if stream is not None and not (output.finish == "stop" and token is output.tokens[-1]):
+            if stream is not None and not (output.finish_reason == "stop" and token is output.tokens[-1]):
                 stream.push(token.id)
                 if stream.stopped:
                     scheduler.cancel(key)
                     break
-        if output.finish or (stream is not None and stream.stopped):
+        if output.finish_reason or (stream is not None and stream.stopped):
             yield key, drawn[key], None if stream is None else stream.text + stream.finish()
 
 

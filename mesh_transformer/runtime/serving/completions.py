@@ -151,7 +151,7 @@ class Answer:
             "text_offset": [token.offset for token in delta.shown],
         }
         given = None if self.body.logprobs is None else logprobs
-        return {"index": index, "text": delta.text, "logprobs": given, "finish_reason": delta.finish}
+        return {"index": index, "text": delta.text, "logprobs": given, "finish_reason": delta.finish_reason}
 
     def _usage(self) -> dict[str, int]:
         prompt, new = self.prompt_tokens, sum(choice.new_tokens for choice in self.choices)

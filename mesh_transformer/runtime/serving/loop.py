@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mesh_transformer.infer.requests import Engine, SamplingParams
-from mesh_transformer.infer.scheduler import Output, Scheduler, Stats
+from mesh_transformer.infer.scheduler import RequestOutput, Scheduler, SchedulerStats
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serving.answers import ApiError, failed, invalid, unavailable
 
@@ -51,7 +51,7 @@ class _Live:
 class EngineLoop:
     """Runs the scheduler in a thread of its own. All methods are for the thread of the asyncio loop that called `start`.
 
-    A sequence counts as live from `reserve` until its last Output is delivered or it is cancelled. At most
+    A sequence counts as live from `reserve` until its last RequestOutput is delivered or it is cancelled. At most
     `slots + max_queue` are live, so at most `max_queue` wait while every slot runs. The inbox is read in order, so
     a cancelled sequence leaves the scheduler before any that is submitted after it gets there.
     """
@@ -64,7 +64,7 @@ class EngineLoop:
         self.metrics = Metrics(self._snapshot)
         self._open_engine = open_engine
         self._inbox: queue.SimpleQueue[Callable[[Scheduler], None] | None] = queue.SimpleQueue()
-        self._stats = Stats(slots=slots)  # written by the thread, whole
+        self._stats = SchedulerStats(slots=slots)  # written by the thread, whole
         self._live: dict[int, _Live] = {}
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -175,7 +175,7 @@ class EngineLoop:
         self.state, self.failure = "failed", error
         self._abort(failed("the model failed; the server stops"))
 
-    def _deliver(self, outputs: Sequence[Output]) -> None:
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         now = time.monotonic()
         for output in outputs:
             live = self._live.get(output.request)
@@ -184,7 +184,7 @@ class EngineLoop:
             if output.tokens:
                 self._time_tokens(live, len(output.tokens), now)
             live.job.put((live.index, output))
-            if output.finish:
+            if output.finish_reason:
                 self._forget(output.request)
 
     def _time_tokens(self, live: _Live, count: int, now: float) -> None:
@@ -206,7 +206,7 @@ class EngineLoop:
             self._quiet.set()
         return known
 
-    def _snapshot(self) -> Stats:
+    def _snapshot(self) -> SchedulerStats:
         """The scheduler's numbers, with the sequences that have not reached it yet or left it."""
         running = min(self._stats.running, len(self._live))
         return self._stats._replace(running=running, waiting=len(self._live) - running)
@@ -219,7 +219,7 @@ class Job:
         self.ids = ids
         self._loop = loop
         self._unfinished = set(range(len(ids)))
-        self._outputs: asyncio.Queue[tuple[int, Output] | ApiError] = asyncio.Queue()
+        self._outputs: asyncio.Queue[tuple[int, RequestOutput] | ApiError] = asyncio.Queue()
 
     def __enter__(self) -> Job:
         return self
@@ -231,8 +231,8 @@ class Job:
         """Compute these, one for each place. See `EngineLoop.submit`."""
         self._loop.submit(self.ids, sequences, slide=slide)
 
-    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """(index of the sequence, its Output) as they come, until each is finished or cancelled.
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(index of the sequence, its RequestOutput) as they come, until each is finished or cancelled.
 
         Raises:
             ApiError: the server cannot finish them.
@@ -244,7 +244,7 @@ class Job:
             index, output = item
             if index not in self._unfinished:
                 continue
-            if output.finish:
+            if output.finish_reason:
                 self._unfinished.discard(index)
             yield item
 
@@ -253,7 +253,7 @@ class Job:
         self._unfinished.discard(index)
         self._loop.cancel([self.ids[index]])
 
-    def put(self, item: tuple[int, Output] | ApiError) -> None:
+    def put(self, item: tuple[int, RequestOutput] | ApiError) -> None:
         """Called by the loop."""
         self._outputs.put_nowait(item)
 
@@ -261,7 +261,7 @@ class Job:
 class Metrics(Collector):
     """The server's own registry: a snapshot at each scrape, histograms of times in seconds, and the process."""
 
-    def __init__(self, snapshot: Callable[[], Stats]):
+    def __init__(self, snapshot: Callable[[], SchedulerStats]):
         self._snapshot = snapshot
         self._registry = CollectorRegistry()
         self._registry.register(self)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from mesh_transformer.config.describe import short
 from mesh_transformer.data.tokenizer import Tokenizer
-from mesh_transformer.infer.requests import Finish, SamplingParams, Token
-from mesh_transformer.infer.scheduler import Output
+from mesh_transformer.infer.requests import FinishReason, SamplingParams, Token
+from mesh_transformer.infer.scheduler import RequestOutput
 from mesh_transformer.runtime.sampling.text_stream import TextStream, token_text
 from mesh_transformer.runtime.serving.answers import invalid
 from mesh_transformer.runtime.serving.loop import EngineLoop, Job
@@ -124,13 +124,13 @@ class Delta(NamedTuple):
 
     text: str
     shown: Sequence[Shown]  # empty unless logprobs were asked for
-    finish: Finish | None
+    finish_reason: FinishReason | None
 
     @classmethod
     def joined(cls, deltas: Sequence[Delta]) -> Delta:
         """All of a choice, of which these are the parts."""
         text = "".join(delta.text for delta in deltas)
-        return cls(text, [shown for delta in deltas for shown in delta.shown], deltas[-1].finish)
+        return cls(text, [shown for delta in deltas for shown in delta.shown], deltas[-1].finish_reason)
 
 
 class Echo(NamedTuple):
@@ -168,8 +168,8 @@ class Choice:
         self._echo = echo.text if echo else ""
         self._echoed = zip(prompt, echo.offsets, strict=False) if echo else iter(())
 
-    def take(self, output: Output) -> Delta:
-        """What an output of the engine adds. After a delta with `finish` there is nothing more to take."""
+    def take(self, output: RequestOutput) -> Delta:
+        """What an output of the engine adds. After a delta with `finish_reason` there is nothing more to take."""
         text, shown = "", []
         if not self._begun:
             self._begun, text = True, self._echo
@@ -181,7 +181,7 @@ class Choice:
             shown.append(self._show(token, offset))
         for token in output.tokens:
             self.new_tokens += 1
-            if output.finish == "stop" and token is output.tokens[-1]:  # that one is no text
+            if output.finish_reason == "stop" and token is output.tokens[-1]:  # that one is no text
                 text += self._stream.finish()
                 offset = len(self._stream.text)
             else:
@@ -191,9 +191,9 @@ class Choice:
                 shown.append(self._show(token, len(self._echo) + offset))
             if self._stream.stopped:
                 return Delta(text, shown, "stop")
-        if output.finish == "length":
+        if output.finish_reason == "length":
             text += self._stream.finish()
-        return Delta(text, shown, "stop" if self._stream.stopped else output.finish)
+        return Delta(text, shown, "stop" if self._stream.stopped else output.finish_reason)
 
     def _show(self, token: Token, offset: int) -> Shown:
         name = self._model.token_text(token.id)
@@ -213,6 +213,6 @@ async def follow(job: Job, choices: Sequence[Choice]) -> AsyncIterator[tuple[int
     """
     async for index, output in job.outputs():
         delta = choices[index].take(output)
-        if delta.finish and not output.finish:
+        if delta.finish_reason and not output.finish_reason:
             job.cancel(index)
         yield index, delta

@@ -73,7 +73,7 @@ class ServingEngine(SlotEngine):
         told = (
             *(importlib.metadata.version(name) for name in ("jax", "jaxlib", "dm-haiku")),
             *(device.client.platform_version, device.device_kind, os.environ.get("XLA_FLAGS", "")),
-            *(repr(self.model), self.mesh.shape, self.slots, self.chunk),
+            *(repr(self.model), self.mesh.shape, self.slots, self.max_prefill_tokens),
         )
         digest = hashlib.sha256(repr((told, sources)).encode()).hexdigest()
         return Path(folder, "engines", digest)

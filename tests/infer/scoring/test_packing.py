@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh_transformer.infer.scoring.packing import WORTH_SHARING, Batch, Plan, Query, plan
+from mesh_transformer.infer.scoring.packing import MIN_SHARED_TOKENS, Batch, BatchPlan, Query, plan_batches
 from mesh_transformer.ops.attend.packed import PackedView
 
 token = st.integers(0, 3)
@@ -44,7 +44,7 @@ def check_batch(batch: Batch, asked: list[Query]) -> None:
             assert batch.targets_PM[p, m] == wanted.continuation[i]
 
 
-def check(planned: Plan, asked: list[Query]) -> None:
+def check(planned: BatchPlan, asked: list[Query]) -> None:
     """All batches together, and what is counted."""
     assert sorted(number for batch in planned.batches for number in batch.queries) == list(range(len(asked)))
     for batch in planned.batches:
@@ -60,7 +60,7 @@ def check(planned: Plan, asked: list[Query]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(queries, st.sampled_from([64, 128, 1024]), st.sampled_from([1, 2, 8]))
 def test_every_query_is_scored_once_and_sees_its_own(asked, batch_tokens, multiple):
-    planned = plan(asked, batch_tokens=batch_tokens, width=64, multiple=multiple)
+    planned = plan_batches(asked, batch_tokens=batch_tokens, width=64, multiple=multiple)
     check(planned, asked)
     assert all(batch.tokens_BT.shape[0] % multiple == 0 for batch in planned.batches)
 
@@ -68,42 +68,42 @@ def test_every_query_is_scored_once_and_sees_its_own(asked, batch_tokens, multip
 @settings(max_examples=30, deadline=None)
 @given(question)
 def test_a_context_is_laid_out_once(asked):
-    planned = plan(asked, batch_tokens=1024, width=64)
+    planned = plan_batches(asked, batch_tokens=1024, width=64)
     prefixes = {tuple(one.inputs[:n]) for one in asked for n in range(1, len(one.inputs) + 1)}
     if len(prefixes) <= 64:  # else they may not fit one row of the shortest length
         assert planned.counts.laid_out == len(prefixes)
 
 
 def test_examples_that_many_questions_begin_with_are_laid_out_once():
-    shots = list(range(WORTH_SHARING))
+    shots = list(range(MIN_SHARED_TOKENS))
     asked = [Query([*shots, 100 + i], [i, choice]) for i in range(8) for choice in range(4)]
-    planned = plan(asked, batch_tokens=1024, width=64)
+    planned = plan_batches(asked, batch_tokens=1024, width=64)
     check(planned, asked)
-    assert planned.counts.laid_out == WORTH_SHARING + 8 * 2
+    assert planned.counts.laid_out == MIN_SHARED_TOKENS + 8 * 2
 
 
 def test_shorter_beginnings_are_not_worth_a_common_row():
     asked = [Query([1, 2, 100 + i], [3]) for i in range(8)]
-    assert plan(asked, batch_tokens=1024, width=64).counts.shared == 0
+    assert plan_batches(asked, batch_tokens=1024, width=64).counts.shared == 0
 
 
 def test_one_long_input_does_not_make_all_rows_long():
     random = np.random.default_rng(0)
     asked = [Query(random.integers(0, 9999, 50).tolist(), [1]) for _ in range(2000)]
     asked.append(Query(random.integers(0, 9999, 2000).tolist(), [1]))
-    planned = plan(asked, batch_tokens=4096, width=512)
+    planned = plan_batches(asked, batch_tokens=4096, width=512)
     check(planned, asked)
     assert sorted({batch.tokens_BT.shape[1] for batch in planned.batches})[0] <= 256
     assert planned.counts.padding < 0.15
 
 
 def test_nothing_to_score():
-    assert plan([], batch_tokens=64, width=64).batches == []
+    assert plan_batches([], batch_tokens=64, width=64).batches == []
 
 
 def test_a_mask_that_is_wrong_is_noticed():
     asked = [Query([1, 2, 3], [4, 5]), Query([1, 2, 3], [6, 7]), Query([8], [9])]
-    planned = plan(asked, batch_tokens=64, width=64)
+    planned = plan_batches(asked, batch_tokens=64, width=64)
     batch = planned.batches[0]
     batch.ends_BT[batch.ends_BT == 4] += 1  # the end of the first answer
     with pytest.raises(AssertionError):

@@ -37,7 +37,7 @@ def test_the_fields_of_the_original(server):
     assert bytes(prompt) == b"hello"
     assert (params.top_p, params.temperature) == (0, 0.8)
     wanted = expected(b"hello", max_tokens=59, seed=params.seed)
-    if wanted.finish == "stop":
+    if wanted.finish_reason == "stop":
         wanted.tokens.pop()
     assert response.json() == {"completion": text_of(wanted)}
     assert response.headers["access-control-allow-origin"] == "*"
