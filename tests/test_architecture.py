@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md that the source itself can show, each also shown to fail on a snippet."""
+"""The rules of docs/architecture.md that can be checked in the source. Each rule also has snippets that break it."""
 
 import ast
 import subprocess
@@ -37,7 +37,7 @@ RANKS = [
     {"cluster"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
-# Inside a package: what stands in a set may use the sets above it, and its own folder.
+# Inside a package, a module may import from the sets above its own, and from its own folder.
 ROOMS = {
     "infer": [{"requests"}, {"sampling"}, {"programs", "scheduler"}, {"engine"}, {"scoring"}],
     "checkpoint": [
@@ -67,7 +67,8 @@ ROOM_RANK = {
     for rank, rooms in enumerate(levels)
     for room in rooms
 }
-STRANGERS = {"train", "infer", "checkpoint", "data"}  # runtime puts them together
+# these do not import each other; runtime combines them
+INDEPENDENT = {"train", "infer", "checkpoint", "data"}
 PURE = {name for name, rank in RANK.items() if RANK["platforms"] <= rank <= RANK["train"]} - {"platforms"}
 CHECKS_INPUT = {"config", "data", "checkpoint", "runtime", "cloud", "cluster", "entry"}
 MAY_IMPORT = {
@@ -76,10 +77,10 @@ MAY_IMPORT = {
     "lm_eval": {"runtime/evaluation/"},
 }
 MAY_SHARD_MAP = {"ops/", "parallel/", "models/model.py"}
-# what is read together stands together: one file of 400 lines reads better than two that call each other
+# one file of 400 lines is easier to read than two files that call each other
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
-# a checker takes a parsed file and its path inside the package ("entry.py" for an entry point) and yields faults
+# a checker yields the faults of a parsed file, given its path inside the package ("entry.py" for an entry point)
 Checker = Callable[[ast.Module, str], Iterator[str]]
 
 
@@ -98,7 +99,7 @@ def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def dotted(node: ast.AST) -> str:
-    """`jax.devices` of the expression `jax.devices`; empty where it is no such chain."""
+    """The dotted name of an expression such as `jax.devices`; empty for other expressions."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}".lstrip(".")
     return node.id if isinstance(node, ast.Name) else ""
@@ -119,8 +120,8 @@ def ranks(tree: ast.Module, path: str) -> Iterator[str]:
             RANK.get(other, 0) >= RANK[own] if own not in RANKS[0] else other not in RANKS[0]
         ):
             yield f"{line}: {own} imports {other}, which is not below it"
-        if {own, other} <= STRANGERS and own != other:
-            yield f"{line}: {own} and {other} must not know each other"
+        if {own, other} <= INDEPENDENT and own != other:
+            yield f"{line}: {own} and {other} must not import each other"
 
 
 def rooms(tree: ast.Module, path: str) -> Iterator[str]:
@@ -128,7 +129,7 @@ def rooms(tree: ast.Module, path: str) -> Iterator[str]:
     if own[0] not in ROOMS or path.endswith("__init__.py"):
         return
     if own not in ROOM_RANK:
-        yield f"1: {'/'.join(own)} has no place: add it to ROOMS"
+        yield f"1: {'/'.join(own)} has no rank: add it to ROOMS"
         return
     for line, name in imports(tree):
         pieces = name.split(".")
@@ -178,11 +179,12 @@ def no_axis_names(tree: ast.Module, path: str) -> Iterator[str]:
     for node in ast.walk(tree):
         name = getattr(node, "value", None) if isinstance(node, ast.Constant) else getattr(node, "attr", None)
         if name in AXES:
-            yield f"{node.lineno}: {name}: name a dimension, the table of config/mesh.py says which axes split it"
+            yield f"{node.lineno}: {name}: use the name of a dimension; config/mesh.py maps it to axes"
 
 
 def no_print(tree: ast.Module, path: str) -> Iterator[str]:
-    if path == "entry.py":  # a command may answer on standard output
+    # a command may write to standard output
+    if path == "entry.py":
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and dotted(node.func) == "print":
@@ -205,7 +207,7 @@ def no_assert(tree: ast.Module, path: str) -> Iterator[str]:
 
 
 def _narrowings(function: ast.AST) -> Iterator[ast.Assert]:
-    """Each `assert name is not None` on a local that is no argument: it tells mypy what the code above made sure of."""
+    """Each `assert name is not None` on a local variable that is not an argument: it tells mypy what the code above ensures."""
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return
     arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
@@ -242,7 +244,7 @@ CHECKERS: list[Checker] = [
 
 
 def sources() -> Iterator[tuple[Path, str]]:
-    """Each file of the package and each entry point, with its path as the checkers name it."""
+    """Each file of the package and each entry point, with its path for the checkers."""
     package = ROOT / PACKAGE
     yield from ((file, file.relative_to(package).as_posix()) for file in sorted(package.rglob("*.py")))
     yield from ((file, "entry.py") for file in sorted(ROOT.glob("*.py")))
@@ -266,8 +268,8 @@ def test_files_are_short() -> None:
     assert not {file: lines for file, lines in lengths.items() if lines > MAX_FILE_LINES}
 
 
-def test_no_module_leads_back_to_itself() -> None:
-    """Imports inside functions count too: a circle that a function hides is a circle for the reader."""
+def test_imports_have_no_cycle() -> None:
+    """Imports inside functions count too."""
     modules = {
         ".".join((PACKAGE, *Path(path.removesuffix(".py").removesuffix("/__init__")).parts)): file
         for file, path in sources()
@@ -282,27 +284,28 @@ def test_no_module_leads_back_to_itself() -> None:
         for module, file in modules.items()
     }
     assert sum(map(len, graph.values())) > 300
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    # raises CycleError, which names the cycle
+    TopologicalSorter(graph).prepare()
 
 
 def test_tests_mirror_the_package() -> None:
-    """A folder of tests has the name of the folder it tests; what is shared stands in `support`."""
+    """A folder of tests has the name of the folder that it tests; shared code is in `support`."""
     tests = ROOT / "tests"
     folders = {file.parent.relative_to(tests) for file in tests.rglob("test_*.py")}
     others = {Path("support"), Path("pod")}
     assert not [folder for folder in folders - others if not (ROOT / PACKAGE / folder).is_dir()]
-    strange = [
+    misplaced = [
         file.relative_to(tests)
         for file in tests.rglob("*.py")
         if not file.name.startswith("test_")
         and file.name != "conftest.py"
         and not {"support", "golden", "cd47221"} & set(file.parts)
     ]
-    assert not strange, "what tests share stands in tests/support"
+    assert not misplaced, "shared code of tests belongs in tests/support"
 
 
 def test_test_files_share_no_name_and_no_code() -> None:
-    """pytest imports them by their bare names: of two equal ones it would take either."""
+    """pytest imports test files by their names alone, so that it would confuse two files with the same name."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     names = [file.stem for file in files]
     assert len(names) > 50
@@ -313,7 +316,7 @@ def test_test_files_share_no_name_and_no_code() -> None:
         for line, name in imports(ast.parse(file.read_text(encoding="utf-8")))
         if name.split(".")[0] in names
     ]
-    assert not importing, "what several tests need has a module of its own: " + "\n".join(importing)
+    assert not importing, "shared code of tests belongs in tests/support: " + "\n".join(importing)
 
 
 VIOLATIONS: list[tuple[Checker, str, str]] = [

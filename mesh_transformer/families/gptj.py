@@ -63,7 +63,7 @@ class Config(ModelConfig):
         Literal["layernorm", "layernorm-nobias", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias"],
         BeforeValidator(_one_norm),
     ] = "layernorm"
-    """normalisation before each block and before the head"""
+    """normalization before each block and before the head"""
 
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:

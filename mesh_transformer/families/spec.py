@@ -16,7 +16,7 @@ TRANSPOSED = "f d -> d f"
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """A normalisation, computed in float32.
+    """A normalization, computed in float32.
 
     layer: (x - mean) / standard deviation. length: x / (|x| + eps), with a scale that starts at sqrt(d_model): the
     classic rmsnorm, or scalenorm (Nguyen and Salazar 2019) with `one_scale`.

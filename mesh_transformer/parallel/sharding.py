@@ -49,13 +49,13 @@ def collect_axes(function: Callable[[], Any]) -> dict[str, dict[str, Axes]]:
     """
     axes: dict[str, dict[str, Axes]] = {}
 
-    def creator(make: Any, shape: Any, dtype: Any, initialise: Any, context: Any) -> Any:
-        if not isinstance(initialise, WithAxes):
+    def creator(make: Any, shape: Any, dtype: Any, initialize: Any, context: Any) -> Any:
+        if not isinstance(initialize, WithAxes):
             raise AssertionError(
                 f"parameter {context.full_name} has no dimension names: wrap its initializer in with_axes"
             )
-        axes.setdefault(context.module_name or "~", {})[context.name] = initialise.axes
-        return make(shape, dtype, initialise)
+        axes.setdefault(context.module_name or "~", {})[context.name] = initialize.axes
+        return make(shape, dtype, initialize)
 
     def named() -> Any:
         with hk.custom_creator(creator, state=False):
