@@ -131,10 +131,10 @@ def test_what_is_there_is_left_alone(folder) -> None:
             ["--input", "nothing", "--output-path", "new"],
             "nothing is not a Hugging Face folder: it has no config.json",
         ),
-        (["--input", "hf", "--output-path", "new", "--shards", "2"], "--shards is a number"),
+        (["--input", "hf", "--output-path", "new", "--shards", "2"], "--shards must be 1 or more"),
         (
             ["--input", "hf", "--output-path", "new", "--format", "classic", "--shards", "0"],
-            "--shards is a number",
+            "--shards must be 1 or more",
         ),
         (["--input", "hf", "--output-path", "new", "--format", "classic", "--shards", "7"], "7"),
         (["--input", "hf", "--output-path", "config.json", "--format", "classic"], "config.json is a file"),
