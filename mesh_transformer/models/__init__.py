@@ -1,1 +1,1 @@
-"""Model families: one file each, plain Haiku, nothing about devices."""
+"""The model that any family describes, in Haiku: modules, stack of layers, head and placement on a mesh."""

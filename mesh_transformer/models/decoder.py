@@ -1,7 +1,7 @@
-"""The one block, embedding and head of all families: Haiku modules made from a `families.spec.Decoder`.
+"""The embedding, block and head of all families: Haiku modules that a `families.spec.Decoder` describes.
 
-Modules name their parameters' dimensions and know nothing else about devices. The names of the parameters are those of
-checkpoints, so they do not change.
+Modules name the dimensions of their parameters; the mesh decides elsewhere how these are split. Checkpoints contain the
+names of the parameters, so these names do not change.
 
 Shapes: B sequences, T positions, S keys, D residual width, H heads, K dims of a head, F feed-forward width, V vocabulary
 rows. Parameters are float32 and are cast to the compute dtype before `apply`.
@@ -24,7 +24,7 @@ from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
 _zeros = hk.initializers.Constant(0.0)
-# under checkpoint: else the backward pass keeps five tensors of the activation's size
+# Without jax.checkpoint the backward pass keeps five tensors of the activation's size.
 _ACTIVATIONS = {
     "gelu": jax.checkpoint(functools.partial(jax.nn.gelu, approximate=False)),
     "gelu_tanh": jax.checkpoint(functools.partial(jax.nn.gelu, approximate=True)),
@@ -35,24 +35,23 @@ Bias = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Context(NamedTuple):
-    """What a block is given besides the residual stream.
+    """The inputs of a block besides the residual stream."""
 
-    With `query_index_B`, (B,) int32, one position of each sequence goes on from the block: (B, 1, D).
-    """
-
-    positions_BT: jax.Array  # int32; B may be 1
+    # int32; B may be 1
+    positions_BT: jax.Array
     attend: Attend
+    # int32 indices into T: the block returns only this position of each sequence, (B, 1, D); None: all
     query_index_B: jax.Array | None = None
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        """What goes on of (B, T, ...): all, or (B, 1, ...)."""
+        """The positions of (B, T, ...) that the block returns: all, or one, (B, 1, ...)."""
         return x_BTD if self.query_index_B is None else at_position(x_BTD, self.query_index_B)
 
 
 def embed(
     decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array
 ) -> tuple[jax.Array, Bias | None]:
-    """The residual stream before the first block, (B, T, D), and the bias of all attention, if the model has one."""
+    """The residual stream before the first block, (B, T, D), and the bias of every layer's attention, if the model has one."""
     d = decoder
     x_BTD = Embedding(d, name="tokens")(tokens_BT)
     if d.learned_positions:
@@ -62,10 +61,10 @@ def embed(
 
 
 def block(decoder: spec.Decoder, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """One layer: (B, T, D) -> (B, T or 1, D), and named sums over the tokens (a dense layer has none).
+    """One layer: (B, T, D) -> (B, T or 1, D), and named sums over the tokens (none for a dense layer).
 
-    Attention and feed-forward leave their sum over tensor-parallel shards to this function: where they run in parallel there is one
-    sum, of both together. The biases follow it.
+    The outputs of attention and feed-forward are partial: the sum over tensor-parallel shards is made here. Where the two run
+    in parallel, one sum serves both. The biases are added after it.
     """
     layer, out_stddev = decoder.layers[0], 2 / len(decoder.layers) / np.sqrt(decoder.d_model)
     attention = SelfAttention(layer.attention, decoder.seq, out_stddev, name="attention")
@@ -91,7 +90,7 @@ def final_norm(decoder: spec.Decoder, x_BTD: jax.Array) -> jax.Array:
 
 
 def unembed(decoder: spec.Decoder, y_BTD: jax.Array) -> jax.Array:
-    """The logits of what the final norm gave: (B, T, D) -> (B, T, V) float32."""
+    """The logits of the final norm's output: (B, T, D) -> (B, T, V) float32."""
     d = decoder
     if d.tied:
         return matmul(y_BTD, Embedding(d, name="tokens").table().T, jnp.float32)
@@ -116,7 +115,7 @@ def _parameter(
 
 
 class Linear(hk.Module):
-    """x @ w (+ b): (..., D_in) -> (..., D_out), weights truncated normal with `stddev` (1/sqrt(D_in) if absent)."""
+    """x @ w (+ b): (..., D_in) -> (..., D_out). w is truncated normal with `stddev`, by default 1 / sqrt(D_in)."""
 
     def __init__(
         self, d_out: int, axes: tuple[str, str], *, bias: bool = False, stddev: float | None = None, name: str
@@ -132,7 +131,7 @@ class Linear(hk.Module):
 
 
 class OutputBias(hk.Module):
-    """x + b, for a bias that must be added after a sum over tensor-parallel shards. (B, T, D)."""
+    """x + b, for a bias that is added after a sum over tensor-parallel shards: (B, T, D) -> (B, T, D)."""
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return add_bias(x_BTD, _parameter("b", x_BTD.shape[-1:], _zeros, "embed"))
@@ -204,7 +203,7 @@ def t5_buckets(n_positions: int, buckets: int = 32, max_distance: int = 128) -> 
 
 
 class Norm(hk.Module):
-    """A normalisation (`spec.Norm`), in float32; the result has x's dtype. (..., D) -> (..., D)."""
+    """A normalisation (`spec.Norm`): (..., D) -> (..., D) of x's dtype, computed in float32."""
 
     def __init__(self, norm: spec.Norm, name: str):
         super().__init__(name)
@@ -227,7 +226,7 @@ class Norm(hk.Module):
 
 
 class SelfAttention(hk.Module):
-    """Self-attention without its sum over shards and the output's bias: (B, T, D) -> (B, T or 1, D)."""
+    """Self-attention before the sum over shards and without the output bias: (B, T, D) -> (B, T or 1, D)."""
 
     def __init__(self, attention: spec.Attention, n_positions: int, out_stddev: float, name: str):
         super().__init__(name)
@@ -272,10 +271,10 @@ def angles(rotary: spec.Rotary, n_positions: int) -> tuple[np.ndarray, np.ndarra
 
 
 def rotate(x_BTHK: jax.Array, sin_BTR: jax.Array, cos_BTR: jax.Array, style: str) -> jax.Array:
-    """Rotate pairs of the first R dims of each head by their position's angles, as `spec.Rotary` says.
+    """Rotate pairs of the first R dims of each head by the angles of their position; see `spec.Rotary`.
 
-    `sin_BTR` and `cos_BTR` hold R / 2 angles a position; the batch dimension may be 1. Float32 inside, the
-    result has x's dtype.
+    `sin_BTR` and `cos_BTR` hold R / 2 values for each position; their B may be 1. The result has x's dtype; the arithmetic is
+    float32.
     """
     rotary_dims = 2 * sin_BTR.shape[-1]
     head = x_BTHK[..., :rotary_dims].astype(jnp.float32)
@@ -288,7 +287,7 @@ def rotate(x_BTHK: jax.Array, sin_BTR: jax.Array, cos_BTR: jax.Array, style: str
 
 
 class FeedForward(hk.Module):
-    """activation(x w_in + b) w_out, without the output's bias and its sum over shards."""
+    """activation(x w_in + b) w_out, before the sum over shards and without the output bias."""
 
     def __init__(self, ff: spec.Dense, out_stddev: float, name: str):
         super().__init__(name)

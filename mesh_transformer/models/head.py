@@ -1,7 +1,7 @@
-"""The last matrix of a model in parts ("tiles"), and the cross-entropy over them.
+"""The unembedding matrix in tiles of the vocabulary, and the cross-entropy that is computed tile by tile.
 
-The logits of many positions never all exist: the vocabulary may be split over devices, one tile of it is computed at a time, and
-a tile's logits fit a processor's caches.
+The logits of all positions and tokens never exist at once: devices may split the vocabulary, one tile of it is computed at a
+time, and the logits of a tile fit a processor's caches.
 
 Shapes: B sequences, T positions, D residual width, V vocabulary rows, K tiles of C rows each.
 """
@@ -20,15 +20,16 @@ from einops import rearrange
 from mesh_transformer.models.model import Model, Params
 from mesh_transformer.parallel.sharding import Axes, Partition
 
+# The least number of columns that a tile has in each shard.
 LEAST_COLUMNS = 1024
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VocabTiles:
-    """The last matrix of a model in `tiles` parts.
+    """The unembedding matrix of a model in `tiles` tiles.
 
-    Each has an equal share of every tensor-parallel shard's rows. A tile's logits are those of a model with so small a
-    vocabulary: the family's own head computes them.
+    Each tile has an equal share of the rows of every tensor-parallel shard. The family's own head computes the logits of a
+    tile, as those of a model with a vocabulary of C rows.
     """
 
     model: Model
@@ -37,7 +38,7 @@ class VocabTiles:
 
     @classmethod
     def of(cls, model: Model, partition: Partition, columns: int) -> VocabTiles:
-        """Tiles of about `columns` columns: as many, a power of two, as divide the vocabulary evenly."""
+        """Tiles of at least `columns` columns in each shard; their number is a power of two that divides a shard's rows."""
         rows, tiles = model.decoder.padded_vocab // partition.size("vocab"), 1
         while rows % (2 * tiles) == 0 and rows // (2 * tiles) >= max(columns, LEAST_COLUMNS):
             tiles *= 2
@@ -45,7 +46,7 @@ class VocabTiles:
 
     @property
     def shards(self) -> int:
-        """Parts of the vocabulary on different devices."""
+        """Number of devices that split the vocabulary."""
         return self.partition.size("vocab")
 
     @property
@@ -54,9 +55,9 @@ class VocabTiles:
         return self.model.decoder.padded_vocab // self.tiles
 
     def cut(self, head: Params) -> Params:
-        """The head's parameters, whole over fsdp, with a first dimension of tiles.
+        """The head's parameters, gathered over fsdp, with a leading dimension K.
 
-        A parameter without a vocabulary dimension is repeated.
+        A parameter without a vocabulary dimension is repeated for each tile.
         """
         if self.tiles == 1:
             return jax.tree.map(lambda leaf: leaf[None], head)
@@ -72,7 +73,7 @@ class VocabTiles:
         return jax.lax.with_sharding_constraint(tiles, self.partition.sharding(None, *names))
 
     def add(self, total: Params, number: jax.Array, gradients: Params) -> Params:
-        """`total`, like the head's parameters, with the gradients of tile `number` added in place."""
+        """`total`, a tree like the head's parameters, plus the gradients of tile `number`, in place."""
         add = functools.partial(self._add, number)
         return jax.tree.map(add, total, gradients, self.model.stage_axes["head"])
 
@@ -86,24 +87,24 @@ class VocabTiles:
         return jax.lax.dynamic_update_index_in_dim(view, new, number, dim + 1).reshape(total.shape)
 
     def _by_tile(self, x: jax.Array, dim: int) -> jax.Array:
-        """With dimension `dim`, the vocabulary, as (shards, tiles, rows)."""
+        """x with its vocabulary, dimension `dim`, reshaped to (shards, tiles, rows)."""
         return x.reshape(*x.shape[:dim], self.shards, self.tiles, -1, *x.shape[dim + 1 :])
 
     def logits(self, params: Params, number: jax.Array, y_BTD: jax.Array) -> jax.Array:
-        """(B, T, C) float32 logits of tile `number`, of what the final norm gave; -inf in rows that are no token's."""
+        """(B, T, C) float32 logits of tile `number`, from the final norm's output; -inf in the vocabulary's padding."""
         d, logits_BTC = self.model.decoder, self._small.unembed(params, y_BTD)
         if d.padded_vocab == d.n_vocab:
             return logits_BTC
         return jnp.where(self.rows(number) < d.n_vocab, logits_BTC, -jnp.inf)
 
     def rows(self, number: jax.Array) -> jax.Array:
-        """(C,): the tokens of a tile."""
+        """(C,) int32: the token ids of a tile."""
         width = self.columns // self.shards
         starts = jnp.arange(self.shards) * self.tiles * width + number * width
         return rearrange(starts[:, None] + jnp.arange(width), "shards row -> (shards row)")
 
     def place(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The tile of each token, and its column there."""
+        """The tile of each token id, and its column in that tile."""
         width = self.columns // self.shards
         shard, row = jnp.divmod(tokens, self.tiles * width)
         tile, column = jnp.divmod(row, width)
@@ -118,29 +119,34 @@ class VocabTiles:
 class TokenLoss(NamedTuple):
     """Per-token results, each (B, T)."""
 
-    nll: jax.Array  # float32, nats
-    log_z: jax.Array  # float32, log of the softmax's normaliser
-    # float32, the same after subtracting the largest logit: the classic z-loss's term
+    # float32, nats
+    nll: jax.Array
+    # float32: log of the softmax's normaliser
+    log_z: jax.Array
+    # float32: log_z minus the largest logit, as in the classic z-loss
     shifted_log_z: jax.Array
-    correct: jax.Array  # bool: the target has the largest logit
+    # bool: the target has the largest logit
+    correct: jax.Array
 
 
 class Normaliser(NamedTuple):
-    """The softmax's normaliser of each position, summed tile by tile with the largest logit so far as its offset.
+    """The softmax's normaliser of each position, summed tile by tile relative to the largest logit so far.
 
     Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
     """
 
-    largest: jax.Array  # float32
-    total: jax.Array  # float32: of exp(logit - largest)
+    # float32: the largest logit so far
+    largest: jax.Array
+    # float32: sum of exp(logit - largest)
+    total: jax.Array
 
     @classmethod
     def empty(cls, shape: tuple[int, ...]) -> Normaliser:
-        """Of no logits."""
+        """The normaliser of no logits."""
         return cls(jnp.full(shape, -jnp.inf), jnp.zeros(shape))
 
     def add(self, logits_C: jax.Array) -> tuple[Normaliser, jax.Array]:
-        """With (..., C) more logits, at least one of all so far finite; and exp(logit - largest) of these."""
+        """Add (..., C) logits; return the normaliser and exp(logit - largest) of these. One logit so far must be finite."""
         largest = jnp.maximum(self.largest, jax.lax.stop_gradient(logits_C.max(-1)))
         exps_C = jnp.exp(logits_C - largest[..., None])
         return Normaliser(largest, self.total * jnp.exp(self.largest - largest) + exps_C.sum(-1)), exps_C
@@ -163,15 +169,18 @@ def weighted_loss(
 ) -> tuple[jax.Array, TokenLoss]:
     """The sum over all tokens of their weight times `objective(token_loss)`, and the token losses.
 
-    The positions go through the head in `chunks` equal parts, so that only that part of the logits exists at
-    a time, and each part tile by tile. Under differentiation a part's gradient is taken as soon as its loss is known,
-    from the exponentials that its softmax needs anyway: the sum's cotangent is one number, by which the finished
-    gradients are multiplied. The token losses are for metrics: no gradient flows through them, nor to the weights.
+    The positions are computed in `chunks` equal parts, and each part tile by tile, so that only a part of the logits exists
+    at a time. Under differentiation the forward pass also computes the gradients, from the exponentials of the softmax; the
+    backward pass multiplies them by the cotangent of the sum, a scalar. The token losses are for metrics: they and the
+    weights have no gradient.
+
+    With L = objective(nll, log_z, shifted_log_z), p = softmax(z) and z the logits:
+    dL/dz = (L_nll + L_log_z + L_shifted) p - L_nll onehot(target).
 
     Args:
         objective: token losses -> (B, t), the term of each token.
         chunks: a divisor of T.
-        params: of the head, not cut.
+        params: of the head, not in tiles.
         weights_BT: float32.
     """
     tiles = head.cut(params)
@@ -225,13 +234,14 @@ def _weighted_loss_backward(
 
 weighted_loss.defvjp(_weighted_loss_forward, _weighted_loss_backward)
 
-_Kept = tuple[jax.Array, jax.Array]  # of all tiles: exponentials (K, B, t, C), the offset they have (K, B, t)
+_Kept = tuple[jax.Array, jax.Array]
+"""Of all tiles: exponentials (K, B, t, C), and the logit that was subtracted in them (K, B, t)."""
 
 
 def _scan_losses(
     head: VocabTiles, tiles: Any, x_BtD: jax.Array, targets_Bt: jax.Array, *, keep: bool
 ) -> tuple[TokenLoss, Normaliser, _Kept | None]:
-    """The losses of a part of the positions, and what their gradients need."""
+    """The losses of a part of the positions; their normaliser; with `keep`, the exponentials that the gradients need."""
 
     def step(carry: Any, tile: Any) -> tuple[Any, Any]:
         normaliser, target_Bt = carry
@@ -239,7 +249,7 @@ def _scan_losses(
         logits_BtC = head.logits(params, number, x_BtD)
         normaliser, exps_BtC = normaliser.add(logits_BtC)
         hits_BtC = head.rows(number) == targets_Bt[..., None]
-        # a masked sum, not a gather, so that logits stay sharded over the vocabulary
+        # A masked sum, not a gather: the logits stay sharded over the vocabulary.
         target_Bt += jnp.where(hits_BtC, logits_BtC, 0).sum(-1)
         return (normaliser, target_Bt), (exps_BtC, normaliser.largest) if keep else None
 
@@ -258,7 +268,7 @@ def _scan_gradients(
     loss_derivatives: tuple[jax.Array, jax.Array],
     total: Any,
 ) -> tuple[Any, jax.Array]:
-    """`total` with the gradients of the tiles' parameters, and the gradient of a part of the positions."""
+    """`total` plus the gradients of the parameters, and the gradient of `x_BtD`."""
     softmax_Bt, target_Bt = loss_derivatives
 
     def step(carry: Any, tile: Any) -> tuple[Any, None]:
@@ -279,9 +289,10 @@ def _scan_gradients(
 def _objective_gradient(
     objective: Callable[[TokenLoss], jax.Array], per_token: TokenLoss, weights_Bt: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The part's share of the sum, and its derivative by the logits: the first of the returned ones times the softmax,
-    minus the second at the target. All three numbers of a token have the softmax as their gradient, and the loss has minus one
-    at the target besides.
+    """A part's share of the sum; and a, b such that its derivative by the logits is a softmax - b onehot(target).
+
+    The derivative of log_z and of shifted_log_z is the softmax; the derivative of nll is softmax - onehot(target).
+    (shifted_log_z is differentiated with its offset, the largest logit, held constant.)
     """
 
     def share(nll: jax.Array, log_z: jax.Array, shifted_log_z: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
-"""A model of any family: parameters, the names of their dimensions, the loop over layers, and its place on a mesh.
+"""A model of any family: parameters, the names of their dimensions, the loop over layers, and the placement on a mesh.
 
-Embedding, block and head (models/decoder.py) are separate `hk.transform`s, so that the layers' parameters stack and one
-compiled block serves them all: compile time does not grow with the number of layers.
+Embedding, block and head (models/decoder.py) are separate `hk.transform`s. The parameters of all layers are stacked, and one
+compiled block serves all layers: compile time does not grow with their number.
 
 Shapes: B sequences (or cache slots), T positions, S key positions, D residual width, V padded vocabulary rows.
 """
@@ -46,17 +46,18 @@ Params = dict[str, Any]
 Aux = dict[str, jax.Array]
 """Named sums over tokens, each with a leading layer dimension."""
 
-# the names of what the backward pass keeps of a layer
+# The named activations of a layer that the backward pass keeps, by the value of `compute.remat`.
 KEPT = {
     "full": ["block_in"],
     "save_attn": ["block_in", "attn_out"],
     "save_matmuls": ["block_in", "attn_out", "mlp_hidden"],
 }
-LAYER_LOOP = "blocks"  # in the op_name of the loop over layers, in profiles and compiled programs
+# The name of the loop over layers in the op_name of compiled programs and in profiles.
+LAYER_LOOP = "blocks"
 
 
 class _Stages(NamedTuple):
-    """Functions that make Haiku modules, or the same transformed."""
+    """The functions that make the Haiku modules, or their `hk.transform`s."""
 
     embed: Any
     block: Any
@@ -68,7 +69,7 @@ class _Stages(NamedTuple):
 class Model:
     """`init`, `apply`, and the names of the parameters' dimensions.
 
-    `compute` is resolved, not "auto" (see `mesh_transformer.platforms`).
+    No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them.
     """
 
     decoder: Decoder
@@ -81,7 +82,7 @@ class Model:
 
     @functools.cached_property
     def stages(self) -> _Stages:
-        """The stages with their `init` and `apply`."""
+        """The `hk.transform` of each stage."""
         return _Stages(*map(hk.transform, self._functions))
 
     @property
@@ -90,7 +91,7 @@ class Model:
         return jnp.dtype(self.compute.dtype)
 
     def init(self, key: jax.Array) -> Params:
-        """Float32 parameters. The values depend on the key alone, not on the mesh."""
+        """Float32 parameters. The values depend only on the key, not on the mesh."""
         embed_key, block_key, head_key = jax.random.split(key, 3)
         tokens, x, ctx = self._example()
         block_keys = jax.random.split(block_key, len(self.decoder.layers))
@@ -103,14 +104,14 @@ class Model:
 
     @functools.cached_property
     def axes(self) -> Params:
-        """The dimension names of each parameter: a tree like the parameters', its leaves tuples of names."""
+        """The dimension names of each parameter: a tree like the parameters' with tuples of names as leaves."""
         stages = self.stage_axes
         blocks = map_axes(lambda axes: ("layers", *axes), stages["block"])
         return {"embed": stages["embed"], "blocks": blocks, "head": self._own_head(stages["head"])}
 
     @functools.cached_property
     def stage_axes(self) -> Params:
-        """The dimension names of what each stage takes: of one layer for the block; of the head with a tied table."""
+        """The dimension names of each stage's parameters: one layer for the block; with a tied table for the head."""
         tokens, x, ctx = self._example()
         functions = self._functions
         return {
@@ -123,7 +124,7 @@ class Model:
         }
 
     def _own_head(self, head: Any) -> Any:
-        """The head without a table that belongs to the embedding."""
+        """The head's parameters without a table that is tied to the embedding."""
         return {module: leaves for module, leaves in head.items() if module != "tokens"}
 
     def _example(self) -> tuple[jax.Array, jax.Array, Context]:
@@ -132,29 +133,29 @@ class Model:
         return tokens, x_BTD, Context(tokens, Causal())
 
     def cast(self, params: Params) -> Params:
-        """Parameters in the compute dtype: done once a step, while they are still sharded."""
+        """The parameters in the compute dtype. A step casts once, while they are sharded."""
         return jax.tree.map(lambda p: p.astype(self.dtype), params)
 
     def without_padding(self, params: Params) -> Params:
-        """The same tree with zeros in the vocabulary's padding rows, whatever they hold: these rows belong to no norm."""
+        """The parameters with zeros in the vocabulary's padding rows, so that a norm does not count these rows."""
 
-        def live(x: jax.Array, axes: Axes) -> jax.Array:
+        def zero_padding(x: jax.Array, axes: Axes) -> jax.Array:
             return self._mask_padding(x, axes.index("vocab"), 0) if "vocab" in axes else x
 
-        return jax.tree.map(live, params, self.axes)
+        return jax.tree.map(zero_padding, params, self.axes)
 
     def new_cache(self, slots: int, length: int, *, stacked: bool = True) -> KVCache:
-        """An empty cache for `slots` sequences of up to `length` positions; `stacked` as the parameters' layers are."""
+        """An empty cache for `slots` sequences of up to `length` positions; `stacked` says whether the layers are."""
         layers = self.decoder.layers
         entries = layers[0].attention.cache_entries
         return KVCache.zeros(len(layers), slots, length, entries, self.dtype, stacked=stacked)
 
     def map_cache(self, function: Callable[[Any, Axes], Any], cache: KVCache) -> KVCache:
-        """function(array, names of its dimensions) of each array of a cache."""
+        """The cache with function(array, names of its dimensions) in place of each array."""
         return cache.map(self.decoder.layers[0].attention.cache_entries, function)
 
     def packed_view(self, ends_BT: jax.Array) -> PackedView:
-        """What rows of packed trees see in place of a cache."""
+        """The view that rows of packed trees use in place of a cache; `ends_BT` as in `PackedView`."""
         return PackedView.of(ends_BT, self.decoder.layers[0].attention.cache_entries, self.dtype)
 
     def apply(
@@ -169,13 +170,13 @@ class Model:
 
         Args:
             params: in the compute dtype.
-            tokens_BT: int32 tokens; at positions 0 .. T-1, or start_B + 0 .. T-1.
-            cache: keys and values of earlier positions; the new ones are added to it.
-            start_B: int32 position of each sequence's first token; needs a cache.
-            query_index_B: int32 index into T; only that position of each sequence goes through the head.
+            tokens_BT: int32; at positions 0 .. T - 1, or start_B + 0 .. T - 1.
+            cache: keys and values of earlier positions. Those of the tokens are written to it.
+            start_B: int32: position of each sequence's first token; needs a cache.
+            query_index_B: int32 indices into T: logits of only this position of each sequence.
 
         Returns:
-            logits (B, T, V), or (B, 1, V) with query_index_B; float32, -inf in the rows beyond n_vocab; and the cache.
+            logits (B, T, V), or (B, 1, V) with query_index_B, float32, -inf from n_vocab on; and the cache.
         """
         x_BTD, cache, _ = self.hidden(params, tokens_BT, cache, start_B, query_index_B)
         return self.logits(self.gathered_head(params), x_BTD), cache
@@ -189,9 +190,9 @@ class Model:
         query_index_B: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, Aux]:
-        """The residual stream, (B, T, D) or (B, 1, D), after the last block, and the cache: `apply` without its head.
+        """`apply` without the head: the residual stream after the last block, (B, T, D) or (B, 1, D); the cache; the layers' sums.
 
-        `positions_BT` takes the place of `start_B` where positions do not count up from it; it needs a cache.
+        `positions_BT` replaces `start_B` where the positions of a row are not consecutive; it needs a cache.
         """
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1])[None]
@@ -207,12 +208,12 @@ class Model:
         return self._blocks(params["blocks"], x_BTD, positions_BT, bias_BHTS, cache, query_index_B)
 
     def gathered_head(self, params: Params) -> Params:
-        """The head's parameters as `logits` takes them: whole over fsdp, with the embedding's table if that is tied."""
+        """The head's parameters for `logits`: gathered over fsdp, with the embedding's table if it is tied."""
         tied = {"tokens": {"w": params["embed"]["tokens"]["w"]}} if self.decoder.tied else {}
         return gather_weights({**params["head"], **tied}, self.stage_axes["head"])
 
     def logits(self, head_params: Params, x_BTD: jax.Array) -> jax.Array:
-        """The head on any positions: (B, T, D) -> (B, T, V) float32, -inf in the rows beyond n_vocab."""
+        """The head: (B, T, D) -> (B, T, V) float32, -inf from n_vocab on."""
         return self.unembed(head_params, self.final_norm(head_params, x_BTD))
 
     def final_norm(self, head_params: Params, x_BTD: jax.Array) -> jax.Array:
@@ -220,12 +221,12 @@ class Model:
         return self.stages.final_norm.apply(head_params, None, x_BTD)
 
     def unembed(self, head_params: Params, y_BTD: jax.Array) -> jax.Array:
-        """The second half of the head: `logits` of what the first gave."""
+        """The second half of the head: (B, T, D) -> (B, T, V) float32, -inf from n_vocab on."""
         logits_BTV = constrain(self.stages.unembed.apply(head_params, None, y_BTD), "batch", "seq", "vocab")
         return self._mask_padding(logits_BTV, 2, -jnp.inf)
 
     def _mask_padding(self, x: jax.Array, dimension: int, value: float) -> jax.Array:
-        """With `value` in the vocabulary's padding rows, which are along `dimension`."""
+        """x with `value` in the vocabulary's padding; `dimension` is the vocabulary."""
         if self.decoder.padded_vocab == self.decoder.n_vocab:
             return x
         rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, dimension)
@@ -273,7 +274,7 @@ def _bind(
     bias_BHTS: jax.Array | None,
     query_index_B: jax.Array | None,
 ) -> Causal | Cached:
-    """The attention of one layer: to the whole sequence, or to what a view holds."""
+    """The attention of one layer: to the sequence itself, or to the keys and values of a view."""
     if view is None:
         return Causal(bias_BHTS)
     if query_index_B is None:
@@ -286,8 +287,9 @@ def _bind(
 def _unrolled(
     body: Callable[..., Any], params: Any, x_BTD: jax.Array, cache: Any, query_index_B: jax.Array | None
 ) -> tuple[jax.Array, Any, Aux]:
-    """The layers one after the other, each with its own arrays. Of the last, only the queries asked for are computed."""
-    one = jax.jit(body)  # layers of one shape are traced once
+    """The layers one after the other, each with its own arrays. The last computes only the queries of `query_index_B`."""
+    # layers of equal shapes are traced once
+    one = jax.jit(body)
     views = [None] * len(params) if cache is None else cache.layers(len(params))
     sums = []
     for index, block in enumerate(params):
@@ -304,9 +306,9 @@ def constrain_residual(x_BTD: jax.Array) -> jax.Array:
 
 
 def rematerialise(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """Wrap a layer so that the backward pass keeps what the named policy says and recomputes the rest.
+    """A layer whose backward pass keeps the activations of a policy (`KEPT`, or "none": all) and recomputes the rest.
 
-    Gathered weights are never kept, whatever the policy: that would undo fsdp.
+    No policy keeps gathered weights: they would take the memory that fsdp saves.
     """
     if policy == "none":
         partition = active()
@@ -322,7 +324,7 @@ def _everything_but_constrained(primitive: Any, *_: Any, **__: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """A model on a mesh: what every compiled program is made of. Nothing is allocated."""
+    """A model on a mesh: every compiled program is made from one. It allocates nothing."""
 
     model: Model
     partition: Partition
@@ -339,7 +341,7 @@ class Placement:
         return cls(model, Partition(mesh, training_rules(config.mesh)))
 
     def with_rules(self, **rules: MeshAxes) -> Placement:
-        """The same model on the same mesh with some names sharded otherwise."""
+        """The same model on the same mesh with other sharding rules for some names."""
         return Placement(self.model, self.partition.with_rules(**rules))
 
     def size(self, name: str) -> int:
@@ -359,10 +361,10 @@ class Placement:
         )
 
     def cast(self, params: Params, axes: Params | None = None) -> Params:
-        """Inside a program: parameters, or a part with these dimension names, in the compute dtype; split as stored."""
+        """Inside a program: cast parameters with these dimension names (None: all) to the compute dtype, sharded as stored."""
         axes = self.model.axes if axes is None else axes
         return constrain_tree(self.model.cast(params), self.partition, axes)
 
     def gather(self, params: Params, axes: Params) -> Params:
-        """Inside a program: parameters with these dimension names whole over fsdp, all at once."""
+        """Inside a program: gather all parameters with these dimension names over fsdp at once."""
         return constrain_tree(params, self.partition.with_rules(embed=None), axes)

@@ -15,16 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-BLOCK = 1 << 19  # elements that are multiplied at a time where a matrix is taken in parts
+# Elements of a matrix that are converted and multiplied at a time.
+BLOCK = 1 << 19
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["w_FD"], meta_fields=["start", "stop"])
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """A matrix (D, F) that is kept as some rows of a transposed one, which XLA for CPU multiplies faster. No gradients.
+    """A matrix (D, F), stored as rows start .. stop - 1 of a transposed array. Not differentiable.
 
-    The other rows may be matrices that take the same input: their products are then one, since equal ones are computed once.
-    A dtype of two bytes is kept as its bits, uint16: see `_product_of_bits`.
+    XLA for CPU multiplies a transposed matrix faster. The array's other rows may be matrices that multiply the same input:
+    XLA then computes one product for all of them. Elements of two bytes are stored as uint16: see `_product_of_bits`.
     """
 
     w_FD: jax.Array
@@ -33,12 +34,12 @@ class Transposed:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix itself."""
+        """The shape of the matrix, (D, F)."""
         return self.w_FD.shape[1], self.stop - self.start
 
 
 def matmul(x_D: jax.Array, w_DF: jax.Array | Transposed, out_dtype: jnp.dtype) -> jax.Array:
-    """x w: (..., D), (D, F) -> (..., F) of `out_dtype`. The gradients' products are of x's dtype."""
+    """x w: (..., D), (D, F) -> (..., F) of `out_dtype`. The gradients are computed in x's dtype."""
     if isinstance(w_DF, Transposed):
         product = _product_of_bits if w_DF.w_FD.dtype == jnp.uint16 else _product
         return product(x_D, w_DF.w_FD, out_dtype)[..., w_DF.start : w_DF.stop]
@@ -50,10 +51,10 @@ def _product(x_D: jax.Array, w_FD: jax.Array, out_dtype: jnp.dtype) -> jax.Array
 
 
 def _product_of_bits(x_D: jax.Array, bits_FD: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    """The product with a matrix of x's dtype, given as its bits, some rows at a time.
+    """The product with a matrix of x's dtype that is given as uint16, a block of rows at a time.
 
-    XLA for CPU multiplies bfloat16 as float32, and makes such a copy of every matrix that a program reads before it begins.
-    Of integers it makes none: the copy of some rows stays in the cache.
+    XLA for CPU multiplies bfloat16 in float32. It converts every bfloat16 matrix that a program reads, before the program
+    begins. It does not convert integers, so here only one block exists in float32, which fits the processor's cache.
     """
     rows, width = bits_FD.shape
     some = max((n for n in range(1, rows) if rows % n == 0 and n * width <= BLOCK), default=rows)
@@ -97,7 +98,10 @@ def _weight_gradient(x_ND: jax.Array, dy_NF: jax.Array) -> jax.Array:
 
 
 def _weight_gradient_cpu(x_ND: jax.Array, dy_NF: jax.Array) -> jax.Array:
-    """The same with the smaller factor transposed first, and kept so: XLA for CPU is slow to contract over rows."""
+    """The same with the smaller factor transposed first: XLA for CPU is slow to contract over rows.
+
+    The barriers keep XLA from undoing the transposition.
+    """
     pin = jax.lax.optimization_barrier
     if x_ND.shape[1] <= dy_NF.shape[1]:
         return jnp.matmul(pin(x_ND.T), dy_NF)
@@ -106,7 +110,10 @@ def _weight_gradient_cpu(x_ND: jax.Array, dy_NF: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def add_bias(x_F: jax.Array, b_F: jax.Array) -> jax.Array:
-    """x + b: (..., F), (F,) -> (..., F). The bias's gradient is a product with ones: a column sum is slow on CPU."""
+    """x + b: (..., F), (F,) -> (..., F) of x's dtype.
+
+    db = sum over tokens of dy, summed in float32. It is computed as ones @ dy: XLA for CPU is slow at column sums.
+    """
     return x_F + b_F.astype(x_F.dtype)
 
 
@@ -129,32 +136,38 @@ add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 )
 @dataclasses.dataclass(frozen=True)
 class PackedBlock:
-    """The parameters of a block for few rows on CPU: each matrix transposed, those that take the same input joined."""
+    """The parameters of a block, stored for products with few rows on CPU.
+
+    Each matrix is transposed. Matrices that multiply the same input are concatenated.
+    """
 
     others: dict[str, dict[str, Any]]
-    joined: tuple[jax.Array, ...]  # transposed, one below the other
-    names: tuple[tuple[str, ...], ...]  # the Haiku modules whose "w" they are
-    sizes: tuple[tuple[int, ...], ...]  # and their columns
+    # (sum of F, D) for each group: its matrices, transposed, one below the other
+    joined: tuple[jax.Array, ...]
+    # the Haiku modules of each group, whose "w" are concatenated
+    names: tuple[tuple[str, ...], ...]
+    # F of each of these matrices
+    sizes: tuple[tuple[int, ...], ...]
 
     @classmethod
     def pack(cls, block: dict[str, dict[str, Any]], same_input: Sequence[Sequence[str]]) -> PackedBlock:
-        """From the parameters by module and name."""
+        """Pack `block`, the parameters by module and name. `same_input` lists the groups of modules."""
         groups = [[name for name in names if name in block] for names in same_input]
-        among = {name for names in groups for name in names}
+        grouped = {name for names in groups for name in names}
         others = {
             module: {
-                name: Transposed(_kept(leaf), 0, leaf.shape[1]) if leaf.ndim == 2 else leaf
+                name: Transposed(_stored(leaf), 0, leaf.shape[1]) if leaf.ndim == 2 else leaf
                 for name, leaf in leaves.items()
-                if not (module in among and name == "w")
+                if not (module in grouped and name == "w")
             }
             for module, leaves in block.items()
         }
-        joined = tuple(jnp.concatenate([_kept(block[name]["w"]) for name in names]) for names in groups)
+        joined = tuple(jnp.concatenate([_stored(block[name]["w"]) for name in names]) for names in groups)
         sizes = tuple(tuple(block[name]["w"].shape[1] for name in names) for names in groups)
         return cls(others, joined, tuple(map(tuple, groups)), sizes)
 
     def unpack(self) -> dict[str, dict[str, Any]]:
-        """By module and name, for use inside a program."""
+        """The parameters by module and name, for use inside a program."""
         block = {module: dict(leaves) for module, leaves in self.others.items()}
         for w_FD, names, sizes in zip(self.joined, self.names, self.sizes, strict=True):
             ends = np.cumsum(sizes).tolist()
@@ -163,7 +176,7 @@ class PackedBlock:
         return block
 
 
-def _kept(w_DF: jax.Array) -> jax.Array:
-    """A matrix as `Transposed` has it."""
+def _stored(w_DF: jax.Array) -> jax.Array:
+    """A matrix (D, F) as `Transposed` stores it, (F, D)."""
     w_FD = w_DF.T
     return jax.lax.bitcast_convert_type(w_FD, jnp.uint16) if w_FD.dtype.itemsize == 2 else w_FD

@@ -1,4 +1,4 @@
-"""The gradient of a step over its microbatches. A schedule is a function: in which order microbatches and layers are computed.
+"""The gradient of a step. A schedule is a function that chooses the order in which microbatches and layers are computed.
 
 Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions.
 """
@@ -16,43 +16,43 @@ Metrics = dict[str, jax.Array]
 
 
 class Batch(NamedTuple):
-    """What a step trains on, each (A, B, T); of one microbatch, (B, T)."""
+    """The batch of a step, each array (A, B, T); or one microbatch, (B, T)."""
 
     tokens: jax.Array  # int32
     targets: jax.Array  # int32
     weights: jax.Array
-    """float32: of each target's loss. They sum to A over all microbatches, so that a sum of weighted losses, divided by A,
-    is the mean over all tokens that count, however these are spread over the microbatches."""
+    """float32: the weight of each target's loss. All weights sum to A. The sum of weighted losses, divided by A, is therefore
+    the weighted mean over all tokens, however they are spread over the microbatches."""
 
     @classmethod
     def of(cls, tokens_ABT: jax.Array) -> Self:
-        """From (A, B, T + 1) or (B, T + 1) tokens, all with the same weight."""
+        """A batch of (A, B, T + 1) or (B, T + 1) int32 tokens, all with the same weight."""
         tokens, targets = tokens_ABT[..., :-1], tokens_ABT[..., 1:]
         return cls(tokens, targets, jnp.full(targets.shape, 1 / (targets.shape[-1] * targets.shape[-2])))
 
 
 class Parts(NamedTuple):
-    """What a schedule computes. `model` has the embedding, a layer and the loop over layers as functions."""
+    """The functions that a schedule calls. `model` has the embedding, a layer and the loop over layers."""
 
     model: Model
     transform: Callable[[Params, Params], Params]
     """The model's parameters from the trained and the frozen ones, all in the compute dtype."""
     loss: Callable[[Params, jax.Array, Aux, Batch], tuple[jax.Array, Metrics]]
-    """parameters, residual stream after the last layer, named sums of the layers, microbatch -> weighted loss, metrics."""
+    """(parameters, residual stream after the last layer, named sums of the layers, microbatch) -> weighted loss, metrics."""
     constrain: Callable[[Params], Params]
-    """A gradient of the trained parameters, in the layout in which the sum is kept."""
+    """A gradient of the trained parameters, sharded as the sum of gradients is."""
 
 
 Schedule = Callable[[Parts, Params, Params, Batch], tuple[Params, Metrics, jax.Array]]
-"""parts, trained and frozen parameters in the compute dtype, batch -> the mean gradient in float32, the mean metrics, and the
-squared norm of each microbatch's gradient (A,). The named sums of the layers reach the loss by layer, and their cotangents
-come back the same way."""
+"""(parts, trained parameters, frozen parameters, batch) -> the mean gradient in float32, the mean metrics, and the squared norm
+of each microbatch's gradient, (A,). Parameters are in the compute dtype. The loss receives the named sums of each layer, and
+their cotangents flow back to that layer."""
 
 
 def sequential(
     parts: Parts, trained: Params, frozen: Params, batch: Batch
 ) -> tuple[Params, Metrics, jax.Array]:
-    """The `Schedule` of one microbatch after the other, each through all layers."""
+    """The `Schedule` that computes one microbatch after the other, each through all layers."""
 
     def loss(trained: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         params = parts.transform(trained, frozen)

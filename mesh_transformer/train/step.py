@@ -1,4 +1,4 @@
-"""The training step, with any optimizer and the original's schedule, and the evaluation step, compiled for a partition.
+"""The training step and the evaluation step of a model on a mesh; the optimizer and the learning rate's schedule.
 
 Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions.
 """
@@ -20,20 +20,22 @@ from mesh_transformer.parallel.sharding import constrain_tree, map_axes, use
 from mesh_transformer.train.schedule import Batch, Metrics, Parts, Schedule, sequential
 
 OptState = dict[str, Any]
-"""The direction's slots by name, each a tree like the parameters'; and two int32 scalars, the updates that the direction
-(`count`) and the `schedule` have counted: steps less the skipped ones."""
+"""The optimizer's slots by name, each a tree like the parameters', and two int32 scalars: `count` and `schedule`, the updates
+that the optimizer's direction and the learning rate's schedule have counted. Skipped steps do not count."""
 
 
 class NoiseAverages(NamedTuple):
     """Exponential averages for the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1): float32
     scalars, NaN before the first step."""
 
-    g: jax.Array  # of |G|^2, the squared norm of the true gradient
-    s: jax.Array  # of tr(Sigma), the variance of one sequence's gradient
+    # of |G|^2, the squared norm of the true gradient
+    g: jax.Array
+    # of tr(Sigma), the variance of one sequence's gradient
+    s: jax.Array
 
     @classmethod
     def empty(cls) -> Self:
-        """Averages of nothing yet."""
+        """The averages before the first step."""
         return cls(jnp.full((), jnp.nan, jnp.float32), jnp.full((), jnp.nan, jnp.float32))
 
 
@@ -45,11 +47,16 @@ def update_noise(
     big: int,
     big_square: jax.Array,
 ) -> tuple[NoiseAverages, dict[str, jax.Array]]:
-    """Add one step: mean squared gradient norms over batches of `small` sequences and of all `big` of them.
+    """Add one step to the averages.
 
-    Returns the averages and the metrics G_noise (unbiased |G|^2), S_noise (unbiased tr(Sigma)) and
-    B_simple (the ratio of their averages: the batch, in sequences, beyond which more data in a step brings
-    little).
+    Args:
+        alpha: weight of this step.
+        small, small_square: sequences of a microbatch, and the mean squared norm of the microbatches' gradients.
+        big, big_square: sequences of the step, and the squared norm of its gradient.
+
+    Returns:
+        The averages, and the metrics G_noise (unbiased |G|^2), S_noise (unbiased tr(Sigma)) and B_simple. B_simple is the
+        ratio of the averages: beyond a batch of so many sequences, more data in a step brings little.
     """
     g = (big * big_square - small * small_square) / (big - small)
     s = (small_square - big_square) / (1 / small - 1 / big)
@@ -61,23 +68,27 @@ def update_noise(
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes and a checkpoint keeps."""
+    """The state that a step changes and a checkpoint contains."""
 
-    step: jax.Array  # int32: updates done, skipped ones included
-    params: Params  # float32; what is trained
+    # int32: finished steps, skipped updates included
+    step: jax.Array
+    # float32: the trained parameters
+    params: Params
     opt_state: OptState
     noise: NoiseAverages
-    skipped: jax.Array  # int32: updates skipped because something was not finite
-    frozen: Params  # what `transform` takes beside the trained parameters; empty in a run of the commands
+    # int32: updates skipped because a loss or norm was not finite
+    skipped: jax.Array
+    # the second argument of `transform`; empty in a run of the commands
+    frozen: Params
 
 
 def all_trained(params: Params) -> tuple[Params, Params]:
-    """The trained and the frozen part of a tree like the parameters."""
+    """The trained and the frozen part of a tree like the parameters: all of it, and nothing."""
     return params, {}
 
 
 def side_by_side(trained: Params, frozen: Params) -> Params:
-    """The model's parameters from two parts that have different stages."""
+    """The model's parameters from two parts, each of which has whole stages (embed, blocks, head)."""
     return {**trained, **frozen}
 
 
@@ -96,12 +107,12 @@ class TrainProgram:
         transform: Callable[[Params, Params], Params] = side_by_side,
         schedule: Schedule = sequential,
     ):
-        """Prepare the functions; nothing is compiled.
+        """Prepare the functions. Nothing is compiled.
 
         Args:
-            split: of a tree like the model's parameters, the part that is trained and the frozen one.
-            transform: the model's parameters from the two parts, all in the compute dtype. The gradient goes through it
-                to the trained part.
+            split: a tree like the model's parameters -> its trained and its frozen part.
+            transform: (trained, frozen) -> the model's parameters, all in the compute dtype. The gradient of the trained
+                part flows through it.
             schedule: the order in which microbatches and layers are computed.
         """
         self.placement, self.config = placement, config
@@ -132,7 +143,7 @@ class TrainProgram:
         )
 
     def _vocab_tiles(self) -> VocabTiles:
-        """The vocabulary as the loss goes through it: whole where it is split over devices, which sum over theirs at once."""
+        """The tiles of the loss: one tile where devices split the vocabulary, since each then has only a part of it."""
         if self.placement.size("vocab") > 1:
             return VocabTiles(self.model, self.partition, 1)
         columns = platforms.vocab_columns(self.partition.mesh.devices.flat[0].platform)
@@ -156,7 +167,7 @@ class TrainProgram:
         norm = optax.tree.norm(gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        # of the sum, which exists anyway: XLA would compute the updates twice
+        # Of the new parameters, which exist anyway; otherwise XLA computes the updates twice.
         param_norm = optax.tree.norm(self.model.without_padding(self.transform(params, state.frozen)))
         finite = jnp.isfinite(metrics["train/loss"] + norm + param_norm)
         averages = state.noise
@@ -180,7 +191,7 @@ class TrainProgram:
     def _gradients(
         self, params: Params, frozen: Params, tokens_ABT: jax.Array
     ) -> tuple[Params, Metrics, jax.Array]:
-        """See `Schedule`; from float32 parameters."""
+        """The results of the `Schedule`, from float32 parameters."""
         parts = Parts(
             self.model, self.transform, self._loss, lambda tree: constrain_tree(tree, self.moments, self.axes)
         )
@@ -194,7 +205,7 @@ class TrainProgram:
         )
 
     def _loss(self, params: Params, x_BTD: jax.Array, aux: Aux, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """Weighted loss with the z-loss. The last token's has the mean z-loss of its sequence."""
+        """Weighted loss with z-loss, and metrics. The last token's loss includes the mean z-loss of its sequence."""
         loss, per_token = self._weighted_loss(params, x_BTD, batch, self._objective)
         last_loss = per_token.nll[:, -1] + self._z_loss(per_token).mean(-1)
         return loss, {"train/loss": loss, "train/last_loss": last_loss.mean()}
@@ -216,7 +227,7 @@ class TrainProgram:
         return weighted_loss(self._tiles, objective, chunks, head, y_BTD, batch.targets, batch.weights)
 
     def loss_chunks(self, batch: int, positions: int) -> int:
-        """Parts in which `positions` go through the head, so that a device holds `compute.logits_mib` of logits."""
+        """The number of equal parts of `positions` whose float32 logits take at most `compute.logits_mib` of a device."""
         rows = self.partition.sharding("batch", "seq", "vocab").shard_shape(
             (batch, positions, self.model.decoder.padded_vocab)
         )
@@ -226,7 +237,7 @@ class TrainProgram:
         )
 
     def _eval_step(self, params: Params, tokens_BT: jax.Array) -> Metrics:
-        """Mean loss without z-loss, last-token loss and accuracy of tokens (B, T + 1); of all parameters."""
+        """Mean loss without z-loss, loss of the last token, and accuracy, of tokens (B, T + 1) int32. `params`: float32, all."""
         with use(self.partition):
             params = self.placement.cast(params)
             batch = Batch.of(tokens_BT)
@@ -236,9 +247,9 @@ class TrainProgram:
 
 
 def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
-    """The learning rate of the update that follows `step` finished ones: linear warm-up from 0, then a cosine.
+    """The learning rate after `step` updates, float32: linear warm-up from 0 to lr, then cosine decay to end_lr.
 
-    warmup_steps 0 starts at the peak. Float32.
+    With warmup_steps 0 the first update has the peak, lr.
     """
     step = jnp.asarray(step, jnp.float32)
     warmup = jnp.minimum(step / config.warmup_steps, 1.0) if config.warmup_steps else 1.0
@@ -247,9 +258,9 @@ def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
 
 
 class Optimizer:
-    """Clip by global norm, direction, decay of matrices, learning rate.
+    """Clipping by the global norm, the direction of `config`, weight decay of matrices, learning rate.
 
-    `axes` are the dimension names of what is trained: stacked layers do not make a bias a matrix.
+    `axes` are the dimension names of the trained parameters: they tell a matrix from the stacked biases of all layers.
     """
 
     def __init__(self, config: OptimizerConfig, axes: Params):
@@ -269,7 +280,7 @@ class Optimizer:
         return {**self._direction.init(params)._asdict(), "schedule": jnp.zeros((), jnp.int32)}
 
     def update(self, gradients: Params, state: OptState, params: Params) -> tuple[Params, OptState]:
-        """What is to be added to the parameters, and the state after it."""
+        """The update to add to the parameters, and the new state."""
         decay, schedule = self.config.weight_decay, state["schedule"]
         slots = {name: value for name, value in state.items() if name != "schedule"}
         before = jax.eval_shape(self._direction.init, params)._replace(**slots)
@@ -284,26 +295,26 @@ class Optimizer:
 
 
 def _begin(params: Params, opt_state: OptState, frozen: Params) -> TrainState:
-    """The state at step 0 of a run that begins with these parameters and moments."""
+    """The state at step 0, with these parameters and this optimizer state."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, opt_state, NoiseAverages.empty(), zero, frozen)
 
 
 def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
-    """`new` where the step was finite; else `old` with the step and the skip counted."""
+    """`new` if the step was finite; else `old` with the step and the skip counted."""
     kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
     return kept._replace(step=new.step, skipped=old.skipped + (~finite).astype(jnp.int32))
 
 
 def compile_step(program: TrainProgram, accumulation: int, batch: int) -> jax.stages.Compiled:
-    """The train step compiled ahead of time, for its memory, shardings and collectives. Nothing is allocated."""
+    """The train step compiled ahead of time, to inspect its memory, shardings and collectives. Nothing is allocated."""
     tokens = jax.ShapeDtypeStruct((accumulation, batch, program.config.seq + 1), jnp.int32)
     step: Callable[..., Any] = program.train_step
     return step.lower(program.abstract_state, tokens).compile()  # type: ignore[attr-defined]
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Memory that one device needs to run a program: all that is alive at the worst moment, and its code.
+    """Bytes that one device needs to run a program: the peak of its buffers, and its code.
 
     Not arguments + `temp_size_in_bytes`, which is more than libtpu's programs allocate (docs/benchmarks.md).
     """

@@ -1,1 +1,1 @@
-"""Attention by the place where the keys are: a block takes any of these as an argument."""
+"""Kinds of attention: to the sequence itself, to a cache, to a packed row. A block takes any of them as an argument."""

@@ -1,6 +1,6 @@
-"""The cache of what attention keeps of each position, such as keys and values, and attention to it.
+"""The cache of the keys and values (or other entries) of each position, and attention to it.
 
-Shapes: N slots of a cache, B of them that a call works on, T query positions, S positions of a segment, H heads, K dims of a
+Shapes: N slots of a cache, B slots of one call, T query positions, S positions of a segment, H heads, K dims of a
 head, L layers.
 """
 
@@ -18,17 +18,18 @@ from einops import rearrange
 from mesh_transformer.families.spec import CacheEntry
 from mesh_transformer.ops.attend.causal import attention_logits, causal_mask, parts
 
-SHORTEST_SEGMENT = 256  # positions
+# Positions of the first segment.
+SHORTEST_SEGMENT = 256
 Segment = tuple[jax.Array, ...]
-"""Of some consecutive positions of every slot, an array (L, N, H, S, K) for each `CacheEntry` of the attention."""
+"""The cache of consecutive positions: one array (L, N, H, S, K) for each `CacheEntry` of the attention."""
 
 
 class KVCache(NamedTuple):
-    """What attention keeps of every layer, slot and position.
+    """The cache of every layer, slot and position.
 
-    Its arrays are what a program reads whole, because XLA copies what is sliced out of a larger array for a product: the
-    positions come in segments that end at 256, 512, 1024 ..., and layers that are not in one stack are groups of one.
-    A slot's entries are valid up to the position that was written last; later ones are never read.
+    XLA copies a slice of an array before it multiplies the slice. So that programs read whole arrays, the positions are
+    divided into segments that end at 256, 512, 1024 ..., and layers that are not stacked are groups of one layer.
+    A slot's entries are valid up to the position that was written last. Later entries are never read.
     """
 
     groups: tuple[tuple[Segment, ...], ...]
@@ -44,7 +45,7 @@ class KVCache(NamedTuple):
         *,
         stacked: bool = True,
     ) -> KVCache:
-        """An empty cache; not `stacked`: each layer has its own arrays."""
+        """An empty cache; if not `stacked`, each layer has its own arrays."""
         ends = segment_ends(length)
         sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -55,28 +56,28 @@ class KVCache(NamedTuple):
         return cls((group(layers),) if stacked else tuple(group(1) for _ in range(layers)))
 
     def map(self, entries: Sequence[CacheEntry], function: Any) -> KVCache:
-        """function(array, names of its dimensions) of each array: the names that the attention gives."""
+        """The cache with function(array, names of its dimensions) in place of each array; `entries` give the names."""
         names = [(None, None, entry.name, None, None) for entry in entries]
         return KVCache(
             tuple(tuple(tuple(map(function, segment, names)) for segment in group) for group in self.groups)
         )
 
     def view(self, slots_B: jax.Array | None, length: int, write: Any = True) -> CacheView:
-        """The slots (None: all) and the first positions that a call works on.
+        """A view of some slots (None: all) and of positions 0 .. length - 1.
 
-        Where `write`, (B,) booleans or one, is false, the slot stays as it is.
+        `write`, (B,) booleans or one boolean, says which slots may change.
         """
         rows_B = jnp.arange(self.n_slots) if slots_B is None else slots_B
         return CacheView(self, jnp.where(write, rows_B, self.n_slots), slots_B, length)
 
     @property
     def n_slots(self) -> int:
-        """Sequences that there is room for."""
+        """N."""
         return self.groups[0][0][0].shape[1]
 
 
 def segment_ends(length: int) -> list[int]:
-    """Where the segments of a cache of `length` positions end: 256, 512, 1024 ... and `length`."""
+    """The ends of the segments of a cache of `length` positions: 256, 512, 1024 ... and `length`."""
     ends = []
     end = SHORTEST_SEGMENT
     while end < length:
@@ -86,34 +87,34 @@ def segment_ends(length: int) -> list[int]:
 
 
 class KeyValueView(Protocol):
-    """What attention reads keys and values from: of all layers, or of one, which is layer 0."""
+    """What attention reads keys and values from: of all layers, or of one layer, whose index is 0."""
 
     triangular: ClassVar[bool]
-    """Whether the keys are those of the queries' positions, none of which sees a later one."""
+    """Whether the keys are at the queries' own positions, in the same order, and no query sees a later key."""
 
     def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> Any:
-        """The same with what one layer keeps of these positions, (B, T, H, K) each, put in its place."""
+        """The view with the entries of one layer at these positions, (B, T, H, K) each, stored."""
 
     def read(self, layer: jax.Array | int) -> Sequence[Sequence[jax.Array]]:
-        """What one layer kept, each array (B, H, S, K), in parts of consecutive positions."""
+        """The entries of one layer: for consecutive parts of the positions, the arrays (B, H, S, K)."""
 
     def mask(self, positions_BT: jax.Array, window: int | None) -> jax.Array:
-        """(B, 1, T, S) booleans: which of all keys the query at each position sees."""
+        """(B, 1, T, S) booleans: whether the query at each position sees each key."""
 
     def layers(self, count: int) -> list[Any]:
-        """The same for each layer."""
+        """A view of each layer."""
 
     def with_layers(self, views: Sequence[Any]) -> Any:
-        """The same with its layers replaced."""
+        """The view with its layers replaced."""
 
     def key_positions(self, positions_BT: jax.Array) -> jax.Array:
-        """(B or 1, S): the position of each of all keys, given those of the queries."""
+        """(B or 1, S): the position of each key, given the positions of the queries."""
 
 
 class Cached:
-    """An `Attend` to what a view holds, which then holds the keys and values of these positions too.
+    """An `Attend` to the keys and values of a view. A call first writes those of `positions_BT` into the view.
 
-    The queries are of all positions or of some; `bias_BHTS` is theirs.
+    The queries are at `query_positions_BT`, all or some of these positions; `bias_BHTS` is for the queries.
     """
 
     def __init__(
@@ -152,9 +153,9 @@ def _attend_triangular(
     scale: float,
     softcap: float | None,
 ) -> jax.Array:
-    """`_attend` with one part of keys, of the queries' own positions, of which none sees a later one.
+    """`_attend` for a view that is `triangular` and has one part of keys.
 
-    The queries go in some parts, each with the keys up to its end.
+    The queries are computed in parts, each with the keys up to its last query.
     """
     ((k_BHSK, v_BHSK),) = keys
     mixed = []
@@ -174,7 +175,7 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> jax.Array:
-    """The softmax's division comes last: K numbers for each query instead of S."""
+    """softmax(logits) v. The division by the sum comes last, on K numbers for each query instead of S."""
     logits_BHTS = attention_logits(q_BTHK, [k for k, _ in keys], mask_B1TS, bias_BHTS, scale, softcap)
     exp_BHTS = jnp.exp(logits_BHTS - logits_BHTS.max(-1, keepdims=True))
     total_BHT1 = exp_BHTS.sum(-1, keepdims=True)
@@ -192,18 +193,20 @@ def _attend(
 )
 @dataclasses.dataclass(frozen=True)
 class CacheView:
-    """What a model sees of a cache: B slots, and the positions 0 .. length - 1. See `KeyValueView`."""
+    """A `KeyValueView` of B slots of a cache and of the positions 0 .. length - 1."""
 
     triangular: ClassVar[bool] = False
     cache: KVCache
-    written_B: jax.Array  # int32 slots; one beyond the last is not written
-    slots_B: jax.Array | None  # int32 slots; None: all, in their order
+    # int32: the slots to write; a slot beyond the last is not written
+    written_B: jax.Array
+    # int32: the slots to read; None: all, in order
+    slots_B: jax.Array | None
     length: int
 
     def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> CacheView:
-        """In place when donated; what lies beyond `length` may be dropped."""
+        """See `KeyValueView`. In place if the cache is donated; positions from `length` on may be dropped."""
         written_B = self.written_B
-        # XLA for CPU makes slices of a scatter of one, and copies of the cache for them
+        # XLA for CPU turns a scatter of one element into slices, for which it copies the cache.
         if positions_BT.size == 1:
             written_B = jnp.concatenate([written_B, jnp.full_like(written_B, self.cache.n_slots)])
             positions_BT, new = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), (positions_BT, new))
@@ -213,7 +216,8 @@ class CacheView:
             size = segment[0].shape[3]
             if start < self.length:
                 inside = (positions_BT >= start) & (positions_BT < start + size)
-                at = jnp.where(inside, positions_BT - start, size)  # one beyond the last is dropped
+                # an index beyond the last position is dropped
+                at = jnp.where(inside, positions_BT - start, size)
                 where = (layer, written_B[:, None], slice(None), at)
                 segments[i] = tuple(
                     old.at[where].set(x.astype(old.dtype), mode="drop")

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-_SHORTEST_PART = 64  # queries; shorter parts cost more in small operations than they save
-_MASKED = -1e10  # finite: a row that is masked everywhere gives a mean, not a NaN
+# Queries of a part. Shorter parts cost more in small operations than they save.
+_SHORTEST_PART = 64
+# A logit. It is finite, so that a query that sees no key gives a mean, not NaN.
+_MASKED = -1e10
 
 
 class Attend(Protocol):
-    """Attention of one layer, bound to its place: a block calls it once with what it computed of its own positions."""
+    """Attention of one layer. A block calls it once, with the queries, keys and values of its positions."""
 
     def __call__(
         self,
@@ -30,10 +32,10 @@ class Attend(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
-        """softmax(scale q k + bias) v over the keys that each query sees, (B, T, H, K); softmax in float32.
+        """softmax(scale q k + bias) v over the keys that each query sees: (B, T, H, K) of q's dtype; softmax in float32.
 
         Args:
-            window: keys that a query sees, its own included; None: all before it.
+            window: number of keys that a query sees, the last of them at its own position; None: all up to its own.
             softcap: the scaled products become softcap * tanh(products / softcap) (Gemma 2, arXiv:2408.00118).
         """
 
@@ -55,11 +57,14 @@ class Causal:
         window: int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
-        """The queries go in up to four parts, each with the keys up to its own end: with four, 5/8 of the products and
-        of the softmax remain. For the backward pass only the softmax weights are kept, in q's dtype.
+        """See `Attend`.
+
+        The queries are computed in up to four parts, each with the keys up to its last query. Four parts compute 5/8 of the
+        products and of the softmax. The backward pass keeps only the softmax weights, in q's dtype.
         """
         arrays = q_BTHK, k_BTHK, v_BTHK, self.bias_BHTS, window
-        if softcap is not None:  # its derivative needs more than the softmax weights
+        if softcap is not None:
+            # its derivative needs more than the softmax weights
             return _forward(scale, *arrays, softcap=softcap)[0]
         return _attend(scale, *arrays)
 
@@ -98,6 +103,11 @@ def _forward(
 
 
 def _backward(scale: float, saved: Any, dy_BTHK: jax.Array) -> tuple[Any, ...]:
+    """The gradients of y = w v with w = softmax(l) and l = scale q k + bias.
+
+    dv = w^T dy,  dw = dy v^T,  dl = w * (dw - sum over keys of w * dw),
+    dbias = sum over sequences of dl,  dq = scale dl k,  dk = scale dl^T q.
+    """
     q_BTHK, k_BHSK, v_BHSK, bias_BHTS, kept = saved
     dq, dk, dv = [], jnp.zeros(k_BHSK.shape, jnp.float32), jnp.zeros(v_BHSK.shape, jnp.float32)
     dbias = None if bias_BHTS is None else jnp.zeros(bias_BHTS.shape, jnp.float32)
@@ -121,19 +131,19 @@ _attend.defvjp(_forward, _backward)
 
 
 def parts(length: int) -> list[slice]:
-    """Consecutive rows of a sequence, all of one size."""
+    """Up to four consecutive parts of `length` queries, all of one size."""
     count = next(n for n in (4, 3, 2, 1) if n == 1 or length % (n * _SHORTEST_PART) == 0)
     size = length // count
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
 def causal_mask(positions_BT: jax.Array, n_keys: int, window: int | None = None) -> jax.Array:
-    """(B, 1, T, S) booleans: the query at `positions_BT` sees keys at its own position and before, `window` of them."""
+    """(B, 1, T, S) booleans: whether a query at `positions_BT` sees each of the keys 0 .. n_keys - 1. See `sees`."""
     return sees(positions_BT, jnp.arange(n_keys)[None], window)[:, None]
 
 
 def sees(positions_BT: jax.Array, keys_BS: jax.Array, window: int | None = None) -> jax.Array:
-    """(B, T, S) booleans: whether a query sees a key, by their positions."""
+    """(B, T, S) booleans: whether a query sees a key: at most `window` - 1 positions before its own, and none after it."""
     distance_BTS = positions_BT[:, :, None] - keys_BS[:, None]
     seen = distance_BTS >= 0
     return seen if window is None else seen & (distance_BTS < window)
@@ -147,9 +157,9 @@ def attention_logits(
     scale: float,
     softcap: float | None = None,
 ) -> jax.Array:
-    """scale q k + bias where a key is seen, (B, H, T, S), float32; `keys` are parts of (B, H, S, K), one after the other."""
+    """scale q k + bias where a query sees a key: (B, H, T, S) float32. `keys` are consecutive parts of (B, H, S, K)."""
     products = [_products(q_BTHK, k_BHSK) for k_BHSK in keys]
-    # divided, as in the original: the product with a rounded 1 / sqrt(K) differs in the last bit
+    # A division, as in the original: the product with a rounded 1 / sqrt(K) differs in the last bit.
     logits = jnp.concatenate(products, axis=-1) / np.float32(1 / scale)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
@@ -160,7 +170,8 @@ def attention_logits(
 
 def _products(q_BTHK: jax.Array, k_BHSK: jax.Array) -> jax.Array:
     """q k, (B, H, T, S), float32."""
-    if q_BTHK.shape[1] == 1:  # XLA for CPU would copy the keys
+    if q_BTHK.shape[1] == 1:
+        # in the other form XLA for CPU copies the keys
         product = jnp.einsum("bhsk,bhk->bhs", k_BHSK, q_BTHK[:, 0], preferred_element_type=jnp.float32)
         return product[:, :, None]
     return jnp.einsum("bthk,bhsk->bhts", q_BTHK, k_BHSK, preferred_element_type=jnp.float32)

@@ -1,10 +1,10 @@
-"""Attention over rows that hold many sequences side by side, with what they share held once.
+"""Attention within rows that hold many sequences. A prefix that several sequences share is stored once.
 
 Shapes: B rows, T tokens of a row, H heads, K dims of a head.
 
-A row holds trees of tokens. A branch of a tree, from its root to a leaf, is a sequence: a question's context, say, and
-one of the answers. Tokens stand in preorder, so that the tokens below one are those that directly follow it: token t and
-everything below it are the row's indices t .. end - 1, and these are the tokens that see t.
+A row holds trees of tokens. A path from the root of a tree to a leaf is a sequence, such as the context of a question and
+one of its answers. Tokens stand in preorder: token t and its descendants are the row's indices t .. end - 1, and these are
+the tokens that see t.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from mesh_transformer.ops.attend.causal import sees
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedView:
-    """What a model sees in place of a cache: nothing from before, and which of the row's own tokens see which.
-
-    See `cached.KeyValueView`.
-    """
+    """A `cached.KeyValueView` of the rows themselves: it holds no earlier positions, and knows which tokens see which."""
 
     triangular: ClassVar[bool] = True
     ends_BT: jax.Array  # int32: the row's index after the last token that sees this one; more than its own
@@ -35,11 +32,11 @@ class PackedView:
 
     @classmethod
     def of(cls, ends_BT: jax.Array, entries: Sequence[CacheEntry], dtype: jnp.dtype) -> PackedView:
-        """The view of a call that is about to begin."""
+        """A view without keys and values yet."""
         return cls(ends_BT, tuple(jnp.zeros((*ends_BT.shape, e.heads, e.width), dtype) for e in entries))
 
     def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> PackedView:
-        """Hold the keys and values of one layer, until those of the next."""
+        """The view with the keys and values of this layer in place of the previous layer's."""
         return dataclasses.replace(self, kept=new)
 
     def read(self, layer: jax.Array | int) -> list[tuple[jax.Array, ...]]:
@@ -49,14 +46,14 @@ class PackedView:
     def mask(self, positions_BT: jax.Array, window: int | None) -> jax.Array:
         """(B, 1, T, T) booleans: the tokens of the row that each token sees.
 
-        A window counts positions: in the row, tokens of other branches stand between those of one.
+        A window counts positions of a sequence, not indices of the row: tokens of other sequences stand between.
         """
         index = jnp.arange(self.ends_BT.shape[1])
         seen = (index <= index[:, None]) & (index[:, None] < self.ends_BT[:, None])
         return (seen & sees(positions_BT, positions_BT, window))[:, None] if window else seen[:, None]
 
     def key_positions(self, positions_BT: jax.Array) -> jax.Array:
-        """(B, T): the tokens' own."""
+        """(B, T): the positions of the tokens themselves."""
         return positions_BT
 
     def layers(self, count: int) -> list[PackedView]:
