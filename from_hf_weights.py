@@ -19,7 +19,7 @@ def main() -> None:
     cli.add_step_output(parser, "--output-path", "native", required=True)
     parser.add_argument("--shards", type=int, metavar="K", help="shards of a classic checkpoint (default: 1)")
     options = parser.parse_args()
-    if options.shards is not None and (options.form != "classic" or options.shards < 1):
+    if options.shards is not None and (options.format != "classic" or options.shards < 1):
         parser.error("--shards must be 1 or more, and needs --format classic")
     from mesh_transformer.runtime import convert
 

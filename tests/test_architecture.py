@@ -44,7 +44,7 @@ ROOMS = {
         {"archive", "target", "tensors"},
         {"identity"},
         {"classic", "hf", "native"},
-        {"open", "place"},
+        {"open", "load"},
         {"store"},
     ],
     "runtime": [

@@ -64,28 +64,28 @@ def entries(path: str, *, at_once: int = 1) -> list[Entry]:
         return list(pool.map(partial(_entry, handle, records), infos))
 
 
-def pieces(entry: Entry, piece_bytes: int) -> Iterator[bytes]:
+def read_blocks(entry: Entry, block_bytes: int) -> Iterator[bytes]:
     """The bytes of a member in order, some at a time, inflated. Whoever reads to the end compares the CRC.
 
     Raises:
         DamagedArchive: it inflates to another size than it announces, or the file ends early.
     """
     if not entry.compressed:
-        for at in range(0, entry.n_bytes, piece_bytes):
-            yield _read(entry, at, min(piece_bytes, entry.n_bytes - at))
+        for at in range(0, entry.n_bytes, block_bytes):
+            yield _read(entry, at, min(block_bytes, entry.n_bytes - at))
         return
     inflater, left = zlib.decompressobj(-zlib.MAX_WBITS), entry.n_bytes
     try:
         for at in range(0, entry.stored_bytes, DEFLATED_BYTES):
             waiting = _read(entry, at, min(DEFLATED_BYTES, entry.stored_bytes - at))
-            while not inflater.eof and (piece := inflater.decompress(waiting, piece_bytes)):
+            while not inflater.eof and (block := inflater.decompress(waiting, block_bytes)):
                 waiting = inflater.unconsumed_tail
-                left -= len(piece)
+                left -= len(block)
                 if left < 0:
                     raise DamagedArchive(
                         f"{entry.name}: more than the {entry.n_bytes} bytes that it announces"
                     )
-                yield piece
+                yield block
     except zlib.error as error:
         raise DamagedArchive(f"{entry.name}: {error}") from error
     if left or not inflater.eof:

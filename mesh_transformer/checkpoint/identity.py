@@ -30,14 +30,14 @@ def check_model(source: TensorSource, asked: ModelConfig) -> None:
     Raises:
         UserError: names every field that differs, or the model that is noted cannot be read.
     """
-    noted = noted_model(source.extra.get("config"), source.where)
+    noted = recorded_model(source.extra.get("config"), source.where)
     if noted is None:
-        _tell_unknown(source.where)
+        _warn_unrecorded(source.where)
     else:
-        check_same(asked, noted, source.where)
+        check_same_architecture(asked, noted, source.where)
 
 
-def check_same(asked: ModelConfig, found: ModelConfig, where: str) -> None:
+def check_same_architecture(asked: ModelConfig, found: ModelConfig, where: str) -> None:
     """Refuse one of two architectures that are not the same.
 
     Raises:
@@ -90,7 +90,7 @@ def _optimizer(source: TensorSource) -> str | None:
     return next(by_slots, ", ".join(sorted(held)))
 
 
-def noted_model(config: Any, where: str) -> ModelConfig | None:
+def recorded_model(config: Any, where: str) -> ModelConfig | None:
     """The model in the config that a checkpoint notes; None if it notes none.
 
     Raises:
@@ -115,7 +115,7 @@ def noted_model(config: Any, where: str) -> ModelConfig | None:
 
 
 @functools.cache
-def _tell_unknown(where: str) -> None:
+def _warn_unrecorded(where: str) -> None:
     if not jax.distributed.is_initialized() or jax.process_index() == 0:
         log.warning(
             "%s does not note its model: n_heads, pe_rotary_dims and norm could not be compared with the config",

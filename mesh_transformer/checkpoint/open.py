@@ -8,7 +8,7 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint.classic import folder as classic_folder
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.hf.source import HFSource, read_model
-from mesh_transformer.checkpoint.identity import check_model, noted_model
+from mesh_transformer.checkpoint.identity import check_model, recorded_model
 from mesh_transformer.checkpoint.native.source import COMMIT_MARKER, NativeSource, read_manifest
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
@@ -17,7 +17,7 @@ from mesh_transformer.errors import UserError, listed
 _WEIGHTS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?")
 
 
-class Form(enum.Enum):
+class Format(enum.Enum):
     """The forms that can be read."""
 
     NATIVE = "native"
@@ -25,11 +25,11 @@ class Form(enum.Enum):
     HUGGING_FACE = "Hugging Face"
 
 
-class Found(NamedTuple):
+class CheckpointFolder(NamedTuple):
     """A checkpoint: of native and classic ones the step folder."""
 
-    form: Form
-    folder: str
+    format: Format
+    path: str
 
 
 class ClassicRun(NamedTuple):
@@ -39,7 +39,7 @@ class ClassicRun(NamedTuple):
     aux: dict[str, Any]
 
 
-def recognise(path: str) -> Found:
+def find_checkpoint(path: str) -> CheckpointFolder:
     """The checkpoint at `path`: a step folder, a run's folder (its newest step) or a Hugging Face folder.
 
     In a folder with native and classic steps the native ones count: a classic run was gone on with.
@@ -50,16 +50,16 @@ def recognise(path: str) -> Found:
     path = path.rstrip("/") or "/"
     names = files.list_dir(path)
     if _is_native_step(path, names):
-        return Found(Form.NATIVE, path)
+        return CheckpointFolder(Format.NATIVE, path)
     if native := [name for name in _step_names(names) if _is_native_step(files.join(path, name))]:
-        return Found(Form.NATIVE, files.join(path, native[-1]))
+        return CheckpointFolder(Format.NATIVE, files.join(path, native[-1]))
     if classic := classic_folder.find_step(path):
-        return Found(Form.CLASSIC, classic)
+        return CheckpointFolder(Format.CLASSIC, classic)
     weights = [name for name in names if _WEIGHTS.fullmatch(name)]
     if weights and "config.json" not in names:
         raise UserError(f"{path} holds {listed(weights)} but no config.json: put it back beside the weights")
     if weights:
-        return Found(Form.HUGGING_FACE, path)
+        return CheckpointFolder(Format.HUGGING_FACE, path)
     raise UserError(
         f"no checkpoint in {path}: expected a run's folder or one of its step_N folders, a classic step_N folder "
         f"with shard_0 in it, or a Hugging Face folder with config.json and weights; found {listed(names, most=8)}"
@@ -108,12 +108,12 @@ def check_only_step(root: str, step: int) -> None:
 
 
 def open_source(path: str, model: ModelConfig) -> TensorSource:
-    """The checkpoint at `path` (local or `gs://`), of whatever form; see `recognise`. No tensor is read.
+    """The checkpoint at `path` (local or `gs://`), of whatever form; see `find_checkpoint`. No tensor is read.
 
     Raises:
         UserError: there is none, or it is damaged or of another model.
     """
-    return open_found(recognise(path), model)
+    return open_folder(find_checkpoint(path), model)
 
 
 def open_step(root: str, model: ModelConfig, step: int | None) -> TensorSource:
@@ -131,17 +131,17 @@ def open_step(root: str, model: ModelConfig, step: int | None) -> TensorSource:
     return open_source(files.join(root, wanted), model)
 
 
-def open_found(found: Found, model: ModelConfig) -> TensorSource:
+def open_folder(found: CheckpointFolder, model: ModelConfig) -> TensorSource:
     """A checkpoint that was recognised; errors as in `open_source`."""
-    if found.form is Form.HUGGING_FACE:
-        return HFSource(found.folder, model)
-    native = found.form is Form.NATIVE
-    source: TensorSource = NativeSource(found.folder) if native else ClassicSource(found.folder, model)
+    if found.format is Format.HUGGING_FACE:
+        return HFSource(found.path, model)
+    native = found.format is Format.NATIVE
+    source: TensorSource = NativeSource(found.path) if native else ClassicSource(found.path, model)
     check_model(source, model)
     return source
 
 
-def noted_config(found: Found) -> dict[str, Any] | None:
+def recorded_config(found: CheckpointFolder) -> dict[str, Any] | None:
     """What a checkpoint knows of its config, in the grouped spelling: the model, and its tokenizer if it names one. None if
     it does not know its model.
 
@@ -149,14 +149,14 @@ def noted_config(found: Found) -> dict[str, Any] | None:
         UserError: what it notes cannot be read.
     """
     config: Any
-    match found.form:
-        case Form.HUGGING_FACE:
-            config = {"model": read_model(found.folder).model_dump(mode="json")}
-        case Form.NATIVE:
-            config = read_manifest(found.folder).extra.get("config")
-        case Form.CLASSIC:
-            config = classic_folder.read_config(found.folder)
-    model = noted_model(config, found.folder)
+    match found.format:
+        case Format.HUGGING_FACE:
+            config = {"model": read_model(found.path).model_dump(mode="json")}
+        case Format.NATIVE:
+            config = read_manifest(found.path).extra.get("config")
+        case Format.CLASSIC:
+            config = classic_folder.read_config(found.path)
+    model = recorded_model(config, found.path)
     if model is None:
         return None
     data = config.get("data")

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: asynchronous, atomic, restorable on any mesh, local or on `gs://`. Orbax writes, `place.py`
+"""Checkpoints of a run: asynchronous, atomic, restorable on any mesh, local or on `gs://`. Orbax writes, `load.py`
 reads.
 
     {root}/step_1000/state/      the tensors (OCDBT)
@@ -32,9 +32,9 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from mesh_transformer import files
 from mesh_transformer.checkpoint.classic import folder as classic_folder
 from mesh_transformer.checkpoint.identity import check_model, check_optimizer
+from mesh_transformer.checkpoint.load import fail_together, restore
 from mesh_transformer.checkpoint.native import manifest as manifests
 from mesh_transformer.checkpoint.native.source import CHUNK_BYTES, COMMIT_MARKER, NativeSource
-from mesh_transformer.checkpoint.place import agreed, restore
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.config import ModelConfig, OptimizerConfig
 from mesh_transformer.errors import UserError, is_disk_full
@@ -72,7 +72,7 @@ class CheckpointStore:
 
         With `model`, a step that notes another architecture is not restored; with `optimizer`, none without its state.
         """
-        _quieten()
+        _silence_libraries()
         self._root = root if files.is_remote(root) else os.path.abspath(root)
         self._keep, self._model, self._optimizer = (keep_every, keep_latest), model, optimizer
         self._save_failed = False
@@ -140,7 +140,7 @@ class CheckpointStore:
         while (step := self._newest(tried)) is not None:
             try:
                 with files.remote_call(self._root):
-                    source = agreed(partial(NativeSource, self.folder(step)))
+                    source = fail_together(partial(NativeSource, self.folder(step)))
                     if self._model is not None:
                         check_model(source, self._model)
                     if self._optimizer is not None:
@@ -167,7 +167,7 @@ class CheckpointStore:
         try:
             self.wait()
         finally:
-            self._discard()
+            self._close_manager()
 
     def _newest(self, tried: Container[int]) -> int | None:
         """The newest finished step not tried yet, as process 0 sees it."""
@@ -184,11 +184,11 @@ class CheckpointStore:
             raise RuntimeError("this checkpoint store is read-only or closed")
         # after a failure Orbax would raise that error again, and has crossed out steps that still exist
         if self._save_failed:
-            self._discard()
+            self._close_manager()
             self._manager, self._save_failed = self._open(), False
         return self._manager
 
-    def _discard(self) -> None:
+    def _close_manager(self) -> None:
         manager, self._manager = self._manager, None
         try:
             if manager is not None:
@@ -220,14 +220,14 @@ class CheckpointStore:
         if not steps:
             return
         for step in steps if jax.process_index() == 0 else ():
-            target = _unused(files.join(self._root, "set_aside"), f"step_{step}")
+            target = _free_path(files.join(self._root, "set_aside"), f"step_{step}")
             log.warning("checkpoint step %d in %s is in the way: moved to %s", step, self._root, target)
             files.move_tree(self.folder(step), target)
         multihost_utils.sync_global_devices("mesh_transformer: set aside")
         self._writer().reload()
 
 
-def _unused(folder: str, name: str) -> str:
+def _free_path(folder: str, name: str) -> str:
     taken = set(files.list_dir(folder))
     names = (name if not n else f"{name}.{n}" for n in range(len(taken) + 1))
     return files.join(folder, next(candidate for candidate in names if candidate not in taken))
@@ -248,31 +248,31 @@ class _StepNames:
         return (step for step in found if not classic_folder.is_step(str(step.path)))
 
 
-def _is_no_error(record: logging.LogRecord) -> bool:
+def _below_error(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR
 
 
-def _is_no_full_disk(record: logging.LogRecord) -> bool:
+def _not_disk_full(record: logging.LogRecord) -> bool:
     return not (record.exc_info and is_disk_full(record.exc_info[1]))
 
 
-def _complain(unraisable: "sys.UnraisableHookArgs") -> None:
+def _unraisable_hook(unraisable: "sys.UnraisableHookArgs") -> None:
     if str(unraisable.exc_value) != "Event loop is closed":
-        _complain_of_others(unraisable)
+        _previous_unraisable_hook(unraisable)
 
 
-_complain_of_others = sys.unraisablehook
+_previous_unraisable_hook = sys.unraisablehook
 
 
-def _quieten() -> None:
+def _silence_libraries() -> None:
     """Leave out of the log what Orbax tells of each file, and what its threads tell of a save that fails: it is raised."""
     for library in ("absl", "fsspec"):
         logging.getLogger(library).setLevel(logging.WARNING)
-    logging.getLogger("absl").addFilter(_is_no_error)
+    logging.getLogger("absl").addFilter(_below_error)
     # one write's failure is raised; asyncio tells of each of the others
-    logging.getLogger("asyncio").addFilter(_is_no_full_disk)
+    logging.getLogger("asyncio").addFilter(_not_disk_full)
     # writes of TensorStore that end after one has failed do not find Orbax's event loop any more
-    sys.unraisablehook = _complain
+    sys.unraisablehook = _unraisable_hook
 
 
 def _save_args(leaf: Any) -> ocp.SaveArgs:

@@ -33,19 +33,19 @@ def new_folder(
         UserError: `path` is there already, and is not an empty folder; nothing was changed.
     """
     path = _absolute(path)
-    partial = beside(path, "partial")
-    _put_right(path, marker)
+    partial = temporary_path(path, "partial")
+    _recover(path, marker)
     check_free(path, overwrite=overwrite, source=source)
-    if _is_there(partial):
+    if _exists(partial):
         log.warning("an earlier run was cut short before %s was whole: its part is deleted", path)
         files.remove_tree(partial)
     try:
         yield partial
-        if not _is_there(partial):
+        if not _exists(partial):
             raise RuntimeError(f"nothing was written to {partial}")
         _replace(path, marker)
     except BaseException:
-        if _is_there(partial) and not files.exists(beside(path, "moving")):
+        if _exists(partial) and not files.exists(temporary_path(path, "moving")):
             files.remove_tree(partial)
         raise
 
@@ -64,7 +64,7 @@ def check_free(path: str, *, overwrite: bool, source: str | None = None) -> None
         raise UserError(f"{path} holds the checkpoint that is read, {source}: name a folder outside of it")
 
 
-def beside(path: str, what: str) -> str:
+def temporary_path(path: str, what: str) -> str:
     """The place beside a target for what is "partial", "previous" or "moving"."""
     parent, _, name = path.rstrip("/").rpartition("/")
     return f"{parent}/.{name}.mtj-{what}"
@@ -76,10 +76,10 @@ def _absolute(path: str) -> str:
 
 
 def _replace(path: str, marker: str | None) -> None:
-    partial, previous = beside(path, "partial"), beside(path, "previous")
+    partial, previous = temporary_path(path, "partial"), temporary_path(path, "previous")
     if files.is_remote(path):
-        files.replace(beside(path, "moving"), b"removing\n")
-        _finish_moving(path, marker)
+        files.replace(temporary_path(path, "moving"), b"removing\n")
+        _finish_move(path, marker)
         return
     if marker is not None:
         files.replace(files.join(partial, marker), b"")
@@ -90,25 +90,25 @@ def _replace(path: str, marker: str | None) -> None:
         files.remove_tree(previous)
 
 
-def _finish_moving(path: str, marker: str | None) -> None:
+def _finish_move(path: str, marker: str | None) -> None:
     """From the noted stage on: remove what stands at `path`, then move the whole partial folder there."""
-    if files.read_range(beside(path, "moving"), 0, 64) == b"removing\n":
+    if files.read_range(temporary_path(path, "moving"), 0, 64) == b"removing\n":
         files.remove_tree(path)
-        files.replace(beside(path, "moving"), b"moving\n")
-    if _is_there(beside(path, "partial")):  # what was moved before is moved no more
-        files.move_tree(beside(path, "partial"), path)
+        files.replace(temporary_path(path, "moving"), b"moving\n")
+    if _exists(temporary_path(path, "partial")):  # what was moved before is moved no more
+        files.move_tree(temporary_path(path, "partial"), path)
     if marker is not None:
         files.replace(files.join(path, marker), b"")
-    files.remove(beside(path, "moving"))
+    files.remove(temporary_path(path, "moving"))
 
 
-def _put_right(path: str, marker: str | None) -> None:
+def _recover(path: str, marker: str | None) -> None:
     """Finish or undo what a run that was killed began here."""
-    previous = beside(path, "previous")
+    previous = temporary_path(path, "previous")
     if files.is_remote(path):
-        if files.exists(beside(path, "moving")):
+        if files.exists(temporary_path(path, "moving")):
             log.warning("an earlier run was cut short while it moved its result to %s: going on", path)
-            _finish_moving(path, marker)
+            _finish_move(path, marker)
     elif os.path.isdir(previous):
         if os.path.isdir(path):
             files.remove_tree(previous)
@@ -116,5 +116,5 @@ def _put_right(path: str, marker: str | None) -> None:
             files.move_tree(previous, path)
 
 
-def _is_there(folder: str) -> bool:
+def _exists(folder: str) -> bool:
     return bool(files.list_dir(folder)) if files.is_remote(folder) else os.path.isdir(folder)

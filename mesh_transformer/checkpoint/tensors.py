@@ -22,7 +22,7 @@ from mesh_transformer.models.model import Model
 
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 2**48
-BAND_BYTES = 16 << 20  # read at a time where rows are not kept as they are
+ROW_BLOCK_BYTES = 16 << 20  # read at a time where rows are not kept as they are
 
 T = TypeVar("T")
 _END = object()
@@ -103,20 +103,20 @@ class FileTensor(NamedTuple):
         if tuple(lengths) == self.shape[1:]:
             self.read_rows(first, out)
             return out
-        for at, rows in self.bands(first, stop):
+        for at, rows in self.row_blocks(first, stop):
             out[at - first : at - first + len(rows)] = rows[(slice(None), *columns)]
         return out
 
-    def bands(self, first: int, stop: int, limit: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Some rows at a time, of `limit` or BAND_BYTES, valid until the next, with the number of the first of them.
+    def row_blocks(self, first: int, stop: int, limit: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """Some rows at a time, of `limit` or ROW_BLOCK_BYTES, valid until the next, with the number of the first of them.
 
         Raises:
             DamagedCheckpoint: the file has become shorter.
         """
-        step = max(1, min((limit or BAND_BYTES) // max(1, self._row_bytes), stop - first))
-        band = np.empty((step, *self.shape[1:]), self.dtype)
+        step = max(1, min((limit or ROW_BLOCK_BYTES) // max(1, self._row_bytes), stop - first))
+        block = np.empty((step, *self.shape[1:]), self.dtype)
         for at in range(first, stop, step):
-            rows = band[: stop - at]
+            rows = block[: stop - at]
             self.read_rows(at, rows)
             yield at, rows
 
@@ -149,7 +149,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves}
 
 
-def ahead(items: Iterator[T]) -> Iterator[T]:
+def prefetch(items: Iterator[T]) -> Iterator[T]:
     """The same items; the next one is made in a thread while the caller works on this one. Errors come in their place."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, items, _END)

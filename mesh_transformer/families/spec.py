@@ -136,21 +136,23 @@ class Split(enum.Enum):
     SUM = "summed: a bias that every shard adds before the sum over shards"
     FIRST = "that of the first shard; the original never uses the others"
     MEAN = "averaged"
-    UNUSED = "stored by the original but never used; it has the shape of `ours` without being that parameter"
+    UNUSED = (
+        "stored by the original but never used; it has the shape of `parameter` without being that parameter"
+    )
     COUNT = "an int32 scalar, the same in every shard"
 
 
 class Tensor(NamedTuple):
-    """A row: the foreign tensor, `theirs`, that holds our parameter, `ours`.
+    """A row: the foreign tensor, `foreign`, that holds our parameter, `parameter`.
 
     A row under blocks/ stands for all layers: ours has a leading dimension of layers, theirs is one tensor per layer.
     The table has no shapes: they follow from the parameters of the model.
     """
 
     # path below params/
-    ours: str
+    parameter: str
     # name, with {} for the number of the layer
-    theirs: str
+    foreign: str
     # einops pattern from theirs to ours, inverted for writing; with `part` the result begins with the dimension `part`
     view: str | None = None
     # index of ours in theirs, if theirs holds several parameters
@@ -171,4 +173,4 @@ class Tensor(NamedTuple):
     @property
     def stacked(self) -> bool:
         """Whether ours has a leading dimension of layers."""
-        return self.ours.startswith("blocks/")
+        return self.parameter.startswith("blocks/")

@@ -88,8 +88,8 @@ def parse_tuned(made: argparse.ArgumentParser) -> argparse.Namespace:
     return arguments
 
 
-def add_step_output(made: argparse.ArgumentParser, flag: str, form: str, *, required: bool = False) -> None:
-    """Add the options of a command that writes a checkpoint: its path (`flag`), --format (default `form`), --overwrite."""
+def add_step_output(made: argparse.ArgumentParser, flag: str, format: str, *, required: bool = False) -> None:
+    """Add the options of a command that writes a checkpoint: its path (`flag`), --format (default `format`), --overwrite."""
     made.add_argument(
         flag,
         dest="output",
@@ -100,9 +100,9 @@ def add_step_output(made: argparse.ArgumentParser, flag: str, form: str, *, requ
     )
     made.add_argument(
         "--format",
-        dest="form",
+        dest="format",
         choices=["native", "classic"],
-        default=form,
+        default=format,
         help="format of the checkpoint to write (default: %(default)s)",
     )
     add_overwrite(made)

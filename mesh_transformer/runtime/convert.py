@@ -16,7 +16,7 @@ from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.hf.writer import n_bytes, stored_dtype, write_hf
 from mesh_transformer.checkpoint.identity import with_model
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.open import Form, check_only_step, open_found, open_step, recognise
+from mesh_transformer.checkpoint.open import Format, check_only_step, find_checkpoint, open_folder, open_step
 from mesh_transformer.checkpoint.target import check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig, is_set
@@ -55,9 +55,9 @@ def to_hf(
     model = config_for(config_path, overrides, checkpoint).model
     model.to_hf()  # refuses what transformers does not compute
     check_free(output, overwrite=overwrite, source=checkpoint)
-    found = recognise(checkpoint)
-    source = open_found(found, model)
-    kind = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(found.form, source)
+    found = find_checkpoint(checkpoint)
+    source = open_folder(found, model)
+    kind = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(found.format, source)
     end_of_text = _end_of_text(tokenizer, model) if tokenizer else None
     with (
         damage_named(source),
@@ -70,15 +70,15 @@ def to_hf(
     logs.log.info("%s: %s, from %s", output, kind, source.where)
 
 
-def _default_dtype(form: Form, source: TensorSource) -> np.dtype:
-    kind = stored_dtype(source) if form is Form.HUGGING_FACE else np.dtype(np.float16)
-    why = "as stored" if form is Form.HUGGING_FACE else f"the default for a {form.value} checkpoint"
+def _default_dtype(format: Format, source: TensorSource) -> np.dtype:
+    kind = stored_dtype(source) if format is Format.HUGGING_FACE else np.dtype(np.float16)
+    why = "as stored" if format is Format.HUGGING_FACE else f"the default for a {format.value} checkpoint"
     logs.log.info("the weights are written in %s, %s; --dtype chooses another", kind, why)
     return kind
 
 
 def from_hf(
-    folder: str, output: str, *, form: Form | str, shards: int | None = None, overwrite: bool = False
+    folder: str, output: str, *, format: Format | str, shards: int | None = None, overwrite: bool = False
 ) -> None:
     """Write a Hugging Face folder, of whatever architecture it says, in one of our two forms: see `write_step`.
 
@@ -88,7 +88,7 @@ def from_hf(
     logs.set_up()
     source = HFSource(folder)
     logs.log.info("%s: %s", folder, source.model.model_dump(exclude_defaults=True))
-    write_step(source, source.model, output, form=Form(form), shards=shards or 1, overwrite=overwrite)
+    write_step(source, source.model, output, format=Format(format), shards=shards or 1, overwrite=overwrite)
 
 
 def write_step(
@@ -96,7 +96,7 @@ def write_step(
     model: ModelConfig,
     output: str,
     *,
-    form: Form,
+    format: Format,
     shards: int = 1,
     full: bool | None = None,
     dtype: np.dtype | None = None,
@@ -112,9 +112,9 @@ def write_step(
         UserError: before anything is written: `output`, the model or the shards cannot be. Later: `source` is damaged.
             `output` is as it was.
     """
-    check_output(output, form, source.counts.step)
+    check_output(output, format, source.counts.step)
     with damage_named(source):
-        if form is Form.NATIVE:
+        if format is Format.NATIVE:
             output = write_native(source, output, model=model, overwrite=overwrite)
         else:
             with new_folder(output, overwrite=overwrite, source=source.where) as folder:
@@ -125,7 +125,7 @@ def write_step(
     return output
 
 
-def check_output(output: str, form: Form, step: int) -> None:
+def check_output(output: str, format: Format, step: int) -> None:
     """Refuse a root where a step folder is meant, the other way round, and a native root with other steps.
 
     Raises:
@@ -134,13 +134,13 @@ def check_output(output: str, form: Form, step: int) -> None:
     path = output.rstrip("/")
     root, name = posixpath.split(path)
     is_step = re.fullmatch(r"step_\d+", name)
-    if form is Form.NATIVE and is_step:
+    if format is Format.NATIVE and is_step:
         raise UserError(
             f"{path}: for a native checkpoint name the root, {root or '.'}; step_{step} is made in it"
         )
-    if form is Form.NATIVE:
+    if format is Format.NATIVE:
         check_only_step(path, step)
-    if form is Form.CLASSIC and is_step and name != f"step_{step}":
+    if format is Format.CLASSIC and is_step and name != f"step_{step}":
         raise UserError(f"{path} is named like another step: this is step {step}, name it step_{step}")
 
 
@@ -185,7 +185,7 @@ def slim(
         source,
         config.model,
         files.join(root + ("_slim_f16" if f16 else "_slim"), f"step_{source.counts.step}"),
-        form=Form.CLASSIC,
+        format=Format.CLASSIC,
         shards=config.mesh.tp,
         full=False,
         dtype=np.dtype(np.float16 if f16 else ml_dtypes.bfloat16),
@@ -200,7 +200,7 @@ def reshard(
     checkpoint: str,
     shards_out: int | None,
     output: str | None,
-    form: Form | str,
+    format: Format | str,
     prompt: str | None,
     overwrite: bool = False,
 ) -> None:
@@ -216,19 +216,19 @@ def reshard(
         UserError: neither is asked for, or the checkpoint does not fit the config or the shards, or `output` is there, or
             the prompt cannot be completed on these devices.
     """
-    form = Form(form)
+    format = Format(format)
     if output is None and prompt is None:
         raise UserError("nothing to do: give --out FOLDER, --prompt TEXT or both")
     logs.set_up()
     config = config_for(config_path, overrides, checkpoint)
-    _check_shards(shards_out, overrides, form, prompt)
+    _check_shards(shards_out, overrides, format, prompt)
     shards = config.mesh.tp if shards_out is None else shards_out
-    if output is not None and form is Form.CLASSIC:
+    if output is not None and format is Format.CLASSIC:
         check_shards(config.model, shards, output)
-    found = recognise(checkpoint)
-    if output is not None and form is Form.NATIVE and found.form is Form.NATIVE:
-        raise UserError(f"{found.folder} is native already, for any number of devices: copy the folder")
-    source = open_found(found, config.model)
+    found = find_checkpoint(checkpoint)
+    if output is not None and format is Format.NATIVE and found.format is Format.NATIVE:
+        raise UserError(f"{found.path} is native already, for any number of devices: copy the folder")
+    source = open_folder(found, config.model)
     job = None
     if prompt is not None:
         platforms.CompileCache()
@@ -240,19 +240,23 @@ def reshard(
         tried = config_for(config_path, [*overrides, f"mesh.tp={shards}"], checkpoint)
         job = sampler.Sampler(tried, sampler.Request(), checkpoint, [prompt])
     if output is not None:
-        checkpoint = write_step(source, config.model, output, form=form, shards=shards, overwrite=overwrite)
+        checkpoint = write_step(
+            source, config.model, output, format=format, shards=shards, overwrite=overwrite
+        )
     if job is not None:
         job.show(checkpoint)
 
 
-def _check_shards(shards_out: int | None, overrides: Sequence[str], form: Form, prompt: str | None) -> None:
+def _check_shards(
+    shards_out: int | None, overrides: Sequence[str], format: Format, prompt: str | None
+) -> None:
     if shards_out is None:
         return
     if shards_out < 1:
         raise UserError(f"--shards-out {shards_out}: must be 1 or more")
     if is_set(overrides, "mesh", "tp"):
         raise UserError("--shards-out and --set mesh.tp say the same thing: leave one of them out")
-    if form is Form.NATIVE and prompt is None:
+    if format is Format.NATIVE and prompt is None:
         raise UserError(
             f"--shards-out {shards_out}: a native checkpoint has no shards: leave it out, or write --format classic"
         )

@@ -20,11 +20,11 @@ def test_pieces_make_up_the_whole(tmp_path, monkeypatch, kind):
     for read_at_once in (1, 2, 50, 1 << 16):
         monkeypatch.setattr(archive, "DEFLATED_BYTES", read_at_once)
         for most in (1, 7, 300, len(content), 1 << 20):
-            found = list(archive.pieces(one, most))
+            found = list(archive.read_blocks(one, most))
             assert b"".join(found) == content
             assert max(map(len, found)) <= most
             assert min(map(len, found)) > 0
-    assert list(archive.pieces(two, 10)) == []
+    assert list(archive.read_blocks(two, 10)) == []
 
 
 def test_another_compression_is_refused(tmp_path):

@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh_transformer.checkpoint.hf.source import from_theirs, live_shape, read_model, their_shape, to_theirs
+from mesh_transformer.checkpoint.hf.source import (
+    export_tensor,
+    foreign_shape,
+    import_tensor,
+    read_model,
+    unpadded_shape,
+)
 from mesh_transformer.checkpoint.tensors import parameter_shapes
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import gpt_neox, gptj
@@ -29,25 +35,25 @@ def test_a_tensor_is_taken_apart_and_put_together(name) -> None:
     model, random = MODELS[name], np.random.default_rng(0)
     groups: dict[str, list[Any]] = {}
     for row in model.hf_tensors():
-        groups.setdefault(row.theirs, []).append(row)
+        groups.setdefault(row.foreign, []).append(row)
     for rows in groups.values():
-        theirs = random.standard_normal(their_shape(rows[0], model), np.float32)
-        parts = [from_theirs(row, theirs, live_shape(row, model)) for row in rows]
-        assert [part.shape for part in parts] == [live_shape(row, model) for row in rows]
-        back = to_theirs(rows[0], parts[0] if rows[0].part is None else np.stack(parts))
+        theirs = random.standard_normal(foreign_shape(rows[0], model), np.float32)
+        parts = [import_tensor(row, theirs, unpadded_shape(row, model)) for row in rows]
+        assert [part.shape for part in parts] == [unpadded_shape(row, model) for row in rows]
+        back = export_tensor(rows[0], parts[0] if rows[0].part is None else np.stack(parts))
         np.testing.assert_array_equal(back, theirs)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_has_one_row(name) -> None:
     rows = MODELS[name].hf_tensors()
-    found = [row.ours for row in rows] + [row.bias for row in rows if row.bias]
+    found = [row.parameter for row in rows] + [row.bias for row in rows if row.bias]
     assert sorted(found) == sorted(parameter_shapes(MODELS[name]))
 
 
 @pytest.mark.parametrize("model", CLASSIC, ids=lambda model: f"{model.pe}-{model.norm}")
 def test_every_parameter_has_one_classic_row(model) -> None:
-    found = [row.ours for row in model.classic_tensors() if row.split is not Split.UNUSED]
+    found = [row.parameter for row in model.classic_tensors() if row.split is not Split.UNUSED]
     assert sorted(found) == sorted(parameter_shapes(model))
 
 
@@ -56,8 +62,8 @@ def test_fused_q_k_v_lie_head_by_head() -> None:
     model = MODELS["gpt_neox"]
     theirs = np.arange(90 * 30).reshape(90, 30)
     for part, name in enumerate("qkv"):
-        row = next(row for row in model.hf_tensors() if row.ours == f"blocks/attention/{name}/w")
-        ours = from_theirs(row, theirs, (30, 30))
+        row = next(row for row in model.hf_tensors() if row.parameter == f"blocks/attention/{name}/w")
+        ours = import_tensor(row, theirs, (30, 30))
         for head in range(3):
             first = (3 * head + part) * 10
             np.testing.assert_array_equal(ours[:, 10 * head : 10 * head + 10], theirs[first : first + 10].T)

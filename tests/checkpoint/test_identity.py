@@ -10,10 +10,10 @@ import pytest
 from support.builders import TINY
 from support.classic_folders import RandomSource
 
-from mesh_transformer.checkpoint.identity import check_optimizer, check_same, noted_model
+from mesh_transformer.checkpoint.identity import check_optimizer, check_same_architecture, recorded_model
 from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.open import Form, open_source
+from mesh_transformer.checkpoint.open import Format, open_source
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config, ModelConfig, parse_config
 from mesh_transformer.errors import UserError
@@ -56,15 +56,15 @@ def model(**values: Any) -> ModelConfig:
     ids=["execution", "derived"],
 )
 def test_what_does_not_make_another_model(values: dict[str, Any]) -> None:
-    check_same(model(**values), MODEL, "here")
-    check_same(MODEL, model(**values), "here")
+    check_same_architecture(model(**values), MODEL, "here")
+    check_same_architecture(MODEL, model(**values), "here")
 
 
 @pytest.mark.parametrize("pe", ["fixed", "t5"])
 def test_rotary_dims_count_only_where_there_is_a_rotation(pe: str) -> None:
-    check_same(model(pe=pe, pe_rotary_dims=4), model(pe=pe, pe_rotary_dims=8), "here")
+    check_same_architecture(model(pe=pe, pe_rotary_dims=4), model(pe=pe, pe_rotary_dims=8), "here")
     with pytest.raises(UserError) as wrong:
-        check_same(model(pe=pe, pe_rotary_dims=8), MODEL, "here")
+        check_same_architecture(model(pe=pe, pe_rotary_dims=8), MODEL, "here")
     assert f"model.pe: the config has {pe}, the checkpoint rotary" in str(wrong.value)
     assert "pe_rotary_dims" not in str(wrong.value)
 
@@ -80,14 +80,14 @@ def test_each_field_is_compared(name: str) -> None:
     with pytest.raises(
         UserError, match=f"here does not fit .*\n.*model.{name}: the config has {OTHERS[name]}, the"
     ):
-        check_same(model(**{"d_head": 8, "d_ff": 256, name: OTHERS[name]}), MODEL, "here")
+        check_same_architecture(model(**{"d_head": 8, "d_ff": 256, name: OTHERS[name]}), MODEL, "here")
 
 
 def test_the_family_is_compared() -> None:
     assert {*OTHERS, "family"} == set(MODEL.architecture())
     other = MODEL.model_copy(update={"family": "llama"})
     with pytest.raises(UserError, match="model.family: the config has gptj, the checkpoint llama"):
-        check_same(MODEL, other, "here")
+        check_same_architecture(MODEL, other, "here")
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One model in the folders native, classic/step_7 and hf, each written by a conversion; unknown notes no model."""
     folder = tmp_path_factory.mktemp("written")
     source = RandomSource(MODEL, full=True)
-    write_step(source, MODEL, str(folder / "native"), form=Form.NATIVE)
-    write_step(source, MODEL, str(folder / "classic/step_7"), form=Form.CLASSIC)
+    write_step(source, MODEL, str(folder / "native"), format=Format.NATIVE)
+    write_step(source, MODEL, str(folder / "classic/step_7"), format=Format.CLASSIC)
     write_native(source, str(folder / "unknown"))
     (folder / "config.json").write_text(json.dumps(RAW))
     to_hf(str(folder / "config.json"), [], str(folder / "native"), str(folder / "hf"), dtype="fp32")
@@ -116,24 +116,26 @@ def config(*overrides: str) -> Config:
     return parse_config(RAW, overrides)
 
 
-def in_session(read: Any, form: str) -> None:
-    read(Session.open(config(*OTHER)), form)
+def in_session(read: Any, folder: str) -> None:
+    read(Session.open(config(*OTHER)), folder)
 
 
 OPENINGS = {
-    "resume": lambda form: CheckpointStore(form, read_only=True, model=config(*OTHER).model).restore({}),
-    "tune": lambda form: in_session(open_agreed, form),
-    "evaluate": lambda form: in_session(read_params, form),
-    "sample, serve": lambda form: open_engine(config(*OTHER), form, slots=1),
-    "to_hf": lambda form: to_hf("config.json", OTHER, form, "new"),
-    "slim": lambda form: slim("config.json", [*OTHER, f"checkpoint.model_dir={form}"], step=None, f16=False),
-    "reshard": lambda form: reshard(
+    "resume": lambda folder: CheckpointStore(folder, read_only=True, model=config(*OTHER).model).restore({}),
+    "tune": lambda folder: in_session(open_agreed, folder),
+    "evaluate": lambda folder: in_session(read_params, folder),
+    "sample, serve": lambda folder: open_engine(config(*OTHER), folder, slots=1),
+    "to_hf": lambda folder: to_hf("config.json", OTHER, folder, "new"),
+    "slim": lambda folder: slim(
+        "config.json", [*OTHER, f"checkpoint.model_dir={folder}"], step=None, f16=False
+    ),
+    "reshard": lambda folder: reshard(
         "config.json",
         OTHER,
-        checkpoint=form,
+        checkpoint=folder,
         shards_out=1,
         output="new/step_7",
-        form=Form.CLASSIC,
+        format=Format.CLASSIC,
         prompt=None,
     ),
 }
@@ -141,27 +143,27 @@ OPENINGS = {
 
 # a run resumes from a native step of its own, and a slim one is made of a step of a run
 PAIRS = [
-    (opening, form)
+    (opening, folder)
     for opening in OPENINGS
-    for form in {"resume": ["native"], "slim": ["native", "classic"]}.get(
+    for folder in {"resume": ["native"], "slim": ["native", "classic"]}.get(
         opening, ["native", "classic", "hf"]
     )
 ]
 
 
-@pytest.mark.parametrize(("opening", "form"), PAIRS)
-def test_another_model_is_refused_at_every_opening(without_tensors: Path, opening: str, form: str) -> None:
+@pytest.mark.parametrize(("opening", "folder"), PAIRS)
+def test_another_model_is_refused_at_every_opening(without_tensors: Path, opening: str, folder: str) -> None:
     before = sorted(without_tensors.rglob("*"))
     with pytest.raises(UserError) as wrong:
-        OPENINGS[opening](form)
+        OPENINGS[opening](folder)
     for line in DIFFERENCES:
         assert line in str(wrong.value)
     assert sorted(without_tensors.rglob("*")) == before
 
 
-@pytest.mark.parametrize("form", ["native", "classic"])
-def test_a_conversion_notes_the_whole_model(written: Path, form: str) -> None:
-    noted = open_source(str(written / form), MODEL).extra["config"]
+@pytest.mark.parametrize("folder", ["native", "classic"])
+def test_a_conversion_notes_the_whole_model(written: Path, folder: str) -> None:
+    noted = open_source(str(written / folder), MODEL).extra["config"]
     assert parse_config(noted).model == MODEL
 
 
@@ -199,7 +201,7 @@ def test_an_optimizer_without_slots_needs_no_state_and_drops_none() -> None:
 
 def test_a_noted_model_without_a_family_is_read_whole() -> None:
     asked = parse_config({"model": {**TINY["model"], "pe_rotary_dims": 2}}).model
-    assert noted_model({"model": {**asked.model_dump(), "family": None}}, "here") == asked
+    assert recorded_model({"model": {**asked.model_dump(), "family": None}}, "here") == asked
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from support.commands import TESTS
 from support.states import abstract, assert_equal, state
 
+from mesh_transformer.checkpoint.load import restore
 from mesh_transformer.checkpoint.native.source import NativeSource
-from mesh_transformer.checkpoint.place import restore
 from mesh_transformer.checkpoint.store import CheckpointStore
 
 WIDTH = 20_000  # 2 MB: long enough in writing to be hit

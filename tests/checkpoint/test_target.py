@@ -6,7 +6,7 @@ import pytest
 from support.gcs_server import GcsServer
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint.target import beside, new_folder
+from mesh_transformer.checkpoint.target import new_folder, temporary_path
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer
 
@@ -80,8 +80,8 @@ def test_overwrite_that_fails_keeps_the_old(target):
 
 
 def test_what_a_killed_run_left_is_put_right(target):
-    put(beside(target, "partial"), b"half")
-    files.replace(files.join(beside(target, "partial"), "part/other"), b"half")
+    put(temporary_path(target, "partial"), b"half")
+    files.replace(files.join(temporary_path(target, "partial"), "part/other"), b"half")
     with new_folder(target) as folder:
         assert not files.list_dir(folder)
         put(folder)
@@ -91,8 +91,8 @@ def test_what_a_killed_run_left_is_put_right(target):
 
 def test_a_swap_that_was_cut_short(tmp_path):
     target = str(tmp_path / "out")
-    put(beside(target, "previous"), b"old")
-    put(beside(target, "partial"), b"new")
+    put(temporary_path(target, "previous"), b"old")
+    put(temporary_path(target, "partial"), b"new")
     with pytest.raises(UserError, match="is there already"), new_folder(target):
         raise AssertionError("the block must not begin")
     assert content(target) == b"old"
@@ -148,7 +148,7 @@ def test_a_move_in_a_bucket_that_fails_leaves_its_marker(gcs):
 @pytest.mark.parametrize("stage", [b"removing\n", b"moving\n"])
 def test_a_move_in_a_bucket_that_was_cut_short(gcs, stage):
     target = "gs://bucket/parent/out"
-    put(beside(target, "partial"))
+    put(temporary_path(target, "partial"))
     put(target, b"old")
     gcs.put("bucket", "parent/out/part/stale", b"old")
     gcs.put("bucket", "parent/.out.mtj-moving", stage)
@@ -192,7 +192,7 @@ def test_a_bucket_is_finished_by_the_next_run(gcs, cut_off, monkeypatch):
         gcs.fail(403, method=method, path=path, times=1000)
     with pytest.raises(Exception, match="403"):
         write()
-    assert files.exists(beside(target, "moving"))
+    assert files.exists(temporary_path(target, "moving"))
     assert ("done" in files.list_dir(target)) == (cut_off == "DELETE mtj-moving")
     gcs.faults.clear()
     monkeypatch.undo()

@@ -15,8 +15,8 @@ from support import sampling_reference as reference
 from support.array_source import ArraySource
 from support.builders import TINY, program
 
+from mesh_transformer.checkpoint.load import load_by_layer
 from mesh_transformer.checkpoint.native.manifest import flatten
-from mesh_transformer.checkpoint.place import place_in_parts
 from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.config.mesh import inference_rules
 from mesh_transformer.infer.engine import SlotEngine
@@ -308,7 +308,7 @@ def test_parameters_packed_for_cpus_give_the_same_tokens(dtype: str) -> None:
     run = program(TINY, "mesh.tp=1", "model.seq=64", dtype=dtype)
     params = run.model.cast(run.init(jax.random.key(3)).params)
     arrays = {name: np.asarray(leaf) for name, leaf in flatten({"params": params}).items()}
-    parts = place_in_parts(ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype))
+    parts = load_by_layer(ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype))
     packed = pack_for_cpu_decode(parts, run.model.decoder)
     (expected,), (found,) = (
         complete(engine_of(run, given, slots=slots), [(prompt_of(1, 21), SAMPLED)])

@@ -11,7 +11,7 @@ from support.builders import program
 
 from mesh_transformer.checkpoint.hf.source import HFSource, open_tensors
 from mesh_transformer.checkpoint.hf.writer import write_hf
-from mesh_transformer.checkpoint.place import place
+from mesh_transformer.checkpoint.load import load
 from mesh_transformer.parallel.sharding import use
 
 # float32 on both sides; logits are up to about 6, and the two programs differ by some 2e-6
@@ -83,7 +83,7 @@ def test_logits_and_greedy_tokens_are_theirs(theirs, mesh) -> None:
     source = HFSource(str(theirs.folder))
     run = program({"model": source.model.model_dump()}, *mesh, devices=1 if len(mesh) == 1 else 4)
     model = run.placement.model
-    params = place(source, {"params": run.placement.abstract(np.float32)})["params"]
+    params = load(source, {"params": run.placement.abstract(np.float32)})["params"]
     with use(run.placement.partition):
         logits, _ = jax.jit(model.apply)(params, theirs.prompt)
         np.testing.assert_allclose(logits[..., :307], theirs.logits, rtol=0, atol=TOLERANCE)

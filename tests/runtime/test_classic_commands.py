@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
 def test_slim_model(run, arguments, folder, dtype):
     _, errors = commands.run("slim_model.py", "--config", "config.json", *arguments, cwd=run)
     source = ClassicSource(str(run / folder / "step_7"), model_config())
-    assert source.form == (2, False)
+    assert source.contents == (2, False)
     assert {str(info.dtype) for info in source.tensors.values()} == {dtype}
     assert source.extra["aux"]["train_loader"]["used"] == 3
     assert "MB/s" in errors
@@ -51,7 +51,7 @@ def test_slim_model_of_a_native_run(run):
     options = ["--set", "checkpoint.model_dir=ours", "--ckpt-step", "7"]
     commands.run("slim_model.py", "--config", "config.json", *options, cwd=run)
     slim = ClassicSource(str(run / "ours_slim/step_7"), model_config())
-    assert slim.form == (2, False)
+    assert slim.contents == (2, False)
     expected = values(RandomSource(model_config(), full=False, seed=7))
     assert values(slim).keys() == expected.keys()
     for name, array in values(slim).items():

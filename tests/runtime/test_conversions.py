@@ -136,7 +136,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Arrays]:
 
 
 @pytest.fixture
-def place(sources: tuple[Path, Arrays], tmp_path: Path) -> Iterator[Place]:
+def load(sources: tuple[Path, Arrays], tmp_path: Path) -> Iterator[Place]:
     with GcsServer() as gcs:
         yield Place(gcs, tmp_path, sources[0])
 

@@ -10,7 +10,7 @@ from support import hf_folders as hf
 
 from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.hf.writer import write_hf
-from mesh_transformer.checkpoint.open import Form, open_source
+from mesh_transformer.checkpoint.open import Format, open_source
 from mesh_transformer.runtime import convert
 
 SIZES = {
@@ -52,14 +52,14 @@ def to_hf(cwd: Path, *arguments: str, code: int = 0) -> str:
     return commands.run("to_hf_weights.py", *arguments, cwd=cwd, code=code)[1]
 
 
-@pytest.mark.parametrize("form", ["native", "classic"])
-def test_there_and_back(folder, form) -> None:
-    output = "run/step_0" if form == "classic" else "run"
-    more = ["--format", form] + (["--shards", "4"] if form == "classic" else [])
+@pytest.mark.parametrize("format", ["native", "classic"])
+def test_there_and_back(folder, format) -> None:
+    output = "run/step_0" if format == "classic" else "run"
+    more = ["--format", format] + (["--shards", "4"] if format == "classic" else [])
     told = from_hf(folder, "--input", "hf", "--output-path", output, *more)
     assert "MB/s" in told
     assert_same_weights(folder / "run/step_0", folder / "hf")
-    if form == "classic":
+    if format == "classic":
         assert len(list((folder / "run/step_0").glob("shard_*/*.npz"))) == 4 * 16
         assert json.loads((folder / "run/meta.json").read_text())["checkpoints"] == [0]
     else:
@@ -71,7 +71,7 @@ def test_there_and_back(folder, form) -> None:
 
 def test_a_run_is_written_in_half_precision_unless_a_dtype_is_given(folder) -> None:
     """And the original's --cpu and --debug are taken."""
-    convert.from_hf(str(folder / "hf"), str(folder / "run"), form=Form.NATIVE)
+    convert.from_hf(str(folder / "hf"), str(folder / "run"), format=Format.NATIVE)
     told = to_hf(folder, "--input-ckpt", "run", "--output-path", "half", "--cpu", "--debug")
     assert (
         "the weights are written in float16, the default for a native checkpoint; --dtype chooses another"

@@ -12,7 +12,7 @@ from support.classic_folders import TINY, RandomSource, model_config, stored
 from mesh_transformer import logs
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.open import Form
+from mesh_transformer.checkpoint.open import Format
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.convert import reshard
 
@@ -43,12 +43,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"shards_out": 1}, ["mesh.tp=1"], "say the same thing"),
         ({"shards_out": 1}, ["data.seed=1", " cores_per_replica = 2"], "say the same thing"),
         ({"shards_out": 1}, ["tp=1", "early_cast=true"], "say the same thing"),
-        ({"shards_out": 1, "form": Form.NATIVE}, [], "a native checkpoint has no shards"),
-        ({"form": Form.NATIVE, "output": "new/step_7"}, [], "name the root, new; step_7 is made in it"),
-        ({"form": Form.NATIVE, "checkpoint": "native"}, [], "native/step_7 is native already"),
+        ({"shards_out": 1, "format": Format.NATIVE}, [], "a native checkpoint has no shards"),
+        ({"format": Format.NATIVE, "output": "new/step_7"}, [], "name the root, new; step_7 is made in it"),
+        ({"format": Format.NATIVE, "checkpoint": "native"}, [], "native/step_7 is native already"),
         ({"output": "new/step_8"}, [], "this is step 7, name it step_7"),
         ({"output": "native/step_7/"}, [], "is there already"),
-        ({"output": "native", "form": Form.NATIVE}, [], "native/step_7 is there already"),
+        ({"output": "native", "format": Format.NATIVE}, [], "native/step_7 is there already"),
         ({"prompt": "abcdefgh"}, [BYTES], "the prompt has 8 tokens; .* over the context of 8"),
         ({"prompt": ""}, [BYTES], "the prompt is empty"),
         ({"prompt": "a"}, ["data.tokenizer=./nowhere"], "no such tokenizer folder: ./nowhere"),
@@ -62,7 +62,13 @@ def test_refused_before_anything_is_written(
     folder: Path, arguments: dict[str, Any], overrides: list[str], message: str
 ) -> None:
     before = sorted(folder.rglob("*"))
-    asked = {"checkpoint": "run", "shards_out": None, "output": "out", "form": Form.CLASSIC, "prompt": None}
+    asked = {
+        "checkpoint": "run",
+        "shards_out": None,
+        "output": "out",
+        "format": Format.CLASSIC,
+        "prompt": None,
+    }
     with pytest.raises(UserError, match=message):
         reshard("config.json", overrides, **{**asked, **arguments})
     assert sorted(folder.rglob("*")) == before
@@ -79,7 +85,7 @@ def test_a_prompt_needs_as_many_devices_as_shards(folder: Path, monkeypatch: pyt
             checkpoint="run",
             shards_out=2,
             output="out",
-            form=Form.CLASSIC,
+            format=Format.CLASSIC,
             prompt="a",
         )
     assert not (folder / "out").exists()
@@ -87,8 +93,10 @@ def test_a_prompt_needs_as_many_devices_as_shards(folder: Path, monkeypatch: pyt
 
 def test_there_and_back_is_the_same(folder: Path) -> None:
     """Classic in two shards to native, and back, with moments and counts; the shards are those of the config."""
-    for checkpoint, out, form in (("run", "new", Form.NATIVE), ("new", "back/step_7", Form.CLASSIC)):
-        reshard("config.json", [], checkpoint=checkpoint, shards_out=None, output=out, form=form, prompt=None)
+    for checkpoint, out, format in (("run", "new", Format.NATIVE), ("new", "back/step_7", Format.CLASSIC)):
+        reshard(
+            "config.json", [], checkpoint=checkpoint, shards_out=None, output=out, format=format, prompt=None
+        )
     assert stored(folder / "back/step_7") == stored(folder / "run/step_7")
     assert len(stored(folder / "run/step_7")) == 2 * 81
     assert json.loads((folder / "back/meta.json").read_text()) == {
@@ -101,8 +109,8 @@ def test_the_result_completes_a_prompt(folder: Path) -> None:
     expected, _ = commands.run("device_sample.py", *common, "--set", "mesh.tp=1", "--ckpt", "run", cwd=folder)
     assert expected.startswith("ab")
     assert len(expected) > 4
-    for form, root, out in (("classic", "one", "one/step_7"), ("native", "other", "other")):
-        arguments = ["--ckpt", "run", "--shards-out", "1", "--out", out, "--format", form]
+    for format, root, out in (("classic", "one", "one/step_7"), ("native", "other", "other")):
+        arguments = ["--ckpt", "run", "--shards-out", "1", "--out", out, "--format", format]
         found, errors = commands.run("resharding_example.py", *common, *arguments, cwd=folder)
         assert found == expected
         assert f"step 7 from {root}/step_7" in errors

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mesh_transformer.checkpoint.load import restore
 from mesh_transformer.checkpoint.native.source import NativeSource
-from mesh_transformer.checkpoint.place import restore
 
 
 class State(NamedTuple):

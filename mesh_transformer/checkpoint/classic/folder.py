@@ -25,7 +25,7 @@ from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.spec import Split
 
-PIECES = 16
+FILES_PER_SHARD = 16
 PREFIX = "causal_transformer_shard/~/"
 ADAM_COUNT, SCHEDULE_COUNT, STEP = "opt_state[2].count", "opt_state[5].count", "step"
 COUNTS = (STEP, ADAM_COUNT, SCHEDULE_COUNT)  # in the order of `tensors.Counts`
@@ -42,14 +42,14 @@ class Meta(BaseModel, strict=True):
     aux: dict[str, Any] = {}  # by step, as a string: {"train_loader": {"file_idx": ..., "used": ...}}
 
 
-class Form(NamedTuple):
+class StepContents(NamedTuple):
     """What a step folder holds."""
 
     shards: int
     full: bool  # with Adam's moments
 
 
-def piece(folder: str, shard: int, number: int) -> str:
+def shard_file(folder: str, shard: int, number: int) -> str:
     """The path of one file of a shard."""
     return files.join(folder, f"shard_{shard}", f"{number}.npz")
 
@@ -87,7 +87,7 @@ def find_step(path: str) -> str | None:
     return files.join(path, f"step_{step}")
 
 
-def inspect(folder: str) -> Form:
+def inspect(folder: str) -> StepContents:
     """The shard count of a step folder, and whether it is full: those begin with a scalar, Adam's count.
 
     Raises:
@@ -102,12 +102,12 @@ def inspect(folder: str) -> Form:
         raise UserError(f"{folder}: shard_{missing[0]} is missing: {len(numbers)} shards are there")
     for number in numbers:
         there = set(files.list_dir(files.join(folder, f"shard_{number}")))
-        absent = [f"{i}.npz" for i in range(PIECES) if f"{i}.npz" not in there]
+        absent = [f"{i}.npz" for i in range(FILES_PER_SHARD) if f"{i}.npz" not in there]
         if absent:
             raise UserError(f"{folder}/shard_{number}: {', '.join(absent)} missing (copied in part?)")
-    first = NpzReader().open(piece(folder, 0, 0)).get("arr_0")
+    first = NpzReader().open(shard_file(folder, 0, 0)).get("arr_0")
     full = first is not None and first.shape == () and first.dtype == np.int32
-    return Form(len(numbers), full)
+    return StepContents(len(numbers), full)
 
 
 def read_meta(root: str) -> Meta | None:
@@ -229,10 +229,10 @@ def leaves(config: ModelConfig, *, full: bool) -> list[Leaf]:
     return [_count(ADAM_COUNT), *mu, *nu, _count(SCHEDULE_COUNT), *params, _count(STEP)]
 
 
-def by_file(leaves: list[Leaf]) -> list[list[Leaf]]:
+def group_by_file(leaves: list[Leaf]) -> list[list[Leaf]]:
     """The arrays of each of the 16 files: runs of equal length, the first ones longer by one for what is left over."""
-    length, longer = divmod(len(leaves), PIECES)
-    starts = [i * length + min(i, longer) for i in range(PIECES + 1)]
+    length, longer = divmod(len(leaves), FILES_PER_SHARD)
+    starts = [i * length + min(i, longer) for i in range(FILES_PER_SHARD + 1)]
     return [leaves[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
 
 
@@ -255,14 +255,14 @@ def _count(name: str) -> Leaf:
 def _parameters(config: ModelConfig) -> Iterator[Leaf]:
     shapes = parameter_shapes(config)
     named = {
-        row.theirs.format(layer): (row, layer)
+        row.foreign.format(layer): (row, layer)
         for row in config.classic_tensors()
         for layer in (range(config.layers) if row.stacked else [None])
     }
     for name in sorted(named, key=lambda name: name.rsplit("/", 1)):
         row, layer = named[name]
-        shape = list(shapes[row.ours][row.stacked :])
+        shape = list(shapes[row.parameter][row.stacked :])
         if row.vocab_axis is not None:
             shape[row.vocab_axis] = config.n_vocab
-        tensor = None if row.split is Split.UNUSED else f"params/{row.ours}"
+        tensor = None if row.split is Split.UNUSED else f"params/{row.parameter}"
         yield Leaf(f"params/{PREFIX}{name}", tensor, layer, row.vocab_axis, tuple(shape), row.split)

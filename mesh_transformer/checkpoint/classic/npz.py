@@ -96,7 +96,7 @@ class NpzReader:
         first, stop, _ = index[0].indices(member.shape[0])
         bounds, crc = (first, stop) if known else (0, member.shape[0]), zlib.crc32(member.header)
         limit = None if files.is_remote(member.entry.path) else BLOCK_BYTES
-        for start, block in member.stored.bands(*bounds, limit):
+        for start, block in member.stored.row_blocks(*bounds, limit):
             if not known:
                 crc = zlib.crc32(block.reshape(-1).view(np.uint8).data, crc)
             low, high = max(first, start), min(stop, start + len(block))
@@ -112,9 +112,9 @@ def _whole(member: Member) -> np.ndarray:
     content = np.empty(member.entry.n_bytes, np.uint8)
     at = 0
     try:
-        for piece in archive.pieces(member.entry, BLOCK_BYTES):
-            content[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-            at += len(piece)
+        for block in archive.read_blocks(member.entry, BLOCK_BYTES):
+            content[at : at + len(block)] = np.frombuffer(block, np.uint8)
+            at += len(block)
     except DamagedArchive as error:
         raise DamagedCheckpoint(f"{member}: damaged: {error}") from error
     _check(member, zlib.crc32(content.data))
@@ -131,7 +131,7 @@ def _member(entry: archive.Entry) -> Member:
     where = f"{entry.path}: {entry.name[:80]!r}"
     if not re.fullmatch(r"arr_\d{1,6}\.npy", entry.name):
         raise DamagedCheckpoint(f"{where}: expected arrays named arr_0, arr_1, ...")
-    head = io.BytesIO(next(archive.pieces(entry, MAX_HEADER_BYTES), b""))
+    head = io.BytesIO(next(archive.read_blocks(entry, MAX_HEADER_BYTES), b""))
     shape, fortran, dtype = _parse_header(where, head)
     member = Member(entry, shape, dtype, fortran, head.getvalue()[: head.tell()])
     expected, found = member.stored.n_bytes, entry.n_bytes - len(member.header)

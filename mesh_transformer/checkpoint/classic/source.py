@@ -32,8 +32,8 @@ class ClassicSource:
             UserError: it is of another model, or incomplete; names file, array, expected and found.
         """
         self.where = folder.rstrip("/")
-        self.form = layout.inspect(self.where)
-        layout.check_shards(config, self.form.shards, self.where)
+        self.contents = layout.inspect(self.where)
+        layout.check_shards(config, self.contents.shards, self.where)
         self._shapes = parameter_shapes(config)
         self._reader = NpzReader()
         self._members = self._open(config)
@@ -121,15 +121,15 @@ class ClassicSource:
 
     def _open(self, config: ModelConfig) -> dict[Leaf, list[Member]]:
         """Each leaf's arrays by shard, checked."""
-        order = layout.leaves(config, full=self.form.full)
+        order = layout.leaves(config, full=self.contents.full)
         files = [
-            (layout.piece(self.where, shard, number), expected)
-            for shard in range(self.form.shards)
-            for number, expected in enumerate(layout.by_file(order))
+            (layout.shard_file(self.where, shard, number), expected)
+            for shard in range(self.contents.shards)
+            for number, expected in enumerate(layout.group_by_file(order))
         ]
         with ThreadPoolExecutor(OPEN_AT_ONCE) as pool:
             found = list(pool.map(lambda file: self._reader.open(file[0]), files))
-        total = sum(len(arrays) for arrays in found[: len(layout.by_file(order))])
+        total = sum(len(arrays) for arrays in found[: len(layout.group_by_file(order))])
         if total != len(order):
             raise UserError(f"{self.where}/shard_0: {layout.explain_count(config, total)}")
         members: dict[Leaf, list[Member]] = defaultdict(list)
@@ -142,13 +142,13 @@ class ClassicSource:
         return members
 
     def _checked(self, member: Member, leaf: Leaf) -> Member:
-        shape = leaf.shard_shape(self.form.shards)
+        shape = leaf.shard_shape(self.contents.shards)
         counts = leaf.split is Split.COUNT
         if member.shape != shape or (member.dtype == np.int32) != counts:
             raise UserError(
                 f"{member} ({leaf.name}): expected {shape} of {'int32' if counts else 'floats'}, "
                 f"found {member.shape} {member.dtype}: set model.d_model, n_heads, n_vocab, seq, pe and norm as the "
-                f"checkpoint was trained ({self.form.shards} shards are in {self.where})"
+                f"checkpoint was trained ({self.contents.shards} shards are in {self.where})"
             )
         return member
 

@@ -11,7 +11,7 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint.classic import folder as layout
 from mesh_transformer.checkpoint.classic.folder import Leaf
 from mesh_transformer.checkpoint.classic.npz import NpzWriter
-from mesh_transformer.checkpoint.tensors import TensorSource, ahead, slots
+from mesh_transformer.checkpoint.tensors import TensorSource, prefetch, slots
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.spec import Split
@@ -48,12 +48,14 @@ def write_classic(
     for shard in range(shards):
         files.make_folder(files.join(folder, f"shard_{shard}"))
     with Transfer("writing classic shards", total) as transfer:
-        wholes = ahead(_whole(source, leaf) for leaf in order)
-        for number, arrays in enumerate(layout.by_file(order)):
+        wholes = prefetch(_whole(source, leaf) for leaf in order)
+        for number, arrays in enumerate(layout.group_by_file(order)):
             with contextlib.ExitStack() as stack:
                 writers = []
                 for shard in range(shards):
-                    file = stack.enter_context(files.open_binary(layout.piece(folder, shard, number), "wb"))
+                    file = stack.enter_context(
+                        files.open_binary(layout.shard_file(folder, shard, number), "wb")
+                    )
                     writers.append(stack.enter_context(contextlib.closing(NpzWriter(file))))
                 for leaf in arrays:
                     to = _dtype(source, leaf, dtype)

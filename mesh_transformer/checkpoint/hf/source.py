@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from mesh_transformer import files
 from mesh_transformer.checkpoint.hf import safetensors_file, torch_file
 from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed
-from mesh_transformer.checkpoint.identity import check_same
+from mesh_transformer.checkpoint.identity import check_same_architecture
 from mesh_transformer.checkpoint.tensors import Counts, FileTensor, Index, TensorInfo, parameter_shapes
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
@@ -26,7 +26,7 @@ from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.spec import TRANSPOSED, Tensor
 
 FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
-HELD_BYTES = 1 << 30  # of the matrix that was read last
+CACHE_BYTES = 1 << 30  # of the matrix that was read last
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
 
 
@@ -81,18 +81,18 @@ class HFSource:
         config = _config(folder)
         found = _model(folder, config)
         if model is not None:
-            check_same(model, found, where=folder)
+            check_same_architecture(model, found, where=folder)
         self.where, self.model = folder, model or found
         self.counts, self.extra = Counts(0), dict[str, Any]()
         self._stored = open_tensors(folder)
-        self._held: tuple[FileTensor, np.ndarray] | None = None
+        self._cached: tuple[FileTensor, np.ndarray] | None = None
         self._lock = threading.Lock()
         self._shapes = parameter_shapes(self.model)
-        self._rows = {f"params/{row.ours}": row for row in self.model.hf_tensors()}
+        self._rows = {f"params/{row.parameter}": row for row in self.model.hf_tensors()}
         if config.get("tie_word_embeddings") is True:
             for row in self._rows.values():
                 if row.tied in self._stored:  # where both are there, transformers does not tie either
-                    self._stored.setdefault(row.theirs, self._stored[row.tied])
+                    self._stored.setdefault(row.foreign, self._stored[row.tied])
         self._check_names()
         self.tensors: Mapping[str, TensorInfo] = dict(self._infos())
 
@@ -105,15 +105,15 @@ class HFSource:
         if row is None:
             return out
         if not row.stacked:
-            self._fill(out, row, row.theirs, bounds)
+            self._fill(out, row, row.foreign, bounds)
             return out
         for one, layer in zip(out, range(bounds[0].start, bounds[0].stop), strict=True):
-            self._fill(one, row, row.theirs.format(layer), bounds[1:])
+            self._fill(one, row, row.foreign.format(layer), bounds[1:])
         return out
 
     def _fill(self, out: np.ndarray, row: Tensor, theirs: str, bounds: Index) -> None:
         """Read one layer's slice into `out`; what lies beyond the vocabulary stays as it is."""
-        shape = live_shape(row, self.model)
+        shape = unpadded_shape(row, self.model)
         live = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(bounds, shape, strict=True))
         if any(s.start >= s.stop for s in live):
             return
@@ -130,15 +130,15 @@ class HFSource:
             self._transpose(target, stored, *live)
         else:
             with self._lock:
-                target[...] = from_theirs(row, self._whole(stored), shape)[live]
+                target[...] = import_tensor(row, self._whole(stored), shape)[live]
 
     def _transpose(self, out: np.ndarray, matrix: FileTensor, rows: slice, columns: slice) -> None:
         """Our rows and columns of a matrix of theirs, (columns, rows) in the file.
 
         For some of our rows all of it is read: whoever asks for them will ask for the others next, so it is kept.
         """
-        if rows == slice(0, matrix.shape[1]) or matrix.n_bytes > HELD_BYTES:
-            for first, band in matrix.bands(columns.start, columns.stop):
+        if rows == slice(0, matrix.shape[1]) or matrix.n_bytes > CACHE_BYTES:
+            for first, band in matrix.row_blocks(columns.start, columns.stop):
                 at = first - columns.start
                 copy_transposed(out[:, at : at + len(band)], band[:, rows])
             return
@@ -147,21 +147,21 @@ class HFSource:
 
     def _whole(self, matrix: FileTensor) -> np.ndarray:
         """All of a matrix, until the next is asked for, which takes its room: new room costs as much as reading."""
-        if self._held is None or self._held[0] != matrix:
-            room = self._held[1] if self._held else np.empty(0, np.uint8)
-            self._held = None
+        if self._cached is None or self._cached[0] != matrix:
+            room = self._cached[1] if self._cached else np.empty(0, np.uint8)
+            self._cached = None
             if len(room) < matrix.n_bytes:
                 del room  # before there is more
                 room = np.empty(matrix.n_bytes, np.uint8)
             matrix.read_rows(0, _as_matrix(room, matrix))
-            self._held = matrix, room
-        return _as_matrix(self._held[1], matrix)
+            self._cached = matrix, room
+        return _as_matrix(self._cached[1], matrix)
 
     def _check_names(self) -> None:
         """Every tensor that the config asks for is there, in its shape, and no other."""
         wanted = {}
         for row in self._rows.values():
-            shape = their_shape(row, self.model)
+            shape = foreign_shape(row, self.model)
             for name in [*self._names(row), *({row.copy} & self._stored.keys())]:
                 if name not in self._stored:
                     layers = self.model.layers
@@ -187,18 +187,18 @@ class HFSource:
             if len(dtypes) > 1:
                 kinds = " and ".join(sorted(map(str, dtypes)))
                 raise UserError(
-                    f"{self.where}: {row.theirs} is {kinds} in different layers: save it in one dtype"
+                    f"{self.where}: {row.foreign} is {kinds} in different layers: save it in one dtype"
                 )
-            yield name, TensorInfo(self._shapes[row.ours], *dtypes)
+            yield name, TensorInfo(self._shapes[row.parameter], *dtypes)
             if row.bias:
                 yield f"params/{row.bias}", TensorInfo(self._shapes[row.bias], *dtypes)
 
     def _names(self, row: Tensor) -> list[str]:
         layers = range(self.model.layers if row.stacked else 1)
-        return [row.theirs.format(layer) for layer in layers]
+        return [row.foreign.format(layer) for layer in layers]
 
 
-def from_theirs(row: Tensor, theirs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def import_tensor(row: Tensor, theirs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Our parameter, of one layer and of `shape`, from their tensor: with a view a copy, of our part alone."""
     if row.view is None:
         return theirs
@@ -207,7 +207,7 @@ def from_theirs(row: Tensor, theirs: np.ndarray, shape: tuple[int, ...]) -> np.n
     return (apart if row.part is None else apart[row.part]).reshape(shape)
 
 
-def to_theirs(row: Tensor, ours: np.ndarray) -> np.ndarray:
+def export_tensor(row: Tensor, ours: np.ndarray) -> np.ndarray:
     """Their tensor, of one layer, from our parameter; of a row with a part from all parts, stacked in their order."""
     if row.view is None:
         return ours
@@ -215,18 +215,18 @@ def to_theirs(row: Tensor, ours: np.ndarray) -> np.ndarray:
     return rearrange(ours, f"{right}->{left}", **row.sizes)
 
 
-def live_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
+def unpadded_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
     """The shape of our parameter, of one layer and without padding."""
-    shape = list(parameter_shapes(model)[row.ours][row.stacked :])
+    shape = list(parameter_shapes(model)[row.parameter][row.stacked :])
     if row.vocab_axis is not None:
         shape[row.vocab_axis] = model.n_vocab
     return tuple(shape)
 
 
-def their_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
+def foreign_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
     """The shape of their tensor."""
     parts = () if row.part is None else (row.sizes["part"],)
-    return to_theirs(row, np.broadcast_to(np.int8(0), (*parts, *live_shape(row, model)))).shape
+    return export_tensor(row, np.broadcast_to(np.int8(0), (*parts, *unpadded_shape(row, model)))).shape
 
 
 def weight_files(folder: str) -> list[str]:
@@ -271,7 +271,7 @@ def _open(folder: str, name: str) -> dict[str, FileTensor]:
     path = files.join(folder, name)
     if name.endswith(".safetensors"):
         return safetensors_file.read_header(path)
-    return torch_file.read_catalogue(path)
+    return torch_file.read_tensors(path)
 
 
 def _as_matrix(room: np.ndarray, matrix: FileTensor) -> np.ndarray:

@@ -37,7 +37,7 @@ _STORAGES = {
     "torch BoolStorage": np.dtype(np.bool_),
 }
 _LITERALS = ("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1")
-_PASSED_OVER = {"PROTO", "FRAME", "STOP"}
+_IGNORED = {"PROTO", "FRAME", "STOP"}
 
 
 class _Global(NamedTuple):
@@ -63,11 +63,11 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-class _NotPlainError(Exception):
+class _UnsupportedPickleError(Exception):
     """The pickle does something else than to describe a dictionary of tensors."""
 
 
-def read_catalogue(path: str) -> dict[str, FileTensor]:
+def read_tensors(path: str) -> dict[str, FileTensor]:
     """The tensors of a file by name.
 
     Raises:
@@ -76,7 +76,7 @@ def read_catalogue(path: str) -> dict[str, FileTensor]:
     records = _records(path)
     try:
         found = _run(_content(records["data.pkl"]))
-    except _NotPlainError as error:
+    except _UnsupportedPickleError as error:
         raise UserError(f"{path} is no plain dictionary of tensors, {error}") from error
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
@@ -133,7 +133,7 @@ def _content(record: archive.Entry) -> bytes:
     if record.n_bytes > MAX_PICKLE_BYTES:
         raise UserError(f"{record.path}: its {record.name} is over {MAX_PICKLE_BYTES} bytes")
     try:
-        return b"".join(archive.pieces(record, MAX_PICKLE_BYTES))
+        return b"".join(archive.read_blocks(record, MAX_PICKLE_BYTES))
     except archive.DamagedArchive as error:
         raise UserError(f"{record.path} cannot be read ({error}): it is damaged") from error
 
@@ -163,29 +163,29 @@ def _run(pickle: bytes) -> Any:
                 else:
                     values.append(stack.pop())
             stack.append(_RESULTS[op](*reversed(values)))
-        elif op not in _PASSED_OVER:
-            raise _NotPlainError(f"its pickle has the instruction {op}")
+        elif op not in _IGNORED:
+            raise _UnsupportedPickleError(f"its pickle has the instruction {op}")
     return stack.pop()
 
 
-def _named(name: str) -> _Global:
+def _global(name: str) -> _Global:
     if not _PLAIN.fullmatch(name):
-        raise _NotPlainError(f"its pickle names {name!r:.80}")
+        raise _UnsupportedPickleError(f"its pickle names {name!r:.80}")
     return _Global(name)
 
 
-def _with_pairs(table: Any, pairs: list[Any]) -> Any:
+def _set_items(table: Any, pairs: list[Any]) -> Any:
     for key, value in zip(pairs[::2], pairs[1::2], strict=True):
         if not isinstance(key, str):  # others may be nested so deeply that to hash them takes for ever
-            raise _NotPlainError(f"a {type(key).__name__} is no name of a tensor")
+            raise _UnsupportedPickleError(f"a {type(key).__name__} is no name of a tensor")
         table[key] = value
     return table
 
 
-def _with_attributes(table: Any, _: Any) -> Any:
+def _set_attributes(table: Any, _: Any) -> Any:
     """The `_metadata` of a module's state are attributes of its dictionary. They are not kept."""
     if not isinstance(table, dict):
-        raise _NotPlainError("its pickle gives attributes to what is no dictionary")
+        raise _UnsupportedPickleError("its pickle gives attributes to what is no dictionary")
     return table
 
 
@@ -195,13 +195,13 @@ def _storage(reference: Any) -> _Storage:
     if kind != "storage" or not isinstance(storage, _Global) or not isinstance(key, str):
         raise ValueError("a reference to something else than a storage")
     if storage.name not in _STORAGES:
-        raise _NotPlainError(f"{storage.name!r:.80} is not supported")
+        raise _UnsupportedPickleError(f"{storage.name!r:.80} is not supported")
     if not _are_sizes((elements,)):
         raise ValueError("a storage without a size")
     return _Storage(key, _STORAGES[storage.name], elements)
 
 
-def _called(function: Any, arguments: Any) -> Any:
+def _call(function: Any, arguments: Any) -> Any:
     """What the three functions that may be named would give."""
     if not isinstance(function, _Global) or not isinstance(arguments, tuple):
         raise ValueError("a call of what is no function")
@@ -210,7 +210,7 @@ def _called(function: Any, arguments: Any) -> Any:
     if function.name == "torch._utils _rebuild_parameter" and isinstance(arguments[0], _Tensor):
         return arguments[0]
     if function.name != "torch._utils _rebuild_tensor_v2":
-        raise _NotPlainError(f"its pickle calls {function.name!r:.80}")
+        raise _UnsupportedPickleError(f"its pickle calls {function.name!r:.80}")
     storage, offset, shape, strides = arguments[:4]
     if not isinstance(storage, _Storage) or not _are_sizes((offset,)):
         raise ValueError("a tensor of no storage")
@@ -237,12 +237,12 @@ _RESULTS: dict[str, Callable[..., Any]] = {
     "EMPTY_DICT": dict,
     "EMPTY_LIST": list,
     "TUPLE": tuple,
-    "GLOBAL": _named,
+    "GLOBAL": _global,
     "APPEND": lambda items, item: operator.iadd(items, [item]),
     "APPENDS": operator.iadd,
-    "SETITEM": lambda table, key, value: _with_pairs(table, [key, value]),
-    "SETITEMS": _with_pairs,
-    "BUILD": _with_attributes,
+    "SETITEM": lambda table, key, value: _set_items(table, [key, value]),
+    "SETITEMS": _set_items,
+    "BUILD": _set_attributes,
     "BINPERSID": _storage,
-    "REDUCE": _called,
+    "REDUCE": _call,
 }

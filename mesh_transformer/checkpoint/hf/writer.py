@@ -10,8 +10,8 @@ import numpy as np
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed, encode_header
-from mesh_transformer.checkpoint.hf.source import SAFETENSORS, their_shape, to_theirs
-from mesh_transformer.checkpoint.tensors import Index, TensorSource, ahead, parameter_shapes
+from mesh_transformer.checkpoint.hf.source import SAFETENSORS, export_tensor, foreign_shape
+from mesh_transformer.checkpoint.tensors import Index, TensorSource, parameter_shapes, prefetch
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.spec import TRANSPOSED, Tensor
@@ -20,10 +20,10 @@ from mesh_transformer.logs import log
 SHARD_BYTES = 5_000_000_000
 BLOCK_BYTES = 128 << 20  # read at a time; two are held
 # converted and written at a time: the memory of larger arrays is new, and cleared, each time
-BAND_BYTES = 16 << 20
+CAST_BYTES = 16 << 20
 
 
-class _Planned(NamedTuple):
+class _OutputTensor(NamedTuple):
     """One tensor to be written: its name, its shape, the rows of all that it holds, and the layer."""
 
     name: str
@@ -32,7 +32,7 @@ class _Planned(NamedTuple):
     layer: int
 
 
-_Block = tuple[_Planned, np.ndarray]  # some rows of a tensor, not yet cast
+_Block = tuple[_OutputTensor, np.ndarray]  # some rows of a tensor, not yet cast
 
 
 def write_hf(
@@ -66,14 +66,14 @@ def write_hf(
     for name, shard in shards.items():
         with files.open_binary(files.join(folder, name), "wb") as file:
             file.write(encode_header((planned.name, planned.shape, dtype) for planned in shard))
-            for block in ahead(_converted(source, ahead(_blocks(source, shard, dtype)), dtype)):
+            for block in prefetch(_converted(source, prefetch(_blocks(source, shard, dtype)), dtype)):
                 file.write(block.data.cast("B"))
                 progress(block.nbytes)
     if len(shards) > 1:
         weight_map = {planned.name: name for name, shard in shards.items() for planned in shard}
         index = {"metadata": {"total_size": n_bytes(model, dtype)}, "weight_map": weight_map}
         _write_json(files.join(folder, f"{SAFETENSORS}.index.json"), index)
-    _write_json(files.join(folder, "generation_config.json"), _ends(model, end_of_text))
+    _write_json(files.join(folder, "generation_config.json"), _end_of_text_ids(model, end_of_text))
     _write_json(files.join(folder, "config.json"), config)
 
 
@@ -91,13 +91,13 @@ def config_json(model: ModelConfig, dtype: np.dtype, end_of_text: int | None = N
         **model.to_hf(),
         "initializer_range": 0.02,
         "use_cache": True,
-        **_ends(model, end_of_text),
+        **_end_of_text_ids(model, end_of_text),
         "dtype": str(dtype),
         "torch_dtype": str(dtype),  # its name before transformers 4.56
     }
 
 
-def _ends(model: ModelConfig, end_of_text: int | None) -> dict[str, int | None]:
+def _end_of_text_ids(model: ModelConfig, end_of_text: int | None) -> dict[str, int | None]:
     """The generation_config.json: where a text ends."""
     if end_of_text is None and model.n_vocab > model.HF_END_OF_TEXT:
         end_of_text = model.HF_END_OF_TEXT
@@ -112,10 +112,12 @@ def check_source(source: TensorSource, model: ModelConfig) -> None:
     """
     shapes = parameter_shapes(model)
     for row in model.hf_tensors():
-        found, expected = source.tensors.get(f"params/{row.ours}"), shapes[row.ours]
+        found, expected = source.tensors.get(f"params/{row.parameter}"), shapes[row.parameter]
         if found is None or found.shape != expected:
             shape = found.shape if found else "nothing"
-            raise UserError(f"{source.where}: params/{row.ours}: expected shape {expected}, found {shape}")
+            raise UserError(
+                f"{source.where}: params/{row.parameter}: expected shape {expected}, found {shape}"
+            )
 
 
 def stored_dtype(source: TensorSource) -> np.dtype:
@@ -129,23 +131,23 @@ def n_bytes(model: ModelConfig, dtype: np.dtype) -> int:
     return sum(math.prod(planned.shape) for planned in _plan(model)) * dtype.itemsize
 
 
-def _plan(model: ModelConfig) -> list[_Planned]:
+def _plan(model: ModelConfig) -> list[_OutputTensor]:
     """In the order of the computation, layer by layer."""
-    plan: list[_Planned] = []
+    plan: list[_OutputTensor] = []
     for stacked, rows in itertools.groupby(model.hf_tensors(), lambda row: row.stacked):
         together: dict[str, list[Tensor]] = {}
         for row in rows:
-            together.setdefault(row.theirs, []).append(row)
-        shapes = {name: their_shape(members[0], model) for name, members in together.items()}
+            together.setdefault(row.foreign, []).append(row)
+        shapes = {name: foreign_shape(members[0], model) for name, members in together.items()}
         for layer in range(model.layers if stacked else 1):
             for name, members in together.items():
-                plan.append(_Planned(name.format(layer), shapes[name], members, layer))
+                plan.append(_OutputTensor(name.format(layer), shapes[name], members, layer))
     return plan
 
 
-def _shards(plan: list[_Planned], dtype: np.dtype, limit: int) -> dict[str, list[_Planned]]:
+def _shards(plan: list[_OutputTensor], dtype: np.dtype, limit: int) -> dict[str, list[_OutputTensor]]:
     """What each file holds, by its name."""
-    shards: list[list[_Planned]] = []
+    shards: list[list[_OutputTensor]] = []
     room = 0
     for planned in plan:
         size = math.prod(planned.shape) * dtype.itemsize
@@ -159,43 +161,43 @@ def _shards(plan: list[_Planned], dtype: np.dtype, limit: int) -> dict[str, list
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _blocks(source: TensorSource, shard: list[_Planned], dtype: np.dtype) -> Iterator[_Block]:
+def _blocks(source: TensorSource, shard: list[_OutputTensor], dtype: np.dtype) -> Iterator[_Block]:
     """Their tensors, some rows at a time: of those that are ours or ours transposed. Others come whole, one at a time."""
     for planned in shard:
         row, shape = planned.rows[0], planned.shape
-        info = source.tensors[f"params/{row.ours}"]
-        log.debug("%s %s %s, from %s", planned.name, shape, dtype, _ours(planned))
+        info = source.tensors[f"params/{row.parameter}"]
+        log.debug("%s %s %s, from %s", planned.name, shape, dtype, _source_names(planned))
         if row.view not in (None, TRANSPOSED):
             whole = tuple(slice(0, n) for n in info.shape[row.stacked :])
             parts = [_read(source, member, planned.layer, whole) for member in planned.rows]
-            yield planned, to_theirs(row, parts[0] if row.part is None else np.stack(parts))
+            yield planned, export_tensor(row, parts[0] if row.part is None else np.stack(parts))
             continue
         rows = max(1, BLOCK_BYTES // (math.prod(shape[1:]) * max(dtype.itemsize, info.dtype.itemsize)))
         for first in range(0, shape[0], rows):
             theirs = (slice(first, min(first + rows, shape[0])), *(slice(0, n) for n in shape[1:]))
             ours = theirs if row.view is None else theirs[::-1]
-            yield planned, to_theirs(row, _read(source, row, planned.layer, ours))
+            yield planned, export_tensor(row, _read(source, row, planned.layer, ours))
 
 
 def _converted(source: TensorSource, blocks: Iterator[_Block], dtype: np.dtype) -> Iterator[np.ndarray]:
     """The blocks as they are written, some rows at a time, as unsigned integers of the same bits."""
     for planned, rows in blocks:
-        step = max(1, BAND_BYTES // (math.prod(rows.shape[1:]) * dtype.itemsize))
+        step = max(1, CAST_BYTES // (math.prod(rows.shape[1:]) * dtype.itemsize))
         for first in range(0, len(rows), step):
-            band = _cast(rows[first : first + step], dtype, f"{source.where}: {_ours(planned)}")
+            band = _cast(rows[first : first + step], dtype, f"{source.where}: {_source_names(planned)}")
             if band.ndim == 2 and not band.flags.c_contiguous:
                 matrix, band = band.T, np.empty(band.shape, dtype)
                 copy_transposed(band, matrix)
             yield np.ascontiguousarray(band).view(f"u{dtype.itemsize}")
 
 
-def _ours(planned: _Planned) -> str:
-    return ", ".join(f"params/{row.ours}" for row in planned.rows)
+def _source_names(planned: _OutputTensor) -> str:
+    return ", ".join(f"params/{row.parameter}" for row in planned.rows)
 
 
 def _read(source: TensorSource, row: Tensor, layer: int, index: Index) -> np.ndarray:
     """A slice of our parameter, of one layer; a bias that they lack is added to the rows of its table."""
-    name = f"params/{row.ours}"
+    name = f"params/{row.parameter}"
     if row.stacked:
         return source.read(name, (slice(layer, layer + 1), *index))[0]
     values = source.read(name, index)

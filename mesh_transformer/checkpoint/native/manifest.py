@@ -43,17 +43,19 @@ class Manifest(NamedTuple):
 
     tensors: dict[str, TensorSpec]
     extra: dict[str, Any]
-    kind: str = WEIGHTED
+    checksum_kind: str = WEIGHTED
 
     def checksum(self, part: np.ndarray, start: Sequence[int]) -> int:
         """The checksum of the part of a tensor that begins at `start`: those of all parts add up, modulo 2**32."""
-        return sum_bits(part, start if self.kind == WEIGHTED else None)
+        return array_checksum(part, start if self.checksum_kind == WEIGHTED else None)
 
 
 def describe(state: Any, extra: dict[str, Any]) -> Manifest:
     """The manifest of `state`, a pytree of arrays; waits for the arrays. In several processes all must call it."""
     leaves = flatten(state)  # one after the other: XLA for CPU makes a copy of what it sums
-    specs = {name: TensorSpec(tuple(x.shape), str(x.dtype), _sum_on_devices(x)) for name, x in leaves.items()}
+    specs = {
+        name: TensorSpec(tuple(x.shape), str(x.dtype), _device_checksum(x)) for name, x in leaves.items()
+    }
     return Manifest(specs, extra)
 
 
@@ -64,7 +66,7 @@ def encode(manifest: Manifest) -> dict[str, Any]:
         TypeError: `extra` holds something that JSON has no form for.
     """
     tensors = {name: list(spec) for name, spec in manifest.tensors.items()}
-    body = {"tensors": tensors, "extra": manifest.extra, "checksums": manifest.kind}
+    body = {"tensors": tensors, "extra": manifest.extra, "checksums": manifest.checksum_kind}
     body = json.loads(json.dumps(body))  # what a reader gets: tuples are lists, keys are strings
     return {"crc32": _crc(body), "body": body}
 
@@ -153,11 +155,11 @@ def flatten(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def sum_bits(array: np.ndarray, start: Sequence[int] | None) -> int:
+def array_checksum(array: np.ndarray, start: Sequence[int] | None) -> int:
     """The weighted checksum of the part of a tensor that begins at `start`; None: the plain one."""
     if array.dtype == np.bool_:
         array = array.view(np.uint8)
-    words = np.asarray(array, order="C")[..., None].view(_word(array.dtype))
+    words = np.asarray(array, order="C")[..., None].view(_word_dtype(array.dtype))
     total = words.sum(-1, dtype=np.uint32) if array.dtype.itemsize > 4 else words[..., 0]
     if start is None:
         return int(total.sum(dtype=np.uint32))
@@ -173,7 +175,7 @@ def _crc(body: Any) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def _word(dtype: np.dtype) -> np.dtype:
+def _word_dtype(dtype: np.dtype) -> np.dtype:
     """The unsigned integer as which an element's bits are read; of eight bytes there are two, which are added up."""
     return np.dtype(f"u{min(dtype.itemsize, 4)}")
 
@@ -186,14 +188,14 @@ def _weights(dimension: int, start: int, size: int) -> np.ndarray:
     return (h ^ (h >> 16)) | np.uint32(1)
 
 
-def _sum_on_devices(x: jax.Array) -> int:
-    """`sum_bits` of a whole tensor, where it lies."""
+def _device_checksum(x: jax.Array) -> int:
+    """`array_checksum` of a whole tensor, where it lies."""
     return int(_weighted_sum(x, [_weights(dimension, 0, size) for dimension, size in enumerate(x.shape)]))
 
 
 @jax.jit
 def _weighted_sum(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
-    word = _word(x.dtype)
+    word = _word_dtype(x.dtype)
     bits = x if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, word)
     total = bits.astype(jnp.uint32) if bits.ndim == x.ndim else jnp.sum(bits, -1, dtype=jnp.uint32)
     total ^= total >> 16

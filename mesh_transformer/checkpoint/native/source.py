@@ -27,14 +27,14 @@ COMMIT_MARKER = "commit_success.txt"
 OPTIMIZER = "opt_state/"  # before the names of an optimizer's slots and counts, as in `train.step.TrainState`
 COUNT, SCHEDULE = f"{OPTIMIZER}count", f"{OPTIMIZER}schedule"
 # files of the first versions have Adam's state by its position in a chain
-RENAMED = {
+OLD_NAMES = {
     "opt_state/1/mu/": f"{OPTIMIZER}mu/",
     "opt_state/1/nu/": f"{OPTIMIZER}nu/",
     "opt_state/1/count": COUNT,
     "opt_state/3/count": SCHEDULE,
 }
 CHUNK_BYTES = 2 << 20  # a slice for one of many devices reads little more than its own bytes
-ROWS_BYTES = 16 << 20  # of the whole rows that a row of chunks holds: what a writer reads at a time
+WRITE_BLOCK_BYTES = 16 << 20  # of the whole rows that a row of chunks holds: what a writer reads at a time
 MAX_MANIFEST_BYTES = 64 << 20
 # at a time, in many requests; of a local file one chunk: the allocator keeps what was held
 REMOTE_READ_BYTES = 32 << 20
@@ -60,7 +60,7 @@ class NativeSource:
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         self._base = ocdbt(files.join(folder, "state"))
         # names in the manifest by ours
-        self._stored = {ours: name for name in self.manifest.tensors if (ours := _our_name(name))}
+        self._stored = {ours: name for name in self.manifest.tensors if (ours := _tensor_name(name))}
         specs = {ours: self.manifest.tensors[name] for ours, name in self._stored.items()}
         self.tensors = {ours: TensorInfo(spec.shape, np.dtype(spec.dtype)) for ours, spec in specs.items()}
         self._open_arrays: dict[str, Any] = {}
@@ -105,10 +105,12 @@ class NativeSource:
         array, checksum = self._array(stored), 0
         spans = _spans(index, array.shape)
         out = np.empty([len(span) for span in spans], array.dtype.numpy_dtype)
-        for place, values in self._pieces(stored, array, list(map(range, array.shape)) if verify else spans):
+        for place, values in self._read_blocks(
+            stored, array, list(map(range, array.shape)) if verify else spans
+        ):
             if verify:
                 checksum += self.manifest.checksum(values, [part.start for part in place])
-            _copy_common(out, spans, place, values)
+            _copy_overlap(out, spans, place, values)
         if verify and checksum % 2**32 != self.manifest.tensors[stored].checksum:
             raise DamagedCheckpoint(f"{self.where}: wrong checksum of {stored}")
         if verify:
@@ -126,12 +128,14 @@ class NativeSource:
             raise DamagedCheckpoint(f"{self.where}: {name}: expected 0 or more, found {count}")
         return count
 
-    def _pieces(self, stored: str, array: Any, spans: Sequence[range]) -> Iterator[tuple[Index, np.ndarray]]:
+    def _read_blocks(
+        self, stored: str, array: Any, spans: Sequence[range]
+    ) -> Iterator[tuple[Index, np.ndarray]]:
         """A part of a tensor, piece by piece; the next one is read meanwhile."""
         limit = REMOTE_READ_BYTES if files.is_remote(self.where) else CHUNK_BYTES
-        places = pieces(spans, _chunk(array), array.dtype.numpy_dtype.itemsize, limit)
+        places = blocks(spans, _chunk(array), array.dtype.numpy_dtype.itemsize, limit)
         reads = ((place, array[place].read()) for place in places)
-        with self._damage_told(stored):
+        with self._damage_errors(stored):
             coming = next(reads, None)
             while coming is not None:
                 (place, values), coming = coming, next(reads, None)
@@ -139,7 +143,7 @@ class NativeSource:
 
     def _array(self, stored: str) -> Any:
         """The open array of a tensor, which is as the manifest says."""
-        with self._lock, self._damage_told(stored):
+        with self._lock, self._damage_errors(stored):
             if stored not in self._open_arrays:
                 spec = {"driver": "zarr", "kvstore": {**self._base, "path": f"{self._keys[stored]}/"}}
                 array = ts.open(spec, open=True, context=self._context).result()
@@ -148,11 +152,11 @@ class NativeSource:
             return self._open_arrays[stored]
 
     @contextlib.contextmanager
-    def _damage_told(self, stored: str) -> Iterator[None]:
+    def _damage_errors(self, stored: str) -> Iterator[None]:
         try:
             yield
         except (ValueError, OSError, KeyError) as error:
-            raise DamagedCheckpoint(f"{self.where}: {stored}: {first_cause(error)}") from error
+            raise DamagedCheckpoint(f"{self.where}: {stored}: {root_cause(error)}") from error
 
     @cached_property
     def _keys(self) -> dict[str, str]:
@@ -208,7 +212,7 @@ def _spans(index: Index, shape: tuple[int, ...]) -> list[range]:
     return [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
 
 
-def _copy_common(out: np.ndarray, spans: Sequence[range], place: Index, values: np.ndarray) -> None:
+def _copy_overlap(out: np.ndarray, spans: Sequence[range], place: Index, values: np.ndarray) -> None:
     """Copy into `out`, which is the part `spans` of a tensor, what it has in common with `values` at `place`."""
     common = [
         range(max(span.start, part.start), min(span.stop, part.stop))
@@ -222,20 +226,20 @@ def _copy_common(out: np.ndarray, spans: Sequence[range], place: Index, values: 
 
 def _renamed(stored: str) -> str:
     """The name that a tensor of a file of any version has today."""
-    for before, now in RENAMED.items():
+    for before, now in OLD_NAMES.items():
         if stored.startswith(before):
             return now + stored.removeprefix(before)
     return stored
 
 
-def _our_name(stored: str) -> str:
+def _tensor_name(stored: str) -> str:
     """`mu/embed/tokens/w` of `opt_state/mu/embed/tokens/w`; empty for what other forms have not."""
     if stored.startswith("params/"):
         return stored
     return stored.removeprefix(OPTIMIZER) if stored.startswith(OPTIMIZER) and stored.count("/") > 1 else ""
 
 
-def first_cause(error: BaseException) -> str:
+def root_cause(error: BaseException) -> str:
     """The innermost error: all that ours says, of others the first line, without TensorStore's dump of its settings."""
     ours = (DamagedCheckpoint, UserError)
     while error.__cause__ is not None and not isinstance(error, ours):
@@ -247,9 +251,13 @@ def first_cause(error: BaseException) -> str:
 
 
 def chunk_shape(info: TensorInfo) -> tuple[int, ...]:
-    """A part of one matrix of a stack, of at most CHUNK_BYTES; those beside each other hold at most ROWS_BYTES."""
+    """A part of one matrix of a stack, of at most CHUNK_BYTES; those beside each other hold at most WRITE_BLOCK_BYTES."""
     shape = [1 if n < len(info.shape) - 2 else max(1, size) for n, size in enumerate(info.shape)]
-    while len(shape) > 1 and shape[-2] > 1 and shape[-2] * info.shape[-1] * info.dtype.itemsize > ROWS_BYTES:
+    while (
+        len(shape) > 1
+        and shape[-2] > 1
+        and shape[-2] * info.shape[-1] * info.dtype.itemsize > WRITE_BLOCK_BYTES
+    ):
         shape[-2] = -(-shape[-2] // 2)
     while max(shape, default=1) > 1 and math.prod(shape) * info.dtype.itemsize > CHUNK_BYTES:
         longest = shape.index(max(shape))
@@ -257,7 +265,7 @@ def chunk_shape(info: TensorInfo) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def pieces(spans: Sequence[range], chunk: Sequence[int], itemsize: int, limit: int) -> Iterator[Index]:
+def blocks(spans: Sequence[range], chunk: Sequence[int], itemsize: int, limit: int) -> Iterator[Index]:
     """The part of a tensor that `spans` name, in C order, each chunk in one piece only.
 
     A piece is a contiguous block of the grid of chunks, of `limit` bytes at most unless one chunk has more; of chunks

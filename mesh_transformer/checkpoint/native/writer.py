@@ -30,7 +30,7 @@ def write_native(
     """Write `{root}/step_N`, N being the step that `source` is of; returns that folder. Local or `gs://`.
 
     With an optimizer's slots in the source the whole training state is written (the averages of the noise scale empty), else
-    the parameters and the step. `model` is noted beside them; without it, what `source` notes. At any moment two pieces of ROWS_BYTES are held, and what the source holds.
+    the parameters and the step. `model` is noted beside them; without it, what `source` notes. At any moment two pieces of WRITE_BLOCK_BYTES are held, and what the source holds.
 
     Raises:
         UserError: the step is there already, or the source is damaged. Nothing is left behind.
@@ -55,7 +55,7 @@ def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
         for path, value in scalars.items():
             array = _create(store, path, TensorInfo((), value.dtype), context)
             _wait(array.write(value))
-            specs["/".join(path)] = TensorSpec((), value.dtype.name, manifests.sum_bits(value, ()))
+            specs["/".join(path)] = TensorSpec((), value.dtype.name, manifests.array_checksum(value, ()))
         for name, info in source.tensors.items():
             path = _stored_name(name)
             checksum = _copy(source, name, _create(store, path, info, context), transfer)
@@ -68,10 +68,12 @@ def _copy(source: TensorSource, name: str, array: Any, transfer: Transfer) -> in
     info, checksum, writing = source.tensors[name], 0, None
     whole = [range(size) for size in info.shape]
     try:
-        for index in native.pieces(whole, native.chunk_shape(info), info.dtype.itemsize, native.ROWS_BYTES):
+        for index in native.blocks(
+            whole, native.chunk_shape(info), info.dtype.itemsize, native.WRITE_BLOCK_BYTES
+        ):
             block = np.ascontiguousarray(source.read(name, index))
             start = [part.start for part in index]
-            checksum = (checksum + manifests.sum_bits(block, start)) % 2**32
+            checksum = (checksum + manifests.array_checksum(block, start)) % 2**32
             if writing is not None:
                 _wait(writing)
             writing = array[index].write(block, can_reference_source_data_indefinitely=True)

@@ -76,11 +76,11 @@ class TPUCluster:
         Raises:
             UserError: there is no checkpoint, or something is at `path`.
         """
-        from mesh_transformer.checkpoint.open import Form, open_step
+        from mesh_transformer.checkpoint.open import Format, open_step
         from mesh_transformer.runtime.convert import write_step
 
         source = open_step(self.config.checkpoint.root, self.config.model, None)
-        write_step(source, self.config.model, path, form=Form(form), shards=self.config.mesh.tp)
+        write_step(source, self.config.model, path, format=Format(form), shards=self.config.mesh.tp)
 
     def _result(self, name: str, **arguments: Any) -> Any:
         code, result = self.place.run(Job.of(name, self.config, **arguments), self.config)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from mesh_transformer import platforms
-from mesh_transformer.checkpoint.open import noted_config, open_source, recognise
-from mesh_transformer.checkpoint.place import agreed, place, place_in_parts
+from mesh_transformer.checkpoint.load import fail_together, load, load_by_layer
+from mesh_transformer.checkpoint.open import find_checkpoint, open_source, recorded_config
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
@@ -39,10 +39,10 @@ def config_for(path: str | None, overrides: Sequence[str], checkpoint: str | Non
         return load_config(path, overrides)
     if checkpoint is None:
         raise UserError("no model is named: give --config FILE, or --ckpt DIR that knows its model, or both")
-    found = recognise(checkpoint)
-    noted = noted_config(found)
+    found = find_checkpoint(checkpoint)
+    noted = recorded_config(found)
     if noted is None:
-        raise UserError(f"{found.folder} does not note its model: give the config of its run, --config FILE")
+        raise UserError(f"{found.path} does not note its model: give the config of its run, --config FILE")
     return parse_config(noted, overrides)
 
 
@@ -59,10 +59,10 @@ def read_params(session: Session, path: str, *, for_decode: bool = False) -> Wei
     abstract = session.placement.abstract(model.dtype)
     with damage_named(source):
         if for_decode and jax.default_backend() == "cpu":
-            parts = place_in_parts(source, abstract)
+            parts = load_by_layer(source, abstract)
             params = pack_for_cpu_decode(parts, model.decoder)
         else:
-            params = place(source, {"params": abstract})["params"]
+            params = load(source, {"params": abstract})["params"]
     platforms.return_freed_memory()
     return Weights(params, source.counts.step)
 
@@ -74,7 +74,7 @@ def pack_for_cpu_decode(parts: Iterable[tuple[str, Params]], decoder: Decoder) -
     them are applied to one position of a prompt only. Each part is packed before the next one is read.
 
     Args:
-        parts: as `place_in_parts` gives them.
+        parts: as `load_by_layer` gives them.
     """
     params: Params = {"blocks": ()}
     for stage, part in parts:
@@ -96,15 +96,15 @@ def split_step(path: str) -> tuple[str, int | None]:
 
 def open_agreed(session: Session, path: str) -> TensorSource:
     """The checkpoint, if every process can open it; errors as in `read_params`."""
-    source = agreed(lambda: open_source(path, session.config.model))
-    agreed(lambda: source.counts)
+    source = fail_together(lambda: open_source(path, session.config.model))
+    fail_together(lambda: source.counts)
     return source
 
 
-def place_named(source: TensorSource, abstract: Any) -> Any:
-    """As `place`, of a checkpoint that the user named: a UserError says where it is damaged."""
+def load_named(source: TensorSource, abstract: Any) -> Any:
+    """As `load`, of a checkpoint that the user named: a UserError says where it is damaged."""
     with damage_named(source):
-        return place(source, abstract)
+        return load(source, abstract)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from mesh_transformer.checkpoint.identity import check_optimizer
-from mesh_transformer.checkpoint.open import ClassicRun, Form, Found, classic_run, open_found
-from mesh_transformer.checkpoint.place import place_scalar
+from mesh_transformer.checkpoint.load import put_scalar
+from mesh_transformer.checkpoint.open import CheckpointFolder, ClassicRun, Format, classic_run, open_folder
 from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.config import Config
@@ -19,7 +19,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.session.session import Session
-from mesh_transformer.runtime.session.weights import open_agreed, place_named
+from mesh_transformer.runtime.session.weights import load_named, open_agreed
 from mesh_transformer.train.step import OptState, TrainProgram, TrainState
 
 
@@ -128,12 +128,12 @@ def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) 
     log.info("starting from step %d of %s", source.counts.step, path)
     if slots(source) and not fresh_opt:
         params, opt_state = read_state(program, source)
-        return program.begin(params, {**opt_state, "schedule": place_scalar(0, abstract.step)}, {})
+        return program.begin(params, {**opt_state, "schedule": put_scalar(0, abstract.step)}, {})
     if not fresh_opt:
         log.info(
             "%s has no %s moments: they start from zero", path, program.config.optimizer.name.capitalize()
         )
-    params = place_named(source, {"params": abstract.params})["params"]
+    params = load_named(source, {"params": abstract.params})["params"]
     return program.begin(params, program.fresh_optimizer(params), {})
 
 
@@ -145,24 +145,24 @@ def read_state(program: TrainProgram, source: TensorSource) -> tuple[Params, Opt
     """
     optimizer, abstract = program.config.optimizer, program.abstract_state
     check_optimizer(source, optimizer)
-    placed = place_named(
+    placed = load_named(
         source, {"params": abstract.params, **{slot: abstract.opt_state[slot] for slot in optimizer.slots}}
     )
     counts = {"count": source.counts.optimizer, "schedule": source.counts.schedule}
-    scalars = {name: place_scalar(count or 0, abstract.step) for name, count in counts.items()}
+    scalars = {name: put_scalar(count or 0, abstract.step) for name, count in counts.items()}
     return placed.pop("params"), {**placed, **scalars}
 
 
 def _classic_checkpoint(session: Session, program: TrainProgram, run: ClassicRun) -> Checkpoint:
     """The state of a run of the original program: its step, moments and schedule."""
-    source = open_found(Found(Form.CLASSIC, run.folder), session.config.model)
+    source = open_folder(CheckpointFolder(Format.CLASSIC, run.folder), session.config.model)
     state = program.begin(*read_state(program, source), {})
     log.info("going on with a run of the original program; new checkpoints are native, its own stay")
     step = source.counts.step
     skipped = max(0, step - (source.counts.schedule or 0))
     abstract = program.abstract_state
     state = state._replace(
-        step=place_scalar(step, abstract.step), skipped=place_scalar(skipped, abstract.skipped)
+        step=put_scalar(step, abstract.step), skipped=put_scalar(skipped, abstract.skipped)
     )
     return Checkpoint(step, state, {"aux": run.aux})
 

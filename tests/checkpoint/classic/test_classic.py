@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.classic_folders import RandomSource, model_config, stored, values, write
 
-from mesh_transformer.checkpoint.classic.folder import Form, inspect
+from mesh_transformer.checkpoint.classic.folder import StepContents, inspect
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.native.manifest import flatten
@@ -19,13 +19,17 @@ from mesh_transformer.config import load_config
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CHECKPOINTS = [
-    ("tiny_mp8", "mp8/ckpt_full/step_5", Form(8, True)),
-    ("tiny_mp8", "mp8/ckpt_init/step_0", Form(8, True)),
-    ("tiny_mp8", "mp8/ckpt_slim_bf16/step_5", Form(8, False)),
-    ("tiny_mp1", "mp1/ckpt_params/step_5", Form(1, False)),
-    ("variant_fixed_layernorm", "variants/fixed_layernorm/ckpt_params/step_0", Form(4, False)),
-    ("variant_t5_layernorm", "variants/t5_layernorm/ckpt_params/step_0", Form(4, False)),
-    ("variant_rotary_rmsnorm-bias", "variants/rotary_rmsnorm-bias/ckpt_params/step_0", Form(4, False)),
+    ("tiny_mp8", "mp8/ckpt_full/step_5", StepContents(8, True)),
+    ("tiny_mp8", "mp8/ckpt_init/step_0", StepContents(8, True)),
+    ("tiny_mp8", "mp8/ckpt_slim_bf16/step_5", StepContents(8, False)),
+    ("tiny_mp1", "mp1/ckpt_params/step_5", StepContents(1, False)),
+    ("variant_fixed_layernorm", "variants/fixed_layernorm/ckpt_params/step_0", StepContents(4, False)),
+    ("variant_t5_layernorm", "variants/t5_layernorm/ckpt_params/step_0", StepContents(4, False)),
+    (
+        "variant_rotary_rmsnorm-bias",
+        "variants/rotary_rmsnorm-bias/ckpt_params/step_0",
+        StepContents(4, False),
+    ),
 ]
 SUMS = ("embed/tokens/b", "blocks/ff_out/b")
 
@@ -35,14 +39,14 @@ def opened(original: Path, config: str, checkpoint: str):
     return model, ClassicSource(str(original / checkpoint), model)
 
 
-@pytest.mark.parametrize(("config", "checkpoint", "form"), CHECKPOINTS)
-def test_the_same_shards_give_the_same_bytes(original, tmp_path, caplog, config, checkpoint, form):
+@pytest.mark.parametrize(("config", "checkpoint", "contents"), CHECKPOINTS)
+def test_the_same_shards_give_the_same_bytes(original, tmp_path, caplog, config, checkpoint, contents):
     model, source = opened(original, config, checkpoint)
-    write_classic(source, model, str(tmp_path), form.shards)
+    write_classic(source, model, str(tmp_path), contents.shards)
     expected, found = stored(original / checkpoint), stored(tmp_path)
     assert list(found) == list(expected)
     assert not [name for name in expected if found[name] != expected[name]]
-    assert inspect(str(tmp_path)) == source.form == form
+    assert inspect(str(tmp_path)) == source.contents == contents
     assert not caplog.records
 
 
@@ -70,14 +74,14 @@ def test_other_shards_hold_the_same_weights(original, tmp_path, config, checkpoi
     assert again.counts == source.counts
     moved, before = values(again), values(source)
     assert not [name for name in before if not np.array_equal(moved[name], before[name])]
-    write_classic(again, model, str(tmp_path / "back"), source.form.shards)
+    write_classic(again, model, str(tmp_path / "back"), source.contents.shards)
     assert stored(tmp_path / "back") == stored(original / checkpoint)
 
 
 def test_a_full_checkpoint_of_one_shard(shared, tmp_path):
     """Through one shard and through eight: the same bytes."""
     model, source = opened(shared / "golden", "tiny_mp1", "mp1/ckpt_full/step_5")
-    assert source.form == Form(1, True)
+    assert source.contents == StepContents(1, True)
     write_classic(source, model, str(tmp_path / "one"), 1)
     write_classic(source, model, str(tmp_path / "eight"), 8)
     write_classic(ClassicSource(str(tmp_path / "eight"), model), model, str(tmp_path / "back"), 1)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mesh_transformer.checkpoint.classic.folder import by_file, leaves
+from mesh_transformer.checkpoint.classic.folder import group_by_file, leaves
 from mesh_transformer.config import load_config, parse_config
 
 LAYERS_12 = [0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -64,12 +64,12 @@ def test_each_array_is_the_layer_that_its_name_says(layers, order):
 
 def test_files_of_gpt_j():
     """861 arrays over 16 files: 53 each, and one more in the first 13; a slim one has 287."""
-    assert [len(part) for part in by_file(leaves(model(28), full=True))] == [54] * 13 + [53] * 3
-    assert [len(part) for part in by_file(leaves(model(28), full=False))] == [18] * 15 + [17]
+    assert [len(part) for part in group_by_file(leaves(model(28), full=True))] == [54] * 13 + [53] * 3
+    assert [len(part) for part in group_by_file(leaves(model(28), full=False))] == [18] * 15 + [17]
 
 
 def test_fewer_arrays_than_files():
-    parts = by_file(leaves(model(1), full=False)[:3])
+    parts = group_by_file(leaves(model(1), full=False)[:3])
     assert [len(part) for part in parts] == [1, 1, 1] + [0] * 13
 
 
@@ -81,7 +81,7 @@ def test_the_observed_table(original, section, full):
     config = load_config(str(original / "configs/tiny_mp8.json"), []).model
     found = [
         (str(number), str(key), leaf.name, re.sub(r"[()]", "", str(leaf.shard_shape(8))))
-        for number, part in enumerate(by_file(leaves(config, full=full)))
+        for number, part in enumerate(group_by_file(leaves(config, full=full)))
         for key, leaf in enumerate(part)
     ]
     assert found == rows

@@ -158,7 +158,7 @@ def test_a_value_too_large_for_float16_is_refused(tmp_path) -> None:
 
 
 def test_slices_are_those_of_the_whole(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mesh_transformer.checkpoint.tensors.BAND_BYTES", 100)  # a few rows at a time
+    monkeypatch.setattr("mesh_transformer.checkpoint.tensors.ROW_BLOCK_BYTES", 100)  # a few rows at a time
     model = hf.model_config()
     hf.their_model(tmp_path, model)
     source = HFSource(str(tmp_path))
@@ -190,7 +190,7 @@ def test_a_matrix_is_read_once_for_all_its_columns(gcs) -> None:
 
 
 def test_bands_of_a_matrix_take_its_size_and_no_more(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mesh_transformer.checkpoint.tensors.BAND_BYTES", 10_000)
+    monkeypatch.setattr("mesh_transformer.checkpoint.tensors.ROW_BLOCK_BYTES", 10_000)
     model = hf.model_config(n_vocab=5000)
     write_hf(hf.MemorySource(hf.random_params(model)), model, str(tmp_path))
     source = HFSource(str(tmp_path))
@@ -211,14 +211,14 @@ def test_a_matrix_beyond_the_bound_is_not_held(tmp_path, monkeypatch) -> None:
     model = hf.model_config()
     write_hf(hf.MemorySource(hf.random_params(model)), model, str(tmp_path))
     expected = hf.read_all(HFSource(str(tmp_path)))["params/head/logits/w"]
-    held = "mesh_transformer.checkpoint.hf.source.HELD_BYTES"
+    held = "mesh_transformer.checkpoint.hf.source.CACHE_BYTES"
     for limit, is_held in ((model.n_vocab * 48 * 4, True), (model.n_vocab * 48 * 4 - 1, False)):
         monkeypatch.setattr(held, limit)
         source = HFSource(str(tmp_path))
         np.testing.assert_array_equal(
             source.read("params/head/logits/w", (slice(0, 5), hf.ALL)), expected[:5]
         )
-        assert (source._held is not None) == is_held
+        assert (source._cached is not None) == is_held
 
 
 def test_blocks_are_small(tmp_path, monkeypatch) -> None:
@@ -226,7 +226,7 @@ def test_blocks_are_small(tmp_path, monkeypatch) -> None:
     source = hf.MemorySource(hf.random_params(model))
     write_hf(source, model, str(tmp_path / "whole"))
     monkeypatch.setattr(hf_write, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(hf_write, "BAND_BYTES", 400)
+    monkeypatch.setattr(hf_write, "CAST_BYTES", 400)
     source.read_bytes.clear()
     written: list[int] = []
     write_hf(source, model, str(tmp_path / "blocks"), progress=written.append)

@@ -19,7 +19,7 @@ from support import hf_folders as hf
 from support.gcs_server import CUT, HALF
 
 from mesh_transformer.checkpoint.hf.source import HFSource
-from mesh_transformer.checkpoint.hf.torch_file import read_catalogue
+from mesh_transformer.checkpoint.hf.torch_file import read_tensors
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.errors import UserError
 
@@ -193,7 +193,7 @@ def test_every_kind_and_layout_that_torch_writes(tmp_path) -> None:
     }
     state["parameter"] = torch.nn.Parameter(torch.ones(2))
     torch.save(OrderedDict(state), tmp_path / "x.bin")
-    found = read_catalogue(str(tmp_path / "x.bin"))
+    found = read_tensors(str(tmp_path / "x.bin"))
     assert found.keys() == state.keys()
     for name, tensor in state.items():
         values = found[name].read((slice(None),) * tensor.ndim)
@@ -205,7 +205,7 @@ def test_every_kind_and_layout_that_torch_writes(tmp_path) -> None:
 def test_a_module_with_its_versions(tmp_path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
     torch.save(module.state_dict(), tmp_path / "x.bin")  # an OrderedDict with the attribute _metadata
-    found = read_catalogue(str(tmp_path / "x.bin"))
+    found = read_tensors(str(tmp_path / "x.bin"))
     np.testing.assert_array_equal(
         found["0.weight"].read((slice(None),) * 2), module[0].weight.detach().numpy()
     )
@@ -247,10 +247,10 @@ def test_hand_written_pickles(tmp_path, pickled, reason) -> None:
         archive.writestr("x/data.pkl", pickled)
         archive.writestr("x/data/0", np.arange(3, dtype=np.float32).tobytes())
     if reason is None:
-        assert read_catalogue(str(path))["a"].read((slice(1, 3),)).tolist() == [1, 2]
+        assert read_tensors(str(path))["a"].read((slice(1, 3),)).tolist() == [1, 2]
         return
     with pytest.raises(UserError, match=reason):
-        read_catalogue(str(path))
+        read_tensors(str(path))
 
 
 def test_another_byte_order_is_refused(tmp_path) -> None:

@@ -11,10 +11,10 @@ import tensorstore as ts
 from support.array_source import ArraySource
 from support.builders import TINY, program
 
+from mesh_transformer.checkpoint.load import load
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.native.source import NativeSource, ocdbt
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.place import place
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint
 from mesh_transformer.errors import UserError
@@ -66,7 +66,7 @@ def test_layers_that_were_exchanged_are_told(
     with pytest.raises(DamagedCheckpoint, match=wrong):
         source.read("params/blocks/attention/q/w", (slice(0, 1), slice(0, 1), slice(0, 1)))
     with pytest.raises(DamagedCheckpoint, match=wrong):
-        place(source, {"params": run.abstract_state.params})
+        load(source, {"params": run.abstract_state.params})
     with pytest.raises(UserError, match=wrong):
         CheckpointStore(str(tmp_path), read_only=True).restore(run.abstract_state)
 
@@ -102,4 +102,4 @@ def test_plain_checksums_are_compared_as_before(
     with pytest.raises(DamagedCheckpoint, match=wrong):
         NativeSource(folder).read("params/head/logits/b", (slice(0, 1),))
     with pytest.raises(DamagedCheckpoint, match=wrong):
-        place(NativeSource(folder), {"params": run.abstract_state.params})
+        load(NativeSource(folder), {"params": run.abstract_state.params})

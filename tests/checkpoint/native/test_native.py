@@ -15,11 +15,11 @@ from support.commands import REPO
 from support.gcs_server import CUT, GcsServer
 
 from mesh_transformer import files
+from mesh_transformer.checkpoint.load import load, restore
 from mesh_transformer.checkpoint.native import manifest as manifests
 from mesh_transformer.checkpoint.native import source as native
-from mesh_transformer.checkpoint.native.source import COMMIT_MARKER, NativeSource, chunk_shape, pieces
+from mesh_transformer.checkpoint.native.source import COMMIT_MARKER, NativeSource, blocks, chunk_shape
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.place import place, restore
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint, TensorInfo
 from mesh_transformer.errors import UserError
@@ -114,7 +114,7 @@ def test_a_slim_one_is_restored_in_float32_on_another_mesh(tmp_path: Path, state
     on = program(TINY, "mesh.tp=4", "mesh.fsdp=2", devices=8)
     wanted = {"params": on.abstract_state.params}
     source = NativeSource(str(tmp_path / "step_9"))
-    for result in (restore(source, wanted, part=True), place(source, wanted)):
+    for result in (restore(source, wanted, part=True), load(source, wanted)):
         arrays = manifests.flatten(result)
         assert_same(
             {n: np.asarray(x) for n, x in arrays.items()}, {n: x.astype("f4") for n, x in params.items()}
@@ -133,13 +133,13 @@ def test_pieces_are_whole_chunks_and_cover_the_tensor_once(
     shape: tuple[int, ...], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(native, "ROWS_BYTES", 8 * chunk_bytes)
+    monkeypatch.setattr(native, "WRITE_BLOCK_BYTES", 8 * chunk_bytes)
     chunk, seen = chunk_shape(TensorInfo(shape, np.dtype(np.float32))), np.zeros(shape, int)
     assert math.prod(chunk) * 4 <= chunk_bytes
     assert len(shape) < 3 or set(chunk[:-2]) == {1}
     for limit in (1, 500, 10**7):
         seen[...] = 0
-        for index in pieces([range(n) for n in shape], chunk, 4, limit):
+        for index in blocks([range(n) for n in shape], chunk, 4, limit):
             seen[index] += 1
             assert seen[index].size * 4 <= max(math.prod(chunk) * 4, limit)
             assert all(s.start % c == 0 for s, c in zip(index, chunk, strict=True))
@@ -149,9 +149,9 @@ def test_pieces_are_whole_chunks_and_cover_the_tensor_once(
 
 def test_pieces_of_a_part() -> None:
     """Of rows 3 to 9 and columns 5 to 20 in chunks of 4 x 8: rows of chunks 0 to 2, columns 0 to 2."""
-    found = list(pieces([range(3, 10), range(5, 21)], (4, 8), 1, limit=96))
+    found = list(blocks([range(3, 10), range(5, 21)], (4, 8), 1, limit=96))
     assert found == [(slice(3, 4), slice(5, 21)), (slice(4, 8), slice(5, 21)), (slice(8, 10), slice(5, 21))]
-    single = list(pieces([range(3, 10), range(5, 21)], (4, 8), 1, limit=1))
+    single = list(blocks([range(3, 10), range(5, 21)], (4, 8), 1, limit=1))
     assert single[:3] == [
         (slice(3, 4), slice(5, 8)),
         (slice(3, 4), slice(8, 16)),
@@ -186,7 +186,7 @@ def test_a_tensor_in_many_pieces(
     tmp_path: Path, run: TrainProgram, state: TrainState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(native, "ROWS_BYTES", 3000)
+    monkeypatch.setattr(native, "WRITE_BLOCK_BYTES", 3000)
     write_native(ours(state), str(tmp_path))
     found = CheckpointStore(str(tmp_path), read_only=True).restore(run.abstract_state)
     assert found is not None  # its checksums were those of the whole tensors

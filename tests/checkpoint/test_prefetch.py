@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from mesh_transformer.checkpoint.tensors import ahead
+from mesh_transformer.checkpoint.tensors import prefetch
 
 
 def test_items_and_their_order() -> None:
-    assert list(ahead(iter([]))) == []
-    assert list(ahead(iter([1, None, 2]))) == [1, None, 2]
+    assert list(prefetch(iter([]))) == []
+    assert list(prefetch(iter([1, None, 2]))) == [1, None, 2]
 
 
 def test_the_next_item_is_made_meanwhile() -> None:
@@ -21,7 +21,7 @@ def test_the_next_item_is_made_meanwhile() -> None:
         second.set()
         yield 2
 
-    for item in ahead(items()):
+    for item in prefetch(items()):
         assert item == 2 or second.wait(timeout=20)
 
 
@@ -30,7 +30,7 @@ def test_an_error_comes_in_its_place() -> None:
         yield 1
         raise ValueError("two")
 
-    found = ahead(items())
+    found = prefetch(items())
     assert next(found) == 1
     with pytest.raises(ValueError, match="two"):
         next(found)

@@ -15,8 +15,8 @@ import pytest
 from support.builders import TINY, program
 
 from mesh_transformer.checkpoint.classic.source import ClassicSource
+from mesh_transformer.checkpoint.load import load
 from mesh_transformer.checkpoint.native.manifest import flatten
-from mesh_transformer.checkpoint.place import place
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorInfo
 from mesh_transformer.errors import UserError
 
@@ -36,7 +36,7 @@ def classic(original: Path, run: Any) -> ClassicSource:
 @pytest.mark.parametrize("mesh", MESHES, ids=["-".join(mesh) for mesh in MESHES])
 def test_every_mesh_gets_the_values_that_the_tests_own_reader_finds(original: Path, mesh: list[str]) -> None:
     run = program(GOLDEN, *mesh, devices=1 if mesh == ONE else 8)
-    found = place(classic(original, run), {"params": run.abstract_state.params})["params"]
+    found = load(classic(original, run), {"params": run.abstract_state.params})["params"]
     assert jax.tree.map(lambda x: x.sharding, found) == run.state_shardings.params
     expected = golden.read_params(original / CHECKPOINT, run.config.model)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -59,7 +59,7 @@ def test_each_slice_is_read_once_and_nothing_else(original: Path) -> None:
     run = program(GOLDEN, "mesh.tp=4", "mesh.fsdp=1", "mesh.dp=2", devices=8)
     source = Counting(classic(original, run))
     abstract = {"params": run.abstract_state.params}
-    place(source, abstract)  # type: ignore[arg-type]
+    load(source, abstract)  # type: ignore[arg-type]
     for name, leaf in flatten(abstract).items():
         shard = leaf.sharding.shard_shape(leaf.shape)
         slices = int(np.prod(leaf.shape)) // int(np.prod(shard))
@@ -74,9 +74,9 @@ def test_a_large_tensor_is_read_in_pieces_and_cast_on_the_way(
     run = program(GOLDEN, *mesh, devices=1 if mesh == ONE else 8)
     source = Counting(classic(original, run))
     limit = 16 << 10
-    monkeypatch.setattr("mesh_transformer.checkpoint.place.PIECE_BYTES", limit)
+    monkeypatch.setattr("mesh_transformer.checkpoint.load.BLOCK_BYTES", limit)
     abstract = run.placement.abstract(np.dtype(jnp.bfloat16))
-    found = place(source, {"params": abstract})["params"]  # type: ignore[arg-type]
+    found = load(source, {"params": abstract})["params"]  # type: ignore[arg-type]
     assert max(math.prod(shape) for _, shape in source.read_shapes) * 4 <= limit
     expected = golden.read_params(original / CHECKPOINT, run.config.model)
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
@@ -90,7 +90,7 @@ def test_another_model_is_refused_before_anything_is_read(original: Path) -> Non
     source.tensors["params/embed/tokens/w"] = TensorInfo((384, 64), np.dtype(np.float32))
     del source.tensors["params/head/logits/b"]
     with pytest.raises(UserError) as wrong:
-        place(source, {"params": run.abstract_state.params})  # type: ignore[arg-type]
+        load(source, {"params": run.abstract_state.params})  # type: ignore[arg-type]
     assert "params/embed/tokens/w: expected (512, 64) float32, found (384, 64) float32" in str(wrong.value)
     assert "params/head/logits/b: expected (512,) float32, found nothing" in str(wrong.value)
     assert source.where in str(wrong.value)
@@ -105,7 +105,7 @@ def test_what_cannot_be_read_is_told(original: Path) -> None:
             raise OSError("the disk is gone")
 
     with pytest.raises(DamagedCheckpoint, match="the disk is gone"):
-        place(Broken(classic(original, run)), {"params": run.abstract_state.params})  # type: ignore[arg-type]
+        load(Broken(classic(original, run)), {"params": run.abstract_state.params})  # type: ignore[arg-type]
 
 
 PATTERN = """
@@ -129,7 +129,7 @@ folder, reader, port, process = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.a
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
 from mesh_transformer.checkpoint.native.source import NativeSource
-from mesh_transformer.checkpoint.place import place, restore
+from mesh_transformer.checkpoint.load import load, restore
 
 def peak_mib():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
@@ -141,7 +141,7 @@ small, *names = sorted(wanted)
 
 def read(names):
     tree = {name: wanted[name] for name in names}
-    return place(source, tree) if reader == "place" else restore(source, tree, part=True)
+    return load(source, tree) if reader == "load" else restore(source, tree, part=True)
 
 warm = read([small])  # threads and libraries are there from here on
 before = peak_mib()
@@ -199,8 +199,8 @@ store.close()
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells of memory")
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [(CONVERT, "place"), (TRAIN, "place"), (TRAIN, "restore")],
-    ids=["converted-placed", "trained-placed", "trained-restored"],
+    [(CONVERT, "load"), (TRAIN, "load"), (TRAIN, "restore")],
+    ids=["converted-loaded", "trained-loaded", "trained-restored"],
 )
 def test_two_processes_hold_their_shards_and_one_tensor(tmp_path: Path, writer: str, reader: str) -> None:
     """384 MiB in three tensors on tp8: each process gets 192 MiB, and may hold one tensor of 128 MiB besides."""

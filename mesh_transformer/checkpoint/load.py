@@ -21,19 +21,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh_transformer.checkpoint.native import manifest as manifests
 from mesh_transformer.checkpoint.native.manifest import Manifest, TensorSpec
-from mesh_transformer.checkpoint.native.source import NativeSource, first_cause
+from mesh_transformer.checkpoint.native.source import NativeSource, root_cause
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
 from mesh_transformer.errors import CredentialsError
 from mesh_transformer.logs import Transfer
 
-PIECE_BYTES = 128 << 20  # of a tensor, in its stored dtype: read at a time
+BLOCK_BYTES = 128 << 20  # of a tensor, in its stored dtype: read at a time
 ALIGNMENT = 64  # bytes: XLA for CPU takes an array that begins at a multiple as its own
 
 T = TypeVar("T")
 Spans = tuple[tuple[int, int], ...]  # the first and the end of a slice, by dimension
 
 
-def place(source: TensorSource, abstract: Any) -> Any:
+def load(source: TensorSource, abstract: Any) -> Any:
     """The tensors that `abstract` names, a pytree of `jax.ShapeDtypeStruct` with sharding such as {"params": ...}.
 
     Values are cast to the dtypes of `abstract`. The checksums of native tensors are compared. In several processes all
@@ -45,42 +45,42 @@ def place(source: TensorSource, abstract: Any) -> Any:
     """
     check_shapes(source, abstract)
     with _reading(source, abstract) as reader:
-        return reader.place(abstract)
+        return reader.load(abstract)
 
 
-def place_in_parts(source: TensorSource, abstract: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """As `place`, the parameters in parts, each read when it is asked for: ("embed", ...), ("head", ...), then ("blocks", ...)
+def load_by_layer(source: TensorSource, abstract: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """As `load`, the parameters in parts, each read when it is asked for: ("embed", ...), ("head", ...), then ("blocks", ...)
     for each layer, without the dimension of layers.
 
     Args:
         abstract: the parameters by stage; the leaves of "blocks" have a leading layer dimension.
 
     Raises:
-        UserError, DamagedCheckpoint: as in `place`; that of a wrong checksum at the end.
+        UserError, DamagedCheckpoint: as in `load`; that of a wrong checksum at the end.
     """
     check_shapes(source, {"params": abstract})
     with _reading(source, {"params": abstract}) as reader:
         for stage in abstract:
             if stage != "blocks":
-                yield stage, reader.place({"params": {stage: abstract[stage]}})["params"][stage]
+                yield stage, reader.load({"params": {stage: abstract[stage]}})["params"][stage]
         layer = {"params": {"blocks": jax.tree.map(_of_one_layer, abstract["blocks"])}}
         for number in range(jax.tree.leaves(abstract["blocks"])[0].shape[0]):
-            yield "blocks", reader.place(layer, number)["params"]["blocks"]
+            yield "blocks", reader.load(layer, number)["params"]["blocks"]
 
 
 def restore(source: NativeSource, abstract: Any, *, part: bool) -> Any:
-    """As `place`, of any tree that `CheckpointStore` saved: by stored names, and in dtypes that keep every value.
+    """As `load`, of any tree that `CheckpointStore` saved: by stored names, and in dtypes that keep every value.
 
     Args:
         part: the checkpoint may hold tensors that `abstract` does not name.
 
     Raises:
         UserError: a tensor is missing, superfluous or of another shape or dtype; nothing was read.
-        DamagedCheckpoint: as in `place`.
+        DamagedCheckpoint: as in `load`.
     """
     manifests.check_fits(source.manifest, abstract, part=part, where=source.where)
     with _reading(source, abstract) as reader:
-        return reader.place(abstract)
+        return reader.load(abstract)
 
 
 def check_shapes(source: TensorSource, abstract: Any) -> None:
@@ -93,13 +93,13 @@ def check_shapes(source: TensorSource, abstract: Any) -> None:
     manifests.check_fits(Manifest(specs, {}), abstract, part=True, where=source.where, any_float=True)
 
 
-def place_scalar(value: int, like: Any) -> jax.Array:
+def put_scalar(value: int, like: Any) -> jax.Array:
     """A number with the dtype and sharding of `like`, a scalar or its `jax.ShapeDtypeStruct`."""
     scalar = np.asarray(value, like.dtype)
     return jax.make_array_from_callback((), like.sharding, lambda _: scalar)
 
 
-def agreed(read: Callable[[], T]) -> T:
+def fail_together(read: Callable[[], T]) -> T:
     """The result of `read`, if it succeeded in every process.
 
     Raises:
@@ -111,7 +111,7 @@ def agreed(read: Callable[[], T]) -> T:
     except (CredentialsError, MemoryError, jax.errors.JaxRuntimeError):
         raise  # the machine's fault, not the checkpoint's
     except Exception as error:  # noqa: BLE001  (Orbax and TensorStore raise all sorts for a damaged file)
-        reason = first_cause(error)
+        reason = root_cause(error)
     failed = multihost_utils.process_allgather(np.bool_(reason))
     if np.any(failed):
         raise DamagedCheckpoint(reason or f"unreadable in processes {np.flatnonzero(failed).tolist()}")
@@ -136,10 +136,10 @@ class _Reader:
         self._source, self._transfer = source, transfer
         self._sums: dict[str, int] = defaultdict(int)
 
-    def place(self, abstract: Any, layer: int | None = None) -> Any:
+    def load(self, abstract: Any, layer: int | None = None) -> Any:
         """Some tensors, or one layer of stacked ones."""
         leaves = manifests.flatten(abstract)
-        arrays = agreed(lambda: [self._array(name, leaf, layer) for name, leaf in leaves.items()])
+        arrays = fail_together(lambda: [self._array(name, leaf, layer) for name, leaf in leaves.items()])
         return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
     def checksums(self) -> dict[str, int]:
@@ -172,7 +172,7 @@ class _Reader:
         """A part of a tensor, or of a layer of it, in `dtype`."""
         out = _aligned([stop - start for start, stop in spans], dtype)
         stack = () if layer is None else ((layer, layer + 1),)
-        for piece in _pieces(spans):
+        for piece in _blocks(spans):
             place = (*stack, *piece)
             index = tuple(slice(*span) for span in place)
             if not isinstance(self._source, NativeSource):
@@ -186,10 +186,10 @@ class _Reader:
         return out
 
 
-def _pieces(spans: Spans) -> Iterator[Spans]:
-    """The same in pieces of at most PIECE_BYTES of float32: layer by layer, then along the longest dimension."""
+def _blocks(spans: Spans) -> Iterator[Spans]:
+    """The same in pieces of at most BLOCK_BYTES of float32: layer by layer, then along the longest dimension."""
     sizes = [stop - start for start, stop in spans]
-    parts = -(-math.prod(sizes) * 4 // PIECE_BYTES)
+    parts = -(-math.prod(sizes) * 4 // BLOCK_BYTES)
     if parts <= 1 or max(sizes) == 1:
         yield spans
         return
@@ -197,7 +197,7 @@ def _pieces(spans: Spans) -> Iterator[Spans]:
     start, stop = spans[dim]
     step = -(-sizes[dim] // parts)
     for first in range(start, stop, step):
-        yield from _pieces((*spans[:dim], (first, min(first + step, stop)), *spans[dim + 1 :]))
+        yield from _blocks((*spans[:dim], (first, min(first + step, stop)), *spans[dim + 1 :]))
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -10,7 +10,13 @@ from support.states import abstract, assert_equal, state
 
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.native.source import NativeSource
-from mesh_transformer.checkpoint.open import Form, check_only_step, classic_run, open_source, recognise
+from mesh_transformer.checkpoint.open import (
+    Format,
+    check_only_step,
+    classic_run,
+    find_checkpoint,
+    open_source,
+)
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
@@ -33,18 +39,18 @@ def test_native_folders(tmp_path: Path) -> None:
     native(tmp_path / "run", 2, 10)
     touch(tmp_path / "run/step_11.orbax-checkpoint-tmp/x", tmp_path / "run/step_x/state/y")
     for path in ("run", "run/", "run/step_10"):
-        found = recognise(str(tmp_path / path))
-        assert found == (Form.NATIVE, str(tmp_path / "run/step_10"))
-    assert recognise(str(tmp_path / "run/step_2")).folder.endswith("step_2")
+        found = find_checkpoint(str(tmp_path / path))
+        assert found == (Format.NATIVE, str(tmp_path / "run/step_10"))
+    assert find_checkpoint(str(tmp_path / "run/step_2")).path.endswith("step_2")
 
 
 def test_classic_folders(tmp_path: Path) -> None:
     touch(*(tmp_path / f"run/step_{n}/shard_0/0.npz" for n in (2, 9, 10)))
     for path, step in (("run", 10), ("run/step_2", 2), ("run/step_9/", 9)):
-        found = recognise(str(tmp_path / path))
-        assert found == (Form.CLASSIC, str(tmp_path / f"run/step_{step}"))
+        found = find_checkpoint(str(tmp_path / path))
+        assert found == (Format.CLASSIC, str(tmp_path / f"run/step_{step}"))
     touch(tmp_path / "run/meta.json", text='{"step": 9, "checkpoints": [2, 9], "aux": {"9": {"a": 1}}}')
-    assert recognise(str(tmp_path / "run")).folder.endswith("step_9")  # step 10 was not finished
+    assert find_checkpoint(str(tmp_path / "run")).path.endswith("step_9")  # step 10 was not finished
     assert classic_run(str(tmp_path / "run")) == (str(tmp_path / "run/step_9"), {"a": 1})
 
 
@@ -57,32 +63,32 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
     ):
         touch(tmp_path / name / name)
         with pytest.raises(UserError, match="no config.json: put it back"):
-            recognise(str(tmp_path / name))
+            find_checkpoint(str(tmp_path / name))
         touch(tmp_path / name / "config.json")
-        assert recognise(str(tmp_path / name)) == (Form.HUGGING_FACE, str(tmp_path / name))
+        assert find_checkpoint(str(tmp_path / name)) == (Format.HUGGING_FACE, str(tmp_path / name))
 
 
 def test_what_is_none_of_them(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="no checkpoint in .*absent: expected a run's folder .* found nothing"
     ):
-        recognise(str(tmp_path / "absent"))
+        find_checkpoint(str(tmp_path / "absent"))
     touch(*(tmp_path / f"texts/{i}.txt" for i in range(12)), tmp_path / "texts/config.json")
     with pytest.raises(UserError, match=r"found 0.txt, 1.txt, .* and 5 more"):
-        recognise(str(tmp_path / "texts"))
+        find_checkpoint(str(tmp_path / "texts"))
     touch(tmp_path / "v2/params/shard_0.npz", tmp_path / "v2/meta.json")
     with pytest.raises(UserError, match="unreleased V2 model"):
-        recognise(str(tmp_path / "v2"))
+        find_checkpoint(str(tmp_path / "v2"))
 
 
 def test_a_bucket_folder_counts_once_it_is_finished(gcs: GcsServer) -> None:
     native("gs://bucket/run", 1, 2)
     gcs.delete("bucket", "run/step_2/commit_success.txt")
-    assert recognise("gs://bucket/run") == (Form.NATIVE, "gs://bucket/run/step_1")
+    assert find_checkpoint("gs://bucket/run") == (Format.NATIVE, "gs://bucket/run/step_1")
     gcs.put("bucket", "old/step_4/shard_0/0.npz", b"")
-    assert recognise("gs://bucket/old") == (Form.CLASSIC, "gs://bucket/old/step_4")
+    assert find_checkpoint("gs://bucket/old") == (Format.CLASSIC, "gs://bucket/old/step_4")
     with pytest.raises(UserError, match="no checkpoint in gs://bucket/none"):
-        recognise("gs://bucket/none")
+        find_checkpoint("gs://bucket/none")
 
 
 def test_opened(tmp_path: Path, original: Path) -> None:
@@ -109,7 +115,7 @@ def test_classic_steps_outlive_the_native_ones_beside_them(
     assert found is not None
     assert_equal(found.state, state(7))
     assert store.steps() == [7]
-    assert recognise(root).form is Form.NATIVE
+    assert find_checkpoint(root).format is Format.NATIVE
 
     def there(name: str) -> bool:
         return f"run/{name}" in gcs.objects("bucket") if remote else (tmp_path / name).exists()
@@ -129,10 +135,10 @@ def test_a_classic_run_without_its_meta_json(tmp_path: Path, original: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["step_4", "step_60"])
-@pytest.mark.parametrize("form", ["native", "classic"])
-def test_a_root_with_other_steps_is_refused(tmp_path: Path, name: str, form: str) -> None:
+@pytest.mark.parametrize("format", ["native", "classic"])
+def test_a_root_with_other_steps_is_refused(tmp_path: Path, name: str, format: str) -> None:
     """A reader of the root would take step 60, and a run would delete step 4."""
-    for folder in {"native": ("state", "manifest"), "classic": ("shard_0",)}[form]:
+    for folder in {"native": ("state", "manifest"), "classic": ("shard_0",)}[format]:
         (tmp_path / name / folder).mkdir(parents=True)
     for other in ("step_7/notes", "step_x", "tensorboard"):  # these are no steps
         (tmp_path / other).mkdir(parents=True)
