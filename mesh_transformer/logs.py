@@ -42,12 +42,24 @@ class _BarFriendly(logging.Formatter):
 
 
 class Progress:
-    """A bar with rate and ETA on a terminal, or a plain line every few seconds (on standard error)."""
+    """A bar with rate and ETA on a terminal, or a plain line every few seconds (on standard error).
+
+    Without a `total` it shows only the count.
+    """
 
     def __init__(
-        self, what: str, total: int, *, unit: str, done: int = 0, quiet: bool = False, leave: bool = True
+        self,
+        what: str,
+        total: int | None = None,
+        *,
+        unit: str,
+        done: int = 0,
+        quiet: bool = False,
+        leave: bool = True,
     ):
         from tqdm import tqdm
+
+        bar = "{desc} {n_fmt}/{total_fmt} |{bar}| eta {remaining}{postfix}"
 
         self._plain = not sys.stderr.isatty()
         self._what, self._total, self._start = what, total, done
@@ -58,7 +70,7 @@ class Progress:
             initial=done,
             desc=what,
             unit=unit,
-            bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| eta {remaining}{postfix}",
+            bar_format="{desc} {n_fmt}{postfix}" if total is None else bar,
             disable=quiet or self._plain,
             dynamic_ncols=True,
             leave=leave,
@@ -71,12 +83,14 @@ class Progress:
         self._bar.set_postfix_str(details, refresh=False)
         self._bar.update(done - self._bar.n if not self._bar.disable else 0)
         now = time.monotonic()
-        last = done >= self._total and self._leave
+        last = self._total is not None and done >= self._total and self._leave
         if self._plain and not self._quiet and (now - self._printed >= _LINE_EVERY_S or last):
             self._printed = now
-            rate = (done - self._start) / max(now - self._began, 1e-9)
-            eta = timedelta(seconds=int((self._total - done) / rate)) if rate else "?"
-            parts = [f"{self._what} {done}/{self._total}", details, f"eta {eta}"]
+            parts = [f"{self._what} {done}", details]
+            if self._total is not None:
+                rate = (done - self._start) / max(now - self._began, 1e-9)
+                eta = timedelta(seconds=int((self._total - done) / rate)) if rate else "?"
+                parts = [f"{self._what} {done}/{self._total}", details, f"eta {eta}"]
             log.info("%s", "  ".join(filter(None, parts)))
 
     def close(self) -> None:

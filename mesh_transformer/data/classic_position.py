@@ -1,8 +1,8 @@
-"""The data position of the original program, as one of ours.
+"""Converts the data position of the original program.
 
-The original counts batches: `used` are the lines of the index whose files are read to their end, `file_idx` is the
-number of the last batch taken from the next one. It never shuffled, and dropped what did not fill a batch at the end
-of a file.
+The original counts batches: `used` lists the files of the index that are read to their end,
+`file_idx` is the number of the last batch taken from the next file. It never shuffles, and drops the records that fill
+no batch at the end of a file.
 """
 
 import os
@@ -16,27 +16,28 @@ from mesh_transformer.errors import UserError
 _INSTEAD = "or read the data from its beginning with --set data.restart=true"
 
 
-def classic_position(source: str, noted: Any, batch: int) -> Position:
-    """The position behind the last batch of `batch` records (all microbatches of a step) that the original took.
+def classic_position(source: str, stored: Any, batch: int) -> Position:
+    """The position after the last batch that the original took.
 
-    Where that batch was the last of its file the position is the beginning of the next file; the original itself
-    lost that file's first batch when it was started again there.
+    If that batch was the last of its file, the position is the beginning of the next file. (The original skips the first
+    batch of that file when it resumes.)
 
     Args:
-        source: the training set; its index must list the files as it did.
-        noted: `train_loader` of meta.json: {"used": [file, ...], "file_idx": number}.
+        source: the training set; its index must list the same files in the same order.
+        stored: `train_loader` of meta.json: {"used": [file, ...], "file_idx": number}.
+        batch: records of one step, all microbatches together.
 
     Raises:
-        UserError: `noted` is something else, or the files are not those that it was taken from.
+        UserError: `stored` has another form, or the training set has other files.
     """
-    used, number = _checked(noted)
+    used, number = _checked(stored)
     path = find_source(source)
     listed = () if is_text(path) else record_files(path)
     names = [os.path.basename(name) for name in used]
     if len(used) >= len(listed) or names != [os.path.basename(file) for file in listed[: len(used)]]:
         raise UserError(
-            f"the run had read {names[:3] or 'no file'} of its training set to the end, which is not how {path} begins: "
-            f"bring back the index as it was, {_INSTEAD}"
+            f"the run had read {names[:3] or 'no file'} of its training set to the end, but {path} does not begin with "
+            f"these files: restore the former index, {_INSTEAD}"
         )
     place = len(used)
     with RecordReader(listed[place]) as reader:
@@ -46,7 +47,7 @@ def classic_position(source: str, noted: Any, batch: int) -> Position:
         if reader.number < wanted:
             raise UserError(
                 f"the run had taken {number + 1} batches of {batch} sequences from {listed[place]}, which holds only "
-                f"{reader.number}: bring back that file and the batch size, {_INSTEAD}"
+                f"{reader.number}: restore the former file and batch size, {_INSTEAD}"
             )
         return {
             "version": 1,
@@ -60,12 +61,12 @@ def classic_position(source: str, noted: Any, batch: int) -> Position:
         }
 
 
-def _checked(noted: Any) -> tuple[list[str], int]:
-    used, number = (noted.get("used"), noted.get("file_idx")) if isinstance(noted, dict) else (None, None)
+def _checked(stored: Any) -> tuple[list[str], int]:
+    used, number = (stored.get("used"), stored.get("file_idx")) if isinstance(stored, dict) else (None, None)
     names: list[Any] = used if isinstance(used, list) else [None]
     if all(isinstance(name, str) for name in names) and type(number) is int and number >= 0:
         return names, number
     raise UserError(
-        f"meta.json: train_loader is {str(noted)[:100]}; expected used (files) and file_idx (a number): mend it, "
+        f"meta.json: train_loader is {str(stored)[:100]}; expected used (files) and file_idx (a number): correct it, "
         f"{_INSTEAD}"
     )

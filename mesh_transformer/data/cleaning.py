@@ -1,4 +1,4 @@
-"""Optional repairs of the text of a document."""
+"""Optional repairs of a document's text: broken Unicode, WikiText spacing."""
 
 import re
 from collections.abc import Callable
@@ -6,11 +6,13 @@ from collections.abc import Callable
 _WIKITEXT = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r" @([-,.])@ ", r"\1"),  # separators inside numbers and compounds
+        # separators inside numbers and compounds
+        (r" @([-,.])@ ", r"\1"),
         (r"(?m)^ ?((?:= )+)(.+?)((?: =)+) ?$", lambda m: _heading(m[1], m[2], m[3])),
         (r"(?<=[^\s]) ('(?:s|d|m|ll|re|ve)\b)", r"\1"),
         (r" (n't)\b", r"\1"),
-        (r"(?<=s) ' (?=[^\W\d_])", r"' "),  # the plural's possessive
+        # the possessive of a plural
+        (r"(?<=s) ' (?=[^\W\d_])", r"' "),
         (r'" ([^"\n]*?) "', r'"\1"'),
         (r"(?<=\s)' ([^'\n]+?) '(?=[\s,.;:!?]|$)", r"'\1'"),
         (r"([(\[{]) ", r"\1"),
@@ -35,7 +37,7 @@ def detokenize_wikitext(text: str) -> str:
 
 
 def make_cleaner(ftfy: bool, wikitext: bool) -> Callable[[str], str]:
-    """The repairs asked for, as one function of a text."""
+    """A function that applies the chosen repairs to a text."""
     steps: list[Callable[[str], str]] = []
     if ftfy:
         from ftfy import fix_text

@@ -1,4 +1,4 @@
-"""Documents out of text, JSON-lines and tar files, compressed or not, a bounded piece at a time."""
+"""Reads documents from text, JSON-lines and tar files, compressed or not, in pieces of bounded size."""
 
 import io
 import json
@@ -16,22 +16,24 @@ from mesh_transformer.files import is_remote, open_binary
 _log = logging.getLogger(__name__)
 
 PIECE_CHARS = 1 << 17
-MAX_LINE_BYTES = 64 << 20  # of JSON lines: a text of some ten thousand pages
-# of a line, outside of its strings: lists and objects take 31 times that in memory
+# of a JSON line: a text of some ten thousand pages
+MAX_LINE_BYTES = 64 << 20
+# of a JSON line, outside its strings: lists and objects take 31 times their bytes in memory
 MAX_OUTSIDE_BYTES = 4 << 20
-_NAMED = 3  # of files that are left out
+# skipped files that a warning names
+_NAMED = 3
 _HARD_CUT_CHARS = 8 * PIECE_CHARS
 _KINDS = (".txt", ".jsonl", ".tar")
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".xz": "xz", ".zst": "zst"}
-_ACCEPTED = ".txt, .jsonl, .tar, each also with .gz, .xz or .zst behind it, .tgz, or a plain .xz"
-# Behind a letter or digit, white space begins something new in every byte-level tokenizer.
+_ACCEPTED = ".txt, .jsonl, .tar, each also with .gz, .xz or .zst appended, .tgz, or a plain .xz"
+# After a letter or digit, white space starts a new token in every byte-level tokenizer.
 _NEW_LINE = re.compile(r"(?<=[^\W_])\n")
 _NEW_WORD = re.compile(r"(?<=[^\W_])[ \n]")
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 class Piece(NamedTuple):
-    """A part of a document; `ends` in its last. `null`: it stands for a line whose text is null."""
+    """A part of a document. `ends`: it is the last part. `null`: the JSON line has null for its text."""
 
     text: str
     ends: bool
@@ -39,16 +41,16 @@ class Piece(NamedTuple):
 
 
 def input_files(path: str) -> list[str]:
-    """The input files behind `path`: itself, or those in the folder and the folders in it, sorted, none that is hidden.
+    """The input files of `path`, sorted: the file itself, or all files under the folder that are not hidden.
 
-    A warning names files in the folder that are of other kinds.
+    A warning names the files in the folder that have other suffixes.
 
     Raises:
-        UserError: there is none, or a file is of a kind that is not read.
+        UserError: there is no input file, or the file has another suffix.
     """
     if is_remote(path) or os.path.isfile(path):
         if _kind(path)[0] is None:
-            raise UserError(f"{path}: not a kind of file that is read; these are: {_ACCEPTED}")
+            raise UserError(f"{path}: unknown file suffix; allowed: {_ACCEPTED}")
         return [path]
     if not os.path.isdir(path):
         raise UserError(f"no such file or folder: {path}")
@@ -56,24 +58,24 @@ def input_files(path: str) -> list[str]:
     found = sorted(os.path.join(folder, name) for folder, name in named if not name.startswith("."))
     files = [file for file in found if _kind(file)[0] is not None]
     if not files:
-        raise UserError(f"{path}: no input file in this folder; these are read: {_ACCEPTED}")
-    unread = [os.path.relpath(file, path) for file in found if _kind(file)[0] is None]
-    _tell_unread(path, unread[:_NAMED], len(unread))
+        raise UserError(f"{path}: no input file in this folder; allowed: {_ACCEPTED}")
+    skipped = [os.path.relpath(file, path) for file in found if _kind(file)[0] is None]
+    _warn_skipped(path, skipped[:_NAMED], len(skipped))
     return files
 
 
 def file_pieces(path: str, separator: str | None) -> Iterator[Piece]:
-    """The documents of one file; `separator` in a text ends a document.
+    """The documents of one file, in pieces. A `separator` in a text ends a document.
 
     Raises:
-        UserError: the file is missing, damaged, no UTF-8, or a line is no JSON; names the file and the line.
+        UserError: the file is missing, damaged or not UTF-8, or a line is not JSON; names the file and the line.
     """
     with open_binary(path) as file:
         yield from _pieces_of(file, path, os.path.basename(path), separator)
 
 
 def _kind(name: str) -> tuple[str | None, Compression | None]:
-    """(.txt | .jsonl | .tar | '' for a compressed file that must be looked into | None, compression)."""
+    """(.txt | .jsonl | .tar | '' where only the decompressed content decides | None, compression)."""
     name = name.lower()
     if name.endswith(".tgz"):
         return ".tar", "gzip"
@@ -102,7 +104,7 @@ def _pieces_of(file: IO[bytes], place: str, name: str, separator: str | None) ->
 
 
 def _tar_pieces(file: IO[bytes], place: str, separator: str | None) -> Iterator[Piece]:
-    unread, first = 0, list[str]()
+    skipped, first = 0, list[str]()
     with damage_explained(place):
         for name, data in tar_members(file, place):
             if os.path.basename(name).startswith("."):
@@ -110,16 +112,16 @@ def _tar_pieces(file: IO[bytes], place: str, separator: str | None) -> Iterator[
             if _kind(name)[0] in (".txt", ".jsonl"):
                 yield from _pieces_of(data, f"{place}: {name}", name, separator)
             else:
-                unread += 1
-                first += [name] if unread <= _NAMED else []
-    _tell_unread(place, first, unread)
+                skipped += 1
+                first += [name] if skipped <= _NAMED else []
+    _warn_skipped(place, first, skipped)
 
 
-def _tell_unread(place: str, first: list[str], count: int) -> None:
-    """Warn of files of kinds that are not read: how many, and the names of the first."""
+def _warn_skipped(place: str, first: list[str], count: int) -> None:
+    """Warn of skipped files: how many, and the names of the first."""
     if count:
         some = ", ".join(name[:100] for name in first) + (", ..." if count > _NAMED else "")
-        _log.warning("%s: files left out: %d (%s); these are read: %s", place, count, some, _ACCEPTED)
+        _log.warning("%s: skipped %d files (%s); allowed: %s", place, count, some, _ACCEPTED)
 
 
 def _text_blocks(file: IO[bytes], place: str) -> Iterator[str]:
@@ -144,18 +146,18 @@ def _json_texts(file: IO[bytes], place: str) -> Iterator[str | None]:
         number += 1
         if len(line) > MAX_LINE_BYTES:
             raise UserError(
-                f"{place}, line {number}: longer than {MAX_LINE_BYTES} bytes: cut it into documents"
+                f"{place}, line {number}: longer than {MAX_LINE_BYTES} bytes: split it into documents"
             )
         if _has_too_much_outside(line):
             raise UserError(
-                f"{place}, line {number}: more than {MAX_OUTSIDE_BYTES} bytes outside of strings: leave out what is not text"
+                f"{place}, line {number}: more than {MAX_OUTSIDE_BYTES} bytes outside strings: remove fields other than text"
             )
         if line.strip():
             yield _json_text(line, f"{place}, line {number}")
 
 
 def _has_too_much_outside(line: bytes) -> bool:
-    """Whether a line of JSON has more numbers, names and brackets than the notes beside a text; a string counts as a byte."""
+    """Whether a JSON line has more than MAX_OUTSIDE_BYTES outside its strings. A string counts as one byte."""
     if len(line) <= MAX_OUTSIDE_BYTES:
         return False
     outside = end = 0
@@ -168,9 +170,9 @@ def _has_too_much_outside(line: bytes) -> bool:
 
 
 def _json_text(line: bytes, place: str) -> str | None:
-    """The text of a line, the paragraphs of a list joined as the original's reader did; None: the line says null."""
+    """The text of a line; None if it is null. A list of paragraphs is joined by empty lines, as the original does."""
     try:
-        # of bytes it would take UTF-16 too, which is not bounded above
+        # json.loads accepts bytes in UTF-16 too, where `_has_too_much_outside` finds no strings
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: not JSON ({error})") from error
@@ -188,7 +190,7 @@ def _json_text(line: bytes, place: str) -> str | None:
 
 
 def cut(blocks: Iterable[str], separator: str | None) -> Iterator[Piece]:
-    """The pieces of one text that arrives in blocks; a long document is cut where tokens cannot span the cut."""
+    """The pieces of one text that arrives in blocks. A long document is cut at places that no token spans."""
     rest = ""
     for block in blocks:
         rest += block
@@ -200,7 +202,7 @@ def cut(blocks: Iterable[str], separator: str | None) -> Iterator[Piece]:
 
 
 def _shorten(document: str) -> Generator[Piece, None, str]:
-    """Pieces from the beginning of a document that is long; returns the rest of it."""
+    """Yields pieces from the beginning of a long document; returns the rest."""
     while (at := _cut_place(document)) is not None:
         yield Piece(document[:at], False)
         document = document[at:]

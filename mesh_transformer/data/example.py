@@ -1,6 +1,6 @@
-"""The one message a record holds: a `tf.train.Example` whose int64 feature `text` is a list of tokens.
+"""The message in a record: a `tf.train.Example` whose int64 feature `text` is a list of tokens.
 
-Written byte for byte as TensorFlow does; read with packed or unpacked numbers, other features passed over.
+The bytes equal those that TensorFlow writes. The reader accepts packed and unpacked numbers and ignores other features.
 """
 
 import numpy as np
@@ -10,8 +10,9 @@ from google.protobuf.message import DecodeError
 from mesh_transformer.errors import UserError
 
 _MAX_TOKEN = 2**31 - 1
-_OTHER_LISTS = {"bytes_list": "bytes", "float_list": "floats"}  # the kinds of a Feature beside int64
-# TensorFlow's own, in a package of ours: a process may hold both
+# the other types of a Feature
+_OTHER_LISTS = {"bytes_list": "bytes", "float_list": "floats"}
+# TensorFlow's schema under another package name, so that one process can load both
 _SCHEMA = """
     name: "mesh_transformer/example.proto" package: "mesh_transformer" syntax: "proto3"
     message_type { name: "Example" field { name: "features" number: 1 type_name: "Features" } }
@@ -39,7 +40,7 @@ _Example = message_factory.GetMessageClass(_pool.FindMessageTypeByName("mesh_tra
 
 
 def encode_example(tokens: np.ndarray) -> bytes:
-    """The serialised Example of `tokens`, integers (n,) that are not negative."""
+    """The serialised Example of `tokens`, non-negative integers (n,)."""
     example = _Example()
     example.features.feature["text"].int64_list.value.extend(tokens.tolist())
     return example.SerializeToString()
@@ -49,7 +50,7 @@ def decode_example(data: bytes) -> np.ndarray:
     """The tokens of a serialised Example, int32 (n,).
 
     Raises:
-        UserError: not an Example, no feature `text`, one of bytes or floats, or a number that is no token.
+        UserError: `data` is no Example, or its `text` is missing, of bytes or floats, or outside 0..2**31 - 1.
     """
     try:
         features = _Example.FromString(data).features.feature
@@ -68,5 +69,5 @@ def decode_example(data: bytes) -> np.ndarray:
     values = np.array(feature.int64_list.value, np.int64)
     for number in (values.min(initial=0), values.max(initial=0)):
         if not 0 <= number <= _MAX_TOKEN:
-            raise UserError(f"the record holds a number that is no token: {number}")
+            raise UserError(f"the record holds {number}, which is no token: allowed are 0..{_MAX_TOKEN}")
     return values.astype(np.int32)

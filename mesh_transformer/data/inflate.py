@@ -1,7 +1,7 @@
-"""Compressed files as plain byte streams: gzip, zlib, xz and Zstandard, several members in a row included.
+"""Decompresses gzip, zlib, xz and Zstandard files, also with several members in a row, as byte streams.
 
-The streams notice a file that ends early, which some of the libraries behind them pass over in silence, and
-expand a little at a time, so that a small file which expands without end cannot fill the memory.
+A file that ends early is an error here; zstandard's own reader ends without one. Memory and the total output are
+bounded, so that a small hostile file fills neither memory nor disk; `lzma.LZMAFile` has no memory limit.
 """
 
 import io
@@ -17,10 +17,11 @@ from mesh_transformer.errors import UserError
 Compression = Literal["gzip", "zlib", "xz", "zst"]
 
 _BUFFER_BYTES = 1 << 16
-_STEP_BYTES = 1 << 10  # not every decompressor takes an output limit: few bytes in bound the bytes out
+# input of one step: not every decompressor takes an output limit, so that little input bounds the output
+_STEP_BYTES = 1 << 10
 _XZ_MEMORY_BYTES = 1 << 28
 _FREE_BYTES = 1 << 30
-# and beyond: so many times the compressed bytes, which deflate cannot reach nor any text
+# ratio of output to input beyond _FREE_BYTES: deflate cannot reach it, and no text does
 _MAX_INFLATION = 1100
 _MAGIC: tuple[tuple[bytes, Compression], ...] = (
     (b"\x1f\x8b\x08", "gzip"),
@@ -30,7 +31,7 @@ _MAGIC: tuple[tuple[bytes, Compression], ...] = (
 
 
 def detect(head: bytes) -> Compression | None:
-    """What the first bytes of a file say: a compression, or None for anything else."""
+    """The compression that the first bytes of a file show, or None."""
     for magic, kind in _MAGIC:
         if head.startswith(magic):
             return kind
@@ -71,8 +72,8 @@ class Inflated(io.RawIOBase):
             self._bytes_out += len(self._output)
         if self._bytes_out > max(_FREE_BYTES, _MAX_INFLATION * self._bytes_in):
             raise UserError(
-                f"{self._path}: {self._bytes_in} bytes expand to {self._bytes_out} and more, which those of no text or record "
-                "file do: it is damaged, or meant to fill the disk"
+                f"{self._path}: {self._bytes_in} bytes expand to {self._bytes_out} and more, which no text or record "
+                "file does: it is damaged or hostile"
             )
         n = min(len(view), len(self._output))
         view[:n] = self._output[:n]
@@ -80,7 +81,7 @@ class Inflated(io.RawIOBase):
         return n
 
     def _step(self) -> bytes:
-        """Some decompressed bytes, perhaps none; sets `_at_end` behind the last member."""
+        """The next decompressed bytes, perhaps none. Sets `_at_end` after the last member."""
         data = b""
         if self._decoder is not None and self._decoder.eof:
             data, self._decoder = self._decoder.unused_data, None
@@ -91,7 +92,8 @@ class Inflated(io.RawIOBase):
                 raise EOFError("the file ends early (cut short while copying?)")
             self._at_end = not data
         if self._decoder is None:
-            data = data.lstrip(b"\0")  # padding between members
+            # zeros pad the space between members
+            data = data.lstrip(b"\0")
             self._decoder = _DECODERS[self._kind]() if data else None
         return self._decoder.decompress(data) if data else b""
 

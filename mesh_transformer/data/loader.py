@@ -1,7 +1,7 @@
 """Batches of token sequences for training and validation, read ahead by a Grain thread.
 
-Every host walks the whole stream and decodes its own rows; what is stored to resume is the stream's position
-(`stream.py`). Importing this module imports Grain, and with it JAX.
+Every host reads the whole stream and decodes only its own rows. The state of a loader is the position of the stream
+(`stream.py`). Importing this module imports Grain and JAX.
 """
 
 import logging
@@ -23,16 +23,16 @@ _log = logging.getLogger(__name__)
 
 
 class Loader(Iterator[np.ndarray], Protocol):
-    """Batches without end, from a position that can be stored."""
+    """An endless iterator of batches whose position can be stored."""
 
     def get_state(self) -> dict[str, Any]:
-        """The position behind the last batch given out: JSON values, the same on every host."""
+        """The position after the last batch: JSON values, the same on every host."""
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue behind the batch after which `state` was taken.
+        """Continue after the batch at which `get_state` returned `state`.
 
         Raises:
-            UserError: the state does not belong to this data set or this order.
+            UserError: the state is of another data set or another order.
         """
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class Loader(Iterator[np.ndarray], Protocol):
 
 @dataclass(frozen=True)
 class Batching:
-    """The shape of what is given out: (accumulation, rows of this host, seq + 1)."""
+    """The shape of a step's batch: (accumulation, rows of this host, seq + 1)."""
 
     seq: int
     accumulation: int
@@ -55,7 +55,7 @@ class Batching:
 
     @property
     def records(self) -> int:
-        """Records of one step over all hosts."""
+        """Records of one step on all hosts."""
         return self.accumulation * self.batch
 
 
@@ -74,23 +74,23 @@ def make_train_loader(
     tokenizer: str | None = None,
     prefetch: int = 2,
 ) -> Loader:
-    """Training batches without end: int32 arrays (accumulation, rows, seq + 1).
+    """An endless iterator of training batches: int32 arrays (accumulation, rows, seq + 1).
 
     Args:
         source: an index file, a .tfrecords file or a .txt file; a path, gs:// or a name under data/.
         seq: tokens of a sequence; records hold one more.
-        batch: sequences of one microbatch over all hosts.
-        rows: those of 0..batch - 1 that this host takes, ascending.
+        batch: sequences of one microbatch on all hosts.
+        rows: the rows of 0..batch - 1 that this host takes, ascending.
         accumulation: microbatches of a step.
         shuffle: permute files and records by `seed` within `shuffle_window`; batches then span files.
-        batch_across_files: without shuffling, carry what does not fill a batch into the next file and epoch.
-        n_vocab: tokens must be below it; not checked if absent.
+        batch_across_files: without shuffling, fill a batch from the next file or epoch where a file ends.
+        n_vocab: upper bound of tokens; None: not checked.
         tokenizer: for .txt sources, see `load_tokenizer`.
         prefetch: steps read ahead.
 
     Raises:
-        UserError: a file is missing, or its first record does not hold seq + 1 tokens. Later, from `next`: a
-            damaged record, or a whole pass that fills no batch.
+        UserError: a file is missing, or its first record does not hold seq + 1 tokens. `next` raises it for
+            a damaged record, and if a whole pass fills no batch.
     """
     shape = Batching(seq, accumulation, batch, tuple(rows), n_vocab)
     files = _files(source, shape, tokenizer)
@@ -115,8 +115,8 @@ def make_val_loader(
 ) -> Iterable[np.ndarray]:
     """Validation batches, int32 arrays (rows, seq + 1); each iteration starts with the first record.
 
-    What does not fill a batch at the end of a file is dropped. With `repeat` an iteration never ends, without it
-    it ends with the last file. Arguments and errors as in `make_train_loader`.
+    The records that fill no batch at the end of a file are dropped. Without `repeat` an iteration ends with the last
+    file, otherwise never. Arguments and errors as in `make_train_loader`.
     """
     shape = Batching(seq, 1, batch, tuple(rows), n_vocab)
     files = _files(source, shape, tokenizer)
@@ -129,7 +129,7 @@ def make_val_loader(
 
 
 def _files(source: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]:
-    """The record files of `source`, the first record checked."""
+    """The record files of `source`. Checks their first record."""
     path = find_source(source)
     files = (cached_records(path, shape.seq, tokenizer),) if is_text(path) else record_files(path)
     for file in files:
@@ -147,7 +147,8 @@ class _BatchIterator(grain.DatasetIterator):
         self._stream, self._shape, self._n_files = stream, shape, n_files
         self._source, self._repeat = source, repeat
         self._first_epoch = stream.epoch
-        self._dropped: list[int] = []  # records left over at the end of each file since the last batch
+        # records left over at the end of each file since the last batch
+        self._dropped: list[int] = []
         self._drop_logged, self._yielded_a_batch = False, False
 
     def __next__(self) -> np.ndarray:
@@ -182,7 +183,7 @@ class _BatchIterator(grain.DatasetIterator):
         self._stream.close()
 
     def _drop(self, records: int) -> None:
-        """A file has ended with `records` that fill no step."""
+        """Note that a file ended with `records` that fill no step."""
         self._dropped.append(records)
         at_end = not self._repeat and self._stream.epoch > self._first_epoch
         if len(self._dropped) > self._n_files or (at_end and not self._yielded_a_batch):
@@ -190,7 +191,7 @@ class _BatchIterator(grain.DatasetIterator):
         if records and not self._drop_logged:
             self._drop_logged = True
             _log.info(
-                "%s: the last %d records of a file fill no step of %d and are dropped, and so in later files",
+                "%s: dropped the last %d records of a file, because a step takes %d; later files are cut likewise",
                 *(self._source, records, self._shape.records),
             )
         if at_end:

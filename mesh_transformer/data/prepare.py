@@ -1,6 +1,6 @@
-"""Text to record files: documents are tokenised, shuffled, joined and cut into sequences of equal length.
+"""Makes record files from text: tokenises documents, shuffles and joins them, and cuts sequences of equal length.
 
-The tokens wait in a temporary file, so memory holds a few numbers a document and a sequence, whatever the size of the text.
+The tokens lie in a temporary file. Memory holds a few numbers for each document and sequence.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
 from mesh_transformer.data.cleaning import make_cleaner
 from mesh_transformer.data.corpus import Piece, file_pieces
@@ -23,14 +22,15 @@ from mesh_transformer.data.records import write_records
 from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import check_credentials, is_remote, join, open_binary, upload
+from mesh_transformer.logs import Progress
 
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _BATCH_CHARS = 1 << 18
 _BUFFER_BYTES = 1 << 20
-_LINE_EVERY = 10_000
-_CACHE_FORMAT = "1"  # change it when the same text comes to give other records
+# change it when the same text gives other records
+_CACHE_FORMAT = "1"
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Options:
     """How text becomes sequences.
 
     Args:
-        seq: tokens the model sees; a record holds one more.
-        seed: of all shuffling.
-        preserve_data_order: shuffle neither documents nor sequences.
-        min_unique_tokens: sequences with fewer distinct tokens are dropped; 0 keeps all.
-        n_repack_epochs: passes over the documents, each cut at other places.
-        treat_eot_as_text: `<|endoftext|>` in a text is ordinary characters; otherwise it ends a document.
+        seq: tokens of a sequence; a record holds one more.
+        seed: seed of all shuffling.
+        preserve_data_order: do not shuffle documents and sequences.
+        min_unique_tokens: drop sequences with fewer distinct tokens.
+        n_repack_epochs: passes over the documents; each pass cuts them at other places.
+        treat_eot_as_text: tokenise `<|endoftext|>` as ordinary characters; otherwise it ends a document.
         normalize_with_ftfy: repair broken Unicode, NFKC.
         normalize_with_wikitext_detokenize: undo the spacing of the WikiText corpora.
     """
@@ -67,7 +67,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Written:
-    """What `prepare` wrote; `null_lines` had no text and were skipped."""
+    """What `prepare` wrote. `null_lines`: skipped JSON lines with null for their text."""
 
     path: str
     sequences: int
@@ -78,14 +78,14 @@ class Written:
 
 
 def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, options: Options) -> Written:
-    """Write `{name}_{sequences}.tfrecords` into `output_dir` from what `input_files` found.
+    """Write `{name}_{sequences}.tfrecords` into `output_dir` from `files` (see `input_files`).
 
     Raises:
-        UserError: bad input, or less text than one sequence; nothing is left behind then.
+        UserError: bad input, or less text than one sequence. Nothing is left behind.
     """
     if not name or os.path.basename(name) != name:
         raise UserError(
-            f"the output's name {name!r} is no plain file name: choose its folder with --output-dir"
+            f"the output's name {name!r} is not a plain file name: choose the folder with --output-dir"
         )
     remote = is_remote(output_dir)
     if remote:
@@ -100,12 +100,12 @@ def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, 
 
 
 def cached_records(path: str, seq: int, tokenizer: str | None) -> str:
-    """The record file of a text file, kept in the user's cache folder: sequences of seq + 1 tokens, in the order of the text.
+    """The record file of a text file, from the user's cache folder: sequences of seq + 1 tokens in the text's order.
 
-    Several processes may ask at once: each writes under a name of its own, the last to finish stays.
+    Several processes may call it at once. Each writes under its own name; the last one to finish replaces the others.
 
     Raises:
-        UserError: the text is no UTF-8 or shorter than one sequence, or there is no such tokenizer.
+        UserError: the text is not UTF-8 or shorter than one sequence, or there is no such tokenizer.
     """
     tokens = load_tokenizer(tokenizer)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -138,7 +138,7 @@ def write_corpus(files: list[str], path: str, tokenizer: Tokenizer, options: Opt
                 f"{store.n_tokens} tokens do not fill one sequence of {length}: add text or choose a shorter --seq"
             )
         total = store.n_tokens * options.n_repack_epochs // length
-        count = write_records(path, _track(sequences(store, options), "sequences", total))
+        count = write_records(path, _tracked(sequences(store, options), "sequences", total))
         if not count:
             raise UserError(
                 f"none of {total} sequences has {options.min_unique_tokens} distinct tokens: lower --min-unique-tokens"
@@ -147,7 +147,7 @@ def write_corpus(files: list[str], path: str, tokenizer: Tokenizer, options: Opt
 
 
 class TokenStore:
-    """Documents one behind the other on disk; memory holds 8 bytes a document."""
+    """Documents one after the other on disk. Memory holds 8 bytes for each document."""
 
     def __init__(self, folder: str | None, n_vocab: int):
         self._file = tempfile.TemporaryFile(buffering=_BUFFER_BYTES, dir=folder)  # noqa: SIM115  (closed by __exit__)
@@ -162,12 +162,12 @@ class TokenStore:
         self._file.close()
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the document at hand."""
+        """Append tokens to the current document."""
         self._file.write(np.asarray(tokens, self._dtype).tobytes())
         self._n_tokens += len(tokens)
 
     def end_document(self, eot: int) -> None:
-        """Close the document at hand with `eot`; one without a token is passed over."""
+        """End the current document with `eot`. A document without tokens is skipped."""
         if self._n_tokens > self.n_tokens:
             self.add([eot])
             self._ends.append(self._n_tokens)
@@ -178,7 +178,7 @@ class TokenStore:
 
     @property
     def n_tokens(self) -> int:
-        """Of the documents that are closed."""
+        """Tokens of the ended documents."""
         return self._ends[-1] if self._ends else 0
 
     def ends(self) -> np.ndarray:
@@ -186,7 +186,7 @@ class TokenStore:
         return np.array(self._ends, np.int64)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start..stop of the documents as they were added, int32."""
+        """Tokens start..stop in the order of `add`, int32."""
         self._file.flush()
         size = self._dtype.itemsize
         data = os.pread(self._file.fileno(), (stop - start) * size, start * size)
@@ -194,7 +194,7 @@ class TokenStore:
 
 
 class Packing:
-    """All documents of a store in one order, as a single stream behind `carried` tokens, int32."""
+    """The `carried` tokens, then all documents of a store in the given order, as one stream of int32."""
 
     def __init__(self, store: TokenStore, order: np.ndarray | None, carried: np.ndarray):
         self._store, self._carried = store, carried
@@ -223,7 +223,7 @@ class Packing:
 
 
 def sequences(store: TokenStore, options: Options) -> Iterator[np.ndarray]:
-    """The full sequences of all passes, int32 (seq + 1,); the tail of a pass goes in front of the next."""
+    """The full sequences of all passes, int32 (seq + 1,). The rest of a pass starts the next pass."""
     rng = np.random.default_rng(options.seed)
     length = options.seq + 1
     carried = np.empty(0, np.int32)
@@ -243,7 +243,7 @@ def sequences(store: TokenStore, options: Options) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def scratch_file(folder: str) -> Iterator[str]:
-    """A name in `folder` that nobody else uses; what is left under it is deleted in the end."""
+    """A unique path in `folder`. A file that is still there at the end is deleted."""
     path = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")
     try:
         yield path
@@ -253,11 +253,11 @@ def scratch_file(folder: str) -> Iterator[str]:
 
 
 def _tokenise(files: list[str], store: TokenStore, tokenizer: Tokenizer, options: Options) -> int:
-    """Put the documents into `store`; returns how many lines stood for none."""
+    """Add the documents to `store`. Returns the number of JSON lines with null for their text."""
     null_lines = 0
     clean = make_cleaner(options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize)
     separator = None if options.treat_eot_as_text else EOT_TEXT
-    for batch in _batches(_track(_all_pieces(files, separator), "pieces of text")):
+    for batch in _batches(_tracked(_all_pieces(files, separator), "pieces of text")):
         encoded = tokenizer.encode_literal([clean(piece.text) for piece in batch])
         for piece, tokens in zip(batch, encoded, strict=True):
             store.add(tokens)
@@ -286,10 +286,9 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _track(items: Iterable[_T], what: str, total: int | None = None) -> Iterator[_T]:
-    """Pass `items` through, with a bar on a terminal and a line every so often elsewhere."""
-    bar = tqdm(items, total=total, unit=f" {what}", disable=None)
-    for count, item in enumerate(bar, 1):
-        yield item
-        if bar.disable and count % _LINE_EVERY == 0:
-            _log.info("%d%s %s", count, f" of {total}" if total else "", what)
+def _tracked(items: Iterable[_T], what: str, total: int | None = None) -> Iterator[_T]:
+    """Pass `items` through and show how many have passed."""
+    with contextlib.closing(Progress(what, total, unit=what, leave=False)) as progress:
+        for count, item in enumerate(items, 1):
+            yield item
+            progress.update(count)

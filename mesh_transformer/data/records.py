@@ -1,7 +1,7 @@
 """TFRecord files: length (u64), checksum of the length, data, checksum of the data; little-endian, masked crc32c.
 
-A file may be compressed as a whole (gzip or zlib). That is seen from its content, not from its name: a file whose
-first twelve bytes are a valid record header is plain. Offsets count decompressed bytes.
+A whole file may be compressed (gzip or zlib). The content decides, not the name: a file whose first twelve bytes are a
+valid record header is plain. Offsets count decompressed bytes.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _SKIP_BYTES = 1 << 20
 
 
 class Record(NamedTuple):
-    """One record: its bytes and where they came from."""
+    """One record: its bytes, and its file, number and offset."""
 
     path: str
     number: int
@@ -46,9 +46,9 @@ class Record(NamedTuple):
 
 
 class RecordReader:
-    """Reads or passes over one record at a time; `number` and `offset` say which comes next.
+    """Reads or skips one record at a time. `number` and `offset` are those of the next record.
 
-    Going to an offset costs one seek in a plain file; a compressed one is read up to it.
+    A start at an offset costs one seek in a plain file; a compressed file is read up to the offset.
 
     Raises (from every method):
         UserError: the file is missing, cut short or damaged; names the file, the record and its offset.
@@ -74,7 +74,7 @@ class RecordReader:
     def read(self, keep: bool = True) -> Record | None:
         """The next record, its checksums verified; None at the end of the file.
 
-        Without `keep` the record is passed over: its data is neither verified nor returned (empty).
+        Without `keep` the record is skipped: its data is empty and not verified.
         """
         length = self._length()
         if length is None:
@@ -114,7 +114,8 @@ class RecordReader:
     def _read(self, n: int) -> bytes:
         try:
             return self._file.read(n)
-        except UserError as error:  # the decompressor's
+        except UserError as error:
+            # of the decompressor
             raise self._damaged(str(error).removeprefix(f"{self.path}: ")) from error
 
     def _skip(self, n: int) -> None:
@@ -127,7 +128,7 @@ class RecordReader:
     def _damaged(self, why: str) -> UserError:
         return UserError(
             f"{_place(self.path, self.number, self.offset)}: {why}; "
-            f"fetch or make the file again, or take it out of the index"
+            f"download or make the file again, or remove it from the index"
         )
 
 
@@ -139,7 +140,7 @@ def write_record(file: IO[bytes], tokens: np.ndarray) -> None:
 
 
 def write_records(path: str, sequences: Iterable[np.ndarray]) -> int:
-    """Write a plain record file (local or `gs://`); returns how many records it holds."""
+    """Write a plain record file (local or `gs://`). Returns the number of records."""
     count = 0
     with open_binary(path, "wb") as file:
         for tokens in sequences:
@@ -163,7 +164,7 @@ def _place(path: str, number: int, offset: int) -> str:
 
 
 def _open(path: str) -> tuple[IO[bytes], int | None]:
-    """The file decompressed, and its size in bytes if it is plain (and so can seek)."""
+    """The decompressed file, and its size in bytes if it is not compressed and can seek."""
     if not is_remote(path) and os.path.isdir(path):
         raise UserError(f"{path} is a folder, not a record file")
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""From the name of a data set to its record files."""
+"""Finds the record files of a data set by its name."""
 
 import os
 import re
@@ -13,10 +13,10 @@ _LOOKUPS_AT_ONCE = 16
 
 
 def find_source(source: str) -> str:
-    """The path behind `source`: as given, or under `data/`.
+    """The path of `source`: as given, or under `data/`.
 
     Raises:
-        UserError: neither exists; names both.
+        UserError: neither path exists; names both.
     """
     tried = [source]
     if not is_remote(source) and not os.path.isabs(source):
@@ -31,17 +31,17 @@ def find_source(source: str) -> str:
 
 
 def is_text(path: str) -> bool:
-    """Whether the name says plain text."""
+    """Whether the name is that of a text file."""
     return path.lower().endswith(".txt")
 
 
 def record_files(path: str) -> tuple[str, ...]:
     """The record files of an index file, or the record file itself.
 
-    A relative line is looked for in the current folder, in the index's own folder and in the folder above it.
+    A relative path is tried in the current folder, in the folder of the index and in the folder above it.
 
     Raises:
-        UserError: the index is empty, is no text, or names a file that does not exist.
+        UserError: the index is empty or not text, or names a file that does not exist.
     """
     if _RECORD_FILE.search(path):
         return (path,)

@@ -1,8 +1,8 @@
-"""The endless stream of records: the files in order or shuffled, with a position that can be stored.
+"""The endless stream of records, in the order of the files or shuffled, with a position that can be stored.
 
-A position is a small dict of plain numbers and strings. It counts records, never batches or hosts, so it is the
-same on every host and holds after the batch or the number of hosts changed. With it go the stamps of the files that it
-depends on: the one that is read, and under shuffle all those of the half that is drawn from.
+A position is a small dict of numbers and strings. It counts records, not batches or hosts: it is the same on every host
+and stays valid when the batch or the number of hosts changes. It includes stamps of the files that it depends on: the
+current file and, with shuffling, all files of the half of the window that is drawn from.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _STAMPED_BYTES = 64 << 10
 
 
 class Walk:
-    """Record after record, file after file, epoch after epoch; `seed` permutes the files of each epoch."""
+    """All records of all files, epoch after epoch. A `seed` permutes the files of each epoch."""
 
     order = "index"
 
@@ -38,14 +38,14 @@ class Walk:
 
     @property
     def epoch(self) -> int:
-        """Whole passes behind the next record."""
+        """Whole passes before the next record."""
         return self._epoch
 
     def read(self, keep: bool = True) -> Record | None:
-        """The next record; None where a file ends, behind which the next file follows.
+        """The next record; None at the end of a file. The next call reads the next file.
 
         Raises:
-            UserError: a file is damaged, or two passes met no record.
+            UserError: a file is damaged, or two passes found no record.
         """
         if self._reader is None:
             self._reader = self._open()
@@ -54,7 +54,7 @@ class Walk:
             self._empty_files_in_a_row = 0
             return record
         self._empty_files_in_a_row += 1
-        # shuffled, the other files may all lie behind a record in its epoch and before it in the next
+        # shuffled: all other files may come after a record in one epoch and before it in the next
         if self._empty_files_in_a_row >= 2 * len(self._files):
             raise UserError(f"there is no record in {_some(self._files)}: make the files again")
         self.close()
@@ -64,7 +64,7 @@ class Walk:
         return None
 
     def position(self) -> Position:
-        """Where the next record lies. `file` is its place in the epoch's order, `offset` in bytes; `files` are stamps."""
+        """The position of the next record. `file`: its file in the epoch's order; `offset`: bytes; `files`: stamps."""
         number, offset = (self._reader.number, self._reader.offset) if self._reader else (0, 0)
         return {
             "epoch": self._epoch,
@@ -77,29 +77,29 @@ class Walk:
         }
 
     def stamps(self) -> dict[str, str]:
-        """The stamp of the file that is open, by its place in the epoch's order; none where no record of it was read."""
+        """The stamp of the open file by its place in the epoch's order; empty if no file is open."""
         return {str(self._place): self._stamp} if self._reader else {}
 
     def go_to(self, position: Mapping[str, Any]) -> None:
         """Continue at a stored position.
 
         Raises:
-            UserError: the files are not those that the position was taken from.
+            UserError: the files have changed since the position was stored.
         """
         epoch, place = position["epoch"], position["file"]
-        # older positions have none
-        stamps = {int(at): noted for at, noted in position.get("files", {}).items()}
+        # positions of older versions have no stamps
+        stamps = {int(at): stamp for at, stamp in position.get("files", {}).items()}
         if (
             max([place, *stamps]) >= len(self._files)
             or os.path.basename(self._path(epoch, place)) != position["name"]
         ):
             raise UserError(
-                f"the stored data position is in {position['name']}, number {place + 1} of its data set, "
-                f"which does not fit {_some(self._files)}: bring back the former data set (same files, same order), "
+                f"the stored data position is in {position['name']}, file {place + 1} of its data set, "
+                f"which does not fit {_some(self._files)}: restore the former data set (same files, same order), "
                 f"or read the data from its beginning with --set data.restart=true"
             )
-        for at, noted in stamps.items():
-            _check_stamp(self._path(epoch, at), noted)
+        for at, stamp in stamps.items():
+            _check_stamp(self._path(epoch, at), stamp)
         self.close()
         self._epoch, self._place, self._empty_files_in_a_row = epoch, place, 0
         if position["offset"]:
@@ -123,15 +123,15 @@ class Walk:
 
 
 class Ordered(Walk):
-    """Records in the order of the files; batches end with a file unless `across_files`."""
+    """Records in the order of the files. Without `across_files` a batch ends with its file."""
 
     def __init__(self, files: Sequence[str], across_files: bool):
         super().__init__(files)
         self._across = across_files
 
     def draw(self, keep: bool) -> Record | None:
-        """The next record; None where a batch must not go on (a file has ended). Without `keep` its data may be
-        empty: another host takes it."""
+        """The next record; None where a file ends and a batch must end with it. Without `keep` its data may be empty,
+        because another host takes the record."""
         record = self.read(keep)
         while record is None and self._across:
             record = self.read(keep)
@@ -139,10 +139,10 @@ class Ordered(Walk):
 
 
 class Shuffled:
-    """Records shuffled within a window, files shuffled within an epoch; every epoch holds each record once.
+    """Records shuffled within a window, files shuffled within an epoch. Every epoch holds each record once.
 
-    The window has two halves: one is drawn from in random order while the other is filled, a record for a record.
-    A position is the place where the half that is drawn from began, and how many were taken of it.
+    The window has two halves. Records are drawn from one half in random order. Each draw reads one record into the
+    other half. A position is the start of the half that is drawn from, and the number of records drawn from it.
     """
 
     def __init__(self, files: Sequence[str], window: int, seed: int):
@@ -155,13 +155,14 @@ class Shuffled:
         return int(self._start["epoch"])
 
     def draw(self, keep: bool) -> Record | None:
-        """The next record; its data is there without `keep` too."""
+        """The next record. Its data is always there: `keep` has no effect."""
         if self._taken == len(self._current):
-            self._turn()
+            self._swap_halves()
         at = self._order[self._taken]
         record = self._current[at]
         assert record is not None
-        self._current[at] = None  # give the memory back
+        # frees its memory
+        self._current[at] = None
         self._taken += 1
         self._fill_one()
         return record
@@ -173,14 +174,14 @@ class Shuffled:
         self._walk.go_to(position)
         self._begin(self._walk.position())
         if position["taken"]:
-            self._turn()
+            self._swap_halves()
             self._taken = min(position["taken"], len(self._current))
 
     def close(self) -> None:
         self._walk.close()
 
     def _begin(self, start: Position, records: Sequence[Record] = ()) -> None:
-        """Draw from `records`, which begin at `start`; the other half begins where the walk is."""
+        """Draw from `records`, which begin at `start`. The other half begins at the walk's position."""
         self._start, self._taken = start, 0
         self._current: list[Record | None] = list(records)
         seed = [self._seed, start["epoch"], start["file"], start["record"], 2]
@@ -188,13 +189,13 @@ class Shuffled:
         self._next: list[Record] = []
         self._next_start, self._next_full = self._walk.position(), False
 
-    def _turn(self) -> None:
+    def _swap_halves(self) -> None:
         while not self._next_full:
             self._fill_one()
         self._begin(self._next_start, self._next)
 
     def _fill_one(self) -> None:
-        """Read one record into the half that is filled; it is full at its size or at the end of the epoch."""
+        """Read one record into the other half, which ends at its size or at the end of the epoch."""
         while not self._next_full:
             record = self._walk.read()
             if record is not None:
@@ -209,11 +210,11 @@ class Shuffled:
                     self._next_start = self._walk.position()
 
 
-Stream = Ordered | Shuffled  # what batches are made of
+Stream = Ordered | Shuffled
 
 
 def stored_position(stream: Stream) -> Position:
-    """Where the stream is, with what tells whether another stream can go there."""
+    """The position of the stream, with the version and the order that `resume` compares."""
     return {"version": 1, "order": stream.order, **stream.position()}
 
 
@@ -221,20 +222,20 @@ def resume(stream: Stream, position: Mapping[str, Any]) -> None:
     """Continue at a stored position.
 
     Raises:
-        UserError: it is none, or was taken from other files or in another order.
+        UserError: it has another form, or was stored for other files or another order.
     """
     whole = all(type(position.get(key)) is int and position[key] >= 0 for key in _NUMBERS)
     files = position.get("files", {})
     stamped = isinstance(files, dict) and all(
-        _PLACE.fullmatch(at) and isinstance(noted, str) for at, noted in files.items()
+        _PLACE.fullmatch(at) and isinstance(stamp, str) for at, stamp in files.items()
     )
     named = isinstance(position.get("name"), str)
     if position.get("version") != 1 or not (whole and named and stamped):
         raise UserError(f"the stored data position cannot be read: {dict(position)!r}"[:500])
     if position.get("order") != stream.order:
         raise UserError(
-            f"the stored data position was taken with the order '{position.get('order')}', this run asks for "
-            f"'{stream.order}': set data.shuffle, data.seed and data.shuffle_window as they were"
+            f"the stored data position has the order '{position.get('order')}', this run has the order "
+            f"'{stream.order}': set data.shuffle, data.seed and data.shuffle_window to their former values"
         )
     stream.go_to(position)
 
@@ -244,7 +245,7 @@ def _some(files: Sequence[str]) -> str:
 
 
 def _stamp(path: str) -> str:
-    """The size of a file (local or `gs://`) and a hash of its beginning: they tell it from another that has taken its name.
+    """The size of a file (local or `gs://`) and a hash of its beginning, which identify it beside its name.
 
     Raises:
         UserError: there is no such file.
@@ -253,14 +254,15 @@ def _stamp(path: str) -> str:
     return f"{size(path)} bytes, sha256 of the first 64 KiB {head[:16]}..."
 
 
-def _check_stamp(path: str, noted: str) -> None:
-    """
+def _check_stamp(path: str, stored: str) -> None:
+    """Compare the stamp of a file with the one stored in a data position.
+
     Raises:
-        UserError: the file is missing, or not the one whose stamp was noted with a data position.
+        UserError: the file is missing or has changed.
     """
     found = _stamp(path)
-    if found != noted:
+    if found != stored:
         raise UserError(
-            f"{path} has changed since the data position was stored (then: {noted}; now: {found}): bring back the "
+            f"{path} has changed since the data position was stored (then: {stored}; now: {found}): restore the "
             f"former file, or read the data from its beginning with --set data.restart=true"
         )

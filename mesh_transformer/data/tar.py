@@ -1,8 +1,8 @@
-"""Tar archives from strangers as a stream of their files.
+"""Reads the files of untrusted tar archives as a stream.
 
-tarfile believes what a header says: it reads names and attributes whole, one header within another, and skips as many
-bytes as a header claims, whether or not there are any. So what it may read for the headers of one member is bounded,
-and so are reads behind the end.
+tarfile trusts headers: it reads names and attributes whole, follows nested headers, and skips as many bytes as a
+header claims, also past the end. This module bounds the bytes that tarfile reads for the headers of one member, and
+raises when it reads past the end.
 """
 
 import contextlib
@@ -12,21 +12,22 @@ from typing import IO, Self, cast
 
 from mesh_transformer.errors import UserError
 
-# Of a member: its own header, and before it others with a path and a link of 4 KiB each.
+# of one member: its own header, and headers before it with a path and a link of 4 KiB each
 MAX_HEADER_BYTES = 16 << 10
-# the type stubs lack their names
+# the type stubs lack these names
 _DAMAGED_HEADERS: tuple[type[tarfile.TarError], ...] = (
     tarfile.InvalidHeaderError,  # type: ignore[attr-defined]
     tarfile.TruncatedHeaderError,  # type: ignore[attr-defined]
 )
-_STEP_BYTES = 20 * tarfile.BLOCKSIZE  # that tarfile reads at a time
+# what tarfile reads at a time
+_STEP_BYTES = 20 * tarfile.BLOCKSIZE
 
 
 def tar_members(file: IO[bytes], place: str) -> Iterator[tuple[str, IO[bytes]]]:
-    """Name and bytes of each file in an archive, in order; a file can be read until the next one is asked for.
+    """Name and content of each file in an archive, in order. A file can be read until the iterator advances.
 
     Args:
-        file: the archive, without compression; need not seek.
+        file: the decompressed archive; it need not be seekable.
         place: its name in messages.
 
     Raises:
@@ -38,10 +39,10 @@ def tar_members(file: IO[bytes], place: str) -> Iterator[tuple[str, IO[bytes]]]:
     archive = tarfile.open(  # noqa: SIM115  (it owns nothing)
         fileobj=stream, mode="r|", bufsize=_STEP_BYTES, tarinfo=_Header
     )
-    # members ask it, and it does not know
+    # members call it, and tarfile's stream has no such method
     archive.fileobj.seekable = lambda: False  # type: ignore[attr-defined]
     while (member := archive.next()) is not None:
-        # what tarfile keeps of the members behind it would grow with their number
+        # otherwise tarfile keeps all members it has read
         archive.members = []  # type: ignore[attr-defined]
         archive.pax_headers = {}
         bounded.allow(archive.offset - archive.fileobj.tell() + MAX_HEADER_BYTES)
@@ -54,17 +55,18 @@ def tar_members(file: IO[bytes], place: str) -> Iterator[tuple[str, IO[bytes]]]:
 
 @contextlib.contextmanager
 def damage_explained(place: str) -> Iterator[None]:
-    """What tarfile says of a damaged archive, in `tar_members` and where a member is read, as a UserError."""
+    """Turns the errors of a damaged archive, from `tar_members` or from reading a member, into a UserError."""
     try:
         yield
     except UserError:
         raise
-    except (tarfile.TarError, ValueError) as error:  # ValueError: of the numbers of a sparse file
+    except (tarfile.TarError, ValueError) as error:
+        # the numbers of a sparse file raise ValueError
         raise UserError(f"{place}: damaged tar archive: {error}") from error
 
 
 class _Header(tarfile.TarInfo):
-    """A header; tarfile takes a damaged one behind the first member for the end of the archive."""
+    """A header that raises if it is damaged. tarfile takes a damaged header after the first member for the end."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
@@ -75,14 +77,14 @@ class _Header(tarfile.TarInfo):
 
 
 class _Bounded:
-    """What tarfile reads from: no more than is allowed, and once behind the end."""
+    """The file that tarfile reads from. Raises beyond the allowed bytes, and at a second read past the end."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self._at_end = file, False
         self.allow(MAX_HEADER_BYTES)
 
     def allow(self, size: int) -> None:
-        """From here on `size` bytes may be read, in steps."""
+        """Allow `size` more bytes from here, rounded up to a step."""
         self._left = size + _STEP_BYTES
 
     def read(self, size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Text to tokens and back: GPT-2's and other Hugging Face tokenizers, or plain bytes."""
+"""Tokenizers: GPT-2's and others of Hugging Face, or plain bytes."""
 
 import contextlib
 import functools
@@ -15,8 +15,10 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary
 
 EOT_TEXT = "<|endoftext|>"
-UNKNOWN = "\ufffd"  # what stands in a text for bytes that are no character
-_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte, in vocabularies made of characters
+# replaces bytes that are not UTF-8
+UNKNOWN = "\ufffd"
+# a token of one byte, in vocabularies of characters
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -29,9 +31,9 @@ _FILES = (
 
 
 class Tokenizer(Protocol):
-    """What the rest of the program needs of a tokenizer.
+    """The interface of a tokenizer.
 
-    Ids are 0..n_vocab - 1, and `eot` ends a document. `fingerprint` is the same for tokenizers that give the same ids.
+    Ids are 0..n_vocab - 1. `eot` ends a document. Tokenizers that give the same ids have the same `fingerprint`.
     """
 
     n_vocab: int
@@ -39,18 +41,18 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; the names of special tokens in it become their ids."""
+        """The ids of `text`. Names of special tokens become their ids."""
 
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, names of special tokens taken as ordinary characters."""
+        """The ids of each text. Names of special tokens are ordinary characters."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens and ids outside the vocabulary."""
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to a text that it does not begin; perhaps a part of a character.
+        """The bytes that a token adds inside a text; perhaps a part of a character.
 
-        A special token has its name, an id outside the vocabulary nothing.
+        A special token gives its name, an id outside the vocabulary no bytes.
         """
 
 
@@ -77,7 +79,7 @@ class ByteTokenizer:
 
 
 class HubTokenizer:
-    """A fast Hugging Face tokenizer, without the start and end tokens some add by themselves."""
+    """A fast Hugging Face tokenizer. It adds no start and end tokens."""
 
     def __init__(self, tokenizer: Any, name: str):
         self._backend = tokenizer.backend_tokenizer
@@ -89,7 +91,7 @@ class HubTokenizer:
 
     def encode(self, text: str) -> list[int]:
         self._backend.encode_special_tokens = False
-        # not `encode`, which would keep all other threads waiting
+        # `encode` would hold the interpreter lock and block all other threads
         return self._backend.encode_batch_fast([_valid(text)], add_special_tokens=False)[0].ids
 
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
@@ -107,7 +109,8 @@ class HubTokenizer:
         first, both = (self._backend.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
         if UNKNOWN not in first:
             return both[len(first) :].encode()
-        name = self._backend.id_to_token(token)  # not a whole character: only its name tells
+        # not a whole character: the name has the bytes
+        name = self._backend.id_to_token(token)
         if _BYTE.fullmatch(name):
             return bytes([int(name[3:5], 16)])
         bytes_of = _byte_level()
@@ -120,7 +123,7 @@ def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
     Args:
         spec: `bytes`, a folder with tokenizer files, or a name on the Hugging Face hub; None: `folder` if it holds
             tokenizer files, else gpt2 from the hub.
-        folder: where a model keeps its tokenizer, perhaps.
+        folder: a model's folder, which may hold a tokenizer.
 
     Raises:
         UserError: there is no such tokenizer, or the hub cannot be reached.
@@ -162,7 +165,7 @@ def _has_tokenizer(folder: str) -> bool:
 
 
 def _copy(source: str, target: str, names: Iterable[str]) -> None:
-    """Copy those of the files that are there; both folders may be on gs://."""
+    """Copy the files that exist. Both folders may be on gs://."""
     for name in names:
         if exists(join(source, name)):
             with open_binary(join(source, name)) as file, open_binary(join(target, name), "wb") as copy:
@@ -184,12 +187,12 @@ def _download(name: str) -> str:
 
 
 def _from_folder(folder: str, name: str) -> HubTokenizer:
-    # that it finds no PyTorch is no news here
+    # silences its warning that PyTorch is missing
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 
     if not _has_tokenizer(folder):
-        raise UserError(f"{name}: no tokenizer files in it; {_WAY_OUT}")
+        raise UserError(f"{name}: no tokenizer files in this folder; {_WAY_OUT}")
     has = {file for file in _FILES if os.path.isfile(os.path.join(folder, file))}
     if has & {"tokenizer_config.json", "config.json"}:
         kind: Any = transformers.AutoTokenizer
@@ -198,20 +201,20 @@ def _from_folder(folder: str, name: str) -> HubTokenizer:
     else:
         kind = getattr(transformers, "GPT2TokenizerFast")  # noqa: B009  (an alias the stubs do not list)
     place = join(name, "tokenizer.json") if "tokenizer.json" in has else name
-    with _told_of(place):
+    with _errors_explained(place):
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False) or len(tokenizer) <= 1:
-        raise UserError(f"{name}: its tokenizer is empty or of a kind that is not supported; {_WAY_OUT}")
+        raise UserError(f"{name}: its tokenizer is empty or not supported; {_WAY_OUT}")
     found = HubTokenizer(tokenizer, name)
-    # some faults of a normalizer or a decoder show only when it works
-    with _told_of(place), contextlib.suppress(Exception):
+    # some faults of a normalizer or a decoder appear only in use
+    with _errors_explained(place), contextlib.suppress(Exception):
         found.decode(found.encode("a é"))
     return found
 
 
 @contextlib.contextmanager
-def _told_of(place: str) -> Iterator[None]:
-    """What the Rust library raises, as a UserError: plain Exceptions, and panics, which are none and cannot be imported."""
+def _errors_explained(place: str) -> Iterator[None]:
+    """Turns errors and panics of the Rust library into a UserError. The class of its panics cannot be imported."""
     try:
         yield
     except BaseException as error:
@@ -222,7 +225,7 @@ def _told_of(place: str) -> Iterator[None]:
 
 
 def _eot_id(backend: Any, tokenizer: Any, name: str) -> int:
-    """`<|endoftext|>` where the vocabulary has it, else the tokenizer's own end of a sequence."""
+    """The id of `<|endoftext|>`, or of the tokenizer's own end token if the vocabulary has none."""
     eot = backend.token_to_id(EOT_TEXT)
     eot = tokenizer.eos_token_id if eot is None else eot
     if eot is None:
@@ -241,7 +244,7 @@ def _byte_level() -> dict[str, int]:
 
 
 def _valid(text: str) -> str:
-    """`text` with lone surrogates, which no encoding can write, replaced."""
+    """`text` with lone surrogates replaced: UTF-8 cannot encode them."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -116,7 +116,7 @@ def test_a_damaged_header_does_not_end_an_archive_in_silence(tmp_path: Path, dam
 
 
 def test_json_lines_are_utf_8(tmp_path: Path) -> None:
-    """The bound counts bytes outside of strings, which it cannot find in UTF-16."""
+    """The bound counts bytes outside strings, which it cannot find in UTF-16."""
     (tmp_path / "a.jsonl").write_bytes('{"text": "alpha"}'.encode("utf-8-sig"))
     assert texts(tmp_path / "a.jsonl") == ["alpha"]
     (tmp_path / "a.jsonl").write_bytes('{"text": "alpha"}'.encode("utf-16-le"))
@@ -149,7 +149,7 @@ def test_lists_beside_a_text_fill_no_memory(tmp_path: Path) -> None:
     # the line itself, and not 31 times as much
     with (
         memory_below(5 * MAX_OUTSIDE_BYTES),
-        pytest.raises(UserError, match="line 2: more than 4194304 bytes outside"),
+        pytest.raises(UserError, match="line 2: more than 4194304 bytes outside strings"),
     ):
         texts(path)
 

@@ -28,10 +28,10 @@ def test_the_batches_that_would_have_followed(
 
 
 @pytest.mark.parametrize(
-    ("noted", "message"),
+    ("stored", "message"),
     [
         ({"used": ["other.tfrecords"], "file_idx": 0}, "had read .'other.tfrecords'. of its training set"),
-        ({"used": ["tiny_40.tfrecords", "tinyb_7.tfrecords"], "file_idx": 0}, "bring back the index"),
+        ({"used": ["tiny_40.tfrecords", "tinyb_7.tfrecords"], "file_idx": 0}, "restore the former index"),
         ({"used": [], "file_idx": 10}, "had taken 11 batches of 4 sequences .* holds only 40"),
         ({"used": [], "file_idx": -1}, "expected used"),
         ({"used": [], "file_idx": True}, "expected used"),
@@ -41,7 +41,7 @@ def test_the_batches_that_would_have_followed(
         ([1], "expected used"),
     ],
 )
-def test_a_position_that_does_not_fit(original: Path, noted: Any, message: str) -> None:
+def test_a_position_that_does_not_fit(original: Path, stored: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as wrong:
-        classic_position(str(original / "tfrecords/tiny.train.index"), noted, 4)
+        classic_position(str(original / "tfrecords/tiny.train.index"), stored, 4)
     assert "data.restart=true" in str(wrong.value)

@@ -16,6 +16,7 @@ import zstandard
 from support.loading import read_records
 
 import create_finetune_tfrecords
+from mesh_transformer import logs
 from mesh_transformer.data import corpus
 from mesh_transformer.data.cleaning import detokenize_wikitext, make_cleaner
 from mesh_transformer.data.corpus import cut, input_files
@@ -184,7 +185,7 @@ def test_files_of_other_kinds_are_named(tmp_path, caplog, archive):
         tokens_of(source, tmp_path, **IN_ORDER)
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(
-        f"{source}: files left out: 6 (0.pdf, 1.pdf, 2.pdf, ...); these are read: .txt, .jsonl, .tar"
+        f"{source}: skipped 6 files (0.pdf, 1.pdf, 2.pdf, ...); allowed: .txt, .jsonl, .tar"
     )
 
 
@@ -209,7 +210,7 @@ def test_a_folder_is_read_in_order(tmp_path):
         ("a.txt", b"tiny", "5 tokens do not fill one sequence of 8.*--seq"),
         ("a.txt", b"", "0 documents"),
         ("a.txt", b"fine\nbad \xff\xfe text", "a.txt: not UTF-8"),
-        ("a.pdf", b"%PDF", "not a kind of file"),
+        ("a.pdf", b"%PDF", "a.pdf: unknown file suffix; allowed"),
         ("a.jsonl", b'"fine line"\n{"text": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"body": "x"}\n', "line 1: neither"),
         ("a.jsonl", b'{"text": ["x", 1]}\n', "line 1: neither"),
@@ -337,6 +338,16 @@ def test_command_line(tmp_path, texts):
         "error: in.txt: 1 documents with 1301 tokens do not fill one sequence of 10000"
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", path.name]
+
+
+def test_progress_counts_pieces_and_sequences(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logs, "_LINE_EVERY_S", 0.0)
+    (tmp_path / "a.txt").write_text("abcdefg<|endoftext|>hijklmn")
+    with caplog.at_level(logging.INFO):
+        tokens_of(tmp_path / "a.txt", tmp_path, **IN_ORDER)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[:2] == ["pieces of text 1", "pieces of text 2"]
+    assert [line.partition("  eta")[0] for line in lines[2:]] == ["sequences 1/2", "sequences 2/2"]
 
 
 def test_every_option_reaches_the_work(tmp_path, monkeypatch, capsys):
