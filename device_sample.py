@@ -23,7 +23,7 @@ def main() -> int:
     arguments = parser.parse_args()
     from mesh_transformer.runtime.sampling import sampler
 
-    options = cli.fields(sampler.Options, arguments)
+    options = cli.fields(sampler.SampleOptions, arguments)
     return sampler.run(arguments.config_path, arguments.overrides, options)
 
 

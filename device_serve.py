@@ -46,7 +46,7 @@ def main(open_engine: Callable[..., Any] | None = None) -> int:
     arguments = parser.parse_args()
     from mesh_transformer.runtime.serving import start
 
-    options = cli.fields(start.Options, arguments)
+    options = cli.fields(start.ServeOptions, arguments)
     return start.run(arguments.config_path, arguments.overrides, options, open_engine)
 
 

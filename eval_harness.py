@@ -47,7 +47,7 @@ def main() -> int:
     place = Place.of(arguments)
     from mesh_transformer.runtime.evaluation import command
 
-    options = cli.fields(command.Options, arguments)
+    options = cli.fields(command.EvalOptions, arguments)
     if place.here:
         return command.run(arguments.config_path, arguments.overrides, options)
     from mesh_transformer.cluster.driver import commands

@@ -238,7 +238,7 @@ def reshard(
                 f"--shards-out 1, or leave --prompt out and try the result with device_sample.py --set mesh.tp=1"
             )
         tried = config_for(config_path, [*overrides, f"mesh.tp={shards}"], checkpoint)
-        job = sampler.Sampler(tried, sampler.Request(), checkpoint, [prompt])
+        job = sampler.Sampler(tried, sampler.SampleRequest(), checkpoint, [prompt])
     if output is not None:
         checkpoint = write_step(
             source, config.model, output, format=format, shards=shards, overwrite=overwrite

@@ -41,7 +41,7 @@ class TPUCluster:
         """Evaluate the newest checkpoint on tasks of lm-evaluation-harness.
 
         Args:
-            options: further fields of `runtime.evaluation.command.Options`.
+            options: further fields of `runtime.evaluation.command.EvalOptions`.
 
         Returns:
             The report that eval_harness.py writes.
@@ -55,7 +55,7 @@ class TPUCluster:
 
         Args:
             prompts: texts, or lists of token ids.
-            request: fields of `runtime.sampling.sampler.Request`, such as max_new_tokens.
+            request: fields of `runtime.sampling.sampler.SampleRequest`, such as max_new_tokens.
 
         Returns:
             For each prompt a list of samples, each with the fields of `runtime.sampling.sampler.Sample`.

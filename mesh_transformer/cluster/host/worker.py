@@ -194,11 +194,11 @@ def _train(
 
 
 def _evaluate(config: Config, arguments: dict[str, Any], observer: Observer, _: OpenFeed) -> tuple[int, Any]:
-    """`arguments`: the fields of `runtime.evaluation.command.Options`. The result: those of its `Evaluation`."""
+    """`arguments`: the fields of `runtime.evaluation.command.EvalOptions`. The result: those of its `Evaluation`."""
     from mesh_transformer.runtime.evaluation import command
 
     observer.phase("evaluate", 0)
-    options = command.Options(**{**arguments, "tasks": tuple(arguments["tasks"])})
+    options = command.EvalOptions(**{**arguments, "tasks": tuple(arguments["tasks"])})
     return 0, command.evaluate(config, options)._asdict()
 
 
@@ -207,9 +207,9 @@ def _generate(config: Config, arguments: dict[str, Any], observer: Observer, _: 
     from mesh_transformer.runtime.sampling import sampler
 
     observer.phase("generate", 0)
-    request = sampler.Request(**arguments["request"])
-    answers = sampler.answer(config, request, arguments["checkpoint"], arguments["prompts"])
-    return 0, [[dataclasses.asdict(sample) for sample in samples] for samples in answers]
+    request = sampler.SampleRequest(**arguments["request"])
+    samples_by_prompt = sampler.sample_prompts(config, request, arguments["checkpoint"], arguments["prompts"])
+    return 0, [[dataclasses.asdict(sample) for sample in samples] for samples in samples_by_prompt]
 
 
 JOBS = {"train": _train, "evaluate": _evaluate, "generate": _generate}

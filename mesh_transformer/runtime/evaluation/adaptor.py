@@ -14,7 +14,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
 from mesh_transformer.infer.scoring.packing import Query
 from mesh_transformer.logs import log
-from mesh_transformer.runtime.evaluation.model import EvalModel, Prompt, Rehearsal
+from mesh_transformer.runtime.evaluation.model import DryRunModel, EvalModel, GenerationPrompt
 
 _KNOWN = {*OPTIONS, "do_sample", "until", "max_gen_toks"}
 
@@ -28,10 +28,10 @@ class HarnessLM(TemplateLM):
 
     max_gen_toks = 256  # where a task does not say
 
-    def __init__(self, model: EvalModel | Rehearsal, clean: Callable[[str], str] | None = None):
+    def __init__(self, model: EvalModel | DryRunModel, clean: Callable[[str], str] | None = None):
         super().__init__()
         self.model, self._tokenizer, self._clean = model, model.tokenizer, clean
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def eot_token_id(self) -> int:
@@ -106,7 +106,7 @@ class HarnessLM(TemplateLM):
         split = len(both) - len(continuation)
         return Query(both[:split], both[split:])
 
-    def _prompt(self, context: str, given: dict[str, Any], seed: int) -> Prompt:
+    def _prompt(self, context: str, given: dict[str, Any], seed: int) -> GenerationPrompt:
         """Cut on the left so that the new tokens fit the model's context."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         stops = handle_stop_sequences(options["until"], EOT_TEXT)
@@ -117,7 +117,7 @@ class HarnessLM(TemplateLM):
                 f"a task asks for {new} new tokens, but model.seq is {self.max_length}: leave it out, or "
                 f"set max_gen_toks in its generation_kwargs"
             )
-        self._tell_ignored(options.keys() - _KNOWN)
+        self._warn_ignored(options.keys() - _KNOWN)
         sampling = {name: options[name] for name in OPTIONS if options.get(name) is not None}
         if not options["do_sample"]:
             sampling["temperature"] = 0.0
@@ -129,9 +129,9 @@ class HarnessLM(TemplateLM):
             )
         except ValueError as error:
             raise UserError(f"a task's generation_kwargs: {error}") from error
-        return Prompt(tokens, params, tuple(stop for stop in stops if stop))
+        return GenerationPrompt(tokens, params, tuple(stop for stop in stops if stop))
 
-    def _tell_ignored(self, names: set[str]) -> None:
-        if names - self._told:
+    def _warn_ignored(self, names: set[str]) -> None:
+        if names - self._warned:
             log.warning("generation_kwargs that have no effect here: %s", ", ".join(sorted(names)))
-            self._told |= names
+            self._warned |= names

@@ -19,8 +19,14 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.infer.scoring.packing import TokenCounts
 from mesh_transformer.logs import log
 from mesh_transformer.models.model import Params
-from mesh_transformer.runtime.evaluation.model import BATCH_TOKENS, Answers, EvalModel, Rehearsal, Stopped
-from mesh_transformer.runtime.evaluation.tasks import DEFAULT, Tasks, check_installed
+from mesh_transformer.runtime.evaluation.model import (
+    BATCH_TOKENS,
+    AnswerCache,
+    DryRunModel,
+    EvalModel,
+    EvaluationStopped,
+)
+from mesh_transformer.runtime.evaluation.tasks import DEFAULT_TASKS, Tasks, check_installed
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import config_for, read_params, split_step
 
@@ -29,7 +35,7 @@ PACKAGES = ("lm_eval", "jax", "jaxlib", "dm-haiku", "datasets", "transformers")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class EvalOptions:
     """The command line's options, checked.
 
     Raises:
@@ -37,7 +43,7 @@ class Options:
     """
 
     checkpoint: str | None = None
-    tasks: tuple[str, ...] = DEFAULT
+    tasks: tuple[str, ...] = DEFAULT_TASKS
     include_path: str | None = None
     data_dir: str | None = None
     limit: int | None = None
@@ -60,7 +66,7 @@ class Options:
             raise UserError(f"--output {self.output}: there is no folder {os.path.dirname(self.output)}")
 
 
-def run(config_path: str | None, overrides: Sequence[str], options: Options) -> int:
+def run(config_path: str | None, overrides: Sequence[str], options: EvalOptions) -> int:
     """Evaluate as eval_harness.py's arguments say. The table goes to standard output, everything else to standard error.
 
     Raises:
@@ -81,7 +87,7 @@ class Evaluation(NamedTuple):
     tables: str
 
 
-def evaluate(config: Config, options: Options) -> Evaluation:
+def evaluate(config: Config, options: EvalOptions) -> Evaluation:
     """Join the other processes, if the environment names them, and evaluate. Process 0 has the whole result.
 
     Raises:
@@ -102,7 +108,7 @@ def evaluate(config: Config, options: Options) -> Evaluation:
         num_fewshot=options.num_fewshot,
         limit=options.limit,
     )
-    answers = Answers(options.cache) if options.cache is not None else None
+    answers = AnswerCache(options.cache) if options.cache is not None else None
     weights = read_params(session, source)
     log.info("parameters of step %d from %s", weights.step, source)
     model = EvalModel(session, tokenizer, batch_tokens=options.batch_tokens, answers=answers)
@@ -185,9 +191,9 @@ class RunEvaluation:
         self._model = EvalModel(session, load_tokenizer(data.tokenizer), stop=stop)
         self._lm = HarnessLM(self._model)
         self._cast = jax.jit(session.placement.cast)
-        rehearsal = HarnessLM(Rehearsal(self._model))
+        dry_run = HarnessLM(DryRunModel(self._model))
         for kind, requests in self._tasks.requests().items():
-            getattr(rehearsal, kind)(requests)
+            getattr(dry_run, kind)(requests)
         log.info("tasks that go with each validation: %s", ", ".join(self._tasks.names))
 
     def __bool__(self) -> bool:
@@ -201,7 +207,7 @@ class RunEvaluation:
         self._model.load(self._cast(params))
         try:
             return scalars(self._tasks.run(self._lm))
-        except Stopped:
+        except EvaluationStopped:
             return {}
         finally:
             self._model.unload()

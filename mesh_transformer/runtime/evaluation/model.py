@@ -23,7 +23,7 @@ from mesh_transformer.infer.scoring.packing import Query, TokenCounts, plan_batc
 from mesh_transformer.infer.scoring.scorer import Scorer
 from mesh_transformer.logs import Progress
 from mesh_transformer.models.model import Model, Params
-from mesh_transformer.runtime.sampling.sampler import MAX_SLOTS, Completion, complete
+from mesh_transformer.runtime.sampling.sampler import MAX_SLOTS, CompletionInput, complete
 from mesh_transformer.runtime.sampling.text_stream import TextStream
 from mesh_transformer.runtime.session.session import Session
 
@@ -31,11 +31,11 @@ BATCH_TOKENS = 4096
 Answer = list[Any] | str  # JSON: log-likelihood and greedy flag, or a text
 
 
-class Stopped(Exception):
+class EvaluationStopped(Exception):
     """The evaluation was asked to end before it was done."""
 
 
-class Prompt(NamedTuple):
+class GenerationPrompt(NamedTuple):
     """A text to go on with."""
 
     tokens: Sequence[int]  # at least one
@@ -43,7 +43,7 @@ class Prompt(NamedTuple):
     stops: tuple[str, ...] = ()  # the text ends before the first of them
 
 
-class Answers:
+class AnswerCache:
     """A file of answers by model and request. Its first process reads and writes it; the others hear what it found.
 
     A model is known by its weights, not by where they lay: the same checkpoint elsewhere finds its answers, and one
@@ -67,7 +67,7 @@ class Answers:
         except (OSError, sqlite3.Error) as error:
             raise UserError(f"--cache {path} cannot be used ({error}): name a file of its own") from error
 
-    def of(self, params: Params, model: Model, tokenizer: Tokenizer) -> None:
+    def use_model(self, params: Params, model: Model, tokenizer: Tokenizer) -> None:
         """From now on, answers are those of this model."""
         self._model = _digest([fingerprint(params), repr(model), tokenizer.fingerprint])
 
@@ -81,7 +81,7 @@ class Answers:
                     known[i] = json.loads(answer)
         return {int(i): answer for i, answer in _from_first_process(known).items()}
 
-    def keep(self, request: Any, answer: Answer) -> None:
+    def put(self, request: Any, answer: Answer) -> None:
         """Write an answer; it is on disk after `commit`."""
         if self._database is not None:
             row = (self._model, _digest(request), json.dumps(answer))
@@ -125,7 +125,7 @@ class EvalModel:
         tokenizer: Tokenizer,
         *,
         batch_tokens: int = BATCH_TOKENS,
-        answers: Answers | None = None,
+        answers: AnswerCache | None = None,
         stop: Callable[[], bool] = lambda: False,
     ):
         self.tokenizer, self.counts = tokenizer, TokenCounts()
@@ -144,7 +144,7 @@ class EvalModel:
         """Answer with these weights, in the compute dtype on the session's mesh, from now on; the counts begin again."""
         self._params, self.counts = params, TokenCounts()
         if self._answers is not None:
-            self._answers.of(self._params, self._model, self.tokenizer)
+            self._answers.use_model(self._params, self._model, self.tokenizer)
 
     def unload(self) -> None:
         """Let go of the weights, and of the memory of caches."""
@@ -182,7 +182,7 @@ class EvalModel:
         answers = self._answered("scoring", keys, compute)
         return [(float(value), bool(greedy)) for value, greedy in answers]
 
-    def complete(self, prompts: Sequence[Prompt]) -> list[str]:
+    def complete(self, prompts: Sequence[GenerationPrompt]) -> list[str]:
         """A text after each prompt, without the stop string that ended it."""
         keys = [["complete", list(p.tokens), repr(p.params), list(p.stops)] for p in prompts]
         return list(map(str, self._answered("generating", keys, lambda m: self._generate(prompts, m))))
@@ -206,20 +206,24 @@ class EvalModel:
             for i, answer in compute(missing) if missing else ():
                 found[i] = answer
                 if self._answers is not None:
-                    self._answers.keep(keys[i], answer)
+                    self._answers.put(keys[i], answer)
                 progress.update(len(found))
                 if jax.process_count() == 1 and self._stop():
-                    raise Stopped
+                    raise EvaluationStopped
         finally:
             progress.close()
             if self._answers is not None:
                 self._answers.commit()
         return [found[i] for i in range(len(keys))]
 
-    def _generate(self, prompts: Sequence[Prompt], wanted: list[int]) -> Iterator[tuple[int, Answer]]:
+    def _generate(
+        self, prompts: Sequence[GenerationPrompt], wanted: list[int]
+    ) -> Iterator[tuple[int, Answer]]:
         engine = self._engine(min(MAX_SLOTS, len(wanted)))
         asked = {
-            i: Completion(prompts[i].tokens, prompts[i].params, TextStream(self.tokenizer, prompts[i].stops))
+            i: CompletionInput(
+                prompts[i].tokens, prompts[i].params, TextStream(self.tokenizer, prompts[i].stops)
+            )
             for i in sorted(wanted, key=lambda i: len(prompts[i].tokens))
         }
         for i, _, text in complete(engine, asked):
@@ -234,7 +238,7 @@ class EvalModel:
         return self._engines[slots]
 
 
-class Rehearsal:
+class DryRunModel:
     """In place of an EvalModel: takes the same questions, with the same checks, and computes nothing."""
 
     def __init__(self, model: EvalModel):
@@ -244,6 +248,6 @@ class Rehearsal:
         """Zeros."""
         return [(0.0, False)] * len(queries)
 
-    def complete(self, prompts: Sequence[Prompt]) -> list[str]:
+    def complete(self, prompts: Sequence[GenerationPrompt]) -> list[str]:
         """Empty texts."""
         return [""] * len(prompts)

@@ -19,8 +19,8 @@ from mesh_transformer import liveness
 from mesh_transformer.errors import UserError
 
 OLD_NAMES = {"lambada": "lambada_openai"}
-DEFAULT = ("lambada_openai", "piqa", "hellaswag", "winogrande", "mathqa", "pubmedqa")
-LOCAL = Path(__file__).parent / "tasks"  # task files for data in a folder
+DEFAULT_TASKS = ("lambada_openai", "piqa", "hellaswag", "winogrande", "mathqa", "pubmedqa")
+LOCAL_TASKS = Path(__file__).parent / "tasks"  # task files for data in a folder
 
 
 def check_installed() -> None:
@@ -120,7 +120,7 @@ def _manager(names: Sequence[str], include_path: str | None, data_dir: str | Non
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each task file that replaces another
-    folders = [str(LOCAL)] * (data_dir is not None) + [include_path] * (include_path is not None)
+    folders = [str(LOCAL_TASKS)] * (data_dir is not None) + [include_path] * (include_path is not None)
     metadata = {"data_dir": data_dir} if data_dir else None
     if folders:
         own = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)

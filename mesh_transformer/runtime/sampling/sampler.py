@@ -29,7 +29,7 @@ MAX_SLOTS = 16  # samples at a time; further ones wait
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request(SamplingOptions):
+class SampleRequest(SamplingOptions):
     """How a prompt is to be sampled, checked.
 
     Raises:
@@ -65,7 +65,7 @@ class Request(SamplingOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Request):
+class SampleOptions(SampleRequest):
     """The options of device_sample.py."""
 
     checkpoint: str | None = None
@@ -90,7 +90,7 @@ class Sample:
         return json.dumps({**dataclasses.asdict(self), "logprobs": logprobs})
 
 
-class Completion(NamedTuple):
+class CompletionInput(NamedTuple):
     """A completion that is wanted."""
 
     prompt: Sequence[int]
@@ -99,7 +99,7 @@ class Completion(NamedTuple):
 
 
 def complete(
-    engine: Engine, wanted: Mapping[int, Completion]
+    engine: Engine, wanted: Mapping[int, CompletionInput]
 ) -> Iterator[tuple[int, list[Token], str | None]]:
     """The completions as each is done: its key, its tokens with what ended it, and its text without that."""
     scheduler = Scheduler(engine, max_queue=len(wanted), max_steps=MAX_STEPS)
@@ -139,14 +139,18 @@ class Sampler:
     """
 
     def __init__(
-        self, config: Config, request: Request, checkpoint: str, prompts: Sequence[str | list[int]] | None
+        self,
+        config: Config,
+        request: SampleRequest,
+        checkpoint: str,
+        prompts: Sequence[str | list[int]] | None,
     ):
         config.mesh.shape(jax.device_count())
         self._config, self._request = config, request
         self._tokenizer: Tokenizer | None = None  # without one, samples have no text
         if prompts is None or request.stop or any(isinstance(prompt, str) for prompt in prompts):
             self._tokenizer = load_tokenizer(config.data.tokenizer, split_step(checkpoint)[0])
-        self._prompts = None if prompts is None else list(map(self._fitted, prompts))
+        self._prompts = None if prompts is None else list(map(self._fit, prompts))
 
     def samples(self, checkpoint: str) -> Iterator[list[Sample]]:
         """Read the weights; of each prompt its `num_samples` samples.
@@ -158,7 +162,7 @@ class Sampler:
         context = max(len(one.tokens) + one.new for one in prompts) if prompts else None
         slots = min(self._request.num_samples, MAX_SLOTS)
         engine = open_engine(self._config, checkpoint, slots=slots, context=context)
-        for prompt in self._asked() if prompts is None else prompts:
+        for prompt in self._prompts_from_stdin() if prompts is None else prompts:
             yield self._sample(engine, prompt)
 
     def show(self, checkpoint: str, *, as_json: bool = False) -> None:
@@ -173,7 +177,7 @@ class Sampler:
         wanted = {}
         for number in range(request.num_samples):
             stream = None if tokenizer is None else TextStream(tokenizer, request.stop, context=prompt.tokens)
-            wanted[number] = Completion(prompt.tokens, request.params(number, prompt.new, eos), stream)
+            wanted[number] = CompletionInput(prompt.tokens, request.params(number, prompt.new, eos), stream)
         done = sorted(complete(engine, wanted))
         seconds = round(time.monotonic() - began, 3)
         return [
@@ -181,15 +185,15 @@ class Sampler:
             for _, tokens, text in done
         ]
 
-    def _asked(self) -> Iterator[_Prompt]:
+    def _prompts_from_stdin(self) -> Iterator[_Prompt]:
         """Prompts from standard input; a line that does not fit is told, and the next one is read."""
         for line in _lines():
             try:
-                yield self._fitted(line)
+                yield self._fit(line)
             except UserError as error:
                 log.error("%s", error)
 
-    def _fitted(self, given: str | list[int]) -> _Prompt:
+    def _fit(self, given: str | list[int]) -> _Prompt:
         """The tokens of a prompt and the number of new ones, made to fit the context.
 
         Raises:
@@ -225,7 +229,7 @@ class Sampler:
         return _Prompt(text, prompt[-room:], new)
 
 
-def run(config_path: str | None, overrides: Sequence[str], options: Options) -> int:
+def run(config_path: str | None, overrides: Sequence[str], options: SampleOptions) -> int:
     """Sample as device_sample.py's arguments say: one prompt, or one a line from standard input.
 
     Samples go to standard output, everything else to standard error.
@@ -245,8 +249,8 @@ def run(config_path: str | None, overrides: Sequence[str], options: Options) -> 
     return 0
 
 
-def answer(
-    config: Config, request: Request, checkpoint: str, prompts: Sequence[str | list[int]]
+def sample_prompts(
+    config: Config, request: SampleRequest, checkpoint: str, prompts: Sequence[str | list[int]]
 ) -> list[list[Sample]]:
     """Join the other processes, if the environment names them, and sample: the samples of each prompt.
 

@@ -16,10 +16,10 @@ from starlette.types import ASGIApp
 from mesh_transformer import __version__
 from mesh_transformer.config.describe import short
 from mesh_transformer.runtime.serving import completions
-from mesh_transformer.runtime.serving.answers import ApiError, failed, json_response
-from mesh_transformer.runtime.serving.guard import Guard
+from mesh_transformer.runtime.serving.access import AccessMiddleware
 from mesh_transformer.runtime.serving.loop import EngineLoop
 from mesh_transformer.runtime.serving.model import ServedModel
+from mesh_transformer.runtime.serving.responses import ApiError, failed, json_response
 
 _PAGE = resources.files("mesh_transformer.runtime.serving") / "page.html"
 _SHOWN_FAULTS, _SHOWN_CHARS = 3, 100
@@ -37,8 +37,8 @@ def make_app(model: ServedModel, keys: Sequence[bytes]) -> ASGIApp:
     app = FastAPI(title="mesh-transformer", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(completions.router(model))
     _add_state_routes(app, model.loop)
-    _add_error_answers(app)
-    return Guard(app, keys, model.timeout_s)
+    _add_error_handlers(app)
+    return AccessMiddleware(app, keys, model.timeout_s)
 
 
 def _add_state_routes(app: FastAPI, loop: EngineLoop) -> None:
@@ -72,7 +72,7 @@ def _policy(html: bytes) -> str:
     )
 
 
-def _add_error_answers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(_: Request, error: ApiError) -> Response:
         return error.response()

@@ -13,17 +13,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
-from mesh_transformer.runtime.serving.answers import (
-    ApiError,
-    EventStream,
-    TimeLimit,
-    invalid,
-    json_response,
-    to_event,
-    unless_gone,
+from mesh_transformer.runtime.serving.loop import GenerationJob
+from mesh_transformer.runtime.serving.model import (
+    ChoiceBuilder,
+    Delta,
+    Echo,
+    ServedModel,
+    follow,
+    sampling_params,
 )
-from mesh_transformer.runtime.serving.loop import Job
-from mesh_transformer.runtime.serving.model import Choice, Delta, Echo, ServedModel, follow, sampling_params
 from mesh_transformer.runtime.serving.protocol import (
     MAX_SEQUENCES,
     ClassicRequest,
@@ -31,6 +29,15 @@ from mesh_transformer.runtime.serving.protocol import (
     CompletionRequest,
     CompletionResponse,
     ErrorResponse,
+)
+from mesh_transformer.runtime.serving.responses import (
+    ApiError,
+    EventStream,
+    TimeLimit,
+    invalid,
+    json_response,
+    to_event,
+    unless_gone,
 )
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -56,7 +63,7 @@ def router(model: ServedModel) -> APIRouter:
         limit = TimeLimit(model.timeout_s)
         with contextlib.ExitStack() as held:
             job = held.enter_context(model.loop.reserve(len(body.prompt) * body.n))
-            answer = await unless_gone(request.receive, limit.within(_begin(body, model, job)))
+            answer = await unless_gone(request.receive, limit.within(_start(body, model, job)))
             if not body.stream:
                 return json_response(await unless_gone(request.receive, limit.within(answer.whole())))
             held.pop_all()  # the stream leaves the job
@@ -87,7 +94,7 @@ def router(model: ServedModel) -> APIRouter:
     return routes
 
 
-async def _begin(body: CompletionRequest, model: ServedModel, job: Job) -> Answer:
+async def _start(body: CompletionRequest, model: ServedModel, job: GenerationJob) -> ResponseBuilder:
     """Start the sequences of a request: of each prompt, in order, its n samples.
 
     Raises:
@@ -100,7 +107,7 @@ async def _begin(body: CompletionRequest, model: ServedModel, job: Job) -> Answe
     with_logprobs = body.logprobs is not None
     echoes = await _echoes(body, model, prompts) if body.echo else [None] * len(prompts)
     choices = [
-        Choice(model, prompt, body.stop, min_tokens=body.min_tokens, echo=echo, logprobs=with_logprobs)
+        ChoiceBuilder(model, prompt, body.stop, min_tokens=body.min_tokens, echo=echo, logprobs=with_logprobs)
         for prompt, echo in zip(prompts, echoes, strict=True)
         for _ in range(body.n)
     ]
@@ -112,16 +119,16 @@ async def _begin(body: CompletionRequest, model: ServedModel, job: Job) -> Answe
         "created": int(time.time()),
         "model": model.name,
     }
-    return Answer(body, job, choices, sum(map(len, prompts)), head)
+    return ResponseBuilder(body, job, choices, sum(map(len, prompts)), head)
 
 
 @dataclasses.dataclass
-class Answer:
+class ResponseBuilder:
     """What a request whose sequences are started gets."""
 
     body: CompletionRequest
-    job: Job
-    choices: Sequence[Choice]
+    job: GenerationJob
+    choices: Sequence[ChoiceBuilder]
     prompt_tokens: int
     head: dict[str, Any]  # what every object of the answer has
 
@@ -145,10 +152,10 @@ class Answer:
 
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = {
-            "tokens": [token.text for token in delta.shown],
-            "token_logprobs": [token.logprob for token in delta.shown],
-            "top_logprobs": [token.top for token in delta.shown],
-            "text_offset": [token.offset for token in delta.shown],
+            "tokens": [token.text for token in delta.tokens],
+            "token_logprobs": [token.logprob for token in delta.tokens],
+            "top_logprobs": [token.top for token in delta.tokens],
+            "text_offset": [token.offset for token in delta.tokens],
         }
         given = None if self.body.logprobs is None else logprobs
         return {"index": index, "text": delta.text, "logprobs": given, "finish_reason": delta.finish_reason}
@@ -217,7 +224,7 @@ async def _echoes(
     return list(map(Echo, texts, offsets))
 
 
-async def _complete_classic(body: ClassicRequest, model: ServedModel, job: Job) -> str:
+async def _complete_classic(body: ClassicRequest, model: ServedModel, job: GenerationJob) -> str:
     (prompt,) = await model.encode([body.context], "context")
     params = sampling_params(
         spelled={"temperature": "temp"},
@@ -228,7 +235,7 @@ async def _complete_classic(body: ClassicRequest, model: ServedModel, job: Job) 
         stop_token_ids=model.end_tokens(),
         seed=secrets.randbits(32),
     )
-    choice = Choice(model, prompt, body.stop)
+    choice = ChoiceBuilder(model, prompt, body.stop)
     job.start([(prompt, params)], slide=True)
     return "".join([delta.text async for _, delta in follow(job, [choice])])
 

@@ -21,15 +21,15 @@ from prometheus_client.registry import Collector
 from mesh_transformer.infer.requests import Engine, SamplingParams
 from mesh_transformer.infer.scheduler import RequestOutput, Scheduler, SchedulerStats
 from mesh_transformer.logs import log
-from mesh_transformer.runtime.serving.answers import ApiError, failed, invalid, unavailable
+from mesh_transformer.runtime.serving.responses import ApiError, failed, invalid, unavailable
 
-State = Literal["warming up", "ok", "draining", "failed"]
+ServerState = Literal["warming up", "ok", "draining", "failed"]
 _RETRY_WARM_S, _RETRY_FULL_S = 5, 1
-_WARM = object()
+_WARMED_UP = object()
 Sequences = Iterable[tuple[Sequence[int], SamplingParams]]
 """Prompts of at least one token, and how each is sampled."""
 PREFIX = "mesh_transformer_"
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class WarmEngine(Engine, Protocol):
@@ -39,10 +39,10 @@ class WarmEngine(Engine, Protocol):
         """Requests may be taken after the first item; the others are for when there is nothing else to do."""
 
 
-class _Live:
+class _LiveSequence:
     """A sequence that was accepted and is neither finished nor cancelled."""
 
-    def __init__(self, job: Job, index: int):
+    def __init__(self, job: GenerationJob, index: int):
         self.job, self.index = job, index
         self.submitted = time.monotonic()
         self.last_token: float | None = None
@@ -57,7 +57,7 @@ class EngineLoop:
     """
 
     def __init__(self, open_engine: Callable[[], WarmEngine], *, slots: int, max_queue: int):
-        self.state: State = "warming up"
+        self.state: ServerState = "warming up"
         self.failure: BaseException | None = None
         self.context = 0  # tokens of a prompt and its completion together; known when the state is "ok"
         self.slots, self.max_queue = slots, max_queue
@@ -65,19 +65,19 @@ class EngineLoop:
         self._open_engine = open_engine
         self._inbox: queue.SimpleQueue[Callable[[Scheduler], None] | None] = queue.SimpleQueue()
         self._stats = SchedulerStats(slots=slots)  # written by the thread, whole
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _LiveSequence] = {}
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Open and warm up the engine in the thread; `ended` is set when the thread can do nothing more."""
         self._home = asyncio.get_running_loop()
-        self.ended, self._quiet = asyncio.Event(), asyncio.Event()
-        self._quiet.set()
+        self.ended, self._all_finished = asyncio.Event(), asyncio.Event()
+        self._all_finished.set()
         self._thread.start()
 
-    def reserve(self, sequences: int) -> Job:
-        """Places for all the sequences of one request, or none; `Job.start` fills them.
+    def reserve(self, sequences: int) -> GenerationJob:
+        """Places for all the sequences of one request, or none; `GenerationJob.start` fills them.
 
         Raises:
             ApiError: 503 while warming up, draining or with a full queue; 400 for more sequences than can ever be queued.
@@ -91,9 +91,9 @@ class EngineLoop:
         if live + sequences > most:
             message = f"{live} sequences run or wait already, of at most {most}"
             raise unavailable(message, code="queue_full", retry_after_s=_RETRY_FULL_S)
-        job = Job(self, [next(self._ids) for _ in range(sequences)])
-        self._live.update((id, _Live(job, index)) for index, id in enumerate(job.ids))
-        self._quiet.clear()
+        job = GenerationJob(self, [next(self._ids) for _ in range(sequences)])
+        self._live.update((id, _LiveSequence(job, index)) for index, id in enumerate(job.ids))
+        self._all_finished.clear()
         return job
 
     def submit(self, ids: Sequence[int], sequences: Sequences, *, slide: bool) -> None:
@@ -114,7 +114,7 @@ class EngineLoop:
         if self.state != "failed":
             self.state = "draining"
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._quiet.wait(), seconds)
+            await asyncio.wait_for(self._all_finished.wait(), seconds)
 
     def cut_off(self) -> int:
         """Answer the requests whose sequences are live with 503, since the server stops; how many sequences it were."""
@@ -148,7 +148,7 @@ class EngineLoop:
 
     def _serve(self, scheduler: Scheduler, warming: Iterator[None]) -> None:
         while True:
-            if scheduler.idle and self._inbox.empty() and next(warming, _WARM) is not _WARM:
+            if scheduler.idle and self._inbox.empty() and next(warming, _WARMED_UP) is not _WARMED_UP:
                 continue
             if scheduler.idle or not self._inbox.empty():
                 command = self._inbox.get()
@@ -161,7 +161,7 @@ class EngineLoop:
             if outputs:
                 self._home.call_soon_threadsafe(self._deliver, outputs)
 
-    def _note_admitted(self, live: _Live) -> None:
+    def _note_admitted(self, live: _LiveSequence) -> None:
         # in the engine's thread: a histogram has a lock of its own
         self.metrics.queue_s.observe(time.monotonic() - live.submitted)
 
@@ -187,7 +187,7 @@ class EngineLoop:
             if output.finish_reason:
                 self._forget(output.request)
 
-    def _time_tokens(self, live: _Live, count: int, now: float) -> None:
+    def _time_tokens(self, live: _LiveSequence, count: int, now: float) -> None:
         if live.last_token is None:
             self.metrics.first_token_s.observe(now - live.submitted)
         else:
@@ -203,7 +203,7 @@ class EngineLoop:
     def _forget(self, id: int) -> bool:
         known = self._live.pop(id, None) is not None
         if not self._live:
-            self._quiet.set()
+            self._all_finished.set()
         return known
 
     def _snapshot(self) -> SchedulerStats:
@@ -212,7 +212,7 @@ class EngineLoop:
         return self._stats._replace(running=running, waiting=len(self._live) - running)
 
 
-class Job:
+class GenerationJob:
     """The places of one request's sequences. A context manager: on leaving it, what is not finished is cancelled."""
 
     def __init__(self, loop: EngineLoop, ids: list[int]):
@@ -221,7 +221,7 @@ class Job:
         self._unfinished = set(range(len(ids)))
         self._outputs: asyncio.Queue[tuple[int, RequestOutput] | ApiError] = asyncio.Queue()
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> GenerationJob:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -297,4 +297,4 @@ class Metrics(Collector):
             yield kind(PREFIX + name, text, value=value)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(PREFIX + name, text, registry=self._registry, buckets=_SECONDS)
+        return Histogram(PREFIX + name, text, registry=self._registry, buckets=_BUCKETS_S)

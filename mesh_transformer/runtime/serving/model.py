@@ -16,8 +16,8 @@ from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.infer.requests import FinishReason, SamplingParams, Token
 from mesh_transformer.infer.scheduler import RequestOutput
 from mesh_transformer.runtime.sampling.text_stream import TextStream, token_text
-from mesh_transformer.runtime.serving.answers import invalid
-from mesh_transformer.runtime.serving.loop import EngineLoop, Job
+from mesh_transformer.runtime.serving.loop import EngineLoop, GenerationJob
+from mesh_transformer.runtime.serving.responses import invalid
 
 T = TypeVar("T")
 # stands for what JSON has not: minus infinity, and NaN, which no comparison finds larger
@@ -110,7 +110,7 @@ def sampling_params(*, spelled: Mapping[str, str] = {}, **fields: Any) -> Sampli
         raise invalid(f"{param} {reason}", param) from error
 
 
-class Shown(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """A token as OpenAI's `logprobs` shows it."""
 
     text: str
@@ -123,14 +123,14 @@ class Delta(NamedTuple):
     """What a step adds to a choice."""
 
     text: str
-    shown: Sequence[Shown]  # empty unless logprobs were asked for
+    tokens: Sequence[TokenLogprobs]  # empty unless logprobs were asked for
     finish_reason: FinishReason | None
 
     @classmethod
     def joined(cls, deltas: Sequence[Delta]) -> Delta:
         """All of a choice, of which these are the parts."""
         text = "".join(delta.text for delta in deltas)
-        return cls(text, [shown for delta in deltas for shown in delta.shown], deltas[-1].finish_reason)
+        return cls(text, [shown for delta in deltas for shown in delta.tokens], deltas[-1].finish_reason)
 
 
 class Echo(NamedTuple):
@@ -140,7 +140,7 @@ class Echo(NamedTuple):
     offsets: Sequence[int]  # of its tokens, if they are shown
 
 
-class Choice:
+class ChoiceBuilder:
     """One completion as it grows.
 
     Args:
@@ -174,7 +174,7 @@ class Choice:
         if not self._begun:
             self._begun, text = True, self._echo
             shown += [
-                Shown(self._model.token_text(token), offset, None, None)
+                TokenLogprobs(self._model.token_text(token), offset, None, None)
                 for token, offset in itertools.islice(self._echoed, 1)
             ]
         for token, (_, offset) in zip(output.prompt, self._echoed, strict=False):
@@ -195,17 +195,17 @@ class Choice:
             text += self._stream.finish()
         return Delta(text, shown, "stop" if self._stream.stopped else output.finish_reason)
 
-    def _show(self, token: Token, offset: int) -> Shown:
+    def _show(self, token: Token, offset: int) -> TokenLogprobs:
         name = self._model.token_text(token.id)
         top = {name: max(LEAST_LOGPROB, token.logprob)}
         for other, logprob in token.top:
             if other != token.id:
                 other_name = self._model.token_text(other)
                 top[f"token_id:{other}" if other_name in top else other_name] = max(LEAST_LOGPROB, logprob)
-        return Shown(name, offset, top[name], top)
+        return TokenLogprobs(name, offset, top[name], top)
 
 
-async def follow(job: Job, choices: Sequence[Choice]) -> AsyncIterator[tuple[int, Delta]]:
+async def follow(job: GenerationJob, choices: Sequence[ChoiceBuilder]) -> AsyncIterator[tuple[int, Delta]]:
     """(index of the choice, what it gets) as it comes, until each is finished.
 
     Raises:

@@ -26,8 +26,8 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
+from mesh_transformer.runtime.serving.access import BoundedConnection
 from mesh_transformer.runtime.serving.app import make_app
-from mesh_transformer.runtime.serving.guard import BoundedConnection
 from mesh_transformer.runtime.serving.loop import EngineLoop, WarmEngine
 from mesh_transformer.runtime.serving.model import ServedModel
 from mesh_transformer.runtime.session import engine as serving_engine
@@ -45,7 +45,7 @@ _SPARE_FILES = 64  # of those that the system lets this process open, for other 
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ServeOptions:
     """The command line's options, checked.
 
     Raises:
@@ -74,7 +74,10 @@ class Options:
 
 
 def run(
-    config_path: str | None, overrides: Sequence[str], options: Options, open_engine: OpenEngine | None = None
+    config_path: str | None,
+    overrides: Sequence[str],
+    options: ServeOptions,
+    open_engine: OpenEngine | None = None,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C, then finish what runs. A second Ctrl-C cuts that short. In the end SIGTERM is ignored.
 
@@ -136,8 +139,8 @@ class Service:
             )
         )
 
-    async def run(self, stopping: asyncio.Event, hurry: asyncio.Event) -> bool:
-        """Serve until `stopping` is set or the engine ends, then drain; `hurry` cuts that short.
+    async def run(self, stopping: asyncio.Event, stop_now: asyncio.Event) -> bool:
+        """Serve until `stopping` is set or the engine ends, then drain; `stop_now` cuts that short.
 
         Returns:
             whether the engine's thread has ended.
@@ -151,13 +154,13 @@ class Service:
         if not self._loop.ended.is_set():
             deadline += self._drain_s
             log.info("stopping: what runs is finished, within %g seconds", self._drain_s)
-            await _first(self._loop.drain(self._drain_s), hurry.wait())
+            await _first(self._loop.drain(self._drain_s), stop_now.wait())
             if left := self._loop.cut_off():
                 log.warning("%d sequences were not finished and are cut off", left)
         stopped = asyncio.ensure_future(self._loop.stop(_LAST_STEP_S if self._loop.context else 0))
         self._server.should_exit = True  # it closes idle connections and waits for the others
-        if not hurry.is_set():
-            await _first(serving, asyncio.sleep(deadline - time.monotonic()), hurry.wait())
+        if not stop_now.is_set():
+            await _first(serving, asyncio.sleep(deadline - time.monotonic()), stop_now.wait())
         await _first(serving, asyncio.sleep(_LAST_BYTES_S))
         if left := self._server.cut_off():
             log.warning("%d connections are cut off: their clients did not take all of their answers", left)
@@ -181,18 +184,18 @@ class _Server(uvicorn.Server):
 
 async def _until_signal(service: Service) -> bool:
     """Serve until the process is told to stop."""
-    stopping, hurry = asyncio.Event(), asyncio.Event()
+    stopping, stop_now = asyncio.Event(), asyncio.Event()
     home = asyncio.get_running_loop()
 
     def note(number: int) -> None:
-        if stopping.is_set() and number == signal.SIGINT:  # schedulers repeat SIGTERM: that is no hurry
-            hurry.set()
+        if stopping.is_set() and number == signal.SIGINT:  # schedulers repeat SIGTERM: that is no stop_now
+            stop_now.set()
         stopping.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         home.add_signal_handler(number, note, number)
     try:
-        return await service.run(stopping, hurry)
+        return await service.run(stopping, stop_now)
     finally:
         home.remove_signal_handler(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late one must not change the exit code

@@ -45,8 +45,8 @@ class ServingEngine(SlotEngine):
         There are further ones if the same engine was warmed up here before: then its programs are in the compile cache,
         and the first few suffice to begin.
         """
-        programs, mark = self.programs(), self._mark()
-        first = 3 if mark is not None and mark.exists() else len(programs)
+        programs, marker = self.programs(), self._warm_up_marker()
+        first = 3 if marker is not None and marker.exists() else len(programs)
         progress = Progress("compiling", first, unit="programs", quiet=first < len(programs))
         with ThreadPoolExecutor(2) as pool:  # while one compiles, or reads, the other traces
             for count, _ in enumerate(pool.map(lambda program: program(), programs[:first]), 1):
@@ -57,11 +57,11 @@ class ServingEngine(SlotEngine):
         for program in programs[first:]:
             program()
             yield
-        if mark is not None:
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+        if marker is not None:
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
 
-    def _mark(self) -> Path | None:
+    def _warm_up_marker(self) -> Path | None:
         """A file beside the compiled programs that says that those of this engine are there; None without such a cache."""
         settings = jax.config.values
         folder = settings["jax_compilation_cache_dir"]
@@ -70,10 +70,10 @@ class ServingEngine(SlotEngine):
         code = Path(mesh_transformer.__file__).parent
         sources = [path.read_bytes() for path in sorted(code.rglob("*.py"))]
         device = jax.local_devices()[0]
-        told = (
+        identity = (
             *(importlib.metadata.version(name) for name in ("jax", "jaxlib", "dm-haiku")),
             *(device.client.platform_version, device.device_kind, os.environ.get("XLA_FLAGS", "")),
             *(repr(self.model), self.mesh.shape, self.slots, self.max_prefill_tokens),
         )
-        digest = hashlib.sha256(repr((told, sources)).encode()).hexdigest()
+        digest = hashlib.sha256(repr((identity, sources)).encode()).hexdigest()
         return Path(folder, "engines", digest)

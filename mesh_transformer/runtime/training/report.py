@@ -23,7 +23,7 @@ class _Pending:
     scalars: dict[str, float] = dataclasses.field(default_factory=dict)  # empty until settled
 
 
-class Report:
+class MetricsReporter:
     """Takes the device's metrics of each step and writes those of the step before.
 
     So the device never waits for the host, but for `settle`, which a validation or a save calls first.

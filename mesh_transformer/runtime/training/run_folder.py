@@ -22,7 +22,7 @@ _TENSORBOARD = "tensorboard"
 LOCK = "run.lock"
 WAIT_S = 3.0  # for a process of this machine that was just killed
 # for one of another machine: a file server frees the locks of a machine that is gone in some 90 s
-AWAY_WAIT_S = 120.0
+REMOTE_WAIT_S = 120.0
 
 
 class RunLock:
@@ -41,32 +41,36 @@ class RunLock:
     def __enter__(self) -> Self:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            self._take()
+            self._acquire()
         except BaseException:
             os.close(self._file)
             raise
-        told = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        record = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps(told).encode(), 0)
+            os.pwrite(self._file, json.dumps(record).encode(), 0)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         os.close(self._file)
 
-    def in_place(self) -> bool:
+    def still_in_place(self) -> bool:
         """Whether the folder is still the one that was locked: neither deleted nor moved away."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._file))
         except FileNotFoundError:
             return False
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         began = time.monotonic()
-        while not self._taken():
+        while not self._try_lock():
             holder = self._holder()
-            away = holder.get("host", socket.gethostname()) != socket.gethostname()
-            if time.monotonic() - began > (AWAY_WAIT_S if away else WAIT_S):
+            remote = holder.get("host", socket.gethostname()) != socket.gethostname()
+            if time.monotonic() - began > (REMOTE_WAIT_S if remote else WAIT_S):
                 raise UserError(
                     f"checkpoint.model_dir {self._folder} is in use: process {holder.get('pid', '?')} on host "
                     f"{holder.get('host', '?')} has trained in it since {holder.get('since', '?')}. Wait for its end or stop "
@@ -75,7 +79,7 @@ class RunLock:
             with liveness.service_call():
                 time.sleep(0.1)
 
-    def _taken(self) -> bool:
+    def _try_lock(self) -> bool:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -87,12 +91,12 @@ class RunLock:
         return True
 
     def _holder(self) -> dict[str, Any]:
-        """What the holder has told of itself; empty while it is about to."""
+        """What the holder has recorded about itself; empty while it is about to."""
         try:
-            told = json.loads(os.pread(self._file, 500, 0))
+            record = json.loads(os.pread(self._file, 500, 0))
         except (ValueError, RecursionError):
             return {}
-        return told if isinstance(told, dict) else {}
+        return record if isinstance(record, dict) else {}
 
 
 def check_writable(folder: str) -> None:

@@ -38,7 +38,7 @@ class Counters(NamedTuple):
     steps_redone: int = 0
 
 
-class Logged(NamedTuple):
+class LoggedProgress(NamedTuple):
     """The end of the metrics file: its last step, and the steps that had been done again by then."""
 
     step: int = 0
@@ -55,7 +55,7 @@ class StartPoint(NamedTuple):
 
 
 def resume_or_start(
-    session: Session, program: TrainProgram, store: CheckpointStore, source: Source, logged: Logged
+    session: Session, program: TrainProgram, store: CheckpointStore, source: Source, logged: LoggedProgress
 ) -> StartPoint:
     """Resume from `store` if it holds a checkpoint, or from the classic run in its folder; else fine-tune from `source`,
     or start afresh.
@@ -80,7 +80,7 @@ def resume_or_start(
     return StartPoint(state, 0, Counters(steps_redone=logged.steps_redone + logged.step), None)
 
 
-def _resume(session: Session, checkpoint: Checkpoint, logged: Logged) -> StartPoint:
+def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) -> StartPoint:
     """Go on after a checkpoint of this program, or one that was converted from a run of the original."""
     step, extra = checkpoint.step, checkpoint.extra
     redone = max(0, logged.step - step)

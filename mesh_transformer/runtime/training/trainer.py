@@ -25,11 +25,11 @@ from mesh_transformer.runtime.training import run_folder, start
 from mesh_transformer.runtime.training.ending import Ending
 from mesh_transformer.runtime.training.feeds import open_train_feed, open_val_feed
 from mesh_transformer.runtime.training.observer import Observer
-from mesh_transformer.runtime.training.report import Report, plot_losses
+from mesh_transformer.runtime.training.report import MetricsReporter, plot_losses
 from mesh_transformer.stop_signals import StopSignals
 from mesh_transformer.train.step import TrainProgram, TrainState
 
-DRAW_EVERY_S = 30.0
+PLOT_EVERY_S = 30.0
 
 
 def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None, fresh_opt: bool) -> int:
@@ -105,12 +105,12 @@ class TrainingRun:
         self.interrupt, self.observer = interrupt, observer
         self.session, self.config, self.source, self.feed = session, session.config, source, feed
         self.program = TrainProgram(session.placement, self.config)
-        self.validation = Validation(session, self.program, self._asked_to_stop)
-        self.evaluation = RunEvaluation(session, self._asked_to_stop)
+        self.validation = Validation(session, self.program, self._stop_requested)
+        self.evaluation = RunEvaluation(session, self._stop_requested)
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
         self.lock: run_folder.RunLock | None = None
-        self.draw_at = time.monotonic() + DRAW_EVERY_S
+        self.next_plot = time.monotonic() + PLOT_EVERY_S
 
     def train(self) -> Ending:
         """Run to total_steps, or until interrupted.
@@ -120,16 +120,16 @@ class TrainingRun:
             RunError: the loss or a gradient is not finite; the disk is full; the folder was deleted.
         """
         root = self.config.checkpoint.root
-        with contextlib.ExitStack() as held, self._explained():
+        with contextlib.ExitStack() as stack, self._explain_disk_errors():
             if self.is_first:
                 run_folder.check_writable(self.folder)
-                self.lock = held.enter_context(run_folder.RunLock(self.folder))
+                self.lock = stack.enter_context(run_folder.RunLock(self.folder))
                 self.run_id = run_folder.claim_run_folder(root, self.folder)
             run_folder.check_shared(root)
             return self._train()
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_disk_errors(self) -> Iterator[None]:
         """Errors inside that come of a full disk, or of a folder that is gone, become RunErrors that say so."""
         try:
             yield
@@ -148,13 +148,13 @@ class TrainingRun:
                 f"the same command again: it goes on from there"
             ) from error
 
-    def _asked_to_stop(self) -> bool:
+    def _stop_requested(self) -> bool:
         return self.interrupt.received is not None
 
     def _check_folder(self) -> None:
         """Raises RunError if the folder of a local run has been deleted or moved away: there is nowhere to save."""
         local = not files.is_remote(self.config.checkpoint.root)
-        if local and self.lock is not None and not self.lock.in_place():
+        if local and self.lock is not None and not self.lock.still_in_place():
             raise RunError(
                 f"{self.folder} was deleted or moved away during the run, with its checkpoints and metrics: put it back and "
                 f"run the same command again, or run it to begin anew"
@@ -187,7 +187,7 @@ class TrainingRun:
         newest = files.join(settings.root, f"step_{step}")
         return Ending(code, start_point.step, step, total, report.val_loss, newest)
 
-    def _loop(self, start_point: start.StartPoint, report: Report) -> tuple[int, int]:
+    def _loop(self, start_point: start.StartPoint, report: MetricsReporter) -> tuple[int, int]:
         """The exit code, and the step after which the run ended."""
         total, data, state = self.config.optimizer.total_steps, self.config.data, start_point.state
         for step in range(start_point.step + 1, total + 1):
@@ -208,7 +208,7 @@ class TrainingRun:
         self.observer.phase("leave", total)  # what is still being written
         return 0, max(start_point.step, total)
 
-    def _validate(self, step: int, state: TrainState, report: Report) -> None:
+    def _validate(self, step: int, state: TrainState, report: MetricsReporter) -> None:
         if not self.validation and not self.evaluation:
             return
         report.settle()
@@ -220,7 +220,9 @@ class TrainingRun:
             numbers = (f"{name} {value:.4f}" for name, value in measured.items())
             log.info("step %d: %s", step, "  ".join(numbers))
 
-    def _save(self, step: int, state: TrainState, start_point: start.StartPoint, report: Report) -> None:
+    def _save(
+        self, step: int, state: TrainState, start_point: start.StartPoint, report: MetricsReporter
+    ) -> None:
         """Save the state after `step`, once that step is known to be finite."""
         report.settle()
         self.observer.phase("save", step)
@@ -235,7 +237,7 @@ class TrainingRun:
             self.store.save(step, state, extra)
             self._publish(last=False)
 
-    def _open_report(self, start_point: start.StartPoint) -> Report:
+    def _open_report(self, start_point: start.StartPoint) -> MetricsReporter:
         optimizer, quiet = self.config.optimizer, not self.is_first or self.observer.shows_progress
         progress = Progress(
             "training", optimizer.total_steps, unit="step", done=start_point.step, quiet=quiet
@@ -245,17 +247,17 @@ class TrainingRun:
             whole = self.config.model_dump(mode="json")
             sinks = [*logs.open_sinks(self.config.logging, whole, self.folder, self.run_id), self.observer]
         redone, stop = start_point.counters.steps_redone, optimizer.nonfinite == "stop"
-        return Report(sinks, progress, self.session.tokens_per_step, redone, stop)
+        return MetricsReporter(sinks, progress, self.session.tokens_per_step, redone, stop)
 
-    def _logged(self) -> start.Logged:
+    def _logged(self) -> start.LoggedProgress:
         path = os.path.join(self.folder, run_folder.METRICS)
         if not self.is_first:
-            return start.Logged()
+            return start.LoggedProgress()
         logs.cut_broken_end(path)
         last = next(reversed(logs.read_json_lines(path)), {"step": 0})
-        return start.Logged(last["step"], int(last.get("train/steps_redone") or 0))
+        return start.LoggedProgress(last["step"], int(last.get("train/steps_redone") or 0))
 
-    def _draw(self) -> None:
+    def _plot(self) -> None:
         """Redraw the loss curve, which must neither stop the run nor take more than a twentieth of its time."""
         began = time.monotonic()
         try:
@@ -264,14 +266,14 @@ class TrainingRun:
             if not is_disk_full(error):  # that ends the run in a moment, with a line of its own
                 log.warning("the loss curve was not drawn: %s", error)
         now = time.monotonic()
-        self.draw_at = now + max(DRAW_EVERY_S, 20 * (now - began))
+        self.next_plot = now + max(PLOT_EVERY_S, 20 * (now - began))
 
     def _publish(self, *, last: bool) -> None:
         """Redraw the loss curve, not too often; for a run in a bucket, copy it and the metrics there."""
         if not self.is_first or not os.path.exists(os.path.join(self.folder, run_folder.METRICS)):
             return
-        if last or time.monotonic() > self.draw_at:
-            self._draw()
+        if last or time.monotonic() > self.next_plot:
+            self._plot()
         run_folder.publish(self.config.checkpoint.root, self.folder)
 
 

@@ -9,7 +9,7 @@ from mesh_transformer.cluster.driver.place import Place
 from mesh_transformer.cluster.driver.tpu_cluster import TPUCluster
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.runtime.evaluation.command import Options, evaluate
+from mesh_transformer.runtime.evaluation.command import EvalOptions, evaluate
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -51,7 +51,7 @@ def _evaluates(cluster, folder):
     pytest.importorskip("lm_eval")
     options = {"include_path": str(write_task(folder)), "limit": 10}
     report = cluster.eval([NAME], **options)
-    alone = evaluate(cluster.config, Options(tasks=(NAME,), **options)).report
+    alone = evaluate(cluster.config, EvalOptions(tasks=(NAME,), **options)).report
     assert report["evaluation"]["step"] == alone["evaluation"]["step"] == 6
     found, expected = (one["results"][NAME]["byte_perplexity,none"] for one in (report, alone))
     assert found == pytest.approx(expected, rel=1e-5)

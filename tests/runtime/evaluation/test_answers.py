@@ -8,7 +8,7 @@ from support.evaluated import asked, gpt2_model, ours
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
-from mesh_transformer.runtime.evaluation.model import Answers, fingerprint
+from mesh_transformer.runtime.evaluation.model import AnswerCache, fingerprint
 
 PAIRS = asked(("The end", " of it"), ("The end", " of that"), ("", "Once"))
 WRITTEN = asked(("The end", {"until": ["zz"], "max_gen_toks": 4}))
@@ -16,7 +16,7 @@ WRITTEN = asked(("The end", {"until": ["zz"], "max_gen_toks": 4}))
 
 def run(tokenizer, path, seed=0, stop=lambda: False):
     model = gpt2_model()
-    made = ours(model, hf.random_params(model, seed), tokenizer, answers=Answers(str(path)), stop=stop)
+    made = ours(model, hf.random_params(model, seed), tokenizer, answers=AnswerCache(str(path)), stop=stop)
     return made, HarnessLM(made)
 
 
@@ -50,7 +50,7 @@ def test_other_weights_have_other_answers(tokenizer, tmp_path):
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path):
     (tmp_path / "text").write_text("not a database, and long enough to be seen as none. " * 50)
     with pytest.raises(UserError, match="--cache"):
-        Answers(str(tmp_path / "text"))
+        AnswerCache(str(tmp_path / "text"))
 
 
 def test_a_fingerprint_changes_with_every_value_and_every_place():

@@ -231,7 +231,7 @@ def test_the_tasks_for_local_data_ask_what_the_harness_asks(name):
         yaml.load(path.read_text(), Loader)
         for path in (
             Path(lm_eval.tasks.__file__).parent / f"{name}.yaml",
-            tasks.LOCAL / f"{Path(name).name}.yaml",
+            tasks.LOCAL_TASKS / f"{Path(name).name}.yaml",
         )
     )
     of_data = {"dataset_path", "dataset_name", "training_split", "custom_dataset", "tag", "test_split"}

@@ -74,7 +74,7 @@ from support import hf_folders as hf
 from support.evaluated import session_of
 from mesh_transformer.data.tokenizer import ByteTokenizer
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
-from mesh_transformer.runtime.evaluation.model import Answers, EvalModel
+from mesh_transformer.runtime.evaluation.model import AnswerCache, EvalModel
 
 config = hf.model_config(**tests.MODEL)
 session = session_of(config, "mesh.dp=2", "mesh.tp=2", devices=4)
@@ -83,7 +83,7 @@ params = jax.tree.map(
     hf.random_params(config), session.placement.shardings,
 )
 for _ in range(2):  # the second time from the first process's file
-    model = EvalModel(session, ByteTokenizer(), answers=Answers(sys.argv[1] + f"/answers_{process}"))
+    model = EvalModel(session, ByteTokenizer(), answers=AnswerCache(sys.argv[1] + f"/answers_{process}"))
     model.load(params)
     lm = HarnessLM(model)
     found = lm.loglikelihood(tests.PAIRS), lm.loglikelihood_rolling(tests.ROLLED), lm.generate_until(tests.WRITTEN)

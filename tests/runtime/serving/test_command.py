@@ -230,7 +230,10 @@ def test_what_cannot_be_served_is_said_before_the_engine_is_opened(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=re.escape(words)):
         serving.run(
-            "config.json", options.pop("overrides", []), serving.Options(**{"port": 0, **options}), unopened
+            "config.json",
+            options.pop("overrides", []),
+            serving.ServeOptions(**{"port": 0, **options}),
+            unopened,
         )
 
 
@@ -262,7 +265,7 @@ def test_who_may_reach_the_server_is_warned_of(tmp_path, monkeypatch, capfd, mod
     def refuse(config: Config, checkpoint: str, *, slots: int) -> Any:
         raise UserError(f"nothing to serve in {checkpoint} with {slots} slots")
 
-    options = serving.Options(host=host, port=0, api_key_file="keys" if keys else None)
+    options = serving.ServeOptions(host=host, port=0, api_key_file="keys" if keys else None)
     with pytest.raises(UserError, match="nothing to serve in run with 8 slots"):
         serving.run("config.json", [], options, refuse)
     said = capfd.readouterr().err

@@ -9,14 +9,14 @@ from support.served import KEY, expected, refusal, serve, text_of, wait_until
 from support.wire import ask, body_of, connect, read_to_end, receive, send_slowly
 
 from mesh_transformer.data.tokenizer import ByteTokenizer
-from mesh_transformer.runtime.serving import guard, start
+from mesh_transformer.runtime.serving import access, start
 
 SOON = 0.3
 
 
 @pytest.fixture
 def hasty(monkeypatch):
-    monkeypatch.setattr(guard, "HEAD_S", SOON)
+    monkeypatch.setattr(access, "HEAD_S", SOON)
 
 
 @pytest.mark.parametrize("sent", [b"", b"P", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
@@ -54,7 +54,7 @@ def test_a_second_request_on_a_socket_has_its_own_time(hasty):
 
 @pytest.mark.parametrize("keys", [[KEY], []])
 def test_a_refused_body_that_goes_on_is_cut_off(hasty, keys):
-    size = 10 * guard.MAX_BODY_BYTES
+    size = 10 * access.MAX_BODY_BYTES
     with serve(keys=keys) as server, connect(server.url) as client:
         client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode())
         assert (b" 401 " if keys else b" 413 ") in client.recv(100)  # before any of it
@@ -64,7 +64,7 @@ def test_a_refused_body_that_goes_on_is_cut_off(hasty, keys):
 
 
 def test_a_body_byte_by_byte_is_refused(monkeypatch):
-    monkeypatch.setattr(guard, "MAX_BODY_S", SOON)
+    monkeypatch.setattr(access, "MAX_BODY_S", SOON)
     with serve() as server, connect(server.url) as client:
         request = ask()
         client.sendall(request[:-30])
@@ -73,7 +73,7 @@ def test_a_body_byte_by_byte_is_refused(monkeypatch):
 
 
 def test_a_stream_that_is_not_read_is_given_up(monkeypatch):
-    monkeypatch.setattr(guard, "STALL_S", SOON)
+    monkeypatch.setattr(access, "STALL_S", SOON)
     with serve(slots=1, delay=0.005, context=4096, send_buffer=4096) as server:
         with connect(server.url, receive_buffer=4096) as client:
             client.sendall(ask(stream=True, logprobs=20, max_tokens=4000))
@@ -87,8 +87,8 @@ def test_a_stream_that_is_not_read_is_given_up(monkeypatch):
 
 
 def test_an_answer_that_is_not_read_holds_its_socket_no_longer(monkeypatch):
-    monkeypatch.setattr(guard, "SLOWEST_BYTES_A_SECOND", 1 << 20)
-    monkeypatch.setattr(guard, "STALL_S", SOON)
+    monkeypatch.setattr(access, "SLOWEST_BYTES_A_SECOND", 1 << 20)
+    monkeypatch.setattr(access, "STALL_S", SOON)
     with serve(context=256, send_buffer=4096) as server, connect(server.url, receive_buffer=4096) as client:
         server.client.close()
         client.sendall(ask(logprobs=20, max_tokens=200, head_lines="Connection: close\r\n"))
@@ -97,7 +97,7 @@ def test_an_answer_that_is_not_read_holds_its_socket_no_longer(monkeypatch):
 
 
 def test_a_slow_reader_gets_all(monkeypatch):
-    monkeypatch.setattr(guard, "STALL_S", 1)
+    monkeypatch.setattr(access, "STALL_S", 1)
     began = time.monotonic()
     with serve(context=512, send_buffer=4096) as server, connect(server.url, receive_buffer=4096) as client:
         client.sendall(ask(stream=True, logprobs=5, max_tokens=450))
@@ -140,7 +140,7 @@ def test_connections_leave_room_for_other_files(monkeypatch):
 
 
 def test_all_bodies_together_are_bounded(monkeypatch):
-    monkeypatch.setattr(guard, "MAX_BODIES_BYTES", 100_000)
+    monkeypatch.setattr(access, "MAX_BODIES_BYTES", 100_000)
     with serve() as server, connect(server.url) as first:
         request = ask(ignored="x" * 60_000)
         first.sendall(request[:-1])
@@ -153,7 +153,7 @@ def test_all_bodies_together_are_bounded(monkeypatch):
 
 
 def test_the_bodies_of_one_client_leave_room_for_others(monkeypatch):
-    monkeypatch.setattr(guard, "MAX_CLIENT_BODIES_BYTES", 100_000)
+    monkeypatch.setattr(access, "MAX_CLIENT_BODIES_BYTES", 100_000)
     with serve() as server, connect(server.url) as first:
         request = ask(ignored="x" * 60_000)
         first.sendall(request[:-1])
@@ -170,7 +170,7 @@ def test_the_bodies_of_one_client_leave_room_for_others(monkeypatch):
 
 
 def test_clients_behind_a_proxy_of_this_machine_are_told_apart(monkeypatch):
-    monkeypatch.setattr(guard, "MAX_CLIENT_BODIES_BYTES", 100_000)
+    monkeypatch.setattr(access, "MAX_CLIENT_BODIES_BYTES", 100_000)
     with serve() as server, connect(server.url) as first:
         request = ask(ignored="x" * 60_000, head_lines="X-Forwarded-For: 192.0.2.1\r\n")
         first.sendall(request[:-1])

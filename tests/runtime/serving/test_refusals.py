@@ -7,7 +7,7 @@ import pytest
 from support.served import KEY, refusal, serve
 from support.wire import body_of, connect, read_to_end, receive
 
-from mesh_transformer.runtime.serving.guard import MAX_BODY_BYTES
+from mesh_transformer.runtime.serving.access import MAX_BODY_BYTES
 from mesh_transformer.runtime.serving.protocol import ErrorResponse
 
 JSON = {"Content-Type": "application/json"}

@@ -48,10 +48,10 @@ def test_the_kernel_frees_it_when_its_holder_is_killed(tmp_path, holder):
     """Also for one that comes a moment before that."""
     holder.send_signal(signal.SIGKILL)
     with RunLock(str(tmp_path)) as lock:
-        assert lock.in_place()
+        assert lock.still_in_place()
     with RunLock(str(tmp_path)) as lock:
         shutil.rmtree(tmp_path)
-        assert not lock.in_place()
+        assert not lock.still_in_place()
         tmp_path.mkdir()
         (tmp_path / run_folder.LOCK).write_text("of another run")
-        assert not lock.in_place()
+        assert not lock.still_in_place()

@@ -1,4 +1,4 @@
-"""What stands before every route. `BoundedConnection`: how long and how often a client may keep a socket. `Guard`: the API key,
+"""What stands before every route. `BoundedConnection`: how long and how often a client may keep a socket. `AccessMiddleware`: the API key,
 the size of a body and the time it may take, CORS, HEAD."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mesh_transformer.runtime.serving.answers import ApiError, ClientGone, invalid, to_json, unavailable
+from mesh_transformer.runtime.serving.responses import ApiError, ClientGone, invalid, to_json, unavailable
 
 # for a request's head to come, from when the socket is open or a byte follows the answer before
 HEAD_S = 15.0
@@ -38,7 +38,7 @@ _CORS = {
 }
 
 
-class Guard:
+class AccessMiddleware:
     """An ASGI application around another.
 
     Args:
@@ -49,25 +49,25 @@ class Guard:
     def __init__(self, app: ASGIApp, keys: Sequence[bytes], timeout_s: float):
         self._app, self._keys = app, [_digest(key) for key in keys]
         self._body_s = min(timeout_s, MAX_BODY_S)
-        self._held: Counter[str] = Counter()  # bytes of all bodies, by client
+        self._body_bytes: Counter[str] = Counter()  # bytes of all bodies, by client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _for_pages(scope["path"]):
             send = _with_cors(send)
         if scope["method"] == "HEAD":  # uvicorn leaves the body out
             scope = {**scope, "method": "GET"}
-        taken, refusal = _Taken((scope["client"] or ("",))[0]), None
+        usage, refusal = _BodyUsage((scope["client"] or ("",))[0]), None
         try:
-            await self._answer(scope, receive, send, taken)
+            await self._answer(scope, receive, send, usage)
         except ApiError as error:
             refusal = error.response()
         finally:
-            self._held[taken.client] -= taken.bytes
-            self._held += Counter()  # forgets who holds nothing
+            self._body_bytes[usage.client] -= usage.bytes
+            self._body_bytes += Counter()  # forgets who holds nothing
         if refusal is not None:
-            await _refuse(refusal, taken, receive, send)
+            await _refuse(refusal, usage, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, taken: _Taken) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, usage: _BodyUsage) -> None:
         headers = Headers(scope=scope)
         _check_framing(headers)
         if scope["method"] == "OPTIONS" and _for_pages(scope["path"]):
@@ -79,7 +79,7 @@ class Guard:
         _check_size(int(headers.get("content-length", "0")))
         try:
             async with asyncio.timeout(self._body_s):
-                body = await self._read(receive, taken)
+                body = await self._read(receive, usage)
         except TimeoutError as error:
             message = f"the body did not come within {self._body_s:g} seconds"
             raise ApiError(408, message, code="timeout") from error
@@ -95,7 +95,7 @@ class Guard:
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
-    async def _read(self, receive: Receive, taken: _Taken) -> bytes:
+    async def _read(self, receive: Receive, usage: _BodyUsage) -> bytes:
         """The whole body, at most MAX_BODY_BYTES however it is sent.
 
         Raises:
@@ -107,20 +107,23 @@ class Guard:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            taken.unread = message.get("more_body", False)
+            usage.unread = message.get("more_body", False)
             body += message.get("body", b"")
             _check_size(len(body))
-            more = max(0, len(body) - SMALL_BODY_BYTES) - taken.bytes
-            taken.bytes += more
-            self._held[taken.client] += more
-            if self._held[taken.client] > MAX_CLIENT_BODIES_BYTES or self._held.total() > MAX_BODIES_BYTES:
+            more = max(0, len(body) - SMALL_BODY_BYTES) - usage.bytes
+            usage.bytes += more
+            self._body_bytes[usage.client] += more
+            if (
+                self._body_bytes[usage.client] > MAX_CLIENT_BODIES_BYTES
+                or self._body_bytes.total() > MAX_BODIES_BYTES
+            ):
                 raise unavailable("too many large requests at once", code="queue_full", retry_after_s=1)
-            if not taken.unread:
+            if not usage.unread:
                 return bytes(body)
 
 
-class _Taken:
-    """What one request has of `Guard._held`, and whether its body is read."""
+class _BodyUsage:
+    """What one request has of `AccessMiddleware._body_bytes`, and whether its body is read."""
 
     def __init__(self, client: str) -> None:
         self.client = client  # its address
@@ -132,7 +135,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def _refuse(response: Response, taken: _Taken, receive: Receive, send: Send) -> None:
+async def _refuse(response: Response, usage: _BodyUsage, receive: Receive, send: Send) -> None:
     """Answer before the body has come, and read the rest of it: a socket that is closed with unread bytes is reset, and the
     client loses the answer."""
     start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
@@ -140,8 +143,8 @@ async def _refuse(response: Response, taken: _Taken, receive: Receive, send: Sen
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HEAD_S):
-            while taken.unread:
-                taken.unread = (await receive()).get("more_body", False)
+            while usage.unread:
+                usage.unread = (await receive()).get("more_body", False)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
