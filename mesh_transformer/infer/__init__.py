@@ -1,1 +1,1 @@
-"""Generation: sampling and the decode loop. Pure."""
+"""Generation: scheduling, sampling and the programs of a decoding engine. No files, clock or logging here."""

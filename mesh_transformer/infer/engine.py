@@ -1,4 +1,4 @@
-"""The engine: a model, its weights and a cache of slots, as `requests.Engine` has it."""
+"""The decoding engine: a model, its weights and a cache of slots. It implements `requests.Engine`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from mesh_transformer.infer.requests import (
 from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.ops.attend.cached import segment_ends
 
-MIN_CHUNK = 128  # positions: fewer take nearly as long, the weights are read all the same
+# positions; a smaller chunk takes nearly as long, because all weights are read anyway
+MIN_CHUNK = 128
 
 
 class SlotEngine:
-    """See `requests.Engine`. Its programs are few: chunks of prompts come in powers of two, what attention reads in the
-    segments of the cache, and chunks that begin their prompts are computed several at a time."""
+    """An implementation of `requests.Engine` that needs few compiled programs.
+
+    Chunk sizes are powers of two. Attention reads a whole number of cache segments. One call computes several chunks if
+    each one starts its prompt.
+    """
 
     def __init__(
         self,
@@ -40,10 +44,10 @@ class SlotEngine:
         """Allocate the cache.
 
         Args:
-            params: in the compute dtype, on the mesh of `placement`; "blocks" may be a tuple, one tree a layer.
-            slots: sequences at a time.
-            context: positions that a sequence needs, at least; None: all that the model has.
-            max_prefill_tokens: tokens of prompts that are computed at a time.
+            params: parameters in the compute dtype, on the mesh of `placement`. "blocks" may be a tuple with one tree per layer.
+            slots: number of sequences in the cache.
+            context: positions per sequence, rounded up to a whole cache segment. None: the context of the model.
+            max_prefill_tokens: the largest number of prompt tokens in one call.
         """
         model, partition = placement.model, placement.partition
         self.model, self.mesh = model, partition.mesh
@@ -61,11 +65,11 @@ class SlotEngine:
         self._blank = new(self.context, self._n_vocab)
 
     def load(self, params: Params) -> None:
-        """Begin again with other weights of the same kind, and empty slots."""
+        """Replace the weights by others of the same shapes and dtype, and empty all slots."""
         self._params, self._slots, self._requests = params, self._programs.empty(), {}
 
     def unload(self) -> None:
-        """Let go of weights and cache: nothing but `load` may follow."""
+        """Free the memory of the weights and the cache. The next call must be `load`."""
         del self._params, self._slots
 
     def insert(
@@ -99,7 +103,7 @@ class SlotEngine:
         return [found[chunk] for chunk in chunks]
 
     def _groups(self, chunks: Sequence[PromptChunk]) -> Iterator[_Group]:
-        """Chunks that one program computes: those that begin a prompt, of one size, if they fill half of its rows."""
+        """Chunks for one program call: chunks of one size that start their prompts, if they fill more than half of the rows."""
         alike: dict[int, list[PromptChunk]] = {}
         for chunk in chunks:
             scored = self._requests[chunk.slot].params.prompt_logprobs
@@ -119,12 +123,12 @@ class SlotEngine:
                     yield from (_Group([chunk], 1, size, size) for chunk in part)
 
     def _sizes(self, later: bool) -> list[int]:
-        """Of chunks: powers of two, and the longest; only two of those that begin `later` in a prompt, or are scored."""
+        """Chunk sizes: powers of two and the largest size. For `later` chunks (not at the start, or scored) only two."""
         sizes = [MIN_CHUNK << i for i in range(16) if MIN_CHUNK << i < self._max_chunk]
         return [*(sizes[:1] if later else sizes), self._max_chunk]
 
     def _rows(self, size: int) -> int:
-        """Chunks of a size that one program computes."""
+        """Number of chunks of this size that one program call computes."""
         return max(1, min(self.slots, self.max_prefill_tokens // size))
 
     def _prefill(self, group: _Group) -> Iterator[PrefillResult]:
@@ -156,7 +160,7 @@ class SlotEngine:
             yield PrefillResult(first, tokens)
 
     def generate(self, steps: int) -> list[EmittedToken]:
-        """See `requests.Engine`. At most MAX_STEPS."""
+        """See `requests.Engine`. One call computes at most MAX_STEPS steps."""
         live = [slot for slot, running in self._requests.items() if running.left > 0 and running.length]
         if not live:
             return []
@@ -181,12 +185,12 @@ class SlotEngine:
             self._slots = self._programs.release(self._slots, np.int32(slot))
 
     def programs(self) -> list[Callable[[], Any]]:
-        """One call for each program, which compiles it; the first three are enough for a short prompt's first tokens."""
+        """Functions that compile one program each. The first three programs suffice to start a short prompt."""
         prefills, generates = list(self._every_prefill()), list(self._every_generate())
         return [*prefills[:1], *generates[:2], *prefills[1:], *generates[2:]]
 
     def run_once(self) -> None:
-        """Run what every request needs. No slot may be in use."""
+        """Run each small program once. No slot may be in use."""
         self.insert(0, [0], SamplingParams(max_tokens=2), source=None, reused=0)
         self.prefill([PromptChunk(0, 0, 1)])
         self.generate(1)
@@ -196,7 +200,7 @@ class SlotEngine:
         jax.block_until_ready(self._slots)
 
     def _every_prefill(self) -> Iterator[Callable[[], Any]]:
-        """The programs that `_groups` asks for."""
+        """All programs that `_groups` can need."""
         begin = {(rows, n, n, False) for n in self._sizes(later=False) for rows in (1, self._rows(n))}
         later = {(1, n, self.context, scored) for n in self._sizes(later=True) for scored in (False, True)}
         for rows, size, length, scored in sorted(begin | later):
@@ -221,7 +225,7 @@ class SlotEngine:
         return jax.device_put(bias, self._whole)
 
     def _emitted(self, rows: Sequence[int], drawn: SampledTokens) -> Iterator[EmittedToken]:
-        """What (I, B) draws of the slots `rows` gave, in order of steps."""
+        """The new tokens of the slots `rows`, in order of steps. The arrays of `drawn` have the shape (I, B)."""
         for step, column in zip(*np.nonzero(drawn.live_B), strict=True):
             slot = rows[column]
             running = self._requests[slot]
@@ -231,7 +235,14 @@ class SlotEngine:
 
 
 class _Group(NamedTuple):
-    """Chunks for one program of so many rows, tokens a row, and positions that attention reads."""
+    """Prompt chunks for one program call.
+
+    Args:
+        rows: rows of the batch; there may be fewer chunks.
+        size: tokens per row.
+        length: positions of the cache that attention reads.
+        scored: whether the log-probabilities of the prompt's tokens are returned.
+    """
 
     chunks: list[PromptChunk]
     rows: int
@@ -241,22 +252,23 @@ class _Group(NamedTuple):
 
 
 class _Running:
-    """What the host knows of a slot's request."""
+    """The state of a slot's request on the host."""
 
     def __init__(self, prompt: list[int], params: SamplingParams):
         self.prompt, self.params = prompt, params
         self.left = params.max_tokens
-        self.length = 0  # tokens so far, once the prompt is computed
+        # tokens of prompt and completion; 0 until the prompt is computed
+        self.length = 0
 
     def emit(self, slot: int, token: Token, *, ended: bool) -> EmittedToken:
-        """Count one more token."""
+        """Count a new token."""
         self.length += 1
         self.left = 0 if ended else self.left - 1
         return EmittedToken(slot, token, "stop" if ended else None if self.left else "length")
 
 
 def _token(params: SamplingParams, id: Any, logprob: Any, top_id_C: Any, top_logprob_C: Any) -> Token:
-    """A token with as many alternatives as were asked for."""
+    """A token with the number of alternatives that the request asks for."""
     wanted = slice(params.logprobs or 0)
     top = zip(top_id_C[wanted].tolist(), top_logprob_C[wanted].tolist(), strict=True)
     return Token(int(id), float(logprob), tuple(top))

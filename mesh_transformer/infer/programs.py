@@ -1,7 +1,7 @@
-"""What a device keeps of the slots of a cache between calls, and the programs that change it.
+"""The state of all slots on the device, and the jitted programs that update it.
 
-Shapes: N slots, B of them that a call works on, S positions of a slot, P positions of a chunk of a prompt, I steps of a call,
-V vocabulary rows, D residual width, E end tokens, C alternatives.
+Shapes: N slots, B slots of a call, S positions of a slot, P positions of a prompt chunk, I steps of a call, V vocabulary rows,
+D residual width, E stop tokens, C alternatives.
 """
 
 from __future__ import annotations
@@ -19,46 +19,74 @@ from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.ops.attend.cached import KVCache
 from mesh_transformer.parallel.sharding import constrain, use
 
-MAX_STEPS = 16  # of a call of `generate`
-_SCORED_POSITIONS = 64  # positions of prompts whose logits exist at a time
+# steps in one call of `generate`
+MAX_STEPS = 16
+# the logits of this many prompt positions are in memory at a time
+_SCORED_POSITIONS = 64
 
 
 class Slots(NamedTuple):
-    """Everything that is kept between calls, on the device. A slot with nothing `left` computes nothing."""
+    """The state between calls, on the device. A slot with `left_N` 0 computes nothing.
+
+    Args:
+        length_N: int32, valid positions of the cache.
+        token_N: int32, the newest token. It is not in the cache yet.
+        left_N: int32, tokens that may still be sampled.
+        drawn_N: int32, tokens sampled so far.
+        min_tokens_N: int32, while `drawn_N` is smaller, no stop token is sampled.
+        seed_N: uint32.
+        options: a vector (N,) for each sampling option.
+        end_NE: int32, the stop tokens, padded with -1.
+        biased_N: bool, whether `bias_NV` has a nonzero entry.
+        bias_NV: float32, the logit bias.
+        tokens_NS: int32, the tokens of prompt and completion.
+        in_prompt_NV: bool, whether a token is in the prompt.
+        counts_NV: int32, occurrences of each token in the completion.
+    """
 
     cache: KVCache
-    length_N: jax.Array  # int32: valid positions of the cache
-    token_N: jax.Array  # int32: the newest token, which is not in the cache yet
-    left_N: jax.Array  # int32: tokens that may still be drawn
-    drawn_N: jax.Array  # int32: tokens drawn so far
-    min_tokens_N: jax.Array  # int32: before so many, no end token is drawn
-    seed_N: jax.Array  # uint32
-    options: OptionVectors  # (N,) each
-    end_NE: jax.Array  # int32, -1 where there are fewer: the tokens that end a completion
-    biased_N: jax.Array  # bool: there is a logit bias
-    bias_NV: jax.Array  # float32
-    tokens_NS: jax.Array  # int32: prompt and completion
-    in_prompt_NV: jax.Array  # bool
-    counts_NV: jax.Array  # int32: occurrences in the completion
+    length_N: jax.Array
+    token_N: jax.Array
+    left_N: jax.Array
+    drawn_N: jax.Array
+    min_tokens_N: jax.Array
+    seed_N: jax.Array
+    options: OptionVectors
+    end_NE: jax.Array
+    biased_N: jax.Array
+    bias_NV: jax.Array
+    tokens_NS: jax.Array
+    in_prompt_NV: jax.Array
+    counts_NV: jax.Array
 
     @property
-    def live_N(self) -> jax.Array:  # bool: not those in mid-prompt, which have nothing to go on from
+    def live_N(self) -> jax.Array:
+        """Bool: the slot has a computed prompt and is not finished."""
         return (self.left_N > 0) & (self.drawn_N > 0)
 
 
 class SampledTokens(NamedTuple):
-    """The next token of each of B slots; where not `live_B` nothing was drawn."""
+    """The next token of each of B slots.
 
-    token_B: jax.Array  # int32
-    logprob_B: jax.Array  # float32, nats, of the raw distribution
-    top_id_BC: jax.Array  # int32: as many as were asked for mean something
+    Args:
+        token_B: int32.
+        logprob_B: float32, in nats, under the model's distribution before all sampling steps.
+        top_id_BC: int32, the most likely tokens. Only the first `n_top` entries are valid.
+        top_logprob_BC: float32, their log-probabilities.
+        live_B: bool, whether a token was sampled for the slot. The other fields are valid only there.
+        ended_B: bool, whether the token is a stop token.
+    """
+
+    token_B: jax.Array
+    logprob_B: jax.Array
+    top_id_BC: jax.Array
     top_logprob_BC: jax.Array
-    live_B: jax.Array  # bool
-    ended_B: jax.Array  # bool: the token is an end token
+    live_B: jax.Array
+    ended_B: jax.Array
 
 
 class Scores(NamedTuple):
-    """The log-probabilities of given tokens, and the likeliest ones there."""
+    """The log-probabilities of given tokens, and the most likely tokens at the same positions. float32, in nats."""
 
     logprob_P: jax.Array
     top_id_PC: jax.Array
@@ -66,35 +94,44 @@ class Scores(NamedTuple):
 
     @classmethod
     def of(cls, logits_PV: jax.Array, tokens_P: jax.Array, n_top: jax.Array) -> Scores:
-        """Of tokens with these logits."""
+        """The scores of `tokens_P` under these logits, with `n_top` alternatives."""
         logprobs_PV = jax.nn.log_softmax(logits_PV)
         logprob_P = jnp.take_along_axis(logprobs_PV, tokens_P[:, None], axis=-1)[:, 0]
         return cls(logprob_P, *likeliest(logprobs_PV, n_top, MAX_TOP_LOGPROBS))
 
 
 class ChunkBatch(NamedTuple):
-    """Chunks of the prompts of B slots, as `prefill` takes them: host arrays."""
+    """Prompt chunks of B slots, as numpy arrays. Rows without a chunk are padding.
 
-    slots_B: Any  # int32, each once; what stands where there is no chunk is any slot
-    tokens_BP: Any  # int32, padded on the right
-    targets_BP: Any  # int32: the token after each, whose log-probability is wanted
-    start_B: Any  # int32: position of the first
-    count_B: Any  # int32: of them that are not padding; 0: no chunk
-    last_B: Any  # bool: the chunk is its prompt's last, so that a token is drawn
+    Args:
+        slots_B: int32, the slot of each chunk, at most one chunk per slot. Any slot in padding rows.
+        tokens_BP: int32, padded on the right.
+        targets_BP: int32, the token after each position, to be scored.
+        start_B: int32, the position of the first token.
+        count_B: int32, the number of tokens, 0 in padding rows.
+        last_B: bool, whether the chunk is the last of its prompt, so that the first new token is sampled.
+    """
+
+    slots_B: Any
+    tokens_BP: Any
+    targets_BP: Any
+    start_B: Any
+    count_B: Any
+    last_B: Any
 
     @classmethod
     def none(cls, rows: int, size: int) -> ChunkBatch:
-        """So many rows of `size` tokens, without a chunk."""
+        """A batch of padding: `rows` rows of `size` tokens."""
         slots_B, start_B, count_B = np.zeros((3, rows), np.int32)
         tokens_BP, targets_BP = np.zeros((2, rows, size), np.int32)
         return cls(slots_B, tokens_BP, targets_BP, start_B, count_B, np.zeros(rows, bool))
 
 
 class SlotPrograms:
-    """The jitted functions of one model on one mesh. `slots` is donated everywhere.
+    """The jitted functions of one model on one mesh. All of them donate their argument `slots`.
 
     Args:
-        stacked: the layers of the parameters are, not a tuple of layers.
+        stacked: whether the layers of the parameters are stacked arrays, not a tuple with one tree per layer.
     """
 
     def __init__(self, placement: Placement, n_slots: int, context: int, *, stacked: bool):
@@ -126,12 +163,12 @@ class SlotPrograms:
     def _prefill(
         self, params: Params, slots: Slots, chunks: ChunkBatch, n_top: jax.Array, *, length: int, scored: bool
     ) -> tuple[Slots, SampledTokens, Scores | None]:
-        """Compute chunks of prompts, and draw the first token of each slot whose prompt ends there.
+        """Compute prompt chunks, and sample the first token of each slot whose prompt is complete.
 
         Args:
-            n_top: int32 scalar: alternatives that are wanted with each token.
-            length: positions of the cache that attention reads; at least start + P, or P where every `start` is 0.
-            scored: whether the Scores, (B, P) each, are wanted.
+            n_top: int32 scalar, alternatives per token.
+            length: positions of the cache that attention reads: at least start + P for each row.
+            scored: whether to return the Scores, (B, P) each.
         """
         rows_B, count_B = chunks.slots_B, chunks.count_B
         with use(self.partition):
@@ -141,7 +178,8 @@ class SlotPrograms:
             x_BPD, written, _ = self.model.hidden(
                 params, chunks.tokens_BP, view, chunks.start_B, query_index_B
             )
-            to = jnp.where(count_B > 0, rows_B, self.n_slots)  # one beyond the last slot is dropped
+            # padding rows write to an index after the last slot, which mode="drop" ignores
+            to = jnp.where(count_B > 0, rows_B, self.n_slots)
             slots = slots._replace(
                 cache=self._written(written),
                 length_N=slots.length_N.at[to].set(chunks.start_B + count_B, mode="drop"),
@@ -162,10 +200,11 @@ class SlotPrograms:
         *,
         length: int,
     ) -> tuple[Slots, SampledTokens]:
-        """Up to `steps` (at most MAX_STEPS) tokens for some slots (None: all); (I, B) each.
+        """Generate up to `steps` tokens, at most MAX_STEPS, for the slots `slots_B`. The tokens are (I, B).
 
         Args:
-            length: positions of the cache that attention reads: at least those that the last step needs.
+            slots_B: None: all slots.
+            length: positions of the cache that attention reads: enough for the last step.
         """
         rows_B = jnp.arange(self.n_slots) if slots_B is None else slots_B
 
@@ -174,7 +213,7 @@ class SlotPrograms:
             live_B, start_B = slots.live_N[rows_B], slots.length_N[rows_B]
             view = slots.cache.view(slots_B, length, write=live_B)
             tokens_BT = slots.token_N[rows_B][:, None]
-            # XLA for CPU would make a float32 copy of a bfloat16 table before the loop
+            # without the barrier, XLA for CPU makes a float32 copy of a bfloat16 table before the loop
             embed, tokens_BT = jax.lax.optimization_barrier((params["embed"], tokens_BT))
             x_BTD, written, _ = self.model.hidden({**params, "embed": embed}, tokens_BT, view, start_B)
             logits_BV = self._logits(self.model.gathered_head(params), x_BTD)[:, 0]
@@ -205,12 +244,12 @@ class SlotPrograms:
         return jax.tree.map(lambda x: x.reshape(*targets_BP.shape, *x.shape[2:]), parts)
 
     def _written(self, view: Any) -> KVCache:
-        """The cache with what a call wrote, sharded as it was."""
+        """The updated cache, with the shardings of the cache before."""
         return self.model.map_cache(lambda x, names: constrain(x, *names), view.cache)
 
 
 def blank(context: int, vocab: int) -> Slots:
-    """One slot without its cache, all zeros, which the engine fills in for a request."""
+    """One slot of zeros without a cache. The engine fills it in for a request."""
 
     def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
         return jnp.zeros(shape, dtype)
@@ -234,14 +273,18 @@ def blank(context: int, vocab: int) -> Slots:
 
 
 def empty(cache: KVCache, n_slots: int, context: int, vocab: int) -> Slots:
-    """Slots that compute nothing."""
+    """Slots without requests."""
     zeros = jax.tree.map(lambda x: jnp.zeros((n_slots, *x.shape), x.dtype), blank(context, vocab))
     return zeros._replace(cache=cache)
 
 
 def insert(slots: Slots, slot: jax.Array, new: Slots, n_tokens: jax.Array) -> Slots:
-    """Give a slot to a request: `new` is its slot after `blank`, and `n_tokens` of the tokens are its prompt. Its first
-    `new.length_N` positions are in the slot's cache already."""
+    """Assign a slot to a request.
+
+    Args:
+        new: the new state of the slot, from `blank`. Its first `length_N` positions are in the slot's cache already.
+        n_tokens: length of the prompt, the first tokens of `new.tokens_NS`.
+    """
     vocab = len(new.in_prompt_NV)
     at = jnp.where(jnp.arange(len(new.tokens_NS)) < n_tokens, new.tokens_NS, vocab)
     new = new._replace(in_prompt_NV=jnp.zeros(vocab, bool).at[at].set(True, mode="drop"))
@@ -251,25 +294,26 @@ def insert(slots: Slots, slot: jax.Array, new: Slots, n_tokens: jax.Array) -> Sl
 
 
 def copy_cache(slots: Slots, source: jax.Array, target: jax.Array) -> Slots:
-    """Make a slot's keys and values those of another."""
+    """Copy the cache of the slot `source` to the slot `target`."""
     cache = jax.tree.map(lambda x: x.at[:, target].set(x[:, source]), slots.cache)
     return slots._replace(cache=cache)
 
 
 def release(slots: Slots, slot: jax.Array) -> Slots:
-    """Draw nothing more for a slot."""
+    """Stop sampling for a slot."""
     return slots._replace(left_N=slots.left_N.at[slot].set(0))
 
 
-@jax.jit  # traced once for all programs with as many rows
+# jitted, so that the programs with the same number of rows trace it once
+@jax.jit
 def draw(
     slots: Slots, rows_B: jax.Array, logits_BV: jax.Array, live_B: jax.Array, n_top: jax.Array
 ) -> tuple[Slots, SampledTokens]:
-    """The next token of some slots from its logits; slots that are not live stay as they are."""
+    """Sample the next token of the slots `rows_B` from its logits. Slots that are not live do not change."""
     length_B, drawn_B, left_B = (x[rows_B] for x in (slots.length_N, slots.drawn_N, slots.left_N))
 
     def drawn_now() -> SampledTokens:
-        # what a slot that is not live asks for would be computed for all
+        # options of finished slots are turned off: an option that is on in one row is computed for all rows
         options = {
             name: jnp.where(live_B, values_N[rows_B], OPTIONS[name].off)
             for name, values_N in slots.options.items()
@@ -292,7 +336,8 @@ def draw(
         return SampledTokens(token_B, *Scores.of(logits_BV, token_B, n_top), live_B, ended_B)
 
     drawn = jax.lax.cond(live_B.any(), drawn_now, lambda: no_tokens(len(rows_B)))
-    to = jnp.where(live_B, rows_B, len(slots.left_N))  # one beyond the last slot is dropped
+    # rows that are not live write to an index after the last slot, which mode="drop" ignores
+    to = jnp.where(live_B, rows_B, len(slots.left_N))
     new = slots._replace(
         token_N=slots.token_N.at[to].set(drawn.token_B, mode="drop"),
         left_N=slots.left_N.at[to].set(jnp.where(drawn.ended_B, 0, left_B - 1), mode="drop"),
@@ -304,11 +349,12 @@ def draw(
 
 
 def _key(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """Of the draw at a position: it depends on nothing else that the batch does."""
+    """The random key of a position. It does not depend on the other slots of the batch."""
     return jax.random.fold_in(jax.random.key(seed), position)
 
 
 def no_tokens(n: int) -> SampledTokens:
+    """The result of a step in which no slot is live."""
     ids, values = jnp.zeros((n, MAX_TOP_LOGPROBS), jnp.int32), jnp.zeros((n, MAX_TOP_LOGPROBS), jnp.float32)
     no = jnp.zeros((n,), bool)
     return SampledTokens(ids[:, 0], values[:, 0], ids, values, no, no)

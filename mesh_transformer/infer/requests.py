@@ -1,31 +1,42 @@
-"""What is asked of an engine and what it answers. Plain Python: the scheduler and the server import no jax for it."""
+"""The interface of an engine: sampling parameters, prompt chunks, tokens. No jax: the scheduler and the server import it."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-MAX_STOP_TOKENS = 16  # a request
-MAX_TOP_LOGPROBS = 20  # alternatives a token
+# per request
+MAX_STOP_TOKENS = 16
+# alternatives per token
+MAX_TOP_LOGPROBS = 20
 MAX_NGRAM = 64
-LEAST_TEMPERATURE = 1e-5  # a lower one is greedy
-# float32 logits times or over these, and over the least temperature, stay far below its largest number
+# sampling with a lower temperature is greedy
+LEAST_TEMPERATURE = 1e-5
+# with these limits, scaled logits stay finite in float32
 MAX_TEMPERATURE, MAX_REPETITION, MAX_BIAS = 1e6, 1e6, 1e6
 
 FinishReason = Literal["stop", "length"]
 
 
 class Option(NamedTuple):
-    """A row of the table of sampling options. Vectors on the device hold int32 where `default` is an int, else float32."""
+    """A row of the table of sampling options.
+
+    Args:
+        default: the default value.
+        within: the smallest and the largest allowed value.
+        allowed: the allowed values in words, for error messages.
+        help: the help text of the option in device_sample.py.
+        off: the value that disables the option. Nothing is computed for it then.
+    """
 
     default: float
-    within: tuple[float, float]  # least and greatest value
-    allowed: str  # these in words
-    help: str  # of device_sample.py's option
-    off: float  # with this value nothing is computed for the option
+    within: tuple[float, float]
+    allowed: str
+    help: str
+    off: float
 
     @property
     def dtype(self) -> str:
-        """Of the option's vector on the device."""
+        """The dtype of the option's vector on the device: int32 if `default` is an int, else float32."""
         return "int32" if isinstance(self.default, int) else "float32"
 
 
@@ -39,47 +50,47 @@ def _row(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """The table of sampling options, a field each: OPTIONS has their rows by name.
+    """The sampling options. Each field defines one row of the table OPTIONS.
 
-    A new option is a field here and its arithmetic in `sampling.py`. Its name is that in POST /v1/completions and, with
-    dashes, that of device_sample.py's option.
+    A new option needs a field here and its arithmetic in `sampling.py`. The field's name is also the name in
+    POST /v1/completions and, with dashes, the option of device_sample.py.
 
     Raises:
-        ValueError: a field is out of its range; the message begins with its name.
+        ValueError: a field is out of its range. The message starts with the name of the field.
     """
 
     temperature: float = _row(
         1.0, (0, MAX_TEMPERATURE), f"0 (greedy) or more, at most {MAX_TEMPERATURE:,.0f}",
-        help="0: always the likeliest token (default: %(default)s)", off=0.0,
+        help="0 always chooses the most likely token (default: %(default)s)", off=0.0,
     )  # fmt: skip
     top_p: float = _row(
         1.0, (0, 1), "0 or more, at most 1",
-        help="sample from the likeliest tokens whose probabilities sum to this (default: %(default)s, all)",
+        help="sample from the most likely tokens whose probabilities sum to this (default: %(default)s, all)",
     )  # fmt: skip
     top_k: int = _row(
         0, (0, 2**31 - 1), "0 (all) or more",
-        help="sample from so many of the likeliest tokens (default: 0, all)",
+        help="sample from this number of most likely tokens (default: 0, all)",
     )  # fmt: skip
     min_p: float = _row(
         0.0, (0, 1), "0 to 1",
-        help="sample from the tokens that have at least this times the largest probability (default: 0, all)",
+        help="sample from tokens with at least this fraction of the largest probability (default: 0, all)",
     )  # fmt: skip
     repetition_penalty: float = _row(
         1.0, (1 / MAX_REPETITION, MAX_REPETITION), f"above 0: {1 / MAX_REPETITION:f} to {MAX_REPETITION:,.0f}",
-        help="over 1: make tokens of the prompt and the completion less likely, by dividing positive and multiplying "
-        "negative logits (default: 1, off)",
+        help="divide positive logits, and multiply negative logits, of tokens in the prompt or the completion by this; "
+        "above 1 makes them less likely (default: 1, off)",
     )  # fmt: skip
     presence_penalty: float = _row(
         0.0, (-2, 2), "-2 to 2",
-        help="subtract this from the logits of each token in the completion; -2 to 2 (default: 0)",
+        help="subtract this from the logit of each token that is in the completion; -2 to 2 (default: 0)",
     )  # fmt: skip
     frequency_penalty: float = _row(
         0.0, (-2, 2), "-2 to 2",
-        help="subtract this from the logits for each time that a token is in the completion; -2 to 2 (default: 0)",
+        help="subtract this from a token's logit for each occurrence in the completion; -2 to 2 (default: 0)",
     )  # fmt: skip
     no_repeat_ngram_size: int = _row(
         0, (0, MAX_NGRAM), f"0 (off) to {MAX_NGRAM}",
-        help=f"draw no token that completes an n-gram of so many tokens again; 0 to {MAX_NGRAM} (default: 0, off)",
+        help=f"never repeat an n-gram of this many tokens; 0 to {MAX_NGRAM} (default: 0, off)",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -89,7 +100,7 @@ class SamplingOptions:
         )
 
     def _check(self, fields: Iterable[tuple[str, str, bool]]) -> None:
-        """Raise ValueError for the first of (name, allowed values, whether it fits) that does not fit."""
+        """Raise ValueError for the first field that is out of range, given (name, allowed values, whether it fits)."""
         for name, allowed, fits in fields:
             if not fits:
                 raise ValueError(f"{name} must be {allowed}; got {getattr(self, name)}")
@@ -107,27 +118,41 @@ OPTIONS: dict[str, Option] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams(SamplingOptions):
-    """How one completion is sampled.
+    """The parameters of one completion.
 
-    The steps, in order, on the float32 logits of the next token: `logit_bias` is added; the repetition penalty divides
-    positive and multiplies negative logits of tokens in the prompt or the completion (Keskar et al. 2019); the
-    frequency penalty times a token's count in the completion, and the presence penalty if it is there, are
-    subtracted; tokens that would complete an n-gram for the second time, and end tokens before `min_tokens`, are
-    left out; division by the temperature; then tokens stay that have at least `min_p` times the largest
-    probability, then the `top_k` likeliest, then the smallest set of these of probability `top_p`, which is never
-    empty. A temperature below LEAST_TEMPERATURE is 0.
+    Sampling applies these steps, in this order, to the float32 logits of the next token:
+
+    1. Add `logit_bias`.
+    2. Repetition penalty: for tokens in the prompt or the completion, divide positive logits and multiply negative logits
+       (Keskar et al. 2019).
+    3. For tokens in the completion, subtract the frequency penalty times their count, then the presence penalty.
+    4. Exclude tokens that would repeat an n-gram. Exclude stop tokens while there are fewer than `min_tokens` tokens.
+    5. Divide by the temperature.
+    6. Keep the tokens with at least `min_p` times the largest probability, then the `top_k` most likely of these, then
+       the smallest set of these with probability `top_p`. At least one token is kept.
+
+    A temperature below LEAST_TEMPERATURE counts as 0: the token with the largest logit after step 4 is chosen.
+
+    Args:
+        max_tokens: the largest number of new tokens. With 0, only the prompt is computed.
+        min_tokens: while there are fewer new tokens, no token of `stop_token_ids` is sampled.
+        logit_bias: pairs of a token and the number to add to its logit.
+        stop_token_ids: tokens that end the completion. The end-of-text token is one of them, unless the request ignores it.
+        seed: it determines the samples, together with the prompt. Other requests of the batch have no influence.
+        logprobs: how many alternatives to report with each token. The token's own log-probability is always reported.
+        prompt_logprobs: report the log-probabilities of the prompt's tokens too. The prompt then reuses no cached prefix.
 
     Raises:
         ValueError: as in `SamplingOptions`.
     """
 
-    max_tokens: int = 16  # 0: only the prompt is computed
-    min_tokens: int = 0  # before so many, no token of stop_token_ids is drawn
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added)
-    stop_token_ids: tuple[int, ...] = ()  # the end-of-text token too, unless it is to be ignored
-    seed: int = 0  # with the prompt it decides every draw, whatever else is in the batch
-    logprobs: int | None = None  # alternatives reported with each token; the token's own is always known
-    prompt_logprobs: bool = False  # report the prompt's tokens too; its cache is then not reused
+    max_tokens: int = 16
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         biases_fit = all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias)
@@ -145,25 +170,32 @@ class SamplingParams(SamplingOptions):
 
 
 class Token(NamedTuple):
-    """A token with its log-probability under the model's own distribution, before any of the sampling steps; nats."""
+    """A token, its log-probability in nats under the model's distribution before all sampling steps, and alternatives.
+
+    Args:
+        top: the most likely tokens and their log-probabilities, the most likely first.
+    """
 
     id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, likeliest first
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class EmittedToken(NamedTuple):
-    """A new token of a slot. After one with `finish_reason` the slot computes nothing more."""
+    """A new token of a slot.
+
+    Args:
+        finish_reason: "stop" if the token is one of stop_token_ids, "length" if it is the last of max_tokens. None if the
+            slot continues.
+    """
 
     slot: int
     token: Token
-    finish_reason: (
-        FinishReason | None
-    )  # "stop": it is one of stop_token_ids; "length": max_tokens are reached
+    finish_reason: FinishReason | None
 
 
 class PromptChunk(NamedTuple):
-    """Positions start .. stop - 1 of the prompt of a slot."""
+    """A part of the prompt of a slot: positions start to stop - 1."""
 
     slot: int
     start: int
@@ -171,38 +203,49 @@ class PromptChunk(NamedTuple):
 
 
 class PrefillResult(NamedTuple):
-    """What a chunk of a prompt gave."""
+    """The result of a prompt chunk.
 
-    # the first new token, when the chunk was the prompt's last (None with max_tokens 0)
+    Args:
+        first: the first new token, if the chunk is the last one of its prompt and max_tokens is not 0.
+        prompt: the prompt's tokens start + 1 to stop, up to its last one, if the request has `prompt_logprobs`.
+    """
+
     first: EmittedToken | None
-    prompt: Sequence[Token]  # of the prompt's tokens start + 1 .. stop (at most its last), if asked for
+    prompt: Sequence[Token]
 
 
 class Engine(Protocol):
-    """A model with a cache of `slots` sequences of `context` positions each; what the scheduler drives.
+    """A model with a cache of `slots` sequences of `context` positions each. The scheduler calls it.
 
-    One thread uses it. A slot's cache stays valid after `release`, until the slot is given out again.
+    Only one thread may use it. The cache of a slot stays valid after `release`, until the next `insert` into the slot.
+
+    Args:
+        max_prefill_tokens: the largest number of prompt tokens in one call of `prefill`, over all chunks.
     """
 
     slots: int
     context: int
-    max_prefill_tokens: int  # prompt tokens, in all, that one `prefill` takes at most
+    max_prefill_tokens: int
 
     def insert(
         self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int
     ) -> None:
-        """Give a slot that is not in use to a request.
+        """Assign a free slot to a request. The positions of the prompt that are not reused must be prefilled next, in order.
 
-        Its first `reused` positions (fewer than the prompt has) are taken from the cache of slot `source`, which may be
-        the slot itself, or be in use; `source` is None when `reused` is 0. The rest must be prefilled, in order.
+        Args:
+            source: the slot whose cache holds the first `reused` positions: this one, or another one, free or in use. None
+                if `reused` is 0.
+            reused: positions to take from the cache of `source`: fewer than the prompt has.
         """
 
     def prefill(self, chunks: Sequence[PromptChunk]) -> list[PrefillResult]:
-        """Compute chunks of prompts, of each slot one; when `stop` is the prompt's length, the first token is drawn."""
+        """Compute at most one prompt chunk per slot. The last chunk of a prompt also samples the first new token."""
 
     def generate(self, steps: int) -> list[EmittedToken]:
-        """Up to `steps` tokens (1 or more) for every slot whose prompt is computed and that is not finished; there is
-        one. They come in order of steps."""
+        """Generate up to `steps` tokens, at least 1, for each slot with a computed prompt that is not finished.
+
+        At least one such slot must exist. The tokens are in order of steps.
+        """
 
     def release(self, slot: int) -> None:
-        """Take a slot out of use: stop computing its sequence if it is not finished. Once for each `insert`."""
+        """Free a slot and stop its sequence if it is not finished. Call it once for each `insert`."""

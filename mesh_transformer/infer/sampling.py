@@ -1,7 +1,7 @@
 """Choosing the next token: the steps of `requests.SamplingParams`, on the device.
 
-Shapes: B sequences, which are some of N slots, S positions of a slot, V vocabulary rows, E end tokens, C alternatives. A step
-that no sequence asks for costs nothing.
+A step that no sequence needs is skipped. Shapes: B sequences, each in one of N slots, S positions of a slot, V vocabulary
+rows, E stop tokens, C alternatives.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,33 @@ OptionVectors = dict[str, jax.Array]
 
 
 class PenaltyInputs(NamedTuple):
-    """What the penalties depend on. What is large is of all slots: rows are taken only by a step that needs them."""
+    """The inputs of the steps before the temperature. Large arrays hold all N slots: a step gathers its rows if it runs.
 
-    rows_B: jax.Array  # int32: the slots of the sequences
-    length_B: jax.Array  # int32: tokens of prompt and completion
-    early_B: jax.Array  # bool: no end token may be drawn yet
-    end_BE: jax.Array  # int32, -1 where there are fewer: the tokens that end a completion
-    biased_B: jax.Array  # bool: there is a logit bias
-    bias_NV: jax.Array  # float32: the logit bias
-    tokens_NS: jax.Array  # int32
-    in_prompt_NV: jax.Array  # bool
-    counts_NV: jax.Array  # int32: occurrences in the completion
+    Args:
+        rows_B: int32, the slots of the sequences.
+        length_B: int32, tokens of prompt and completion.
+        early_B: bool, whether stop tokens are excluded because there are fewer than min_tokens tokens.
+        end_BE: int32, the stop tokens, padded with -1.
+        biased_B: bool, whether there is a logit bias.
+        bias_NV: float32, the logit bias.
+        tokens_NS: int32, the tokens of prompt and completion.
+        in_prompt_NV: bool, whether a token is in the prompt.
+        counts_NV: int32, occurrences of each token in the completion.
+    """
+
+    rows_B: jax.Array
+    length_B: jax.Array
+    early_B: jax.Array
+    end_BE: jax.Array
+    biased_B: jax.Array
+    bias_NV: jax.Array
+    tokens_NS: jax.Array
+    in_prompt_NV: jax.Array
+    counts_NV: jax.Array
 
 
 def penalise(logits_BV: jax.Array, options: OptionVectors, inputs: PenaltyInputs) -> jax.Array:
-    """Logits after bias, penalties and exclusions: the steps that come before the temperature."""
+    """Logits after bias, penalties and exclusions: the steps before the temperature."""
     o = options
     penalties_B = (
         (o["repetition_penalty"] != 1) | (o["presence_penalty"] != 0) | (o["frequency_penalty"] != 0)
@@ -44,10 +56,10 @@ def penalise(logits_BV: jax.Array, options: OptionVectors, inputs: PenaltyInputs
 
 
 def sample(logits_BV: jax.Array, keys_B: jax.Array, options: OptionVectors) -> jax.Array:
-    """One token a sequence, (B,) int32: temperature, min-p, top-k, top-p (Holtzman et al. 2020), then a draw.
+    """Sample one token per sequence, (B,) int32: temperature, min-p, top-k, top-p (Holtzman et al. 2020), then a draw.
 
-    A temperature below LEAST_TEMPERATURE takes the largest logit. Tokens at -inf, and those whose logit is no number, are not drawn; where all are
-    such, the token is 0. So a padding row of the vocabulary never is.
+    A temperature below LEAST_TEMPERATURE chooses the largest logit. Tokens with logit -inf or NaN are not chosen, so
+    padding rows of the vocabulary are not chosen either. If all logits are -inf or NaN, the token is 0.
     """
     o, logits_BV = options, _numbers(logits_BV)
     drawn_B, greedy_B = o["temperature"] >= LEAST_TEMPERATURE, _argmax(logits_BV)
@@ -63,10 +75,10 @@ def sample(logits_BV: jax.Array, keys_B: jax.Array, options: OptionVectors) -> j
 def keep_most_likely(
     logits_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array
 ) -> jax.Array:
-    """Logits with the tokens below min_p times the largest probability at -inf, then those beyond the k likeliest,
-    then those beyond the smallest set of probability top_p of what is left.
+    """Set logits to -inf by min-p, then top-k, then top-p.
 
-    The likeliest token always stays. Tokens that tie with the last kept one stay too.
+    Kept are the tokens with at least min_p times the largest probability, of these the k most likely, and of these the
+    smallest set with probability top_p. The most likely token is always kept, and so are tokens equal to the last kept one.
     """
     n_vocab = logits_BV.shape[-1]
     k_B = jnp.where(top_k_B > 0, jnp.minimum(top_k_B, n_vocab), n_vocab)
@@ -76,9 +88,12 @@ def keep_most_likely(
 
 
 def likeliest(logprobs_BV: jax.Array, wanted: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """The `wanted` (int32 scalar, at most `most`) likeliest tokens, likeliest first: ids and values, (B, most).
+    """The most likely tokens and their log-probabilities, (B, most) each, the most likely first.
 
-    Of tokens that tie the one with the lower id comes first. Entries from `wanted` on mean nothing.
+    Of equal tokens, the one with the lower ID is first.
+
+    Args:
+        wanted: int32 scalar, at most `most`. Only the first `wanted` columns are valid.
     """
     n = logprobs_BV.shape[0]
 
@@ -94,13 +109,13 @@ def likeliest(logprobs_BV: jax.Array, wanted: jax.Array, most: int) -> tuple[jax
 
 
 def _argmax(x_BV: jax.Array) -> jax.Array:
-    """The first index of each row's largest number, int32. Two plain reductions, which XLA for CPU vectorises."""
+    """The first index of the largest number of each row, int32. XLA for CPU vectorizes these two reductions."""
     x_BV, n = _numbers(x_BV), x_BV.shape[-1]
     return jnp.where(x_BV == x_BV.max(-1, keepdims=True), jnp.arange(n, dtype=jnp.int32), n).min(-1)
 
 
 def _numbers(x: jax.Array) -> jax.Array:
-    """With -inf in the place of NaN."""
+    """Replace NaN by -inf."""
     return jnp.where(jnp.isnan(x), -jnp.inf, x)
 
 
@@ -113,7 +128,7 @@ def _biased(logits_BV: jax.Array, inputs: PenaltyInputs) -> jax.Array:
 
 
 def _repeated_less(logits_BV: jax.Array, o: OptionVectors, inputs: PenaltyInputs) -> jax.Array:
-    """Repetition penalty (Keskar et al. 2019, of prompt and completion), then frequency and presence (completion)."""
+    """Apply the repetition penalty (prompt and completion), then the frequency and presence penalties (completion)."""
     counts_BV = inputs.counts_NV[inputs.rows_B]
     repeated = inputs.in_prompt_NV[inputs.rows_B] | (counts_BV > 0)
     penalty_B1 = o["repetition_penalty"][:, None]
@@ -124,12 +139,12 @@ def _repeated_less(logits_BV: jax.Array, o: OptionVectors, inputs: PenaltyInputs
 
 
 def _no_repeated_ngram(logits_BV: jax.Array, n_B: jax.Array, inputs: PenaltyInputs) -> jax.Array:
-    """Without the tokens that would complete an n-gram that is there already."""
+    """Exclude the tokens that would repeat an n-gram."""
     tokens_BS, length_B = inputs.tokens_NS[inputs.rows_B], inputs.length_B
     positions = jnp.arange(tokens_BS.shape[1])
 
     def same(back: jax.Array, matches_BS: jax.Array) -> jax.Array:
-        """Position p matches if the token `back` before it is the one `back` before the next."""
+        """Position p matches if the token `back` before p equals the token `back` before the next one."""
         last_B = jnp.take_along_axis(tokens_BS, jnp.maximum(length_B - back, 0)[:, None], axis=1)
         equal = (jnp.roll(tokens_BS, back, axis=1) == last_B) & (positions >= back)
         return matches_BS & (equal | (back >= n_B[:, None]))
@@ -157,7 +172,7 @@ def _k_largest(logits_BV: jax.Array, k_B: jax.Array) -> jax.Array:
 
 
 def _nucleus(logits_BV: jax.Array, top_p_B: jax.Array) -> jax.Array:
-    """A token stays if the tokens that are likelier have less than top_p together."""
+    """Keep a token if the more likely tokens have a total probability below top_p."""
     keys_BV, mass_BV = _ordered(logits_BV), jax.nn.softmax(logits_BV, axis=-1)
 
     def too_low(key_B: jax.Array) -> jax.Array:
@@ -169,21 +184,23 @@ def _nucleus(logits_BV: jax.Array, top_p_B: jax.Array) -> jax.Array:
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """Int32 numbers in the order of float32 ones."""
-    # minus zero is zero; XLA leaves `x + 0.0` out
+    """Map float32 numbers to int32 numbers in the same order."""
+    # map -0.0 to 0.0 first; XLA would remove `x + 0.0`
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def _largest_where(holds: Callable[[jax.Array], jax.Array], keys_BV: jax.Array) -> jax.Array:
-    """The largest number up to each row's largest key for which `holds`, which is true below and false above.
+    """The largest number for which `holds` is true, between the smallest and the largest key of each row.
 
-    By halving, without sorting: 32 passes over the rows at most. Where it holds nowhere: the smallest key.
+    `holds` must be true below some number and false above it. A bisection finds it in at most 32 passes over the rows,
+    without sorting. If `holds` is false everywhere, the result is the smallest key.
     """
 
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_B, high_B = bounds
-        middle_B = (low_B | high_B) - ((low_B ^ high_B) >> 1)  # the mean, rounded up, without overflow
+        # the mean, rounded up, without overflow
+        middle_B = (low_B | high_B) - ((low_B ^ high_B) >> 1)
         holds_B = holds(middle_B)
         return jnp.where(holds_B, middle_B, low_B), jnp.where(holds_B, high_B, middle_B - 1)
 

@@ -1,4 +1,4 @@
-"""Which request's tokens are computed next, and in which slot. Plain Python around an `Engine`."""
+"""Continuous batching: decides which tokens of which requests an `Engine` computes next, and in which slots. No jax."""
 
 import collections
 import dataclasses
@@ -19,33 +19,50 @@ from mesh_transformer.infer.requests import (
 
 
 class QueueFull(Exception):
-    """As many requests wait as may."""
+    """The queue holds `max_queue` requests already."""
 
 
 @dataclasses.dataclass
 class RequestOutput:
-    """What a step gave one request."""
+    """The result of one step for one request.
 
-    request: int  # the id given to submit
-    # new ones; the last is the stop token when `finish_reason` is "stop"
+    Args:
+        request: the ID from `submit`.
+        tokens: new tokens. If `finish_reason` is "stop", the last one is the stop token.
+        prompt: the prompt's tokens that this step scored, if the request has `prompt_logprobs`. The prompt's first token
+            has no score.
+        finish_reason: set in the last output of a request.
+    """
+
+    request: int
     tokens: list[Token] = dataclasses.field(default_factory=list)
-    # of the prompt's second token on, with prompt_logprobs: those of this step
     prompt: list[Token] = dataclasses.field(default_factory=list)
-    finish_reason: FinishReason | None = None  # the request is over; no more outputs follow
+    finish_reason: FinishReason | None = None
 
 
 class SchedulerStats(NamedTuple):
-    """Counters since the start, and gauges."""
+    """Gauges, and counters since the start.
 
-    running: int = 0  # requests that have a slot
-    waiting: int = 0  # requests that have none
+    Args:
+        running: requests in a slot.
+        waiting: requests without a slot.
+        prompt_tokens: counter, prompt tokens of admitted requests.
+        prefilled_tokens: counter, prompt tokens that were computed.
+        reused_tokens: counter, prompt tokens that came from the cache of an earlier request.
+        generated_tokens: counter.
+        cached_tokens: valid positions of the cache, over all slots.
+        positions: positions of the cache, over all slots.
+    """
+
+    running: int = 0
+    waiting: int = 0
     slots: int = 0
-    prompt_tokens: int = 0  # of admitted requests
-    prefilled_tokens: int = 0  # computed
-    reused_tokens: int = 0  # taken from an earlier request's cache
+    prompt_tokens: int = 0
+    prefilled_tokens: int = 0
+    reused_tokens: int = 0
     generated_tokens: int = 0
-    cached_tokens: int = 0  # positions that are valid now, over all slots
-    positions: int = 0  # of all slots
+    cached_tokens: int = 0
+    positions: int = 0
 
 
 @dataclasses.dataclass
@@ -54,43 +71,55 @@ class _Request:
     prompt: list[int]
     params: SamplingParams
     on_admit: Callable[[], None] | None
-    rest: SamplingParams | None = None  # of what is drawn when the context is full
+    # parameters of the continuation after the context is full
+    rest: SamplingParams | None = None
 
 
 @dataclasses.dataclass
 class _Slot:
+    """A slot of the engine.
+
+    Args:
+        request: None if the slot is free.
+        tokens: the newest sequence of the slot. A free slot keeps it.
+        cached: how many of `tokens` are in the cache.
+        last_used: counter value of the newest release, or of the newest copy from this slot.
+    """
+
     index: int
-    request: _Request | None = None  # None: the slot is free
-    # the sequence, kept after its request is over
+    request: _Request | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
-    cached: int = 0  # so many of `tokens` are in the cache
-    last_used: int = 0  # when it was last released or copied from; larger is later
+    cached: int = 0
+    last_used: int = 0
 
 
 class Scheduler:
-    """Requests through an engine: first come, first served, and no prefix computed twice that some slot still holds.
+    """Schedules requests on an engine: first come, first served. A prefix that is in the cache of a slot is reused.
 
-    A step computes at most `engine.max_prefill_tokens` tokens of prompts: a chunk of one prompt, and after it whole prompts for which there is
-    room. A request gets its slot when its prefill begins, not before: nobody starts later for it, and requests of one
-    prompt find the prefix that the first of them computed.
+    A step computes at most `engine.max_prefill_tokens` prompt tokens: a chunk of one prompt, then whole prompts that fit in
+    the rest. A request gets its slot when its prefill starts. So requests with the same prompt find the prefix that the
+    first of them computed.
 
-    One thread uses it. What the engine raises passes through `step`; the scheduler is of no use afterwards.
+    Only one thread may use a scheduler. `step` passes on the exceptions of the engine. After one, the scheduler is unusable.
 
     Args:
-        engine: what computes; nobody else may use it.
-        max_queue: so many requests may wait beyond those for which a slot is free.
-        max_steps: tokens of each request in a step when nobody waits; each is a delay for who comes meanwhile.
-        min_copy: a prefix of fewer tokens is computed again rather than copied from another slot.
+        engine: the engine. Nothing else may use it.
+        max_queue: how many requests may wait, in addition to those for which a slot is free.
+        max_steps: tokens per request and step while no request waits. A request that arrives meanwhile waits for the whole
+            step.
+        min_copy: a prefix with fewer tokens is computed again instead of copied from another slot.
     """
 
     def __init__(self, engine: Engine, *, max_queue: int, max_steps: int = 8, min_copy: int = 8):
         self._engine = engine
         self._max_queue, self._max_steps, self._min_copy = max_queue, max_steps, min_copy
-        self._waiting: dict[int, _Request] = {}  # in order of arrival
+        # in order of arrival
+        self._waiting: dict[int, _Request] = {}
         self._slots = [_Slot(index) for index in range(engine.slots)]
         self._prefilling: list[_Slot] = []
         self._clock = itertools.count(1)
-        self._counters: collections.Counter[str] = collections.Counter()  # of `SchedulerStats`
+        # the counters of `SchedulerStats`
+        self._counters: collections.Counter[str] = collections.Counter()
 
     def submit(
         self,
@@ -101,45 +130,46 @@ class Scheduler:
         *,
         slide: bool = False,
     ) -> None:
-        """Queue a request; its tokens come from later steps.
+        """Queue a request. Later steps return its tokens.
 
         Args:
-            request: an id that no waiting or running request has.
-            prompt: token ids, at least one.
-            on_admit: called in the step that gives the request its slot.
-            slide: prompt and completion may be longer than the context. The prompt's end is taken; when the context is full, its
-                last half queues as a prompt behind others, and penalties count from there. Not with `prompt_logprobs`.
+            request: an ID that no waiting or running request has.
+            prompt: token IDs, at least one.
+            on_admit: called in the step in which the request gets its slot.
+            slide: allow a prompt and a completion that are longer than the context together. Only the end of a long prompt is
+                used. When the context is full, the last half of it is queued as a new prompt, and the penalties count
+                its tokens as a prompt. Not supported with `prompt_logprobs`.
 
         Raises:
-            QueueFull: `max_queue` requests wait for a slot already.
-            ValueError: the prompt is empty, or does not fit the context with `max_tokens`, or the id is taken.
+            QueueFull: `max_queue` requests wait already.
+            ValueError: the prompt is empty, the prompt and `max_tokens` exceed the context, or the ID is in use.
         """
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
         if not slide and len(prompt) + params.max_tokens > self._engine.context:
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}: together "
+                f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}: the sum is "
                 f"{len(prompt) + params.max_tokens}, more than the context of {self._engine.context}"
             )
         if request in self._waiting or any(s.request and s.request.id == request for s in self._slots):
-            raise ValueError(f"there is a request {request} already")
+            raise ValueError(f"the ID {request} is in use by another request")
         if len(self._waiting) >= self._max_queue + len(self._free()):
-            raise QueueFull(f"{self._max_queue} requests wait already")
+            raise QueueFull(f"the queue is full: {self._max_queue} requests wait already")
         whole = _Request(request, list(prompt), params, on_admit)
         self._waiting[request] = _window(whole, self._engine.context) if slide else whole
 
     def cancel(self, request: int) -> None:
-        """Forget a waiting or running request: no more outputs, and its slot is free. Other ids are ignored."""
+        """Drop a waiting or running request and free its slot. Unknown IDs are ignored."""
         self._waiting.pop(request, None)
         for slot in self._slots:
             if slot.request is not None and slot.request.id == request:
                 self._release(slot)
 
     def step(self) -> list[RequestOutput]:
-        """One unit of work: chunks of prompts and a token of each running request, or several tokens of each.
+        """Compute prompt chunks and one token of each running request, or several tokens of each if no request waits.
 
         Returns:
-            one RequestOutput for each request that the step gave something, none when idle.
+            An output for each request that has new tokens or is finished. Empty if there are no requests.
         """
         outputs: dict[int, RequestOutput] = {}
         while self._admit():
@@ -155,15 +185,17 @@ class Scheduler:
         if left:
             for emitted in self._engine.generate(min(steps, max(left))):
                 slot = self._slots[emitted.slot]
-                slot.cached += 1  # the token before went in, to give this one
+                # this step wrote the previous token to the cache
+                slot.cached += 1
                 self._record_token(slot, emitted, outputs)
         return list(outputs.values())
 
     def run(self) -> Iterator[RequestOutput]:
-        """What every step gives until nothing waits or runs."""
+        """The outputs of all steps, until all requests are finished."""
         while not self.idle:
             outputs = self.step()
-            liveness.record_progress()  # the step may have been on a device alone
+            # the watchdog does not see work on a device
+            liveness.record_progress()
             yield from outputs
 
     @property
@@ -173,7 +205,7 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
-        """Counters and gauges as of now."""
+        """The current counters and gauges."""
         return SchedulerStats(
             running=len(self._slots) - len(self._free()),
             waiting=len(self._waiting),
@@ -187,7 +219,7 @@ class Scheduler:
         return [slot for slot in self._slots if slot.request is None]
 
     def _admit(self) -> bool:
-        """Give the request that has waited longest a slot, if one is free and this step has room for its prompt."""
+        """Give the first waiting request a slot, if one is free and its prompt fits in this step."""
         if not self._waiting or not self._free():
             return False
         request = next(iter(self._waiting.values()))
@@ -209,7 +241,7 @@ class Scheduler:
         return True
 
     def _fits(self, request: _Request, reused: int) -> bool:
-        """Whether a prompt can be computed beside those that are: whole, and none of them holds more of its prefix."""
+        """Whether a prompt can join this step: as a whole, and without sharing a longer prefix with a prompt of this step."""
         begun = [slot.request.prompt for slot in self._prefilling if slot.request is not None]
         left = sum(len(slot.tokens) - slot.cached for slot in self._prefilling)
         if left + len(request.prompt) - reused > self._engine.max_prefill_tokens:
@@ -220,16 +252,17 @@ class Scheduler:
         return request.params.prompt_logprobs or longest < max(self._min_copy, reused + 1)
 
     def _choose_slot(self, request: _Request) -> tuple[_Slot, _Slot | None, int]:
-        """A free slot for a request, the slot that holds a prefix of its prompt, and the prefix's length."""
+        """A free slot for a request, the slot that holds a prefix of its prompt, and the length of the prefix."""
         free = sorted(self._free(), key=lambda slot: slot.last_used)
-        if request.params.prompt_logprobs:  # they come from computing the prompt
+        # prompt_logprobs need the whole prompt to be computed
+        if request.params.prompt_logprobs:
             return free[0], None, 0
         common = [min(_common_length(slot.tokens, request.prompt), slot.cached) for slot in self._slots]
-        # the prompt's last token gives the first new one: it must be computed
+        # the first new token needs the logits of the prompt's last token, so this token is always computed
         reusable = [min(length, len(request.prompt) - 1) for length in common]
         best = max(self._slots, key=lambda slot: reusable[slot.index])
         longest = reusable[best.index]
-        # a slot as good as any that loses nothing, else the one unused for longest
+        # a slot with the longest prefix whose whole cache is reused, else the least recently used slot
         lossless = (s for s in free if reusable[s.index] == longest and common[s.index] == s.cached)
         slot = next(lossless, free[0])
         source = best if longest >= self._min_copy and reusable[slot.index] < longest else slot
@@ -237,7 +270,7 @@ class Scheduler:
         return slot, source if reused else None, reused
 
     def _prefill(self, outputs: dict[int, RequestOutput]) -> None:
-        """Compute the next chunks of the prompts that are begun."""
+        """Compute the next chunks of the prompts in prefill."""
         slots, room = self._prefilling, self._engine.max_prefill_tokens
         chunks = []
         for slot in slots:
@@ -261,7 +294,7 @@ class Scheduler:
                 self._release(slot)
 
     def _record_token(self, slot: _Slot, emitted: EmittedToken, outputs: dict[int, RequestOutput]) -> None:
-        """Note a new token, and that the request is over if it is the last."""
+        """Add a new token to the outputs. Finish the request, or queue its continuation, if the token is the last."""
         request = slot.request
         assert request is not None
         slot.tokens.append(emitted.token.id)
@@ -278,7 +311,7 @@ class Scheduler:
             got.finish_reason = emitted.finish_reason
 
     def _release(self, slot: _Slot) -> None:
-        """Make a slot free; what its cache holds may serve others."""
+        """Free a slot. Its cache stays available to other requests."""
         self._engine.release(slot.index)
         slot.request, slot.last_used = None, next(self._clock)
         if slot in self._prefilling:
@@ -286,7 +319,7 @@ class Scheduler:
 
 
 def _window(whole: _Request, context: int) -> _Request:
-    """The part of a request that one context takes: the end of its prompt, with room for half a context of new tokens."""
+    """The part of a request that fits the context: the end of its prompt, with room for half a context of new tokens."""
     params = whole.params
     prompt = whole.prompt[-(context - min(params.max_tokens, context // 2)) :]
     now = min(params.max_tokens, context - len(prompt))
@@ -295,13 +328,13 @@ def _window(whole: _Request, context: int) -> _Request:
         params,
         max_tokens=params.max_tokens - now,
         min_tokens=params.min_tokens - part.min_tokens,
-        # positions come again, and a draw depends on seed and position
+        # the positions repeat, and the random key depends on seed and position only
         seed=(params.seed + 1) % 2**32,
     )
     return dataclasses.replace(whole, prompt=prompt, params=part, rest=rest if rest.max_tokens else None)
 
 
 def _common_length(tokens: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many tokens a prompt has in common with others, from the first on."""
+    """The length of the common prefix of `tokens` and `prompt`."""
     differs = itertools.compress(itertools.count(), map(operator.ne, tokens, prompt))
     return next(differs, min(len(tokens), len(prompt)))

@@ -270,11 +270,11 @@ def test_requests_that_cannot_be():
     c = Collector(slots=1, context=20)
     with pytest.raises(ValueError, match="the prompt is empty"):
         c.submit(0, [], params())
-    with pytest.raises(ValueError, match=r"16 tokens and max_tokens is 5: together 21, more than .* 20"):
+    with pytest.raises(ValueError, match=r"16 tokens and max_tokens is 5: the sum is 21, more than .* 20"):
         c.submit(0, PROMPT[:16], params(5))
     c.submit(0, PROMPT[:16], params(4))
     for _ in range(2):  # waiting, then running
-        with pytest.raises(ValueError, match="a request 0 already"):
+        with pytest.raises(ValueError, match="the ID 0 is in use"):
             c.submit(0, PROMPT[:3], params())
         c.step()
     c.run()

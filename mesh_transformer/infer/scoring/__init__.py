@@ -1,1 +1,1 @@
-"""Log-likelihoods of given tokens, packed several to a row."""
+"""Log-likelihoods of given continuations. Several inputs are packed into one row."""

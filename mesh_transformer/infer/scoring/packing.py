@@ -1,10 +1,10 @@
-"""Requests for log-likelihoods, laid out as rows of one length in which what they share stands once. No jax.
+"""Packs queries for log-likelihoods into rows of one length. A shared prefix is stored and computed once. No jax.
 
-A request's model input is its context and its continuation without the last token. Inputs that begin alike become one tree
-(ops/attend/packed.py says how a row holds trees); trees of one question, or of questions with the same examples before them,
-fill rows side by side. What is asked of the head is a list of (token of the batch, next token) pairs.
+The model input of a query is its context and its continuation without the last token. Inputs with a common prefix form one
+tree; ops/attend/packed.py describes how a row holds trees. A row holds several trees side by side. The head scores a list of
+(token of the batch, next token) pairs.
 
-Shapes: B rows, T tokens of a row, P tokens whose logits are wanted, M next tokens of interest after each.
+Shapes: B rows, T tokens of a row, P tokens that the head scores, M next tokens to score at each of them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-MIN_SHARED_TOKENS = 16  # tokens; inputs that share fewer, and not a whole context, go their own ways
+# inputs with a shorter common prefix are not combined, unless they share a whole context
+MIN_SHARED_TOKENS = 16
 SHORTEST_ROW = 64
-_CHUNK_STEP, _LARGEST_CHUNK = 32, 512  # positions that go through the head together
-_MIN_WIDTH = 512  # narrower models are taken to be so wide: what they compute is little, what padding adds to it should be too
-_COMPILE_COST_BATCHES = 2  # batches: what compiling for a second length of rows is taken to cost
+# positions that go through the head at a time: a multiple of the first, at most the second
+_CHUNK_STEP, _LARGEST_CHUNK = 32, 512
+# smallest width in the cost of attention: for narrow models it would outweigh the cost of padding
+_MIN_WIDTH = 512
+# the cost of compiling a second row length, in batches
+_COMPILE_COST_BATCHES = 2
 
 
 class Query(NamedTuple):
-    """What is the log-likelihood of the continuation after the context? Neither is empty."""
+    """A query for the log-likelihood of a continuation after a context, as token IDs. Neither is empty."""
 
     context: Sequence[int]
     continuation: Sequence[int]
@@ -38,16 +42,22 @@ class Query(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Inputs that begin alike, in preorder: a token's index is that from the tree's beginning."""
+    """Inputs with a common prefix, as a tree of tokens in preorder.
+
+    Args:
+        positions: the position of each token in its input.
+        ends: for each token, the index after its last descendant, see ops/attend/packed.py.
+        queries: each query, with the indices of the tokens whose next token is scored.
+    """
 
     tokens: list[int]
-    positions: list[int]  # in its own input
-    ends: list[int]  # see ops/attend/packed.py
-    queries: list[tuple[int, list[int]]]  # each query, and the tokens whose next one is scored
+    positions: list[int]
+    ends: list[int]
+    queries: list[tuple[int, list[int]]]
 
 
 class SharedPrefixes:
-    """Inputs in lexicographic order, and how many first tokens each has in common with the one before."""
+    """Inputs in lexicographic order, and the length of the common prefix of each input and the one before it."""
 
     def __init__(self, queries: Sequence[Query], inputs: Sequence[list[int]]):
         self.queries, self.inputs = queries, inputs
@@ -56,9 +66,9 @@ class SharedPrefixes:
         self.common = [_in_common(*pair) for pair in pairs]
 
     def groups(self, longest: int, longer_than: int) -> Iterator[list[tuple[int, int]]]:
-        """The queries of each tree with the tokens that each shares with the one before it.
+        """Groups of queries, one group for each tree, with the number of tokens that each shares with the one before it.
 
-        Of the inputs longer than `longer_than` and at most `longest`; no tree is larger than `longest`.
+        Only inputs longer than `longer_than` and at most `longest` are included. A tree has at most `longest` tokens.
         """
         group: list[tuple[int, int]] = []
         size = common = 0
@@ -81,7 +91,8 @@ class SharedPrefixes:
     def tree(self, group: list[tuple[int, int]]) -> Tree:
         """Lay out the queries of a group."""
         tree = Tree([], [], [], [])
-        path: list[int] = []  # the indices of the newest input's tokens
+        # the indices of the tokens of the newest input
+        path: list[int] = []
         for query, common in group:
             for index in path[common:]:
                 tree.ends[index] = len(tree.tokens)
@@ -98,7 +109,13 @@ class SharedPrefixes:
 
 @dataclasses.dataclass
 class TokenCounts:
-    """Tokens of the inputs as given, as laid out, and as computed with the padding of rows and batches."""
+    """Counts of tokens.
+
+    Args:
+        given: tokens of all inputs.
+        laid_out: tokens of all trees.
+        computed: tokens of all batches, with padding.
+    """
 
     queries: int = 0
     given: int = 0
@@ -107,36 +124,43 @@ class TokenCounts:
 
     @property
     def shared(self) -> int:
-        """Tokens that were not computed again."""
+        """Tokens saved by sharing prefixes."""
         return self.given - self.laid_out
 
     @property
     def padding(self) -> float:
-        """Share of the computed tokens that belong to no input."""
+        """The fraction of the computed tokens that is padding."""
         return 1 - self.laid_out / self.computed if self.computed else 0.0
 
     def add(self, other: TokenCounts) -> None:
-        """Count another plan's tokens too."""
+        """Add the counts of another plan."""
         for field in dataclasses.fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The arrays of one call of the model, and whose numbers come out. All int32."""
+    """The int32 arrays of one call of the model, and which results belong to which query.
+
+    Args:
+        at_P: the tokens that go through the head, as indices into the batch's B * T, padded to whole chunks.
+        targets_PM: the next tokens to score, padded with 0.
+        queries: the queries of the batch.
+        firsts: the index in `pairs` of each query's first pair.
+        pairs: (pairs, 2), the indices P and M of each scored token, query by query.
+    """
 
     tokens_BT: np.ndarray
     positions_BT: np.ndarray
     ends_BT: np.ndarray
-    # tokens that go through the head: indices into the batch's B * T, padded to whole chunks
     at_P: np.ndarray
-    targets_PM: np.ndarray  # padded with zeros
+    targets_PM: np.ndarray
     queries: list[int]
-    firsts: np.ndarray  # where each query's pairs begin
-    pairs: np.ndarray  # (pairs, 2): P and M of each scored token, query by query
+    firsts: np.ndarray
+    pairs: np.ndarray
 
     def results(self, logprob_PM: np.ndarray, likeliest_PM: np.ndarray) -> Iterator[tuple[int, float, bool]]:
-        """Each query, its log-likelihood, and whether every token of its continuation was the likeliest."""
+        """Each query, its log-likelihood in nats, and whether each token of its continuation is the most likely one."""
         p, m = self.pairs.T
         sums = np.add.reduceat(logprob_PM[p, m].astype(np.float64), self.firsts)
         greedy = np.logical_and.reduceat(likeliest_PM[p, m], self.firsts)
@@ -144,20 +168,24 @@ class Batch:
 
 
 class BatchPlan(NamedTuple):
-    """Batches in the order in which they are computed; the shapes are few."""
+    """Batches in the order of computation, of at most two shapes.
+
+    Args:
+        chunk: the number of positions P that go through the head at a time.
+    """
 
     batches: list[Batch]
     counts: TokenCounts
-    chunk: int  # the head's P
+    chunk: int
 
 
 def plan_batches(queries: Sequence[Query], *, batch_tokens: int, width: int, multiple: int = 1) -> BatchPlan:
-    """Lay out queries, in at most two shapes of batches.
+    """Pack queries into batches of at most two shapes.
 
     Args:
-        batch_tokens: B * T at most; more only where the longest input or `multiple` rows need it.
-        width: of the residual stream: attention costs the more, the longer a row is compared to it.
-        multiple: what divides B, and the head's chunk.
+        batch_tokens: the largest B * T. It is exceeded only if the longest input or `multiple` rows need more.
+        width: width of the residual stream. The cost of attention grows with the ratio of row length and width.
+        multiple: B and the head's chunk are multiples of this.
     """
     if not queries:
         return BatchPlan([], TokenCounts(), multiple)
@@ -195,14 +223,14 @@ def _lengths() -> Iterator[int]:
 
 
 def _chunk(most: int, multiple: int) -> int:
-    """A size that divides `most` positions evenly, or nearly so."""
+    """A chunk size that divides `most` positions with little padding."""
     parts = -(-most // _LARGEST_CHUNK)
     step = math.lcm(_CHUNK_STEP, multiple)
     return -(-most // (parts * step)) * step
 
 
 class _Shape:
-    """Rows of one length, for the inputs longer than `longer_than` that fit one."""
+    """Rows of one length, for the inputs that fit and are longer than `longer_than`."""
 
     def __init__(
         self, prefixes: SharedPrefixes, length: int, longer_than: int, batch_tokens: int, multiple: int
@@ -220,14 +248,14 @@ class _Shape:
         self.batches = -(-len(self.rows) // self.rows_of_batch) if self.rows else 0
 
     def cost(self, width: int) -> float:
-        """In tokens through everything but attention."""
+        """The cost of all batches, in units of one token through the layers without attention."""
         return (
             self.batches * self.rows_of_batch * self.length * (1 + self.length / (4 * max(width, _MIN_WIDTH)))
         )
 
     def grids(self) -> Iterator[_Grid]:
-        """The batches. Rows with much and with little to score are dealt to them in turn, there and back: what goes through
-        the head is as much in each."""
+        """The batches. Rows are sorted by their number of scored tokens and dealt to the batches in alternating order, so
+        that each batch sends about as many tokens through the head."""
         dealt: list[list[list[Tree]]] = [[] for _ in range(self.batches)]
         for number, row in enumerate(sorted(self.rows, key=lambda row: -sum(map(self._scored_tokens, row)))):
             turn, place = divmod(number, self.batches)
@@ -241,9 +269,10 @@ class _Shape:
 
 
 def _best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Which items go into each bin of size `room`: the largest first, each where it leaves the least room."""
+    """Best-fit decreasing bin packing: the items of each bin of size `room`."""
     bins: list[list[int]] = []
-    open_bins: list[tuple[int, int]] = []  # (room left, bin), in order
+    # (room left, bin), sorted
+    open_bins: list[tuple[int, int]] = []
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
         found = bisect.bisect_left(open_bins, (sizes[item], -1))
         left, chosen = open_bins.pop(found) if found < len(open_bins) else (room, len(bins))
@@ -259,7 +288,7 @@ def _in_common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class _Grid:
-    """Rows of trees, a batch, and the (token, next token) pairs that are asked of it, each once, ordered by token."""
+    """The rows of a batch, and its distinct (token, next token) pairs to score, ordered by token."""
 
     def __init__(self, rows: list[list[Tree]], shape: tuple[int, int], queries: Sequence[Query]):
         self.rows, self.shape = rows, shape
@@ -294,7 +323,7 @@ class _Grid:
         return Batch(tokens, positions, ends, at_P, targets_PM, self.queries, self.firsts, pairs)
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, positions and ends of a batch; a token that pads sees itself alone."""
+        """The tokens, positions and ends of a batch. A padding token attends only to itself."""
         tokens_BT, positions_BT = np.zeros((2, *self.shape), np.int32)
         ends_BT = np.broadcast_to(np.arange(1, self.shape[1] + 1, dtype=np.int32), self.shape).copy()
         for number, row in enumerate(self.rows):

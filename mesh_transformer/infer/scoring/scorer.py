@@ -1,7 +1,7 @@
-"""Log-likelihoods of continuations: the two programs, and the loop that keeps a device busy with them.
+"""Log-likelihoods of continuations: the jitted programs, and a loop that keeps the device busy.
 
-Shapes: B rows, T tokens of a row, N all B * T of them, D residual width, P tokens whose logits are wanted, M next tokens
-of interest after each.
+Shapes: B rows, T tokens of a row, N = B * T tokens of a batch, D residual width, P tokens that the head scores, M next tokens
+to score at each of them.
 """
 
 import itertools
@@ -19,15 +19,15 @@ from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.parallel.sharding import use
 
 Result = tuple[int, float, bool]
-"""A query's number, its log-likelihood in nats, whether no token is likelier than the next one anywhere in its
-continuation: greedy sampling would give it."""
+"""The index of a query, its log-likelihood in nats, and whether each token of its continuation is the most likely one, so
+that greedy sampling would generate it."""
 
 
 class Scorer:
-    """The jitted functions of one model on one mesh; rows and the head's positions are split over the data axes.
+    """The jitted functions of one model on one mesh. The data axes split the rows and the head's positions.
 
     Args:
-        columns: of the vocabulary, whose logits exist at a time, about.
+        columns: about how many columns of the vocabulary have logits in memory at a time.
     """
 
     def __init__(self, placement: Placement, *, columns: int):
@@ -40,14 +40,15 @@ class Scorer:
         self._score = jax.jit(self._scores_PM, out_shardings=self.partition.sharding())
 
     def run(self, params: Params, plan: BatchPlan) -> Iterator[list[Result]]:
-        """The results of each batch in turn, while the device computes the next one.
+        """The results of each batch, while the device computes the next one.
 
         Args:
-            params: in the compute dtype, on the mesh; "blocks" may be a tuple, one tree a layer.
+            params: parameters in the compute dtype, on the mesh. "blocks" may be a tuple with one tree per layer.
         """
-        head = self._head(params)  # once: a batch has many chunks
+        # gathered once for all chunks of all batches
+        head = self._head(params)
         dispatched = ((batch, self._dispatch(params, head, batch, plan.chunk)) for batch in plan.batches)
-        # the next one is dispatched before the results of this one are waited for
+        # dispatch the next batch before waiting for the results of this one
         for (batch, parts), _ in itertools.pairwise(itertools.chain[Any](dispatched, [None])):
             numbers = map(np.concatenate, zip(*jax.device_get(parts), strict=True))
             yield list(batch.results(*numbers))
@@ -64,7 +65,7 @@ class Scorer:
     def _hidden_ND(
         self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, ends_BT: jax.Array
     ) -> jax.Array:
-        """The residual stream after the last block, of all tokens of a batch."""
+        """The residual stream after the last block, for all tokens of a batch."""
         model = self.model
         view = model.packed_view(ends_BT)
         with use(self.partition):
@@ -81,15 +82,17 @@ class Scorer:
 def log_probs(
     tiles: VocabTiles, head: Params, x_PD: jax.Array, targets_PM: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities (P, M) of next tokens in nats, float32, and whether no token is likelier.
+    """Log-probabilities of next tokens in nats, (P, M) float32, and whether each is the most likely token, (P, M) bool.
 
     Args:
-        head: as `VocabTiles.cut` gives it.
+        head: the result of `VocabTiles.cut`.
         x_PD: the residual stream after the last block.
     """
     tile_PM, column_PM = tiles.place(targets_PM)
-    first = jax.tree.map(lambda leaf: leaf[0], head)  # the norm's parameters are in each tile
-    y_P1D = tiles.model.final_norm(first, x_PD[:, None])  # positions as sequences: data axes split them
+    # each tile has a copy of the norm's parameters
+    first = jax.tree.map(lambda leaf: leaf[0], head)
+    # each position becomes a sequence, so that the data axes split the positions
+    y_P1D = tiles.model.final_norm(first, x_PD[:, None])
 
     def step(carry: Any, tile: Any) -> tuple[Any, None]:
         normaliser, target_PM = carry
