@@ -53,11 +53,13 @@ class Times:
         name = str(path.relative_to(self.config.rootpath))
         start, own, processes = time.monotonic(), time.process_time(), _children()
         self._compiled.clear()
-        yield
-        wall, own = time.monotonic() - start, time.process_time() - own
-        compiling = covered((max(begin, start), end) for begin, end in list(self._compiled))
-        seconds = (wall, compiling, _children() - processes, own, max(0.0, wall - own))
-        self.files[name].update(dict(zip(COLUMNS, seconds, strict=True)))
+        try:
+            yield
+        finally:
+            wall, own = time.monotonic() - start, time.process_time() - own
+            compiling = covered((max(begin, start), end) for begin, end in list(self._compiled))
+            seconds = (wall, compiling, _children() - processes, own, max(0.0, wall - own))
+            self.files[name].update(dict(zip(COLUMNS, seconds, strict=True)))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Generator[None, Any, Any]:

@@ -1,8 +1,10 @@
 """eval_harness.py, and the tasks of a training run, as a user runs them."""
 
+import functools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,26 @@ metadata: {{version: 3}}
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_index_of_the_harness() -> Iterator[None]:
+    """The tests in this process read the harness's 14,000 task files once: that takes many seconds."""
+    from lm_eval.tasks import _index
+
+    theirs, build = Path(_index.__file__).parent, _index.TaskIndex.build
+    index = functools.cache(lambda: build([theirs]))
+
+    def shared(paths):
+        return {
+            name: entry
+            for path in paths
+            for name, entry in (index() if path == theirs else build([path])).items()
+        }
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_index.TaskIndex, "build", staticmethod(shared))
+        yield
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A finished run with a task in its loop."""
@@ -44,6 +66,7 @@ def trained(tmp_path_factory) -> Path:
     write_run(
         folder,
         data={"eval_harness_tasks": ["bottles"], "eval_harness_include": "tasks", "eval_harness_limit": 20},
+        logging={"tensorboard": True},
     )
     run("device_train.py", "--config", "config.json", cwd=folder, HF_DATASETS_OFFLINE="1")
     return folder
@@ -152,7 +175,8 @@ def test_bad_input_is_said_in_one_line(trained, monkeypatch, arguments, message)
 
 
 def test_bad_input_has_exit_code_2(trained):
-    output, errors = evaluate(trained, "--tasks", "piqa", code=2)
+    # from a folder of its own: without one, the command would read all task files of the harness first
+    output, errors = evaluate(trained, "--tasks", "piqa", "--data-dir", "tasks", code=2)
     assert output == ""
     lines = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
@@ -161,7 +185,7 @@ def test_bad_input_has_exit_code_2(trained):
 
 
 def test_a_task_that_cannot_be_loaded_stops_a_run_at_its_start(tmp_path):
-    write_run(tmp_path, data={"eval_harness_tasks": ["piqa"]})
+    write_run(tmp_path, data={"eval_harness_tasks": ["piqa"], "eval_harness_data": "."})
     _, errors = run(
         "device_train.py", "--config", "config.json", cwd=tmp_path, code=2, HF_DATASETS_OFFLINE="1"
     )
