@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from mesh_transformer import liveness
 from mesh_transformer.errors import CredentialsError, UserError
@@ -42,8 +42,6 @@ def remote_call(path: str) -> contextlib.AbstractContextManager[None]:
 def open_binary(path: str, mode: str = "rb") -> IO[bytes]:
     """Open a local or `gs://` file for binary reading or writing, without decompression.
 
-    An object in a bucket appears when its file is closed; where the `with` block raises, it does not appear.
-
     Raises:
         UserError: the file to read does not exist.
     """
@@ -53,13 +51,11 @@ def open_binary(path: str, mode: str = "rb") -> IO[bytes]:
             return open(path, mode)  # noqa: SIM115
         except FileNotFoundError as error:
             raise UserError(f"no such file: {path}") from error
-    blob = _blob(path)
-    if mode == "wb":
-        return cast(IO[bytes], blob.open("wb", ignore_flush=True, retry=_retry()))
+    import smart_open
+
+    params = {"client": _gcs_client(), "blob_open_kwargs": {"retry": _retry()}}
     with _missing_explained(path):
-        # sets the generation: all reads are of one version, even when the object is replaced between them
-        blob.reload(retry=_retry())
-    return cast(IO[bytes], blob.open("rb", retry=_retry()))
+        return smart_open.open(path, mode, compression="disable", transport_params=params)
 
 
 def exists(path: str) -> bool:

@@ -402,7 +402,7 @@ def test_rule_permits(checker: Checker, path: str, source: str) -> None:
         (f"{PACKAGE}.infer.scheduler", ["jax", "numpy"]),
         (f"{PACKAGE}.cluster.host.agent", ["jax", "haiku", "ray"]),
         (f"{PACKAGE}.cluster.driver.commands", ["jax", "haiku", "ray"]),
-        (f"{PACKAGE}.files", ["jax", "google.cloud.storage"]),
+        (f"{PACKAGE}.files", ["jax", "smart_open", "google.cloud.storage"]),
         (f"{PACKAGE}.slices", ["jax", "pydantic"]),
         ("tpu_utils", ["jax", "ray", "paramiko", "google.cloud.tpu_v2"]),
     ],
