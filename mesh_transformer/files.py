@@ -42,6 +42,8 @@ def remote_call(path: str) -> contextlib.AbstractContextManager[None]:
 def open_binary(path: str, mode: str = "rb") -> IO[bytes]:
     """Open a local or `gs://` file for binary reading or writing, without decompression.
 
+    An object in a bucket appears when its file is closed; where the `with` block raises, it does not appear.
+
     Raises:
         UserError: the file to read does not exist.
     """

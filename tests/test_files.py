@@ -82,6 +82,19 @@ def test_write_seek_and_read(folder: str, tmp_path: Path) -> None:
         files.open_binary(files.join(folder, "absent"))
 
 
+def test_a_write_that_fails_leaves_no_object(gcs: GcsServer) -> None:
+    """gcsfs would finish the object with what was written so far."""
+
+    def write_half() -> None:
+        with files.open_binary("gs://bucket/x", "wb") as stream:
+            stream.write(b"half")
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        write_half()
+    assert gcs.objects("bucket") == {}
+
+
 @pytest.mark.parametrize("status", [408, 429, 500, 503, CUT])
 def test_every_call_survives_transient_faults(
     gcs: GcsServer, metrics: str, status: int, monkeypatch: pytest.MonkeyPatch
