@@ -40,19 +40,19 @@ def main() -> int:
     parser.add_argument(
         "--output", metavar="F.json", help="write results, config, versions and token counts to this file"
     )
-    from mesh_transformer.cluster.driver.place import Place
+    from mesh_transformer.cluster.driver.compute_target import ComputeTarget
 
-    Place.add_arguments(parser)
+    ComputeTarget.add_arguments(parser)
     arguments = parser.parse_args()
-    place = Place.of(arguments)
+    target = ComputeTarget.of(arguments)
     from mesh_transformer.runtime.evaluation import command
 
     options = cli.fields(command.EvalOptions, arguments)
-    if place.here:
+    if target.in_this_process:
         return command.run(arguments.config_path, arguments.overrides, options)
     from mesh_transformer.cluster.driver import commands
 
-    return commands.evaluate(arguments.config_path, arguments.overrides, place, options)
+    return commands.evaluate(arguments.config_path, arguments.overrides, target, options)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from mesh_transformer.runtime import cli
 def main() -> int:
     """Parse the arguments and drive the training job."""
     from mesh_transformer.cluster.driver import commands
-    from mesh_transformer.cluster.driver.place import Place
+    from mesh_transformer.cluster.driver.compute_target import ComputeTarget
 
     parser = cli.parser(__doc__.split("\n")[0], needs_config=True)
-    Place.add_arguments(parser)
+    ComputeTarget.add_arguments(parser)
     parser.add_argument(
         "--new", action="store_true", help="delete the files of this run, then start at step 0"
     )

@@ -1,1 +1,1 @@
-"""One job on several hosts: worker processes, their driver, and how it recovers."""
+"""Runs one job on several hosts: worker processes, and a driver that restarts them after failures."""

@@ -1,4 +1,4 @@
-"""What a driver knows of a cluster: a job, the state of each worker, and the machines under them."""
+"""The data types that driver and agents exchange: jobs, the state of each worker, and the machines of a cluster."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from typing import Any, Literal, NamedTuple
 from mesh_transformer import files
 from mesh_transformer.config import Config
 
-State = Literal["idle", "running", "ended"]
-Category = Literal["user", "run", "bug", "machine"]
+WorkerState = Literal["idle", "running", "ended"]
+ErrorCategory = Literal["user", "run", "bug", "machine"]
 
 
 class Process(NamedTuple):
-    """One process of a host, and no later one of the same number.
+    """Identifies one process of a host, even if its ID is reused later.
 
     Args:
-        started: when it did, in clock ticks since the host's start.
+        start_ticks: its start time, in clock ticks since the host's boot.
     """
 
     pid: int
-    started: int
+    start_ticks: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What all workers of a cluster do together: a name of `worker.JOBS`, a config and arguments, all JSON values.
+    """What all workers of a cluster run together. All values are JSON values.
 
-    `folder` is where relative paths begin; a host that does not have it takes the folder of the code.
+    Args:
+        name: a key of `worker.JOBS`.
+        folder: relative paths start here. A host without this folder uses the folder of the code.
     """
 
     name: str
@@ -41,18 +43,18 @@ class Job:
 
     @classmethod
     def of(cls, name: str, config: Config, **arguments: Any) -> Job:
-        """A job of the current folder."""
+        """A job whose relative paths start at the current folder."""
         return cls(name, config.model_dump(mode="json"), arguments, os.getcwd())
 
     @property
     def key(self) -> str:
-        """Equal for equal jobs: a driver that starts again knows its own by it."""
+        """A hash of the job. A restarted driver compares it with the key of the running job."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def run_name(config: Config) -> str:
-    """A short name of the run's folder, unlike that of any other folder: letters, digits, - and _."""
+    """A short name for the run, unique for its folder: letters, digits, - and _."""
     root = config.checkpoint.root
     whole = root if files.is_remote(root) else os.path.abspath(root)
     last = "".join(c if c.isalnum() and c.isascii() else "_" for c in os.path.basename(whole.rstrip("/")))
@@ -63,88 +65,97 @@ def run_name(config: Config) -> str:
 class WorkerError:
     """The exception that ended a worker's job."""
 
-    category: Category
+    category: ErrorCategory
     message: str
     traceback: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """What the driver last saw of one worker. Times are in seconds, by the clock of the worker's host.
+    """What the driver knows of one worker. Times are in seconds, by the clock of the worker's host.
 
     Args:
-        lost: why its agent is known to be gone; None if it is not.
-        silent_s: since its agent answered last, by the driver's clock.
-        host_alive: whether its host is still part of the cluster; None if nobody can say.
-        process: the worker process; None if there is none, or its host cannot tell.
-        exit_code: as in `subprocess`: minus the signal that killed it.
-        beat_age_s: since the thread of the job announced anything.
-        idle_s: since it showed any sign of work (`liveness`), or had no batch to take from the driver.
-        alive_age_s: since any thread of the process announced anything.
-        slowest_step_s: the longest step so far, of which each one after it takes 1 %; 0 before there was one.
-        begun: where the run began: {"step", "total", "steps_redone", "chips"}; None before.
-        tail: the end of the process's output, once it has ended.
+        lost: why the worker's agent cannot answer any more; None while it can.
+        answer_age_s: time since the agent's last answer, by the driver's clock.
+        host_alive: whether the host is part of the cluster; None if unknown.
+        process: the worker process; None without a process, or on a host without /proc.
+        exit_code: as in `subprocess`: negative if a signal killed the process.
+        event_age_s: time since the last event of the job's thread.
+        idle_s: time since the last sign of work (`liveness`). A wait for a batch of the driver does not count.
+        heartbeat_age_s: time since the last message of any thread of the process.
+        slowest_step_s: time of the slowest recent step; each later step reduces it by 1%. 0 before the first step.
+        start_point: where the run started or resumed: {"step", "total", "steps_redone", "chips"}; None before that.
+        tail: the end of the output of a process that has ended.
     """
 
     worker_id: int
-    state: State = "idle"
+    state: WorkerState = "idle"
     lost: str | None = None
-    silent_s: float = 0.0
+    answer_age_s: float = 0.0
     host_alive: bool | None = None
     process: Process | None = None
     exit_code: int | None = None
     phase: str = "start"
     step: int = 0
-    beat_age_s: float = 0.0
+    event_age_s: float = 0.0
     idle_s: float = 0.0
-    alive_age_s: float = 0.0
+    heartbeat_age_s: float = 0.0
     slowest_step_s: float = 0.0
     error: WorkerError | None = None
-    begun: dict[str, Any] | None = None
+    start_point: dict[str, Any] | None = None
     tail: str = ""
     job_key: str | None = None
 
 
-Variables = Mapping[str, str | None]  # of the environment, on top of what is there; None removes one
-Event = dict[str, Any]  # {"kind": "metrics", ...}: see host/worker.py
+# changes to a process's environment; None removes a variable
+Variables = Mapping[str, str | None]
+# {"kind": "metrics", ...}: host/worker.py lists the kinds
+Event = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Poll:
-    """One look at all workers: states, and what is new of each since the look before."""
+    """The answers of all agents to one poll.
+
+    Args:
+        events: (worker ID, event), new since the last poll, in order for each worker.
+        lines: (worker ID, line of its output), new since the last poll.
+    """
 
     statuses: tuple[Status, ...]
-    events: tuple[tuple[int, Event], ...] = ()  # (worker id, event), in order for each worker
-    lines: tuple[tuple[int, str], ...] = ()  # (worker id, line of its output)
+    events: tuple[tuple[int, Event], ...] = ()
+    lines: tuple[tuple[int, str], ...] = ()
 
 
 class HostsMissing(RuntimeError):
-    """Some hosts of the cluster are not there now."""
+    """Some hosts of the cluster are not available now."""
 
 
 @dataclasses.dataclass
 class Hosts:
-    """The machines under a cluster, for what Ray cannot do. Here nobody can: whoever runs that cluster brings them back.
+    """The machines of a cluster, for operations that Ray does not offer. This base class cannot do them: the owner of the
+    Ray cluster replaces lost hosts.
 
     Args:
-        address: of the Ray cluster on them, as ray.init takes it.
-        count: of those to use; None: all that there are now.
+        address: address of the Ray cluster on the hosts, as `ray.init` accepts it.
+        count: number of hosts; None: all hosts of the cluster.
     """
 
     address: str = ""
     count: int | None = None
 
-    def state(self) -> str | None:
-        """The state of the slice, as the cloud names it (READY, PREEMPTED ...), GONE without one; None if unknown."""
+    def slice_state(self) -> str | None:
+        """The state of the slice in the cloud's words (READY, PREEMPTED ...); GONE without a slice; None if unknown."""
         return None
 
     def kill(self, worker_id: int, process: Process) -> None:
-        """Send SIGKILL to a process of a host, if both are there."""
+        """Send SIGKILL to a process of a host, if the process still runs."""
 
-    def remake(self) -> None:
-        """Bring back every host that is missing, ready to run agents. Returns when all are there, or when somebody else is to
-        bring them: `AgentCluster.attach` sees when.
+    def recreate(self) -> None:
+        """Replace every missing host and prepare it for agents.
+
+        Returns when all hosts are ready, or at once if somebody else replaces them. `AgentCluster.attach` finds them.
 
         Raises:
-            UserError: the cloud refuses, for a reason that waiting does not mend.
+            UserError: the cloud refuses for a reason that does not pass with time.
         """

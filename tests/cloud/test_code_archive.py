@@ -11,7 +11,7 @@ import pytest
 
 from mesh_transformer.cloud import archive
 from mesh_transformer.cloud.launch import Environment, Existing, pins
-from mesh_transformer.cluster.driver.place import environment_of
+from mesh_transformer.cluster.driver.compute_target import environment_of
 from mesh_transformer.errors import UserError
 
 

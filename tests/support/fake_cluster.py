@@ -54,7 +54,7 @@ class FakeCluster:
         life = self.lives[len(self.starts) - 1]
         return Poll(tuple(life(self.clock.now - self.starts[-1])), tuple(events))
 
-    def feed(self, number, batch, rows, state, held) -> bool:
+    def feed(self, number, batch, rows, state, held_by_all) -> bool:
         return False
 
     def stop(self) -> None:
@@ -67,14 +67,14 @@ class FakeCluster:
 
 @dataclasses.dataclass
 class FakeHosts(Hosts):
-    """A slice in the state `named`, ready again when it was remade."""
+    """A slice in the state `named`, ready again when it was recreated."""
 
     named: str | None = "READY"
-    remade: int = 0
+    recreated: int = 0
 
-    def state(self) -> str | None:
+    def slice_state(self) -> str | None:
         return self.named
 
-    def remake(self) -> None:
-        self.remade += 1
+    def recreate(self) -> None:
+        self.recreated += 1
         self.named = "READY"

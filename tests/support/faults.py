@@ -119,13 +119,15 @@ def kill_driver(
     drivers.signal(1, pids[1], "STOP")
     drivers.kill(run)
     again = start()
-    seconds = again.wait_for_line("going on with them", 0, WAIT_S)
+    seconds = again.wait_for_line("continuing with the running workers", 0, WAIT_S)
     drivers.signal(1, pids[1], "CONT")
     assert [drivers.worker(i) for i in range(drivers.hosts.count)] == pids
     again.wait_for_step(step + 1)
     lost = redone(run.folder) - before
     assert lost == 0
-    return again, Recovery(DRIVER_KILLED, step, 0.0, round(seconds, 1), lost, "going on with them")
+    return again, Recovery(
+        DRIVER_KILLED, step, 0.0, round(seconds, 1), lost, "continuing with the running workers"
+    )
 
 
 def wait_for_middle(run: Driver, number: int) -> int:

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 from mesh_transformer import platforms
 from mesh_transformer.cluster.backends.agents import AgentCluster
-from mesh_transformer.cluster.host.stream import DEPTH, StreamedFeed, Streamer
+from mesh_transformer.cluster.host.stream import BUFFER_BATCHES, StreamedFeed, Streamer
 from mesh_transformer.config import AXES, Config, load_config
 from mesh_transformer.data.loader import make_val_loader
 from mesh_transformer.data.tokenizer import ByteTokenizer
@@ -51,15 +51,15 @@ class Alone(AgentCluster):
         self.taken = 0
         self.feed_of_this: StreamedFeed | None = None
 
-    def _open(self) -> None: ...
+    def _open_agents(self) -> None: ...
 
     def kill(self) -> None: ...
 
     def _call(self, method, arguments, timeout_s):
-        _, number, rows, state, held = arguments[jax.process_index()]
-        if number >= self.taken + DEPTH:
+        _, number, rows, state, held_by_all = arguments[jax.process_index()]
+        if number >= self.taken + BUFFER_BATCHES:
             return [False] * self.count
-        self.feed_of_this.put(number, rows, json.loads(json.dumps(state)), held)
+        self.feed_of_this.put(number, rows, json.loads(json.dumps(state)), held_by_all)
         return [True] * self.count
 
 

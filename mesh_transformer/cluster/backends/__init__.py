@@ -1,1 +1,1 @@
-"""How a driver reaches the agents: processes of this machine, or Ray."""
+"""The two ways to reach the agents: in the driver's process, and through Ray."""

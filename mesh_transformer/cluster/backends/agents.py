@@ -1,4 +1,4 @@
-"""A cluster is its agents, one on each host, however their methods are called: here, in the driver's own process."""
+"""The interface of a cluster: one agent on each host. `ProcessCluster` has its agents in the driver's own process."""
 
 import abc
 import os
@@ -13,140 +13,149 @@ import numpy as np
 
 from mesh_transformer.cluster.base import Event, Job, Poll, Status, Variables
 from mesh_transformer.cluster.host import processes as host
-from mesh_transformer.cluster.host.agent import DRIVER_GONE_S, Agent, TakenOver
+from mesh_transformer.cluster.host.agent import TAKEOVER_AFTER_S, Agent, TakenOver
 from mesh_transformer.errors import UserError
 
-ANSWER_S = 3.0  # for a status
-TAKE_OVER_S = DRIVER_GONE_S + 3.0  # until the agents know that a driver before this one is dead
-FEED_S = 5.0  # to take a batch, which an agent answers within a second; one that came twice is dropped
-CALL_S = 30.0  # for everything else
+STATUS_TIMEOUT_S = 3.0
+# after this time the agents accept this driver if the previous one is dead
+TAKEOVER_TIMEOUT_S = TAKEOVER_AFTER_S + 3.0
+# an agent answers within a second, and drops a batch that it has already
+FEED_TIMEOUT_S = 5.0
+# for all other calls
+CALL_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
 class NoAnswer:
-    """In place of an answer: the agent is gone for good (`lost` says why), or silent."""
+    """Replaces the answer of an agent that did not answer in time, or cannot answer any more (`lost` says why)."""
 
     lost: str | None = None
 
 
 @dataclass
-class _Known:
-    """What the driver remembers of one worker."""
+class _Record:
+    """What the driver knows of one worker: the last status, its time, and how much of events and log it has read."""
 
     status: Status
-    answered: float
-    events: int = 0
-    offset: int = 0
+    answered_at: float
+    events_read: int = 0
+    log_offset: int = 0
 
 
 class AgentCluster(abc.ABC):
-    """A fixed number of hosts with one worker each, number i on host i; a subclass makes their agents and calls them.
+    """A fixed number of hosts with one worker each, worker i on host i. A subclass starts their agents and calls them.
 
-    Every call returns within seconds. A dead or silent worker raises nothing: `poll` shows it.
+    Every call returns within seconds. A dead worker or agent raises no exception: `poll` returns its state.
 
     Args:
         count: number of hosts.
-        environment: variables of the worker processes, on top of their host's own.
+        environment: variables of the worker processes, added to those of their host.
     """
 
     def __init__(self, count: int, environment: Variables | None = None):
         self.count, self._environment = count, environment or {}
         self._driver = uuid.uuid4().hex
-        self._known: list[_Known] = []
+        self._records: list[_Record] = []
 
     @abc.abstractmethod
-    def _open(self) -> None:
-        """Find or make all agents. Raises what `attach` does."""
+    def _open_agents(self) -> None:
+        """Find or start all agents. Raises the same exceptions as `attach`."""
 
     @abc.abstractmethod
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
-        """Call a method of every agent, each with its own arguments, all at once; `NoAnswer` where none comes in time.
+        """Call a method of all agents at the same time, each with its own arguments.
+
+        Returns:
+            One answer for each agent; `NoAnswer` if it did not answer in time or raised an exception.
 
         Raises:
-            TakenOver: the agents obey another driver. Any other exception of a method makes its agent a lost one.
+            TakenOver: the agents belong to another driver.
         """
 
     @abc.abstractmethod
     def kill(self) -> None:
-        """End every worker process and agent at once, stopped ones and those that do not answer too."""
+        """End all worker processes and agents at once, including those that are stopped or do not answer."""
 
-    def _share(self, rows: np.ndarray) -> Any:
-        """What is given to `feed` for these rows."""
+    def _transferable(self, rows: np.ndarray) -> Any:
+        """The argument of an agent's `feed` for these rows."""
         return rows
 
     def _host_alive(self, worker_id: int) -> bool | None:
-        """Whether the host of a silent agent is part of the cluster."""
+        """Whether the host of an agent is part of the cluster; None if unknown."""
         return None
 
-    def _order(self, method: str, timeout_s: float = CALL_S) -> list[Any]:
+    def _call_all(self, method: str, timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
+        """Call a method that needs no arguments except the driver's ID."""
         return self._call(method, [(self._driver,)] * self.count, timeout_s)
 
     def attach(self) -> Poll:
-        """Find the agents of this run on all hosts, or make those that are missing.
+        """Find the agents of this run on all hosts, and start those that are missing.
 
         Raises:
-            UserError: another driver has them, or a host cannot run an agent.
-            HostsMissing: not all hosts are there.
+            UserError: another driver has the agents, or a host cannot run an agent.
+            HostsMissing: some hosts are not available.
         """
-        self._open()
-        deadline = time.monotonic() + TAKE_OVER_S
-        while any(answer is False for answer in self._order("attach")):
+        self._open_agents()
+        deadline = time.monotonic() + TAKEOVER_TIMEOUT_S
+        while any(answer is False for answer in self._call_all("attach")):
             if time.monotonic() > deadline:
                 raise UserError("another driver is running this run: end that one first")
             time.sleep(0.5)
         now = time.monotonic()
-        self._known = [_Known(Status(i), now) for i in range(self.count)]
+        self._records = [_Record(Status(i), now) for i in range(self.count)]
         return self.poll()
 
     def start(self, job: Job) -> None:
-        """Start a job in new processes, which form one mesh. None may be running."""
-        coordinator = self._order("coordinator")[0]
-        given = [(self._driver, job, self._variables(i, coordinator)) for i in range(self.count)]
-        sizes, now = self._call("start", given, CALL_S), time.monotonic()
-        self._known = [
-            _Known(Status(i, "running"), now, offset=0 if isinstance(size, NoAnswer) else size)
-            for i, size in enumerate(sizes)
+        """Start a job in new processes, which form one mesh. No other job may be running."""
+        coordinator = self._call_all("coordinator")[0]
+        arguments = [(self._driver, job, self._variables(i, coordinator)) for i in range(self.count)]
+        log_sizes, now = self._call("start", arguments, CALL_TIMEOUT_S), time.monotonic()
+        self._records = [
+            _Record(Status(i, "running"), now, log_offset=0 if isinstance(size, NoAnswer) else size)
+            for i, size in enumerate(log_sizes)
         ]
 
     def poll(self) -> Poll:
-        """Look at all workers."""
-        asked = [(self._driver, known.events, known.offset) for known in self._known]
+        """Query the state of all workers."""
+        arguments = [(self._driver, record.events_read, record.log_offset) for record in self._records]
         events: list[tuple[int, Event]] = []
         lines: list[tuple[int, str]] = []
-        answers = self._call("status", asked, ANSWER_S)
-        for i, (known, answer) in enumerate(zip(self._known, answers, strict=True)):
+        answers = self._call("status", arguments, STATUS_TIMEOUT_S)
+        for i, (record, answer) in enumerate(zip(self._records, answers, strict=True)):
             now = time.monotonic()
             if isinstance(answer, NoAnswer):
-                silent_s, alive = now - known.answered, self._host_alive(i)
-                known.status = replace(known.status, lost=answer.lost, silent_s=silent_s, host_alive=alive)
+                age_s, alive = now - record.answered_at, self._host_alive(i)
+                record.status = replace(record.status, lost=answer.lost, answer_age_s=age_s, host_alive=alive)
                 continue
             events += [(i, event) for event in answer["events"]]
             lines += [(i, line) for line in answer["lines"]]
-            known.status, known.answered = answer["status"], now
-            known.events, known.offset = answer["count"], answer["offset"]
-        return Poll(tuple(known.status for known in self._known), tuple(events), tuple(lines))
+            record.status, record.answered_at = answer["status"], now
+            record.events_read, record.log_offset = answer["count"], answer["offset"]
+        return Poll(tuple(record.status for record in self._records), tuple(events), tuple(lines))
 
     def feed(
-        self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held: int
+        self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held_by_all: int
     ) -> bool:
-        """Give batch `number` to all workers, each its rows, with the loader's state behind it.
+        """Send batch `number` to all workers, to each its rows, with the state of the loader after this batch.
 
         Args:
-            held: all workers are known to hold the batches up to this one.
+            batch: (microbatches, sequences, tokens), integers.
+            rows: the sequences of each worker.
+            held_by_all: all workers hold the batches up to this number.
 
         Returns:
-            Whether all have taken it; if not, give it again.
+            Whether all workers have received it. If not, send it again.
         """
-        shares = {part: self._share(np.take(batch, part, axis=1)) for part in set(map(tuple, rows))}
-        given = [(self._driver, number, shares[tuple(part)], state, held) for part in rows]
-        return all(answer is True for answer in self._call("feed", given, FEED_S))
+        shares = {part: self._transferable(np.take(batch, part, axis=1)) for part in set(map(tuple, rows))}
+        arguments = [(self._driver, number, shares[tuple(part)], state, held_by_all) for part in rows]
+        return all(answer is True for answer in self._call("feed", arguments, FEED_TIMEOUT_S))
 
     def stop(self) -> None:
-        """Ask the job to save and end: SIGTERM to every worker process."""
-        self._order("stop")
+        """Send SIGTERM to every worker process: the job saves and ends."""
+        self._call_all("stop")
 
     def _variables(self, worker_id: int, coordinator: Any) -> Variables:
-        """One mesh of all processes; a single process is one without further ado."""
+        """The environment of a worker. The JAX_ variables connect several processes to one mesh."""
         alone = self.count == 1 or isinstance(coordinator, NoAnswer)
         values = (None, None, None) if alone else (coordinator, str(self.count), str(worker_id))
         names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -154,23 +163,28 @@ class AgentCluster(abc.ABC):
 
 
 class ProcessCluster(AgentCluster):
-    """Several processes of this machine, with agents in the driver's own. They end with the driver, having saved. Each worker has the devices that the environment gives to any process here."""
+    """Several processes of this machine, with agents in the driver's process.
+
+    When the driver dies, the workers save and end. The environment selects the devices of a worker, as for any process.
+    """
 
     def __init__(self, run: str, count: int, environment: Variables | None = None):
         super().__init__(count, environment)
         self._run = run
         self._agents: list[Agent] = []
-        self._pool = ThreadPoolExecutor(4 * count)  # the streamer calls beside the main thread
+        # several calls of an agent can run at the same time: the streamer has a thread of its own
+        self._pool = ThreadPoolExecutor(4 * count)
 
-    def _open(self) -> None:
+    def _open_agents(self) -> None:
         if not self._agents:
-            self._lock = host.hold_as_driver(self._run)  # its agents could not tell another driver
+            # agents in this process cannot reject another driver
+            self._lock = host.lock_driver(self._run)
             self._agents = [Agent(i, self._run, ends_process=False) for i in range(self.count)]
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
         calls = [
-            self._pool.submit(getattr(agent, method), *given)
-            for agent, given in zip(self._agents, arguments, strict=True)
+            self._pool.submit(getattr(agent, method), *own)
+            for agent, own in zip(self._agents, arguments, strict=True)
         ]
         answers: list[Any] = []
         for call in calls:
@@ -180,13 +194,13 @@ class ProcessCluster(AgentCluster):
                 answers.append(NoAnswer())
             except TakenOver:
                 raise
-            except Exception as error:  # noqa: BLE001  (the host's, whatever it is)
+            except Exception as error:  # noqa: BLE001  (any error of the host)
                 answers.append(NoAnswer(lost=f"its agent failed: {error}"))
         return answers
 
     def kill(self) -> None:
         if self._agents:
-            self._order("kill")
+            self._call_all("kill")
             for agent in self._agents:
                 agent.close()
             os.close(self._lock)

@@ -1,12 +1,13 @@
-"""A cluster of Ray actors, one agent on each host. The only module that knows Ray.
+"""A cluster of Ray actors, one agent on each host. Only this module imports Ray.
 
-Host i is the node with the custom resource `tpu_worker_<i>` or, where no node has one, the label ray.io/tpu-worker-id that Ray
-itself gives to TPU hosts: the number is the TPU's own, not Ray's rank. Agents are detached actors, so they outlive the
-driver; their names, made from the run's, are how the next driver finds them. Ray never restarts one.
+Host i is the node with the custom resource `tpu_worker_<i>`. If no node has such a resource, it is the node with the label
+ray.io/tpu-worker-id, which Ray sets on TPU hosts. The number is the TPU worker ID, not a rank of Ray. Agents are detached
+actors, so they outlive the driver. The next driver finds them by their names, which contain the run's name. Ray never
+restarts an agent.
 
-A cluster whose head has died is over: its nodes end within a minute, and a driver that asks the head for anything, or puts
-something in the object store of its own node when that has died, is ended by Ray. So the driver looks for both by itself,
-lets go of that cluster, and joins the next one at the same address.
+When the head dies, its nodes end within a minute. Ray ends a driver that calls the dead head, or that uses the object
+store of its own node when this node has died. So the driver checks both first, leaves that cluster, and joins the next one
+at the same address.
 """
 
 import dataclasses
@@ -32,12 +33,16 @@ from mesh_transformer.logs import log
 NAMESPACE = "mesh-transformer"
 RESOURCE = "tpu_worker_"
 LABEL = "ray.io/tpu-worker-id"
-END_S = 20.0  # for an ended actor to give its name back
-REACH_S = 10.0
-HELPER_S = 20.0  # for a task that kills what does not answer
-HEAD_S = 12.0  # a head that cannot be reached for so long is gone; Ray ends its clients after 60
-HEAD_ANSWER_S = 2.0
-INLINE_BYTES = 64 << 10  # what is smaller goes with the call, as Ray does it, not through the object store
+# time in which Ray frees the name of an actor that has ended
+STOP_TIMEOUT_S = 20.0
+CONNECT_TIMEOUT_S = 10.0
+# for a task that kills processes that do not answer
+KILL_TIMEOUT_S = 20.0
+# a head that is unreachable for this time counts as dead; Ray ends its clients after 60 s
+HEAD_TIMEOUT_S = 12.0
+HEAD_PROBE_TIMEOUT_S = 2.0
+# smaller arrays are part of the call, as for Ray's own arguments; larger ones use the object store
+INLINE_BYTES = 64 << 10
 
 
 class RayCluster(AgentCluster):
@@ -45,173 +50,181 @@ class RayCluster(AgentCluster):
 
     Args:
         run: name of the run.
-        hosts: of the cluster; they can kill processes of a host that Ray does not reach.
+        hosts: the machines of the cluster. They can kill processes of a host that Ray does not reach.
         environment: variables of the worker processes.
 
     Raises:
-        UserError: there is no such cluster, or none of its nodes is a numbered host.
+        UserError: there is no such cluster, or none of its nodes has the number of a host.
     """
 
     def __init__(self, run: str, hosts: Hosts, environment: Variables):
         found = self._join(hosts.address)
         if hosts.count is None and not found:
             raise UserError(
-                f"no node of the Ray cluster {hosts.address} says which host it is: start each with "
-                f"ray start --resources='{{\"{RESOURCE}0\": 1}}' (1, 2 ... on the others), as docs/driver.md shows"
+                f"no node of the Ray cluster {hosts.address} has the number of a host: start each node with "
+                f"ray start --resources='{{\"{RESOURCE}0\": 1}}' (1, 2 ... on the other hosts), as docs/driver.md shows"
             )
-        super().__init__(hosts.count or max(found) + 1, {**_RAYS_OWN, **environment})
+        super().__init__(hosts.count or max(found) + 1, {**_RAY_VARIABLES, **environment})
         self._run, self._hosts = run, hosts
         self._actors: list[Any] = []
-        self._processes: list[Process | None] = [None] * self.count  # of the agents
-        self._places: dict[int, Any] = {}  # node ids
-        self._waiting: dict[int, Any] = {}  # status calls without an answer yet
+        # the processes of the agents
+        self._processes: list[Process | None] = [None] * self.count
+        self._node_ids: dict[int, Any] = {}
+        # calls of `status` without an answer
+        self._pending: dict[int, Any] = {}
 
     def _join(self, address: str) -> dict[int, dict[str, Any]]:
-        """Be in the cluster at an address. Returns the living nodes that are numbered hosts."""
+        """Join the cluster at an address. Returns the living nodes by the number of their host."""
         _connect(address)
         context, nodes = ray.get_runtime_context(), ray.nodes()
         own = next(node for node in nodes if node["NodeID"] == context.get_node_id())
         self._address = str(context.gcs_address)
-        self._own_node = f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}"
+        self._own_node_address = f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}"
         self._head_answered = time.monotonic()
-        return _numbered(nodes)
+        return _nodes_by_host(nodes)
 
     def poll(self) -> Poll:
-        if (gone := self._head_gone()) is None:
+        if (failure := self._head_failure()) is None:
             return super().poll()
-        statuses = (dataclasses.replace(known.status, lost=gone, silent_s=HEAD_S) for known in self._known)
-        return Poll(tuple(statuses))
+        statuses = (record.status for record in self._records)
+        return Poll(
+            tuple(dataclasses.replace(s, lost=failure, answer_age_s=HEAD_TIMEOUT_S) for s in statuses)
+        )
 
-    def _head_gone(self) -> str | None:
-        """Why the head counts as gone: nobody listens there or at this machine's node, or they were not reached for HEAD_S."""
+    def _head_failure(self) -> str | None:
+        """Why the head counts as dead: it, or the node of this machine, refuses connections or is unreachable for HEAD_TIMEOUT_S.
+
+        None while both are reachable.
+        """
         now = time.monotonic()
         try:
-            for address in (self._address, self._own_node):
-                _reach(address, HEAD_ANSWER_S)
+            for address in (self._address, self._own_node_address):
+                _probe(address, HEAD_PROBE_TIMEOUT_S)
         except OSError as error:
-            if isinstance(error, ConnectionRefusedError) or now - self._head_answered > HEAD_S:
+            if isinstance(error, ConnectionRefusedError) or now - self._head_answered > HEAD_TIMEOUT_S:
                 return f"the head of the Ray cluster, {address}, is gone: {error}"
         else:
             self._head_answered = now
         return None
 
     def feed(
-        self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held: int
+        self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held_by_all: int
     ) -> bool:
-        return self._head_gone() is None and super().feed(number, batch, rows, state, held)
+        return self._head_failure() is None and super().feed(number, batch, rows, state, held_by_all)
 
-    def _open(self) -> None:
+    def _open_agents(self) -> None:
         try:
             nodes = self._join(self._address)
         except (UserError, RayError) as error:
-            raise HostsMissing(_line(error)) from error
+            raise HostsMissing(_first_line(error)) from error
         if missing := [i for i in range(self.count) if i not in nodes]:
-            told = f"{len(missing)} of {self.count} are not in the Ray cluster: numbers {missing}"
-            raise HostsMissing(told)
-        self._places = {i: nodes[i]["NodeID"] for i in range(self.count)}
-        self._waiting.clear()
-        self._actors = [self._agent(i, nodes[i]) for i in range(self.count)]
+            text = f"{len(missing)} of {self.count} hosts are not in the Ray cluster: numbers {missing}"
+            raise HostsMissing(text)
+        self._node_ids = {i: nodes[i]["NodeID"] for i in range(self.count)}
+        self._pending.clear()
+        self._actors = [self._find_or_start_agent(i, nodes[i]) for i in range(self.count)]
         answers = self._call("process", [()] * self.count, 60.0)
         for i, answer in enumerate(answers):
             if isinstance(answer, NoAnswer) and answer.lost and "creation task" in answer.lost:
                 raise UserError(f"host {i} cannot run an agent of this program: {answer.lost}")
         self._processes = [None if isinstance(answer, NoAnswer) else answer for answer in answers]
 
-    def _agent(self, worker_id: int, node: dict[str, Any]) -> Any:
-        """The agent of this run that is on a host already, or a new one."""
+    def _find_or_start_agent(self, worker_id: int, node: dict[str, Any]) -> Any:
+        """The agent of this run on a host."""
         name = f"{self._run}-{worker_id}"
-        if (actor := _existing(name)) is not None:
+        if (actor := _find_actor(name)) is not None:
             return actor
         options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_concurrency": 8}
-        make = ray.remote(Agent).options(max_restarts=0, **options, **_on(node["NodeID"]))
-        return make.remote(worker_id, self._run, node["NodeManagerAddress"])
+        agent_class = ray.remote(Agent).options(max_restarts=0, **options, **_on_node(node["NodeID"]))
+        return agent_class.remote(worker_id, self._run, node["NodeManagerAddress"])
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
         calls = []
-        for i, (actor, given) in enumerate(zip(self._actors, arguments, strict=True)):
-            waiting = self._waiting.get(i) if method == "status" else None
-            calls.append(waiting if waiting is not None else getattr(actor, method).remote(*given))
+        for i, (actor, own) in enumerate(zip(self._actors, arguments, strict=True)):
+            pending = self._pending.get(i) if method == "status" else None
+            calls.append(pending if pending is not None else getattr(actor, method).remote(*own))
         ready = set(ray.wait(calls, num_returns=len(calls), timeout=timeout_s)[0])
         if method == "status":
-            self._waiting = {i: call for i, call in enumerate(calls) if call not in ready}
+            self._pending = {i: call for i, call in enumerate(calls) if call not in ready}
         return [_answer(call) if call in ready else NoAnswer() for call in calls]
 
-    def _share(self, rows: np.ndarray) -> Any:
+    def _transferable(self, rows: np.ndarray) -> Any:
         return ray.put(rows) if rows.nbytes > INLINE_BYTES else rows
 
     def _host_alive(self, worker_id: int) -> bool | None:
         try:
-            place = self._places.get(worker_id)
-            return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == place)
+            node_id = self._node_ids.get(worker_id)
+            return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id)
         except RayError:
             return None
 
     def kill(self) -> None:
         if not self._actors:
             return
-        answers = self._order("kill", 12.0)
+        answers = self._call_all("kill", 12.0)
         actors, self._actors = self._actors, []
-        if self._head_gone() is not None:
+        if self._head_failure() is not None:
             ray.shutdown()
             return
         for actor in actors:
             ray.kill(actor, no_restart=True)
         for i, answer in enumerate(answers):
             if isinstance(answer, NoAnswer):
-                self._kill_by_hand(i)
-        deadline = time.monotonic() + END_S
-        while any(_existing(f"{self._run}-{i}") is not None for i in range(self.count)):
+                self._kill_unresponsive(i)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while any(_find_actor(f"{self._run}-{i}") is not None for i in range(self.count)):
             if time.monotonic() > deadline:
                 log.warning("Ray has not ended all agents of this run")
                 break
             time.sleep(0.1)
 
-    def _kill_by_hand(self, worker_id: int) -> None:
-        """A stopped process answers to nothing but SIGKILL: by a task on its node, or else by whoever owns the host."""
-        worker = self._known[worker_id].status.process if self._known else None
+    def _kill_unresponsive(self, worker_id: int) -> None:
+        """Send SIGKILL to the worker and the agent of a host: through a task on its node, or through `Hosts.kill`."""
+        worker = self._records[worker_id].status.process if self._records else None
         known = [process for process in (worker, self._processes[worker_id]) if process is not None]
         if self._host_alive(worker_id):
-            task = ray.remote(host.kill).options(max_retries=0, **_on(self._places[worker_id]))
+            task = ray.remote(host.kill).options(max_retries=0, **_on_node(self._node_ids[worker_id]))
             try:
-                ray.get(task.remote(known), timeout=HELPER_S)
+                ray.get(task.remote(known), timeout=KILL_TIMEOUT_S)
                 return
             except (RayError, GetTimeoutError) as error:
-                log.warning("host %d: its processes were not ended through Ray: %s", worker_id, _line(error))
+                log.warning("host %d: Ray could not end its processes: %s", worker_id, _first_line(error))
         for process in known:
             self._hosts.kill(worker_id, process)
 
 
-def _on(node_id: str) -> dict[str, Any]:
-    """Options of what runs on one node, beside whatever runs there."""
+def _on_node(node_id: str) -> dict[str, Any]:
+    """Options that place a task or actor on one node, without a claim on its CPUs."""
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
-# What Ray sets for its own workers and would limit ours.
-_RAYS_OWN: Variables = {"OMP_NUM_THREADS": None}
+# Ray sets these variables for its own workers; they would slow ours down
+_RAY_VARIABLES: Variables = {"OMP_NUM_THREADS": None}
 
 
 def _connect(address: str) -> None:
     if ray.is_initialized():
         return
     try:
-        _reach(address, REACH_S)  # Ray itself tries for three minutes
+        # Ray itself would try for three minutes
+        _probe(address, CONNECT_TIMEOUT_S)
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RayError, ValueError) as error:
         raise UserError(
-            f"no Ray cluster answers at {address}: {_line(error)}. Where it asks for a token, set RAY_AUTH_MODE=token and "
-            "RAY_AUTH_TOKEN_PATH here too"
+            f"no Ray cluster answers at {address}: {_first_line(error)}. If the cluster needs a token, set RAY_AUTH_MODE=token "
+            "and RAY_AUTH_TOKEN_PATH"
         ) from error
 
 
-def _reach(address: str, timeout_s: float) -> None:
-    """Raises OSError if nobody listens at host:port; an address of another form is not tried."""
+def _probe(address: str, timeout_s: float) -> None:
+    """Raises OSError if nothing listens at host:port. Other forms of address are not checked."""
     host, separator, port = address.rpartition(":")
     if separator and port.isdigit() and "/" not in host:
         socket.create_connection((host, int(port)), timeout_s).close()
 
 
-def _numbered(nodes: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The living nodes that are numbered hosts."""
+def _nodes_by_host(nodes: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The living nodes by the number of their host."""
     numbered, labelled = {}, {}
     for node in nodes:
         if node["Alive"]:
@@ -223,7 +236,7 @@ def _numbered(nodes: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return numbered or labelled
 
 
-def _existing(name: str) -> Any:
+def _find_actor(name: str) -> Any:
     try:
         return ray.get_actor(name, NAMESPACE)
     except ValueError:
@@ -239,7 +252,8 @@ def _answer(call: Any) -> Any:
         return NoAnswer(lost=_reason(error))
     except RayTaskError as error:
         return NoAnswer(lost=f"its agent failed: {str(error).strip().rpartition(chr(10))[2]}")
-    except RayError:  # such as unavailable: perhaps it comes back
+    except RayError:
+        # such as unavailable: the agent may answer later
         return NoAnswer()
 
 
@@ -250,5 +264,5 @@ def _reason(error: Exception) -> str:
     return "its agent has died"
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -1,1 +1,1 @@
-"""The driver: where a job runs, what the workers' states mean, what follows."""
+"""The driver: selects where a job runs, classifies the state of its workers, and restarts them."""

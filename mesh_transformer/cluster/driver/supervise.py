@@ -1,7 +1,7 @@
-"""Runs a job on a cluster to its end, whatever happens to workers and hosts meanwhile, and shows what the workers tell.
+"""Runs a job on a cluster to its end, restarts it after failures, and shows the output of the workers.
 
-After a failure nothing of the old mesh is used again: every worker and agent is ended, and new processes begin from the
-newest checkpoint, with process i on host i as before.
+After a failure no process of the old mesh is used again. The driver ends every worker and agent, and starts new processes
+from the newest checkpoint, with process i on host i as before.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 
 from mesh_transformer.cluster.backends.agents import AgentCluster
 from mesh_transformer.cluster.base import Event, Hosts, HostsMissing, Job, Poll
-from mesh_transformer.cluster.driver.failures import SILENT_S, Kind, Limits, Verdict, classify
+from mesh_transformer.cluster.driver.failures import AGENT_TIMEOUT_S, JobState, Limits, Verdict, classify
 from mesh_transformer.cluster.host.agent import TakenOver
 from mesh_transformer.cluster.host.stream import Streamer
 from mesh_transformer.config import parse_config
@@ -23,16 +23,20 @@ from mesh_transformer.logs import Progress, log
 from mesh_transformer.stop_signals import StopSignals
 
 POLL_S = 1.0
-SLICE_EVERY_S = 10.0  # between two looks at the state of the slice
-SETTLE_S = 3.0  # the cause of a failure may be seen after its consequences
-LEAVE_S = 120.0  # for workers that are saving
-BACK_OFF_MAX_S = 60.0
-MISSING_S = 60.0  # hosts that have not come for so long may have been taken in the meantime
-_BADGE = re.compile(r"^\d\d:\d\d:\d\d ([A-Z]) ")  # of our own log lines
+SLICE_POLL_S = 10.0
+# time in which the cause of a failure can appear after its consequences
+CONFIRM_S = 3.0
+# time for workers to save and end
+SAVE_TIMEOUT_S = 120.0
+MAX_BACKOFF_S = 60.0
+# hosts that are missing for this time are recreated: the slice may have been preempted meanwhile
+HOSTS_TIMEOUT_S = 60.0
+# the level of a line of our own log
+_LOG_LEVEL = re.compile(r"^\d\d:\d\d:\d\d ([A-Z]) ")
 
 
 class SliceState:
-    """The newest state of the slice under a cluster, asked for in a thread: the cloud may take its time to answer."""
+    """The state of the slice under a cluster. A thread queries it, because the cloud may answer slowly."""
 
     def __init__(self, hosts: Hosts):
         self._hosts = hosts
@@ -41,93 +45,95 @@ class SliceState:
         threading.Thread(target=self._watch, name="slice-state", daemon=True).start()
 
     def refresh(self) -> None:
-        """Ask now."""
+        """Query the state now."""
         try:
-            self.value = self._hosts.state()
-        except Exception as error:  # noqa: BLE001  (not to know is no reason to end a run)
+            self.value = self._hosts.slice_state()
+        except Exception as error:  # noqa: BLE001  (an unknown state does not end a run)
             log.warning("the state of the slice is unknown: %s", error)
             self.value = None
 
     def close(self) -> None:
-        """Ask no more."""
+        """End the queries."""
         self._closed.set()
 
     def _watch(self) -> None:
-        while not self._closed.wait(SLICE_EVERY_S):
+        while not self._closed.wait(SLICE_POLL_S):
             self.refresh()
 
 
-class View:
-    """What the driver shows of each look: a progress bar, the workers' lines, recoveries, and what the machines were used for.
+class Display:
+    """Shows on standard error: a progress bar, the lines of the workers, recoveries, and the cost.
 
     Args:
-        price: of one chip for one hour, in whatever currency; None: no sum is shown.
+        price: price of one chip for one hour, in any currency; None: no sum is shown.
     """
 
     def __init__(self, price: float | None = None):
         self._price, self._chips = price, 0
-        self._since: float | None = None  # since when the workers run
+        # when the current workers started; None while none run
+        self._workers_started_at: float | None = None
         self._chip_hours = 0.0
         self._bar: Progress | None = None
-        self._begun: Event | None = None
+        self._start_point: Event | None = None
         self._failed_at: float | None = None
-        self._began = time.monotonic()
+        self._driver_started_at = time.monotonic()
 
     def show(self, poll: Poll) -> None:
-        """Lines of worker 0, warnings and foreign output of the others; the bar."""
+        """Show the lines of worker 0, the other workers' lines that are no information of our own log, and the bar."""
         clear = "\r\x1b[K" if sys.stderr.isatty() else ""
         for worker_id, line in poll.lines:
-            badge = _BADGE.match(line)
-            if worker_id == 0 or badge is None or badge[1] != "I":
+            level = _LOG_LEVEL.match(line)
+            if worker_id == 0 or level is None or level[1] != "I":
                 sys.stderr.write(f"{clear}[{worker_id}] {line}\n")
-        begun = poll.statuses[0].begun
-        if begun is not None and begun != self._begun:
-            self._begun = begun
-            self._show_begun(begun)
+        start_point = poll.statuses[0].start_point
+        if start_point is not None and start_point != self._start_point:
+            self._start_point = start_point
+            self._show_start(start_point)
         for worker_id, event in poll.events:
             if worker_id == 0 and event["kind"] == "metrics":
                 self._show_metrics(event["step"], event["scalars"])
         sys.stderr.flush()
 
     def started(self) -> None:
-        """Worker processes have been started."""
-        self._begun = None
-        self._since = time.monotonic()
+        """Record that worker processes have been started."""
+        self._start_point = None
+        self._workers_started_at = time.monotonic()
 
     def failed(self) -> None:
-        """They are to be started again."""
+        """Record that the workers have failed."""
         self._failed_at = self._failed_at or time.monotonic()
-        self.stopped()
+        self.ended()
 
-    def stopped(self) -> None:
-        """They have ended: their time counts no more."""
-        if self._since is not None:
-            self._chip_hours += self._chips * (time.monotonic() - self._since) / 3600
-        self._since = None
+    def ended(self) -> None:
+        """Record that the workers have ended: they cost no further time."""
+        if self._workers_started_at is not None:
+            self._chip_hours += self._chips * (time.monotonic() - self._workers_started_at) / 3600
+        self._workers_started_at = None
 
     def close(self) -> None:
-        """Leave the bar, and tell what the run took."""
-        self.stopped()
+        """Close the bar and log the cost."""
+        self.ended()
         if self._bar is not None:
             self._bar.close()
         if self._chips:
-            hours, used = (time.monotonic() - self._began) / 3600, self._chip_hours
+            hours, used = (time.monotonic() - self._driver_started_at) / 3600, self._chip_hours
             price = "" if self._price is None else f", {self._price * used:,.2f} at {self._price} each"
-            told = "cost: %d chips, %.3f h of this driver, %.3f chip-hours of workers%s"
-            log.info(told, self._chips, hours, used, price)
+            text = "cost: %d chips, %.3f h of this driver, %.3f chip-hours of workers%s"
+            log.info(text, self._chips, hours, used, price)
 
-    def _show_begun(self, event: Event) -> None:
-        self._chips = event["chips"]
+    def _show_start(self, start_point: Event) -> None:
+        self._chips = start_point["chips"]
         if self._bar is not None:
             self._bar.close()
-        self._bar = Progress("training", event["total"], unit="step", done=event["step"])
-        if event["step"] or event["steps_redone"]:
-            log.info("going on after step %d; %d steps redone so far", event["step"], event["steps_redone"])
+        self._bar = Progress("training", start_point["total"], unit="step", done=start_point["step"])
+        if start_point["step"] or start_point["steps_redone"]:
+            text = "resuming after step %d; %d steps repeated so far"
+            log.info(text, start_point["step"], start_point["steps_redone"])
 
     def _show_metrics(self, step: int, scalars: dict[str, Any]) -> None:
         if self._failed_at is not None:
             lasted = time.monotonic() - self._failed_at
-            log.info("recovered: step %d, %.1f s after the failure was seen", step, lasted)
+            log.info("recovered: step %d, %.1f s after the failure was detected", step, lasted)
             self._failed_at = None
         if self._bar is not None:
             loss, speed = scalars["train/loss"], scalars["train/tokens_per_sec"]
@@ -138,8 +144,8 @@ class Supervisor:
     """Runs one job.
 
     Args:
-        view: is told everything.
-        stop: its `noted` is the signal after which the job is to save and end.
+        display: shows what happens.
+        stop: after a signal in `stop.received` the job saves and ends.
         clock, sleep: as in `time`.
     """
 
@@ -149,192 +155,200 @@ class Supervisor:
         job: Job,
         *,
         hosts: Hosts | None = None,
-        view: View | None = None,
+        display: Display | None = None,
         stop: StopSignals | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self._cluster, self._job = cluster, job
-        self._hosts, self._view, self._stop = hosts or Hosts(), view or View(), stop or StopSignals()
+        self._hosts, self._display, self._stop = hosts or Hosts(), display or Display(), stop or StopSignals()
         self._clock, self._sleep = clock, sleep
         self._config = parse_config(job.config)
         settings = self._config.cluster
         self._limits = Limits(settings.step_limit, settings.phase_limit)
         self._slice = SliceState(self._hosts)
         self._streamer: Streamer | None = None
-        self._wanted: dict[int, dict[str, Any]] = {}
+        # the event `feed` of each worker
+        self._feed_requests: dict[int, dict[str, Any]] = {}
         self._result: Any = None
-        self._begun, self._crashes = -1, 0
-        self._quiet_at = -1  # the step of the last hang that may have been slowness
-        self._asked_to_stop = False
-        self.preemptions = self.crashes = 0  # all that there were
+        # the newest step at which the job started, and the crashes since then
+        self._start_step, self._crashes_in_row = -1, 0
+        # the step of the last hang that may have been a slow step
+        self._slow_step = -1
+        self._stop_requested = False
+        # totals of this run
+        self.preemptions = self.crashes = 0
 
     def run(self) -> tuple[int, Any]:
         """The exit code of the job (0, or 128 + the signal that stopped it) and the result of worker 0.
 
         Raises:
             UserError: the job cannot be done.
-            RunError: the job failed by itself, or its workers crash again and again.
+            RunError: the job failed by itself, or its workers crash repeatedly.
         """
         try:
-            self._begin()
+            self._attach_or_start()
             while True:
                 self._sleep(POLL_S)
-                verdict = self._settled(self._look())
-                if verdict.kind is Kind.FINISHED:
+                verdict = self._confirmed(self._poll())
+                if verdict.state is JobState.FINISHED:
                     return 0, self._result
-                stoppable = {Kind.RUNNING, Kind.USER_ERROR, Kind.RUN_ERROR}
-                if verdict.kind not in stoppable and self._stop.received is not None:
-                    if verdict.kind is not Kind.NOTICE:
-                        log.warning("the workers could not save: %s (%s)", verdict.reason, verdict.kind.value)
+                stoppable = {JobState.RUNNING, JobState.USER_ERROR, JobState.RUN_ERROR}
+                if verdict.state not in stoppable and self._stop.received is not None:
+                    if verdict.state is not JobState.PREEMPTION_NOTICE:
+                        log.warning(
+                            "the workers could not save: %s (%s)", verdict.reason, verdict.state.value
+                        )
                     self._cluster.kill()
                     return 128 + self._stop.received, None
-                if verdict.kind is not Kind.RUNNING:
+                if verdict.state is not JobState.RUNNING:
                     self._recover(verdict)
         except TakenOver as error:
-            raise UserError(f"this driver gives up: {error}") from error
+            raise UserError(f"this driver ends: {error}") from error
         finally:
             self._end_stream()
             self._slice.close()
-            self._view.close()
+            self._display.close()
 
-    def _begin(self) -> None:
-        """Go on with the processes of a driver before this one, if they do this job; else start new ones."""
+    def _attach_or_start(self) -> None:
+        """Continue with the processes of a previous driver if they run this job; otherwise start new ones."""
         poll = self._attach()
         self._statuses = poll.statuses
         by_host = self._job.name != "train" or self._config.data.read_by == "host"
         running = [status for status in self._statuses if status.state == "running"]
         same = all(status.job_key == self._job.key for status in running)
         if by_host and same and len(running) == self._cluster.count:
-            step = self._statuses[0].step
-            log.info("the workers of this run are at work (step %d): going on with them", step)
-            self._view.started()
-            self._view.show(poll)
+            log.info("continuing with the running workers (step %d)", self._statuses[0].step)
+            self._display.started()
+            self._display.show(poll)
             return
         if running:
-            log.info("the workers of this run are still at work: they save and begin anew")
+            log.info("workers of this run are still running: they save and end before new ones start")
             self._cluster.stop()
-            deadline = self._clock() + LEAVE_S
+            deadline = self._clock() + SAVE_TIMEOUT_S
             while any(s.state == "running" for s in self._statuses) and self._clock() < deadline:
                 self._sleep(POLL_S)
                 self._statuses = self._cluster.poll().statuses
         self._start()
 
     def _attach(self) -> Poll:
-        told: float | None = None
+        logged_at: float | None = None
         while True:
             try:
                 return self._cluster.attach()
             except HostsMissing as error:
                 if self._stop.received is not None:
                     raise RunError(f"stopped while waiting for hosts: {error}") from error
-                if told is None or self._clock() - told > MISSING_S:
+                if logged_at is None or self._clock() - logged_at > HOSTS_TIMEOUT_S:
                     log.warning("waiting for hosts: %s", error)
-                    if told is not None:
-                        self._hosts.remake()
-                    told = self._clock()
+                    if logged_at is not None:
+                        self._hosts.recreate()
+                    logged_at = self._clock()
                 self._sleep(POLL_S)
 
     def _start(self) -> None:
-        self._wanted, self._asked_to_stop = {}, False
+        self._feed_requests, self._stop_requested = {}, False
         self._cluster.start(self._job)
-        self._view.started()
+        self._display.started()
 
-    def _look(self) -> Verdict:
-        if self._stop.received is not None and not self._asked_to_stop:
-            self._asked_to_stop = True
+    def _poll(self) -> Verdict:
+        if self._stop.received is not None and not self._stop_requested:
+            self._stop_requested = True
             self._cluster.stop()
         poll = self._cluster.poll()
         self._statuses = poll.statuses
-        self._view.show(poll)
-        begun = poll.statuses[0].begun
-        if begun is not None and begun["step"] > self._begun:
-            self._begun, self._crashes = begun["step"], 0
+        self._display.show(poll)
+        start_point = poll.statuses[0].start_point
+        if start_point is not None and start_point["step"] > self._start_step:
+            self._start_step, self._crashes_in_row = start_point["step"], 0
         if slowest := max(status.slowest_step_s for status in poll.statuses):
-            self._allow(slowest_step_s=slowest)
-            if min(status.step for status in poll.statuses) > self._quiet_at:
-                self._allow(step_s=self._config.cluster.step_limit)
+            self._set_limits(slowest_step_s=slowest)
+            if min(status.step for status in poll.statuses) > self._slow_step:
+                self._set_limits(step_s=self._config.cluster.step_limit)
         for worker_id, event in poll.events:
-            self._take(worker_id, event)
+            self._handle(worker_id, event)
         if self._streamer is not None and self._streamer.error is not None:
             self._cluster.kill()
             raise self._streamer.error
         return classify(poll.statuses, self._slice.value, self._limits)
 
-    def _take(self, worker_id: int, event: dict[str, Any]) -> None:
+    def _handle(self, worker_id: int, event: dict[str, Any]) -> None:
         if event["kind"] == "result" and worker_id == 0:
             self._result = event["value"]
         elif event["kind"] == "feed":
-            self._wanted[worker_id] = event
-            if len(self._wanted) == self._cluster.count and self._streamer is None:
-                wanted = [self._wanted[i] for i in range(self._cluster.count)]
-                self._streamer = Streamer(self._cluster.feed, self._config, wanted)
+            self._feed_requests[worker_id] = event
+            if len(self._feed_requests) == self._cluster.count and self._streamer is None:
+                requests = [self._feed_requests[i] for i in range(self._cluster.count)]
+                self._streamer = Streamer(self._cluster.feed, self._config, requests)
 
-    def _settled(self, verdict: Verdict) -> Verdict:
-        """The verdict once its cause has had time to be seen, and workers that are saving have ended."""
-        final = {Kind.RUNNING, Kind.FINISHED, Kind.NOTICE, Kind.USER_ERROR, Kind.RUN_ERROR}
-        if verdict.kind in final:
+    def _confirmed(self, verdict: Verdict) -> Verdict:
+        """The verdict after some time in which the cause can appear, and in which workers that are saving can end."""
+        final = {
+            JobState.RUNNING, JobState.FINISHED, JobState.PREEMPTION_NOTICE, JobState.USER_ERROR, JobState.RUN_ERROR,
+        }  # fmt: skip
+        if verdict.state in final:
             return verdict
         began = self._clock()
         self._slice.refresh()
-        while verdict.kind not in final and self._clock() - began < self._patience(verdict):
+        while verdict.state not in final and self._clock() - began < self._confirm_s(verdict):
             self._sleep(POLL_S / 2)
-            verdict = self._look()
+            verdict = self._poll()
         return verdict
 
-    def _patience(self, verdict: Verdict) -> float:
-        """Seconds for the cause to be seen. An error may be told sooner than that another's host has gone."""
-        leaving = [s for s in self._statuses if (s.state, s.phase) == ("running", "leave")]
-        if any(not (status.silent_s or self._limits.idle(status)) for status in leaving):
-            return LEAVE_S  # they are saving
+    def _confirm_s(self, verdict: Verdict) -> float:
+        """Seconds to wait for the cause. A collective can fail before the driver knows that another host is gone."""
+        saving = [s for s in self._statuses if (s.state, s.phase) == ("running", "finish")]
+        if any(not (status.answer_age_s or self._limits.exceeded_by(status)) for status in saving):
+            return SAVE_TIMEOUT_S
         if verdict.may_be_slow:
-            return 0.0  # another cause would have been seen long before
-        doubtful = any(status.lost is None and 0 < status.silent_s <= SILENT_S for status in self._statuses)
-        return SILENT_S + SETTLE_S if verdict.kind is Kind.CRASH and doubtful else SETTLE_S
+            # another cause would have appeared long before
+            return 0.0
+        unclear = any(s.lost is None and 0 < s.answer_age_s <= AGENT_TIMEOUT_S for s in self._statuses)
+        return AGENT_TIMEOUT_S + CONFIRM_S if verdict.state is JobState.CRASHED and unclear else CONFIRM_S
 
     def _recover(self, verdict: Verdict) -> None:
-        """End everything, and begin again unless that is pointless."""
+        """End all processes, and start new ones unless the same error would occur again."""
         who = "" if verdict.worker_id is None else f"worker {verdict.worker_id}: "
         self._end_stream()
-        self._view.failed()
-        host_lost = any(status.host_alive is False or status.silent_s for status in self._statuses)
+        self._display.failed()
+        host_lost = any(status.host_alive is False or status.answer_age_s for status in self._statuses)
         step = max(status.step for status in self._statuses)
-        if verdict.kind not in (Kind.USER_ERROR, Kind.RUN_ERROR):
-            log.warning("%s at step %d: %s%s", verdict.kind.value, step, who, verdict.reason)
+        if verdict.state not in (JobState.USER_ERROR, JobState.RUN_ERROR):
+            log.warning("%s at step %d: %s%s", verdict.state.value, step, who, verdict.reason)
         self._cluster.kill()
-        if verdict.kind is Kind.USER_ERROR:
+        if verdict.state is JobState.USER_ERROR:
             raise UserError(f"{who}{verdict.reason}")
-        if verdict.kind is Kind.RUN_ERROR:
+        if verdict.state is JobState.RUN_ERROR:
             raise RunError(verdict.reason)
         if verdict.may_be_slow:
-            self._quiet_at = step
-            self._allow(step_s=2 * self._limits.step_s)
-            log.info("it may only have been slow: now %.0f s are allowed for that", self._limits.step_s)
-        if verdict.kind is Kind.CRASH:
+            self._slow_step = step
+            self._set_limits(step_s=2 * self._limits.step_s)
+            log.info("the worker may be slow instead of hung: the limit is now %.0f s", self._limits.step_s)
+        if verdict.state is JobState.CRASHED:
             self._back_off(who, verdict)
         else:
             self.preemptions += 1
-        if verdict.kind is not Kind.CRASH or host_lost:
-            self._hosts.remake()
+        if verdict.state is not JobState.CRASHED or host_lost:
+            self._hosts.recreate()
         self._attach()
         self._start()
 
     def _back_off(self, who: str, verdict: Verdict) -> None:
         self.crashes += 1
-        self._crashes += 1
+        self._crashes_in_row += 1
         allowed = self._config.cluster.max_crashes
-        if self._crashes > allowed:
+        if self._crashes_in_row > allowed:
             tail = "" if verdict.worker_id is None else self._statuses[verdict.worker_id].tail
             raise RunError(
-                f"{self._crashes} crashes without a newer checkpoint in between (cluster.max_crashes {allowed}); "
+                f"{self._crashes_in_row} crashes without a newer checkpoint in between (cluster.max_crashes {allowed}); "
                 f"the last one: {who}{verdict.reason}\n{tail[-4000:]}"
             )
-        pause = min(BACK_OFF_MAX_S, 2.0 ** (self._crashes - 1))
-        told = "crash %d of %d without a newer checkpoint: beginning again in %.0f s"
-        log.info(told, self._crashes, allowed, pause)
-        self._sleep(pause)
+        pause_s = min(MAX_BACKOFF_S, 2.0 ** (self._crashes_in_row - 1))
+        text = "crash %d of %d without a newer checkpoint: restarting in %.0f s"
+        log.info(text, self._crashes_in_row, allowed, pause_s)
+        self._sleep(pause_s)
 
-    def _allow(self, **limits: float) -> None:
+    def _set_limits(self, **limits: float) -> None:
         self._limits = dataclasses.replace(self._limits, **limits)
 
     def _end_stream(self) -> None:

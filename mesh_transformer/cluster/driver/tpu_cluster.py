@@ -1,32 +1,34 @@
-"""`TPUCluster`: the original's interface to a model that lives on the hosts of a cluster."""
+"""`TPUCluster`: the original program's interface to a model on the hosts of a cluster."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from mesh_transformer.cluster.base import Job
-from mesh_transformer.cluster.driver.place import Place
+from mesh_transformer.cluster.driver.compute_target import ComputeTarget
 from mesh_transformer.config import Config, parse_config
 from mesh_transformer.errors import RunError, UserError
 
 
 class TPUCluster:
-    """A model and its run, trained, evaluated and sampled on a place's devices.
+    """Trains, evaluates and samples the model of a run on a compute target.
 
-    The state between two calls is the run's newest checkpoint, in `checkpoint.model_dir`: each call is a job that all
-    workers begin from it, and whatever dies in the middle of one, it goes on.
+    The state between two calls is the run's newest checkpoint, in `checkpoint.model_dir`. Each call is a job that all
+    workers start from this checkpoint. The driver restarts a job after a failure.
 
     Args:
-        config: of the run.
-        place: where: a TPU slice, a Ray cluster, or processes of this machine.
+        config: config of the run.
+        target: a TPU slice, a Ray cluster, or processes of this machine.
     """
 
-    def __init__(self, config: Config, place: Place):
-        self.config, self.place = config, place
+    def __init__(self, config: Config, target: ComputeTarget):
+        self.config, self.target = config, target
         self._load: dict[str, Any] = {}
 
     def train(self, steps: int | None = None) -> int:
-        """Train up to step `steps` of the run (None: optimizer.total_steps) and save. Returns 0, or 128 + the signal that
-        stopped it before.
+        """Train up to step `steps` of the run (None: optimizer.total_steps) and save.
+
+        Returns:
+            0, or 128 + the signal that stopped the job.
 
         Raises:
             UserError, RunError: as `Supervisor.run`.
@@ -35,7 +37,7 @@ class TPUCluster:
         if steps is not None:
             raw["optimizer"]["total_steps"] = steps
         config = parse_config(raw)
-        return self.place.run(Job.of("train", config, **self._load), config)[0]
+        return self.target.run(Job.of("train", config, **self._load), config)[0]
 
     def eval(self, tasks: Sequence[str], **options: Any) -> dict[str, Any]:
         """Evaluate the newest checkpoint on tasks of lm-evaluation-harness.
@@ -51,7 +53,7 @@ class TPUCluster:
     def generate(
         self, prompts: Sequence[str | list[int]], checkpoint: str | None = None, **request: Any
     ) -> Any:
-        """Sample from the newest checkpoint, or from another one.
+        """Sample from the newest checkpoint, or from `checkpoint`.
 
         Args:
             prompts: texts, or lists of token ids.
@@ -64,17 +66,17 @@ class TPUCluster:
         return self._result("generate", checkpoint=source, prompts=list(prompts), request=request)
 
     def load(self, path: str, *, fresh_opt: bool = False) -> None:
-        """Let a run that has no checkpoint yet begin from this one, of any form; `fresh_opt` leaves its optimizer state."""
+        """Start a run without a checkpoint from this one, in any format; `fresh_opt` ignores its optimizer state."""
         self._load = {"tune_model_path": path, "fresh_opt": fresh_opt}
 
     def save(self, path: str, form: str = "native") -> None:
-        """Write the newest checkpoint to another place, with its optimizer state. This machine does it, tensor by tensor.
+        """Write the newest checkpoint, with its optimizer state, to another path. This process copies it, tensor by tensor.
 
         Args:
-            path: form "native": a root, in which step_N is made; "classic": the step's folder itself.
+            path: form "native": the parent folder of the new step_N; "classic": the folder of the step.
 
         Raises:
-            UserError: there is no checkpoint, or something is at `path`.
+            UserError: there is no checkpoint, or `path` exists already.
         """
         from mesh_transformer.checkpoint.open import Format, open_step
         from mesh_transformer.runtime.convert import write_step
@@ -83,9 +85,9 @@ class TPUCluster:
         write_step(source, self.config.model, path, format=Format(form), shards=self.config.mesh.tp)
 
     def _result(self, name: str, **arguments: Any) -> Any:
-        code, result = self.place.run(Job.of(name, self.config, **arguments), self.config)
+        code, result = self.target.run(Job.of(name, self.config, **arguments), self.config)
         if code != 0:
             raise RunError(f"{name} was stopped by signal {code - 128}")
         if result is None:
-            raise UserError(f"the job {name} gave no result")
+            raise UserError(f"the job {name} returned no result")
         return result

@@ -1,1 +1,1 @@
-"""What runs on a host: its agent, its worker process, their locks."""
+"""Runs on each host: the agent, the worker process and their locks."""

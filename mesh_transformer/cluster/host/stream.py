@@ -1,8 +1,9 @@
 """Training batches that the driver reads and streams to the workers.
 
-A worker may take batch n once all are known to hold batch n + MARGIN. So when the driver dies, every worker can still reach
-the step at which they agree to save: JAX takes the one after the newest that any has begun, once the notice has gone round,
-which takes it a second or two. Until then nobody runs ahead: the last batches are given out one in RELEASE_S seconds.
+A worker may take batch n when all workers are known to hold batch n + RESERVED_BATCHES. So after the driver's death every
+worker can reach the step at which all agree to save. JAX chooses the step after the newest one that any worker has begun,
+once all processes have the notice, which takes a second or two. In that time a worker takes one of the last batches in
+RELEASE_S seconds, so that no worker gets ahead.
 """
 
 from __future__ import annotations
@@ -17,109 +18,119 @@ import numpy as np
 
 from mesh_transformer.config import Config
 
-DEPTH = 8  # batches that a worker holds at most
-MARGIN = 4  # those that it may not take yet
+# limit for the batches that a worker holds
+BUFFER_BATCHES = 8
+# the last batches, which a worker may not take while the driver lives
+RESERVED_BATCHES = 4
 RELEASE_S = 3.0
-END_S = 6.0  # for the driver's thread to end: longer than a batch is offered for
+# time for the driver's thread to end; longer than a call with a batch
+STOP_TIMEOUT_S = 6.0
 
 
-def may_take(given: int, taken: int) -> bool:
-    """Whether a worker that has taken so many of the batches given to it has another one that it may take.
+def may_take(sent: int, taken: int) -> bool:
+    """Whether a worker may take another batch, after `taken` of the `sent` batches.
 
-    All are known to hold those before the last one given.
+    All workers are known to hold the batches before the last one sent.
     """
-    return taken + MARGIN <= given - 2
+    return taken + RESERVED_BATCHES <= sent - 2
 
 
 class StreamedFeed:
-    """A worker's end: a `Loader` of what comes in.
+    """The worker's end of a stream: a `Loader` of the batches that arrive.
 
     Args:
-        tell: sends an event to the agent: first what is needed, then each batch taken.
-        rows, microbatch: the sequences of a microbatch that this worker needs, and how many there are.
+        send: sends an event to the agent: first the request, then one for each batch taken.
+        rows: the sequences of a microbatch that this worker needs.
+        microbatch: the number of sequences of a microbatch.
     """
 
-    def __init__(self, tell: Callable[[dict[str, Any]], None], rows: Sequence[int], microbatch: int):
-        self._tell, self._rows, self._microbatch = tell, rows, microbatch
+    def __init__(self, send: Callable[[dict[str, Any]], None], rows: Sequence[int], microbatch: int):
+        self._send, self._rows, self._microbatch = send, rows, microbatch
         self._batches: dict[int, tuple[np.ndarray, Any]] = {}
-        self._taken, self._held = 0, -1
-        self._left: float | None = None  # when the run was told to end
+        self._taken, self._held_by_all = 0, -1
+        # when the end of the run was announced
+        self._drain_began: float | None = None
         self._state: Any = None
-        self._asked = False
+        self._requested = False
         self._changed = threading.Condition()
 
     def __next__(self) -> np.ndarray:
-        if not self._asked:
-            self._asked = True
-            needed = {"rows": list(self._rows), "microbatch": self._microbatch, "state": self._state}
-            self._tell({"kind": "feed", **needed})
+        if not self._requested:
+            self._requested = True
+            request = {"rows": list(self._rows), "microbatch": self._microbatch, "state": self._state}
+            self._send({"kind": "feed", **request})
         number = self._taken
         with self._changed:
             while not self._may_take(number):
-                self._changed.wait(None if self._left is None else 0.1)
+                self._changed.wait(None if self._drain_began is None else 0.1)
             batch, self._state = self._batches.pop(number)
         self._taken += 1
-        self._tell({"kind": "taken", "count": self._taken})
+        self._send({"kind": "taken", "count": self._taken})
         return batch
 
     def __iter__(self) -> StreamedFeed:
         return self
 
     def get_state(self) -> dict[str, Any]:
-        """The position of the driver's loader behind the last batch taken."""
+        """The position of the driver's loader after the last batch taken."""
         return self._state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Ask for the batches behind this position. Only before the first one."""
-        if self._asked:
-            raise RuntimeError("the driver streams from the first position asked for")
+        """Request the batches after this position. Allowed before the first batch only."""
+        if self._requested:
+            raise RuntimeError("the driver streams from the first position requested")
         self._state = state
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
-    def put(self, number: int, batch: np.ndarray, state: Any, held: int) -> None:
-        """A batch has come, from any thread; all workers hold the batches up to `held`."""
+    def put(self, number: int, batch: np.ndarray, state: Any, held_by_all: int) -> None:
+        """Add a batch that has arrived, from any thread. All workers hold the batches up to `held_by_all`."""
         with self._changed:
             self._batches[number] = (batch, state)
-            self._held = max(self._held, held)
+            self._held_by_all = max(self._held_by_all, held_by_all)
             self._changed.notify_all()
 
-    def leave(self) -> None:
-        """The run is to end, perhaps because nobody streams any more."""
+    def drain(self) -> None:
+        """Release the reserved batches slowly, because the run is about to end, perhaps after the driver's death."""
         with self._changed:
-            self._left = self._left or time.monotonic()
+            self._drain_began = self._drain_began or time.monotonic()
             self._changed.notify_all()
 
     def _may_take(self, number: int) -> bool:
-        released = 0 if self._left is None else int((time.monotonic() - self._left) / RELEASE_S)
-        return number in self._batches and number + MARGIN <= self._held + released
+        released = 0 if self._drain_began is None else int((time.monotonic() - self._drain_began) / RELEASE_S)
+        return number in self._batches and number + RESERVED_BATCHES <= self._held_by_all + released
 
 
 class Streamer:
-    """The driver's end: a thread that reads batches and gives them to the workers until it is stopped."""
+    """The driver's end of a stream: a thread that reads batches and sends them to the workers.
 
-    def __init__(self, feed: Callable[..., bool], config: Config, wanted: Sequence[dict[str, Any]]):
-        """`feed` is the cluster's (`AgentCluster.feed`); `wanted` holds the event `feed` of each worker."""
+    Args:
+        feed: sends a batch to all workers (`AgentCluster.feed`).
+        requests: the event `feed` of each worker.
+    """
+
+    def __init__(self, feed: Callable[..., bool], config: Config, requests: Sequence[dict[str, Any]]):
         self._feed, self._config = feed, config
-        self._microbatch, self._state = wanted[0]["microbatch"], wanted[0]["state"]
-        self._rows = [event["rows"] for event in wanted]
+        self._microbatch, self._state = requests[0]["microbatch"], requests[0]["state"]
+        self._rows = [event["rows"] for event in requests]
         self._stopped = threading.Event()
-        self.error: BaseException | None = None  # what ended it early
+        # the exception that ended the thread
+        self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="streamer", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End: nothing is offered to the cluster any more, but for a batch whose reader or agent does not answer."""
+        """End the thread. Afterwards it sends at most the batch whose reader or agent does not answer."""
         self._stopped.set()
-        self._thread.join(END_S)
+        self._thread.join(STOP_TIMEOUT_S)
 
     def _run(self) -> None:
         from mesh_transformer.runtime.training.feeds import read_train_set
 
         try:
-            whole = range(self._microbatch)
-            with contextlib.closing(read_train_set(self._config, self._microbatch, whole)) as loader:
+            all_rows = range(self._microbatch)
+            with contextlib.closing(read_train_set(self._config, self._microbatch, all_rows)) as loader:
                 if self._state is not None:
                     loader.set_state(self._state)
                 self._stream(loader)

@@ -11,11 +11,11 @@ class Observer:
 
     shows_progress = False  # whether the run's own progress bar would be a second one
 
-    def begun(self, step: int, total: int, steps_redone: int) -> None:
+    def started(self, step: int, total: int, steps_redone: int) -> None:
         """The state is there, after `step` of `total` steps; `steps_redone` counts those of all restarts."""
 
     def phase(self, name: str, step: int) -> None:
-        """The run turns to `name`: start, open, data, compile, step, validate, save or leave; `step` is the one at hand."""
+        """The run turns to `name`: start, open, data, compile, step, validate, save or finish; `step` is the one at hand."""
 
     def write(self, step: int, scalars: Scalars) -> None:
         """The numbers of a step, as they are written to the metrics file: an observer is one of the run's sinks."""

@@ -177,7 +177,7 @@ class TrainingRun:
             if start_point.loader_state is not None:
                 self.feed.set_state(start_point.loader_state)
             with self._open_report(start_point) as report:
-                self.observer.begun(start_point.step, total, start_point.counters.steps_redone)
+                self.observer.started(start_point.step, total, start_point.counters.steps_redone)
                 code, step = self._loop(start_point, report)
         finally:
             # the save under way may wait for a process whose disk is full too: `close` would wait for it
@@ -203,9 +203,9 @@ class TrainingRun:
             if step % self.config.checkpoint.ckpt_every == 0 or step == total or code is not None:
                 self._save(step, state, start_point, report)
             if code is not None:
-                self.observer.phase("leave", step)
+                self.observer.phase("finish", step)
                 return code, step
-        self.observer.phase("leave", total)  # what is still being written
+        self.observer.phase("finish", total)  # what is still being written
         return 0, max(start_point.step, total)
 
     def _validate(self, step: int, state: TrainState, report: MetricsReporter) -> None:

@@ -86,13 +86,13 @@ def test_hangs_outside_of_a_step(folder, ray_nodes, straight, worker_environment
         time.sleep(0.5)
         when = run.now
         stop_main_thread(worker_pid(ray_nodes.temporary, 1))
-        _seen(run, when, "a worker in its compilation", ["nothing done", "has stopped"], "worker 1: ")
+        _seen(run, when, "a worker in its compilation", ["no sign of work", "has stopped"], "worker 1: ")
         run.wait_for_step(45)
         os.rename(held, folder / "aside")
         os.mkfifo(held)
         run.wait_for_step(59)
         when = run.now
-        _seen(run, when, "a validation", ["nothing done"], "in phase validate, step 60")
+        _seen(run, when, "a validation", ["no sign of work"], "in phase validate, step 60")
         held.unlink()
         os.rename(folder / "aside", held)
         run.finish()
@@ -126,7 +126,7 @@ def test_driver_killed_and_started_again(folder, ray_nodes, straight, worker_env
     with driver(folder, *command, **worker_environment) as run:
         pid = kill_driver(run, 10)
     with driver(folder, *command, **worker_environment) as run:
-        run.wait_for_line("going on with them", 0)
+        run.wait_for_line("continuing with the running workers", 0)
         os.kill(pid, signal.SIGCONT)
         assert kill_driver(run, 50) == pid
     time.sleep(10)
@@ -134,7 +134,7 @@ def test_driver_killed_and_started_again(folder, ray_nodes, straight, worker_env
     wait_for_end(pid)
     with driver(folder, *command, **worker_environment) as run:
         errors = run.finish()
-    assert "going on after step" in errors
+    assert "resuming after step" in errors
     assert len(same_numbers(straight, folder / "run")) == STEPS
 
 
@@ -213,7 +213,7 @@ def test_a_save_hangs(folder, ray_nodes, straight, worker_environment):
     with driver(folder, *_command(ray_nodes, *hold), **worker_environment) as run:
         run.wait_for_step(79)
         when = run.now
-        _seen(run, when, "a save", ["nothing done"], "in phase save, step 80")
+        _seen(run, when, "a save", ["no sign of work"], "in phase save, step 80")
         (folder / "held").unlink()
         run.finish()
     assert same_numbers(straight, folder / "run")[-1]["train/steps_redone"] == 79

@@ -41,12 +41,12 @@ def of_the_same_agents(cluster: ProcessCluster) -> ProcessCluster:
 def test_agents_obey_their_driver_while_it_asks(
     first: ProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents, "TAKE_OVER_S", 0.5)
+    monkeypatch.setattr(agents, "TAKEOVER_TIMEOUT_S", 0.5)
     second = of_the_same_agents(first)
     began = time.monotonic()
     with pytest.raises(UserError, match=REFUSED):
         second.attach()
-    assert time.monotonic() - began < agent.DRIVER_GONE_S
+    assert time.monotonic() - began < agent.TAKEOVER_AFTER_S
     first.poll()
     with pytest.raises(TakenOver):
         second.stop()
@@ -56,13 +56,13 @@ def test_agents_of_a_driver_that_is_gone_are_taken_over(
     first: ProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not before it has been silent for as long as that takes; then it is obeyed no more."""
-    monkeypatch.setattr(agent, "DRIVER_GONE_S", 1.0)
+    monkeypatch.setattr(agent, "TAKEOVER_AFTER_S", 1.0)
     second = of_the_same_agents(first)
     first.poll()
     asked = time.monotonic()
     second.attach()
     assert time.monotonic() - asked >= 1.0
-    with pytest.raises(TakenOver, match="another driver has taken this run over"):
+    with pytest.raises(TakenOver, match="another driver has taken over this run"):
         first.poll()
     first._driver = second._driver  # who ends them
 
@@ -89,7 +89,7 @@ def test_a_second_command_is_refused(
     write(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    held = host.hold_as_driver(run_name(load_config("config.json")))
+    held = host.lock_driver(run_name(load_config("config.json")))
     with driver(tmp_path, "--processes", "2", **worker_environment, TMPDIR=str(tmp_path)) as second:
         errors = second.finish(2)
     os.close(held)

@@ -15,11 +15,11 @@ from mesh_transformer.stop_signals import StopSignals
 JOB = Job.of("train", parse_config({**CONFIG, "cluster": {"max_crashes": 3}}))
 
 
-def at_work(step, begun=0, **facts):
+def at_work(step, start_step=0, **facts):
     return [
         Status(
             i, "running", phase="step", step=step, job_key=JOB.key,
-            begun={"step": begun, "total": 99, "steps_redone": 0, "chips": 2}, **facts,
+            start_point={"step": start_step, "total": 99, "steps_redone": 0, "chips": 2}, **facts,
         )
         for i in range(2)
     ]  # fmt: skip
@@ -29,12 +29,14 @@ def finishes(seconds):
     return at_work(1) if seconds < 5 else [Status(i, "ended", exit_code=0) for i in range(2)]
 
 
-def dies(begun=0, code=-9):
+def dies(start_step=0, code=-9):
     """Worker 1 is killed after five seconds."""
 
     def life(seconds):
         return (
-            at_work(1, begun) if seconds < 5 else [at_work(1, begun)[0], Status(1, "ended", exit_code=code)]
+            at_work(1, start_step)
+            if seconds < 5
+            else [at_work(1, start_step)[0], Status(1, "ended", exit_code=code)]
         )
 
     return life
@@ -87,18 +89,18 @@ def test_preemptions_are_no_crashes():
     def taken(seconds):
         if seconds >= 5:
             hosts.named = "PREEMPTED"
-        return [at_work(1)[0], at_work(1, silent_s=max(0.0, seconds - 5))[1]]
+        return [at_work(1)[0], at_work(1, answer_age_s=max(0.0, seconds - 5))[1]]
 
     made, fake = supervisor([taken] * 5 + [finishes], hosts=hosts)
     assert made.run()[0] == 0
-    assert (made.crashes, made.preemptions, hosts.remade) == (0, 5, 5)
+    assert (made.crashes, made.preemptions, hosts.recreated) == (0, 5, 5)
 
 
 def test_a_crash_on_a_host_that_is_there_remakes_nothing():
     hosts = FakeHosts()
     made, _ = supervisor([dies(), finishes], hosts=hosts)
     made.run()
-    assert hosts.remade == 0
+    assert hosts.recreated == 0
 
 
 def test_a_lost_host_is_made_again_and_waited_for():
@@ -110,7 +112,7 @@ def test_a_lost_host_is_made_again_and_waited_for():
 
     made, fake = supervisor([life, finishes], hosts=hosts, missing=[7])
     assert made.run()[0] == 0
-    assert hosts.remade == 1
+    assert hosts.recreated == 1
     assert fake.starts[1] - fake.starts[0] > 7
 
 
@@ -119,7 +121,7 @@ def test_hosts_that_do_not_come_are_made_once_more():
     hosts = FakeHosts()
     made, _ = supervisor([dies(), finishes], hosts=hosts, missing=[100])
     assert made.run()[0] == 0
-    assert hosts.remade == 1
+    assert hosts.recreated == 1
 
 
 def test_a_notice_begins_again_without_a_crash():
@@ -139,7 +141,7 @@ def test_workers_that_save_are_not_killed():
         if seconds < 5:
             return at_work(1)
         if seconds < 30:
-            return [Status(0, "running", phase="leave", step=5), dead]
+            return [Status(0, "running", phase="finish", step=5), dead]
         return [Status(0, "ended", exit_code=143), dead]
 
     made, fake = supervisor([life, finishes])
@@ -155,7 +157,7 @@ def test_a_worker_that_hangs_at_the_end_is_not_waited_for():
             return at_work(1)
         return [
             Status(0, "ended", exit_code=0),
-            Status(1, "running", phase="leave", step=5, idle_s=seconds - 5),
+            Status(1, "running", phase="finish", step=5, idle_s=seconds - 5),
         ]
 
     made, fake = supervisor([life, finishes])
@@ -185,12 +187,12 @@ def test_a_healthy_slow_start_loses_only_its_first_tries(phase):
     assert 40 < third - second < 50
 
 
-def hangs(begun):
+def hangs(start_step):
     """A step that never ends, after steps of a second."""
 
     def life(seconds):
-        beat_age_s = max(0.0, seconds - 5)
-        return at_work(begun + 7, begun, beat_age_s=beat_age_s, slowest_step_s=1.0)
+        event_age_s = max(0.0, seconds - 5)
+        return at_work(start_step + 7, start_step, event_age_s=event_age_s, slowest_step_s=1.0)
 
     return life
 
@@ -271,8 +273,8 @@ def test_a_host_that_does_not_answer_is_the_cause_of_the_others_errors(comes_bac
         if seconds < 5:
             return at_work(1)
         failed = Status(0, "ended", exit_code=1, error=WorkerError("machine", "Gloo all-reduce failed", ""))
-        silent_s = 0.0 if comes_back and seconds > 9 else seconds - 4
-        return [failed, at_work(1, silent_s=silent_s)[1]]
+        answer_age_s = 0.0 if comes_back and seconds > 9 else seconds - 4
+        return [failed, at_work(1, answer_age_s=answer_age_s)[1]]
 
     made, fake = supervisor([life, finishes])
     assert made.run()[0] == 0

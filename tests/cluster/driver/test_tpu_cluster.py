@@ -5,7 +5,7 @@ from support.commands import metrics
 from support.counting import NAME, write_task
 from support.driving import write
 
-from mesh_transformer.cluster.driver.place import Place
+from mesh_transformer.cluster.driver.compute_target import ComputeTarget
 from mesh_transformer.cluster.driver.tpu_cluster import TPUCluster
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
@@ -19,7 +19,7 @@ def test_train_generate_save_load(tmp_path, monkeypatch, worker_environment):
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     config = load_config(str(write(tmp_path)), ["optimizer.total_steps=6", "data.val_set={}"])
-    cluster = TPUCluster(config, Place(processes=2))
+    cluster = TPUCluster(config, ComputeTarget(processes=2))
     assert cluster.train(steps=4) == 0
     assert (tmp_path / "run/step_4").exists()
     cluster.save(str(tmp_path / "copy"))
@@ -36,7 +36,7 @@ def test_train_generate_save_load(tmp_path, monkeypatch, worker_environment):
     raw = load_config(
         "config.json", ["checkpoint.model_dir=tuned", "optimizer.total_steps=1", "data.val_set={}"]
     )
-    tuned = TPUCluster(raw, Place(processes=2))
+    tuned = TPUCluster(raw, ComputeTarget(processes=2))
     tuned.load(str(tmp_path / "copy"))
     assert tuned.train() == 0
     scratch = metrics(tmp_path / "run")[0]["train/loss"]

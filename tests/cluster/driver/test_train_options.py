@@ -11,7 +11,7 @@ from support.commands import CONFIG, run
 
 from mesh_transformer.cluster.base import Job, run_name
 from mesh_transformer.cluster.driver.commands import as_version, delete_old_run
-from mesh_transformer.cluster.driver.place import Place
+from mesh_transformer.cluster.driver.compute_target import ComputeTarget
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.training import run_folder
@@ -43,7 +43,7 @@ def old_run(tmp_path):
         ({"tpu": "a"}, "--tpu_region"),
         ({"processes": 0}, "1 or more"),
         ({"processes": 2, "price": -1.0}, "0 or more"),
-        ({"variables": {"A": "b"}}, "--env is for the workers"),
+        ({"variables": {"A": "b"}}, "--env needs --tpu"),
         ({"processes": 2, "environment": "/venv"}, "hosts of --tpu"),
         ({"wheelhouse": "wheels"}, "hosts of --tpu"),
         ({"tpu": "a", "zone": "z", "environment": "/venv", "wheelhouse": "wheels"}, "give one of them"),
@@ -52,17 +52,17 @@ def old_run(tmp_path):
 )
 def test_a_place_that_is_none(given, told):
     with pytest.raises(UserError, match=told):
-        Place(**given)
+        ComputeTarget(**given)
 
 
 def test_env_of_the_command_line():
     parser = argparse.ArgumentParser()
-    Place.add_arguments(parser)
+    ComputeTarget.add_arguments(parser)
     arguments = ["--processes", "2", "--env", "XLA_FLAGS=--a=1 --b", "--env", "EMPTY="]
-    assert Place.of(parser.parse_args(arguments)).variables == {"XLA_FLAGS": "--a=1 --b", "EMPTY": ""}
+    assert ComputeTarget.of(parser.parse_args(arguments)).variables == {"XLA_FLAGS": "--a=1 --b", "EMPTY": ""}
     for wrong in ("NAME", "=value"):
         with pytest.raises(UserError, match="NAME=VALUE"):
-            Place.of(parser.parse_args([*arguments, "--env", wrong]))
+            ComputeTarget.of(parser.parse_args([*arguments, "--env", wrong]))
 
 
 def test_new_with_yes_deletes_the_runs_folder_alone(old_run, tmp_path):
@@ -156,7 +156,7 @@ def test_version_2_shards_weights_and_keeps_the_sequences_of_a_step(each, microb
 
 def test_version_2_that_does_not_divide():
     before = config(mesh={"tp": 4}, data={"batch_size": None, "per_replica_batch": 1})
-    with pytest.raises(UserError, match="does not divide by 4"):
+    with pytest.raises(UserError, match="do not divide by 4"):
         as_version(before, 2)
 
 

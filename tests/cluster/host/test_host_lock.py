@@ -86,7 +86,7 @@ def test_a_folder_of_others_is_refused(folder: Path, prepare) -> None:
     """In one line, by workers and agents, before anything in it is touched."""
     told = prepare(folder)
     before = sorted(folder.parent.rglob("*"))
-    for use in (lambda: host.hold("a", 0), lambda: Agent(0, "a"), lambda: host.hold_as_driver("a")):
+    for use in (lambda: host.lock_worker("a", 0), lambda: Agent(0, "a"), lambda: host.lock_driver("a")):
         with pytest.raises(UserError, match=f"mesh-transformer-.*{told}.*TMPDIR") as refused:
             use()
         assert "\n" not in str(refused.value)
@@ -94,7 +94,7 @@ def test_a_folder_of_others_is_refused(folder: Path, prepare) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "use"), [("a-0.lock", lambda: host.hold("a", 0)), ("a-0.log", lambda: Agent(0, "a"))]
+    ("name", "use"), [("a-0.lock", lambda: host.lock_worker("a", 0)), ("a-0.log", lambda: Agent(0, "a"))]
 )
 def test_a_link_in_the_folder_is_not_followed(folder: Path, name: str, use) -> None:
     """The file of another program that it leads to is neither cut off nor appended to."""
@@ -110,7 +110,7 @@ def test_a_link_in_the_folder_is_not_followed(folder: Path, name: str, use) -> N
 def test_the_folder_and_its_files_are_the_users_alone(folder: Path) -> None:
     before = os.umask(0)
     try:
-        os.close(host.hold("a", 0))
+        os.close(host.lock_worker("a", 0))
         Agent(0, "a").close()
     finally:
         os.umask(before)
@@ -130,20 +130,20 @@ def test_a_stranger_named_by_the_lock_survives(folder: Path) -> None:
     ):
         for named in (victim, held, other):
             lock.write_text(str(named.pid))
-            with pytest.raises(OSError, match=f"is held: process {named.pid} is no worker of it"):
-                host.hold("a", 0, wait_s=0)
+            with pytest.raises(OSError, match=f"is held: process {named.pid} is no worker of this run"):
+                host.lock_worker("a", 0, wait_s=0)
             assert lives(named)
         for text in ("", "0", "1", "-1", "x", "9" * 30, str(os.getpid())):
             lock.write_text(text)
-            with pytest.raises(OSError, match="is left alone"):
-                host.hold("a", 0, wait_s=0)
+            with pytest.raises(OSError, match="is not killed"):
+                host.lock_worker("a", 0, wait_s=0)
 
 
 def test_a_worker_of_the_run_that_was_left_behind_is_killed(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     with holder(folder, "-m", host.WORKER.decode(), "5", "a-0") as left:
         began = time.monotonic()
-        file = host.hold("a", 0, wait_s=0.3)
+        file = host.lock_worker("a", 0, wait_s=0.3)
         assert time.monotonic() - began >= 0.3  # it had its time to save
         assert left.wait(5) == -9
     assert (folder / "a-0.lock").read_text() == str(os.getpid())
@@ -159,7 +159,7 @@ def test_a_number_that_has_passed_on_is_not_killed() -> None:
         process(sys.executable, "-c", "print(1, flush=True); input()", host.WORKER.decode()) as worker,
     ):
         known, unknown = host.identify(worker.pid), host.identify(victim.pid)
-        earlier = known._replace(started=known.started - 1)
+        earlier = known._replace(start_ticks=known.start_ticks - 1)
         assert host.kill([earlier, unknown]) == []
         for process_, code in ((earlier, 0), (known._replace(pid=2**22), 0)):
             done = subprocess.run(

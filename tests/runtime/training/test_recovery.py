@@ -165,7 +165,7 @@ def test_a_full_disk_ends_a_job_of_two_processes(copy, small_disk):
     command += ["--set", "logging.tensorboard=true"]
     _, errors = run("train.py", *command, cwd=copy, code=1, TMPDIR=str(copy))
     _check_full_disk(errors.splitlines()[-1], disk)
-    assert "beginning again" not in errors
+    assert "restarting in" not in errors
     assert "Traceback" not in errors
 
 
