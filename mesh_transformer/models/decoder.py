@@ -97,8 +97,8 @@ def unembed(decoder: spec.Decoder, y_BTD: jax.Array) -> jax.Array:
     return Linear(d.padded_vocab, ("embed", "vocab"), bias=d.head_bias, name="logits")(y_BTD, jnp.float32)
 
 
-def same_input(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
-    """The modules of a block whose matrices multiply the same activations, in groups."""
+def fusable_modules(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
+    """Groups of modules of a block whose matrices multiply the same activations, so that they can be fused."""
     one_norm = decoder.layers[0].wiring == "parallel_one_norm"
     return [["attention/q", "attention/k", "attention/v", *(["ff/in"] if one_norm else [])]]
 

@@ -150,9 +150,9 @@ class PackedBlock:
     sizes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def pack(cls, block: dict[str, dict[str, Any]], same_input: Sequence[Sequence[str]]) -> PackedBlock:
-        """Pack `block`, the parameters by module and name. `same_input` lists the groups of modules."""
-        groups = [[name for name in names if name in block] for names in same_input]
+    def pack(cls, block: dict[str, dict[str, Any]], fuse: Sequence[Sequence[str]]) -> PackedBlock:
+        """Pack `block`, the parameters by module and name. `fuse` lists the groups of modules whose matrices are joined."""
+        groups = [[name for name in names if name in block] for names in fuse]
         grouped = {name for names in groups for name in names}
         others = {
             module: {

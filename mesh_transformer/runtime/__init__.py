@@ -1,1 +1,1 @@
-"""The side effects: the training job, sampling, signals, metrics."""
+"""The applications: training, sampling, serving, evaluation and conversion, with files, signals, metrics and HTTP."""

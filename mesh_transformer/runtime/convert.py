@@ -24,7 +24,7 @@ from mesh_transformer.data.tokenizer import load_tokenizer, save_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer
 from mesh_transformer.runtime.sampling import sampler
-from mesh_transformer.runtime.session.weights import config_for, damage_named, split_step
+from mesh_transformer.runtime.session.weights import config_for, explain_damage, split_step
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
@@ -60,7 +60,7 @@ def to_hf(
     kind = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(found.format, source)
     end_of_text = _end_of_text(tokenizer, model) if tokenizer else None
     with (
-        damage_named(source),
+        explain_damage(source),
         new_folder(output, overwrite=overwrite, source=source.where) as folder,
         Transfer("writing safetensors", n_bytes(model, kind)) as transfer,
     ):
@@ -113,7 +113,7 @@ def write_step(
             `output` is as it was.
     """
     check_output(output, format, source.counts.step)
-    with damage_named(source):
+    with explain_damage(source):
         if format is Format.NATIVE:
             output = write_native(source, output, model=model, overwrite=overwrite)
         else:

@@ -22,7 +22,7 @@ from mesh_transformer.optimizers.base import OptimizerConfig, Slot
 from mesh_transformer.runtime.convert import reshard, slim, to_hf, write_step
 from mesh_transformer.runtime.session.engine import open_engine
 from mesh_transformer.runtime.session.session import Session
-from mesh_transformer.runtime.session.weights import open_agreed, read_params
+from mesh_transformer.runtime.session.weights import open_checkpoint, read_params
 
 RAW = {**TINY, "checkpoint": {"model_dir": "native"}}
 MODEL = parse_config(RAW).model
@@ -122,7 +122,7 @@ def in_session(read: Any, folder: str) -> None:
 
 OPENINGS = {
     "resume": lambda folder: CheckpointStore(folder, read_only=True, model=config(*OTHER).model).restore({}),
-    "tune": lambda folder: in_session(open_agreed, folder),
+    "tune": lambda folder: in_session(open_checkpoint, folder),
     "evaluate": lambda folder: in_session(read_params, folder),
     "sample, serve": lambda folder: open_engine(config(*OTHER), folder, slots=1),
     "to_hf": lambda folder: to_hf("config.json", OTHER, folder, "new"),

@@ -1,1 +1,1 @@
-"""Evaluation with lm-evaluation-harness: a model behind its interface, its tasks, the command and the training loop."""
+"""Evaluation with lm-evaluation-harness, of a checkpoint by a command and of a run in the training loop."""

@@ -1,4 +1,4 @@
-"""A model as lm-evaluation-harness knows it. The harness must be installed to import this."""
+"""The adapter from a model to the interface of lm-evaluation-harness. Importing it needs the harness."""
 
 import collections
 from collections.abc import Callable, Sequence
@@ -20,13 +20,14 @@ _KNOWN = {*OPTIONS, "do_sample", "until", "max_gen_toks"}
 
 
 class HarnessLM(TemplateLM):
-    """An EvalModel with the harness's own ways with texts: what its `hf` model asks of a transformers model.
+    """The harness's LM interface on an EvalModel. It handles texts like the harness's own `hf` model.
 
     Args:
-        clean: a repair of the texts that are scored, such as ftfy's.
+        clean: a function that repairs the scored texts, such as ftfy's.
     """
 
-    max_gen_toks = 256  # where a task does not say
+    # the default for tasks that set no max_gen_toks
+    max_gen_toks = 256
 
     def __init__(self, model: EvalModel | DryRunModel, clean: Callable[[str], str] | None = None):
         super().__init__()
@@ -35,7 +36,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that stands before a text that has no context."""
+        """The token before a text without context."""
         return self._tokenizer.eot
 
     @property
@@ -44,15 +45,15 @@ class HarnessLM(TemplateLM):
         return self.model.context
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text; no token is ever added."""
+        """The tokens of a text. Special tokens are never added."""
         return self._tokenizer.encode(string)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """See LM. The texts are cleaned first, if they are to be."""
+        """See LM. The texts are cleaned first."""
         return super().loglikelihood(self._cleaned(requests), disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
-        """See LM: each text in windows of the whole context, each token once."""
+        """See LM. Each text is scored in windows of the whole context, each token once."""
         queries, owners = [], []
         for number, request in enumerate(self._cleaned(requests)):
             windows = get_rolling_token_windows(
@@ -70,7 +71,7 @@ class HarnessLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        """See LM. Draws depend on the prompt and on how often it was asked before, and on nothing else."""
+        """See LM. The seed of a request is the number of equal requests before it, so results do not depend on batches."""
         asked: collections.Counter[str] = collections.Counter()
         prompts = []
         for request in requests:
@@ -91,15 +92,15 @@ class HarnessLM(TemplateLM):
         return self.model.log_likelihoods([self._query(*request[1:]) for request in requests])
 
     def _query(self, context: list[int], continuation: list[int]) -> Query:
-        """Cut on the left so that all but the last token fit the model's context."""
+        """A query, cut on the left so that all tokens but the last fit the model's context."""
         if not continuation:
             raise UserError(
-                f"a continuation adds no token to its context, {self._tokenizer.decode(context[-8:])!r}"
+                f"a continuation adds no token to its context, {self._tokenizer.decode(context[-8:])!r}: leave the task out"
             )
         if len(continuation) > self.max_length:
             raise UserError(
-                f"a continuation of {len(continuation)} tokens is to be scored, but model.seq is {self.max_length}: "
-                f"leave the task out, or score it as a rolling one"
+                f"a continuation has {len(continuation)} tokens, but model.seq is {self.max_length}: leave the task out, or "
+                f"change its output_type to loglikelihood_rolling"
             )
         both = (context + continuation)[-(self.max_length + 1) :]
         self.model.check(both)
@@ -107,7 +108,7 @@ class HarnessLM(TemplateLM):
         return Query(both[:split], both[split:])
 
     def _prompt(self, context: str, given: dict[str, Any], seed: int) -> GenerationPrompt:
-        """Cut on the left so that the new tokens fit the model's context."""
+        """A prompt, cut on the left so that the new tokens fit the model's context."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         stops = handle_stop_sequences(options["until"], EOT_TEXT)
         new = options["max_gen_toks"]
@@ -133,5 +134,5 @@ class HarnessLM(TemplateLM):
 
     def _warn_ignored(self, names: set[str]) -> None:
         if names - self._warned:
-            log.warning("generation_kwargs that have no effect here: %s", ", ".join(sorted(names)))
+            log.warning("these generation_kwargs have no effect: %s", ", ".join(sorted(names)))
             self._warned |= names

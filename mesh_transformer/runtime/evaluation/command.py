@@ -1,4 +1,4 @@
-"""The evaluation of a checkpoint, which is the work of eval_harness.py, and of a run with each validation."""
+"""The evaluation of a checkpoint, for eval_harness.py, and of a training run at each validation."""
 
 import dataclasses
 import importlib.metadata
@@ -30,13 +30,14 @@ from mesh_transformer.runtime.evaluation.tasks import DEFAULT_TASKS, Tasks, chec
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import config_for, read_params, split_step
 
-BOOTSTRAP = 1000  # draws for the standard errors that have no formula, such as a perplexity's
+# samples for the standard errors that have no formula, such as that of a perplexity
+BOOTSTRAP = 1000
 PACKAGES = ("lm_eval", "jax", "jaxlib", "dm-haiku", "datasets", "transformers")
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalOptions:
-    """The command line's options, checked.
+    """The options of eval_harness.py.
 
     Raises:
         UserError: an option is out of its range.
@@ -67,7 +68,7 @@ class EvalOptions:
 
 
 def run(config_path: str | None, overrides: Sequence[str], options: EvalOptions) -> int:
-    """Evaluate as eval_harness.py's arguments say. The table goes to standard output, everything else to standard error.
+    """Run eval_harness.py. The tables are printed to standard output, log lines to standard error.
 
     Raises:
         UserError: an argument, the config, the devices, a task, the tokenizer or the checkpoint cannot be used.
@@ -81,14 +82,16 @@ def run(config_path: str | None, overrides: Sequence[str], options: EvalOptions)
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation gave: the report as JSON values, and the tables to print."""
+    """The result of an evaluation: the report as JSON values, and the tables to print."""
 
     report: dict[str, Any]
     tables: str
 
 
 def evaluate(config: Config, options: EvalOptions) -> Evaluation:
-    """Join the other processes, if the environment names them, and evaluate. Process 0 has the whole result.
+    """Evaluate a checkpoint. Joins the other processes first, if the environment defines any.
+
+    Only process 0 computes standard errors and tables.
 
     Raises:
         UserError: as `run`.
@@ -153,7 +156,7 @@ def show(evaluation: Evaluation, output: str | None) -> None:
     """Print the tables, and write the report to the file `output`, if it is given."""
     report, tokens = evaluation.report, evaluation.report["tokens"]
     log.info(
-        "%s requests scored in %s s: %s tokens as given, %s of them shared, %s computed, %.1f%% of these padding",
+        "scored %s requests in %s s: %s tokens, of which %s were shared; computed %s tokens, %.1f%% of them padding",
         *(f"{tokens['scored_requests']:,}", report["seconds"], f"{tokens['as_given']:,}"),
         *(f"{tokens['shared']:,}", f"{tokens['computed']:,}", 100 * tokens["padding_share"]),
     )
@@ -162,14 +165,16 @@ def show(evaluation: Evaluation, output: str | None) -> None:
     sys.stdout.flush()
     if output is not None:
         files.replace(output, json.dumps(report, indent=2).encode())
-        log.info("written: %s", output)
+        log.info("wrote %s", output)
 
 
 class RunEvaluation:
-    """The tasks of data.eval_harness_tasks: loaded and checked when a run starts, run with each validation. Every process takes part.
+    """Evaluates data.eval_harness_tasks at each validation of a run. The constructor loads and checks the tasks.
+
+    All processes take part.
 
     Args:
-        stop: asked between batches whether the run is to end.
+        stop: called between batches; returns whether the run must end.
 
     Raises:
         UserError: a task or the tokenizer cannot be loaded, or does not fit the model.
@@ -194,14 +199,14 @@ class RunEvaluation:
         dry_run = HarnessLM(DryRunModel(self._model))
         for kind, requests in self._tasks.requests().items():
             getattr(dry_run, kind)(requests)
-        log.info("tasks that go with each validation: %s", ", ".join(self._tasks.names))
+        log.info("tasks at each validation: %s", ", ".join(self._tasks.names))
 
     def __bool__(self) -> bool:
-        """Whether there is anything to evaluate."""
+        """Whether there are tasks."""
         return self._tasks is not None
 
     def run(self, params: Params) -> dict[str, float]:
-        """{"eval/<task>/<metric>": value} of float32 parameters; nothing if the run is to end."""
+        """{"eval/<task>/<metric>": value} for float32 parameters. Empty if the run must end."""
         if self._tasks is None:
             return {}
         self._model.load(self._cast(params))
@@ -214,9 +219,9 @@ class RunEvaluation:
 
 
 def scalars(results: dict[str, Any]) -> dict[str, float]:
-    """The numbers of the harness's results, named as they are logged: `acc,none` of piqa is eval/piqa/acc.
+    """The harness's results by their names in the log: `acc,none` of piqa becomes eval/piqa/acc.
 
-    A metric after a filter keeps the filter's name: eval/gsm8k/exact_match/strict-match.
+    A filter is part of the name: eval/gsm8k/exact_match/strict-match.
     """
     found = {}
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():

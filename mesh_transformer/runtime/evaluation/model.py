@@ -1,5 +1,7 @@
-"""What the harness asks of a model, answered in tokens: log-likelihoods of continuations, and completions; and the file of
-answers, by which an evaluation that was interrupted, or repeated, computes only what is new."""
+"""Log-likelihoods and completions of token sequences, and a file that caches them.
+
+With the file, an evaluation that is repeated, or continued after an interruption, computes only the missing results.
+"""
 
 import hashlib
 import json
@@ -28,26 +30,32 @@ from mesh_transformer.runtime.sampling.text_stream import TextStream
 from mesh_transformer.runtime.session.session import Session
 
 BATCH_TOKENS = 4096
-Answer = list[Any] | str  # JSON: log-likelihood and greedy flag, or a text
+# a JSON value: [log-likelihood, greedy flag], or a text
+Answer = list[Any] | str
 
 
 class EvaluationStopped(Exception):
-    """The evaluation was asked to end before it was done."""
+    """The evaluation was stopped before its end."""
 
 
 class GenerationPrompt(NamedTuple):
-    """A text to go on with."""
+    """A prompt to complete.
 
-    tokens: Sequence[int]  # at least one
+    Args:
+        tokens: at least one token ID.
+        stops: stop texts. They are not part of the completion.
+    """
+
+    tokens: Sequence[int]
     params: SamplingParams
-    stops: tuple[str, ...] = ()  # the text ends before the first of them
+    stops: tuple[str, ...] = ()
 
 
 class AnswerCache:
-    """A file of answers by model and request. Its first process reads and writes it; the others hear what it found.
+    """An SQLite file of answers by model and request. Process 0 reads and writes it, and sends the answers to the others.
 
-    A model is known by its weights, not by where they lay: the same checkpoint elsewhere finds its answers, and one
-    that was overwritten does not.
+    The key of a model is a checksum of its weights, not a path. So a copy of a checkpoint finds the answers, and a
+    checkpoint that was overwritten does not.
 
     Raises:
         UserError: the file cannot be used.
@@ -65,14 +73,16 @@ class AnswerCache:
                 "PRIMARY KEY (model, request)) WITHOUT ROWID"
             )
         except (OSError, sqlite3.Error) as error:
-            raise UserError(f"--cache {path} cannot be used ({error}): name a file of its own") from error
+            raise UserError(
+                f"--cache {path} cannot be used ({error}): give the path of a new file"
+            ) from error
 
     def use_model(self, params: Params, model: Model, tokenizer: Tokenizer) -> None:
-        """From now on, answers are those of this model."""
+        """Find and store the answers of this model from now on."""
         self._model = _digest([fingerprint(params), repr(model), tokenizer.fingerprint])
 
     def find(self, requests: Sequence[Any]) -> dict[int, Answer]:
-        """The answers that are known, by the index of their request; the same in every process."""
+        """The cached answers by the index of their request. All processes get the same."""
         known = {}
         if self._database is not None:
             query = "SELECT answer FROM answers WHERE model = ? AND request = ?"
@@ -82,19 +92,19 @@ class AnswerCache:
         return {int(i): answer for i, answer in _from_first_process(known).items()}
 
     def put(self, request: Any, answer: Answer) -> None:
-        """Write an answer; it is on disk after `commit`."""
+        """Store an answer. It is on disk after `commit`."""
         if self._database is not None:
             row = (self._model, _digest(request), json.dumps(answer))
             self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", row)
 
     def commit(self) -> None:
-        """Make sure of what was kept."""
+        """Write the stored answers to disk."""
         if self._database is not None:
             self._database.commit()
 
 
 def fingerprint(params: Params) -> list[int]:
-    """A checksum of each array of a tree. It does not depend on the mesh."""
+    """A checksum of each array of a tree. The checksums do not depend on the mesh."""
     return [spec.checksum for spec in describe(params, {}).tensors.values()]
 
 
@@ -103,7 +113,7 @@ def _digest(value: Any) -> str:
 
 
 def _from_first_process(value: dict[int, Any]) -> dict[Any, Any]:
-    """What the first process has, in all."""
+    """The value of process 0, in all processes."""
     raw = json.dumps(value).encode()
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(raw))))
     padded = np.frombuffer(raw.ljust(size)[:size], np.uint8)
@@ -111,12 +121,12 @@ def _from_first_process(value: dict[int, Any]) -> dict[Any, Any]:
 
 
 class EvalModel:
-    """A model and its tokenizer; the programs stay when the weights change. Every process asks the same of it.
+    """A model and its tokenizer. New weights use the same compiled programs. All processes must make the same calls.
 
     Args:
-        batch_tokens: tokens of a call of the model, at most.
-        answers: where results are kept, and found again.
-        stop: asked between batches, in a job of one process, whether to give up.
+        batch_tokens: the largest number of tokens in one call of the model.
+        answers: the cache of results.
+        stop: called between batches in a job of one process; returns whether to stop.
     """
 
     def __init__(
@@ -141,31 +151,31 @@ class EvalModel:
         return self._model.decoder.seq
 
     def load(self, params: Params) -> None:
-        """Answer with these weights, in the compute dtype on the session's mesh, from now on; the counts begin again."""
+        """Use these weights, in the compute dtype on the session's mesh, from now on. Resets the counts."""
         self._params, self.counts = params, TokenCounts()
         if self._answers is not None:
             self._answers.use_model(self._params, self._model, self.tokenizer)
 
     def unload(self) -> None:
-        """Let go of the weights, and of the memory of caches."""
+        """Free the memory of the weights and of the decoding caches."""
         self._params = None
         for engine in self._engines.values():
             engine.unload()
 
     def check(self, tokens: Sequence[int]) -> None:
-        """Refuse tokens that the model has no rows for.
+        """Check that all tokens are in the model's vocabulary.
 
         Raises:
-            UserError: the tokenizer has more tokens than the model.
+            UserError: a token is not.
         """
         if tokens and max(tokens) >= self._model.decoder.n_vocab:
             raise UserError(
-                f"a text has token {max(tokens)}, but model.n_vocab is {self._model.decoder.n_vocab}: "
-                f"the tokenizer is another model's; set data.tokenizer"
+                f"a text has the token {max(tokens)}, but model.n_vocab is {self._model.decoder.n_vocab}: set data.tokenizer "
+                f"to the tokenizer of this model"
             )
 
     def log_likelihoods(self, queries: Sequence[Query]) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation in nats, and whether it is the greedy one."""
+        """The log-likelihood of each continuation in nats, and whether it is the greedy continuation."""
         keys = [["loglikelihood", list(query.context), list(query.continuation)] for query in queries]
 
         def compute(missing: list[int]) -> Iterator[tuple[int, Answer]]:
@@ -183,7 +193,7 @@ class EvalModel:
         return [(float(value), bool(greedy)) for value, greedy in answers]
 
     def complete(self, prompts: Sequence[GenerationPrompt]) -> list[str]:
-        """A text after each prompt, without the stop string that ended it."""
+        """The completion of each prompt, without the stop text that ended it."""
         keys = [["complete", list(p.tokens), repr(p.params), list(p.stops)] for p in prompts]
         return list(map(str, self._answered("generating", keys, lambda m: self._generate(prompts, m))))
 
@@ -196,7 +206,7 @@ class EvalModel:
     def _answered(
         self, what: str, keys: list[Any], compute: Callable[[list[int]], Iterator[tuple[int, Answer]]]
     ) -> list[Any]:
-        """The answer to each request: one that is kept, or a new one, which is kept then."""
+        """The answer to each request, from the cache or computed. New answers are stored in the cache."""
         found = self._answers.find(keys) if self._answers is not None else {}
         missing = [i for i in range(len(keys)) if i not in found]
         progress = Progress(
@@ -239,13 +249,13 @@ class EvalModel:
 
 
 class DryRunModel:
-    """In place of an EvalModel: takes the same questions, with the same checks, and computes nothing."""
+    """A substitute for an EvalModel that makes the same checks and computes nothing."""
 
     def __init__(self, model: EvalModel):
         self.tokenizer, self.context, self.check = model.tokenizer, model.context, model.check
 
     def log_likelihoods(self, queries: Sequence[Query]) -> list[tuple[float, bool]]:
-        """Zeros."""
+        """(0.0, False) for each query."""
         return [(0.0, False)] * len(queries)
 
     def complete(self, prompts: Sequence[GenerationPrompt]) -> list[str]:

@@ -1,5 +1,7 @@
-"""The harness's tasks: found, loaded, run; and LAMBADA and PIQA from files, which the tasks in tasks/ read. Nothing here imports
-the harness before a task is asked for."""
+"""Finds, loads and runs tasks of the harness. The task files in tasks/ read LAMBADA and PIQA from local files.
+
+Importing this module does not import the harness.
+"""
 
 import contextlib
 import difflib
@@ -20,11 +22,12 @@ from mesh_transformer.errors import UserError
 
 OLD_NAMES = {"lambada": "lambada_openai"}
 DEFAULT_TASKS = ("lambada_openai", "piqa", "hellaswag", "winogrande", "mathqa", "pubmedqa")
-LOCAL_TASKS = Path(__file__).parent / "tasks"  # task files for data in a folder
+# task files that read local data
+LOCAL_TASKS = Path(__file__).parent / "tasks"
 
 
 def check_installed() -> None:
-    """See that the harness is here.
+    """Check that the harness is installed.
 
     Raises:
         UserError: it is not.
@@ -34,14 +37,15 @@ def check_installed() -> None:
 
 
 class Tasks:
-    """Loaded tasks, to be run as often as one likes.
+    """Loaded tasks. They can run several times.
 
     Args:
-        names: of tasks, groups or tags of the harness, or of task files in `include_path`; the original's too.
-        include_path: a folder with further task files; they come before the harness's of the same name.
-        data_dir: a folder with LAMBADA and PIQA, in place of those on the Hugging Face hub.
-        num_fewshot: examples before each question; None: as the task has it, else 0.
-        limit: questions of each task; None: all.
+        names: names of tasks, groups or tags of the harness, or of tasks in `include_path`. Names that the original program
+            uses work too.
+        include_path: a folder with additional task files. They replace tasks of the harness with the same name.
+        data_dir: a folder with LAMBADA and PIQA, to use instead of the Hugging Face hub.
+        num_fewshot: examples before each question. None: the number that the task sets, else 0.
+        limit: the number of questions per task. None: all.
 
     Raises:
         UserError: the harness is not installed, or a task cannot be loaded.
@@ -59,7 +63,7 @@ class Tasks:
         check_installed()
         for what, folder in (("task files", include_path), ("LAMBADA and PIQA", data_dir)):
             if folder is not None and not os.path.isdir(folder):
-                raise UserError(f"{folder} is no folder: {what} are to be read from it")
+                raise UserError(f"{folder} is not a folder: give the path of a folder with {what}")
         names = [OLD_NAMES.get(name, name) for name in names]
         manager = _manager(names, include_path, data_dir)
         self.limit = limit
@@ -73,27 +77,28 @@ class Tasks:
 
     @property
     def names(self) -> list[str]:
-        """The single tasks."""
+        """The names of the tasks, with groups and tags expanded."""
         return list(self._loaded["tasks"])
 
     def run(self, lm: Any, *, bootstrap: int = 0) -> dict[str, Any]:
-        """The harness's results of every task, as its `evaluate` gives them, without the samples.
+        """Run all tasks with the harness's `evaluate`, and return its results without the samples.
 
         Args:
-            lm: the harness's LM.
-            bootstrap: draws for standard errors that have no formula; 0: no standard errors at all.
+            lm: an LM of the harness.
+            bootstrap: samples for standard errors that have no formula. 0: compute no standard errors.
         """
         from lm_eval.evaluator import evaluate
 
         _seed()
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=1234)
-        os.environ["DISABLE_MULTIPROC"] = "1"  # it would fork a process that holds devices
+        # the harness would fork this process, which uses devices
+        os.environ["DISABLE_MULTIPROC"] = "1"
         with contextlib.redirect_stdout(sys.stderr):
             return evaluate(lm, self._loaded, limit=self.limit, bootstrap_iters=bootstrap, log_samples=False)
 
     def requests(self) -> dict[str, list[Any]]:
-        """What the tasks are going to ask, by kind."""
+        """All requests of the tasks, by request type."""
         found: dict[str, list[Any]] = {}
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=1234)
@@ -103,23 +108,24 @@ class Tasks:
         return found
 
     def _set_fewshot(self, task: Any, wanted: int | None) -> None:
-        """As the harness does: a task that has 0 keeps it."""
+        """Set num_fewshot as the harness does: a task with 0 keeps it."""
         own = task.get_config("num_fewshot")
         if own is None or (wanted is not None and own != 0):
             task.set_config(key="num_fewshot", value=wanted or 0)
 
 
 def _seed() -> None:
-    """The harness's seeds: some tasks shuffle their choices."""
+    """Set the harness's seeds, because some tasks shuffle their choices."""
     random.seed(0)
     np.random.seed(1234)
 
 
 def _manager(names: Sequence[str], include_path: str | None, data_dir: str | None) -> Any:
-    """What knows the tasks: where these are single ones of one's own folders, without the harness's 14,000 files."""
+    """A TaskManager that knows the tasks. If all are in the given folders, it does not index the harness's 14,000 files."""
     from lm_eval.tasks import TaskManager
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each task file that replaces another
+    # the harness warns about each task file that replaces another
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     folders = [str(LOCAL_TASKS)] * (data_dir is not None) + [include_path] * (include_path is not None)
     metadata = {"data_dir": data_dir} if data_dir else None
     if folders:
@@ -130,32 +136,32 @@ def _manager(names: Sequence[str], include_path: str | None, data_dir: str | Non
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
-    """The task of a name, or all those of a group or tag, as `evaluate` takes them."""
+    """The task with this name, or all tasks of a group or tag, in the form for `evaluate`."""
     if name not in manager.all_tasks and not os.path.isfile(name):
         close = difflib.get_close_matches(name, manager.all_tasks, n=1)
         raise UserError(
             f"there is no task {name}" + (f" (did you mean {close[0]}?)" if close else "")
-            + ": `lm-eval ls tasks` lists the harness's, and --include-path names a folder with others"
+            + ": `lm-eval ls tasks` lists the tasks of the harness, and --include-path adds a folder with tasks"
         )  # fmt: skip
     try:
         with contextlib.redirect_stdout(sys.stderr), liveness.service_call():
             return manager.load(name)
-    except Exception as error:  # noqa: BLE001  (data sets and task files fail in all ways)
+    except Exception as error:  # noqa: BLE001  (data sets and task files raise any exception)
         reason = str(error).strip().split("\n")[0][:300]
         raise UserError(
-            f"task {name} cannot be loaded ({type(error).__name__}: {reason}): if its data cannot be downloaded here, "
-            f"--data-dir (data.eval_harness_data in training) or a task file of your own reads it from a folder; "
+            f"task {name} cannot be loaded ({type(error).__name__}: {reason}): if its data cannot be downloaded, use "
+            f"--data-dir (data.eval_harness_data in training) or your own task file to read the data from a folder; "
             f"see docs/evaluate.md"
         ) from error
 
 
 def lambada(data_dir: str = "", **_: Any) -> dict[str, Any]:
-    """`data_dir`/lambada/lambada_test.jsonl, one {"text"} a line."""
+    """The data set in `data_dir`/lambada/lambada_test.jsonl, with {"text"} on each line."""
     return {"test": _dataset(lambda: map(json.loads, _lines(data_dir, "lambada", "lambada_test.jsonl")))}
 
 
 def piqa(data_dir: str = "", **_: Any) -> dict[str, Any]:
-    """`data_dir`/piqa/valid.jsonl, one {"goal", "sol1", "sol2"} a line, and valid-labels.lst, one 0 or 1 a line."""
+    """The data set in `data_dir`/piqa: valid.jsonl with {"goal", "sol1", "sol2"}, and valid-labels.lst with 0 or 1 per line."""
 
     def records() -> Iterator[dict[str, Any]]:
         labels = map(int, _lines(data_dir, "piqa", "valid-labels.lst"))

@@ -1,1 +1,1 @@
-"""Texts from prompts, without a server."""
+"""Sampling from a model without a server."""

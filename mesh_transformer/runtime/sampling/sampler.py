@@ -1,4 +1,4 @@
-"""Samples from a trained model: the work of device_sample.py, and of a cluster's job with many prompts."""
+"""Sampling from a trained model: implements device_sample.py and the sampling job of a cluster."""
 
 from __future__ import annotations
 
@@ -25,21 +25,29 @@ from mesh_transformer.runtime.sampling.text_stream import TextStream
 from mesh_transformer.runtime.session.engine import open_engine
 from mesh_transformer.runtime.session.weights import config_for, split_step
 
-MAX_SLOTS = 16  # samples at a time; further ones wait
+# samples computed at a time
+MAX_SLOTS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleRequest(SamplingOptions):
-    """How a prompt is to be sampled, checked.
+    """The sampling options of a prompt.
+
+    Args:
+        max_new_tokens: None: 256, or what fits in the context.
+        stop: texts that end a sample. They are not part of it.
+        num_samples: samples per prompt.
+        seed: sample i has the seed (seed + i) mod 2**32.
+        truncate: cut the beginning off a prompt that does not fit.
 
     Raises:
         UserError: an option is out of its range.
     """
 
     max_new_tokens: int | None = None
-    stop: Sequence[str] = ()  # texts that end a sample and are not part of it
+    stop: Sequence[str] = ()
     num_samples: int = 1
-    seed: int = 0  # sample i is drawn with (seed + i) mod 2**32
+    seed: int = 0
     truncate: bool = False
 
     def __post_init__(self) -> None:
@@ -58,7 +66,7 @@ class SampleRequest(SamplingOptions):
             raise UserError(f"--{name.replace('_', '-')} {reason}") from error
 
     def params(self, number: int, max_tokens: int, eos: int | None) -> SamplingParams:
-        """How a sample is drawn; `eos` ends it too."""
+        """The parameters of sample `number`. The token `eos` ends it."""
         ends = () if eos is None else (eos,)
         seed = (self.seed + number) % 2**32
         return SamplingParams(**self.options, max_tokens=max_tokens, stop_token_ids=ends, seed=seed)
@@ -76,7 +84,15 @@ class SampleOptions(SampleRequest):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One completion. `tokens` hold what ended it, `completion` does not. `logprobs` are of the raw distribution, before temperature and filters, in nats."""
+    """One completion.
+
+    Args:
+        prompt: None if the prompt was given as tokens.
+        completion: the text, without a stop text. None without a tokenizer.
+        tokens: the new tokens, with the stop token or the tokens of a stop text.
+        logprobs: the log-probability of each new token in nats, before all sampling steps.
+        seconds: the time for all samples of the prompt.
+    """
 
     prompt: str | None
     completion: str | None
@@ -86,22 +102,31 @@ class Sample:
 
     def to_json(self) -> str:
         """One JSON object on one line."""
-        logprobs = [value if math.isfinite(value) else None for value in self.logprobs]  # NaN is not JSON
+        # JSON has no NaN and no infinity
+        logprobs = [value if math.isfinite(value) else None for value in self.logprobs]
         return json.dumps({**dataclasses.asdict(self), "logprobs": logprobs})
 
 
 class CompletionInput(NamedTuple):
-    """A completion that is wanted."""
+    """The input of one completion.
+
+    Args:
+        prompt: token IDs.
+        stream: decodes the new tokens. None: return no text.
+    """
 
     prompt: Sequence[int]
     params: SamplingParams
-    stream: TextStream | None  # None: of its tokens alone
+    stream: TextStream | None
 
 
 def complete(
     engine: Engine, wanted: Mapping[int, CompletionInput]
 ) -> Iterator[tuple[int, list[Token], str | None]]:
-    """The completions as each is done: its key, its tokens with what ended it, and its text without that."""
+    """Compute completions, and return each one when it is finished: its key, its tokens and its text.
+
+    The tokens include the stop token or the tokens of a stop text. The text does not.
+    """
     scheduler = Scheduler(engine, max_queue=len(wanted), max_steps=MAX_STEPS)
     for key, one in wanted.items():
         scheduler.submit(key, one.prompt, one.params)
@@ -120,19 +145,24 @@ def complete(
 
 
 class _Prompt(NamedTuple):
-    """A prompt that fits the context together with the new tokens."""
+    """A prompt that fits the context together with its new tokens.
 
-    text: str | None  # as it was given, if it was a text
+    Args:
+        text: None if the prompt was given as tokens.
+        new: the largest number of new tokens.
+    """
+
+    text: str | None
     tokens: list[int]
-    new: int  # tokens, at most
+    new: int
 
 
 class Sampler:
-    """Samples of prompts. What can be checked before weights are read is checked here.
+    """Samples completions of prompts. The constructor makes all checks that need no weights.
 
     Args:
-        checkpoint: the tokenizer may be the one beside it.
-        prompts: texts, or lists of token ids; None: they come from standard input, one a line.
+        checkpoint: its folder may contain the tokenizer.
+        prompts: texts, or lists of token IDs. None: read prompts from standard input, one per line.
 
     Raises:
         UserError: the devices do not fit the mesh, a prompt does not fit the model, or there is no tokenizer.
@@ -147,13 +177,14 @@ class Sampler:
     ):
         config.mesh.shape(jax.device_count())
         self._config, self._request = config, request
-        self._tokenizer: Tokenizer | None = None  # without one, samples have no text
+        # without a tokenizer, samples have no text
+        self._tokenizer: Tokenizer | None = None
         if prompts is None or request.stop or any(isinstance(prompt, str) for prompt in prompts):
             self._tokenizer = load_tokenizer(config.data.tokenizer, split_step(checkpoint)[0])
         self._prompts = None if prompts is None else list(map(self._fit, prompts))
 
     def samples(self, checkpoint: str) -> Iterator[list[Sample]]:
-        """Read the weights; of each prompt its `num_samples` samples.
+        """Load the weights, and return the `num_samples` samples of each prompt.
 
         Raises:
             UserError: the checkpoint cannot be used.
@@ -166,7 +197,7 @@ class Sampler:
             yield self._sample(engine, prompt)
 
     def show(self, checkpoint: str, *, as_json: bool = False) -> None:
-        """As `samples`; they go to standard output."""
+        """Print the samples to standard output."""
         for samples in self.samples(checkpoint):
             _show(samples, as_json)
 
@@ -186,7 +217,7 @@ class Sampler:
         ]
 
     def _prompts_from_stdin(self) -> Iterator[_Prompt]:
-        """Prompts from standard input; a line that does not fit is told, and the next one is read."""
+        """Prompts from standard input. A line that does not fit the context is logged as an error and skipped."""
         for line in _lines():
             try:
                 yield self._fit(line)
@@ -194,10 +225,10 @@ class Sampler:
                 log.error("%s", error)
 
     def _fit(self, given: str | list[int]) -> _Prompt:
-        """The tokens of a prompt and the number of new ones, made to fit the context.
+        """The tokens of a prompt and the number of new tokens, so that both fit the context.
 
         Raises:
-            UserError: they do not, and --truncate was not given; or a token is not in the vocabulary.
+            UserError: they do not fit and --truncate is not given, or a token is not in the vocabulary.
         """
         c, request, prompt, text = self._config.model, self._request, given, None
         if isinstance(prompt, str):
@@ -217,22 +248,22 @@ class Sampler:
         room = c.seq - new
         if new >= c.seq:
             raise UserError(
-                f"--max-new-tokens {new} leaves no room for a prompt: the context is {c.seq} tokens"
+                f"--max-new-tokens {new} leaves no room for a prompt: it must be below the context of {c.seq} tokens"
             )
         if len(prompt) > room and not request.truncate:
             raise UserError(
-                f"the prompt has {len(prompt)} tokens; with {new} new ones that is over the context of {c.seq}: "
-                f"shorten it to {room}, lower --max-new-tokens, or pass --truncate to cut it on the left"
+                f"the prompt has {len(prompt)} tokens; with {new} new tokens it exceeds the context of {c.seq}: "
+                f"shorten it to {room} tokens, lower --max-new-tokens, or pass --truncate to cut off its beginning"
             )
         if len(prompt) > room:
-            log.warning("the prompt has %d tokens: its first %d are cut", len(prompt), len(prompt) - room)
+            log.warning("the prompt has %d tokens: the first %d are cut off", len(prompt), len(prompt) - room)
         return _Prompt(text, prompt[-room:], new)
 
 
 def run(config_path: str | None, overrides: Sequence[str], options: SampleOptions) -> int:
-    """Sample as device_sample.py's arguments say: one prompt, or one a line from standard input.
+    """Run device_sample.py: sample one prompt, or the prompts from standard input, one per line.
 
-    Samples go to standard output, everything else to standard error.
+    Samples are printed to standard output, log lines to standard error.
 
     Raises:
         UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
@@ -252,10 +283,10 @@ def run(config_path: str | None, overrides: Sequence[str], options: SampleOption
 def sample_prompts(
     config: Config, request: SampleRequest, checkpoint: str, prompts: Sequence[str | list[int]]
 ) -> list[list[Sample]]:
-    """Join the other processes, if the environment names them, and sample: the samples of each prompt.
+    """The samples of each prompt. Joins the other processes first, if the environment defines any.
 
     Args:
-        prompts: texts, or lists of token ids.
+        prompts: texts, or lists of token IDs.
 
     Raises:
         UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
@@ -266,21 +297,21 @@ def sample_prompts(
 
 
 def parse_tokens(text: str) -> list[int]:
-    """The ids of `1,2,3`.
+    """Parse token IDs such as `1,2,3`.
 
     Raises:
-        UserError: something else.
+        UserError: `text` has another form.
     """
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise UserError(
-            f"--prompt-tokens {text!r}: expected token ids separated by commas, such as 1,2,3"
+            f"--prompt-tokens {text!r}: expected token IDs separated by commas, such as 1,2,3"
         ) from error
 
 
 def _lines() -> Iterator[str]:
-    """The lines of standard input that are not empty; asks for them on a terminal. Ctrl-C there ends them."""
+    """The nonempty lines of standard input. On a terminal, it shows a prompt, and Ctrl-C ends the input."""
     asking = sys.stdin.isatty()
     with contextlib.suppress(KeyboardInterrupt):
         while True:

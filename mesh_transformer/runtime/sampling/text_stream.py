@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters only, and nothing of a stop string."""
+"""Incremental decoding of tokens to text: whole characters only, without stop texts."""
 
 import bisect
 import sys
@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 from mesh_transformer.data.tokenizer import UNKNOWN, Tokenizer
 
-CONTEXT = 16  # tokens before the first that may decide how it reads
+# how many previous tokens can change the text of a token
+CONTEXT = 16
 
 
 class TextStream:
-    """The text of one completion, piece by piece.
+    """The text of one completion, token by token.
 
-    The pieces joined are what one `decode` of all tokens gives, cut at the earliest stop: of all stops' first occurrences
-    the one that begins first. How tokens divide the text makes no difference. One exception: tokenizers that spell rare
-    characters as tokens of one byte each decode such a token to another text when broken UTF-8 follows it; what was given by
-    then stays.
+    The parts together equal one `decode` of all tokens, cut at the stop text that starts first. They do not depend on how
+    tokens divide the text, with one exception. Some tokenizers have a token for each byte of a rare character, and decode
+    it differently when invalid UTF-8 follows. Text that was returned already does not change then.
 
     Args:
-        tokenizer: that of the tokens.
-        stops: texts that end the completion; none of them empty.
-        min_tokens: a stop whose last character comes with one of the first so many tokens is no stop.
-        context: the tokens before the first, or the last few of them. Some tokenizers drop a space where a text begins;
-            with a context it stays. A character that the context leaves unfinished is not finished.
+        tokenizer: the tokenizer of the tokens.
+        stops: texts that end the completion. They must not be empty.
+        min_tokens: ignore a stop text that is complete within this number of tokens.
+        context: the tokens before the completion, or the last few of them. Some tokenizers drop a space at the start of
+            a text; with a context the space is kept. An incomplete character at the end of the context stays incomplete.
 
     Raises:
-        ValueError: a stop is empty.
+        ValueError: a stop text is empty.
     """
 
     def __init__(
@@ -37,40 +37,46 @@ class TextStream:
         context: Sequence[int] = (),
     ):
         if "" in stops:
-            raise ValueError("a stop string must have at least one character")
+            raise ValueError("a stop text must have at least one character")
         self._tokenizer, self._stops = tokenizer, sorted(set(stops))
         self._whole, self._lengths = frozenset(stops), sorted(set(map(len, stops)))
         self._longest = max(self._lengths, default=0)
         self._min_tokens = min_tokens
-        # Tokens that end a text decide what the next ones look like; so the window has some whose text is known
-        # already, and the new text is what the window's has beyond theirs.
+        # Previous tokens can change the text of the next ones. So the window starts with tokens whose text is known. The
+        # new text is the text of the window after theirs.
         self._window = list(context[-CONTEXT:])
         if tokenizer.decode(self._window).endswith(UNKNOWN):
             self._window = []
-        self._known = len(self._window)  # so many of the window's tokens
-        self._known_length = len(tokenizer.decode(self._window))  # characters
-        self._unfinished = ""  # the text of the window's other tokens, which later ones may change
-        self._decoded = 0  # characters of the completion, those held included
-        self._held = ""  # decoded, but perhaps a stop
-        # where in the completion the first stop so far begins: a longer one may begin before it
+        # number of tokens of the window with known text, and the length of this text in characters
+        self._known = len(self._window)
+        self._known_length = len(tokenizer.decode(self._window))
+        # the text of the other tokens of the window; later tokens can change it
+        self._unfinished = ""
+        # decoded characters of the completion, including the held ones
+        self._decoded = 0
+        # decoded text that may be the start of a stop text
+        self._held = ""
+        # start of the first stop text found so far; a longer one may start before it
         self._found = sys.maxsize
-        self.text = ""  # what was given
-        self.stopped = False  # by a stop string; tokens pushed later count for nothing
-        # of each token, where in the text its first character is; beyond a stop too
+        # the text returned so far
+        self.text = ""
+        # whether a stop text ended the completion; later tokens are ignored
+        self.stopped = False
+        # for each token, the index of its first character in the text, also after a stop text
         self.offsets: list[int] = []
 
     def push(self, token: int) -> str:
         """Add a token.
 
         Returns:
-            the text that is certain now; often none, or that of several tokens.
+            The new text that later tokens cannot change. It may be empty, or the text of several tokens.
         """
         if self.stopped:
             return ""
         self.offsets.append(self._decoded + len(self._unfinished.rstrip(UNKNOWN)))
         self._window.append(token)
         self._unfinished = self._tokenizer.decode(self._window)[self._known_length :]
-        # U+FFFD at the end may be the first bytes of a character
+        # U+FFFD at the end may stand for the first bytes of a character
         if not self._unfinished or self._unfinished.endswith(UNKNOWN):
             return ""
         self._window = self._window[self._known :]
@@ -78,11 +84,11 @@ class TextStream:
         return self._give(last=False)
 
     def finish(self) -> str:
-        """The rest of the text, when no token follows; bytes that are no character become U+FFFD."""
+        """The rest of the text, after the last token. Incomplete characters become U+FFFD."""
         return self._give(last=True)
 
     def _give(self, *, last: bool) -> str:
-        """Take the unfinished text as it is, and give what of the held text cannot become a stop."""
+        """Accept the unfinished text, and return the part of the held text that cannot become a stop text."""
         new = len(self._unfinished)
         self._decoded += new
         self._held, self._unfinished = self._held + self._unfinished, ""
@@ -97,9 +103,9 @@ class TextStream:
         return given
 
     def _find_stops(self, new: int) -> None:
-        """Note the stop that begins first. Only the last `new` held characters can end one that was not seen before.
+        """Find the stop text that starts first. A new one must end in the last `new` held characters.
 
-        The time depends on how many different lengths the stops have, not on how many they are.
+        The time depends on the number of different lengths of stop texts, not on their number.
         """
         held = self._held
         found = [
@@ -111,19 +117,19 @@ class TextStream:
         self._found = min([self._found, *found])
 
     def _possible_stop(self) -> int:
-        """Where in the held text a stop begins that its end may be a part of; its length if there is none."""
+        """The index in the held text at which a stop text may start that is still incomplete. Else the length of the text."""
         held = self._held
         starts = range(max(0, len(held) - self._longest + 1), len(held))
         return next((i for i in starts if self._begins_a_stop(held[i:])), len(held))
 
     def _begins_a_stop(self, text: str) -> bool:
-        # those that begin with a text stand behind it in this order
+        # in sorted order, stop texts with this prefix follow it directly
         at = bisect.bisect_left(self._stops, text)
         return at < len(self._stops) and self._stops[at].startswith(text)
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token by itself, as lists of log-probabilities show it; `bytes:\\xe2\\x80` if it is no whole characters."""
+    """The text of a single token for lists of log-probabilities. Incomplete characters appear as `bytes:\\xe2\\x80`."""
     raw = tokenizer.token_bytes(token)
     try:
         return raw.decode()

@@ -1,1 +1,1 @@
-"""An open model on its mesh: devices, weights, decoding engine."""
+"""A model on a mesh of devices: its weights and its decoding engine."""

@@ -1,4 +1,4 @@
-"""An engine with a checkpoint's weights, on the devices at hand."""
+"""A decoding engine with the weights of a checkpoint, on the devices of this process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mesh_transformer.runtime.session.weights import read_params
 
 
 def open_engine(config: Config, checkpoint: str, *, slots: int, context: int | None = None) -> ServingEngine:
-    """Read the parameters of a checkpoint of any form onto the config's mesh, and allocate a cache of `slots`.
+    """Load the parameters of a checkpoint of any format onto the config's mesh, and allocate a cache of `slots` sequences.
 
     Args:
-        context: positions that a slot has room for, if not all of the model's.
+        context: positions per slot. None: the context of the model.
 
     Raises:
         UserError: the devices do not fit the mesh, or the checkpoint does not fit the config.
@@ -37,18 +37,19 @@ def open_engine(config: Config, checkpoint: str, *, slots: int, context: int | N
 
 
 class ServingEngine(SlotEngine):
-    """A `SlotEngine` that is warmed up before it serves."""
+    """A `SlotEngine` that compiles its programs before it serves."""
 
     def warm_up(self) -> Iterator[None]:
-        """Compile every program. Requests may come after the first item; at each further one a program is read from the disk.
+        """Compile all programs. The engine can serve requests after the first item.
 
-        There are further ones if the same engine was warmed up here before: then its programs are in the compile cache,
-        and the first few suffice to begin.
+        If the compile cache holds the programs of this engine, the first item follows after the first few programs, and
+        each later item loads one more program.
         """
         programs, marker = self.programs(), self._warm_up_marker()
         first = 3 if marker is not None and marker.exists() else len(programs)
         progress = Progress("compiling", first, unit="programs", quiet=first < len(programs))
-        with ThreadPoolExecutor(2) as pool:  # while one compiles, or reads, the other traces
+        # one thread traces a program while the other compiles or loads one
+        with ThreadPoolExecutor(2) as pool:
             for count, _ in enumerate(pool.map(lambda program: program(), programs[:first]), 1):
                 progress.update(count)
         progress.close()
@@ -62,7 +63,7 @@ class ServingEngine(SlotEngine):
             marker.touch()
 
     def _warm_up_marker(self) -> Path | None:
-        """A file beside the compiled programs that says that those of this engine are there; None without such a cache."""
+        """The path of a file that exists if the compile cache holds all programs of this engine. None without a cache."""
         settings = jax.config.values
         folder = settings["jax_compilation_cache_dir"]
         if not folder or not settings["jax_enable_compilation_cache"]:

@@ -1,4 +1,4 @@
-"""A config brought to the devices at hand: the mesh, the model and where its arrays lie."""
+"""A config on the available devices: the mesh, the model and the shardings of its arrays."""
 
 import dataclasses
 from typing import Any, Self
@@ -13,7 +13,7 @@ from mesh_transformer.parallel.mesh import process_rows
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What a job needs to compute: nothing is compiled or allocated yet."""
+    """A config with its mesh and its model. It compiles and allocates nothing."""
 
     config: Config
     shape: MeshShape
@@ -21,7 +21,7 @@ class Session:
 
     @classmethod
     def open(cls, config: Config) -> Self:
-        """Lay the mesh over all devices, and the model over the mesh.
+        """Make the mesh of all devices, and place the model on it.
 
         Raises:
             UserError: the devices do not fit the mesh.
@@ -30,21 +30,21 @@ class Session:
 
     @property
     def microbatch(self) -> int:
-        """Sequences of one microbatch over the whole mesh."""
+        """Sequences in one microbatch, over the whole mesh."""
         return self.config.microbatch(self.shape)
 
     def rows(self, batch: int) -> tuple[int, ...]:
-        """The sequences of a global batch that this process's devices hold, ascending."""
+        """The indices of the sequences of a global batch that the devices of this process hold, ascending."""
         return process_rows(self._batch_sharding, batch, jax.process_index())
 
     def place_batch(self, tokens: np.ndarray) -> jax.Array:
-        """This process's (A, rows, T + 1) of a training batch, as part of the global array."""
+        """Make the global array of a training batch from this process's part, (A, rows, T + 1)."""
         shape = (len(tokens), self.microbatch, tokens.shape[-1])
         sharding = self.placement.partition.sharding(None, "batch", None)
         return jax.make_array_from_process_local_data(sharding, tokens, shape)
 
     def place_eval(self, tokens: np.ndarray) -> jax.Array:
-        """This process's (rows, T + 1) of a validation batch, as part of the global array."""
+        """Make the global array of a validation batch from this process's part, (rows, T + 1)."""
         shape = (self.val_batch, tokens.shape[-1])
         return jax.make_array_from_process_local_data(self._batch_sharding, tokens, shape)
 
@@ -54,30 +54,30 @@ class Session:
 
     @property
     def val_batch(self) -> int:
-        """Sequences of one validation batch over the whole mesh."""
+        """Sequences in one validation batch, over the whole mesh."""
         return self.microbatch * self.config.data.val_batch_multiplier
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences that one step trains on, over the whole mesh."""
+        """Sequences in one training step, over the whole mesh."""
         return self.microbatch * self.config.optimizer.gradient_accumulation_steps
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one step trains on, over the whole mesh."""
+        """Tokens in one training step, over the whole mesh."""
         return self.sequences_per_step * self.config.seq
 
     def describe(self) -> str:
-        """One line: size, devices, mesh, tokens a step."""
+        """A line with the number of parameters, the devices, the mesh, the dtype and the tokens per step."""
         axes = " x ".join(f"{name} {size}" for name, size in self.shape.items())
         device, model = jax.devices()[0].device_kind, self.placement.model
         return (
             f"{count_parameters(self.placement.abstract(model.dtype)):,} parameters; {jax.device_count()} x {device} "
             f"in {jax.process_count()} process(es): {axes}; {model.dtype}; "
-            f"{self.tokens_per_step:,} tokens a step"
+            f"{self.tokens_per_step:,} tokens per step"
         )
 
 
 def count_parameters(params: Any) -> int:
-    """Elements of all arrays of a tree, abstract or not."""
+    """The number of elements of all arrays of a tree. The arrays may be abstract."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))

@@ -19,7 +19,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.session.session import Session
-from mesh_transformer.runtime.session.weights import load_named, open_agreed
+from mesh_transformer.runtime.session.weights import load_user_checkpoint, open_checkpoint
 from mesh_transformer.train.step import OptState, TrainProgram, TrainState
 
 
@@ -123,7 +123,7 @@ def _counters(noted: Any) -> Counters:
 
 def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) -> TrainState:
     """Parameters (and moments, if there are any, unless dropped) of a checkpoint, at step 0 with its schedule at 0."""
-    source = open_agreed(session, path)
+    source = open_checkpoint(session, path)
     abstract = program.abstract_state
     log.info("starting from step %d of %s", source.counts.step, path)
     if slots(source) and not fresh_opt:
@@ -133,7 +133,7 @@ def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) 
         log.info(
             "%s has no %s moments: they start from zero", path, program.config.optimizer.name.capitalize()
         )
-    params = load_named(source, {"params": abstract.params})["params"]
+    params = load_user_checkpoint(source, {"params": abstract.params})["params"]
     return program.begin(params, program.fresh_optimizer(params), {})
 
 
@@ -145,7 +145,7 @@ def read_state(program: TrainProgram, source: TensorSource) -> tuple[Params, Opt
     """
     optimizer, abstract = program.config.optimizer, program.abstract_state
     check_optimizer(source, optimizer)
-    placed = load_named(
+    placed = load_user_checkpoint(
         source, {"params": abstract.params, **{slot: abstract.opt_state[slot] for slot in optimizer.slots}}
     )
     counts = {"count": source.counts.optimizer, "schedule": source.counts.schedule}

@@ -154,7 +154,7 @@ def test_left_truncation_keeps_one_token_more_than_the_context(our_model):
     assert lm._query(context[: SEQ - 1], [7, 8]).context == context[: SEQ - 1]
     whole = lm._query(context, list(range(SEQ)))
     assert (whole.context, len(whole.inputs)) == (context[-1:], SEQ)
-    with pytest.raises(UserError, match="a continuation of 145 tokens"):
+    with pytest.raises(UserError, match="a continuation has 145 tokens"):
         lm._query(context, list(range(SEQ + 1)))
 
 

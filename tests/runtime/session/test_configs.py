@@ -1,4 +1,4 @@
-"""Commands without --config: the checkpoint that is named knows its model."""
+"""Commands without --config use the config that the checkpoint records."""
 
 import json
 import re
@@ -26,7 +26,7 @@ MODEL = parse_config(RAW).model
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model in the folders run, classic/step_7 and hf; `unknown` and `bare` note no model; config.json."""
+    """One model in the folders run, classic/step_7 and hf. `unknown` and `bare` record no config."""
     folder = tmp_path_factory.mktemp("written")
     source = RandomSource(MODEL, full=True)
     (folder / "config.json").write_text(json.dumps(RAW))
@@ -66,9 +66,9 @@ def test_a_config_file_counts_alone(here: Path) -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "message"),
     [
-        (None, "give --config FILE, or --ckpt DIR"),
-        ("unknown", r"unknown/step_7 does not note its model: .*--config FILE"),
-        ("bare", r"bare/step_7 does not note its model: .*--config FILE"),
+        (None, "use --config FILE, or --ckpt DIR"),
+        ("unknown", r"unknown/step_7 does not record its config: .*--config FILE"),
+        ("bare", r"bare/step_7 does not record its config: .*--config FILE"),
         ("nowhere", "no checkpoint in nowhere"),
     ],
 )
@@ -84,7 +84,7 @@ def test_what_knows_no_model_is_refused(here: Path, checkpoint: str | None, mess
         ({"model": {"layers": 2}}, "cannot be read: required and not given"),
         ({"model": {**MODEL.model_dump(), "n_heads": 10**400}}, "cannot be read: model.n_heads"),
         ({"model": {**MODEL.model_dump(), "layers": "../x"}}, "cannot be read: model.layers"),
-        ("text", "does not note its model"),
+        ("text", "does not record its config"),
     ],
     ids=["text", "incomplete", "huge", "type", "no object"],
 )
@@ -159,5 +159,5 @@ def test_a_command_without_a_model_says_what_to_give(
     here: Path, repo: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [command])
-    with pytest.raises(UserError, match="no model is named: give --config FILE, or --ckpt DIR"):
+    with pytest.raises(UserError, match="no model is given: use --config FILE, or --ckpt DIR"):
         runpy.run_path(str(repo / f"{command}.py"))["main"]()

@@ -14,7 +14,7 @@ from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.session.session import Session
-from mesh_transformer.runtime.session.weights import open_agreed, read_params
+from mesh_transformer.runtime.session.weights import open_checkpoint, read_params
 from mesh_transformer.runtime.training.start import read_state
 from mesh_transformer.train.step import TrainProgram, TrainState
 
@@ -64,7 +64,7 @@ def test_the_very_folder_that_is_named_is_read(
     elif path in ("link", "step_4"):  # another number than that of the step
         (root / path).symlink_to(step)
     monkeypatch.chdir(step if path == "." else root)
-    source = open_agreed(session, path)
+    source = open_checkpoint(session, path)
     params, (whole, opt_state) = read_params(session, path), read_state(program, source)
     assert (params.step, source.counts.step) == (9, 9)
     for found in (params.params, whole):
@@ -111,7 +111,7 @@ def test_a_flipped_bit_is_told(step: Path, session: Session, for_decode: bool) -
     content = bytearray(biggest.read_bytes())
     content[len(content) // 2] ^= 1
     biggest.write_bytes(content)
-    with pytest.raises(UserError, match=f"{step} is damaged: .*; name another step"):
+    with pytest.raises(UserError, match=f"{step} is damaged: .*; use another step"):
         read_params(session, str(step), for_decode=for_decode)
     shutil.rmtree(step / "manifest")
     with pytest.raises(UserError, match=r"no checkpoint in .*/step_9"):
