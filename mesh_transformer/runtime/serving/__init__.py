@@ -1,1 +1,1 @@
-"""The HTTP server: requests in OpenAI's form and in that of the original, answered by one thread that owns the model."""
+"""The HTTP server: OpenAI's completions API and the original program's route. One thread runs the model."""

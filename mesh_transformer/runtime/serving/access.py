@@ -1,5 +1,8 @@
-"""What stands before every route. `BoundedConnection`: how long and how often a client may keep a socket. `AccessMiddleware`: the API key,
-the size of a body and the time it may take, CORS, HEAD."""
+"""Access to the server, before any route.
+
+`BoundedConnection` limits the number of sockets and the time that they may idle. `AccessMiddleware` checks the API key and
+the size and time of a body, and handles CORS and HEAD.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,26 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mesh_transformer.runtime.serving.responses import ApiError, ClientGone, invalid, to_json, unavailable
 
-# for a request's head to come, from when the socket is open or a byte follows the answer before
+# time for the head of a request, from the opening of the socket or from the first byte after the previous response
 HEAD_S = 15.0
-STALL_S = 30.0  # for what was sent to be taken, besides its bytes at the slowest rate
+# time for a client to read the data in the send buffer, in addition to the time at the slowest allowed rate
+STALL_S = 30.0
 SLOWEST_BYTES_A_SECOND = 16 << 10
-_REFUSED_S = 1.0  # for the words of a refusal to arrive
+# time for a client to read the refusal of its connection
+_REFUSED_S = 1.0
 MAX_BODY_BYTES = 4 << 20
-# of all requests that are not answered, and of those of one client
+# limits for the bodies of all requests without a response, and for those of one client
 MAX_BODIES_BYTES, MAX_CLIENT_BODIES_BYTES = 64 << 20, 16 << 20
-SMALL_BODY_BYTES = 4 << 10  # so much of each body counts for nothing: a short request always has room
-MAX_BODY_S = 60.0  # for a body to arrive
-OPEN_PATHS = frozenset({"/", "/health", "/version", "/openapi.json"})  # need no key
+# this part of each body does not count towards the limits, so that a short request always fits
+SMALL_BODY_BYTES = 4 << 10
+# time for a body to arrive
+MAX_BODY_S = 60.0
+# paths that need no key
+OPEN_PATHS = frozenset({"/", "/health", "/version", "/openapi.json"})
 _CORS = {
     "Access-Control-Allow-Origin": "*",
-    "Access-Control-Allow-Headers": "*, Authorization",  # the asterisk does not cover that one
+    # the asterisk does not include Authorization
+    "Access-Control-Allow-Headers": "*, Authorization",
     "Access-Control-Allow-Methods": "*",
     "Access-Control-Expose-Headers": "Retry-After",
     "Access-Control-Max-Age": "7200",
@@ -39,22 +48,24 @@ _CORS = {
 
 
 class AccessMiddleware:
-    """An ASGI application around another.
+    """An ASGI middleware.
 
     Args:
-        keys: a request needs one of them as `Authorization: Bearer KEY`; empty: none is needed.
-        timeout_s: seconds that a request may take; a body gets no more of them than MAX_BODY_S.
+        keys: the API keys. A request needs one of them in the header `Authorization: Bearer KEY`. Empty: no key is needed.
+        timeout_s: the time limit of a request in seconds. A body must arrive within this time and within MAX_BODY_S.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[bytes], timeout_s: float):
         self._app, self._keys = app, [_digest(key) for key in keys]
         self._body_s = min(timeout_s, MAX_BODY_S)
-        self._body_bytes: Counter[str] = Counter()  # bytes of all bodies, by client
+        # counted bytes of all bodies, by client
+        self._body_bytes: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _for_pages(scope["path"]):
             send = _with_cors(send)
-        if scope["method"] == "HEAD":  # uvicorn leaves the body out
+        # uvicorn omits the body of a response to HEAD
+        if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         usage, refusal = _BodyUsage((scope["client"] or ("",))[0]), None
         try:
@@ -63,7 +74,8 @@ class AccessMiddleware:
             refusal = error.response()
         finally:
             self._body_bytes[usage.client] -= usage.bytes
-            self._body_bytes += Counter()  # forgets who holds nothing
+            # removes clients with zero bytes
+            self._body_bytes += Counter()
         if refusal is not None:
             await _refuse(refusal, usage, receive, send)
 
@@ -81,26 +93,26 @@ class AccessMiddleware:
             async with asyncio.timeout(self._body_s):
                 body = await self._read(receive, usage)
         except TimeoutError as error:
-            message = f"the body did not come within {self._body_s:g} seconds"
+            message = f"the body did not arrive within {self._body_s:g} seconds"
             raise ApiError(408, message, code="timeout") from error
         await self._app(scope, _replay(body, receive), send)
 
     def _check_key(self, authorization: str) -> None:
-        """Raises ApiError, 401. Every key is compared, each in a time that depends on no key."""
+        """Raise ApiError 401 for a wrong key. All keys are compared, in constant time."""
         scheme, _, given = authorization.partition(" ")
         digest = _digest(given.strip().encode("latin-1"))
         found = [hmac.compare_digest(digest, key) for key in self._keys]
         if self._keys and (scheme.lower() != "bearer" or not any(found)):
-            message = "this server needs an API key, as the header Authorization: Bearer KEY"
+            message = "this server needs an API key: send it in the header Authorization: Bearer KEY"
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
     async def _read(self, receive: Receive, usage: _BodyUsage) -> bytes:
-        """The whole body, at most MAX_BODY_BYTES however it is sent.
+        """The whole body. The limit of MAX_BODY_BYTES holds for a chunked body too.
 
         Raises:
-            ApiError: 413, it is larger; 503, all bodies together are too large, or those of its client.
-            ClientGone: it never came to its end.
+            ApiError: 413, the body is too large; 503, all bodies together, or those of the client, are too large.
+            ClientGone: the client closed its connection before the end of the body.
         """
         body = bytearray()
         while True:
@@ -117,18 +129,24 @@ class AccessMiddleware:
                 self._body_bytes[usage.client] > MAX_CLIENT_BODIES_BYTES
                 or self._body_bytes.total() > MAX_BODIES_BYTES
             ):
-                raise unavailable("too many large requests at once", code="queue_full", retry_after_s=1)
+                raise unavailable(
+                    "too many large requests at a time: retry later", code="queue_full", retry_after_s=1
+                )
             if not usage.unread:
                 return bytes(body)
 
 
 class _BodyUsage:
-    """What one request has of `AccessMiddleware._body_bytes`, and whether its body is read."""
+    """The body of one request: its part of `AccessMiddleware._body_bytes`, and whether there is an unread rest.
+
+    Args:
+        client: the address of the client.
+    """
 
     def __init__(self, client: str) -> None:
-        self.client = client  # its address
+        self.client = client
         self.bytes = 0
-        self.unread = True  # there is more to come of its body
+        self.unread = True
 
 
 def _digest(key: bytes) -> bytes:
@@ -136,8 +154,10 @@ def _digest(key: bytes) -> bytes:
 
 
 async def _refuse(response: Response, usage: _BodyUsage, receive: Receive, send: Send) -> None:
-    """Answer before the body has come, and read the rest of it: a socket that is closed with unread bytes is reset, and the
-    client loses the answer."""
+    """Send an error response before the body has arrived, then read the rest of the body.
+
+    A socket that is closed with unread data is reset, and the client may lose the response.
+    """
     start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
     await send(start)
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
@@ -149,30 +169,29 @@ async def _refuse(response: Response, usage: _BodyUsage, receive: Receive, send:
 
 
 def _check_framing(headers: Headers) -> None:
-    """Raises ApiError, 400, for a body with two lengths, of which a proxy may believe the other (RFC 9112, 6.1)."""
+    """Raise ApiError 400 for a body with two lengths: a proxy may use the other one (RFC 9112, 6.1)."""
     if "transfer-encoding" in headers and "content-length" in headers:
-        message = "the request has both Transfer-Encoding and Content-Length: send one of them"
+        message = "the request has both Transfer-Encoding and Content-Length: send only one of them"
         raise ApiError(400, message, headers={"Connection": "close"})
 
 
 def _check_size(size: int) -> None:
     if size > MAX_BODY_BYTES:
-        raise ApiError(413, f"the body is over {MAX_BODY_BYTES} bytes, this server's limit")
+        raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes, the limit of this server")
 
 
 def _check_encoding(encoding: str) -> None:
     if encoding.strip().lower() not in ("", "identity"):
-        raise ApiError(415, f"Content-Encoding {encoding[:40]!r}: send the body as it is, not compressed")
+        raise ApiError(415, f"Content-Encoding {encoding[:40]!r}: send the body uncompressed")
 
 
 def _for_pages(path: str) -> bool:
-    """Whether pages of other origins may call a path: the APIs, whose errors too a page must be able to read, and
-    whether they are ready."""
+    """Whether pages of other origins may call a path: the APIs and /health. Their error responses have CORS headers too."""
     return path in ("/complete", "/health") or path.startswith("/v1/")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body that was read, whole, and then what comes after it."""
+    """A `receive` that first returns the body, in one message, and then the messages that follow it."""
     whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> Message:
@@ -191,21 +210,25 @@ def _with_cors(send: Send) -> Send:
 
 
 class BoundedConnection(H11Protocol):
-    """A client's socket. What takes longer than the limits is cut off, which cancels the request, if there is one.
+    """A client's socket. It is closed when a time limit passes, which cancels its request.
 
     Args:
-        most: sockets that may be open. A further one takes the place of one that is idle, or is told so and closed.
+        most: the largest number of open sockets. A further one replaces an idle one. Without an idle one, it gets a 503
+            response and is closed.
     """
 
     def __init__(self, *args: Any, most: int, **named: Any):
         super().__init__(*args, **named)
         self._most = most
         self._refused = False
-        self._head = _Timer()  # runs while a request's head is awaited or a refused body comes
-        self._stalled = _Timer()  # runs while the system holds back what was sent
+        # runs while the server waits for the head of a request, or closes a refused connection
+        self._head = _Timer()
+        # runs while the send buffer is full
+        self._stalled = _Timer()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        transport.set_write_buffer_limits(high=0)  # `pause_writing` as soon as anything is held back
+        # call `pause_writing` as soon as data is buffered
+        transport.set_write_buffer_limits(high=0)
         super().connection_made(transport)
         if len(self.connections) > self._most and not self._close_an_idle_one():
             self._refuse()
@@ -236,19 +259,19 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """To bytes that are no HTTP, in OpenAI's form; `msg` is uvicorn's."""
+        """Answer bytes that are not HTTP with OpenAI's error object. `msg` is uvicorn's message."""
         if not (self._busy and self.cycle.response_started):
             self.transport.write(_answer(b"400 Bad Request", invalid(msg).body))
         self.transport.close()
 
     @property
     def _busy(self) -> bool:
-        """A request has begun and is not answered."""
+        """Whether a request has started and its response is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def _idle(self) -> bool:
-        """Its last request is answered, and nothing of another has come."""
+        """Whether the last response is complete and no byte of another request has arrived."""
         return self.cycle is not None and self.cycle.response_complete and not self._head.runs
 
     def _close_an_idle_one(self) -> bool:
@@ -260,7 +283,7 @@ class BoundedConnection(H11Protocol):
 
     def _refuse(self) -> None:
         self._refused = True
-        message = f"{self._most} connections are open already"
+        message = f"the server has {self._most} open connections, its limit: retry later"
         error = unavailable(message, code="too_many_connections", retry_after_s=1)
         self.transport.write(_answer(b"503 Service Unavailable", error.body, b"Retry-After: 1\r\n"))
         self.transport.write_eof()
@@ -268,7 +291,7 @@ class BoundedConnection(H11Protocol):
 
 
 class _Timer:
-    """Calls something unless it is stopped in time."""
+    """Calls a function after a delay, unless it is stopped before."""
 
     def __init__(self) -> None:
         self._handle: asyncio.TimerHandle | None = None
@@ -278,7 +301,7 @@ class _Timer:
         return self._handle is not None
 
     def start(self, seconds: float, call: Callable[[], None]) -> None:
-        """Does nothing to a timer that runs already."""
+        """Start the timer if it does not run."""
         if self._handle is None:
             self._handle = asyncio.get_running_loop().call_later(seconds, call)
 

@@ -1,4 +1,4 @@
-"""The routes put together, and every error as OpenAI's error object."""
+"""The ASGI application: the routes, and all errors as OpenAI's error object."""
 
 import base64
 import hashlib
@@ -23,16 +23,14 @@ from mesh_transformer.runtime.serving.responses import ApiError, failed, json_re
 
 _PAGE = resources.files("mesh_transformer.runtime.serving") / "page.html"
 _SHOWN_FAULTS, _SHOWN_CHARS = 3, 100
-_UNREADABLE = (
-    "the body cannot be read as JSON: it is not UTF-8, nested too deeply, or has a number of too many digits"
-)
+_UNREADABLE = "the body cannot be read as JSON: it is not UTF-8, is nested too deeply, or has a number with too many digits"
 
 
 def make_app(model: ServedModel, keys: Sequence[bytes]) -> ASGIApp:
-    """The application that uvicorn serves.
+    """The application for uvicorn.
 
     Args:
-        keys: API keys, one of which a request needs; empty: none is needed.
+        keys: the API keys; a request needs one of them. Empty: requests need no key.
     """
     app = FastAPI(title="mesh-transformer", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(completions.router(model))
@@ -63,7 +61,7 @@ def _add_state_routes(app: FastAPI, loop: EngineLoop) -> None:
 
 
 def _policy(html: bytes) -> str:
-    """What the page may do: run its one script, and ask this server."""
+    """The Content-Security-Policy of the page: it may run its script and call this server."""
     _, _, script = html.partition(b"<script>")
     digest = hashlib.sha256(script.partition(b"</script>")[0]).digest()
     return (
@@ -86,17 +84,17 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
-        # 400 is FastAPI's, for what is no JSON
+        # FastAPI raises 400 for a body that is not JSON
         message = _UNREADABLE if error.status_code == 400 else str(error.detail)
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(Exception)
     async def bug(_: Request, __: Exception) -> Response:
-        return failed("the server failed in answering this request; its log says how").response()
+        return failed("the server failed to answer this request; see its log").response()
 
 
 def _fault(fault: dict[str, Any]) -> str:
-    """One line for one fault that pydantic found."""
+    """A line for a validation error of pydantic."""
     place = ".".join(str(part)[:_SHOWN_CHARS] for part in fault["loc"][1:])
     if fault["loc"] == ("body",):
         return "the body must be a JSON object, sent with Content-Type: application/json"
@@ -105,6 +103,7 @@ def _fault(fault: dict[str, Any]) -> str:
     if fault["type"] == "missing":
         return f"{place} is missing"
     reason = str(fault["msg"])
-    if fault["type"] == "value_error":  # our own words
+    # raised by our validators
+    if fault["type"] == "value_error":
         return f"{place} {reason.removeprefix('Value error, ')}"
     return f"{place}: {reason[:1].lower()}{reason[1:]}; got {short(fault['input'])}"

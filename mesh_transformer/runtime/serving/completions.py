@@ -1,4 +1,4 @@
-"""POST /v1/completions and GET /v1/models, as OpenAI and vLLM answer them; POST /complete, the original's own route."""
+"""POST /v1/completions and GET /v1/models, compatible with OpenAI and vLLM; POST /complete, the original program's route."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def router(model: ServedModel) -> APIRouter:
-    """The routes that ask for the model."""
-    # with a default, FastAPI describes no 422: here that is 400
+    """The routes that use the model."""
+    # with a default, FastAPI does not document 422; this server sends 400 instead
     routes = APIRouter(responses={"default": {"model": ErrorResponse}})
     created = int(time.time())
 
     @routes.post("/v1/engines/{engine:path}/completions", response_model=CompletionResponse, responses=ERRORS)
     async def complete_by(engine: str, body: CompletionRequest, request: Request) -> Response:
-        """As openai 0.28 asks with `engine=`."""
+        """The route that openai 0.28 calls with `engine=`."""
         _check_name(engine, model)
         return await complete(body, request)
 
@@ -66,7 +66,8 @@ def router(model: ServedModel) -> APIRouter:
             answer = await unless_gone(request.receive, limit.within(_start(body, model, job)))
             if not body.stream:
                 return json_response(await unless_gone(request.receive, limit.within(answer.whole())))
-            held.pop_all()  # the stream leaves the job
+            # EventStream exits the job
+            held.pop_all()
         return EventStream(job, answer.events(), limit)
 
     @routes.post("/complete", response_model=ClassicResponse, responses=ERRORS)
@@ -80,7 +81,7 @@ def router(model: ServedModel) -> APIRouter:
     @routes.get("/v1/chat/completions", status_code=404, response_model=ErrorResponse)
     @routes.post("/v1/chat/completions", status_code=404, response_model=ErrorResponse)
     async def chat() -> None:
-        raise ApiError(404, "there is no chat here: send the text as `prompt` to POST /v1/completions")
+        raise ApiError(404, "this server has no chat: send the text as `prompt` to POST /v1/completions")
 
     @routes.get("/v1/models", responses={401: ERRORS[401]})
     async def list_models() -> dict[str, Any]:
@@ -95,10 +96,10 @@ def router(model: ServedModel) -> APIRouter:
 
 
 async def _start(body: CompletionRequest, model: ServedModel, job: GenerationJob) -> ResponseBuilder:
-    """Start the sequences of a request: of each prompt, in order, its n samples.
+    """Start the sequences of a request: n samples of each prompt, in order.
 
     Raises:
-        ApiError: the request cannot be served.
+        ApiError: the request is invalid.
     """
     prompts = await _prompts(body, model)
     for prompt in prompts:
@@ -124,16 +125,20 @@ async def _start(body: CompletionRequest, model: ServedModel, job: GenerationJob
 
 @dataclasses.dataclass
 class ResponseBuilder:
-    """What a request whose sequences are started gets."""
+    """Builds the response to a request from the outputs of its sequences.
+
+    Args:
+        head: the fields that all objects of the response have.
+    """
 
     body: CompletionRequest
     job: GenerationJob
     choices: Sequence[ChoiceBuilder]
     prompt_tokens: int
-    head: dict[str, Any]  # what every object of the answer has
+    head: dict[str, Any]
 
     async def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
+        """The response as one object."""
         deltas: list[list[Delta]] = [[] for _ in self.choices]
         async for index, delta in follow(self.job, self.choices):
             deltas[index].append(delta)
@@ -141,7 +146,7 @@ class ResponseBuilder:
         return {**self.head, "choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[str]:
-        """The answer as server-sent events, all but the last."""
+        """The response as server-sent events, without [DONE]."""
         with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         usage = {"usage": None} if with_usage else {}
         async for index, delta in follow(self.job, self.choices):
@@ -166,24 +171,28 @@ class ResponseBuilder:
 
 
 def _check(body: CompletionRequest, model: ServedModel) -> None:
-    """Refuse what is not offered, and fields that contradict each other."""
+    """Raise ApiError for fields that are not supported or that contradict each other."""
     if body.model is not None:
         _check_name(body.model, model)
     if body.suffix:
-        raise invalid("suffix: this model cannot insert text before one; leave it out", "suffix")
+        raise invalid("suffix: this model cannot insert text before a suffix; leave the field out", "suffix")
     if body.best_of not in (None, body.n):
-        raise invalid(f"best_of {body.best_of} must be n ({body.n}): completions are not ranked", "best_of")
+        raise invalid(
+            f"best_of {body.best_of} must be n ({body.n}): this server does not rank completions", "best_of"
+        )
     if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options are only for a stream: set stream to true", "stream_options")
+        raise invalid("stream_options need a stream: set stream to true", "stream_options")
     if (prompts := len(body.prompt)) * body.n > MAX_SEQUENCES:
-        raise invalid(f"{prompts} prompts x n {body.n} are over {MAX_SEQUENCES}, the limit of a request", "n")
+        raise invalid(
+            f"{prompts} prompts x n {body.n} must be at most {MAX_SEQUENCES}, the limit of a request", "n"
+        )
     model.check([[token] for token, _ in body.logit_bias], "logit_bias")
     model.check([[token] for token in body.stop_token_ids], "stop_token_ids")
 
 
 def _check_name(name: str, model: ServedModel) -> None:
     if name != model.name:
-        message = f"there is no model {name[:100]!r} here, only {model.name!r}"
+        message = f"there is no model {name[:100]!r}: this server has the model {model.name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -195,9 +204,10 @@ async def _prompts(body: CompletionRequest, model: ServedModel) -> Sequence[Sequ
 
 
 def _sampling(body: CompletionRequest, model: ServedModel, prompts: int) -> list[SamplingParams]:
-    """The parameters of every choice: of each prompt, in order, its n samples. They differ in their seed."""
+    """The parameters of all choices: n samples of each prompt, in order. They differ in their seeds."""
     options = {name: getattr(body, name) for name in OPTIONS}
-    if options["top_k"] == -1:  # vLLM's spelling of all
+    # vLLM's value for all tokens
+    if options["top_k"] == -1:
         options["top_k"] = 0
     params = sampling_params(
         **options,
@@ -218,7 +228,7 @@ def _sampling(body: CompletionRequest, model: ServedModel, prompts: int) -> list
 async def _echoes(
     body: CompletionRequest, model: ServedModel, prompts: Sequence[Sequence[int]]
 ) -> list[Echo]:
-    """What the choices of each prompt begin with: the prompt as it was given, or the text of its tokens."""
+    """For each prompt, the text at the start of its choices: the prompt as given, or the text of its tokens."""
     offsets = [[]] * len(prompts) if body.logprobs is None else await model.offsets(prompts)
     texts = body.prompt if isinstance(body.prompt[0], str) else await model.decode(prompts)
     return list(map(Echo, texts, offsets))
@@ -246,5 +256,6 @@ def _describe(model: ServedModel, created: int) -> dict[str, Any]:
         "object": "model",
         "created": created,
         "owned_by": "mesh-transformer",
-        "max_model_len": model.loop.context or None,  # known when the server is warm
+        # unknown until the server is ready
+        "max_model_len": model.loop.context or None,
     }

@@ -1,4 +1,4 @@
-"""The one thread that owns the engine, how requests get to it and tokens back, and what /metrics tells of it."""
+"""The engine's thread, the exchange of requests and tokens with it, and the metrics for /metrics."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ ServerState = Literal["warming up", "ok", "draining", "failed"]
 _RETRY_WARM_S, _RETRY_FULL_S = 5, 1
 _WARMED_UP = object()
 Sequences = Iterable[tuple[Sequence[int], SamplingParams]]
-"""Prompts of at least one token, and how each is sampled."""
+"""Prompts of at least one token, with their sampling parameters."""
 PREFIX = "mesh_transformer_"
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class WarmEngine(Engine, Protocol):
-    """An engine that can compile all it needs before the first request."""
+    """An engine that can compile its programs before the first request."""
 
     def warm_up(self) -> Iterator[None]:
-        """Requests may be taken after the first item; the others are for when there is nothing else to do."""
+        """Compile programs. After the first item the engine can serve requests. The later items are for idle times."""
 
 
 class _LiveSequence:
-    """A sequence that was accepted and is neither finished nor cancelled."""
+    """A sequence that is accepted, and neither finished nor cancelled."""
 
     def __init__(self, job: GenerationJob, index: int):
         self.job, self.index = job, index
@@ -49,47 +49,51 @@ class _LiveSequence:
 
 
 class EngineLoop:
-    """Runs the scheduler in a thread of its own. All methods are for the thread of the asyncio loop that called `start`.
+    """Runs the scheduler in its own thread. Call all methods in the thread of the asyncio loop that called `start`.
 
-    A sequence counts as live from `reserve` until its last RequestOutput is delivered or it is cancelled. At most
-    `slots + max_queue` are live, so at most `max_queue` wait while every slot runs. The inbox is read in order, so
-    a cancelled sequence leaves the scheduler before any that is submitted after it gets there.
+    A sequence is live from `reserve` until its last output is delivered or it is cancelled. At most `slots + max_queue`
+    sequences are live, so at most `max_queue` wait while all slots are in use. The thread reads its inbox in order, so the
+    scheduler drops a cancelled sequence before it gets a later one.
     """
 
     def __init__(self, open_engine: Callable[[], WarmEngine], *, slots: int, max_queue: int):
         self.state: ServerState = "warming up"
         self.failure: BaseException | None = None
-        self.context = 0  # tokens of a prompt and its completion together; known when the state is "ok"
+        # largest number of tokens of a prompt and its completion; 0 until the state is "ok"
+        self.context = 0
         self.slots, self.max_queue = slots, max_queue
         self.metrics = Metrics(self._snapshot)
         self._open_engine = open_engine
         self._inbox: queue.SimpleQueue[Callable[[Scheduler], None] | None] = queue.SimpleQueue()
-        self._stats = SchedulerStats(slots=slots)  # written by the thread, whole
+        # the thread replaces the whole object
+        self._stats = SchedulerStats(slots=slots)
         self._live: dict[int, _LiveSequence] = {}
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Open and warm up the engine in the thread; `ended` is set when the thread can do nothing more."""
+        """Start the thread, which opens and warms up the engine. The event `ended` is set at the end of the thread."""
         self._home = asyncio.get_running_loop()
         self.ended, self._all_finished = asyncio.Event(), asyncio.Event()
         self._all_finished.set()
         self._thread.start()
 
     def reserve(self, sequences: int) -> GenerationJob:
-        """Places for all the sequences of one request, or none; `GenerationJob.start` fills them.
+        """Reserve places for all sequences of a request. `GenerationJob.start` submits the sequences.
 
         Raises:
-            ApiError: 503 while warming up, draining or with a full queue; 400 for more sequences than can ever be queued.
+            ApiError: 503 during warm-up and draining, and if the queue is full; 400 for more sequences than the queue can hold.
         """
         most, live = self.slots + self.max_queue, len(self._live)
         if self.state != "ok":
             code = self.state.replace(" ", "_")
             raise unavailable(f"the server is {self.state}", code=code, retry_after_s=_RETRY_WARM_S)
         if sequences > most:
-            raise invalid(f"{sequences} sequences (prompts x n): this server takes at most {most} at a time")
+            raise invalid(
+                f"{sequences} sequences (prompts x n): this server accepts at most {most} at a time"
+            )
         if live + sequences > most:
-            message = f"{live} sequences run or wait already, of at most {most}"
+            message = f"the queue is full: {live} sequences run or wait, and at most {most} can: retry later"
             raise unavailable(message, code="queue_full", retry_after_s=_RETRY_FULL_S)
         job = GenerationJob(self, [next(self._ids) for _ in range(sequences)])
         self._live.update((id, _LiveSequence(job, index)) for index, id in enumerate(job.ids))
@@ -97,39 +101,39 @@ class EngineLoop:
         return job
 
     def submit(self, ids: Sequence[int], sequences: Sequences, *, slide: bool) -> None:
-        """Queue sequences in their reserved places, see `Scheduler.submit`; those that were cancelled meanwhile are ignored."""
+        """Submit sequences for the reserved places, see `Scheduler.submit`. Sequences that are cancelled already are ignored."""
         for id, (prompt, params) in zip(ids, sequences, strict=True):
             if live := self._live.get(id):
                 admitted = partial(self._note_admitted, live)
                 self._inbox.put(methodcaller("submit", id, prompt, params, admitted, slide=slide))
 
     def cancel(self, ids: Iterable[int]) -> None:
-        """Stop computing these sequences; those that are not live are ignored."""
+        """Cancel these sequences. Those that are not live are ignored."""
         for id in ids:
             if self._forget(id):
                 self._inbox.put(methodcaller("cancel", id))
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, and wait for the live sequences, but for no longer than so many seconds."""
+        """Refuse new requests, and wait for the live sequences, at most this number of seconds."""
         if self.state != "failed":
             self.state = "draining"
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_finished.wait(), seconds)
 
     def cut_off(self) -> int:
-        """Answer the requests whose sequences are live with 503, since the server stops; how many sequences it were."""
+        """Cancel the live sequences and answer their requests with 503. Returns the number of sequences."""
         left = len(self._live)
         self._abort(unavailable("the server is stopping", code="draining", retry_after_s=_RETRY_WARM_S))
         return left
 
     async def stop(self, seconds: float) -> bool:
-        """End the thread after its current step; False if it is busy for longer than `seconds` (a compilation)."""
+        """End the thread after its current step. Returns False if it does not end within `seconds`, as during a compilation."""
         self._inbox.put(None)
         try:
             await asyncio.wait_for(self.ended.wait(), seconds)
         except TimeoutError:
             return False
-        # it frees the engine, which Python must not exit under
+        # the thread frees the engine; Python must not exit during that
         await asyncio.to_thread(self._thread.join, seconds)
         return not self._thread.is_alive()
 
@@ -142,7 +146,7 @@ class EngineLoop:
             self._stats = scheduler.stats
             self._home.call_soon_threadsafe(self._ready, engine.context)
             self._serve(scheduler, warming)
-        except BaseException as error:  # noqa: BLE001  (whatever it is, those who wait must be told)
+        except BaseException as error:  # noqa: BLE001  (the waiting requests need a response after any error)
             self._home.call_soon_threadsafe(self._fail, error)
         self._home.call_soon_threadsafe(self.ended.set)
 
@@ -162,24 +166,25 @@ class EngineLoop:
                 self._home.call_soon_threadsafe(self._deliver, outputs)
 
     def _note_admitted(self, live: _LiveSequence) -> None:
-        # in the engine's thread: a histogram has a lock of its own
+        # called in the engine's thread; a histogram has its own lock
         self.metrics.queue_s.observe(time.monotonic() - live.submitted)
 
     def _ready(self, context: int) -> None:
         self.context = context
         if self.state == "warming up":
             self.state = "ok"
-            log.info("ready: %d slots, a context of %d tokens", self.slots, context)
+            log.info("ready: %d slots, context of %d tokens", self.slots, context)
 
     def _fail(self, error: BaseException) -> None:
         self.state, self.failure = "failed", error
-        self._abort(failed("the model failed; the server stops"))
+        self._abort(failed("the model failed and the server stops"))
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         now = time.monotonic()
         for output in outputs:
             live = self._live.get(output.request)
-            if live is None:  # cancelled meanwhile
+            # the sequence was cancelled
+            if live is None:
                 continue
             if output.tokens:
                 self._time_tokens(live, len(output.tokens), now)
@@ -207,13 +212,13 @@ class EngineLoop:
         return known
 
     def _snapshot(self) -> SchedulerStats:
-        """The scheduler's numbers, with the sequences that have not reached it yet or left it."""
+        """The scheduler's stats, corrected for sequences that it does not have yet or has finished."""
         running = min(self._stats.running, len(self._live))
         return self._stats._replace(running=running, waiting=len(self._live) - running)
 
 
 class GenerationJob:
-    """The places of one request's sequences. A context manager: on leaving it, what is not finished is cancelled."""
+    """The sequences of one request. Its exit as a context manager cancels the unfinished ones."""
 
     def __init__(self, loop: EngineLoop, ids: list[int]):
         self.ids = ids
@@ -228,14 +233,14 @@ class GenerationJob:
         self._loop.cancel(self.ids)
 
     def start(self, sequences: Sequences, *, slide: bool = False) -> None:
-        """Compute these, one for each place. See `EngineLoop.submit`."""
+        """Submit one sequence for each reserved place, see `EngineLoop.submit`."""
         self._loop.submit(self.ids, sequences, slide=slide)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """(index of the sequence, its RequestOutput) as they come, until each is finished or cancelled.
+        """(index of the sequence, its next output), until all sequences are finished or cancelled.
 
         Raises:
-            ApiError: the server cannot finish them.
+            ApiError: the server cannot finish the sequences.
         """
         while self._unfinished:
             item = await self._outputs.get()
@@ -249,17 +254,17 @@ class GenerationJob:
             yield item
 
     def cancel(self, index: int) -> None:
-        """One sequence is not wanted any more: its text came to a stop string."""
+        """Cancel one sequence, such as one whose text has reached a stop text."""
         self._unfinished.discard(index)
         self._loop.cancel([self.ids[index]])
 
     def put(self, item: tuple[int, RequestOutput] | ApiError) -> None:
-        """Called by the loop."""
+        """Add an output or an error. EngineLoop calls it."""
         self._outputs.put_nowait(item)
 
 
 class Metrics(Collector):
-    """The server's own registry: a snapshot at each scrape, histograms of times in seconds, and the process."""
+    """The Prometheus registry of the server: the scheduler's stats at each scrape, histograms of times, process metrics."""
 
     def __init__(self, snapshot: Callable[[], SchedulerStats]):
         self._snapshot = snapshot
@@ -276,23 +281,23 @@ class Metrics(Collector):
         )
 
     def exposition(self) -> bytes:
-        """All metrics in Prometheus's text format."""
+        """All metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The snapshot's numbers."""
+        """The scheduler's stats as metrics."""
         now = self._snapshot()
         used = now.cached_tokens / max(1, now.positions)
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for kind, name, text, value in (
-            (gauge, "requests_running", "Sequences that hold a slot", now.running),
+            (gauge, "requests_running", "Sequences in a slot", now.running),
             (gauge, "requests_waiting", "Sequences that wait for a slot", now.waiting),
             (gauge, "slots", "Sequences that can run at once", now.slots),
-            (gauge, "cache_used_ratio", "Part of the cache's positions that holds tokens", used),
+            (gauge, "cache_used_ratio", "Fraction of the cache's positions that hold tokens", used),
             (counter, "prompt_tokens", "Prompt tokens of sequences that got a slot", now.prompt_tokens),
             (counter, "prefilled_tokens", "Prompt tokens that were computed", now.prefilled_tokens),
-            (counter, "reused_prompt_tokens", "Prompt tokens that the cache had already", now.reused_tokens),
-            (counter, "generated_tokens", "New tokens", now.generated_tokens),
+            (counter, "reused_prompt_tokens", "Prompt tokens that were in the cache", now.reused_tokens),
+            (counter, "generated_tokens", "Generated tokens", now.generated_tokens),
         ):
             yield kind(PREFIX + name, text, value=value)
 

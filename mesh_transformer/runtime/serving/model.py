@@ -1,5 +1,4 @@
-"""The model that is served, between text and tokens: prompts on their way to the loop that computes, and the choices that come of
-them."""
+"""The conversion between text and tokens: prompts for the engine's loop, and choices from its outputs."""
 
 from __future__ import annotations
 
@@ -20,29 +19,29 @@ from mesh_transformer.runtime.serving.loop import EngineLoop, GenerationJob
 from mesh_transformer.runtime.serving.responses import invalid
 
 T = TypeVar("T")
-# stands for what JSON has not: minus infinity, and NaN, which no comparison finds larger
+# replaces minus infinity and NaN, which JSON does not have; `max(LEAST_LOGPROB, nan)` is LEAST_LOGPROB
 LEAST_LOGPROB = -9999.0
 
 
 class ServedModel:
-    """What the routes know of the model.
+    """The model that the routes serve.
 
     Args:
-        name: as /v1/models gives it.
-        n_vocab: token ids are 0 .. n_vocab - 1.
-        timeout_s: seconds that a request may take, from its body's end to its last token sent.
+        name: the name in /v1/models.
+        n_vocab: token IDs are 0 to n_vocab - 1.
+        timeout_s: the time limit of a request in seconds, from the end of its body to the sending of its last token.
     """
 
     def __init__(self, name: str, n_vocab: int, tokenizer: Tokenizer, loop: EngineLoop, timeout_s: float):
         self.name, self.n_vocab, self.tokenizer = name, n_vocab, tokenizer
         self.loop, self.timeout_s = loop, timeout_s
-        # long prompts are worked on in a thread, by a tokenizer of its own: one that encodes must not be used elsewhere
+        # prompts are encoded in a thread, with its own copy of the tokenizer, because tokenizers are not thread-safe
         self._encoder = copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         self.token_text = lru_cache(1 << 16)(lambda token: token_text(tokenizer, token))
 
     async def encode(self, texts: Sequence[str], param: str) -> list[list[int]]:
-        """The token ids of each text; an empty one becomes the end-of-text token.
+        """The token IDs of each text. An empty text becomes the end-of-text token.
 
         Raises:
             ApiError: 400, as in `check`.
@@ -57,30 +56,31 @@ class ServedModel:
         return await self._in_thread(lambda: [self._encoder.decode(prompt) for prompt in prompts])
 
     async def offsets(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """For each token of each prompt, the characters before it."""
+        """For each token of each prompt, the number of characters before it."""
         return await self._in_thread(lambda: [_offsets(self._encoder, prompt) for prompt in prompts])
 
     def check(self, prompts: Iterable[Sequence[int]], param: str) -> None:
-        """Raises ApiError, 400, where a token is not in the vocabulary."""
+        """Raise ApiError 400 if a token is not in the vocabulary."""
         for prompt in prompts:
             for wrong in {min(prompt), max(prompt)}:
                 if not 0 <= wrong < self.n_vocab:
                     raise invalid(
-                        f"{param}: there is no token {short(wrong)}; ids are 0 to {self.n_vocab - 1}", param
+                        f"{param}: there is no token {short(wrong)}; token IDs are 0 to {self.n_vocab - 1}",
+                        param,
                     )
 
     def check_room(self, prompt: Sequence[int], max_tokens: int) -> None:
-        """Raises ApiError, 400, where a prompt and its completion are longer than the context."""
+        """Raise ApiError 400 if a prompt and its completion are longer than the context."""
         given, both, context = len(prompt), len(prompt) + max_tokens, self.loop.context
         if both > context:
-            tokens = f"the prompt has {given} tokens and max_tokens is {max_tokens}: together {both}"
-            raise invalid(f"{tokens}, over the context of {context} tokens", "prompt")
+            tokens = f"the prompt has {given} tokens and max_tokens is {max_tokens}: the sum is {both}"
+            raise invalid(f"{tokens}, more than the context of {context} tokens", "prompt")
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def end_tokens(self, others: tuple[int, ...] = (), *, ignore_eos: bool = False) -> tuple[int, ...]:
-        """The tokens that end a completion: the end of a text, if the model knows it, and others."""
+        """The tokens that end a completion: the end-of-text token, if the vocabulary has it, and others."""
         if ignore_eos or self.tokenizer.eot >= self.n_vocab:
             return others
         return (self.tokenizer.eot, *(token for token in others if token != self.tokenizer.eot))
@@ -94,10 +94,10 @@ def _offsets(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
 
 
 def sampling_params(*, spelled: Mapping[str, str] = {}, **fields: Any) -> SamplingParams:
-    """`SamplingParams`, whose refusal is an answer.
+    """SamplingParams from the fields of a request.
 
     Args:
-        spelled: what the request calls a field, where that is not its name here.
+        spelled: the names of fields in the request, where they differ from those of SamplingParams.
 
     Raises:
         ApiError: 400, a field is out of its range.
@@ -111,44 +111,59 @@ def sampling_params(*, spelled: Mapping[str, str] = {}, **fields: Any) -> Sampli
 
 
 class TokenLogprobs(NamedTuple):
-    """A token as OpenAI's `logprobs` shows it."""
+    """A token in OpenAI's `logprobs`.
+
+    Args:
+        offset: the number of characters before it in the choice's text.
+        logprob: in nats. None for the first token of the prompt.
+        top: the log-probabilities of the token and its alternatives. None for the first token of the prompt.
+    """
 
     text: str
-    offset: int  # characters of the choice's text before it
-    logprob: float | None  # nats; None for the prompt's first token, which follows nothing
-    top: dict[str, float] | None  # its alternatives and itself
+    offset: int
+    logprob: float | None
+    top: dict[str, float] | None
 
 
 class Delta(NamedTuple):
-    """What a step adds to a choice."""
+    """The addition of one step to a choice.
+
+    Args:
+        tokens: the new tokens. Empty unless the request has `logprobs`.
+    """
 
     text: str
-    tokens: Sequence[TokenLogprobs]  # empty unless logprobs were asked for
+    tokens: Sequence[TokenLogprobs]
     finish_reason: FinishReason | None
 
     @classmethod
     def joined(cls, deltas: Sequence[Delta]) -> Delta:
-        """All of a choice, of which these are the parts."""
+        """The whole choice, from its parts."""
         text = "".join(delta.text for delta in deltas)
         return cls(text, [shown for delta in deltas for shown in delta.tokens], deltas[-1].finish_reason)
 
 
 class Echo(NamedTuple):
-    """A prompt as its choices repeat it."""
+    """The text of a prompt at the start of its choices.
+
+    Args:
+        offsets: the offsets of its tokens. Empty unless the request has `logprobs`.
+    """
 
     text: str
-    offsets: Sequence[int]  # of its tokens, if they are shown
+    offsets: Sequence[int]
 
 
 class ChoiceBuilder:
-    """One completion as it grows.
+    """Builds one choice from the outputs of its sequence.
 
     Args:
-        prompt: token ids.
-        stops: texts that end it; they and what follows are not part of its text.
-        min_tokens: a stop that ends within so many tokens is not looked at.
-        echo: what the choice's text begins with.
-        logprobs: whether tokens are shown; with `echo` the prompt's too, which the engine must report then.
+        prompt: token IDs.
+        stops: stop texts. The choice ends before the first one.
+        min_tokens: ignore a stop text that is complete within this number of tokens.
+        echo: the text at the start of the choice.
+        logprobs: whether the choice lists its tokens. With `echo` it lists the prompt's tokens too, and the request must have
+            `prompt_logprobs`.
     """
 
     def __init__(
@@ -169,7 +184,7 @@ class ChoiceBuilder:
         self._echoed = zip(prompt, echo.offsets, strict=False) if echo else iter(())
 
     def take(self, output: RequestOutput) -> Delta:
-        """What an output of the engine adds. After a delta with `finish_reason` there is nothing more to take."""
+        """The addition of an output of the engine. Call it no more after a delta with `finish_reason`."""
         text, shown = "", []
         if not self._begun:
             self._begun, text = True, self._echo
@@ -181,7 +196,8 @@ class ChoiceBuilder:
             shown.append(self._show(token, offset))
         for token in output.tokens:
             self.new_tokens += 1
-            if output.finish_reason == "stop" and token is output.tokens[-1]:  # that one is no text
+            # the stop token is not part of the text
+            if output.finish_reason == "stop" and token is output.tokens[-1]:
                 text += self._stream.finish()
                 offset = len(self._stream.text)
             else:
@@ -206,10 +222,10 @@ class ChoiceBuilder:
 
 
 async def follow(job: GenerationJob, choices: Sequence[ChoiceBuilder]) -> AsyncIterator[tuple[int, Delta]]:
-    """(index of the choice, what it gets) as it comes, until each is finished.
+    """(index of the choice, its next delta), until all choices are finished.
 
     Raises:
-        ApiError: the server cannot finish them.
+        ApiError: the server cannot finish the choices.
     """
     async for index, output in job.outputs():
         delta = choices[index].take(output)

@@ -1,7 +1,7 @@
-"""The JSON that clients send and get: OpenAI's completions with vLLM's additions, and the original's /complete.
+"""The JSON of requests and responses: OpenAI's completions with vLLM's extensions, and the original program's /complete.
 
-Fields that are not listed are ignored, as OpenAI and vLLM do; null is the same as absent. Lists and objects are
-checked by hand, not by pydantic, which would note a fault for each of a million wrong elements.
+Unknown fields are ignored, as by OpenAI and vLLM. A null is the same as an absent field. Functions here check lists and
+objects, because pydantic would record an error for each of a million wrong elements.
 """
 
 from typing import Annotated, Any
@@ -11,11 +11,13 @@ from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, create_m
 from mesh_transformer.config.describe import short
 from mesh_transformer.infer.requests import MAX_STOP_TOKENS, OPTIONS
 
-MAX_SEQUENCES = 128  # prompts x n of a request
+# prompts x n of a request
+MAX_SEQUENCES = 128
 MAX_STOPS, MAX_STOP_CHARS = 1000, 1000
 MAX_LOGIT_BIAS, MAX_BIAS = 1024, 100.0
 INT64 = 2**63
-END_OF_TEXT: list[str | list[int]] = [""]  # the prompt that stands for none: the end-of-text token
+# the prompt of a request without one; it becomes the end-of-text token
+END_OF_TEXT: list[str | list[int]] = [""]
 Count = Annotated[int, Field(lt=2**31)]
 _KINDS: dict[type, Any] = {int: Count, float: float}
 
@@ -29,14 +31,14 @@ def _is_tokens(value: Any) -> bool:
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """A text, a list of texts, token ids or a list of lists of them, as a list of prompts."""
+    """A list of prompts, from a text, a list of texts, a list of token IDs or a list of such lists."""
     prompts = [value] if isinstance(value, str) or (value and _is_tokens(value)) else value
     if not isinstance(prompts, list) or not prompts:
-        raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists")
+        raise ValueError("must be a text, a list of texts, a list of token IDs, or a list of such lists")
     if len(prompts) > MAX_SEQUENCES:
-        raise ValueError(f"has {len(prompts)} prompts; at most {MAX_SEQUENCES} are taken")
+        raise ValueError(f"has {len(prompts)} prompts; at most {MAX_SEQUENCES} are allowed")
     if not (all(isinstance(p, str) for p in prompts) or all(p and _is_tokens(p) for p in prompts)):
-        raise ValueError("must hold only texts, or only lists of token ids, none of them empty")
+        raise ValueError("must contain only texts, or only lists of token IDs, none of them empty")
     return prompts
 
 
@@ -51,40 +53,41 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 def _stop_tokens(value: Any) -> tuple[int, ...]:
     if not _is_tokens(value):
-        raise ValueError("must be a list of token ids")
-    if len(value) >= MAX_STOP_TOKENS:  # the end of a text is one of them
-        raise ValueError(f"has {len(value)} token ids; at most {MAX_STOP_TOKENS - 1} are taken")
+        raise ValueError("must be a list of token IDs")
+    # the end-of-text token is one of MAX_STOP_TOKENS
+    if len(value) >= MAX_STOP_TOKENS:
+        raise ValueError(f"has {len(value)} token IDs; at most {MAX_STOP_TOKENS - 1} are allowed")
     return tuple(value)
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict):
-        raise ValueError('must be an object of token id to number, such as {"50256": -100}')
+        raise ValueError('must be an object from token IDs to numbers, such as {"50256": -100}')
     if len(value) > MAX_LOGIT_BIAS:
-        raise ValueError(f"has {len(value)} entries; at most {MAX_LOGIT_BIAS} are taken")
+        raise ValueError(f"has {len(value)} entries; at most {MAX_LOGIT_BIAS} are allowed")
     biases: dict[int, float] = {}
     for token, bias in value.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise ValueError(f"has the key {short(token)}, which is no token id")
+            raise ValueError(f"has the key {short(token)}, which is not a token ID")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
             raise ValueError(
-                f"must hold numbers of {-MAX_BIAS:g} to {MAX_BIAS:g}; token {token} has {short(bias)}"
+                f"must contain numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}; token {token} has {short(bias)}"
             )
         biases[int(token)] = float(bias)
     return tuple(biases.items())
 
 
 def _as_whole(value: Any) -> Any:
-    """8.0 and "8" as the whole number that they are; anything else as it is."""
+    """Convert 8.0 and "8" to 8. Other values do not change."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    # ten digits are more than any count has
+    # no allowed value has more than ten digits
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 10:
         return int(value)
     return value
 
 
-# OpenAI takes a whole number in any of JSON's spellings here, and clients send them
+# OpenAI accepts a whole number in these other forms too, and clients send them
 TokenCount = Annotated[
     Count, BeforeValidator(_as_whole, Count | Annotated[str, Field(pattern="^[0-9]{1,9}$")])
 ]
@@ -123,7 +126,7 @@ class _Body(BaseModel, strict=True, extra="ignore", frozen=True):
 
 
 class StreamOptions(_Body):
-    """What a stream holds besides its text."""
+    """Additional contents of a stream."""
 
     include_usage: bool = False
 
@@ -133,14 +136,14 @@ _Sampled = create_model("_Sampled", __base__=_Body, **_SAMPLING)
 
 
 class CompletionRequest(_Sampled):
-    """POST /v1/completions. Ranges are those of `SamplingParams`, in whose words a value is refused."""
+    """POST /v1/completions. `SamplingParams` checks the ranges of the sampling options."""
 
     prompt: Prompts = END_OF_TEXT
     model: str | None = None
     max_tokens: TokenCount = 16
     min_tokens: Count = 0
     logit_bias: LogitBias = ()
-    # sample i is drawn with (seed + i) mod 2**32
+    # sample i has the seed (seed + i) mod 2**32
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     stop: Stops = ()
     stop_token_ids: StopTokens = ()
@@ -155,18 +158,19 @@ class CompletionRequest(_Sampled):
 
 
 class ClassicRequest(_Body):
-    """POST /complete, as the original: `top_p`, `temp` and `length` may be written as strings."""
+    """POST /complete, as in the original program. `top_p`, `temp` and `length` may be strings."""
 
     context: str
     top_p: Annotated[float, Field(strict=False)]
     temp: Annotated[float, Field(strict=False)]
-    length: TokenCount = 256  # new tokens
+    # number of new tokens
+    length: TokenCount = 256
     top_k: Count = 0
     stop: Stops = ()
 
 
 class ErrorDetail(BaseModel):
-    """Why a request was not served."""
+    """The cause of an error response."""
 
     message: str
     type: str
@@ -175,13 +179,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """The body of every answer that is not 200."""
+    """The body of every response with an error status."""
 
     error: ErrorDetail
 
 
 class Logprobs(BaseModel):
-    """Of a choice's tokens, echoed ones too: natural logarithms under the model's own distribution."""
+    """The log-probabilities of a choice's tokens in nats, including echoed tokens, before all sampling steps."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -199,7 +203,7 @@ class Choice(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens of a request; a prompt counts once for its n samples."""
+    """The token counts of a request. A prompt counts once for its n samples."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -207,7 +211,7 @@ class Usage(BaseModel):
 
 
 class CompletionResponse(BaseModel):
-    """The answer of POST /v1/completions; a stream's events have the same form."""
+    """The response of POST /v1/completions. The events of a stream have the same form."""
 
     id: str
     object: str
@@ -218,6 +222,6 @@ class CompletionResponse(BaseModel):
 
 
 class ClassicResponse(BaseModel):
-    """The answer of POST /complete."""
+    """The response of POST /complete."""
 
     completion: str

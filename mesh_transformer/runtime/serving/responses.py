@@ -1,5 +1,4 @@
-"""How a request is answered: with JSON, with OpenAI's error object, with a stream of events; and when its client has gone or
-its time is over."""
+"""Responses: JSON, OpenAI's error object, server-sent events. Also time limits, and clients that disconnect."""
 
 import asyncio
 import contextlib
@@ -10,14 +9,16 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-_MOST_CHARS = 1000  # of a message: it may repeat what the client sent
-_LAST_WORDS_S = 30.0  # for the end of a stream, which perhaps nobody reads
+# limit for error messages, because they can quote the client's input
+_MAX_MESSAGE_CHARS = 1000
+# time to send the end of a stream; the client may not read it
+_STREAM_END_S = 30.0
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
 
 
 class ApiError(Exception):
-    """A request is answered with `status` and {"error": {"message", "type", "param", "code"}}."""
+    """An error response: `status` and {"error": {"message", "type", "param", "code"}}."""
 
     def __init__(
         self,
@@ -28,61 +29,61 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        message = message if len(message) <= _MOST_CHARS else f"{message[:_MOST_CHARS]}..."
+        message = message if len(message) <= _MAX_MESSAGE_CHARS else f"{message[:_MAX_MESSAGE_CHARS]}..."
         super().__init__(message)
         self.status, self.headers = status, headers
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> Response:
-        """The whole answer."""
+        """The response with this error."""
         return json_response(self.body, self.status, self.headers)
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
-    """400: the request itself must change."""
+    """400: the client must change the request."""
     return ApiError(400, message, param=param)
 
 
 def unavailable(message: str, *, code: str, retry_after_s: int) -> ApiError:
-    """503: the same request may be served later."""
+    """503: the same request may succeed later."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def failed(message: str) -> ApiError:
-    """500: the fault is the server's."""
+    """500: the server failed."""
     return ApiError(500, message)
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON answer in ASCII: text may hold lone surrogates, which UTF-8 cannot write."""
+    """A JSON response in ASCII, because a text may contain lone surrogates, which UTF-8 cannot encode."""
     return Response(to_json(content), status, headers, media_type="application/json")
 
 
 def to_json(content: Any) -> str:
-    """JSON on one line; a number that is not finite is an error."""
+    """JSON on one line. Raises ValueError for a number that is not finite."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
 def to_event(content: Any) -> str:
-    """A server-sent event that holds JSON."""
+    """A server-sent event with JSON data."""
     return f"data: {to_json(content)}\n\n"
 
 
 class ClientGone(ApiError):
-    """Nobody waits for the answer any more, which this is then."""
+    """The client closed its connection before the response."""
 
     def __init__(self) -> None:
-        super().__init__(499, "the client has closed its connection")
+        super().__init__(499, "the client closed its connection")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client closes its connection.
+    """The result of `work`. It is cancelled as soon as the client closes its connection.
 
-    The request's body must have been read.
+    The body of the request must have been read.
 
     Raises:
-        ClientGone: the client was first.
+        ClientGone: the client closed its connection.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
@@ -97,7 +98,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class TimeLimit:
-    """The seconds that a request may take, counted from here."""
+    """The time limit of a request, from the creation of this object."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -107,23 +108,23 @@ class TimeLimit:
         """The result of `work`.
 
         Raises:
-            ApiError: 504, the time is over; `work` is cancelled.
+            ApiError: 504, the time limit passed. `work` is cancelled.
         """
         try:
             async with asyncio.timeout_at(self._end):
                 return await work
         except TimeoutError as error:
-            message = f"the request took more than {self._seconds:g} seconds, this server's limit"
+            message = f"the request took longer than {self._seconds:g} seconds, the limit of this server"
             raise ApiError(504, message, code="timeout") from error
 
 
 class EventStream(Response):
-    """Server-sent events, each sent as it comes. An error after the first is an event of its own; [DONE] is the last.
+    """A response of server-sent events. An error is sent as an event, and [DONE] is the last event.
 
     Args:
-        job: left when the answer is over or the client has gone, which cancels what is still computed.
-        events: whole events, `data: ...` with the empty line behind it.
-        limit: until the last event is sent.
+        job: a context manager. Its exit, at the end of the response or when the client disconnects, cancels the sequences.
+        events: complete events, `data: ...` with the empty line after it.
+        limit: the time limit for sending all events.
     """
 
     media_type = "text/event-stream"
@@ -146,7 +147,7 @@ class EventStream(Response):
             await self._limit.within(self._send_all(send))
         except ApiError as error:
             end = to_event(error.body) + DONE
-        async with asyncio.timeout(_LAST_WORDS_S):
+        async with asyncio.timeout(_STREAM_END_S):
             await _send(send, end)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

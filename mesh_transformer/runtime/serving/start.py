@@ -1,4 +1,4 @@
-"""The server from its arguments to its exit code: the work of device_serve.py."""
+"""The server from its arguments to its exit code: implements device_serve.py."""
 
 import asyncio
 import contextlib
@@ -33,20 +33,25 @@ from mesh_transformer.runtime.serving.model import ServedModel
 from mesh_transformer.runtime.session import engine as serving_engine
 from mesh_transformer.runtime.session.weights import config_for, split_step
 
-OpenEngine = Callable[..., WarmEngine]  # called as `serving_engine.open_engine`
+# has the arguments of `serving_engine.open_engine`
+OpenEngine = Callable[..., WarmEngine]
 MAX_SLOTS, MAX_QUEUE = 1024, 100_000
 _MAX_KEY_FILE_BYTES = 1 << 16
-_LAST_BYTES_S = 5.0  # for answers that are complete to reach their clients, where no time is left to drain
-_LAST_STEP_S = 5.0  # for the engine to end the step it is in
-# longer than clients and proxies keep an idle connection, so that they never use a closed one
+# time for complete responses to reach their clients after the time for draining has passed
+_LAST_BYTES_S = 5.0
+# time for the engine to finish its current step
+_LAST_STEP_S = 5.0
+# longer than clients and proxies keep an idle connection, so that they do not use a closed one
 _KEEP_ALIVE_S = 75
-_SPARE_CONNECTIONS = 256  # besides one for each sequence that runs or waits
-_SPARE_FILES = 64  # of those that the system lets this process open, for other uses than connections
+# connections in addition to one for each sequence that runs or waits
+_SPARE_CONNECTIONS = 256
+# file descriptors of this process that connections must leave free
+_SPARE_FILES = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """The command line's options, checked.
+    """The options of device_serve.py.
 
     Raises:
         UserError: an option is out of its range.
@@ -79,28 +84,31 @@ def run(
     options: ServeOptions,
     open_engine: OpenEngine | None = None,
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C, then finish what runs. A second Ctrl-C cuts that short. In the end SIGTERM is ignored.
+    """Serve until SIGTERM or Ctrl-C, then finish the running requests. A second Ctrl-C cancels them.
+
+    The process ignores SIGTERM after its return.
 
     Args:
-        open_engine: in place of `serving_engine.open_engine`.
+        open_engine: replaces `serving_engine.open_engine`.
 
     Returns:
-        the exit code: 0 after a signal, 1 after the engine failed.
+        The exit code: 0 after a signal, 1 if the engine failed.
 
     Raises:
         UserError: an argument, the config, the tokenizer, the address or the checkpoint cannot be used.
-        RunError: the engine cannot go on.
+        RunError: the engine failed.
     """
     platforms.require_one_process()
     logs.set_up()
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves in mid-stream
+    # asyncio warns about each client that disconnects during a stream
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     config = config_for(config_path, overrides, options.checkpoint)
     keys = read_keys(options.api_key_file) if options.api_key_file is not None else []
     source = options.checkpoint or config.checkpoint.root
     tokenizer = load_tokenizer(config.data.tokenizer, split_step(source)[0])
     listener = bind(options.host, options.port)
     if not keys and not is_loopback(listener):
-        warning = "%s is open to others and there is no --api-key-file: whoever reaches it is served"
+        warning = "other machines can reach %s, and there is no --api-key-file: anyone can use this server"
         log.warning(warning, options.host)
     opener = functools.partial(open_engine or _open_own_engine, config, source, slots=options.slots)
     loop = EngineLoop(opener, slots=options.slots, max_queue=options.max_queue)
@@ -114,7 +122,8 @@ def run(
     code = 1 if loop.failure else 0
     if loop.failure:
         log.error("the engine failed", exc_info=loop.failure)
-    if not ended:  # a compilation cannot be interrupted, and Python would wait for it, or crash under it
+    # a compilation cannot be interrupted, and a normal exit would wait for it or crash
+    if not ended:
         sys.stderr.flush()
         os._exit(code)
     return code
@@ -140,10 +149,10 @@ class Service:
         )
 
     async def run(self, stopping: asyncio.Event, stop_now: asyncio.Event) -> bool:
-        """Serve until `stopping` is set or the engine ends, then drain; `stop_now` cuts that short.
+        """Serve until `stopping` is set or the engine ends, then drain until `stop_now` is set.
 
         Returns:
-            whether the engine's thread has ended.
+            Whether the engine's thread has ended.
         """
         self._loop.start()
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
@@ -153,24 +162,25 @@ class Service:
         deadline = time.monotonic()
         if not self._loop.ended.is_set():
             deadline += self._drain_s
-            log.info("stopping: what runs is finished, within %g seconds", self._drain_s)
+            log.info("stopping: running requests have %g seconds to finish", self._drain_s)
             await _first(self._loop.drain(self._drain_s), stop_now.wait())
             if left := self._loop.cut_off():
-                log.warning("%d sequences were not finished and are cut off", left)
+                log.warning("cancelled %d unfinished sequences", left)
         stopped = asyncio.ensure_future(self._loop.stop(_LAST_STEP_S if self._loop.context else 0))
-        self._server.should_exit = True  # it closes idle connections and waits for the others
+        # uvicorn closes idle connections and waits for the others
+        self._server.should_exit = True
         if not stop_now.is_set():
             await _first(serving, asyncio.sleep(deadline - time.monotonic()), stop_now.wait())
         await _first(serving, asyncio.sleep(_LAST_BYTES_S))
         if left := self._server.cut_off():
-            log.warning("%d connections are cut off: their clients did not take all of their answers", left)
+            log.warning("closed %d connections whose clients had not read their whole responses", left)
         await serving
         return await stopped
 
 
 class _Server(uvicorn.Server):
     def cut_off(self) -> int:
-        """Close all connections at once; how many they were."""
+        """Close all connections. Returns their number."""
         connections = list(self.server_state.connections)
         for connection in connections:
             connection.transport.abort()
@@ -178,17 +188,18 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are not uvicorn's here: the port stays open while what runs is finished, and the exit code is 0."""
+        """Disable uvicorn's signal handlers: while the server drains, the port stays open, and the exit code is 0."""
         yield
 
 
 async def _until_signal(service: Service) -> bool:
-    """Serve until the process is told to stop."""
+    """Serve until a signal to stop."""
     stopping, stop_now = asyncio.Event(), asyncio.Event()
     home = asyncio.get_running_loop()
 
     def note(number: int) -> None:
-        if stopping.is_set() and number == signal.SIGINT:  # schedulers repeat SIGTERM: that is no stop_now
+        # a second SIGTERM does not count: cluster managers repeat it
+        if stopping.is_set() and number == signal.SIGINT:
             stop_now.set()
         stopping.set()
 
@@ -198,11 +209,12 @@ async def _until_signal(service: Service) -> bool:
         return await service.run(stopping, stop_now)
     finally:
         home.remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late one must not change the exit code
+        # a late SIGTERM must not change the exit code
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 async def _first(*awaitables: Awaitable[object]) -> None:
-    """Wait until one of them is done; the others, but for tasks that were there before, are cancelled."""
+    """Wait until one of the awaitables is done. Cancel the others, except those that were tasks before."""
     tasks = [asyncio.ensure_future(each) for each in awaitables]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task, given in zip(tasks, awaitables, strict=True):
@@ -211,10 +223,10 @@ async def _first(*awaitables: Awaitable[object]) -> None:
 
 
 def read_keys(path: str) -> list[bytes]:
-    """The API keys of a file, one a line.
+    """The API keys in a file, one per line.
 
     Raises:
-        UserError: the file cannot be read, holds no key, or one that no header can carry.
+        UserError: the file cannot be read, has no key, or has a key with characters that a header cannot contain.
     """
     try:
         with open(path, "rb") as file:
@@ -223,27 +235,31 @@ def read_keys(path: str) -> list[bytes]:
     except OSError as error:
         raise UserError(f"--api-key-file {path} cannot be read: {error.strerror}") from error
     if len(content) > _MAX_KEY_FILE_BYTES:
-        raise UserError(f"--api-key-file {path} is over {_MAX_KEY_FILE_BYTES} bytes: write one key a line")
+        raise UserError(
+            f"--api-key-file {path} is larger than {_MAX_KEY_FILE_BYTES} bytes: write one key per line"
+        )
     keys = [line.strip() for line in content.splitlines() if line.strip()]
     if not keys:
-        raise UserError(f"--api-key-file {path} is empty: write one key a line into it")
+        raise UserError(f"--api-key-file {path} is empty: write one key per line")
     for number, key in enumerate(keys, 1):
         if any(not 33 <= byte <= 126 for byte in key):
-            reason = "holds a space or a character that is not ASCII; no client can send it"
+            reason = (
+                "contains a space or a character outside ASCII, so no client can send it: use another key"
+            )
             raise UserError(f"--api-key-file {path}: key {number} {reason}")
     if mode & stat.S_IROTH:
-        log.warning("--api-key-file %s can be read by every user of this machine: chmod 600 mends that", path)
+        log.warning("all users of this machine can read --api-key-file %s: run chmod 600 on it", path)
     return keys
 
 
 def connection_limit(sequences: int) -> int:
-    """How many connections are taken, for so many sequences that run or wait."""
+    """The largest number of open connections, if `sequences` can run or wait."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(sequences + _SPARE_CONNECTIONS, files - _SPARE_FILES))
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free one.
+    """A listening socket. Port 0 chooses a free port.
 
     Raises:
         UserError: the address cannot be used.
@@ -251,19 +267,23 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
-    except (OSError, UnicodeError) as error:  # that of a name which no DNS can hold
+    # a host name that DNS cannot contain raises UnicodeError
+    except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"cannot listen on {host} port {port} ({reason}): choose another with --host and --port"
         raise UserError(message) from error
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine reaches a socket."""
+    """Whether only this machine can reach a socket."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def _open_own_engine(config: Config, checkpoint: str, *, slots: int) -> WarmEngine:
     platforms.CompileCache()
-    if jax.process_count() > 1:  # a slice of several hosts, which join of themselves
-        raise UserError(f"the devices belong to {jax.process_count()} processes: serve on those of one host")
+    # the hosts of a TPU slice join by themselves
+    if jax.process_count() > 1:
+        raise UserError(
+            f"the devices belong to {jax.process_count()} processes, but a server needs one: use a slice with one host"
+        )
     return serving_engine.open_engine(config, checkpoint, slots=slots)

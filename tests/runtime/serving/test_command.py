@@ -69,7 +69,7 @@ def test_what_outlasts_the_drain_is_cut_off_and_the_exit_code_is_0(tmp_path):
             rest = [line for line in lines if line]
         assert '"code":"draining"' in rest[-2]
         _, errors = finish(child, 0)
-        assert "1 sequences were not finished" in errors
+        assert "cancelled 1 unfinished sequences" in errors
 
 
 def test_sigterm_waits_for_long_prompts_and_the_queue(tmp_path):
@@ -100,7 +100,7 @@ def test_a_client_that_does_not_read_holds_up_the_end_no_longer_than_the_drain(t
             child.send_signal(signal.SIGTERM)
             _, errors = finish(child, 0)
             assert time.monotonic() - began < 9
-        assert "1 connections are cut off" in errors
+        assert "closed 1 connections" in errors
         assert "Traceback" not in errors
 
 
@@ -212,9 +212,9 @@ def test_a_bad_argument_is_one_line_and_exit_code_2(tmp_path):
         ({"drain_s": -1.0}, "--drain-seconds -1.0"),
         ({"api_key_file": "absent"}, "--api-key-file absent cannot be read"),
         ({"api_key_file": "."}, "--api-key-file . cannot be read"),
-        ({"api_key_file": "empty"}, "empty is empty: write one key a line"),
-        ({"api_key_file": "spaced"}, "key 2 holds a space"),
-        ({"api_key_file": "large"}, "over 65536 bytes"),
+        ({"api_key_file": "empty"}, "empty is empty: write one key per line"),
+        ({"api_key_file": "spaced"}, "key 2 contains a space"),
+        ({"api_key_file": "large"}, "larger than 65536 bytes"),
         ({"overrides": ["data.tokenizer=./absent"]}, "no such tokenizer folder"),
         ({"overrides": ["model.layer=3"]}, "model.layer"),
         ({"host": "256.0.0.1"}, "cannot listen on 256.0.0.1"),
@@ -244,16 +244,16 @@ def unopened(config: Config, checkpoint: str, *, slots: int) -> Any:
 @pytest.mark.parametrize(
     ("mode", "host", "keys", "warning"),
     [
-        (0o644, "127.0.0.1", True, "can be read by every user"),
+        (0o644, "127.0.0.1", True, "all users of this machine can read"),
         (0o600, "127.0.0.1", True, None),
         (0o600, "127.0.0.1", False, None),
         (0o600, "localhost", False, None),
         (0o600, "0.0.0.0", True, None),
-        (0o600, "0.0.0.0", False, "whoever reaches it is served"),
+        (0o600, "0.0.0.0", False, "anyone can use this server"),
         (0o600, "LOCALHOST", False, None),
         (0o600, "127.0.0.2", False, None),
         (0o600, "::1", False, None),
-        (0o600, "::", False, "whoever reaches it is served"),
+        (0o600, "::", False, "anyone can use this server"),
     ],
 )
 def test_who_may_reach_the_server_is_warned_of(tmp_path, monkeypatch, capfd, mode, host, keys, warning):
@@ -269,7 +269,7 @@ def test_who_may_reach_the_server_is_warned_of(tmp_path, monkeypatch, capfd, mod
     with pytest.raises(UserError, match="nothing to serve in run with 8 slots"):
         serving.run("config.json", [], options, refuse)
     said = capfd.readouterr().err
-    for words in ("can be read by every user", "whoever reaches it is served"):
+    for words in ("all users of this machine can read", "anyone can use this server"):
         assert (words in said) == (words == warning)
 
 

@@ -206,7 +206,7 @@ def test_a_stream_is_told_that_the_engine_failed(caplog):
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         error = json.loads(rest[-2].removeprefix("data: "))["error"]
-        assert (error["type"], error["message"]) == ("server_error", "the model failed; the server stops")
+        assert (error["type"], error["message"]) == ("server_error", "the model failed and the server stops")
 
 
 def test_the_engines_thread_ends_with_the_server():

@@ -51,7 +51,7 @@ def test_models(client):
 
 
 def test_errors_are_the_clients_own_kinds(client, server):
-    with pytest.raises(openai.BadRequestError, match="over the context of 64") as caught:
+    with pytest.raises(openai.BadRequestError, match="more than the context of 64") as caught:
         client.completions.create(model=NAME, prompt="hello", max_tokens=60)
     assert caught.value.param == "prompt"
     with pytest.raises(openai.NotFoundError) as missing:

@@ -28,21 +28,25 @@ def locked():
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"prompt": []}, "prompt", "list of token ids"),
+        ({"prompt": []}, "prompt", "list of token IDs"),
         ({"prompt": [[]]}, "prompt", "none of them empty"),
         ({"prompt": ["a", [1]]}, "prompt", "only texts, or only"),
         ({"prompt": [1, "a"]}, "prompt", "only texts, or only"),
         ({"prompt": [True]}, "prompt", "only texts, or only"),
         ({"prompt": [1.5]}, "prompt", "only texts, or only"),
-        ({"prompt": {"a": 1}}, "prompt", "list of token ids"),
-        ({"prompt": [257]}, "prompt", "no token 257; ids are 0 to 256"),
+        ({"prompt": {"a": 1}}, "prompt", "list of token IDs"),
+        ({"prompt": [257]}, "prompt", "no token 257; token IDs are 0 to 256"),
         ({"prompt": [3, -1]}, "prompt", "no token -1"),
         ({"prompt": ["a"] * 129}, "prompt", "129 prompts"),
         ({"prompt": ["a"] * 65, "n": 2}, "n", "65 prompts x n 2"),
         ({"prompt": ["a"] * 21}, None, "at most 20"),
         ({"model": "gpt-5"}, "model", "'tiny'"),
-        ({"max_tokens": 64}, "prompt", "1 tokens and max_tokens is 64: together 65, over the context of 64"),
-        ({"prompt": "a" * 60, "max_tokens": 5}, "prompt", "60 tokens and max_tokens is 5: together 65"),
+        (
+            {"max_tokens": 64},
+            "prompt",
+            "1 tokens and max_tokens is 64: the sum is 65, more than the context of 64",
+        ),
+        ({"prompt": "a" * 60, "max_tokens": 5}, "prompt", "60 tokens and max_tokens is 5: the sum is 65"),
         ({"max_tokens": -1}, "max_tokens", "0 or more"),
         ({"max_tokens": 2.5}, "max_tokens", "integer; got 2.5"),
         ({"max_tokens": "3.5"}, "max_tokens", "integer; got '3.5'"),
@@ -64,7 +68,7 @@ def locked():
         ({"presence_penalty": 3}, "presence_penalty", "-2 to 2"),
         ({"frequency_penalty": -3}, "frequency_penalty", "-2 to 2"),
         ({"no_repeat_ngram_size": 65}, "no_repeat_ngram_size", "0 (off) to 64"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "no token id"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "not a token ID"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "-100 to 100"),
         ({"logit_bias": {"1": "2"}}, "logit_bias", "-100 to 100"),
         ({"logit_bias": {"257": 1}}, "logit_bias", "no token 257"),
@@ -76,7 +80,7 @@ def locked():
         ({"stop": ["a"] * 1001}, "stop", "at most 1000"),
         ({"stop": [1]}, "stop", "text or a list"),
         ({"stop_token_ids": list(range(16))}, "stop_token_ids", "at most 15"),
-        ({"stop_token_ids": 3}, "stop_token_ids", "list of token ids"),
+        ({"stop_token_ids": 3}, "stop_token_ids", "list of token IDs"),
         ({"stop_token_ids": [257]}, "stop_token_ids", "no token 257"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 129}, "n", "less than or equal to 128"),
@@ -199,7 +203,7 @@ def test_a_compressed_body_is_refused_in_words(server):
     response = server.client.post(
         "/v1/completions", content=body, headers={**JSON, "Content-Encoding": "gzip"}
     )
-    assert "not compressed" in refusal(response, 415)["message"]
+    assert "uncompressed" in refusal(response, 415)["message"]
 
 
 def test_a_message_repeats_no_more_than_a_little_of_what_was_sent(server):
