@@ -103,7 +103,7 @@ def test_a_folder_that_each_host_has_for_itself(drivers: PodDrivers) -> None:
     folder = drivers.write("own", STEPS, EVERY)
     with drivers.start(folder, "--set", "checkpoint.model_dir=/tmp/run") as run:
         shown = run.finish(2, timeout_s=END_S)
-    assert "error: worker 0: checkpoint.model_dir /tmp/run is not one folder for all hosts" in shown
+    assert "error: worker 0: checkpoint.model_dir /tmp/run is not shared by all hosts" in shown
     assert "processes [1, 2, 3] do not see" in shown
     assert "Traceback" not in shown
     left = [set(drivers.hosts.inside(i, "ls", "-A", "/tmp/run").stdout.split()) for i in range(4)]

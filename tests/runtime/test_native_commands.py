@@ -58,7 +58,7 @@ def test_a_run_of_2021_that_was_converted_goes_on(tmp_path: Path, original: Path
     expected = classic_run(tmp_path, original)
     start = ["--tune-model-path", "old"]  # of no use any more
     _, errors = run("device_train.py", "--config", "config.json", *start, cwd=tmp_path, devices=8)
-    assert "going on with this run; --tune-model-path was read when it began" in errors
+    assert "resuming this run: --tune-model-path was used at its start" in errors
     (record,) = metrics(tmp_path / "run")
     assert record["step"] == 6
     assert record["train/loss"] == pytest.approx(expected["loss"][0], abs=1e-5)
@@ -74,7 +74,7 @@ def test_a_classic_run_tells_that_tune_model_path_is_not_read(tmp_path: Path, or
     (tmp_path / "old").rename(tmp_path / "run")
     arguments = ["--config", "config.json", "--set", "total_steps=5", "--tune-model-path", "nowhere"]
     _, errors = run("device_train.py", *arguments, cwd=tmp_path, devices=8)
-    assert "going on with this run; --tune-model-path was read when it began" in errors
+    assert "resuming this run: --tune-model-path was used at its start" in errors
     assert "the run is complete: step 5 of 5" in errors
 
 

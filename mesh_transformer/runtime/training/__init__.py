@@ -1,1 +1,1 @@
-"""A training run in one process."""
+"""A training run: its start, loop, metrics, folder and end."""

@@ -1,4 +1,4 @@
-"""The data of a session: this process's rows of each batch."""
+"""The data of a training run: this process's rows of each batch."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ from mesh_transformer.runtime.session.session import Session
 
 
 def open_train_feed(session: Session) -> Loader:
-    """Training batches without end, each (A, rows, T + 1) int32, with a position that goes into checkpoints.
+    """An infinite loader of training batches, (A, rows, T + 1) int32 each. Checkpoints store its position.
 
     Raises:
         UserError: no training set is configured, or it cannot be read.
@@ -21,14 +21,16 @@ def open_train_feed(session: Session) -> Loader:
 
 
 def read_train_set(config: Config, microbatch: int, rows: Sequence[int]) -> Loader:
-    """As `open_train_feed`, for these `rows` of each microbatch: the driver of a pod reads them for its workers.
+    """A loader as in `open_train_feed`, for these `rows` of each microbatch. The driver of a pod reads them for its workers.
 
     Raises:
         UserError: no training set is configured, or it cannot be read.
     """
     data = config.data
     if data.train_set is None:
-        raise UserError("data.train_set is not set: name an index file, a .tfrecords file or a .txt file")
+        raise UserError(
+            "data.train_set is not set: set it to an index file, a .tfrecords file or a .txt file"
+        )
     return make_train_loader(
         data.train_set,
         seq=config.seq,
@@ -45,10 +47,10 @@ def read_train_set(config: Config, microbatch: int, rows: Sequence[int]) -> Load
 
 
 def open_val_feed(session: Session, source: str) -> Iterable[np.ndarray]:
-    """One pass over a validation set, each time from its beginning: batches (rows, T + 1) int32.
+    """Batches of a validation set, (rows, T + 1) int32 each. Each iteration starts at its beginning.
 
     Raises:
-        UserError: it cannot be read, or does not fill one batch.
+        UserError: the set cannot be read, or it is smaller than one batch.
     """
     batch = session.val_batch
     feed = make_val_loader(
@@ -62,7 +64,7 @@ def open_val_feed(session: Session, source: str) -> Iterable[np.ndarray]:
     )
     if next(iter(feed), None) is None:
         raise UserError(
-            f"the validation set {source} does not fill one batch of {batch} sequences: "
-            f"lower data.val_batch_multiplier or the batch, or give it more data"
+            f"the validation set {source} is smaller than one batch of {batch} sequences: "
+            f"lower data.val_batch_multiplier or the batch, or add data"
         )
     return feed

@@ -1,4 +1,4 @@
-"""The metrics of a run: read one step late, written to every sink, shown on the bar and as a plot."""
+"""The metrics of a run: read from the device one step late, and written to sinks, a progress bar and a plot."""
 
 import contextlib
 import dataclasses
@@ -18,19 +18,26 @@ _VAL_LOSS = "val/loss_"
 
 @dataclasses.dataclass
 class _Pending:
+    """The metrics of a step that are not written yet.
+
+    Args:
+        metrics: the metrics on the device.
+        scalars: the metrics on the host. Empty until `MetricsReporter.settle`.
+    """
+
     step: int
-    metrics: Any  # on the device
-    scalars: dict[str, float] = dataclasses.field(default_factory=dict)  # empty until settled
+    metrics: Any
+    scalars: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class MetricsReporter:
-    """Takes the device's metrics of each step and writes those of the step before.
+    """Accepts the metrics of each step on the device, and writes the metrics of the step before.
 
-    So the device never waits for the host, but for `settle`, which a validation or a save calls first.
+    So the device does not wait for the host, except in `settle`, which precedes each validation and save.
 
     Args:
-        steps_redone: of all restarts, which goes with each step's metrics.
-        stop: whether a step that is not finite ends the run.
+        steps_redone: the steps that all restarts together repeated. It is written with the metrics of each step.
+        stop: whether a step with a value that is not finite ends the run.
     """
 
     def __init__(
@@ -40,15 +47,16 @@ class MetricsReporter:
         self._tokens_per_step, self._steps_redone, self._stop = tokens_per_step, steps_redone, stop
         self._pending: _Pending | None = None
         self._ready = time.monotonic()
-        self.val_loss: dict[str, float] = {}  # the newest of each validation set
+        # the newest loss on each validation set
+        self.val_loss: dict[str, float] = {}
 
     def push(self, step: int, metrics: Any) -> None:
-        """The metrics of `step`, whose computation has been dispatched."""
+        """Add the metrics of `step`. Its computation may still run."""
         self._write()
         self._pending = _Pending(step, metrics)
 
     def add(self, scalars: Scalars) -> None:
-        """More numbers about the newest step, which is settled, such as its validation."""
+        """Add scalars, such as those of a validation, to the newest step after `settle`."""
         if self._pending is None:
             raise AssertionError("add() before push()")
         self._pending.scalars.update(scalars)
@@ -56,10 +64,10 @@ class MetricsReporter:
         self.val_loss |= {name.removeprefix(_VAL_LOSS): value for name, value in losses.items()}
 
     def settle(self) -> None:
-        """Wait for the newest step and check that it is finite.
+        """Wait for the newest step and check that its metrics are finite.
 
         Raises:
-            RunError: it is not, and the run is to stop for that.
+            RunError: they are not, and `stop` is set.
         """
         if self._pending is None or self._pending.scalars:
             return
@@ -78,7 +86,7 @@ class MetricsReporter:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Time that does not count as training, such as a validation."""
+        """Exclude a time, such as that of a validation, from the tokens per second."""
         began = time.monotonic()
         yield
         self._ready += time.monotonic() - began
@@ -87,7 +95,7 @@ class MetricsReporter:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Write what is pending unless the run failed, and close the sinks."""
+        """Write the pending metrics, unless the run failed, and close the sinks."""
         if kind is None:
             self._write()
         self._progress.close()
@@ -104,12 +112,12 @@ class MetricsReporter:
         values = ", ".join(f"{name} {pending.scalars[f'train/{name}']}" for name in names)
         what = f"step {pending.step}: {values}"
         if not self._stop:
-            log.warning("%s: not finite, update skipped", what)
+            log.warning("%s: not finite, so the update is skipped", what)
             return
         self._emit(pending)
         raise RunError(
-            f"{what}: not finite; the last checkpoint is untouched. Lower optimizer.lr, or skip such steps "
-            f"with --set optimizer.nonfinite=skip, and start again to go on from that checkpoint"
+            f"{what}: not finite. The newest checkpoint is from before this step. Lower optimizer.lr, or skip such steps "
+            f"with --set optimizer.nonfinite=skip, and run the command again to resume from that checkpoint"
         )
 
     def _emit(self, pending: _Pending) -> None:
@@ -120,7 +128,7 @@ class MetricsReporter:
 
 
 def plot_losses(folder: str) -> None:
-    """Draw the training and validation losses of `folder`/metrics.jsonl as `folder`/loss.png."""
+    """Plot the training and validation losses in `folder`/metrics.jsonl to `folder`/loss.png."""
     from matplotlib.figure import Figure
 
     records = {record["step"]: record for record in read_json_lines(os.path.join(folder, "metrics.jsonl"))}

@@ -1,5 +1,7 @@
-"""The folder in which a run's first process writes metrics and plots. Of a run in a bucket it is a working copy. It belongs
-to one process at a time."""
+"""The local folder in which process 0 of a run writes metrics and plots. Only one process may use it at a time.
+
+For a run in a bucket, the folder is a working copy of the files in the bucket.
+"""
 
 import contextlib
 import fcntl
@@ -20,18 +22,19 @@ from mesh_transformer.logs import log
 METRICS, CURVE, RUN_ID = "metrics.jsonl", "loss.png", "run_id"
 _TENSORBOARD = "tensorboard"
 LOCK = "run.lock"
-WAIT_S = 3.0  # for a process of this machine that was just killed
-# for one of another machine: a file server frees the locks of a machine that is gone in some 90 s
+# time for the kernel to free the lock of a process of this machine that was killed
+WAIT_S = 3.0
+# the same for a process of another machine: file servers free the locks of a dead machine after about 90 s
 REMOTE_WAIT_S = 120.0
 
 
 class RunLock:
-    """Holds the lock of `folder`, which is there, from `with` to its end. The kernel frees it when this process ends.
+    """A context manager that locks an existing folder. The kernel frees the lock when this process ends.
 
-    On a file system without locks nothing is held.
+    On a file system without locks, it only logs a warning.
 
     Raises:
-        UserError: on entry, if another process holds it; the message says which one.
+        UserError: on entry, if another process holds the lock. The message names the process.
     """
 
     def __init__(self, folder: str):
@@ -50,7 +53,8 @@ class RunLock:
             "host": socket.gethostname(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        # the lock does not need this record, so a full disk is no error
+        with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps(record).encode(), 0)
         return self
@@ -59,7 +63,7 @@ class RunLock:
         os.close(self._file)
 
     def still_in_place(self) -> bool:
-        """Whether the folder is still the one that was locked: neither deleted nor moved away."""
+        """Whether the locked folder is still at its path: it was neither deleted nor moved."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._file))
         except FileNotFoundError:
@@ -73,8 +77,8 @@ class RunLock:
             if time.monotonic() - began > (REMOTE_WAIT_S if remote else WAIT_S):
                 raise UserError(
                     f"checkpoint.model_dir {self._folder} is in use: process {holder.get('pid', '?')} on host "
-                    f"{holder.get('host', '?')} has trained in it since {holder.get('since', '?')}. Wait for its end or stop "
-                    f"it, or take another folder: --set checkpoint.model_dir=DIR"
+                    f"{holder.get('host', '?')} has used it since {holder.get('since', '?')}. Wait for this process or stop "
+                    f"it, or use another folder: --set checkpoint.model_dir=DIR"
                 )
             with liveness.service_call():
                 time.sleep(0.1)
@@ -86,12 +90,12 @@ class RunLock:
             return False
         except OSError as error:
             log.warning(
-                "%s cannot be locked (%s): see to it that one run alone writes there", self._folder, error
+                "%s cannot be locked (%s): make sure that only one run writes to it", self._folder, error
             )
         return True
 
     def _holder(self) -> dict[str, Any]:
-        """What the holder has recorded about itself; empty while it is about to."""
+        """The record that the holder of the lock wrote about itself. Empty if it has not written it yet."""
         try:
             record = json.loads(os.pread(self._file, 500, 0))
         except (ValueError, RecursionError):
@@ -111,15 +115,15 @@ def check_writable(folder: str) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"checkpoint.model_dir {folder} cannot be written ({error}): choose another folder"
+            f"checkpoint.model_dir {folder} is not writable ({error}): use another folder"
         ) from error
 
 
 def check_shared(root: str) -> None:
-    """See that a local `root` is one folder for all processes; a bucket is. All processes call it alike.
+    """Check that all processes see the same local folder `root`. All processes must call this function.
 
     Raises:
-        UserError: some do not see what process 0 writes there.
+        UserError: some processes do not see a file that process 0 writes there.
     """
     import jax
     import numpy as np
@@ -138,23 +142,23 @@ def check_shared(root: str) -> None:
     if not np.all(seen):
         blind = np.flatnonzero(~np.asarray(seen)).tolist()
         raise UserError(
-            f"checkpoint.model_dir {root} is not one folder for all hosts: what process 0 writes there, processes "
-            f"{blind} do not see (this is {socket.gethostname()}). Keep the run in a bucket "
-            f"(--set checkpoint.bucket=NAME), or in a folder that all hosts mount"
+            f"checkpoint.model_dir {root} is not shared by all hosts: processes {blind} do not see a file that process 0 "
+            f"writes there (this is {socket.gethostname()}). Use a bucket (--set checkpoint.bucket=NAME), or a folder that "
+            f"all hosts mount"
         )
 
 
 def claim_run_folder(root: str, folder: str) -> str:
-    """Make `folder` ready for the run at `root`, the same folder or one in a bucket.
+    """Prepare `folder` for the run at `root`, which is the same folder or one in a bucket.
 
-    What the bucket holds counts. A working copy of another run, such as one that was deleted in the bucket, is removed; one
-    that is not the beginning of the bucket's metrics with more behind it has them replaced.
+    The bucket is authoritative. A working copy of another run, such as one that was deleted in the bucket, is removed. Local
+    metrics that do not start with the bucket's metrics are replaced by these.
 
     Returns:
-        A name for the run that survives restarts, for W&B.
+        An ID of the run that restarts keep, for W&B.
 
     Raises:
-        UserError: the bucket cannot be written.
+        UserError: the bucket is not writable.
     """
     path = os.path.join(folder, RUN_ID)
     own = _id_in(path)
@@ -169,7 +173,7 @@ def claim_run_folder(root: str, folder: str) -> str:
 
 
 def publish(root: str, folder: str) -> None:
-    """Copy metrics and plot to the bucket, if that is where the run is."""
+    """Copy the metrics and the plot to the bucket, if the run is in a bucket."""
     if not files.is_remote(root):
         return
     for name in (METRICS, CURVE):
@@ -187,8 +191,8 @@ def _id_in_bucket(root: str) -> str:
         return _id_in(path)
     except ClientError as error:
         raise UserError(
-            f"checkpoint.bucket: {root} cannot be written ({error.message}): name another bucket, or give this "
-            f"machine's account the right to read and write it"
+            f"checkpoint.bucket: {root} is not writable ({error.message}): use another bucket, or give the account of this "
+            f"machine the permission to read and write it"
         ) from error
 
 
@@ -208,7 +212,7 @@ def _remove(folder: str) -> None:
 
 
 def _restore_metrics_from_bucket(remote: str, local: str) -> None:
-    """Steps behind the newest copy in the bucket are in the local file alone: it stays if it begins like that."""
+    """Replace the local metrics by those in the bucket, unless the local ones continue them."""
     if not files.exists(remote):
         return
     with files.open_binary(remote) as source:

@@ -1,5 +1,4 @@
-"""Where a run begins: its own newest checkpoint (ours, or of the original program), another one's parameters, or fresh
-ones."""
+"""The state at the start of a run: its newest checkpoint, parameters of another checkpoint, or new parameters."""
 
 import dataclasses
 import json
@@ -25,68 +24,73 @@ from mesh_transformer.train.step import OptState, TrainProgram, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The --tune-model-path and --fresh-opt of a fine-tuning run."""
+    """The options --tune-model-path and --fresh-opt of a fine-tuning run."""
 
     tune_model_path: str | None = None
     fresh_opt: bool = False
 
 
 class Counters(NamedTuple):
-    """Counts that outlive a restart."""
+    """Counters that continue after a restart."""
 
     tokens: int = 0
     steps_redone: int = 0
 
 
 class LoggedProgress(NamedTuple):
-    """The end of the metrics file: its last step, and the steps that had been done again by then."""
+    """The last record of the metrics file: its step, and its count of repeated steps."""
 
     step: int = 0
     steps_redone: int = 0
 
 
 class StartPoint(NamedTuple):
-    """The state to go on from."""
+    """The state at the start of training.
+
+    Args:
+        loader_state: the position in the training data. None: its beginning.
+    """
 
     state: TrainState
     step: int
     counters: Counters
-    loader_state: dict[str, Any] | None  # None: read from the beginning
+    loader_state: dict[str, Any] | None
 
 
 def resume_or_start(
     session: Session, program: TrainProgram, store: CheckpointStore, source: Source, logged: LoggedProgress
 ) -> StartPoint:
-    """Resume from `store` if it holds a checkpoint, or from the classic run in its folder; else fine-tune from `source`,
-    or start afresh.
+    """Resume the run, or start it.
 
-    Steps that the metrics file knows and the checkpoint does not are done again, and counted.
+    It resumes from the newest checkpoint in `store`, or from a run of the original program in the same folder. Without one, it
+    starts from the parameters of `source`, or from new ones. Steps in the metrics file after the checkpoint are counted as
+    repeated steps.
 
     Raises:
-        UserError: a checkpoint does not fit the config, or none can be read.
+        UserError: a checkpoint does not fit the config, or no checkpoint can be read.
     """
     checkpoint = store.restore(program.abstract_state)
     if checkpoint is None and (run := classic_run(session.config.checkpoint.root)) is not None:
         checkpoint = _classic_checkpoint(session, program, run)
     if checkpoint is not None:
         if source.tune_model_path:
-            log.info("going on with this run; --tune-model-path was read when it began")
+            log.info("resuming this run: --tune-model-path was used at its start")
         return _resume(session, checkpoint, logged)
     if source.tune_model_path:
         state = _tuned(session, program, source.tune_model_path, source.fresh_opt)
     else:
         state = program.init(jax.random.key(session.config.model.seed))
-    # steps in the metrics file without a checkpoint: the run was killed before its first one
+    # steps in the metrics file without a checkpoint: the run ended before its first checkpoint
     return StartPoint(state, 0, Counters(steps_redone=logged.steps_redone + logged.step), None)
 
 
 def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) -> StartPoint:
-    """Go on after a checkpoint of this program, or one that was converted from a run of the original."""
+    """Resume from a checkpoint of this program, or from one that was converted from a run of the original program."""
     step, extra = checkpoint.step, checkpoint.extra
     redone = max(0, logged.step - step)
     counters = _counters(extra.get("counters", {"tokens": step * session.tokens_per_step}))
     counters = counters._replace(steps_redone=max(counters.steps_redone, logged.steps_redone) + redone)
-    log.info("resuming after step %d; %d steps that were done after it are done again", step, redone)
+    log.info("resuming after step %d; repeating %d steps", step, redone)
     if jax.process_index() == 0 and (changes := _changes(extra.get("config"), session.config)):
         log.info("resuming with changed options: %s", ", ".join(changes))
     if session.config.data.restart:
@@ -97,7 +101,7 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) ->
 
 
 def _changes(noted: Any, config: Config) -> list[str]:
-    """Each option of the model, its computation, the optimizer and the data that is not as the checkpoint notes it: `optimizer.lr 0.01 -> 0.02`."""
+    """The options that differ from the config in the checkpoint, such as `optimizer.lr 0.01 -> 0.02`."""
     before, now = moved(noted if isinstance(noted, dict) else {}), config.model_dump(mode="json")
     return [
         f"{group}.{name} {json.dumps(old[name])} -> {json.dumps(value)}"
@@ -116,13 +120,13 @@ def _counters(noted: Any) -> Counters:
     except TypeError:
         pass
     raise UserError(
-        f"the checkpoint notes the counters {str(noted)[:200]}: expected {', '.join(Counters._fields)}, whole numbers. "
-        f"Start from it with --tune-model-path and another checkpoint.model_dir"
+        f"the checkpoint has the counters {str(noted)[:200]}: expected whole numbers for {', '.join(Counters._fields)}. "
+        f"To use its parameters, start a run with --tune-model-path and another checkpoint.model_dir"
     )
 
 
 def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) -> TrainState:
-    """Parameters (and moments, if there are any, unless dropped) of a checkpoint, at step 0 with its schedule at 0."""
+    """The state at step 0 with the parameters of a checkpoint, and its optimizer state unless `fresh_opt` is set."""
     source = open_checkpoint(session, path)
     abstract = program.abstract_state
     log.info("starting from step %d of %s", source.counts.step, path)
@@ -138,10 +142,10 @@ def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) 
 
 
 def read_state(program: TrainProgram, source: TensorSource) -> tuple[Params, OptState]:
-    """The parameters and the optimizer state of an open checkpoint.
+    """Load the parameters and the optimizer state of an open checkpoint.
 
     Raises:
-        UserError: it is of another model or optimizer, has no optimizer state, or is damaged.
+        UserError: the checkpoint is of another model or optimizer, has no optimizer state, or is damaged.
     """
     optimizer, abstract = program.config.optimizer, program.abstract_state
     check_optimizer(source, optimizer)
@@ -154,10 +158,12 @@ def read_state(program: TrainProgram, source: TensorSource) -> tuple[Params, Opt
 
 
 def _classic_checkpoint(session: Session, program: TrainProgram, run: ClassicRun) -> Checkpoint:
-    """The state of a run of the original program: its step, moments and schedule."""
+    """A checkpoint from a run of the original program: its parameters, optimizer state and step."""
     source = open_folder(CheckpointFolder(Format.CLASSIC, run.folder), session.config.model)
     state = program.begin(*read_state(program, source), {})
-    log.info("going on with a run of the original program; new checkpoints are native, its own stay")
+    log.info(
+        "resuming a run of the original program: new checkpoints have the native format, its own checkpoints stay"
+    )
     step = source.counts.step
     skipped = max(0, step - (source.counts.schedule or 0))
     abstract = program.abstract_state
@@ -168,11 +174,13 @@ def _classic_checkpoint(session: Session, program: TrainProgram, run: ClassicRun
 
 
 def _classic_loader(session: Session, aux: Any) -> dict[str, Any] | None:
-    """The position in the training data that the original noted beside a step, as one of ours."""
+    """The position in the training data that the original program stored with a step, in the format of our loader."""
     data, noted = session.config.data, aux.get("train_loader") if isinstance(aux, dict) else None
     if data.train_set is None:
         return None
     if noted is None:
-        log.warning("the checkpoint notes no position in the training data: reading from the beginning")
+        log.warning(
+            "the checkpoint has no position in the training data: reading the data from its beginning"
+        )
         return None
     return classic_position(data.train_set, noted, session.sequences_per_step)

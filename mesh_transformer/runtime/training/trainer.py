@@ -1,4 +1,4 @@
-"""The training job: the same for one process, several processes and the workers of a pod."""
+"""The training job, in one process, in several processes or in the workers of a pod."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ PLOT_EVERY_S = 30.0
 
 
 def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None, fresh_opt: bool) -> int:
-    """Train as device_train.py's arguments say. Returns the process's exit code.
+    """Run device_train.py. Returns the exit code of the process.
 
     Raises:
         UserError: the config, the devices, the data or a checkpoint cannot be used.
@@ -53,11 +53,11 @@ def train(
     observer: Observer | None = None,
     open_feed: Callable[[Session], Loader] = open_train_feed,
 ) -> Ending:
-    """Join the other processes, if the environment names them, and train: in any process that is to train.
+    """Train in this process. Joins the other processes first, if the environment defines any.
 
     Args:
-        observer: told of steps, phases and metrics.
-        open_feed: where the batches come from, if this process is not to read them itself.
+        observer: gets the steps, phases and metrics.
+        open_feed: returns the loader of the training batches. By default, this process reads the data.
 
     Raises:
         UserError, RunError: as `run`.
@@ -74,11 +74,11 @@ def train(
 
 
 class Interrupt(StopSignals):
-    """While active, SIGTERM and Ctrl-C ask the run to stop instead of ending the process.
+    """While active, SIGTERM and Ctrl-C request a save and a stop, and do not end the process.
 
-    In a job of several processes any one's SIGTERM stops all of them, after the same step: JAX's coordination
-    service agrees on it. A second Ctrl-C ends a single process at once. Processes may differ in `received`: use
-    `exit_code` to agree on it.
+    In a job of several processes, a SIGTERM to one of them stops all, after the same step. The coordination service of JAX
+    chooses the step. In a job of one process, a second Ctrl-C ends it at once. `received` can differ between processes, but
+    `exit_code` is the same in all.
     """
 
     def __init__(self) -> None:
@@ -90,14 +90,14 @@ class Interrupt(StopSignals):
         return self
 
     def exit_code(self, step: int) -> int | None:
-        """128 + the signal if the run must save after `step` and leave, else None. Call at every step."""
+        """128 + the signal number if the run must save after `step` and stop, else None. Call it at each step."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.received = signal.SIGTERM
         return None if self.received is None else 128 + self.received
 
 
 class TrainingRun:
-    """One run of the loop, from its start or resume to its last step or an interruption."""
+    """One execution of the training loop: start or resume, train, and stop at the last step or after a signal."""
 
     def __init__(
         self, session: Session, source: start.Source, interrupt: Interrupt, observer: Observer, feed: Loader
@@ -113,7 +113,7 @@ class TrainingRun:
         self.next_plot = time.monotonic() + PLOT_EVERY_S
 
     def train(self) -> Ending:
-        """Run to total_steps, or until interrupted.
+        """Train until total_steps or a signal.
 
         Raises:
             UserError: another process trains in the folder; a checkpoint or the folder cannot be used.
@@ -130,7 +130,7 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def _explain_disk_errors(self) -> Iterator[None]:
-        """Errors inside that come of a full disk, or of a folder that is gone, become RunErrors that say so."""
+        """Turn errors that a full disk or a deleted folder causes into RunErrors with this cause."""
         try:
             yield
         except (UserError, RunError):
@@ -141,23 +141,25 @@ class TrainingRun:
                 raise
             steps = CheckpointStore(self.config.checkpoint.root, read_only=True).steps()
             last = (
-                f"the newest whole checkpoint is step_{steps[-1]}" if steps else "there is no checkpoint yet"
+                f"the newest complete checkpoint is step_{steps[-1]}"
+                if steps
+                else "there is no checkpoint yet"
             )
             raise RunError(
-                f"{self.folder}: no space is left on the disk, or the quota is used up; {last}. Free some space and run "
-                f"the same command again: it goes on from there"
+                f"{self.folder}: the disk is full, or the quota is used up; {last}. Free some space and run the same command "
+                f"again: it resumes from there"
             ) from error
 
     def _stop_requested(self) -> bool:
         return self.interrupt.received is not None
 
     def _check_folder(self) -> None:
-        """Raises RunError if the folder of a local run has been deleted or moved away: there is nowhere to save."""
+        """Raise RunError if the folder of a local run was deleted or moved, so that it cannot save."""
         local = not files.is_remote(self.config.checkpoint.root)
         if local and self.lock is not None and not self.lock.still_in_place():
             raise RunError(
-                f"{self.folder} was deleted or moved away during the run, with its checkpoints and metrics: put it back and "
-                f"run the same command again, or run it to begin anew"
+                f"{self.folder} was deleted or moved during the run, with its checkpoints and metrics: restore it and run the "
+                f"same command again to resume. Without it, the command starts a new run"
             )
 
     def _train(self) -> Ending:
@@ -180,7 +182,7 @@ class TrainingRun:
                 self.observer.started(start_point.step, total, start_point.counters.steps_redone)
                 code, step = self._loop(start_point, report)
         finally:
-            # the save under way may wait for a process whose disk is full too: `close` would wait for it
+            # with several processes, the running save may wait for a process whose disk is full, and `close` waits for it
             if jax.process_count() == 1 or not is_disk_full(sys.exception()):
                 store.close()
         self._publish(last=True)
@@ -193,7 +195,7 @@ class TrainingRun:
         for step in range(start_point.step + 1, total + 1):
             self.observer.phase("data", step)
             tokens = self.session.place_batch(next(self.feed))
-            # the first step's numbers are awaited when the second one has been dispatched
+            # the metrics of the first step are read after the dispatch of the second one
             self.observer.phase("step" if step > start_point.step + 2 else "compile", step)
             state, metrics = self.program.train_step(state, tokens)
             report.push(step, metrics)
@@ -223,7 +225,7 @@ class TrainingRun:
     def _save(
         self, step: int, state: TrainState, start_point: start.StartPoint, report: MetricsReporter
     ) -> None:
-        """Save the state after `step`, once that step is known to be finite."""
+        """Save the state after `step`, after checking that the step is finite."""
         report.settle()
         self.observer.phase("save", step)
         self._check_folder()
@@ -258,18 +260,19 @@ class TrainingRun:
         return start.LoggedProgress(last["step"], int(last.get("train/steps_redone") or 0))
 
     def _plot(self) -> None:
-        """Redraw the loss curve, which must neither stop the run nor take more than a twentieth of its time."""
+        """Plot the losses. An error does not stop the run, and plots take at most a twentieth of its time."""
         began = time.monotonic()
         try:
             plot_losses(self.folder)
-        except Exception as error:  # noqa: BLE001  (a picture is not worth a run)
-            if not is_disk_full(error):  # that ends the run in a moment, with a line of its own
-                log.warning("the loss curve was not drawn: %s", error)
+        except Exception as error:  # noqa: BLE001  (an error in a plot must not stop the run)
+            # the next write to a full disk ends the run with its own message
+            if not is_disk_full(error):
+                log.warning("the loss plot failed: %s", error)
         now = time.monotonic()
         self.next_plot = now + max(PLOT_EVERY_S, 20 * (now - began))
 
     def _publish(self, *, last: bool) -> None:
-        """Redraw the loss curve, not too often; for a run in a bucket, copy it and the metrics there."""
+        """Plot the losses, if the last plot is old enough. Copy the plot and the metrics of a run in a bucket there."""
         if not self.is_first or not os.path.exists(os.path.join(self.folder, run_folder.METRICS)):
             return
         if last or time.monotonic() > self.next_plot:
@@ -278,13 +281,16 @@ class TrainingRun:
 
 
 class Validation:
-    """Reads val_batches batches of every set, or one whole pass if it has fewer, from its beginning each time.
+    """Computes the loss on val_batches batches of each validation set, or on the whole set if it has fewer.
+
+    Each run starts at the beginning of the sets.
 
     Args:
-        stop: asked before each batch whether to leave, in a job of one process: several cannot leave a batch apart.
+        stop: called before each batch in a job of one process; returns whether to stop. Several processes do not stop
+            between batches, because all must compute the same batches.
 
     Raises:
-        UserError: on construction, if a set cannot be read.
+        UserError: in the constructor, if a set cannot be read.
     """
 
     def __init__(self, session: Session, program: TrainProgram, stop: Callable[[], bool]):
@@ -294,13 +300,13 @@ class Validation:
         self._feeds = {name: open_val_feed(session, source) for name, source in sources.items()}
 
     def __bool__(self) -> bool:
-        """Whether there is anything to validate on."""
+        """Whether there are validation sets."""
         return bool(self._feeds)
 
     def run(self, params: Params, step: int) -> dict[str, float]:
-        """{"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": share of right predictions}.
+        """{"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": fraction of correct predictions}.
 
-        Sets that are not done when `stop()` says so are left out.
+        If `stop` returns true, unfinished sets are left out.
         """
         scalars = {}
         for name, feed in self._feeds.items():
@@ -322,7 +328,8 @@ class Validation:
             if jax.process_count() == 1 and self._stop():
                 return []
             results.append(self._program.eval_step(params, self._session.place_eval(tokens)))
-            jax.block_until_ready(results[-2:-1])  # one batch waits for the device, and what is told is done
+            # keep one batch in flight; the progress bar shows finished batches
+            jax.block_until_ready(results[-2:-1])
             progress.update(i)
         progress.close()
         return jax.device_get(results)

@@ -170,8 +170,8 @@ def test_a_full_disk_ends_a_job_of_two_processes(copy, small_disk):
 
 
 def _check_full_disk(told, disk):
-    assert told.startswith("error: disk/begun: no space is left on the disk")
-    assert "the newest whole checkpoint is step_5. Free some space and run the same command again" in told
+    assert told.startswith("error: disk/begun: the disk is full")
+    assert "the newest complete checkpoint is step_5. Free some space and run the same command again" in told
     whole = {path.name for path in (disk / "begun").glob("step_*") if "tmp" not in path.name}
     assert whole == {"step_4", "step_5"}
 

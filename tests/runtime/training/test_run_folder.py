@@ -77,7 +77,7 @@ def test_a_run_that_was_deleted_in_the_bucket(machine):
 
 def test_a_bucket_that_is_not_ours(machine, bucket):
     bucket.fail(403, method="POST")
-    with pytest.raises(UserError, match=r"gs://models/run cannot be written .*name another bucket"):
+    with pytest.raises(UserError, match=r"gs://models/run is not writable .*use another bucket"):
         claim_run_folder(ROOT, str(machine("a")[0]))
 
 

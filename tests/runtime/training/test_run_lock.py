@@ -40,7 +40,7 @@ def test_the_second_is_refused_and_told_who_is_there(tmp_path, holder, monkeypat
     with pytest.raises(UserError) as refused, RunLock(str(tmp_path)):
         pass
     told = str(refused.value)
-    assert f"{tmp_path} is in use: process {holder.pid} on host {socket.gethostname()} has trained" in told
+    assert f"{tmp_path} is in use: process {holder.pid} on host {socket.gethostname()} has used" in told
     assert "--set checkpoint.model_dir=" in told
 
 

@@ -310,7 +310,7 @@ def test_a_folder_that_is_deleted_during_the_run(trained):
     wait_for_step(process, trained / "gone", 20)
     shutil.rmtree(trained / "gone")
     _, errors = finish(process, 1)
-    assert_one_line(errors, "gone was deleted or moved away during the run")
+    assert_one_line(errors, "gone was deleted or moved during the run")
 
 
 def test_ctrl_c_is_one_line_whatever_was_half_made(tmp_path):

@@ -64,7 +64,7 @@ def test_a_run_from_eight_shards_is_the_originals_run_of_one(tmp_path: Path, ori
     aux = {"3": {"train_loader": {"used": [], "file_idx": 2}}}
     (second / "run/meta.json").write_text(json.dumps({"step": 3, "checkpoints": [3], "aux": aux}))
     _, errors = run("device_train.py", "--config", "config.json", cwd=second)
-    assert "going on with a run of the original program" in errors
+    assert "resuming a run of the original program" in errors
     assert_losses(losses(second), expected, 4, 5)
     assert sorted(path.name for path in (second / "run").glob("step_*")) == ["step_3", "step_5"]
     assert (second / "run/step_3/shard_0/15.npz").exists()
