@@ -1,4 +1,4 @@
-"""A scheduler on the fake engine, and what it gave."""
+"""A scheduler on the fake engine that collects the outputs of each request."""
 
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.infer.scheduler import Scheduler
@@ -6,7 +6,7 @@ from support.fake_engine import Completion, FakeEngine, alone
 
 
 class Collector:
-    """A scheduler with what its steps gave, by request."""
+    """Runs a scheduler and collects its outputs by request."""
 
     def __init__(self, *, max_queue: int = 100, max_steps: int = 8, min_copy: int = 8, **engine):
         self.engine = FakeEngine(**engine)
@@ -20,7 +20,7 @@ class Collector:
         self.requests[request] = (prompt, asked)
 
     def step(self) -> list[int]:
-        """One step; the requests that it gave something."""
+        """Run one step. Returns the requests with outputs."""
         outputs = self.scheduler.step()
         assert len({output.request for output in outputs}) == len(outputs)
         for output in outputs:
@@ -33,7 +33,7 @@ class Collector:
         return [output.request for output in outputs]
 
     def run(self, *requests: tuple[list[int], SamplingParams]) -> None:
-        """Submit requests with the next free ids, then step until idle, and check every completion."""
+        """Submit requests with the next free IDs, run steps until idle, and check all completions."""
         for prompt, asked in requests:
             self.submit(len(self.requests), prompt, asked)
         while not self.scheduler.idle:
@@ -43,6 +43,6 @@ class Collector:
         assert not self.engine.in_use
 
     def calls(self, *kinds: str) -> list[tuple]:
-        """The engine's calls of these kinds since the last time."""
+        """The engine's calls with these names since the last call of this method."""
         calls, self.engine.calls = self.engine.calls, []
         return [call for call in calls if call[0] in kinds]

@@ -1,4 +1,4 @@
-"""Small models behind the harness's interface: ours, and the same weights in lm-eval's own `hf`."""
+"""Small models for the harness: our EvalModel, and the same weights in the harness's `hf` model."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,19 +16,20 @@ from mesh_transformer.runtime.session.session import Session
 from support import hf_folders as hf
 from support.builders import program
 
-SEQ = 144  # texts of both PIQA and LAMBADA are longer
+# PIQA and LAMBADA both have longer texts
+SEQ = 144
 GPT2: dict[str, Any] = {
     "layers": 2, "d_model": 32, "n_heads": 8, "n_vocab": 50257, "seq": SEQ, "pe_rotary_dims": 4,
 }  # fmt: skip
 
 
 def gpt2_model(**values: Any) -> ModelConfig:
-    """A model small in everything but its vocabulary."""
+    """A small model with GPT-2's vocabulary."""
     return hf.model_config(**{**GPT2, **values})
 
 
 def session_of(model: ModelConfig, *overrides: str, devices: int = 1) -> Session:
-    """A session of a model on the first devices."""
+    """A session of a model on the first `devices` devices."""
     made = program({"model": model.model_dump()}, *overrides, devices=devices)
     return Session(made.config, made.config.check_devices(devices), made.placement)
 
@@ -41,7 +42,7 @@ def ours(
     devices: int = 1,
     **options: Any,
 ) -> EvalModel:
-    """Our side with these weights."""
+    """An EvalModel with these weights."""
     session = session_of(model, *overrides, devices=devices)
     made = EvalModel(session, tokenizer, **options)
     made.load(jax.device_put(params, session.placement.shardings))
@@ -49,7 +50,7 @@ def ours(
 
 
 def theirs(model: ModelConfig, params: Params, tokenizer_folder: Path, folder: Path, batch: int = 8) -> Any:
-    """lm-eval's `hf` with our export of these weights. Its `computed` counts the tokens that go through the model."""
+    """The harness's `hf` model with our export of these weights. Its `computed` counts the tokens that the model reads."""
     import torch
     from lm_eval.models.huggingface import HFLM
     from transformers import GPT2TokenizerFast, GPTJForCausalLM
@@ -68,12 +69,12 @@ def theirs(model: ModelConfig, params: Params, tokenizer_folder: Path, folder: P
 
 
 @dataclasses.dataclass
-class Asked:
-    """A request, as an LM sees it."""
+class HarnessRequest:
+    """A request with the attribute that an LM reads."""
 
     args: tuple[Any, ...]
 
 
-def asked(*args: Sequence[Any]) -> list[Asked]:
-    """Requests of these arguments."""
-    return [Asked(tuple(one)) for one in args]
+def asked(*args: Sequence[Any]) -> list[HarnessRequest]:
+    """Requests with these arguments."""
+    return [HarnessRequest(tuple(one)) for one in args]

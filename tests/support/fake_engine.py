@@ -1,6 +1,6 @@
-"""An engine whose tokens are arithmetic of what a slot's cache holds, and that asserts the contract of `Engine`.
+"""An engine without a model. It computes each token from the tokens in the cache, and asserts the contract of `Engine`.
 
-A cache that is wrong in any position gives other tokens than `alone`, which knows no caches.
+A wrong position in a cache changes the tokens, so that they differ from those of `alone`, which uses no cache.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from mesh_transformer.infer.requests import (
 
 
 def logprobs_after(tokens: Sequence[int], vocab: int) -> list[float]:
-    """Log-probabilities of what follows a sequence: a ramp whose peak depends on each token and its position."""
+    """Log-probabilities of the next token: a ramp whose peak depends on each previous token and its position."""
     peak = sum((i + 1) * token * 7 + i for i, token in enumerate(tokens)) % vocab
     scores = [-0.25 * ((peak - token) % vocab) for token in range(vocab)]
     total = math.log(sum(map(math.exp, scores)))
@@ -27,7 +27,7 @@ def logprobs_after(tokens: Sequence[int], vocab: int) -> list[float]:
 
 
 def report(tokens: Sequence[int], token: int, vocab: int, top: int | None) -> Token:
-    """A token after `tokens`, as an engine reports it."""
+    """A token after `tokens`, with the log-probabilities that an engine reports."""
     logprobs = logprobs_after(tokens, vocab)
     likeliest = sorted(range(vocab), key=lambda other: -logprobs[other])[: top or 0]
     return Token(token, logprobs[token], tuple((other, logprobs[other]) for other in likeliest))
@@ -36,9 +36,12 @@ def report(tokens: Sequence[int], token: int, vocab: int, top: int | None) -> To
 def draw(
     tokens: Sequence[int], generated: int, params: SamplingParams, vocab: int
 ) -> tuple[Token, FinishReason | None]:
-    """The token after `tokens`, of which the last `generated` are the completion's, and whether it is the last.
+    """The token after `tokens`, and the finish reason if it is the last one.
 
-    Of the sampling parameters only these count: max_tokens, min_tokens, stop_token_ids, seed and logprobs.
+    It uses only the parameters max_tokens, min_tokens, stop_token_ids, seed and logprobs.
+
+    Args:
+        generated: how many of `tokens` belong to the completion.
     """
     logprobs = logprobs_after(tokens, vocab)
     likeliest = sorted(range(vocab), key=lambda other: -logprobs[other])
@@ -53,7 +56,7 @@ def draw(
 
 @dataclasses.dataclass
 class Completion:
-    """What a request gives in the end."""
+    """The complete result of a request."""
 
     tokens: list[Token]
     prompt: list[Token]
@@ -61,7 +64,7 @@ class Completion:
 
 
 def alone(prompt: Sequence[int], params: SamplingParams, vocab: int = 101) -> Completion:
-    """A request's completion, computed from the whole sequence for each token."""
+    """The completion of a request. Each token is computed from the whole sequence."""
     sequence, tokens = list(prompt), []
     finish_reason: FinishReason | None = None if params.max_tokens else "length"
     while finish_reason is None:
@@ -78,17 +81,18 @@ def alone(prompt: Sequence[int], params: SamplingParams, vocab: int = 101) -> Co
 class _Sequence:
     prompt: list[int]
     params: SamplingParams
-    tokens: list[int] = dataclasses.field(default_factory=list)  # drawn; the last is not in the cache
+    # new tokens; the last one is not in the cache
+    tokens: list[int] = dataclasses.field(default_factory=list)
     finished: bool = False
 
 
 class FakeEngine:
-    """An `Engine` without a model; see the module.
+    """An `Engine` without a model, see the module's docstring.
 
     Args:
-        slots, context, max_prefill_tokens: as an engine's.
-        vocab: tokens are 0 .. vocab - 1.
-        delay: seconds that each `prefill` and each of `generate`'s steps takes.
+        slots, context, max_prefill_tokens: see `Engine`.
+        vocab: tokens are 0 to vocab - 1.
+        delay: seconds per `prefill` and per step of `generate`.
     """
 
     def __init__(
@@ -102,9 +106,11 @@ class FakeEngine:
     ):
         self.slots, self.context, self.max_prefill_tokens = slots, context, max_prefill_tokens
         self.vocab, self.delay = vocab, delay
-        self.caches: list[list[int]] = [[] for _ in range(slots)]  # the tokens of the valid positions
+        # the tokens of the valid positions of each slot
+        self.caches: list[list[int]] = [[] for _ in range(slots)]
         self.in_use: dict[int, _Sequence] = {}
-        self.calls: list[tuple] = []  # ("insert", slot, source, reused), ("prefill", slot, start, stop), ...
+        # ("insert", slot, source, reused), ("prefill", slot, start, stop), ...
+        self.calls: list[tuple] = []
 
     def insert(
         self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int

@@ -1,8 +1,12 @@
-"""device_serve.py with an engine whose tokens are arithmetic: a process for the tests to load, signal and break.
+"""device_serve.py with a fake engine, for tests of the process.
 
-FAKE_DELAY: seconds of a step. FAKE_WARM_UP: seconds of the warm-up. FAKE_FAULT: what the engine does instead of
-opening ("user error", "crash") or at its 20th step ("late crash"). FAKE_SEND_BUFFER: bytes that the system takes for a client
-that does not read. FAKE_END: seconds that the process takes to end, after it says so.
+Environment variables:
+
+- FAKE_DELAY: seconds per step.
+- FAKE_WARM_UP: seconds of the warm-up.
+- FAKE_FAULT: an error while the engine opens ("user error", "crash") or at its 20th step ("late crash").
+- FAKE_SEND_BUFFER: size of the sockets' send buffers in bytes.
+- FAKE_END: seconds between the message "ending" and the end of the process.
 """
 
 import atexit
@@ -42,7 +46,8 @@ def open_engine(config: Config, checkpoint: str, *, slots: int) -> Engine:
         raise RuntimeError("a device was lost")
     delay = float(os.environ.get("FAKE_DELAY", "0"))
     engine = Engine(slots=slots, context=config.model.seq, vocab=config.model.n_vocab, delay=delay)
-    engine.calls = collections.deque(maxlen=1)  # the list of all calls would grow
+    # do not keep all calls
+    engine.calls = collections.deque(maxlen=1)
     return engine
 
 

@@ -1,4 +1,4 @@
-"""device_serve.py, which at its end writes the names of the modules that it imported into the file MODULES, one a line."""
+"""device_serve.py that writes the names of all imported modules to the file $MODULES at its end, one per line."""
 
 import atexit
 import os

@@ -1,4 +1,4 @@
-"""The server as a process of its own, with the fake engine unless told otherwise."""
+"""The server in a separate process, by default with the fake engine."""
 
 import os
 import re
@@ -20,7 +20,7 @@ PATHS = {"PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
 def process(
     folder: Path, *arguments: str, program: str = PROGRAM, **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server's process and its URL, once its port is open."""
+    """A server process and its URL, after its port is open."""
     if not (folder / "config.json").exists():
         write_run(folder)
     child = start(
@@ -28,11 +28,11 @@ def process(
     )
     try:
         assert child.stderr is not None
-        said = ""
-        while (match := re.search(r"listening on (http://\S+)", said)) is None:
+        output = ""
+        while (match := re.search(r"listening on (http://\S+)", output)) is None:
             line = child.stderr.readline()
-            assert line, said
-            said += line
+            assert line, output
+            output += line
         yield child, match[1]
     finally:
         child.kill()

@@ -1,4 +1,4 @@
-"""A completion by definition: the whole forward pass for each token, the sampling steps in plain numpy."""
+"""A reference for sampling: a whole forward pass for each token, and the sampling steps in numpy."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from mesh_transformer.infer.requests import LEAST_TEMPERATURE, SamplingParams
 def complete(
     run: Any, params: Any, prompt: list[int], wanted: SamplingParams
 ) -> tuple[list[int], list[float], str]:
-    """New tokens, their raw log-probabilities and how the completion ended."""
+    """The new tokens, their log-probabilities before all sampling steps, and the finish reason."""
     tokens, logprobs = list(prompt), []
     forward = _forward(run)
     for drawn in range(wanted.max_tokens):
@@ -45,7 +45,7 @@ def _draw(logits: np.ndarray, tokens: list[int], drawn: int, w: SamplingParams) 
 
 
 def penalised(logits: np.ndarray, tokens: list[int], drawn: int, w: SamplingParams) -> np.ndarray:
-    """Bias, penalties and exclusions, token by token."""
+    """Logits after bias, penalties and exclusions, token by token."""
     logits = logits.copy()
     completion = tokens[len(tokens) - drawn :]
     for token, bias in w.logit_bias:
@@ -68,7 +68,7 @@ def penalised(logits: np.ndarray, tokens: list[int], drawn: int, w: SamplingPara
 
 
 def kept_tokens(logits: np.ndarray, top_k: int, top_p: float, min_p: float = 0.0) -> set[int]:
-    """min-p, then top-k, then the smallest set of the renormalised rest whose probability reaches top_p."""
+    """The kept tokens: min-p, then top-k, then the smallest set of the renormalized rest with probability top_p."""
     order = np.argsort(-logits, kind="stable")
     if min_p:
         order = order[logits[order] >= logits.max() + np.log(np.float32(min_p))]

@@ -1,4 +1,4 @@
-"""A real server on a loopback port, in a thread, with an engine whose tokens are arithmetic."""
+"""A server on a loopback port, in a thread, with a fake engine."""
 
 import asyncio
 import socket
@@ -23,14 +23,15 @@ KEY = "secret-key-1"
 
 
 class ServedEngine(FakeEngine):
-    """A fake engine that the tests can hold back in its warm-up, and break."""
+    """A fake engine whose warm-up a test can delay, and that a test can break."""
 
     def __init__(self, **options: Any):
         super().__init__(**{"vocab": VOCAB, "context": CONTEXT, **options})
         self.may_warm_up = threading.Event()
         self.may_warm_up.set()
         self.broken = False
-        self.later_programs = 0  # that are still to be read from the disk
+        # programs that `warm_up` still has to load after its first item
+        self.later_programs = 0
 
     def warm_up(self) -> Iterator[None]:
         self.may_warm_up.wait()
@@ -47,7 +48,7 @@ class ServedEngine(FakeEngine):
 
 
 class Served:
-    """What a test knows of a running server."""
+    """A running server and a client for it."""
 
     def __init__(self, engine: ServedEngine, service: Service, loop: EngineLoop, url: str):
         self.engine, self.loop, self.url = engine, loop, url
@@ -62,13 +63,13 @@ class Served:
         return self.client.post(path, json=body, **options)
 
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
-        """The answer to a completion request, which must succeed."""
+        """The response to a completion request, which must succeed."""
         response = self.post({"prompt": prompt, **fields})
         assert response.status_code == 200, response.text
         return response.json()
 
     def metric(self, name: str) -> float:
-        """One of the server's metrics, by its full name without the common prefix."""
+        """The value of a metric, by its name without the common prefix."""
         lines = self.client.get("/metrics").text.splitlines()
         (value,) = [line.split()[1] for line in lines if line.startswith(f"mesh_transformer_{name} ")]
         return float(value)
@@ -78,7 +79,7 @@ class Served:
         return len(self._service._server.server_state.connections)
 
     def terminate(self) -> None:
-        """As SIGTERM does."""
+        """Stop the server as SIGTERM does."""
         self._home.call_soon_threadsafe(self._signals[0].set)
 
     def _run(self) -> None:
@@ -102,11 +103,11 @@ def serve(
     send_buffer: int | None = None,
     **engine_options: Any,
 ) -> Iterator[Served]:
-    """A warm server; stopped at the end.
+    """A server that is warmed up. It is stopped at the end of the `with` block.
 
     Args:
-        held: it warms up until the engine's `may_warm_up` is set.
-        send_buffer: bytes that the system takes for a client that does not read; several megabytes if None.
+        held: the warm-up continues until the test sets the engine's `may_warm_up`.
+        send_buffer: size of the socket's send buffer in bytes. None: several megabytes.
     """
     engine = ServedEngine(**engine_options)
     if held:
@@ -132,15 +133,15 @@ def serve(
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float = 10) -> None:
-    """Return as soon as something holds."""
+    """Wait until the condition is true."""
     deadline = time.monotonic() + timeout_s
     while not true():
-        assert time.monotonic() < deadline, "it did not come about"
+        assert time.monotonic() < deadline, f"not true after {timeout_s} s"
         time.sleep(0.002)
 
 
 def expected(prompt: Sequence[int], **params: Any) -> Completion:
-    """What the engine gives for a prompt, computed without server, scheduler and cache."""
+    """The expected completion of a prompt, computed without server, scheduler and cache."""
     fields = {"max_tokens": 16, "stop_token_ids": (256,), **params}
     return alone(list(prompt), SamplingParams(**fields), VOCAB)
 
@@ -150,7 +151,7 @@ def text_of(completion: Completion) -> str:
 
 
 def refusal(response, status: int) -> dict:
-    """The error of an answer, which must have this status and OpenAI's form."""
+    """The error in a response, which must have this status and OpenAI's form."""
     assert response.status_code == status, response.text
     ErrorResponse.model_validate(response.json(), strict=True)
     return response.json()["error"]

@@ -1,4 +1,4 @@
-"""Requests byte by byte: what a client library would not send."""
+"""HTTP requests over a plain socket, for input that no client library sends."""
 
 import contextlib
 import json
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def ask(*, head_lines: str = "", **fields: Any) -> bytes:
-    """A completion request as it goes over the wire."""
+    """The bytes of a completion request."""
     body = json.dumps({"prompt": "a", "max_tokens": 60, "ignore_eos": True, **fields}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     return f"{head}{head_lines}\r\n".encode() + body
 
 
 def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
-    """A socket to a server; a small buffer makes it one that soon takes no more."""
+    """A socket connected to a server. With a small receive buffer, the server's send buffer fills soon."""
     client = socket.socket()
     client.settimeout(10)
     if receive_buffer is not None:
@@ -25,7 +25,7 @@ def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
 
 
 def read_to_end(client: socket.socket) -> bytes:
-    """All that comes until the server closes the connection, gently or not."""
+    """All bytes until the server closes or resets the connection."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
         while part := client.recv(65536):
@@ -34,7 +34,7 @@ def read_to_end(client: socket.socket) -> bytes:
 
 
 def send_slowly(client: socket.socket, content: bytes, pause_s: float) -> None:
-    """One byte after the other, until all are sent or the server takes no more."""
+    """Send one byte at a time, until all are sent or the server closes the connection."""
     with contextlib.suppress(OSError):
         for byte in content:
             client.sendall(bytes([byte]))
@@ -42,7 +42,7 @@ def send_slowly(client: socket.socket, content: bytes, pause_s: float) -> None:
 
 
 def receive(client: socket.socket, end: bytes) -> bytes:
-    """What comes, up to and with `end`."""
+    """The received bytes up to `end`, including `end`."""
     received = b""
     while end not in received:
         part = client.recv(65536)
@@ -52,5 +52,5 @@ def receive(client: socket.socket, end: bytes) -> bytes:
 
 
 def body_of(received: bytes) -> Any:
-    """The JSON of an answer that was read whole."""
+    """The JSON in the body of a complete response."""
     return json.loads(received.partition(b"\r\n\r\n")[2])
