@@ -1,4 +1,4 @@
-"""The engine against the original, against completions by definition, and against itself in other company."""
+"""The engine against the original program, against a reference in numpy, and with different requests in the other slots."""
 
 import collections
 import functools
@@ -50,7 +50,7 @@ def tiny(*overrides: str) -> tuple[Any, Any, SlotEngine]:
 
 
 class Completion:
-    """What one slot emitted."""
+    """The tokens of one slot."""
 
     def __init__(self) -> None:
         self.tokens: list[Token] = []
@@ -71,7 +71,7 @@ class Completion:
 def complete(
     engine: SlotEngine, requests: Sequence[tuple[list[int], SamplingParams]], steps: int = 3
 ) -> list[Completion]:
-    """All requests at once, each in a slot of its own; as many chunks of prompts at a time as the engine's max_prefill_tokens allows."""
+    """Run all requests at the same time, one per slot. Each prefill has as many chunks as max_prefill_tokens allows."""
     made = [Completion() for _ in requests]
     left: list[PromptChunk] = []
     for slot, (prompt, params) in enumerate(requests):
@@ -179,7 +179,7 @@ def by_definition(name: str) -> tuple[list[int], list[float], str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_option_equals_its_definition_whatever_else_is_in_the_batch(name: str) -> None:
-    """The neighbours use every option there is, with other prompts."""
+    """The requests in the other slots use all options, with other prompts."""
     _, _, engine = tiny()
     tokens, logprobs, finish = by_definition(name)
     others = [
@@ -193,7 +193,7 @@ def test_each_option_equals_its_definition_whatever_else_is_in_the_batch(name: s
 
 
 def test_the_options_matter() -> None:
-    """Otherwise the test above could not fail."""
+    """Without this, the test above could not fail."""
     plain = SamplingParams(max_tokens=24, temperature=0)
     run, params, _ = tiny()
     greedy = reference.complete(run, params, prompt_of(1, 21), plain)[0]
@@ -225,14 +225,14 @@ def test_steps_of_a_call_do_not_matter() -> None:
 
 
 def test_a_reused_prefix_gives_the_same_tokens() -> None:
-    """From another slot and from the slot itself; half of the source's completion is reused too."""
+    """The prefix comes from another slot, or from the slot itself. Half of the source's completion is reused too."""
     _, _, engine = tiny()
     first, tail = prompt_of(3, 20), prompt_of(4, 6)
     (done,) = complete(engine, [(first, GREEDY)])
     prompt = first + done.ids[:5] + tail
     (expected,) = complete(engine, [(prompt, SAMPLED)])
     for source, slot in ((0, 2), (0, 0)):
-        complete(engine, [(first, GREEDY)])  # slot 0 holds it again
+        complete(engine, [(first, GREEDY)])  # slot 0 has its prefix again
         engine.insert(slot, prompt, SAMPLED, source=source, reused=25)
         made = Completion()
         made.add(engine.prefill([PromptChunk(slot, 25, len(prompt))])[0].first)
@@ -321,7 +321,7 @@ def test_parameters_packed_for_cpus_give_the_same_tokens(dtype: str) -> None:
 def test_warming_up_leaves_nothing_to_compile(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, max_prefill_tokens: int
 ) -> None:
-    """The second time requests may come after three programs, and the others are read later."""
+    """The second time, the engine can serve requests after three programs, and loads the others later."""
     run, params, _ = tiny()
     monkeypatch.setattr(ServingEngine, "_mark", lambda _: tmp_path / "mark")
 
@@ -330,7 +330,7 @@ def test_warming_up_leaves_nothing_to_compile(
         found = collections.Counter(name[1] for name in names if name)
         return collections.Counter({name: found[name] for name in ("_prefill", "_generate")})
 
-    jax.config.update("jax_log_compiles", True)  # of all threads
+    jax.config.update("jax_log_compiles", True)  # for all threads
     try:
         for first in ({"_prefill": 3, "_generate": 2}, {"_prefill": 1, "_generate": 2}):
             caplog.clear()
@@ -351,7 +351,7 @@ def test_warming_up_leaves_nothing_to_compile(
 
 
 def test_prompts_of_one_size_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When they fill more than half of a program's rows."""
+    """They do if they fill more than half of a program's rows."""
     _, _, engine = tiny()
     calls = []
     prefill = engine._programs.prefill

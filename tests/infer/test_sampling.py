@@ -1,4 +1,4 @@
-"""Sampling against definitions in plain numpy, and the original's filter."""
+"""Sampling against references in numpy, and against the filter of the original program."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_draws_follow_the_filtered_distribution():
     tokens = np.asarray(sample(np.repeat(logits, n, 0), keys, _options(n, temperature=0.5, top_k=3)))
     weights = np.array([0.5, 0.25, 0.15, 0]) ** 2  # temperature 0.5 squares, top-k 3 drops the last
     share = np.bincount(tokens, minlength=4) / n
-    # four standard errors of a share of at most 0.75 in 4000 draws
+    # four standard errors of a fraction of at most 0.75 in 4000 samples
     np.testing.assert_allclose(share, weights / weights.sum(), atol=4 * np.sqrt(0.25 / n))
     assert share[3] == 0
 
@@ -60,7 +60,7 @@ def test_temperature_zero_is_greedy_beside_others_that_are_not():
 
 
 def test_minus_zero_ties_with_zero():
-    """In a compiled program too, in which XLA has no use for `x + 0.0`."""
+    """This holds in a compiled program too, where XLA removes `x + 0.0`."""
     logits = np.float32([[0.0, -0.0, -1.0, -0.0], [-0.0, 0.0, -1.0, -2.0]])
     ones = np.ones(2, np.float32)
     for top_k, top_p in ((1, 1.0), (0, 0.25)):

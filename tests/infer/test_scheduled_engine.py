@@ -1,4 +1,4 @@
-"""The scheduler on the real engine: each request's tokens are those that it gets alone, with nothing reused."""
+"""The scheduler on the real engine: each request has the same tokens as alone, without a cached prefix."""
 
 import jax
 import numpy as np
@@ -9,11 +9,12 @@ from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import SamplingParams, Token
 from mesh_transformer.infer.scheduler import Scheduler
 
-CANCELLED = 5  # this request, when it has a few tokens
+# this request is cancelled after a few tokens
+CANCELLED = 5
 
 
 def _requests() -> dict[int, tuple[list[int], SamplingParams]]:
-    """Prompts that begin with parts of two common ones; greedy or not; some want their prompt's log-probabilities."""
+    """Prompts with parts of two common prefixes, greedy or sampled, some with prompt_logprobs."""
     rng = np.random.default_rng(5)
     stems = rng.integers(0, 256, (2, 24)).tolist()
     requests = {}
@@ -43,7 +44,7 @@ def _serve(
 
 
 def test_requests_that_share_prefixes_get_the_tokens_they_get_alone() -> None:
-    """Prompts in chunks between others' tokens, copies of prefixes, slots used again, one request cancelled."""
+    """Chunked prompts between tokens of other requests, copied prefixes, reused slots, a cancelled request."""
     run = program(TINY, "mesh.tp=1", "model.seq=64")
     params = run.init(jax.random.key(3)).params
     engine = SlotEngine(run.placement.with_rules(**inference_rules()), params, slots=3, max_prefill_tokens=8)
@@ -52,7 +53,7 @@ def test_requests_that_share_prefixes_get_the_tokens_they_get_alone() -> None:
     together = _serve(scheduler, requests)
     assert scheduler.stats.reused_tokens > 100
     for i, (prompt, asked) in requests.items():
-        alone = _serve(Scheduler(engine, max_queue=0), {i: (prompt, asked)})[i]  # it knows of no cache
+        alone = _serve(Scheduler(engine, max_queue=0), {i: (prompt, asked)})[i]  # with an empty cache
         assert len(alone) == asked.max_tokens
         cut = len(together[i])
         assert 4 < cut < 20 if i == CANCELLED else cut == asked.max_tokens

@@ -1,4 +1,4 @@
-"""The scheduler on an engine that checks every call, token for token against requests computed alone."""
+"""The scheduler on an engine that checks all calls. Each token is compared with that of the request alone."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ def params(max_tokens: int = 4, **others) -> SamplingParams:
 
 
 def test_the_oracle_is_what_it_says():
-    """By hand: the peak is (1*5*7 + 0 + 2*3*7 + 1) % 11 = 1, and the scores fall by a quarter for each token below."""
+    """The peak is (1*5*7 + 0 + 2*3*7 + 1) % 11 = 1, and the scores decrease by 0.25 for each token below it."""
     first = alone([5, 3], params(1, logprobs=3), vocab=11).tokens[0]
     assert [token for token, _ in first.top] == [1, 0, 10]
     assert first.id == 1
@@ -51,7 +51,9 @@ def test_a_long_prompt_does_not_stop_those_that_run():
     ]
     assert [len(c.got[i].tokens) for i in (0, 1)] == [5, 2]
     c.run()
-    assert c.calls("generate") == [("generate", 4)]  # nobody waits: as many as the longer one still needs
+    assert c.calls("generate") == [
+        ("generate", 4)
+    ]  # no request waits: one step for all tokens of the longer one
 
 
 @pytest.mark.parametrize(("max_steps", "calls"), [(8, [8, 8, 2]), (5, [5, 5, 5, 3]), (30, [18])])
@@ -99,7 +101,7 @@ def test_the_last_token_of_a_prompt_is_computed():
 
 
 def test_prompts_share_a_step():
-    """In order of arrival, as many as one prefill has room for; a long one's last chunk leaves room too."""
+    """In order of arrival, as many as fit in one prefill. The last chunk of a long prompt leaves room too."""
     c = Collector(slots=4, max_prefill_tokens=20)
     for id, prompt in enumerate([PROMPT[:8], OTHER[:8], PROMPT[10:22], OTHER[10:15]]):
         c.submit(id, prompt, params(9))
@@ -123,7 +125,7 @@ def test_prompts_share_a_step():
 
 @pytest.mark.parametrize("max_prefill_tokens", [4, 64])
 def test_samples_of_one_prompt_compute_it_once(max_prefill_tokens):
-    """Those behind the first start when its prompt is done, and copy it while it runs."""
+    """The other samples start when the first one's prompt is computed, and copy it while the first one runs."""
     c = Collector(slots=4, max_prefill_tokens=max_prefill_tokens)
     c.run(*[(PROMPT[:20], params(3, seed=seed)) for seed in range(3)])
     assert c.calls("insert") == [("insert", 0, None, 0), ("insert", 1, 0, 19), ("insert", 2, 0, 19)]
@@ -133,7 +135,7 @@ def test_samples_of_one_prompt_compute_it_once(max_prefill_tokens):
 
 
 def test_a_prefix_is_copied_where_another_slot_loses_less():
-    """The slot of the prefix keeps its longer sequence; the one unused for longest takes the copy."""
+    """The slot with the prefix keeps its longer sequence. The least recently used slot gets the copy."""
     c = Collector(slots=2, min_copy=9)
     c.run((OTHER[:12], params(1)), (PROMPT[:20], params(1)))
     c.calls()
@@ -149,7 +151,7 @@ def test_a_short_prefix_is_not_copied_but_is_kept_in_place():
     c.calls()
     c.run((PROMPT[:7] + [99], params(1)))
     assert c.calls("insert") == [("insert", 0, None, 0)]
-    c.run((PROMPT[:3] + [98], params(1)))  # slot 1 is now the one unused for longest
+    c.run((PROMPT[:3] + [98], params(1)))  # slot 1 is now the least recently used one
     assert c.calls("insert") == [("insert", 1, 1, 3)]
 
 
@@ -157,7 +159,7 @@ def test_copying_from_a_slot_is_using_it():
     c = Collector(slots=3)
     c.run((PROMPT[:20], params(1)), (OTHER[:12], params(1)), ([50] * 9, params(1)))
     c.calls()
-    c.run((OTHER[:10] + [1], params(1)))  # slot 2 is now the one unused for longest
+    c.run((OTHER[:10] + [1], params(1)))  # slot 2 is now the least recently used one
     c.run(([3, 4], params(1)))
     assert c.calls("insert") == [("insert", 0, 1, 10), ("insert", 2, None, 0)]
 
@@ -293,7 +295,7 @@ def test_idle():
 
 
 def slid(prompt: list[int], asked: SamplingParams, context: int) -> tuple[list[int], str]:
-    """The tokens of a completion that slides, and its end: each window alone, after at least half a context of text."""
+    """The tokens and the finish reason of a completion that slides: each window alone, with at least half a context of text."""
     text, drawn, end, seed = list(prompt), 0, "length", asked.seed
     while drawn < asked.max_tokens and end == "length":
         left = asked.max_tokens - drawn
@@ -311,7 +313,7 @@ def slid(prompt: list[int], asked: SamplingParams, context: int) -> tuple[list[i
     "asked", [params(1), params(9), params(70, seed=3), params(90, stop_token_ids=(31,))], ids=str
 )
 def test_a_completion_that_slides(length, asked):
-    """Beside others that wait for the one slot; `on_admit` is called once."""
+    """With other requests that wait for the only slot. `on_admit` is called once."""
     c = Collector(slots=1, context=20)
     prompt = [(3 * i * i + i) % 101 for i in range(length)]
     c.submit(0, prompt, asked, slide=True)
@@ -340,7 +342,7 @@ def test_cancelling_one_that_slides():
     c.submit(0, PROMPT[:5], params(1000), slide=True)
     while (
         len(c.got.get(0, Completion([], [], None)).tokens) < 15
-    ):  # its first context is full: it waits again
+    ):  # its first context is full, so it waits again
         c.step()
     assert c.scheduler.stats.waiting == 1
     c.scheduler.cancel(0)

@@ -1,4 +1,4 @@
-"""The scheduler in random traffic."""
+"""The scheduler with random requests."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ from mesh_transformer.infer.scheduler import QueueFull
 
 
 class Traffic(RuleBasedStateMachine):
-    """Random requests of few different tokens, so that prefixes are shared; random cancels; each against `alone`."""
+    """Random requests with few different tokens, so that they share prefixes, and random cancels. `alone` is the reference."""
 
     @initialize(
         slots=st.integers(1, 4),
@@ -25,7 +25,7 @@ class Traffic(RuleBasedStateMachine):
         self.max_queue = sizes["max_queue"]
         self.waiting: list[int] = []
         self.order: list[int] = []
-        self.cancelled: dict[int, int] = {}  # request: tokens it had
+        self.cancelled: dict[int, int] = {}  # request to its number of tokens
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),

@@ -1,4 +1,4 @@
-"""A vocabulary in tiles gives the log-probabilities of the whole."""
+"""The log-probabilities from a vocabulary in tiles equal those from the whole."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ N_VOCAB = 357  # of 384 rows
 
 @pytest.fixture(scope="module")
 def case():
-    """The head's parameters with sharp logits, positions, targets (the likeliest token first) and the logits in numpy."""
+    """The head's parameters with sharp logits, positions, targets (the most likely token first), and the logits in numpy."""
     made = builders.program({**builders.TINY, "model": {**builders.TINY["model"], "n_vocab": N_VOCAB}})
     head = made.model.init(jax.random.key(3))["head"]
     head["logits"]["b"] = 5 * jax.random.normal(jax.random.key(4), head["logits"]["b"].shape)
@@ -46,7 +46,7 @@ def test_tiles_give_the_log_softmax(case, tiles, mesh, devices):  # fmt: skip
     found, likeliest = jax.jit(both, out_shardings=partition.sharding())(head, jnp.asarray(x_PD), targets_PM)
     shifted = logits_PV - logits_PV.max(-1, keepdims=True)
     log_softmax = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    # float32 logits of up to 60: two units in their last place
+    # float32 logits of up to 60: two units in the last place
     np.testing.assert_allclose(found, np.take_along_axis(log_softmax, targets_PM, -1), rtol=0, atol=8e-6)
     np.testing.assert_array_equal(likeliest, logits_PV.argmax(-1)[:, None] == targets_PM)
 

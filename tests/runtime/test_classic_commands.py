@@ -1,4 +1,4 @@
-"""slim_model.py and resharding_example.py as a user runs them."""
+"""The commands slim_model.py and resharding_example.py."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def test_slim_model(run, arguments, folder, dtype):
 
 
 def test_slim_model_of_a_native_run(run):
-    """Of one step among several, in the config's number of shards."""
+    """One step of several, in the config's number of shards."""
     for step in (7, 9):
         source = RandomSource(model_config(), full=True, seed=step)
         source.counts = source.counts._replace(step=step)

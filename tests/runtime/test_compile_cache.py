@@ -1,4 +1,4 @@
-"""The compile cache of real runs: on by default, and complete."""
+"""The compile cache of runs is on by default and complete."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from support.commands import run, write_run
 
 
 class Cached(NamedTuple):
-    """A run's folder after a first start with the default settings, and what that told."""
+    """The folder of a run after its first start with default settings, and the output of this start."""
 
     run: Path
     compiled: int
@@ -24,7 +24,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cached]:
     write_run(folder)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"):
-            patch.delenv(name, raising=False)  # what a user has: the defaults
+            patch.delenv(name, raising=False)  # use the defaults
         yield Cached(folder, *_counts(folder, "first"))
 
 

@@ -1,4 +1,4 @@
-"""Native steps that a conversion wrote, or damaged ones, as the commands meet them."""
+"""The commands with native steps that a conversion wrote, and with damaged steps."""
 
 import json
 import shutil
@@ -54,9 +54,9 @@ def classic_run(folder: Path, original: Path) -> dict[str, np.ndarray]:
 
 
 def test_a_run_of_2021_that_was_converted_goes_on(tmp_path: Path, original: Path) -> None:
-    """The step after it has the loss that the original had there: parameters, moments, schedule and data fit."""
+    """The next step has the same loss as in the original program, so parameters, moments, schedule and data are right."""
     expected = classic_run(tmp_path, original)
-    start = ["--tune-model-path", "old"]  # of no use any more
+    start = ["--tune-model-path", "old"]  # ignored after the start
     _, errors = run("device_train.py", "--config", "config.json", *start, cwd=tmp_path, devices=8)
     assert "resuming this run: --tune-model-path was used at its start" in errors
     (record,) = metrics(tmp_path / "run")

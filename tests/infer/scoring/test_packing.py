@@ -1,4 +1,4 @@
-"""Every query is laid out once, sees what it should, and is scored where it should be; numpy says what that is."""
+"""Each query is packed once, its tokens attend to the right tokens, and the right tokens are scored."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,13 +22,13 @@ queries = st.lists(st.one_of(question, query.map(lambda one: [one])), min_size=1
 
 
 def masks(batch: Batch) -> np.ndarray:
-    """(B, T, T) of a batch, as the model's attention gets them."""
+    """The attention mask (B, T, T) of a batch."""
     view = PackedView(jnp.asarray(batch.ends_BT), kept=())
     return np.asarray(view.mask(jnp.asarray(batch.positions_BT), None))[:, 0]
 
 
 def check_batch(batch: Batch, asked: list[Query]) -> None:
-    """Each query's scored tokens see its own input, in order, and nothing else."""
+    """The scored tokens of each query attend to its own input, in order, and to nothing else."""
     mask_BTT, length = masks(batch), batch.tokens_BT.shape[1]
     assert batch.tokens_BT.dtype == batch.positions_BT.dtype == batch.ends_BT.dtype == np.int32
     stops = [*batch.firsts[1:], len(batch.pairs)]
@@ -45,7 +45,7 @@ def check_batch(batch: Batch, asked: list[Query]) -> None:
 
 
 def check(planned: BatchPlan, asked: list[Query]) -> None:
-    """All batches together, and what is counted."""
+    """Check all batches, and the token counts."""
     assert sorted(number for batch in planned.batches for number in batch.queries) == list(range(len(asked)))
     for batch in planned.batches:
         check_batch(batch, asked)
@@ -70,7 +70,7 @@ def test_every_query_is_scored_once_and_sees_its_own(asked, batch_tokens, multip
 def test_a_context_is_laid_out_once(asked):
     planned = plan_batches(asked, batch_tokens=1024, width=64)
     prefixes = {tuple(one.inputs[:n]) for one in asked for n in range(1, len(one.inputs) + 1)}
-    if len(prefixes) <= 64:  # else they may not fit one row of the shortest length
+    if len(prefixes) <= 64:  # more may not fit in one row of the shortest length
         assert planned.counts.laid_out == len(prefixes)
 
 

@@ -1,4 +1,4 @@
-"""One tiny model with GPT-2's vocabulary, on our side and on that of lm-eval's `hf`."""
+"""A tiny model with GPT-2's vocabulary, as our EvalModel and as the harness's `hf` model."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ metric_list: [{{metric: acc}}, {{metric: perplexity}}]
 
 @pytest.fixture(scope="session")
 def task_files(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of task files: a rolling task, one that generates, one without contexts."""
+    """A folder of task files: a rolling task, a generation task and a task without contexts."""
     folder = tmp_path_factory.mktemp("tasks")
     text = (repo / "data/tiny_shakespeare/train.txt").read_text()[:20_000]
     pieces = [text[start : start + 40 * (1 + i % 15)] for i, start in enumerate(range(0, len(text), 600))]
@@ -84,7 +84,7 @@ def task_files(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def data_sets_here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is fetched, and what is converted does not stay."""
+    """Download nothing, and keep no converted data."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")

@@ -1,4 +1,4 @@
-"""Results on disk: found again for the same weights and the same request, and for no others."""
+"""The answer cache returns a result only for the same weights and the same request."""
 
 import jax
 import numpy as np

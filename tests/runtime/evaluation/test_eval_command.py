@@ -1,4 +1,4 @@
-"""eval_harness.py, and the tasks of a training run, as a user runs them."""
+"""eval_harness.py, and the tasks of a training run."""
 
 import functools
 import json
@@ -53,7 +53,7 @@ def one_index_of_the_harness() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A finished run with a task in its loop."""
+    """A finished run with a task at each validation."""
     folder = tmp_path_factory.mktemp("trained")
     questions = [
         {"text": f"{i} bottles", "choices": [" of beer on the wall", " of wine"], "answer": i % 3 == 0}
@@ -138,7 +138,7 @@ def test_hugging_face_and_classic_checkpoints_give_the_same_numbers(trained):
 
 
 def test_lambada_and_piqa_from_a_folder_on_eight_devices(trained, texts):
-    """With a longer context than the model was trained with: rotary positions know no last one."""
+    """The context is longer than in training: rotary positions have no maximum."""
     _, errors = evaluate(
         trained, "--tasks", "lambada,piqa", "--data-dir", str(texts), "--limit", "4", "--num-fewshot", "0",
         "--output", "two.json", "--set", "mesh.tp=4", "--set", "model.seq=1024", devices=8,
@@ -224,7 +224,7 @@ def test_without_the_harness_the_message_says_what_to_install(trained):
 
 @pytest.mark.parametrize(("name", "whole"), [("mine", False), ("both", True), ("arc_easy", True)])
 def test_single_tasks_of_ones_own_spare_the_index_of_the_harness(tmp_path, monkeypatch, name, whole):
-    """Making it takes many seconds. A group may name what lies elsewhere."""
+    """Its creation takes many seconds. A group may contain tasks outside its folder."""
     from lm_eval.tasks import TaskManager
 
     class Whole(Exception):

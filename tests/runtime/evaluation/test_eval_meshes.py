@@ -1,4 +1,4 @@
-"""The same numbers on every mesh, in several processes too."""
+"""Evaluation gives the same numbers on all meshes, also in several processes."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(on_one_device, mesh):
 
 @pytest.mark.parametrize("pe", ["fixed", "t5"])
 def test_other_position_encodings_see_their_own_distances(pe):
-    """Packed together and each alone: alone, a text's positions are those of its row."""
+    """Texts give the same numbers packed together and alone. Alone, positions in the text and in the row are equal."""
     model = hf.model_config(**{**MODEL, "pe": pe})
     lm = HarnessLM(ours(model, hf.random_params(model), ByteTokenizer()))
     together = lm.loglikelihood(PAIRS)
@@ -82,7 +82,7 @@ params = jax.tree.map(
     lambda whole, sharding: jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index]),
     hf.random_params(config), session.placement.shardings,
 )
-for _ in range(2):  # the second time from the first process's file
+for _ in range(2):  # the second time from the file of process 0
     model = EvalModel(session, ByteTokenizer(), answers=AnswerCache(sys.argv[1] + f"/answers_{process}"))
     model.load(params)
     lm = HarnessLM(model)

@@ -1,4 +1,4 @@
-"""The same weights in our model and in lm-eval's `hf`, float32: the same numbers, flags, texts and metrics."""
+"""Our EvalModel and the harness's `hf` model with the same float32 weights give the same results."""
 
 import golden
 import numpy as np
@@ -11,7 +11,8 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 from mesh_transformer.runtime.evaluation.tasks import Tasks
 
-TOLERANCE = 1e-4  # nats, of a request
+# nats per request
+TOLERANCE = 1e-4
 EXAMPLES = 300
 
 
@@ -27,7 +28,7 @@ def questions(texts):
 
 @pytest.fixture(scope="module")
 def their_scores(questions, their_lm):
-    """Of each request, and how many tokens went through their model."""
+    """The result of each request, and the number of tokens that the `hf` model read."""
     requests, before = questions.requests()["loglikelihood"], their_lm.computed
     scores = their_lm.loglikelihood(requests, disable_tqdm=True)
     return requests, scores, their_lm.computed - before
@@ -37,7 +38,7 @@ def test_piqa_and_lambada(our_model, their_scores):
     requests, scores, computed = their_scores
     assert len(requests) == 3 * EXAMPLES
     longest = max(len(our_model.tokenizer.encode("".join(request.args))) for request in requests)
-    assert longest > SEQ + 50  # some are cut
+    assert longest > SEQ + 50  # so some are cut
     before = our_model.counts.computed
     assert_same(HarnessLM(our_model).loglikelihood(requests), scores)
     assert our_model.counts.computed - before < 0.9 * computed

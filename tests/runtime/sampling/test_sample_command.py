@@ -1,4 +1,4 @@
-"""device_sample.py in this process, on an engine whose tokens are arithmetic: what its options ask for."""
+"""The options of device_sample.py, in this process with a fake engine."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ PROMPT, NEW, VOCAB = b"ab", 24, 257
 
 
 class NotingEngine(FakeEngine):
-    """Notes the parameters of its sequences."""
+    """Records the parameters of its sequences."""
 
     asked: list[SamplingParams] = []  # noqa: RUF012  (cleared for each test)
 
@@ -30,7 +30,7 @@ class NotingEngine(FakeEngine):
 
 @pytest.fixture
 def sample(tmp_path, monkeypatch, capsys):
-    """Runs the command, to its exit code, samples and standard error."""
+    """Runs the command. Returns its exit code, samples and standard error."""
     write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(platforms, "CompileCache", lambda: None)

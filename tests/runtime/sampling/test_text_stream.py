@@ -1,4 +1,4 @@
-"""Text in pieces against the text of all tokens at once."""
+"""The text of a stream against the text of all tokens decoded at once."""
 
 import codecs
 import functools
@@ -34,7 +34,7 @@ def gpt2() -> Tokenizer:
 
 @functools.cache
 def sentencepiece() -> Tokenizer:
-    """As Llama's: words begin with a sign for a space, the first of a text is dropped, other characters are bytes."""
+    """Like Llama's tokenizer: a sign for a space starts each word, the first sign of a text is dropped, rare characters are bytes."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -53,7 +53,7 @@ def sentencepiece() -> Tokenizer:
 
 @functools.cache
 def wordpiece() -> Tokenizer:
-    """As BERT's: a space before each word but the first, and `##` before what goes on with one."""
+    """Like BERT's tokenizer: a space before each word except the first, and `##` before the continuation of a word."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +67,7 @@ def wordpiece() -> Tokenizer:
 
 
 def pieces(stream: TextStream, tokens: Sequence[int]) -> list[str]:
-    """What each push gives, and at last `finish`; the stream's own account of it is checked."""
+    """The results of each `push` and of `finish`. Also checks the attributes of the stream."""
     given = []
     for token in tokens:
         given.append(stream.push(token))
@@ -79,7 +79,7 @@ def pieces(stream: TextStream, tokens: Sequence[int]) -> list[str]:
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """The definition: up to the stop that occurs first."""
+    """The reference: the text up to the stop text that occurs first."""
     return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
@@ -87,7 +87,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 @settings(deadline=None)
 @given(text=TEXTS.filter(lambda text: "\ufffd" not in text))
 def test_characters_come_as_soon_as_they_are_whole(tokenizer, text):
-    """By Python's own incremental decoder: what is there after each token that ends a character, and the offsets."""
+    """The reference by Python's incremental decoder: the text after each token that completes a character, and the offsets."""
     tokenizer = tokenizer()
     stream, decoder = TextStream(tokenizer), codecs.getincrementaldecoder("utf-8")()
     expected = ""
@@ -106,7 +106,7 @@ def test_characters_come_as_soon_as_they_are_whole(tokenizer, text):
 @settings(deadline=None)
 @given(data=st.data())
 def test_any_tokens_give_the_text_of_all_of_them(tokenizer, data):
-    """Broken UTF-8, special tokens and ids outside the vocabulary too."""
+    """Includes invalid UTF-8, special tokens and IDs outside the vocabulary."""
     tokenizer = tokenizer()
     odd = [tokenizer.encode(text)[i] for text in ("\ufffd", "🙂", "日", "é") for i in (0, -1)]
     token = st.one_of(
@@ -163,7 +163,7 @@ def test_a_character_in_two_tokens():
 
 
 def test_the_offset_of_a_character_behind_a_space_in_one_token():
-    """A token may be a space and the first bytes of a character."""
+    """A token can be a space and the first bytes of a character."""
     token = next(t for t in range(50256) if gpt2().token_bytes(t) == b" \xf0\x9f")
     assert token_text(gpt2(), token) == "bytes: \\xf0\\x9f"
     stream = TextStream(gpt2())
@@ -205,7 +205,7 @@ def test_tokens_by_themselves():
 
 @pytest.mark.parametrize(("tokenizer", "one_byte"), [(gpt2, 256), (sentencepiece, 256 + 28)])
 def test_the_bytes_of_every_token(tokenizer, one_byte):
-    """What `decode` gives of them; each byte is one of them, and no two are the same in GPT-2's."""
+    """They equal the results of `decode`. Each byte is a token, and GPT-2's vocabulary has no equal texts."""
     tokenizer = tokenizer()
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.n_vocab)]
     assert sum(len(token) == 1 for token in tokens) == one_byte
@@ -255,11 +255,11 @@ def test_nothing_follows_a_stop():
     assert pieces(stream, b"a stop b") == ["a", " ", "", "", "", "", "", "", ""]
     assert stream.stopped
     assert stream.text == "a "
-    assert stream.offsets == [0, 1, 2, 3, 4, 5]  # those below the text's length are the text's tokens
+    assert stream.offsets == [0, 1, 2, 3, 4, 5]  # offsets below the length of the text belong to its tokens
 
 
 def test_a_stop_that_begins_earlier_is_waited_for():
-    """ "c" is there, but "bcd" would begin before it."""
+    """ "c" is found, but "bcd" would start before it."""
     for text, expected in [("abcd", "a"), ("abcx", "ab"), ("abc", "ab")]:
         stream = TextStream(ByteTokenizer(), ["bcd", "c"])
         assert "".join(pieces(stream, text.encode())) == expected
@@ -285,7 +285,7 @@ def test_a_stop_in_mid_token():
     min_tokens=st.integers(0, 12),
 )
 def test_a_stop_that_ends_within_min_tokens_is_text(text, stops, min_tokens):
-    """One token a character: the definition is that a stop's end lies beyond `min_tokens` characters."""
+    """With one token per character, a stop text counts if its end is after `min_tokens` characters."""
     ends = [
         at
         for stop in stops
@@ -298,7 +298,7 @@ def test_a_stop_that_ends_within_min_tokens_is_text(text, stops, min_tokens):
 
 
 def test_the_time_of_a_token_does_not_grow_with_the_stops():
-    """Held text is not searched again for every stop at every token."""
+    """The held text is not searched for each stop text at each token."""
     halves = [
         "a" * 200 + letter * (1 + i) + "a" * 200 for i in range(40) for letter in "bcdefghijklmnopqrstuvwxyz"
     ]

@@ -1,4 +1,4 @@
-"""POST /complete, as clients of the original call it."""
+"""POST /complete, as clients of the original program call it."""
 
 import pytest
 from support.fake_engine import alone
@@ -15,7 +15,7 @@ def server():
 
 
 def seen_params(server, body: dict):
-    """The parameters with which the engine was asked, and the answer."""
+    """The parameters that the engine got, and the response."""
     seen, insert = [], server.engine.insert
     server.engine.insert = lambda slot, prompt, params, **how: (
         seen.append((prompt, params)),
@@ -51,7 +51,7 @@ def test_numbers_as_strings_and_the_other_fields(server):
 
 
 def test_a_story_goes_on_beyond_the_context(server, monkeypatch):
-    """The context is cut on its left, the window slides, and nothing but the end of a text ends it before `length`."""
+    """The context is cut on the left, the window slides, and only the end-of-text token ends the completion before `length`."""
     monkeypatch.setattr(ServedModel, "end_tokens", lambda self: ())
     windows, insert = [], server.engine.insert
 

@@ -23,7 +23,7 @@ from mesh_transformer.runtime.serving import start as serving
 
 @pytest.fixture(autouse=True)
 def signals():
-    """A server leaves SIGTERM ignored; this process is no server for long."""
+    """Restore the handler of SIGTERM, because a server leaves SIGTERM ignored."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in kept.items():
@@ -47,7 +47,8 @@ def test_sigterm_finishes_open_streams_and_exits_with_0(tmp_path):
             first = next(lines)
             child.send_signal(signal.SIGTERM)
             wait_for_health(url, 503)
-            child.send_signal(signal.SIGTERM)  # schedulers repeat it
+            # cluster managers repeat SIGTERM
+            child.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         events = [httpx.Response(200, text=line[6:]).json() for line in [first, *rest[:-1]]]
@@ -76,9 +77,9 @@ def test_sigterm_waits_for_long_prompts_and_the_queue(tmp_path):
     options = ["--slots", "1", "--set", "model.seq=512"]
     with process(tmp_path, *options, FAKE_DELAY="0.01") as (child, url), ThreadPoolExecutor(3) as pool:
         wait_for_health(url)
-        body = {"prompt": "a" * 400, "max_tokens": 9, "ignore_eos": True}  # 50 pieces
+        body = {"prompt": "a" * 400, "max_tokens": 9, "ignore_eos": True}  # 50 chunks
         answers = [pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=20) for _ in range(3)]
-        there = ("requests_running 1.0", "requests_waiting 2.0")  # all three, one of them begun
+        there = ("requests_running 1.0", "requests_waiting 2.0")  # all three; one has started
         while not all(line in httpx.get(f"{url}/metrics").text for line in there):
             time.sleep(0.01)
         child.send_signal(signal.SIGTERM)
@@ -112,7 +113,8 @@ def test_a_slow_reader_has_the_drain_to_take_its_stream(tmp_path):
             while "generated_tokens_total 100.0" not in httpx.get(f"{url}/metrics").text:
                 time.sleep(0.05)
             child.send_signal(signal.SIGTERM)
-            time.sleep(6)  # longer than a client gets that has all of its time behind it
+            # longer than the server waits for a client after the time for draining
+            time.sleep(6)
             receive(client, b"[DONE]")
         finish(child, 0)
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions: what comes back is what the engine's arithmetic gives, computed without the server."""
+"""POST /v1/completions against completions of the fake engine, computed without the server."""
 
 import json
 import math
@@ -66,7 +66,7 @@ def test_every_form_of_prompt_with_two_samples_each(server, prompt, parts):
 
 @contextmanager
 def asked_of_the_engine(server) -> Iterator[list[SamplingParams]]:
-    """The parameters of the sequences that the engine gets meanwhile, in order."""
+    """The parameters of the sequences that the engine gets, in order."""
     seen, insert = [], server.engine.insert
 
     def noting(slot, prompt, params, **how):
@@ -95,13 +95,13 @@ def test_a_whole_number_of_tokens_in_every_spelling(server, max_tokens):
 
 
 def test_the_path_may_name_the_model(server):
-    """As the clients of 2021 write it: openai 0.28's `engine=`."""
+    """The route of clients from 2021: `engine=` in openai 0.28."""
     answer = server.post({"prompt": "a", "seed": 1}, f"/v1/engines/{NAME}/completions").json()
     assert answer["choices"] == server.complete("a", seed=1)["choices"]
 
 
 def test_a_seed_is_that_of_the_first_sample_of_each_prompt(server):
-    """Those of the others follow, and the last seed is followed by the first."""
+    """The seeds of the other samples follow, and the seed after the largest one is 0."""
     with asked_of_the_engine(server) as seen:
         server.complete(["a", "b"], n=3, seed=2**32 - 2, max_tokens=2)
         server.complete("a", n=2, seed=-1, max_tokens=2)
@@ -112,7 +112,7 @@ def test_without_a_seed_every_choice_has_its_own(server):
     with asked_of_the_engine(server) as seen:
         for _ in range(2):
             server.complete(["hello"] * 4, n=4, max_tokens=1)
-    # by chance two of 32 seeds are the same once in 10 million runs
+    # the probability that two of 32 seeds are equal is 1 in 10 million
     assert len({params.seed for params in seen}) == 32
 
 
@@ -146,7 +146,7 @@ def test_a_stream_without_usage_has_none(server):
 
 
 def ascii_seed(prompt: bytes, length: int = 30) -> tuple[int, str]:
-    """A seed whose completion begins with text and has a lot of it, and no end of a text; and the completion."""
+    """A seed whose completion is a long text without an end-of-text token, and this completion."""
     for seed in range(256):
         tokens = [token.id for token in expected(prompt, seed=seed, max_tokens=length).tokens]
         if sum(32 <= t < 127 for t in tokens) >= length / 4 and 256 not in tokens and tokens[0] < 128:
@@ -366,7 +366,7 @@ def test_a_sequence_that_came_to_its_stop_is_computed_no_further():
 
 
 def test_a_space_that_begins_a_completion_is_kept(tmp_path):
-    """A tokenizer that drops the space before the first word of a text; a completion is not the first."""
+    """The tokenizer drops the space before the first word of a text. A completion is not at the start of a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     words = ["<unk>", "</s>", *(f"▁w{i}" for i in range(30)), *(f"v{i}" for i in range(5))]

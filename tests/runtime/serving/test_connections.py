@@ -1,4 +1,4 @@
-"""Clients that say nothing, or too slowly, or do not listen: what they hold is bounded, and the others are served."""
+"""Clients that send nothing, send slowly or do not read: they use bounded resources, and other clients are served."""
 
 import threading
 import time
@@ -57,7 +57,7 @@ def test_a_refused_body_that_goes_on_is_cut_off(hasty, keys):
     size = 10 * access.MAX_BODY_BYTES
     with serve(keys=keys) as server, connect(server.url) as client:
         client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode())
-        assert (b" 401 " if keys else b" 413 ") in client.recv(100)  # before any of it
+        assert (b" 401 " if keys else b" 413 ") in client.recv(100)  # before any byte of the body
         began = time.monotonic()
         send_slowly(client, b" " * 2000, 0.01)
         assert time.monotonic() - began < 5
@@ -125,7 +125,7 @@ def test_more_sockets_than_are_taken(monkeypatch):
         assert body_of(answer)["error"]["code"] == "too_many_connections"
         wait_until(lambda: server.open_connections == 3)
         kept[0].sendall(ask())
-        receive(kept[0], b'"total_tokens":61}}')  # and now it is idle: it gives its place away
+        receive(kept[0], b'"total_tokens":61}}')  # now it is idle, so a new connection replaces it
         with connect(server.url) as taken:
             taken.sendall(ask())
             receive(taken, b"200 OK")
@@ -181,7 +181,7 @@ def test_clients_behind_a_proxy_of_this_machine_are_told_apart(monkeypatch):
 
 
 class SlowTokenizer(ByteTokenizer):
-    """Encodes texts with a q only when it may."""
+    """Waits for `may` before it encodes a text with a q."""
 
     may = threading.Event()
 

@@ -1,4 +1,4 @@
-"""From warm-up to the end: overload, clients that leave, time limits, draining, an engine that fails."""
+"""From warm-up to the end: overload, clients that disconnect, time limits, draining, an engine that fails."""
 
 import json
 import logging
@@ -79,13 +79,13 @@ def test_a_client_that_leaves_frees_its_slots_within_a_step(stream):
 def test_a_client_that_leaves_frees_its_slot_in_mid_prompt():
     with serve(slots=1, context=1024, delay=0.03) as server:
         client = connect(server.url)
-        client.sendall(ask(prompt="a" * 900))  # 113 pieces
+        client.sendall(ask(prompt="a" * 900))  # 113 chunks
         wait_until(lambda: len(server.engine.calls) > 3)
         calls = len(server.engine.calls)
         client.close()
         wait_until(lambda: not server.engine.in_use, 2)
-        pieces = [call for call in server.engine.calls[calls:] if call[0] == "prefill"]
-        assert len(pieces) <= 2  # the rest of one step and, at worst, the next
+        prefills = [call for call in server.engine.calls[calls:] if call[0] == "prefill"]
+        assert len(prefills) <= 2  # the rest of one step and, at worst, the next
         assert server.complete("b", seed=1)["choices"][0]["text"] == text_of(expected(b"b", seed=1))
 
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's local-completions model against the server: its numbers are those of the engine."""
+"""lm-evaluation-harness's local-completions model against the server: its results equal those of the engine."""
 
 import json
 from typing import Any
@@ -43,7 +43,7 @@ metric_list: [{{metric: exact_match}}]
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory) -> str:
-    """A byte-level BPE tokenizer of 256 bytes, some pairs and the end of a text."""
+    """A byte-level BPE tokenizer with 256 bytes, some pairs and the end-of-text token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

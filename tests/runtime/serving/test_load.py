@@ -1,4 +1,4 @@
-"""A short form of benchmarks/serve_load.py against a server process: nothing is lost, nothing grows."""
+"""A short form of benchmarks/serve_load.py: a server process loses no request, and its memory does not grow."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""GET /metrics: what is counted and timed."""
+"""GET /metrics: counters, gauges and times."""
 
 import time
 

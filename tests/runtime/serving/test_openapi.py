@@ -1,4 +1,4 @@
-"""schemathesis against the server's own description: no answer is a 500, and each is of the form it describes."""
+"""schemathesis with the server's OpenAPI description: no response is a 500, and each has the described form."""
 
 import subprocess
 import sys

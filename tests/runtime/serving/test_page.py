@@ -1,4 +1,4 @@
-"""The web page in a real Chromium, against a real server with an engine whose tokens are arithmetic."""
+"""The web page in a real Chromium, against a server with a fake engine."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(chromium: Any) -> Iterator[Any]:
-    """Opens a server's page and notes every request and fault of the browser."""
+    """Opens a server's page, and records all requests and errors of the browser."""
     contexts = []
 
     def opened(url: str, **options: Any) -> Any:
@@ -88,7 +88,7 @@ def test_tokens_with_their_probabilities(open_page: Any) -> None:
 
 
 def words_at_the_end(page: Any) -> str:
-    """The status when a completion is over."""
+    """The status after the end of a completion."""
     status = page.locator("#status")
     playwright.expect(status).to_contain_text(", stopped at")
     return status.inner_text()
@@ -110,7 +110,7 @@ def test_the_status_in_plain_words(open_page: Any) -> None:
 
 
 def test_continue_asks_for_what_fits(open_page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last token of the context, and then it says that there is no room."""
+    """It continues to the last token of the context, then reports that the context is full."""
     monkeypatch.setattr(ServedModel, "end_tokens", lambda self, others=(), ignore_eos=False: ())
     monkeypatch.setattr(fake_engine, "draw", ascii_draw(fake_engine.draw))
     with serve() as served:
@@ -118,7 +118,7 @@ def test_continue_asks_for_what_fits(open_page: Any, monkeypatch: pytest.MonkeyP
         ask(page, max_tokens="40", seed="1")
         page.click("#go")
         assert words_at_the_end(page).startswith("40 tokens")
-        page.click("#more")  # 64 tokens fit, and 45 are there
+        page.click("#more")  # 64 tokens fit, and there are 45
         playwright.expect(page.locator("#status")).to_contain_text(
             "stopped at the end of the context (64 tokens)"
         )
@@ -133,7 +133,7 @@ def test_continue_asks_for_what_fits(open_page: Any, monkeypatch: pytest.MonkeyP
 
 
 def ascii_draw(draw: Any) -> Any:
-    """An engine's `draw` whose tokens are letters: a text of so many characters has so many tokens."""
+    """A `draw` function whose tokens are letters, so that a text has one token per character."""
 
     def drawn(*asked: Any) -> Any:
         token, finish = draw(*asked)
@@ -183,7 +183,7 @@ def test_a_key_and_a_refusal_are_told_in_words(open_page: Any) -> None:
 
 
 def test_text_from_the_model_is_text(open_page: Any) -> None:
-    """A prompt that is HTML stays what was typed."""
+    """A prompt with HTML is shown as text."""
     with serve() as served:
         page = open_page(served.url)
         ask(page, max_tokens="12")
@@ -195,7 +195,7 @@ def test_text_from_the_model_is_text(open_page: Any) -> None:
 
 
 def test_what_the_model_writes_is_text_too(open_page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A completion that is HTML, and alternatives that are."""
+    """A completion with HTML, and alternatives with HTML, are shown as text."""
     html = b"<img src=x onerror=alert(1)><script>alert(2)</script>"
 
     def write(tokens: Any, generated: int, params: Any, vocab: int) -> Any:
@@ -222,7 +222,7 @@ def test_a_long_text_stays_usable(open_page: Any) -> None:
     with serve(context=4096) as served:
         page = open_page(served.url)
         ask(page, max_tokens="1500", seed="1", stop="")
-        page.locator("[name=seed]").press("Enter")  # of a field of the form
+        page.locator("[name=seed]").press("Enter")  # in a field of the form
         page.wait_for_selector("#text span[data-p]:nth-of-type(22)", state="attached")
         page.click("#stop", timeout=5000)
         playwright.expect(page.locator("#status")).to_have_text("stopped")
@@ -232,7 +232,7 @@ def test_a_long_text_stays_usable(open_page: Any) -> None:
         page.keyboard.press("ArrowLeft")
         assert page.evaluate("document.activeElement === document.querySelector('#text span[data-p]')")
         playwright.expect(page.locator("#tip")).to_be_visible()
-        page.keyboard.press("Tab")  # one step, not one for each token
+        page.keyboard.press("Tab")  # one key press skips all tokens
         assert page.evaluate("document.activeElement.name") == "max_tokens"
 
 
@@ -252,7 +252,7 @@ def test_it_fits_a_phone_and_goes_by_keyboard(open_page: Any) -> None:
     with serve() as served:
         page = open_page(served.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        assert page.locator("#go").bounding_box()["height"] >= 40  # for a thumb
+        assert page.locator("#go").bounding_box()["height"] >= 40  # large enough for a thumb
         assert page.evaluate("document.activeElement.id") == "prompt"
         ask(page, seed="1", max_tokens="12")
         page.focus("#prompt")

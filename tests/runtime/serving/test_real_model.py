@@ -1,4 +1,4 @@
-"""device_serve.py with a model that was trained a moment before."""
+"""device_serve.py with a trained model."""
 
 import json
 import signal
@@ -33,7 +33,7 @@ def test_a_trained_model_gives_the_text_that_device_sample_gives(tmp_path):
         def complete(prompt: str) -> dict:
             return httpx.post(f"{url}/v1/completions", json={"prompt": prompt, **greedy}, timeout=60).json()
 
-        with ThreadPoolExecutor(6) as pool:  # with others in the batch, and behind it
+        with ThreadPoolExecutor(6) as pool:  # with other requests in the batch and in the queue
             answers = list(pool.map(complete, ["12 bottles of", "99 bottles", "1", "99 bottles"] * 3))
         for answer in answers[1::2]:
             (choice,) = answer["choices"]

@@ -1,4 +1,4 @@
-"""What is refused, and that the answer says why; keys, sizes of bodies, CORS."""
+"""Error responses and their messages; keys, sizes of bodies, CORS."""
 
 import gzip
 import json
@@ -164,7 +164,7 @@ def test_a_body_that_is_too_large(server, chunked):
     "headers", ["", "Connection: close\r\n", "Authorization: Bearer wrong\r\nConnection: close\r\n"]
 )
 def test_the_refusal_of_a_large_body_arrives(server, locked, headers):
-    """At a client that sends all before it reads, whatever becomes of the connection."""
+    """The client sends the whole body before it reads the response."""
     size = 4 * MAX_BODY_BYTES
     with connect((locked if "wrong" in headers else server).url) as client:
         client.sendall(
@@ -179,7 +179,7 @@ def test_the_refusal_of_a_large_body_arrives(server, locked, headers):
 
 @pytest.mark.parametrize("method", ["POST", "OPTIONS"])
 def test_a_body_with_two_lengths_ends_its_connection(server, method):
-    """RFC 9112, 6.1: what follows may be a request of somebody else, or a part of the body."""
+    """RFC 9112, 6.1: the bytes after the body may be another client's request, or a part of the body."""
     head = (
         f"{method} /complete HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
     )

@@ -34,7 +34,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_step(source, MODEL, str(folder / "classic/step_7"), format=Format.CLASSIC)
     write_step(source, MODEL, str(folder / "bare/step_7"), format=Format.CLASSIC)
     (folder / "bare/step_7/model.json").unlink()
-    source.extra = {"config": parse_config(RAW).model_dump(mode="json")}  # as training notes it
+    source.extra = {"config": parse_config(RAW).model_dump(mode="json")}  # as training records it
     write_native(source, str(folder / "run"))
     to_hf(str(folder / "config.json"), [], str(folder / "run"), str(folder / "hf"), dtype="fp32")
     return folder

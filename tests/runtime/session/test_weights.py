@@ -1,4 +1,4 @@
-"""A session's weights from native steps, wherever they lie and whatever they are called."""
+"""Weights from native steps in different places and with different names."""
 
 import shutil
 from pathlib import Path
@@ -38,7 +38,7 @@ def state(program: TrainProgram) -> TrainState:
 
 @pytest.fixture
 def step(tmp_path: Path, state: TrainState) -> Path:
-    """`run/step_9`, with the steps 2 and 10 of other values beside it."""
+    """`run/step_9`, with steps 2 and 10 that have other values."""
     store = CheckpointStore(str(tmp_path / "run"), keep_latest=3)
     for number in (2, 9, 10):
         params = state.params if number == 9 else jax.tree.map(lambda x: x + 1, state.params)
@@ -61,7 +61,7 @@ def test_the_very_folder_that_is_named_is_read(
     root = step.parent.parent
     if path == "run/good":
         step.rename(root / path)
-    elif path in ("link", "step_4"):  # another number than that of the step
+    elif path in ("link", "step_4"):  # the name differs from the step
         (root / path).symlink_to(step)
     monkeypatch.chdir(step if path == "." else root)
     source = open_checkpoint(session, path)
@@ -82,10 +82,10 @@ def test_the_newest_of_a_run(step: Path, session: Session) -> None:
 def test_a_decoder_is_never_on_the_devices_twice(
     step: Path, session: Session, state: TrainState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packed layer by layer in the compute dtype: beside what is packed, at most one part as it was read."""
+    """Layers are packed one by one: memory has the packed layers and at most one unpacked part."""
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)) // 2
     largest = state.params["embed"]["tokens"]["w"].nbytes // 2
-    assert weights > 6 * largest  # a second copy of the weights would not pass for a part
+    assert weights > 6 * largest  # so a second copy of the weights fails the test
     held = []
     read, before = NativeSource.read_stored, sum(array.nbytes for array in jax.live_arrays())
 

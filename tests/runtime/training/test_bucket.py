@@ -1,4 +1,4 @@
-"""A run whose checkpoints and data live in a bucket, against a server on loopback."""
+"""A run with its checkpoints and data in a bucket, on a fake server."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def test_a_run_in_a_bucket_is_resumed_on_a_fresh_machine(tmp_path, bucket):
     assert _steps(bucket) == {"step_8"}
     assert not list(first.glob("run/step_*"))
 
-    second.mkdir()  # nothing of the first machine but the config
+    second.mkdir()  # only the config of the first machine
     shutil.copy(first / "config.json", second)
     run("device_train.py", "--config", "config.json", cwd=second, **environment)
     assert _steps(bucket) == {"step_12"}
@@ -52,14 +52,14 @@ def test_a_run_in_a_bucket_is_resumed_on_a_fresh_machine(tmp_path, bucket):
         **environment,
     )  # fmt: skip
     assert len(json.loads(output)["tokens"]) == 3
-    # Without the bucket the same paths are local, and hold nothing.
+    # Without the bucket, the same paths are local and empty.
     _, errors = run(
         "device_sample.py", "--config", "config.json", "--prompt", "7 b", "--set", "checkpoint.bucket=", cwd=second, code=2,
         **environment,
     )  # fmt: skip
     assert "no checkpoint in run" in errors
 
-    # The first machine's copy is that of a run that --new has deleted.
+    # The first machine has a copy of a run that --new deleted.
     new = ("--new", "--yes", "--set", "optimizer.total_steps=4")
     _, errors = run("train.py", "--config", "config.json", *new, cwd=first, **environment)
     assert " I reached step 4 of 4, " in errors.splitlines()[-1]

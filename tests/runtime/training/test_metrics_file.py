@@ -1,4 +1,4 @@
-"""What stands behind the last record of a metrics file is neither believed nor kept."""
+"""Bytes after the last valid record of a metrics file are ignored and removed."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_a_broken_end_is_cut_off_and_told_in_one_line(tmp_path, caplog, broken):
 
 
 def test_what_is_whole_stays(tmp_path, caplog):
-    """Also behind a line in the middle that is not, and without the last line's end."""
+    """Also after an invalid line in the middle, and without a newline at the end."""
     path = tmp_path / "metrics.jsonl"
     content = b'{"step": 6, "tr\n' + json.dumps(GOOD).encode()
     path.write_bytes(content)

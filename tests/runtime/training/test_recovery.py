@@ -1,4 +1,4 @@
-"""Killed and started again, a run goes on as if nothing had happened."""
+"""A run that is killed and started again has the same results as an uninterrupted run."""
 
 import os
 import re
@@ -44,7 +44,8 @@ def test_killed_three_times_a_run_ends_as_if_it_were_not(tmp_path):
         wait_for_step(process, killed / "run", step)
         process.send_signal(number)
         if number == signal.SIGTERM:
-            process.send_signal(number)  # schedulers repeat it
+            # cluster managers repeat signals
+            process.send_signal(number)
         finish(process, code)
         redone.append(metrics(killed / "run")[-1]["step"])
     run("device_train.py", "--config", "config.json", cwd=killed)
@@ -53,7 +54,7 @@ def test_killed_three_times_a_run_ends_as_if_it_were_not(tmp_path):
     records = metrics(killed / "run")
     last = {record["step"]: record for record in records}
     assert last.keys() == expected.keys()
-    for record in records:  # those that were done twice too: the same both times
+    for record in records:  # repeated steps have the same numbers both times
         for name in SAME:
             assert record.get(name) == expected[record["step"]].get(name), (record["step"], name)
 
@@ -62,12 +63,12 @@ def test_killed_three_times_a_run_ends_as_if_it_were_not(tmp_path):
     assert records[-1]["train/steps_redone"] == repeated
     steps = [record["step"] for record in records]
     after_sigterm = steps[len(steps) - 1 - steps[::-1].index(redone[2]) + 1]
-    assert after_sigterm == redone[2] + 1  # SIGTERM saved: nothing was lost
+    assert after_sigterm == redone[2] + 1  # SIGTERM saved, so no step was repeated
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
-    """Two runs without validation: `run` of 12 steps, to which nothing happens, and `begun`, of which 5 are done."""
+    """Two runs without validation: `run` with 12 steps, and `begun` with 5 of them."""
     folder = tmp_path_factory.mktemp("straight")
     write_run(folder, checkpoint={"ckpt_every": 4, "keep_every": 4}, data={"val_set": {}})
     run("device_train.py", "--config", "config.json", cwd=folder)
@@ -78,7 +79,7 @@ def straight(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(straight, tmp_path) -> Path:
-    """A copy of them, with config and data, for a test of its own."""
+    """A copy of both runs, with config and data, for one test."""
     return shutil.copytree(straight, tmp_path / "copy")
 
 
@@ -118,7 +119,7 @@ def test_another_mesh_goes_on_with_the_same_run(copy):
 
 @pytest.fixture
 def small_disk(copy):
-    """A folder `disk` with the run `begun` on a file system of 2 MiB of its own, and a function that leaves so many bytes free."""
+    """A folder `disk` with the run `begun` on a 2 MiB file system, and a function that fills it except for some bytes."""
     disk = copy / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -138,7 +139,7 @@ def small_disk(copy):
 
 
 def test_a_full_disk_is_one_line_and_costs_no_checkpoint(copy, small_disk):
-    """In a save, in the metrics before it, in the lock at the start; with space again the run goes on."""
+    """The disk is full during a save, during the metrics before it, or at the lock at the start. With space, the run resumes."""
     disk, leave = small_disk
     command = ["device_train.py", "--config", "config.json", "--set", "checkpoint.model_dir=disk/begun"]
     command += ["--set", "logging.tensorboard=true"]
@@ -158,7 +159,7 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(copy, small_disk):
 
 @pytest.mark.multiprocess
 def test_a_full_disk_ends_a_job_of_two_processes(copy, small_disk):
-    """The process whose write fails does not wait for the other one, and the driver does not try again."""
+    """The process with the failing write does not wait for the other one, and the driver does not retry."""
     disk, leave = small_disk
     leave(64 << 10)
     command = ["--config", "config.json", "--set", "checkpoint.model_dir=disk/begun", "--processes", "2"]
@@ -189,7 +190,7 @@ def test_changed_data_is_refused_or_read_anew(copy):
 
 @pytest.mark.multiprocess
 def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path):
-    """The same numbers; a SIGTERM to one of them stops both after the same step, and both go on."""
+    """Two processes give the same numbers. A SIGTERM to one of them stops both after the same step, and both resume."""
     mesh = [
         "--set",
         "mesh.fsdp=2",
@@ -223,7 +224,7 @@ def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path):
     port = free_port()
     processes = start_both(port)
     wait_for_step(processes[0], two / "run", 4)
-    assert listens_at(processes[0].pid, port) == {"127.0.0.1"}  # JAX's coordinator obeys whoever reaches it
+    assert listens_at(processes[0].pid, port) == {"127.0.0.1"}  # JAX's coordinator has no authentication
     processes[1].send_signal(signal.SIGTERM)
     for process in processes:
         finish(process, 143)

@@ -1,4 +1,4 @@
-"""The folder beside a run in a bucket: the bucket counts, and only what is newer than it stays."""
+"""The local folder of a run in a bucket: the bucket is authoritative, and only newer local metrics are kept."""
 
 import pytest
 from support.gcs_server import GcsServer
@@ -20,7 +20,7 @@ def bucket(monkeypatch):
 
 @pytest.fixture
 def machine(tmp_path, bucket):
-    """A folder on a machine of this name, and a function that adds a line to its metrics."""
+    """The folder of a machine with this name, and a function that adds a line to its metrics."""
 
     def at(name):
         folder = tmp_path / name
@@ -47,7 +47,7 @@ def test_what_is_newer_than_the_bucket_stays(machine):
 
 
 def test_a_machine_that_comes_back(machine):
-    """What it had behind the bucket's copy, another one has done again."""
+    """Its steps after the bucket's copy were repeated by another machine."""
     (a, add_a), (b, add_b) = machine("a"), machine("b")
     name = claim_run_folder(ROOT, str(a))
     add_a("1\n")

@@ -1,4 +1,4 @@
-"""One process trains in a folder at a time."""
+"""Only one process trains in a folder at a time."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ with RunLock(sys.argv[1]):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the folder."""
+    """Another process that has locked the folder."""
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True, env=environment
@@ -45,7 +45,7 @@ def test_the_second_is_refused_and_told_who_is_there(tmp_path, holder, monkeypat
 
 
 def test_the_kernel_frees_it_when_its_holder_is_killed(tmp_path, holder):
-    """Also for one that comes a moment before that."""
+    """Also for a process that starts to wait just before that."""
     holder.send_signal(signal.SIGKILL)
     with RunLock(str(tmp_path)) as lock:
         assert lock.still_in_place()

@@ -1,4 +1,4 @@
-"""device_train.py and device_sample.py as a user runs them."""
+"""The commands device_train.py and device_sample.py."""
 
 import io
 import json
@@ -54,7 +54,7 @@ def test_metrics_have_one_record_a_step(trained):
     assert records[5]["train/learning_rate"] == pytest.approx(1e-2)  # the peak, after 5 steps of warm-up
     assert records[0]["train/loss"] == pytest.approx(
         math.log(257), abs=0.6
-    )  # a guess, near enough to uniform
+    )  # about the loss of a uniform guess
     assert records[-1]["train/loss"] < records[0]["train/loss"] - 1
 
 
@@ -89,7 +89,7 @@ def test_a_resume_tells_what_is_no_longer_as_it_was(trained):
 
 
 def _written(folder: Path) -> list[tuple[Path, int]]:
-    """Every file with its time, but for the lock, in which each start writes who it is."""
+    """All files with their times, except the lock, which each start writes."""
     return sorted(
         (path, path.stat().st_mtime_ns)
         for path in folder.rglob("*")
@@ -164,7 +164,7 @@ def test_sampling_text(trained):
 
 @pytest.fixture(scope="module")
 def greedy(trained):
-    """What follows "99 bottles", sampled by its tokens: no tokenizer is there."""
+    """The continuation of "99 bottles", given as tokens, because there is no tokenizer."""
     prompt = ",".join(str(byte) for byte in b"99 bottles")
     samples, _ = _samples(
         trained, "--prompt-tokens", prompt, "--max-new-tokens", "8", "--temperature", "0",
@@ -209,11 +209,11 @@ def test_a_prompt_beyond_the_context(trained):
     assert len(samples[0]["tokens"]) == 4
     assert "cut" in errors
     samples, _ = _samples(trained, "--prompt-tokens", prompt, "--truncate")
-    assert len(samples[0]["tokens"]) == 16  # half of the context, where no number was asked for
+    assert len(samples[0]["tokens"]) == 16  # half of the context by default
 
 
 def test_fine_tuning_starts_at_step_zero_with_other_weights(trained, tmp_path):
-    """And where no validation batches are asked for, there is no validation."""
+    """And with val_batches 0, there is no validation."""
     write_run(
         tmp_path, optimizer={"total_steps": 2}, data={"val_batches": 0, "val_set": {"held": "absent.txt"}}
     )
@@ -250,7 +250,7 @@ def test_bad_input_is_one_line_and_exit_code_2(trained):
 
 @pytest.fixture
 def run_here(trained, monkeypatch, capfd):
-    """Runs device_train.py in this process, to its exit code and standard error."""
+    """Runs device_train.py in this process. Returns its exit code and standard error."""
     monkeypatch.chdir(trained)
     monkeypatch.setenv("XDG_CACHE_HOME", str(trained / "cache"))
     handler = signal.getsignal(signal.SIGTERM)
@@ -348,7 +348,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(trained, tmp_p
 
 
 def test_an_update_that_is_not_finite_is_never_saved(tmp_path):
-    """The loss is still finite when the parameters overflow; the checkpoint before must survive that."""
+    """The loss is still finite when the parameters overflow. The checkpoint before must stay."""
     write_run(tmp_path, optimizer={"warmup_steps": 1}, checkpoint={"ckpt_every": 1, "keep_every": None})
     _, errors = run(
         "device_train.py", "--config", "config.json", "--set", "optimizer.lr=1e38", cwd=tmp_path, code=1
@@ -361,7 +361,7 @@ def test_an_update_that_is_not_finite_is_never_saved(tmp_path):
 
 
 def test_classic_spelling_trains(tmp_path):
-    """A flat config of a fork in 2021, but for its sizes; a W&B project is no obstacle."""
+    """A flat config of a fork from 2021, with smaller sizes. Its W&B project needs no account."""
     write_run(tmp_path)
     classic = {
         "layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 257, "norm": "layernorm", "pe": "rotary", "pe_rotary_dims": 64,
@@ -385,4 +385,4 @@ def test_classic_spelling_trains(tmp_path):
     assert told == [["d_head", "4"], ["pe_rotary_dims", "64"]]
 
 
-assert CONFIG["checkpoint"]["ckpt_every"] == 5  # the tests above count on it
+assert CONFIG["checkpoint"]["ckpt_every"] == 5  # the tests above rely on it

@@ -1,4 +1,4 @@
-"""device_train.py and device_sample.py from checkpoints of the original program, against its own numbers."""
+"""device_train.py and device_sample.py from checkpoints of the original program, against its numbers."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from mesh_transformer.checkpoint.native.source import NativeSource
 from mesh_transformer.config import load_config
 from mesh_transformer.data.records import write_records
 
-# float32 sums in another order than the original's: the same bound as of the trajectory in tests/train
+# float32 sums in another order than in the original program; the same tolerance as for the trajectory in tests/train
 LOSS_RTOL = 1e-4
 
 
@@ -50,7 +50,7 @@ def assert_losses(
 
 
 def test_a_run_from_eight_shards_is_the_originals_run_of_one(tmp_path: Path, original: Path) -> None:
-    """Tuned for 3 steps from the 8-shard start, written as a classic run of one shard, gone on with for 2."""
+    """Fine-tune for 3 steps from the 8-shard start, write a classic run with one shard, and resume it for 2 steps."""
     first, second = tmp_path / "first", tmp_path / "second"
     expected = golden(original, "mp1/f32/train")
     prepare(first, original, expected["tokens"], total_steps=3)
@@ -102,7 +102,7 @@ def test_moments_are_carried_into_a_fine_tuning_run(tmp_path: Path, original: Pa
     prepare(tmp_path, original, golden(original, "mp1/f32/train")["tokens"], total_steps=1)
     source = str(original / "mp8/ckpt_full/step_5")
     run("device_train.py", "--config", "config.json", "--tune-model-path", source, cwd=tmp_path)
-    assert NativeSource(str(tmp_path / "run/step_1")).counts == (1, 6, 1)  # Adam's count goes on
+    assert NativeSource(str(tmp_path / "run/step_1")).counts == (1, 6, 1)  # Adam's count continues
 
 
 def test_a_slim_run_cannot_go_on(tmp_path: Path, original: Path) -> None:
