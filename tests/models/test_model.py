@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.builders import TINY, program
+from support.covering import sampled
 
 from mesh_transformer.families import FAMILIES, gptj
 from mesh_transformer.parallel.sharding import collect_axes, map_axes
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (1, 8, 41)).astype(np.int32)
 NORMS = ["layernorm", "layernorm-nobias", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias"]
+ENCODINGS = ["rotary", "fixed", "t5"]
 
 
 def test_the_program_does_not_grow_with_the_number_of_layers():
@@ -39,9 +41,7 @@ def test_a_parameter_without_names_is_an_error_that_gives_its_path():
         collect_axes(lambda: hk.Linear(3)(jnp.zeros((1, 2))))
 
 
-@pytest.mark.parametrize(
-    ("norm", "pe"), [*((norm, "rotary") for norm in NORMS), ("layernorm", "fixed"), ("scalenorm", "t5")]
-)
+@pytest.mark.parametrize(("norm", "pe"), sampled(NORMS, ENCODINGS))
 def test_every_switch_gives_a_model_of_unit_scale(norm, pe):
     """A fresh model is near uniform, and its norms have the parameters that their names promise."""
     run = program(TINY, f"model.norm={norm}", f"model.pe={pe}", "model.layers=1")
