@@ -1,9 +1,10 @@
-"""From a checkpoint of any form straight onto devices.
+"""Loads tensors from a checkpoint of any format onto the devices of a mesh.
 
-A process reads the slices of its own devices, one after the other and a large one in pieces, in the dtype that is wanted: beside
-its devices' shards it never holds more than one slice and a piece of it in the stored dtype, and no device more than its
-shards. On CPU a slice becomes the device's without a copy. No process reads a whole native checkpoint: each sums the bits that
-it reads, and all compare the checksums together.
+Each process reads only the slices of its own devices, one at a time, and a large slice in blocks. It casts each block to
+the requested dtype. Besides the shards of its devices a process holds at most one slice, and one block of it in the stored
+dtype; a device holds nothing but its shards. On CPU the device uses the buffer of the slice without a copy.
+No process reads a whole native checkpoint: each computes checksums of what it reads, and the sums over all processes are
+compared with the manifest.
 """
 
 from __future__ import annotations
@@ -26,22 +27,25 @@ from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
 from mesh_transformer.errors import CredentialsError
 from mesh_transformer.logs import Transfer
 
-BLOCK_BYTES = 128 << 20  # of a tensor, in its stored dtype: read at a time
-ALIGNMENT = 64  # bytes: XLA for CPU takes an array that begins at a multiple as its own
+# read at a time from a tensor, counted in float32
+BLOCK_BYTES = 128 << 20
+# XLA for CPU uses an array at a multiple of so many bytes without a copy
+ALIGNMENT = 64
 
 T = TypeVar("T")
-Spans = tuple[tuple[int, int], ...]  # the first and the end of a slice, by dimension
+# start and stop of a slice in each dimension
+Bounds = tuple[tuple[int, int], ...]
 
 
 def load(source: TensorSource, abstract: Any) -> Any:
-    """The tensors that `abstract` names, a pytree of `jax.ShapeDtypeStruct` with sharding such as {"params": ...}.
+    """Load the tensors that `abstract` names: a pytree of `jax.ShapeDtypeStruct` with shardings, such as {"params": ...}.
 
-    Values are cast to the dtypes of `abstract`. The checksums of native tensors are compared. In several processes all
-    must call it, and all get the same result.
+    Casts values to the dtypes of `abstract`. Compares the checksums of native tensors. All processes must call it, and all
+    succeed or fail together.
 
     Raises:
-        UserError: a tensor is missing or of another shape; nothing was read.
-        DamagedCheckpoint: a tensor cannot be read or is not what was saved, in this process or in another.
+        UserError: a tensor is missing or has another shape; nothing was read.
+        DamagedCheckpoint: a tensor cannot be read or its checksum is wrong, in this process or in another.
     """
     check_shapes(source, abstract)
     with _reading(source, abstract) as reader:
@@ -49,14 +53,15 @@ def load(source: TensorSource, abstract: Any) -> Any:
 
 
 def load_by_layer(source: TensorSource, abstract: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """As `load`, the parameters in parts, each read when it is asked for: ("embed", ...), ("head", ...), then ("blocks", ...)
-    for each layer, without the dimension of layers.
+    """Load the parameters in parts, as `load` does, and read each part when the caller asks for it.
+
+    Yields ("embed", ...) and ("head", ...), then ("blocks", ...) once per layer, without the dimension of layers.
 
     Args:
         abstract: the parameters by stage; the leaves of "blocks" have a leading layer dimension.
 
     Raises:
-        UserError, DamagedCheckpoint: as in `load`; that of a wrong checksum at the end.
+        UserError, DamagedCheckpoint: as in `load`; a wrong checksum is raised after the last part.
     """
     check_shapes(source, {"params": abstract})
     with _reading(source, {"params": abstract}) as reader:
@@ -69,13 +74,13 @@ def load_by_layer(source: TensorSource, abstract: dict[str, Any]) -> Iterator[tu
 
 
 def restore(source: NativeSource, abstract: Any, *, part: bool) -> Any:
-    """As `load`, of any tree that `CheckpointStore` saved: by stored names, and in dtypes that keep every value.
+    """Load any tree that `CheckpointStore` saved, as `load` does, by its stored names and without loss of precision.
 
     Args:
-        part: the checkpoint may hold tensors that `abstract` does not name.
+        part: whether the checkpoint may hold tensors that `abstract` does not name.
 
     Raises:
-        UserError: a tensor is missing, superfluous or of another shape or dtype; nothing was read.
+        UserError: a tensor is missing, unexpected, or has another shape or dtype; nothing was read.
         DamagedCheckpoint: as in `load`.
     """
     manifests.check_fits(source.manifest, abstract, part=part, where=source.where)
@@ -84,33 +89,35 @@ def restore(source: NativeSource, abstract: Any, *, part: bool) -> Any:
 
 
 def check_shapes(source: TensorSource, abstract: Any) -> None:
-    """Refuse a checkpoint of another model.
+    """Refuse a checkpoint whose tensors have other shapes than `abstract`.
 
     Raises:
-        UserError: names tensor, expected and found.
+        UserError: a tensor is missing or has another shape; the message gives its name, the expected and the found shape.
     """
     specs = {name: TensorSpec(tuple(info.shape), info.dtype.name, 0) for name, info in source.tensors.items()}
     manifests.check_fits(Manifest(specs, {}), abstract, part=True, where=source.where, any_float=True)
 
 
 def put_scalar(value: int, like: Any) -> jax.Array:
-    """A number with the dtype and sharding of `like`, a scalar or its `jax.ShapeDtypeStruct`."""
+    """A scalar array of `value` with the dtype and sharding of `like`, an array or a `jax.ShapeDtypeStruct`."""
     scalar = np.asarray(value, like.dtype)
     return jax.make_array_from_callback((), like.sharding, lambda _: scalar)
 
 
 def fail_together(read: Callable[[], T]) -> T:
-    """The result of `read`, if it succeeded in every process.
+    """Call `read` in every process and return its result; if it fails in one process, fail in all.
 
     Raises:
-        DamagedCheckpoint: it failed in this process or in another.
+        DamagedCheckpoint: `read` failed in this process or in another.
     """
     reason = ""
     try:
         result = read()
     except (CredentialsError, MemoryError, jax.errors.JaxRuntimeError):
-        raise  # the machine's fault, not the checkpoint's
-    except Exception as error:  # noqa: BLE001  (Orbax and TensorStore raise all sorts for a damaged file)
+        # a fault of the machine, not of the checkpoint
+        raise
+    # Orbax and TensorStore raise many types of exceptions for a damaged file
+    except Exception as error:  # noqa: BLE001
         reason = root_cause(error)
     failed = multihost_utils.process_allgather(np.bool_(reason))
     if np.any(failed):
@@ -120,7 +127,7 @@ def fail_together(read: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _reading(source: TensorSource, abstract: Any) -> Iterator[_Reader]:
-    """What reads `abstract` in one or several parts; in the end the checksums of what was read are compared."""
+    """A reader for `abstract`, in one or several parts. Compares the checksums of what was read on exit."""
     n_bytes = sum(map(_local_bytes, jax.tree.leaves(abstract)))
     with Transfer("reading", n_bytes) as transfer:
         reader = _Reader(source, transfer)
@@ -130,82 +137,90 @@ def _reading(source: TensorSource, abstract: Any) -> Iterator[_Reader]:
 
 
 class _Reader:
-    """Puts tensors onto the devices of all processes, and sums up what this process reads."""
+    """Loads tensors onto the devices of all processes, and computes checksums of what this process reads."""
 
     def __init__(self, source: TensorSource, transfer: Transfer):
         self._source, self._transfer = source, transfer
         self._sums: dict[str, int] = defaultdict(int)
 
     def load(self, abstract: Any, layer: int | None = None) -> Any:
-        """Some tensors, or one layer of stacked ones."""
+        """Load whole tensors, or one layer of stacked tensors."""
         leaves = manifests.flatten(abstract)
         arrays = fail_together(lambda: [self._array(name, leaf, layer) for name, leaf in leaves.items()])
         return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
     def checksums(self) -> dict[str, int]:
-        """Of all tensors, as all processes together have read them."""
-        parts = np.array([value % 2**32 for value in self._sums.values()], np.uint32)
-        sums = multihost_utils.process_allgather(parts).reshape(-1, len(parts)).sum(axis=0, dtype=np.uint32)
+        """The checksum of each tensor, from the parts that all processes have read."""
+        local = np.array([value % 2**32 for value in self._sums.values()], np.uint32)
+        sums = multihost_utils.process_allgather(local).reshape(-1, len(local)).sum(axis=0, dtype=np.uint32)
         return dict(zip(self._sums, map(int, sums), strict=True))
 
     def _array(self, name: str, leaf: Any, layer: int | None) -> jax.Array:
-        """One tensor, slice after slice, each read once; of slices that several processes hold, the first one's sum counts."""
-        devices: dict[Spans, list[jax.Device]] = defaultdict(list)
+        """Load one tensor. Each process reads each of its slices once.
+
+        The checksum of a slice on devices of several processes is counted by the process of the first device.
+        """
+        devices: dict[Bounds, list[jax.Device]] = defaultdict(list)
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-            bounds = (s.indices(n)[:2] for s, n in zip(index or (), leaf.shape, strict=True))
-            devices[tuple(bounds)].append(device)
+            starts_and_stops = (s.indices(n)[:2] for s, n in zip(index or (), leaf.shape, strict=True))
+            devices[tuple(starts_and_stops)].append(device)
         shards = []
         self._sums.setdefault(name, 0)
-        for spans, holders in devices.items():
-            ours = [device for device in holders if device.process_index == jax.process_index()]
-            if not ours:
+        for bounds, holders in devices.items():
+            local = [device for device in holders if device.process_index == jax.process_index()]
+            if not local:
                 continue
-            values = self._slice(name, spans, leaf.dtype, layer, count=ours[0] == holders[0])
-            shards += jax.block_until_ready([jax.device_put(values, device) for device in ours])
-            self._transfer.add(values.nbytes * len(ours))
-            del values  # before the next slice is read
+            values = self._slice(name, bounds, leaf.dtype, layer, count=local[0] == holders[0])
+            shards += jax.block_until_ready([jax.device_put(values, device) for device in local])
+            self._transfer.add(values.nbytes * len(local))
+            # frees the memory before the next slice is read
+            del values
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards, dtype=leaf.dtype)
 
     def _slice(
-        self, name: str, spans: Spans, dtype: np.dtype, layer: int | None, *, count: bool
+        self, name: str, bounds: Bounds, dtype: np.dtype, layer: int | None, *, count: bool
     ) -> np.ndarray:
-        """A part of a tensor, or of a layer of it, in `dtype`."""
-        out = _aligned([stop - start for start, stop in spans], dtype)
+        """Read a slice of a tensor, or of one layer of it, in `dtype`; `count`: add it to the checksum."""
+        out = _aligned([stop - start for start, stop in bounds], dtype)
         stack = () if layer is None else ((layer, layer + 1),)
-        for piece in _blocks(spans):
-            place = (*stack, *piece)
-            index = tuple(slice(*span) for span in place)
+        for block in _blocks(bounds):
+            stored_bounds = (*stack, *block)
+            index = tuple(slice(*pair) for pair in stored_bounds)
             if not isinstance(self._source, NativeSource):
                 stored = self._source.read(name, index)
             else:
                 stored = self._source.read_stored(name, index)
                 if count:
-                    self._sums[name] += self._source.manifest.checksum(stored, [start for start, _ in place])
-            to = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(piece, spans, strict=True))
-            out[to] = stored if layer is None else stored[0]
+                    self._sums[name] += self._source.manifest.checksum(
+                        stored, [start for start, _ in stored_bounds]
+                    )
+            target = tuple(
+                slice(a - first, b - first) for (a, b), (first, _) in zip(block, bounds, strict=True)
+            )
+            out[target] = stored if layer is None else stored[0]
         return out
 
 
-def _blocks(spans: Spans) -> Iterator[Spans]:
-    """The same in pieces of at most BLOCK_BYTES of float32: layer by layer, then along the longest dimension."""
-    sizes = [stop - start for start, stop in spans]
-    parts = -(-math.prod(sizes) * 4 // BLOCK_BYTES)
-    if parts <= 1 or max(sizes) == 1:
-        yield spans
+def _blocks(bounds: Bounds) -> Iterator[Bounds]:
+    """Split a slice into blocks of at most BLOCK_BYTES of float32, by layers first, then along the longest dimension."""
+    sizes = [stop - start for start, stop in bounds]
+    count = -(-math.prod(sizes) * 4 // BLOCK_BYTES)
+    if count <= 1 or max(sizes) == 1:
+        yield bounds
         return
     dim = 0 if len(sizes) > 2 and sizes[0] > 1 else sizes.index(max(sizes))
-    start, stop = spans[dim]
-    step = -(-sizes[dim] // parts)
+    start, stop = bounds[dim]
+    step = -(-sizes[dim] // count)
     for first in range(start, stop, step):
-        yield from _blocks((*spans[:dim], (first, min(first + step, stop)), *spans[dim + 1 :]))
+        yield from _blocks((*bounds[:dim], (first, min(first + step, stop)), *bounds[dim + 1 :]))
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An empty array that a CPU device takes without copying it."""
+    """An uninitialized array that a CPU device uses without a copy."""
     n_bytes = math.prod(shape) * dtype.itemsize
-    room = np.empty(n_bytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + n_bytes].view(dtype).reshape(shape)
+    buffer = np.empty(n_bytes + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + n_bytes].view(dtype).reshape(shape)
 
 
 def _of_one_layer(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -214,6 +229,6 @@ def _of_one_layer(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """What this process's devices hold of a tensor, or will."""
+    """Bytes of a tensor on the devices of this process."""
     shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     return shard * len(leaf.sharding.addressable_devices)

@@ -1,4 +1,4 @@
-"""A checkpoint of any form: told by what lies at its path, and opened."""
+"""Detects the format of a checkpoint by the contents of its folder, and opens it."""
 
 import enum
 import re
@@ -18,7 +18,7 @@ _WEIGHTS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json
 
 
 class Format(enum.Enum):
-    """The forms that can be read."""
+    """The formats that can be read."""
 
     NATIVE = "native"
     CLASSIC = "classic"
@@ -26,14 +26,14 @@ class Format(enum.Enum):
 
 
 class CheckpointFolder(NamedTuple):
-    """A checkpoint: of native and classic ones the step folder."""
+    """The format and the path of a checkpoint. The path of a native or classic checkpoint is its step folder."""
 
     format: Format
     path: str
 
 
 class ClassicRun(NamedTuple):
-    """A run of the original program: its newest step, and what its meta.json notes of that step."""
+    """A run of the original program: the folder of its newest step, and the step's entry `aux` in meta.json."""
 
     folder: str
     aux: dict[str, Any]
@@ -42,10 +42,10 @@ class ClassicRun(NamedTuple):
 def find_checkpoint(path: str) -> CheckpointFolder:
     """The checkpoint at `path`: a step folder, a run's folder (its newest step) or a Hugging Face folder.
 
-    In a folder with native and classic steps the native ones count: a classic run was gone on with.
+    In a folder with native and classic steps the newest native step is used: a native run resumed from the classic one.
 
     Raises:
-        UserError: there is none, or one of a layout that is not read; the message lists what is there.
+        UserError: there is no checkpoint, or its layout is not supported; the message lists the folder's contents.
     """
     path = path.rstrip("/") or "/"
     names = files.list_dir(path)
@@ -57,28 +57,28 @@ def find_checkpoint(path: str) -> CheckpointFolder:
         return CheckpointFolder(Format.CLASSIC, classic)
     weights = [name for name in names if _WEIGHTS.fullmatch(name)]
     if weights and "config.json" not in names:
-        raise UserError(f"{path} holds {listed(weights)} but no config.json: put it back beside the weights")
+        raise UserError(f"{path} holds {listed(weights)} but no config.json: put config.json into the folder")
     if weights:
         return CheckpointFolder(Format.HUGGING_FACE, path)
     raise UserError(
-        f"no checkpoint in {path}: expected a run's folder or one of its step_N folders, a classic step_N folder "
+        f"no checkpoint in {path}: expected the folder of a run or one of its step_N folders, a classic step_N folder "
         f"with shard_0 in it, or a Hugging Face folder with config.json and weights; found {listed(names, most=8)}"
     )
 
 
 def classic_run(root: str) -> ClassicRun | None:
-    """The run of the original program that `root` holds, or None if there is no classic step in it.
+    """The run of the original program in `root`; None if `root` holds no classic step.
 
     Raises:
-        UserError: there are classic steps, and no meta.json that names one of them.
+        UserError: `root` holds classic steps, but no meta.json that names one of them.
     """
     if not any(classic_folder.is_step(files.join(root, name)) for name in _step_names(files.list_dir(root))):
         return None
     meta = classic_folder.read_meta(root)
     if meta is None:
         raise UserError(
-            f"{root} holds steps of the original program but not its meta.json, so that its run cannot go on: put "
-            f"meta.json back, or start from one step with --tune-model-path and another checkpoint.model_dir"
+            f"{root} holds steps of the original program but not its meta.json, so the run cannot be resumed: restore "
+            f"meta.json, or start from one step with --tune-model-path and another checkpoint.model_dir"
         )
     folder = classic_folder.find_step(root)
     aux = meta.aux.get(str(meta.step))
@@ -86,53 +86,53 @@ def classic_run(root: str) -> ClassicRun | None:
 
 
 def finished_steps(root: str) -> list[str]:
-    """The names of the native and classic steps right under `root`, ascending."""
+    """The names of the finished native and classic steps directly under `root`, ascending."""
     folders = ((name, files.join(root, name)) for name in _step_names(files.list_dir(root)))
     return [name for name, folder in folders if _is_native_step(folder) or classic_folder.is_step(folder)]
 
 
 def check_only_step(root: str, step: int) -> None:
-    """Refuse a root with finished steps, native or classic, of other numbers than `step`.
+    """Refuse a root with finished steps, native or classic, other than `step`.
 
-    A reader of the root takes the newest step, and a run deletes older ones.
+    Readers of the root use its newest step, and a run deletes older steps.
 
     Raises:
-        UserError: the message names them.
+        UserError: there are other steps; the message names them.
     """
     others = [name for name in finished_steps(root) if name != f"step_{step}"]
     if others:
         raise UserError(
-            f"{root} holds {listed(others)}: step_{step} of another checkpoint cannot be put beside it; name "
+            f"{root} holds {listed(others)}: step_{step} of another checkpoint cannot be written to the same folder; choose "
             "another folder"
         )
 
 
 def open_source(path: str, model: ModelConfig) -> TensorSource:
-    """The checkpoint at `path` (local or `gs://`), of whatever form; see `find_checkpoint`. No tensor is read.
+    """Open the checkpoint at `path` (local or `gs://`) in any format; see `find_checkpoint`. Reads no tensor.
 
     Raises:
-        UserError: there is none, or it is damaged or of another model.
+        UserError: there is no checkpoint, or it is damaged or of another model.
     """
     return open_folder(find_checkpoint(path), model)
 
 
 def open_step(root: str, model: ModelConfig, step: int | None) -> TensorSource:
-    """One step of the run in a folder, native or classic; without `step` as `open_source`.
+    """Open one step, native or classic, of the run in a folder; with `step` None, the same as `open_source`.
 
     Raises:
-        UserError: the folder has no such step; or as in `open_source`.
+        UserError: the folder has no such step, or as in `open_source`.
     """
     if step is None:
         return open_source(root, model)
     names, wanted = files.list_dir(root), f"step_{step}"
     if wanted not in names:
         steps = classic_folder.step_numbers(names)
-        raise UserError(f"no checkpoint of step {step} in {root}: there are {steps}")
+        raise UserError(f"no checkpoint of step {step} in {root}: available are {steps}")
     return open_source(files.join(root, wanted), model)
 
 
 def open_folder(found: CheckpointFolder, model: ModelConfig) -> TensorSource:
-    """A checkpoint that was recognised; errors as in `open_source`."""
+    """Open a checkpoint that `find_checkpoint` returned; errors as in `open_source`."""
     if found.format is Format.HUGGING_FACE:
         return HFSource(found.path, model)
     native = found.format is Format.NATIVE
@@ -142,11 +142,12 @@ def open_folder(found: CheckpointFolder, model: ModelConfig) -> TensorSource:
 
 
 def recorded_config(found: CheckpointFolder) -> dict[str, Any] | None:
-    """What a checkpoint knows of its config, in the grouped spelling: the model, and its tokenizer if it names one. None if
-    it does not know its model.
+    """The config that a checkpoint records, with grouped keys: the model, and the tokenizer if it names one.
+
+    Returns None if the checkpoint does not record its model.
 
     Raises:
-        UserError: what it notes cannot be read.
+        UserError: the recorded config cannot be read.
     """
     config: Any
     match found.format:
@@ -168,12 +169,12 @@ def recorded_config(found: CheckpointFolder) -> dict[str, Any] | None:
 
 
 def _is_native_step(folder: str, names: list[str] | None = None) -> bool:
-    """Whether a folder, with `names` in it, is a native step that was finished."""
+    """Whether a folder is a finished native step; `names` are the names in it, if the caller has listed them."""
     inside = set(files.list_dir(folder) if names is None else names)
     return {"state", "manifest"} <= inside and (not files.is_remote(folder) or COMMIT_MARKER in inside)
 
 
 def _step_names(names: list[str]) -> list[str]:
-    """The step_N among names, ascending by N."""
+    """The names of the form step_N, ascending by N."""
     steps = [name for name in names if re.fullmatch(r"step_\d+", name)]
     return sorted(steps, key=lambda name: int(name.removeprefix("step_")))

@@ -1,17 +1,18 @@
-"""Checkpoints of a run: asynchronous, atomic, restorable on any mesh, local or on `gs://`. Orbax writes, `load.py`
-reads.
+"""The checkpoints of a run, local or on `gs://`: saved asynchronously and atomically, restored on any mesh.
+
+Orbax writes the checkpoints and `load.py` reads them.
 
     {root}/step_1000/state/      the tensors (OCDBT)
-    {root}/step_1000/manifest/   shapes, dtypes, checksums and the caller's JSON: see manifest.py
-    {root}/set_aside/step_1000/  what a later save found in its way: damaged, or of an abandoned branch of the run
+    {root}/step_1000/manifest/   shapes, dtypes, checksums and the caller's JSON: see native/manifest.py
+    {root}/set_aside/step_1000/  a step that a later save moved away: damaged, or from an abandoned branch of the run
 
-A step is finished once its folder was renamed from its temporary name (local) or holds `commit_success.txt`
-(`gs://`, where nothing can be renamed). Other files under the root, steps of the original program (`open.py`) among
-them, are never read or deleted. One run writes to a root at a time; any number may read.
+A step is finished when its folder is renamed from a temporary name (local) or holds `commit_success.txt`
+(`gs://`, where nothing can be renamed). Other files under the root, including steps of the original program
+(`classic/`), are never read or deleted. Only one run may write to a root at a time; any number may read it.
 
-Several processes: the root must be one shared folder, and all processes call every method alike. Process 0 lists the
-folder and the others take its list. Each reads the manifest and its own shards, then all exchange whether they could:
-if one failed, all fail, and all turn to the same earlier step.
+With several processes, the root must be a shared folder, and all processes must make the same calls. Process 0 lists the
+folder and broadcasts the step. Each process reads the manifest and its own shards, then all exchange whether they
+succeeded: if one fails, all fail and fall back to the same earlier step.
 """
 
 import logging
@@ -43,12 +44,12 @@ log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 3600
 TEMPORARY = ".orbax-checkpoint-tmp"
-# all that a save makes in a step's folder
+# the names that a save creates in the folder of a step
 STEP_FILES = {"state", "manifest", "_CHECKPOINT_METADATA", COMMIT_MARKER}
 
 
 class Checkpoint(NamedTuple):
-    """A restored checkpoint; `extra` is the JSON given to `save`: loader state, counters, config."""
+    """A restored checkpoint. `extra` is the JSON that was given to `save`: loader state, counters, config."""
 
     step: int
     state: Any
@@ -68,44 +69,49 @@ class CheckpointStore:
         model: ModelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> None:
-        """Open `root`, which need not exist; unless `read_only`, make it and delete what broken-off saves left.
+        """Open `root`. Unless `read_only`, create it if needed, and delete the remains of interrupted saves.
 
-        With `model`, a step that notes another architecture is not restored; with `optimizer`, none without its state.
+        Args:
+            keep_every: keep each step whose number is a multiple of it, forever; None: no such steps.
+            keep_latest: number of newest steps to keep.
+            model: `restore` refuses a step that records another architecture.
+            optimizer: `restore` refuses a step without the state of this optimizer.
         """
         _silence_libraries()
         self._root = root if files.is_remote(root) else os.path.abspath(root)
         self._keep, self._model, self._optimizer = (keep_every, keep_latest), model, optimizer
         self._save_failed = False
-        self._damaged: set[int] = set()  # steps that `restore` passed over
+        # steps that `restore` skipped
+        self._damaged: set[int] = set()
         self._manager = None if read_only else self._open()
 
     def steps(self) -> list[int]:
-        """The finished steps, ascending, as they are on the disk now."""
+        """The finished steps in the folder now, ascending."""
         names = files.list_dir(self._root)
         return [n for n in classic_folder.step_numbers(names) if self._finished(f"step_{n}")]
 
     def folder(self, step: int) -> str:
-        """Where a step is, or would be."""
+        """The path of a step, which need not exist."""
         return files.join(self._root, f"step_{step}")
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
-        """Write a pytree of arrays and some JSON; returns once the arrays are copied to the host.
+        """Save a pytree of arrays and the JSON `extra`; return when the arrays are copied to the host.
 
-        The step appears, whole, when the writing is done: `wait` tells. Steps not kept are deleted after that.
-        Damaged steps that `restore` passed over, and finished ones with this number or a greater one (an
-        abandoned branch of the run), are first moved to `set_aside/`: they count for nothing that is kept.
+        The step appears complete when the write is finished; `wait` returns then. After that, old steps that need not be
+        kept are deleted. Before the write, damaged steps that `restore` skipped and finished steps with the same or a
+        greater number (an abandoned branch of the run) are moved to `set_aside/`, and no longer count as kept steps.
 
         Raises:
             TypeError: `extra` is not JSON.
-            Exception: the error of the save before, if it failed after returning.
+            Exception: the error of the previous save, if it failed after it returned.
         """
         self.wait()
         manager = self._writer()
-        # something of others may stand there; this is found out before all meet in `describe`
-        theirs = files.list_dir(self.folder(step)) and not self._finished(f"step_{step}")
+        # The folder may hold foreign files. All processes list it before the collective call in `describe`.
+        foreign = files.list_dir(self.folder(step)) and not self._finished(f"step_{step}")
         document = manifests.encode(manifests.describe(state, extra))
         older = [old for old in manager.all_steps() if old >= step or old in self._damaged]
-        self._set_aside([step, *older] if theirs else older)
+        self._set_aside([step, *older] if foreign else older)
         self._damaged.clear()
         tensors = ocp.args.PyTreeSave(state, save_args=jax.tree.map(_save_args, state))
         args = ocp.args.Composite(state=tensors, manifest=ocp.args.JsonSave(document))
@@ -113,10 +119,10 @@ class CheckpointStore:
             manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
-        """Return when no save is under way.
+        """Wait until no save is in progress.
 
         Raises:
-            Exception: what made the save fail; the steps before it are untouched.
+            Exception: the error of the save; earlier steps are unchanged.
         """
         if self._manager is None:
             return
@@ -128,16 +134,16 @@ class CheckpointStore:
             raise
 
     def restore(self, abstract_state: Any) -> Checkpoint | None:
-        """Read a state onto the shardings of `abstract_state`, a pytree of `jax.ShapeDtypeStruct` with sharding.
+        """Restore the newest intact step with the shardings of `abstract_state`, a pytree of `jax.ShapeDtypeStruct`.
 
-        The newest step that is whole, or None if there is none at all. A damaged one is passed over with a warning.
+        Returns None if there is no step. Skips a damaged step with a warning.
 
         Raises:
-            UserError: the checkpoint is of another model, or all are damaged.
+            UserError: the checkpoint is of another model or optimizer, or all steps are damaged.
         """
         self.wait()
-        tried: dict[int, str] = {}
-        while (step := self._newest(tried)) is not None:
+        reasons: dict[int, str] = {}
+        while (step := self._newest(reasons)) is not None:
             try:
                 with files.remote_call(self._root):
                     source = fail_together(partial(NativeSource, self.folder(step)))
@@ -147,32 +153,32 @@ class CheckpointStore:
                         check_optimizer(source, self._optimizer)
                     return Checkpoint(step, restore(source, abstract_state, part=False), source.extra)
             except DamagedCheckpoint as damage:
-                tried[step] = str(damage)
+                reasons[step] = str(damage)
                 self._damaged.add(step)
-                log.warning("checkpoint step %d in %s is damaged, passed over: %s", step, self._root, damage)
-        if tried:
+                log.warning("checkpoint step %d in %s is damaged and skipped: %s", step, self._root, damage)
+        if reasons:
             raise UserError(
                 f"no checkpoint in {self._root} can be restored:\n"
-                + "\n".join(f"  step {number}: {reason}" for number, reason in tried.items())
-                + "\nchoose another model_dir to start afresh"
+                + "\n".join(f"  step {number}: {reason}" for number, reason in reasons.items())
+                + "\nchoose another checkpoint.model_dir to start a new run"
             )
         return None
 
     def close(self) -> None:
-        """Finish the save under way and release the threads.
+        """Wait for the save in progress and release the threads.
 
         Raises:
-            Exception: what made the save fail.
+            Exception: the error of the save.
         """
         try:
             self.wait()
         finally:
             self._close_manager()
 
-    def _newest(self, tried: Container[int]) -> int | None:
-        """The newest finished step not tried yet, as process 0 sees it."""
-        there = [step for step in self.steps() if step not in tried]
-        newest = int(multihost_utils.broadcast_one_to_all(np.int32(max(there, default=-1))))
+    def _newest(self, excluded: Container[int]) -> int | None:
+        """The newest finished step outside `excluded`, as process 0 lists it."""
+        steps = [step for step in self.steps() if step not in excluded]
+        newest = int(multihost_utils.broadcast_one_to_all(np.int32(max(steps, default=-1))))
         return None if newest < 0 else newest
 
     def _open(self) -> ocp.CheckpointManager:
@@ -182,7 +188,7 @@ class CheckpointStore:
     def _writer(self) -> ocp.CheckpointManager:
         if self._manager is None:
             raise RuntimeError("this checkpoint store is read-only or closed")
-        # after a failure Orbax would raise that error again, and has crossed out steps that still exist
+        # after a failed save the manager raises that error again, and no longer lists steps that still exist
         if self._save_failed:
             self._close_manager()
             self._manager, self._save_failed = self._open(), False
@@ -194,7 +200,8 @@ class CheckpointStore:
             if manager is not None:
                 manager.close()
         except Exception:
-            if not self._save_failed:  # otherwise `wait` has raised it
+            # after a failed save `wait` has raised the error already
+            if not self._save_failed:
                 raise
 
     def _finished(self, name: str) -> bool:
@@ -203,16 +210,22 @@ class CheckpointStore:
         return not classic_folder.is_step(files.join(self._root, name))
 
     def _delete_unfinished(self) -> None:
-        """Process 0 only; the manager's construction waits for it. Orbax's own clean-up would take every folder
-        without a commit marker on gs://, such as tensorboard/."""
+        """Delete the remains of interrupted saves, in process 0; the others wait when they construct the manager.
+
+        On gs:// Orbax's own clean-up would delete every folder without a commit marker, such as tensorboard/.
+        """
         for name in files.list_dir(self._root) if jax.process_index() == 0 else ():
             match = re.fullmatch(rf"step_\d+({re.escape(TEMPORARY)}.*)?", name)
             folder = files.join(self._root, name)
             if not match or (not match[1] and (self._finished(name) or classic_folder.is_step(folder))):
                 continue
-            strange = set() if match[1] else set(files.list_dir(folder)) - STEP_FILES
-            if strange:
-                log.warning("%s is no step of ours, it holds %s: left alone", folder, sorted(strange)[:5])
+            foreign = set() if match[1] else set(files.list_dir(folder)) - STEP_FILES
+            if foreign:
+                log.warning(
+                    "%s is not a checkpoint of this program, it holds %s: not deleted",
+                    folder,
+                    sorted(foreign)[:5],
+                )
             else:
                 files.remove_tree(folder)
 
@@ -221,20 +234,22 @@ class CheckpointStore:
             return
         for step in steps if jax.process_index() == 0 else ():
             target = _free_path(files.join(self._root, "set_aside"), f"step_{step}")
-            log.warning("checkpoint step %d in %s is in the way: moved to %s", step, self._root, target)
+            log.warning(
+                "checkpoint step %d in %s is damaged or abandoned: moved to %s", step, self._root, target
+            )
             files.move_tree(self.folder(step), target)
         multihost_utils.sync_global_devices("mesh_transformer: set aside")
         self._writer().reload()
 
 
 def _free_path(folder: str, name: str) -> str:
-    taken = set(files.list_dir(folder))
-    names = (name if not n else f"{name}.{n}" for n in range(len(taken) + 1))
-    return files.join(folder, next(candidate for candidate in names if candidate not in taken))
+    existing = set(files.list_dir(folder))
+    names = (name if not n else f"{name}.{n}" for n in range(len(existing) + 1))
+    return files.join(folder, next(candidate for candidate in names if candidate not in existing))
 
 
 class _StepNames:
-    """Orbax's `step_N`, without the folders of the original program: Orbax would count them and delete them."""
+    """Orbax's name format `step_N`, which ignores steps of the original program: Orbax would count and delete them."""
 
     def __init__(self) -> None:
         step_names = ocp.path.step.standard_name_format
@@ -265,31 +280,31 @@ _previous_unraisable_hook = sys.unraisablehook
 
 
 def _silence_libraries() -> None:
-    """Leave out of the log what Orbax tells of each file, and what its threads tell of a save that fails: it is raised."""
+    """Drop Orbax's log lines for each file, and the log lines of its threads about a failed save, whose error is raised."""
     for library in ("absl", "fsspec"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.getLogger("absl").addFilter(_below_error)
-    # one write's failure is raised; asyncio tells of each of the others
+    # the first failed write is raised; asyncio logs each of the others
     logging.getLogger("asyncio").addFilter(_not_disk_full)
-    # writes of TensorStore that end after one has failed do not find Orbax's event loop any more
+    # when a write fails, Orbax closes its event loop, and TensorStore's remaining writes fail to report to it
     sys.unraisablehook = _unraisable_hook
 
 
 def _save_args(leaf: Any) -> ocp.SaveArgs:
-    """Matrices layer by layer and in small chunks, so that a slice is read without the whole tensor."""
+    """Store matrices by layer and in small chunks, so that a reader of a slice need not read the whole tensor."""
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if np.ndim(leaf) == 3 else ())
 
 
 def _barrier(*, key: str, timeout_ms: int) -> None:
-    """Wait for the other processes of a save. Orbax calls it after a failure too, while it handles the exception."""
-    # No other process reaches the barrier of a failure: the wait would only hide the error.
+    """Wait for the other processes of a save. Orbax also calls it while it handles the exception of a failed save."""
+    # After a failure no other process reaches the barrier, and waiting would only hide the error.
     if sys.exception() is not None:
         raise
     ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 def _manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.CheckpointManager:
-    """What writes the steps under `root` and deletes those that are not kept."""
+    """The manager that writes the steps under `root` and deletes those that need not be kept."""
     policies: list[Any] = [preservation_policy.LatestN(keep_latest)]
     if keep_every is not None:
         policies.append(preservation_policy.EveryNSteps(keep_every))
@@ -301,7 +316,7 @@ def _manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.Checkpo
         lightweight_initialize=True,
         async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S, barrier_sync_fn=_barrier),
     )
-    # gcsfs remembers listings for ever, also of folders that were moved or deleted by other means than itself
+    # gcsfs caches listings forever, even of folders that another client moves or deletes
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     handlers = {"state": ocp.PyTreeCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()}
     return ocp.CheckpointManager(root, options=options, item_handlers=handlers)

@@ -1,13 +1,13 @@
-"""A new folder that appears whole or not at all.
+"""Writes a new folder atomically: it appears complete or not at all.
 
-Beside the folder O, under names that nobody else gives:
+Temporary paths in the parent of the folder O, with names that nothing else uses:
 
-    .O.mtj-partial     what is being written
-    .O.mtj-previous    what stood at O, while the new folder takes its place
-    .O.mtj-moving      on `gs://`, where nothing can be renamed: the partial folder is whole and is being moved to O
+    .O.mtj-partial     the new folder while it is being written
+    .O.mtj-previous    the previous folder O while the new one replaces it
+    .O.mtj-moving      on `gs://`, where nothing can be renamed: the partial folder is complete and is being moved to O
 
-What an interrupted run left is put right by the next one that writes to the same place. One process writes to a place
-at a time.
+If a run is interrupted, the next run that writes to the same path completes or undoes its work. Only one process may
+write to a path at a time.
 """
 
 import contextlib
@@ -23,21 +23,26 @@ from mesh_transformer.logs import log
 def new_folder(
     path: str, *, overwrite: bool = False, source: str | None = None, marker: str | None = None
 ) -> Iterator[str]:
-    """The temporary folder to write to, not made yet; it becomes `path` when the block ends, and goes if it fails.
+    """The temporary folder to write to, which does not exist yet.
+
+    It is moved to `path` when the block ends, and deleted if the block fails.
 
     Args:
-        source: the folder that is read meanwhile, which `path` must not replace.
-        marker: the name of an empty file that is put into the folder last of all, which tells readers that it is whole.
+        overwrite: whether to replace an existing folder.
+        source: the folder that is read in the block; `path` must not contain it.
+        marker: the name of an empty file that is written last; for readers it marks the folder as complete.
 
     Raises:
-        UserError: `path` is there already, and is not an empty folder; nothing was changed.
+        UserError: `path` exists and is not an empty folder; nothing is changed.
     """
     path = _absolute(path)
     partial = temporary_path(path, "partial")
     _recover(path, marker)
     check_free(path, overwrite=overwrite, source=source)
     if _exists(partial):
-        log.warning("an earlier run was cut short before %s was whole: its part is deleted", path)
+        log.warning(
+            "an earlier run was interrupted before %s was complete: its partial output is deleted", path
+        )
         files.remove_tree(partial)
     try:
         yield partial
@@ -51,27 +56,27 @@ def new_folder(
 
 
 def check_free(path: str, *, overwrite: bool, source: str | None = None) -> None:
-    """Refuse a target that is there already, or that holds what is to be read.
+    """Refuse a target that exists already, or that contains the checkpoint to read.
 
     Raises:
-        UserError: it is a file, a folder that is not empty and may not be overwritten, or one that holds `source`.
+        UserError: `path` is a file, a folder that is not empty and may not be overwritten, or a folder that contains `source`.
     """
     if not files.is_remote(path) and os.path.lexists(path) and not os.path.isdir(path):
-        raise UserError(f"{path} is a file: name a new folder")
+        raise UserError(f"{path} is a file: choose a new folder")
     if files.list_dir(path) and not overwrite:
-        raise UserError(f"{path} is there already: name a new folder, or pass --overwrite to replace it")
+        raise UserError(f"{path} exists already: choose a new folder, or give --overwrite to replace it")
     if source is not None and f"{_absolute(source)}/".startswith(f"{_absolute(path)}/"):
-        raise UserError(f"{path} holds the checkpoint that is read, {source}: name a folder outside of it")
+        raise UserError(f"{path} contains the checkpoint to read, {source}: choose a folder outside it")
 
 
-def temporary_path(path: str, what: str) -> str:
-    """The place beside a target for what is "partial", "previous" or "moving"."""
+def temporary_path(path: str, role: str) -> str:
+    """The temporary path of a target for a role: "partial", "previous" or "moving"."""
     parent, _, name = path.rstrip("/").rpartition("/")
-    return f"{parent}/.{name}.mtj-{what}"
+    return f"{parent}/.{name}.mtj-{role}"
 
 
 def _absolute(path: str) -> str:
-    """Without links: what a link points to is replaced, not the link."""
+    """The absolute path without symbolic links: the target of a link is replaced, not the link."""
     return path.rstrip("/") if files.is_remote(path) else os.path.realpath(path)
 
 
@@ -91,11 +96,12 @@ def _replace(path: str, marker: str | None) -> None:
 
 
 def _finish_move(path: str, marker: str | None) -> None:
-    """From the noted stage on: remove what stands at `path`, then move the whole partial folder there."""
+    """Continue a move on `gs://` from its recorded stage: delete the old folder, then move the partial folder to `path`."""
     if files.read_range(temporary_path(path, "moving"), 0, 64) == b"removing\n":
         files.remove_tree(path)
         files.replace(temporary_path(path, "moving"), b"moving\n")
-    if _exists(temporary_path(path, "partial")):  # what was moved before is moved no more
+    # files that were moved before the interruption are no longer in the partial folder
+    if _exists(temporary_path(path, "partial")):
         files.move_tree(temporary_path(path, "partial"), path)
     if marker is not None:
         files.replace(files.join(path, marker), b"")
@@ -103,11 +109,13 @@ def _finish_move(path: str, marker: str | None) -> None:
 
 
 def _recover(path: str, marker: str | None) -> None:
-    """Finish or undo what a run that was killed began here."""
+    """Complete or undo the work of an interrupted run."""
     previous = temporary_path(path, "previous")
     if files.is_remote(path):
         if files.exists(temporary_path(path, "moving")):
-            log.warning("an earlier run was cut short while it moved its result to %s: going on", path)
+            log.warning(
+                "an earlier run was interrupted while it moved its result to %s: completing the move", path
+            )
             _finish_move(path, marker)
     elif os.path.isdir(previous):
         if os.path.isdir(path):

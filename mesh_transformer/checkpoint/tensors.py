@@ -1,9 +1,9 @@
-"""What a checkpoint of any form looks like to the rest: named whole tensors that are read in slices.
+"""The interface to a checkpoint of any format: named whole tensors, read in slices.
 
-The names and shapes are those of our own parameter tree, its path joined by "/": `params/blocks/attention/q/w` is
-(layers, d_model, heads * d_head), `params/embed/tokens/w` is (padded_vocab, d_model). An optimizer's slots have the same
-tails: Adam's moments are `mu/...` and `nu/...`. A form that stores something else (one array a layer, shards, other axes, no padding)
-translates as it reads. A reader holds the slice that was asked for and no more than one tensor besides.
+Names and shapes are those of this program's parameter tree, with its path joined by "/": `params/blocks/attention/q/w` is
+(layers, d_model, heads * d_head), `params/embed/tokens/w` is (padded_vocab, d_model). An optimizer's slots end in the same
+paths: Adam's moments are `mu/...` and `nu/...`. The reader of a format that stores something else (one array per layer,
+shards, other axes, no padding) converts while it reads. A reader holds the requested slice and at most one other tensor.
 """
 
 import functools
@@ -22,27 +22,28 @@ from mesh_transformer.models.model import Model
 
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 2**48
-ROW_BLOCK_BYTES = 16 << 20  # read at a time where rows are not kept as they are
+# read at a time from a file when the rows are cut or transposed
+ROW_BLOCK_BYTES = 16 << 20
 
 T = TypeVar("T")
 _END = object()
 Index = tuple[slice, ...]
-"""One slice of step 1 for each dimension; `slice(None)` is the whole of it."""
+"""One slice of step 1 per dimension; `slice(None)` selects the whole dimension."""
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint cannot be read back as it was written; the message gives the reason."""
+    """A checkpoint is damaged: it cannot be read, or its bytes have changed. The message gives the reason."""
 
 
 class TensorInfo(NamedTuple):
-    """A whole tensor: its shape, and the dtype it is stored in (ml_dtypes.bfloat16 for bfloat16)."""
+    """The shape of a whole tensor and its stored dtype (ml_dtypes.bfloat16 for bfloat16)."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
 
 class Counts(NamedTuple):
-    """Updates done: by the run, by the optimizer and by the schedule. The last two are None where there are no slots."""
+    """Number of updates of the run, the optimizer and the schedule. The last two are None without optimizer state."""
 
     step: int
     optimizer: int | None = None
@@ -50,7 +51,7 @@ class Counts(NamedTuple):
 
 
 class TensorSource(Protocol):
-    """An open checkpoint. Reading is thread-safe; between reads no more than one matrix is held."""
+    """An open checkpoint. `read` is thread-safe. Between reads a source holds at most one matrix."""
 
     @property
     def where(self) -> str:
@@ -58,7 +59,7 @@ class TensorSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by name; slots of an optimizer only if the checkpoint has them."""
+        """Every tensor by name, with the optimizer's slots if the checkpoint has them."""
 
     @property
     def counts(self) -> Counts:
@@ -66,18 +67,18 @@ class TensorSource(Protocol):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """JSON that the form keeps beside the tensors: loader position, config, tokenizer. May be empty."""
+        """JSON stored with the tensors: the loader's position, the config, counters. May be empty."""
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """The slice of a tensor, in its stored dtype.
+        """A slice of a tensor, in its stored dtype.
 
         Raises:
-            DamagedCheckpoint: the bytes are missing or not what they should be.
+            DamagedCheckpoint: the bytes are missing or corrupt.
         """
 
 
 class FileTensor(NamedTuple):
-    """One tensor of a local or `gs://` file, read in slices; `start` is the byte of the file where it begins."""
+    """One tensor of a local or `gs://` file, read in slices; `start` is the offset of its data in the file, in bytes."""
 
     path: str
     name: str
@@ -87,14 +88,14 @@ class FileTensor(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the whole."""
+        """Size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, index: Index) -> np.ndarray:
-        """A slice: (sizes of `index`).
+        """A slice, with the sizes of `index`.
 
         Raises:
-            DamagedCheckpoint: the file has become shorter.
+            DamagedCheckpoint: the file is truncated.
         """
         first, stop, _ = index[0].indices(self.shape[0])
         columns = index[1:]
@@ -108,10 +109,12 @@ class FileTensor(NamedTuple):
         return out
 
     def row_blocks(self, first: int, stop: int, limit: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Some rows at a time, of `limit` or ROW_BLOCK_BYTES, valid until the next, with the number of the first of them.
+        """The rows `first` to `stop` in blocks of at most `limit` bytes (default: ROW_BLOCK_BYTES), but at least one row.
+
+        Yields the number of a block's first row and the block, whose buffer the next block overwrites.
 
         Raises:
-            DamagedCheckpoint: the file has become shorter.
+            DamagedCheckpoint: the file is truncated.
         """
         step = max(1, min((limit or ROW_BLOCK_BYTES) // max(1, self._row_bytes), stop - first))
         block = np.empty((step, *self.shape[1:]), self.dtype)
@@ -121,10 +124,10 @@ class FileTensor(NamedTuple):
             yield at, rows
 
     def read_rows(self, first: int, out: np.ndarray) -> None:
-        """Fill `out`, contiguous and (rows, sizes of a row), from row `first` on.
+        """Fill `out`, a contiguous array (rows, *sizes of a row), with the rows from `first` on.
 
         Raises:
-            DamagedCheckpoint: the file has become shorter.
+            DamagedCheckpoint: the file is truncated.
         """
         buffer = out.reshape(-1).view(np.uint8).data
         found = files.read_into(self.path, self.start + first * self._row_bytes, buffer)
@@ -137,22 +140,25 @@ class FileTensor(NamedTuple):
 
 
 def slots(source: TensorSource) -> set[str]:
-    """The names of the optimizer's slots that a checkpoint holds: none, or {"mu", "nu"} of Adam."""
+    """The names of the optimizer's slots in a checkpoint: empty without optimizer state, {"mu", "nu"} with Adam's."""
     return {name.split("/", 1)[0] for name in source.tensors} - {"params"}
 
 
 @functools.cache
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's parameters, by their names without "params/"."""
+    """The shapes of a model's parameters by name, without the prefix "params/"."""
     init = Model(model.decoder(), ComputeConfig(dtype="float32", remat="none")).init
     leaves = jax.tree.leaves_with_path(jax.eval_shape(init, jax.random.key(0)))
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves}
 
 
 def prefetch(items: Iterator[T]) -> Iterator[T]:
-    """The same items; the next one is made in a thread while the caller works on this one. Errors come in their place."""
+    """Yield `items`, and compute the next one in a thread while the caller uses the current one.
+
+    An error of `items` is raised in the place of the item that it prevents.
+    """
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(next, items, _END)
-        while (item := coming.result()) is not _END:
-            coming = pool.submit(next, items, _END)
+        pending = pool.submit(next, items, _END)
+        while (item := pending.result()) is not _END:
+            pending = pool.submit(next, items, _END)
             yield item  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Checkpoints of any form to native, classic and Hugging Face ones: the work of the four commands that convert."""
+"""Converts checkpoints of any format to native, classic and Hugging Face format: the four commands that convert."""
 
 import logging
 import posixpath
@@ -40,50 +40,56 @@ def to_hf(
     overwrite: bool = False,
     debug: bool = False,
 ) -> None:
-    """Write a checkpoint of any form as a Hugging Face folder.
+    """Convert a checkpoint of any format to a Hugging Face folder.
 
     Args:
-        config_path: None: the checkpoint knows its model.
-        dtype: one of DTYPES; None: float16, as the original program, and from a Hugging Face folder as stored.
-        tokenizer: a folder or a name on the hub, copied beside the weights.
-        debug: log every tensor.
+        config_path: the config file; None: the checkpoint records its model.
+        dtype: a key of DTYPES; None: the stored dtype of a Hugging Face folder, else float16, as in the original program.
+        tokenizer: a folder or a name on the hub, copied to the output; None: no tokenizer is copied.
+        overwrite: whether to replace an existing output.
+        debug: whether to log every tensor.
 
     Raises:
-        UserError: an argument, the config or the checkpoint cannot be used; `output` is as it was.
+        UserError: an argument, the config or the checkpoint cannot be used; `output` is unchanged.
     """
     logs.set_up(logging.DEBUG if debug else logging.INFO)
     model = config_for(config_path, overrides, checkpoint).model
-    model.to_hf()  # refuses what transformers does not compute
+    # raises UserError if transformers does not support the model
+    model.to_hf()
     check_free(output, overwrite=overwrite, source=checkpoint)
     found = find_checkpoint(checkpoint)
     source = open_folder(found, model)
-    kind = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(found.format, source)
+    output_dtype = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(found.format, source)
     end_of_text = _end_of_text(tokenizer, model) if tokenizer else None
     with (
         explain_damage(source),
         new_folder(output, overwrite=overwrite, source=source.where) as folder,
-        Transfer("writing safetensors", n_bytes(model, kind)) as transfer,
+        Transfer("writing safetensors", n_bytes(model, output_dtype)) as transfer,
     ):
-        write_hf(source, model, folder, dtype=kind, end_of_text=end_of_text, progress=transfer.add)
+        write_hf(source, model, folder, dtype=output_dtype, end_of_text=end_of_text, progress=transfer.add)
         if tokenizer:
             save_tokenizer(tokenizer, folder)
-    logs.log.info("%s: %s, from %s", output, kind, source.where)
+    logs.log.info("%s: written in %s from %s", output, output_dtype, source.where)
 
 
 def _default_dtype(format: Format, source: TensorSource) -> np.dtype:
-    kind = stored_dtype(source) if format is Format.HUGGING_FACE else np.dtype(np.float16)
-    why = "as stored" if format is Format.HUGGING_FACE else f"the default for a {format.value} checkpoint"
-    logs.log.info("the weights are written in %s, %s; --dtype chooses another", kind, why)
-    return kind
+    dtype = stored_dtype(source) if format is Format.HUGGING_FACE else np.dtype(np.float16)
+    reason = (
+        "the stored dtype"
+        if format is Format.HUGGING_FACE
+        else f"the default for a {format.value} checkpoint"
+    )
+    logs.log.info("the weights are written in %s, %s; choose another with --dtype", dtype, reason)
+    return dtype
 
 
 def from_hf(
     folder: str, output: str, *, format: Format | str, shards: int | None = None, overwrite: bool = False
 ) -> None:
-    """Write a Hugging Face folder, of whatever architecture it says, in one of our two forms: see `write_step`.
+    """Convert a Hugging Face folder to a native or classic step; see `write_step`. The model is that of config.json.
 
     Raises:
-        UserError: an argument or the folder cannot be used; `output` is as it was.
+        UserError: an argument or the folder cannot be used; `output` is unchanged.
     """
     logs.set_up()
     source = HFSource(folder)
@@ -102,15 +108,16 @@ def write_step(
     dtype: np.dtype | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Write an open checkpoint as a step, native or classic; returns its folder.
+    """Write an open checkpoint as a native or classic step; return the path of the step folder.
 
     Args:
-        output: native: the root, in which step_N is made; classic: the step folder itself.
-        shards, full, dtype: of a classic one, as for `write_classic`.
+        output: native: the root, in which step_N is created; classic: the step folder itself.
+        shards, full, dtype: for a classic step, as in `write_classic`.
+        overwrite: whether to replace an existing step.
 
     Raises:
-        UserError: before anything is written: `output`, the model or the shards cannot be. Later: `source` is damaged.
-            `output` is as it was.
+        UserError: `output`, the model or the number of shards cannot be used (nothing is written), or `source` is
+            damaged; `output` is unchanged.
     """
     check_output(output, format, source.counts.step)
     with explain_damage(source):
@@ -126,32 +133,34 @@ def write_step(
 
 
 def check_output(output: str, format: Format, step: int) -> None:
-    """Refuse a root where a step folder is meant, the other way round, and a native root with other steps.
+    """Refuse a step folder as native output, a classic step folder of another number, and a native root with other steps.
 
     Raises:
-        UserError: the message names the path that is meant, or the other steps.
+        UserError: the message names the path to give, or the other steps.
     """
     path = output.rstrip("/")
     root, name = posixpath.split(path)
     is_step = re.fullmatch(r"step_\d+", name)
     if format is Format.NATIVE and is_step:
         raise UserError(
-            f"{path}: for a native checkpoint name the root, {root or '.'}; step_{step} is made in it"
+            f"{path}: for a native checkpoint give the root, {root or '.'}; step_{step} is created in it"
         )
     if format is Format.NATIVE:
         check_only_step(path, step)
     if format is Format.CLASSIC and is_step and name != f"step_{step}":
-        raise UserError(f"{path} is named like another step: this is step {step}, name it step_{step}")
+        raise UserError(
+            f"{path} has the name of another step: this is step {step}, give a path that ends in step_{step}"
+        )
 
 
 def _end_of_text(tokenizer: str, model: ModelConfig) -> int:
-    """The tokenizer's end of a text, once it is sure that the model knows all its tokens."""
+    """The tokenizer's end-of-text token. Refuses a tokenizer with more tokens than the model."""
     if tokenizer == "bytes":
-        raise UserError("--tokenizer bytes has no files that could be copied: leave it out")
+        raise UserError("--tokenizer bytes has no files to copy: omit it")
     loaded = load_tokenizer(tokenizer)
     if loaded.n_vocab > model.n_vocab:
         raise UserError(
-            f"--tokenizer {tokenizer} has {loaded.n_vocab} tokens, the model {model.n_vocab}: it is another model's"
+            f"--tokenizer {tokenizer} has {loaded.n_vocab} tokens, the model {model.n_vocab}: choose the model's tokenizer"
         )
     return loaded.eot
 
@@ -165,21 +174,23 @@ def slim(
     f16: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Write the parameters of a run's checkpoint, in half precision, to `{root}_slim/step_N` (or `_slim_f16`).
+    """Write the parameters of a run's checkpoint in half precision to `{root}_slim/step_N` or `{root}_slim_f16/step_N`.
 
-    The result is classic, in mesh.tp shards.
+    The result is a classic step in mesh.tp shards.
 
     Args:
-        checkpoint: the run's folder or one of its steps; None: the run of the config.
+        checkpoint: the folder of the run or of one of its steps; None: the run of the config.
+        step: the step; None: the newest.
+        f16: whether to write float16; else bfloat16.
 
     Raises:
-        UserError: there is no checkpoint of that step, or it does not fit the config, or the target is there.
+        UserError: there is no checkpoint of that step, it does not match the config, or the output exists.
     """
     logs.set_up()
     config = config_for(config_path, overrides, checkpoint)
     root, named = split_step(checkpoint or config.checkpoint.root)
     if None not in (named, step):
-        raise UserError(f"{checkpoint} names a step, and --ckpt-step {step} too: leave one of them out")
+        raise UserError(f"{checkpoint} and --ckpt-step {step} both name a step: give only one of them")
     source = open_step(root, config.model, step if named is None else named)
     write_step(
         source,
@@ -204,17 +215,18 @@ def reshard(
     prompt: str | None,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint of any form to `output`, with its moments if it has them, and complete `prompt` with the result.
+    """Write a checkpoint of any format to `output`, with its moments if it has them, and complete `prompt` with the result.
 
-    Everything that can be refused is refused before anything is written.
+    All arguments are checked before anything is written.
 
     Args:
-        shards_out: of a classic result, and devices for the prompt; None: mesh.tp of the config.
-        output: see `write_step`. None: nothing is written, and the prompt is answered by the checkpoint itself.
+        shards_out: the number of shards of a classic output, and of devices for the prompt; None: the config's mesh.tp.
+        output: see `write_step`; None: nothing is written, and the prompt is completed with the checkpoint itself.
+        prompt: the text to complete; None: no completion.
 
     Raises:
-        UserError: neither is asked for, or the checkpoint does not fit the config or the shards, or `output` is there, or
-            the prompt cannot be completed on these devices.
+        UserError: neither `output` nor `prompt` is given, the checkpoint does not match the config or the number of shards,
+            `output` exists, or the prompt cannot be completed on these devices.
     """
     format = Format(format)
     if output is None and prompt is None:
@@ -227,24 +239,26 @@ def reshard(
         check_shards(config.model, shards, output)
     found = find_checkpoint(checkpoint)
     if output is not None and format is Format.NATIVE and found.format is Format.NATIVE:
-        raise UserError(f"{found.path} is native already, for any number of devices: copy the folder")
+        raise UserError(
+            f"{found.path} is already native and can be read on any number of devices: copy the folder"
+        )
     source = open_folder(found, config.model)
-    job = None
+    prompt_sampler = None
     if prompt is not None:
         platforms.CompileCache()
         if jax.device_count() % shards:
             raise UserError(
                 f"--prompt with {shards} shards needs a multiple of {shards} devices, found {jax.device_count()}: give "
-                f"--shards-out 1, or leave --prompt out and try the result with device_sample.py --set mesh.tp=1"
+                f"--shards-out 1, or omit --prompt and test the result with device_sample.py --set mesh.tp=1"
             )
-        tried = config_for(config_path, [*overrides, f"mesh.tp={shards}"], checkpoint)
-        job = sampler.Sampler(tried, sampler.SampleRequest(), checkpoint, [prompt])
+        prompt_config = config_for(config_path, [*overrides, f"mesh.tp={shards}"], checkpoint)
+        prompt_sampler = sampler.Sampler(prompt_config, sampler.SampleRequest(), checkpoint, [prompt])
     if output is not None:
         checkpoint = write_step(
             source, config.model, output, format=format, shards=shards, overwrite=overwrite
         )
-    if job is not None:
-        job.show(checkpoint)
+    if prompt_sampler is not None:
+        prompt_sampler.show(checkpoint)
 
 
 def _check_shards(
@@ -255,8 +269,8 @@ def _check_shards(
     if shards_out < 1:
         raise UserError(f"--shards-out {shards_out}: must be 1 or more")
     if is_set(overrides, "mesh", "tp"):
-        raise UserError("--shards-out and --set mesh.tp say the same thing: leave one of them out")
+        raise UserError("--shards-out and --set mesh.tp set the same value: give only one of them")
     if format is Format.NATIVE and prompt is None:
         raise UserError(
-            f"--shards-out {shards_out}: a native checkpoint has no shards: leave it out, or write --format classic"
+            f"--shards-out {shards_out}: a native checkpoint has no shards: omit it, or give --format classic"
         )

@@ -78,8 +78,8 @@ def test_fall_back_to_the_step_before(
         record.getMessage() for record in caplog.records if record.name.startswith("mesh_transformer")
     ]
     assert len(warnings) == 1
-    assert warnings[0].startswith(f"checkpoint step 2 in {root} is damaged, passed over: ")
-    assert len(warnings[0].split("over: ")[1]) > 10
+    assert warnings[0].startswith(f"checkpoint step 2 in {root} is damaged and skipped: ")
+    assert len(warnings[0].split("skipped: ")[1]) > 10
     # training does step 2 again
     store.save(2, state(20, width=512), {"again": True})
     again = store.restore(wanted)

@@ -62,7 +62,7 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
         "pytorch_model.bin.index.json",
     ):
         touch(tmp_path / name / name)
-        with pytest.raises(UserError, match="no config.json: put it back"):
+        with pytest.raises(UserError, match="no config.json: put config.json into"):
             find_checkpoint(str(tmp_path / name))
         touch(tmp_path / name / "config.json")
         assert find_checkpoint(str(tmp_path / name)) == (Format.HUGGING_FACE, str(tmp_path / name))
@@ -70,7 +70,7 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
 
 def test_what_is_none_of_them(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match="no checkpoint in .*absent: expected a run's folder .* found nothing"
+        UserError, match="no checkpoint in .*absent: expected the folder of a run .* found nothing"
     ):
         find_checkpoint(str(tmp_path / "absent"))
     touch(*(tmp_path / f"texts/{i}.txt" for i in range(12)), tmp_path / "texts/config.json")
@@ -142,7 +142,7 @@ def test_a_root_with_other_steps_is_refused(tmp_path: Path, name: str, format: s
         (tmp_path / name / folder).mkdir(parents=True)
     for other in ("step_7/notes", "step_x", "tensorboard"):  # these are no steps
         (tmp_path / other).mkdir(parents=True)
-    with pytest.raises(UserError, match=f"holds {name}: step_5 .* name another folder"):
+    with pytest.raises(UserError, match=f"holds {name}: step_5 .* choose another folder"):
         check_only_step(str(tmp_path), 5)
     check_only_step(str(tmp_path), int(name.removeprefix("step_")))
     check_only_step(str(tmp_path / "nowhere"), 5)

@@ -78,7 +78,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_each_field_is_compared(name: str) -> None:
     with pytest.raises(
-        UserError, match=f"here does not fit .*\n.*model.{name}: the config has {OTHERS[name]}, the"
+        UserError, match=f"here does not match .*\n.*model.{name}: the config has {OTHERS[name]}, the"
     ):
         check_same_architecture(model(**{"d_head": 8, "d_ff": 256, name: OTHERS[name]}), MODEL, "here")
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_without_a_model_says_so_once(written: Path, caplog: pytest
         open_source(str(written / "native"), MODEL)
     (told,) = caplog.messages
     assert told == (
-        f"{folder}/step_7 does not note its model: n_heads, pe_rotary_dims and norm could not be compared with the config"
+        f"{folder}/step_7 does not record its model: n_heads, pe_rotary_dims and norm are not checked against the config"
     )
 
 
@@ -220,7 +220,7 @@ def test_a_model_that_cannot_be_read_is_refused(tmp_path: Path, noted: Any, mess
     source.extra = {"config": {"model": noted}}
     write_native(source, str(tmp_path))
     with pytest.raises(
-        UserError, match=f"step_7: the model that the checkpoint notes cannot be read: .*{message}"
+        UserError, match=f"step_7: the model that the checkpoint records cannot be read: .*{message}"
     ):
         open_source(str(tmp_path), MODEL)
     assert NativeSource(str(tmp_path / "step_7")).extra["config"] == {"model": noted}

@@ -96,7 +96,7 @@ def test_two_processes(tmp_path: Path) -> None:
     for n, (child, output) in enumerate(zip(children, outputs, strict=True)):
         assert child.returncode == 0, output
         assert f"done {n}" in output
-    passed_over = [line for line in "".join(outputs).splitlines() if "passed over" in line]
-    assert len(passed_over) == 2
-    assert any("this machine's disk" in line for line in passed_over)
-    assert any("unreadable in processes [1]" in line for line in passed_over)
+    skipped = [line for line in "".join(outputs).splitlines() if "damaged and skipped" in line]
+    assert len(skipped) == 2
+    assert any("this machine's disk" in line for line in skipped)
+    assert any("unreadable in processes [1]" in line for line in skipped)

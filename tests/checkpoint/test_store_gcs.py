@@ -74,10 +74,10 @@ def test_what_is_not_ours_is_not_deleted(gcs: GcsServer, caplog: pytest.LogCaptu
         "runs/a/step_5/notes.txt",
         "runs/a/step_5/state/d/1",
     ]
-    told = [record.getMessage() for record in caplog.records if "left alone" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "not deleted" in record.getMessage()]
     assert told == [
-        f"{ROOT}/step_3 is no step of ours, it holds ['weights.bin']: left alone",
-        f"{ROOT}/step_5 is no step of ours, it holds ['notes.txt']: left alone",
+        f"{ROOT}/step_3 is not a checkpoint of this program, it holds ['weights.bin']: not deleted",
+        f"{ROOT}/step_5 is not a checkpoint of this program, it holds ['notes.txt']: not deleted",
     ]
     store.save(3, state(3), {})  # in the way: moved
     store.close()

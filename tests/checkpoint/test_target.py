@@ -56,7 +56,7 @@ def test_a_failure_leaves_nothing(target):
 
 def test_what_is_there_is_left_alone(target):
     put(target, b"old")
-    with pytest.raises(UserError, match="is there already"), new_folder(target):
+    with pytest.raises(UserError, match="exists already"), new_folder(target):
         raise AssertionError("the block must not begin")
     assert content(target) == b"old"
 
@@ -93,7 +93,7 @@ def test_a_swap_that_was_cut_short(tmp_path):
     target = str(tmp_path / "out")
     put(temporary_path(target, "previous"), b"old")
     put(temporary_path(target, "partial"), b"new")
-    with pytest.raises(UserError, match="is there already"), new_folder(target):
+    with pytest.raises(UserError, match="exists already"), new_folder(target):
         raise AssertionError("the block must not begin")
     assert content(target) == b"old"
     assert siblings(target) == [".out.mtj-partial", "out"]  # the refused run leaves the part to the next one
@@ -104,7 +104,7 @@ def test_folders_of_other_names_are_somebody_elses(target, name):
     put(target, b"old")
     other = files.join(target.rpartition("/")[0], name)
     put(other, b"a backup")
-    with pytest.raises(UserError, match="is there already"), new_folder(target):
+    with pytest.raises(UserError, match="exists already"), new_folder(target):
         raise AssertionError("the block must not begin")
     with new_folder(target, overwrite=True) as folder:
         put(folder)
@@ -115,7 +115,7 @@ def test_folders_of_other_names_are_somebody_elses(target, name):
 def test_a_target_that_holds_the_source_is_refused(target, inside):
     put(target + inside, b"old")
     with (
-        pytest.raises(UserError, match="holds the checkpoint that is read"),
+        pytest.raises(UserError, match="contains the checkpoint to read"),
         new_folder(target, overwrite=True, source=target + inside),
     ):
         raise AssertionError("the block must not begin")
@@ -138,7 +138,7 @@ def test_a_move_in_a_bucket_that_fails_leaves_its_marker(gcs):
         write_folder(target)
     assert siblings(target) == [".out.mtj-moving", ".out.mtj-partial"]
     with pytest.raises(
-        UserError, match="is there already"
+        UserError, match="exists already"
     ):  # the whole result of the first run is put in its place
         write_folder(target)
     assert content(target) == b"new"
@@ -152,7 +152,7 @@ def test_a_move_in_a_bucket_that_was_cut_short(gcs, stage):
     put(target, b"old")
     gcs.put("bucket", "parent/out/part/stale", b"old")
     gcs.put("bucket", "parent/.out.mtj-moving", stage)
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         write_folder(target)
     assert content(target) == b"new"
     assert ("stale" in files.list_dir(files.join(target, "part"))) == (stage == b"moving\n")
@@ -196,7 +196,7 @@ def test_a_bucket_is_finished_by_the_next_run(gcs, cut_off, monkeypatch):
     assert ("done" in files.list_dir(target)) == (cut_off == "DELETE mtj-moving")
     gcs.faults.clear()
     monkeypatch.undo()
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         write()
     assert files.list_dir(target) == ["done", "part", "zzz"]
     assert content(target) == b"new"

@@ -74,7 +74,7 @@ def test_a_run_is_written_in_half_precision_unless_a_dtype_is_given(folder) -> N
     convert.from_hf(str(folder / "hf"), str(folder / "run"), format=Format.NATIVE)
     told = to_hf(folder, "--input-ckpt", "run", "--output-path", "half", "--cpu", "--debug")
     assert (
-        "the weights are written in float16, the default for a native checkpoint; --dtype chooses another"
+        "the weights are written in float16, the default for a native checkpoint; choose another with --dtype"
         in told
     )
     assert "lm_head.weight (132, 192) float16, from params/head/logits/w" in told
@@ -82,7 +82,7 @@ def test_a_run_is_written_in_half_precision_unless_a_dtype_is_given(folder) -> N
     for name, array in whole.items():
         np.testing.assert_array_equal(half[name], array.astype(np.float16), err_msg=name)
     told = to_hf(folder, "--input-ckpt", "hf", "--output-path", "same")
-    assert "the weights are written in float32, as stored; --dtype chooses another" in told
+    assert "the weights are written in float32, the stored dtype; choose another with --dtype" in told
     assert "from params/" not in told
     assert tree(folder / "same") == tree(folder / "hf")
 
@@ -159,7 +159,7 @@ def test_bad_checkpoints_leave_nothing_behind(folder) -> None:
     weights = folder / "hf/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     errors = to_hf(folder, "--input-ckpt", "hf", "--output-path", "new", code=2)
-    assert "cut short" in errors
+    assert "truncated" in errors
     assert "Traceback" not in errors
     assert {path.name for path in folder.iterdir()} - {"cache"} == {"config.json", "hf"}
     assert config == CONFIG

@@ -1,10 +1,10 @@
-"""Where the original program keeps what: its folders and files, the arrays of a shard, and how shards make up the whole.
+"""The layout of the original program's checkpoints: folders, files, the arrays of a shard, and how shards are combined.
 
     {root}/step_N/shard_K/{0..15}.npz    the arrays of shard K in order, numbered from 0 in each file
-    {root}/meta.json                     which steps are there, and what the run noted beside each
+    {root}/meta.json                     the steps that exist, and what the run recorded for each
 
-The order of the arrays follows from the names of its modules and the config. Its parameters are a mapping
-{module: {field: array}} flattened in the order of the module names as strings (layer_10 comes before layer_2), then of
+The order of the arrays follows from the module names and the config. The parameters are a mapping
+{module: {field: array}}, flattened in the alphabetical order of the module names (layer_10 comes before layer_2), then of
 the fields. The arrays of a shard are the leaves of `opt_state` (a full checkpoint only), `params` and `step`.
 """
 
@@ -28,47 +28,51 @@ from mesh_transformer.families.spec import Split
 FILES_PER_SHARD = 16
 PREFIX = "causal_transformer_shard/~/"
 ADAM_COUNT, SCHEDULE_COUNT, STEP = "opt_state[2].count", "opt_state[5].count", "step"
-COUNTS = (STEP, ADAM_COUNT, SCHEDULE_COUNT)  # in the order of `tensors.Counts`
+# in the order of `tensors.Counts`
+COUNTS = (STEP, ADAM_COUNT, SCHEDULE_COUNT)
 _MOMENTS = {"mu": "opt_state[2].mu/", "nu": "opt_state[2].nu/"}
 MAX_META_BYTES = 16 << 20
-CONFIG = "model.json"  # of our own steps: a config with the model alone, which the original does not look for
+# a config with the model only, in the steps that this program writes; the original program ignores it
+CONFIG = "model.json"
 
 
 class Meta(BaseModel, strict=True):
-    """meta.json: the newest step, the steps that are kept, and what a run noted beside each."""
+    """meta.json: the newest step, the kept steps, and what a run recorded for each."""
 
     step: NonNegativeInt
     checkpoints: list[NonNegativeInt]
-    aux: dict[str, Any] = {}  # by step, as a string: {"train_loader": {"file_idx": ..., "used": ...}}
+    # by step, as a string: {"train_loader": {"file_idx": ..., "used": ...}}
+    aux: dict[str, Any] = {}
 
 
 class StepContents(NamedTuple):
-    """What a step folder holds."""
+    """The number of shards in a step folder, and whether it is full."""
 
     shards: int
-    full: bool  # with Adam's moments
+    # with Adam's moments
+    full: bool
 
 
 def shard_file(folder: str, shard: int, number: int) -> str:
-    """The path of one file of a shard."""
+    """The path of a file of a shard."""
     return files.join(folder, f"shard_{shard}", f"{number}.npz")
 
 
 def step_numbers(names: Iterable[str]) -> list[int]:
-    """N of each step_N among names, ascending."""
+    """The numbers N of the names step_N, ascending."""
     return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step_(\d+)", name)))
 
 
 def is_step(folder: str) -> bool:
-    """Whether a step folder is of the original program."""
+    """Whether a folder is a step of the original program."""
     return any(re.fullmatch(r"shard_\d+", name) for name in files.list_dir(folder))
 
 
 def find_step(path: str) -> str | None:
-    """The step folder that `path` is, or the newest in the root that it is, as meta.json says; None: `path` is neither.
+    """`path` if it is a step folder; the newest step according to meta.json if it is a root; else None.
 
     Raises:
-        UserError: meta.json names a step that is not there; or it is a folder of V2.
+        UserError: meta.json names a step that does not exist, or `path` is a checkpoint of the V2 model.
     """
     path = path.rstrip("/") or path
     names = files.list_dir(path)
@@ -77,18 +81,18 @@ def find_step(path: str) -> str | None:
         raise UserError(_v2(path))
     if "shard_0" in names:
         return path
-    there = [n for n in step_numbers(names) if "shard_0" in files.list_dir(files.join(path, f"step_{n}"))]
-    if not there:
+    steps = [n for n in step_numbers(names) if "shard_0" in files.list_dir(files.join(path, f"step_{n}"))]
+    if not steps:
         return None
     meta = read_meta(path)
-    step = there[-1] if meta is None else meta.step
-    if step not in there:
-        raise UserError(f"no classic checkpoint of step {step} in {path}: there are {there}")
+    step = steps[-1] if meta is None else meta.step
+    if step not in steps:
+        raise UserError(f"no classic checkpoint of step {step} in {path}: available are {steps}")
     return files.join(path, f"step_{step}")
 
 
 def inspect(folder: str) -> StepContents:
-    """The shard count of a step folder, and whether it is full: those begin with a scalar, Adam's count.
+    """The contents of a step folder. The first array of a full checkpoint is a scalar, Adam's count.
 
     Raises:
         UserError: shards or files are missing.
@@ -96,30 +100,35 @@ def inspect(folder: str) -> StepContents:
     names = files.list_dir(folder)
     numbers = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"shard_(\d{1,5})", name)))
     if not numbers:
-        raise UserError(f"{folder}: expected shard_0, shard_1, ... in it, found {names[:5] or 'nothing'}")
+        raise UserError(
+            f"{folder}: expected the folders shard_0, shard_1, ..., found {names[:5] or 'nothing'}"
+        )
     missing = sorted(set(range(numbers[-1] + 1)) - set(numbers))
     if missing:
-        raise UserError(f"{folder}: shard_{missing[0]} is missing: {len(numbers)} shards are there")
+        raise UserError(f"{folder}: shard_{missing[0]} is missing, found {len(numbers)} shards")
     for number in numbers:
-        there = set(files.list_dir(files.join(folder, f"shard_{number}")))
-        absent = [f"{i}.npz" for i in range(FILES_PER_SHARD) if f"{i}.npz" not in there]
+        existing = set(files.list_dir(files.join(folder, f"shard_{number}")))
+        absent = [f"{i}.npz" for i in range(FILES_PER_SHARD) if f"{i}.npz" not in existing]
         if absent:
-            raise UserError(f"{folder}/shard_{number}: {', '.join(absent)} missing (copied in part?)")
+            raise UserError(
+                f"{folder}/shard_{number}: {', '.join(absent)} missing: the copy may be incomplete"
+            )
     first = NpzReader().open(shard_file(folder, 0, 0)).get("arr_0")
     full = first is not None and first.shape == () and first.dtype == np.int32
     return StepContents(len(numbers), full)
 
 
 def read_meta(root: str) -> Meta | None:
-    """meta.json of a root; None if there is none.
+    """meta.json of a root; None if the file does not exist.
 
     Raises:
-        UserError: it is not what the original writes.
+        UserError: the file is not a meta.json of the original program.
     """
     path = files.join(root, "meta.json")
     if not files.exists(path):
         return None
-    content = files.read_range(path, 0, MAX_META_BYTES)  # of a larger one a part, which is no JSON
+    # a larger file is truncated, and the result is not JSON
+    content = files.read_range(path, 0, MAX_META_BYTES)
     if b'"total_hosts"' in content:
         raise UserError(_v2(root))
     try:
@@ -127,13 +136,13 @@ def read_meta(root: str) -> Meta | None:
     except ValidationError as error:
         wrong = error.errors()[0]
         raise UserError(
-            f"{path}: expected a JSON object with step, checkpoints and aux as the original writes it: "
+            f"{path}: expected a JSON object with step, checkpoints and aux, as the original program writes it: "
             f"{'.'.join(map(str, wrong['loc']))} {wrong['msg']}"
         ) from error
 
 
 def write_meta(folder: str, step: int, aux: Any = None) -> None:
-    """Add a finished step folder to the meta.json beside it, if it has the name of one, step_N."""
+    """Add a finished step to the meta.json in its parent folder, if the folder has the name step_N."""
     root, name = posixpath.split(folder.rstrip("/"))
     if name != f"step_{step}":
         return
@@ -145,40 +154,45 @@ def write_meta(folder: str, step: int, aux: Any = None) -> None:
 
 
 def read_config(folder: str) -> dict[str, Any] | None:
-    """The config that a step folder of ours notes; None if it is another's.
+    """The config in a step folder that this program wrote; None in one of the original program.
 
     Raises:
-        UserError: it is too large, or no JSON object.
+        UserError: the file is too large, or is not a JSON object.
     """
     path = files.join(folder, CONFIG)
     return strict_json.read_object(path) if files.exists(path) else None
 
 
 def write_config(folder: str, config: dict[str, Any]) -> None:
-    """Note the model of a step folder: {"model": ...}."""
+    """Write a config, {"model": ...}, to a step folder."""
     files.replace(files.join(folder, CONFIG), json.dumps(config, indent=2).encode() + b"\n")
 
 
 def _v2(path: str) -> str:
-    """The V2 model keeps {root}/params/shard_H.npz, one file a host."""
+    """The message for a checkpoint of the V2 model: {root}/params/shard_H.npz, one file per host."""
     return (
-        f"{path} is a checkpoint of the original's unreleased V2 model (params/shard_N.npz, one file a host): "
-        f"that is another model; only step_N/shard_K/0.npz to 15.npz can be read"
+        f"{path} is a checkpoint of the original program's unreleased V2 model (params/shard_N.npz, one file per "
+        f"host), which is not supported: choose a checkpoint with step_N/shard_K/0.npz to 15.npz"
     )
 
 
 class Leaf(NamedTuple):
-    """One array of each shard. `tensor` is our name, with params/, mu/ or nu/ in front; None: not one of ours."""
+    """One array of each shard."""
 
+    # in the original program
     name: str
+    # in a `TensorSource`: params/..., mu/... or nu/...; None: this program has no such tensor
     tensor: str | None
-    layer: int | None  # of a stacked tensor
-    vocab_axis: int | None  # the dimension that ours pads
-    shape: tuple[int, ...]  # of the whole, without padding
+    # index in the stacked tensor; None: `tensor` is not stacked
+    layer: int | None
+    # the dimension that is padded in `tensor`
+    vocab_axis: int | None
+    # of the whole array, without padding
+    shape: tuple[int, ...]
     split: Split
 
     def shard_shape(self, shards: int) -> tuple[int, ...]:
-        """The shape in each of so many shards."""
+        """The shape in each of `shards` shards."""
         shape = list(self.shape)
         if self.split in (Split.ROWS, Split.COLUMNS):
             shape[self.axis] //= shards
@@ -186,12 +200,12 @@ class Leaf(NamedTuple):
 
     @property
     def axis(self) -> int:
-        """The dimension that a concatenation is along."""
+        """The dimension along which the parts are concatenated."""
         return 0 if self.split is Split.ROWS else len(self.shape) - 1
 
     @property
     def unused(self) -> float:
-        """What the original leaves in an array that nothing uses: the value that it started from."""
+        """The value that the original program leaves in an unused array: its initial value."""
         return 1.0 if self.name.startswith("params/") and self.name.endswith("/scale") else 0.0
 
 
@@ -199,7 +213,7 @@ def check_shards(config: ModelConfig, shards: int, where: str) -> None:
     """Refuse a number of shards that the model cannot be split into.
 
     Raises:
-        UserError: heads or vocabulary cannot be split evenly; names the numbers that would do.
+        UserError: the heads or the vocabulary cannot be split evenly; the message lists the possible numbers.
     """
     common = math.gcd(config.n_heads, config.n_vocab)
     if shards < 1 or common % shards:
@@ -220,7 +234,8 @@ def leaves(config: ModelConfig, *, full: bool) -> list[Leaf]:
             leaf._replace(
                 name=leaf.name.replace("params/", start, 1),
                 tensor=leaf.tensor and leaf.tensor.replace("params/", f"{kind}/", 1),
-                split=Split.MEAN if leaf.split is Split.SUM else leaf.split,  # all shards have one gradient
+                # the gradient of a summed bias is the same in all shards
+                split=Split.MEAN if leaf.split is Split.SUM else leaf.split,
             )
             for leaf in params
         ]
@@ -230,21 +245,21 @@ def leaves(config: ModelConfig, *, full: bool) -> list[Leaf]:
 
 
 def group_by_file(leaves: list[Leaf]) -> list[list[Leaf]]:
-    """The arrays of each of the 16 files: runs of equal length, the first ones longer by one for what is left over."""
-    length, longer = divmod(len(leaves), FILES_PER_SHARD)
-    starts = [i * length + min(i, longer) for i in range(FILES_PER_SHARD + 1)]
+    """The arrays of each of the 16 files: consecutive groups of equal length; the first groups take the remainder."""
+    length, remainder = divmod(len(leaves), FILES_PER_SHARD)
+    starts = [i * length + min(i, remainder) for i in range(FILES_PER_SHARD + 1)]
     return [leaves[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
 
 
 def explain_count(config: ModelConfig, found: int) -> str:
-    """What a checkpoint with so many arrays a shard would be, for a message."""
+    """The part of a message that explains `found`, an unexpected number of arrays per shard."""
     slim, full = len(leaves(config, full=False)), len(leaves(config, full=True))
     text = f"expected {slim} arrays (slim) or {full} (full) for model.layers {config.layers}, found {found}"
     block = sum(row.stacked for row in config.classic_tensors())
     for name, copies, count in (("slim", 1, slim), ("full", 3, full)):
         layers, rest = divmod(found - (count - copies * block * config.layers), copies * block)
         if not rest and layers > 0:
-            text += f"; a {name} checkpoint of {layers} layers has as many"
+            text += f"; a {name} checkpoint of {layers} layers has this number"
     return text
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of the original program as named whole tensors, from any number of shards. See classic_folder.py."""
+"""Reads a checkpoint of the original program, in any number of shards, as whole tensors. See folder.py."""
 
 import posixpath
 import re
@@ -18,18 +18,21 @@ from mesh_transformer.families.spec import Split
 from mesh_transformer.logs import log
 
 OPEN_AT_ONCE = 16
-DIFFERS = "differs between shards, which the original does not write: its sum or mean is read, the shards get equal shares"
-UNUSED = "has values in shards that are never used, which the original does not write: they are not kept"
+DIFFERS = (
+    "differs between shards, unlike in the original program's files: the sum or mean over the shards is read"
+)
+UNUSED = "has values in unused shards, unlike in the original program's files: these values are dropped"
 
 
 class ClassicSource:
     """A step folder, full or slim, as a `TensorSource`."""
 
     def __init__(self, folder: str, config: ModelConfig) -> None:
-        """Open `step_N`, and compare every array's header with the config; no values are read but the counts.
+        """Open a step folder and compare the header of every array with the config. Reads no values but the counts.
 
         Raises:
-            UserError: it is of another model, or incomplete; names file, array, expected and found.
+            UserError: the checkpoint is of another model or is incomplete; the message names the file, the array, the
+                expected and the found value.
         """
         self.where = folder.rstrip("/")
         self.contents = layout.inspect(self.where)
@@ -42,53 +45,55 @@ class ClassicSource:
             if leaf.tensor is not None:
                 self._leaves[leaf.tensor].append(leaf)
         for parts in self._leaves.values():
-            parts.sort(key=lambda leaf: leaf.layer or 0)  # the files have layer_10 before layer_2
+            # in the files layer_10 comes before layer_2
+            parts.sort(key=lambda leaf: leaf.layer or 0)
         self.tensors = {name: self._info(name, parts) for name, parts in self._leaves.items()}
         self.counts = self._counts()
         self.extra = self._extra()
         self._warned: set[str] = set()
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """The slice of a tensor, in its stored dtype; rows of padding are zeros.
+        """A slice of a tensor, in its stored dtype. Padding of the vocabulary is zero.
 
         Raises:
-            DamagedCheckpoint: the bytes are missing or not what they should be.
+            DamagedCheckpoint: the bytes are missing or corrupt.
         """
         info, parts = self.tensors[name], self._leaves[name]
-        spans = [range(*part.indices(size)) for part, size in zip(index, info.shape, strict=True)]
-        out = np.zeros([len(span) for span in spans], info.dtype)
+        ranges = [range(*part.indices(size)) for part, size in zip(index, info.shape, strict=True)]
+        out = np.zeros([len(part) for part in ranges], info.dtype)
         if parts[0].layer is None:
-            self._read_leaf(parts[0], spans, out)
+            self._read_leaf(parts[0], ranges, out)
         else:
-            for number, layer in enumerate(spans[0]):
-                self._read_leaf(parts[layer], spans[1:], out[number : number + 1].reshape(out.shape[1:]))
+            for number, layer in enumerate(ranges[0]):
+                self._read_leaf(parts[layer], ranges[1:], out[number : number + 1].reshape(out.shape[1:]))
         return out
 
-    def _read_leaf(self, leaf: Leaf, spans: list[range], out: np.ndarray) -> None:
+    def _read_leaf(self, leaf: Leaf, ranges: list[range], out: np.ndarray) -> None:
         members = self._members[leaf]
-        index = tuple(slice(span.start, span.stop) for span in spans)
+        index = tuple(slice(part.start, part.stop) for part in ranges)
         if leaf.split in (Split.ROWS, Split.COLUMNS):
-            self._concatenate(members, leaf.axis, spans, out)
+            self._concatenate(members, leaf.axis, ranges, out)
         elif leaf.split is Split.FIRST:
             self._reader.read(members[0], index, out)
             self._compare_unused(leaf)
         else:
             out[...] = self._combined(leaf)[index]
 
-    def _concatenate(self, members: list[Member], axis: int, spans: list[range], out: np.ndarray) -> None:
-        width, span = members[0].shape[axis], spans[axis]
+    def _concatenate(self, members: list[Member], axis: int, ranges: list[range], out: np.ndarray) -> None:
+        """Copy the slice `ranges` of the arrays, concatenated along `axis`, into `out`."""
+        width, wanted = members[0].shape[axis], ranges[axis]
         for shard, member in enumerate(members):
-            first, stop = max(span.start, shard * width), min(span.stop, (shard + 1) * width)
+            first, stop = max(wanted.start, shard * width), min(wanted.stop, (shard + 1) * width)
             if first >= stop:
                 continue
-            source: list[slice] = [slice(s.start, s.stop) for s in spans]
+            source: list[slice] = [slice(r.start, r.stop) for r in ranges]
             source[axis] = slice(first - shard * width, stop - shard * width)
-            target = [slice(None)] * len(spans)
-            target[axis] = slice(first - span.start, stop - span.start)
+            target = [slice(None)] * len(ranges)
+            target[axis] = slice(first - wanted.start, stop - wanted.start)
             self._reader.read(member, tuple(source), out[tuple(target)])
 
     def _combined(self, leaf: Leaf) -> np.ndarray:
-        """The whole of a replicated or summed array. Equal shares are multiplied, not added in turn: one rounding."""
+        """A whole replicated or summed array. Equal parts are multiplied, not added one by one, to round only once."""
         values = np.stack([self._all(member) for member in self._members[leaf]])
         whole = values.astype(np.float64)
         agree = all(value.tobytes() == values[0].tobytes() for value in values)
@@ -100,7 +105,7 @@ class ClassicSource:
         return values[0] if agree else np.asarray(whole.mean(0), values.dtype)
 
     def _compare_unused(self, leaf: Leaf) -> None:
-        """Say when arrays that nothing uses are not as the original leaves them: they are written back as it would."""
+        """Warn when an unused array is not as the original program leaves it. Its values are dropped."""
         if UNUSED in self._warned:
             return
         for member in self._members[leaf][1:]:
@@ -109,7 +114,7 @@ class ClassicSource:
                 return
 
     def _warn(self, leaf: Leaf, what: str) -> None:
-        """Once for each kind, with the first example."""
+        """Log each warning once, with the first array that it applies to."""
         if what not in self._warned:
             self._warned.add(what)
             log.warning("%s: %s %s", self.where, leaf.name, what)
@@ -120,7 +125,7 @@ class ClassicSource:
         return out
 
     def _open(self, config: ModelConfig) -> dict[Leaf, list[Member]]:
-        """Each leaf's arrays by shard, checked."""
+        """The arrays of each leaf, one per shard, checked against the config."""
         order = layout.leaves(config, full=self.contents.full)
         files = [
             (layout.shard_file(self.where, shard, number), expected)
@@ -135,8 +140,8 @@ class ClassicSource:
         members: dict[Leaf, list[Member]] = defaultdict(list)
         for (path, expected), arrays in zip(files, found, strict=True):
             if set(arrays) != {f"arr_{i}" for i in range(len(expected))}:
-                there = ", ".join(sorted(arrays))[:200]
-                raise UserError(f"{path}: expected arr_0 to arr_{len(expected) - 1}, found {there}")
+                names = ", ".join(sorted(arrays))[:200]
+                raise UserError(f"{path}: expected arr_0 to arr_{len(expected) - 1}, found {names}")
             for i, leaf in enumerate(expected):
                 members[leaf].append(self._checked(arrays[f"arr_{i}"], leaf))
         return members
@@ -147,8 +152,8 @@ class ClassicSource:
         if member.shape != shape or (member.dtype == np.int32) != counts:
             raise UserError(
                 f"{member} ({leaf.name}): expected {shape} of {'int32' if counts else 'floats'}, "
-                f"found {member.shape} {member.dtype}: set model.d_model, n_heads, n_vocab, seq, pe and norm as the "
-                f"checkpoint was trained ({self.contents.shards} shards are in {self.where})"
+                f"found {member.shape} {member.dtype}: set model.d_model, n_heads, n_vocab, seq, pe and norm as in "
+                f"the training run ({self.where} has {self.contents.shards} shards)"
             )
         return member
 
@@ -167,13 +172,13 @@ class ClassicSource:
             values = [int(self._all(member)) for member in members]
             if len(set(values)) > 1 or values[0] < 0:
                 raise UserError(
-                    f"{members[0]} ({leaf.name}): expected one count in all shards, found {values}"
+                    f"{members[0]} ({leaf.name}): expected the same count of 0 or more in all shards, found {values}"
                 )
             counts[leaf.name] = values[0]
         return Counts(counts[layout.STEP], counts.get(layout.ADAM_COUNT), counts.get(layout.SCHEDULE_COUNT))
 
     def _extra(self) -> dict[str, Any]:
-        """{"aux": ...}: what meta.json, beside the step, notes of it: the loader's position; {"config": ...}: its model."""
+        """{"aux": ...}: the step's entry in meta.json, with the loader's position; {"config": ...}: the recorded model."""
         root, name = posixpath.split(self.where)
         match = re.fullmatch(r"step_(\d+)", name)
         meta = layout.read_meta(root) if match else None

@@ -1,4 +1,4 @@
-"""Writes any checkpoint in the original program's form, in any number of shards, two whole arrays in memory at a time."""
+"""Writes a checkpoint in the original program's format, in any number of shards. Holds two whole arrays in memory."""
 
 import contextlib
 import math
@@ -18,7 +18,8 @@ from mesh_transformer.families.spec import Split
 from mesh_transformer.logs import Transfer
 
 BLOCK_BYTES = 1 << 20
-ADAM = {"mu", "nu"}  # the slots of the original's optimizer
+# the slots of the original program's optimizer
+ADAM = {"mu", "nu"}
 DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16))
 
 
@@ -31,14 +32,15 @@ def write_classic(
     full: bool | None = None,
     dtype: np.dtype | None = None,
 ) -> None:
-    """Write `folder/shard_K/{0..15}.npz`, that is: `folder` is a step_N.
+    """Write `folder/shard_K/{0..15}.npz`; `folder` is a step folder.
 
     Args:
-        full: with Adam's moments; without it, if `source` has them.
-        dtype: of the parameters: float32, float16 or bfloat16; as stored without it. Moments stay as stored.
+        full: whether to write Adam's moments; None: if `source` has them.
+        dtype: of the parameters: float32, float16 or bfloat16; None: as stored. Moments keep their stored dtype.
 
     Raises:
-        UserError: before anything is written: the model, the shards or the dtype do not fit, or moments are missing.
+        UserError: the model, the number of shards or a stored dtype is not supported, or moments are missing (nothing is
+            written); or a value is too large for float16.
     """
     full = bool(slots(source)) if full is None else full
     order = layout.leaves(config, full=full)
@@ -64,15 +66,15 @@ def write_classic(
 
 
 def _check_writable(source: TensorSource, config: ModelConfig, order: list[Leaf], *, full: bool) -> None:
-    """Refuse what `write_classic` cannot write.
+    """Refuse a source that `write_classic` cannot write.
 
     Raises:
-        UserError: the model does not fit, or tensors are missing.
+        UserError: a tensor is missing or has another shape or an unsupported dtype.
     """
     if full and (found := slots(source)) not in (set(), ADAM):
         raise UserError(
-            f"{source.where} holds the state of another optimizer than Adam ({', '.join(sorted(found))}): a full classic "
-            f"checkpoint needs Adam's moments. slim_model.py writes its parameters alone"
+            f"{source.where} holds the state of an optimizer other than Adam ({', '.join(sorted(found))}): a full classic "
+            f"checkpoint needs Adam's moments. To write only the parameters, use slim_model.py"
         )
     for leaf in order:
         if leaf.tensor is None:
@@ -111,7 +113,8 @@ def _write_leaf(leaf: Leaf, whole: np.ndarray, writers: list[NpzWriter], dtype: 
             cut = slice(shard * width, (shard + 1) * width)
             part = whole[cut] if leaf.axis == 0 else whole[..., cut]
         elif leaf.split is Split.SUM:
-            part = (whole.astype(np.float64) / len(writers)).astype(whole.dtype)  # equal shares
+            # every shard stores an equal part of the sum
+            part = (whole.astype(np.float64) / len(writers)).astype(whole.dtype)
         elif leaf.split is Split.FIRST and shard > 0:
             part = np.full(shape, leaf.unused, whole.dtype)
         else:
@@ -125,7 +128,8 @@ def _whole(source: TensorSource, leaf: Leaf) -> np.ndarray:
         return np.array(counts[leaf.name], np.int32)
     if leaf.tensor is None:
         return np.full(leaf.shape, leaf.unused, np.float32)
-    index = tuple(slice(0, size) for size in leaf.shape)  # without padding
+    # without padding
+    index = tuple(slice(0, size) for size in leaf.shape)
     if leaf.layer is None:
         return source.read(leaf.tensor, index)
     stacked = source.read(leaf.tensor, (slice(leaf.layer, leaf.layer + 1), *index))
@@ -133,7 +137,7 @@ def _whole(source: TensorSource, leaf: Leaf) -> np.ndarray:
 
 
 def _converted(leaf: Leaf, part: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """The values in the dtype they are written in, some rows at a time."""
+    """The values cast to `dtype`, in blocks of rows."""
     rows = part.reshape(part.shape or (1,))
     row_bytes = max(1, math.prod(rows.shape[1:]) * rows.dtype.itemsize)
     step = max(1, BLOCK_BYTES // row_bytes)
@@ -142,5 +146,5 @@ def _converted(leaf: Leaf, part: np.ndarray, dtype: np.dtype) -> Iterator[np.nda
         with np.errstate(over="ignore"):
             written = block.astype(dtype, copy=False)
         if dtype == np.float16 and block.dtype != dtype and (np.isinf(written) & np.isfinite(block)).any():
-            raise UserError(f"{leaf.name} has values beyond the range of float16: write bfloat16 instead")
+            raise UserError(f"{leaf.name} has values outside the range of float16: write bfloat16 instead")
         yield written

@@ -1,6 +1,7 @@
-"""The safetensors container: an 8-byte header length, a JSON header, then the tensors' bytes without gaps.
+"""The safetensors format: an 8-byte header length, a JSON header, then the tensors' bytes without gaps.
 
-A header comes from strangers: its size is bounded, and every offset is checked against the file before anything is read.
+A file comes from an untrusted source: the size of the header is bounded, and every offset is checked against the size of
+the file before a tensor is read.
 """
 
 import json
@@ -16,9 +17,12 @@ from mesh_transformer.checkpoint.tensors import MAX_DIMENSIONS, FileTensor
 from mesh_transformer.config.strict_json import parse_object
 from mesh_transformer.errors import UserError
 
-MAX_BYTES = 1 << 50  # more than any file: a larger size is not even multiplied
-MAX_HEADER_BYTES = 4 << 20  # some 30,000 tensors
-TILE = 128  # a side; of 32..512 the fastest for two and four bytes
+# more than any file: larger sizes are refused before they are multiplied
+MAX_BYTES = 1 << 50
+# about 30,000 tensors
+MAX_HEADER_BYTES = 4 << 20
+# rows and columns of a tile: of 32 to 512, the fastest for elements of two and four bytes
+TILE = 128
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -36,10 +40,10 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def copy_transposed(target: np.ndarray, source: np.ndarray) -> None:
-    """target[...] = source.T, for matrices (m, n) and (n, m) that are larger than the processor's caches.
+    """Set target[...] = source.T, for matrices (m, n) and (n, m) that are larger than the processor's caches.
 
-    By tiles, each first copied together: the rows of a matrix are often a power of two apart, and then a column's
-    elements push each other out of the cache. Three to five times as fast as numpy's own copy.
+    Works by tiles, and copies each tile to contiguous memory first: with a row stride that is a power of two, the elements
+    of a column evict each other from the cache. Three to five times as fast as numpy's copy.
     """
     for row in range(0, target.shape[0], TILE):
         for column in range(0, target.shape[1], TILE):
@@ -51,13 +55,13 @@ def read_header(path: str) -> dict[str, FileTensor]:
     """The tensors of a file by name.
 
     Raises:
-        UserError: there is no such file, or it is cut short or is no safetensors file; the message says where.
+        UserError: the file does not exist, is truncated, or is not a safetensors file; the message says where.
     """
     size = files.size(path)
     length = int.from_bytes(files.read_range(path, 0, 8), "little")
     if size < 8 or length > size - 8:
         raise UserError(
-            f"{path}: its {size} bytes cannot hold a header of {length}: cut short, or no safetensors file; download it again"
+            f"{path}: its {size} bytes cannot hold a header of {length} bytes: the file is truncated or is not a safetensors file; download it again"
         )
     if length > MAX_HEADER_BYTES:
         raise UserError(
@@ -76,11 +80,15 @@ def _tensor(path: str, name: str, entry: Any, data_start: int) -> FileTensor:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: {name}: its header entry is incomplete") from error
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
-        raise UserError(f"{path}: {name}: its shape or offsets are no whole numbers of 0 or more")
+        raise UserError(f"{path}: {name}: its shape or offsets are not whole numbers of 0 or more")
     if not isinstance(code, str) or code not in DTYPES:
-        raise UserError(f"{path}: {name}: dtype {code!r:.40} is not supported, only {', '.join(DTYPES)}")
+        raise UserError(
+            f"{path}: {name}: dtype {code!r:.40} is not supported: expected one of {', '.join(DTYPES)}"
+        )
     if len(shape) > MAX_DIMENSIONS or max(shape, default=0) > MAX_BYTES:
-        raise UserError(f"{path}: {name}: its shape is absurd")
+        raise UserError(
+            f"{path}: {name}: its shape has more than {MAX_DIMENSIONS} dimensions or a dimension over {MAX_BYTES}"
+        )
     expected = math.prod(shape) * DTYPES[code].itemsize
     if stop - start != expected:
         raise UserError(f"{path}: {name}: {code} {tuple(shape)} takes {expected} bytes, not {stop - start}")
@@ -88,25 +96,27 @@ def _tensor(path: str, name: str, entry: Any, data_start: int) -> FileTensor:
 
 
 def _check_without_gaps(path: str, tensors: Iterable[FileTensor], start: int, size: int) -> None:
-    """The tensors cover the data exactly: one wrong offset is noticed, and none points outside."""
+    """Check that the tensors cover the data exactly, without gaps or overlaps."""
     for tensor in sorted(tensors, key=lambda t: (t.start, math.prod(t.shape))):
         if tensor.start != start:
             raise UserError(f"{path}: {tensor.name} begins at byte {tensor.start}, expected {start}")
         start += math.prod(tensor.shape) * tensor.dtype.itemsize
     if start != size:
         raise UserError(
-            f"{path}: {size} bytes, its tensors end at byte {start}: cut short or damaged; download it again"
+            f"{path}: {size} bytes, its tensors end at byte {start}: the file is truncated or damaged; download it again"
         )
 
 
 def encode_header(tensors: Iterable[tuple[str, tuple[int, ...], np.dtype]]) -> bytes:
-    """The start of a file that holds tensors (name, shape, dtype) in this order; their bytes follow it."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
-    at = 0
+    """The header of a file with tensors (name, shape, dtype) in this order; their bytes follow it."""
+    # transformers refuses files without the format
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
     for name, shape, dtype in tensors:
-        end = at + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
-        at = end
+        end = start + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
+    # the data begins at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,6 +1,6 @@
-"""A Hugging Face folder as a TensorSource, of any family that has a table of rows (families/spec.py).
+"""Reads a Hugging Face folder of any family with a table of tensors (families/spec.py).
 
-config.json picks the family. The weights are safetensors or .bin, whole or in shards with an index.
+config.json selects the family. The weights are safetensors or .bin files, in one file or in shards with an index.
 """
 
 import re
@@ -26,7 +26,8 @@ from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.spec import TRANSPOSED, Tensor
 
 FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
-CACHE_BYTES = 1 << 30  # of the matrix that was read last
+# the largest matrix to cache; only the last one that was read is cached
+CACHE_BYTES = 1 << 30
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
 
 
@@ -34,7 +35,7 @@ def read_model(folder: str) -> ModelConfig:
     """The architecture that a folder's config.json describes.
 
     Raises:
-        UserError: config.json is missing or unreadable, or describes a model that we do not compute.
+        UserError: config.json is missing or unreadable, or describes an unsupported model.
     """
     return _model(folder, _config(folder))
 
@@ -49,11 +50,11 @@ def _config(folder: str) -> dict[str, Any]:
 def _model(folder: str, config: dict[str, Any]) -> ModelConfig:
     families = {family.HF_MODEL_TYPE: family for family in FAMILIES.values()}
     keys = ConfigJson(config)
-    kind = keys.take("model_type", default=None)
+    model_type = keys.take("model_type", default=None)
     try:
-        if not isinstance(kind, str) or kind not in families:
-            raise UserError(f"model_type is {kind!r:.60}: only {', '.join(families)} can be read")
-        model = families[kind].from_hf(keys)
+        if not isinstance(model_type, str) or model_type not in families:
+            raise UserError(f"model_type is {model_type!r:.60}: only {', '.join(families)} can be read")
+        model = families[model_type].from_hf(keys)
         keys.refuse_rest()
     except ValidationError as error:
         raise UserError(f"{folder}/config.json: {'; '.join(map(_reason, error.errors()))}") from error
@@ -63,20 +64,21 @@ def _model(folder: str, config: dict[str, Any]) -> ModelConfig:
 
 
 def _reason(detail: ErrorDetails) -> str:
-    ours = detail.get("ctx", {}).get("error")
-    return str(ours) if ours else f"model.{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+    error = detail.get("ctx", {}).get("error")
+    return str(error) if error else f"model.{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
 
 
 class HFSource:
-    """The weights of a folder, local or on gs://."""
+    """The weights in a folder, local or `gs://`, as a `TensorSource`."""
 
     def __init__(self, folder: str, model: ModelConfig | None = None) -> None:
-        """Read config.json and the headers, and check every name, shape and dtype. No tensor is read.
+        """Read config.json and the headers, and check every name, shape and dtype. Reads no tensor.
 
-        With `model` the folder must hold that architecture; without, the architecture is the folder's own.
+        Args:
+            model: the architecture that the folder must have; None: any.
 
         Raises:
-            UserError: the folder holds no model that we compute, is not of `model`, or is incomplete or damaged.
+            UserError: the model is not supported or differs from `model`, or the folder is incomplete or damaged.
         """
         config = _config(folder)
         found = _model(folder, config)
@@ -91,83 +93,85 @@ class HFSource:
         self._rows = {f"params/{row.parameter}": row for row in self.model.hf_tensors()}
         if config.get("tie_word_embeddings") is True:
             for row in self._rows.values():
-                if row.tied in self._stored:  # where both are there, transformers does not tie either
+                # if the folder has both tensors, transformers does not tie them either
+                if row.tied in self._stored:
                     self._stored.setdefault(row.foreign, self._stored[row.tied])
         self._check_names()
         self.tensors: Mapping[str, TensorInfo] = dict(self._infos())
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """See TensorSource; a bias that they lack and dead vocabulary rows are zeros."""
+        """See `TensorSource`. A bias without a tensor in the folder, and the padding of the vocabulary, are zero."""
         shape, dtype = self.tensors[name]
-        bounds = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
-        out = np.zeros([max(0, s.stop - s.start) for s in bounds], dtype)
+        index = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
+        out = np.zeros([max(0, s.stop - s.start) for s in index], dtype)
         row = self._rows.get(name)
         if row is None:
             return out
         if not row.stacked:
-            self._fill(out, row, row.foreign, bounds)
+            self._fill(out, row, row.foreign, index)
             return out
-        for one, layer in zip(out, range(bounds[0].start, bounds[0].stop), strict=True):
-            self._fill(one, row, row.foreign.format(layer), bounds[1:])
+        for one, layer in zip(out, range(index[0].start, index[0].stop), strict=True):
+            self._fill(one, row, row.foreign.format(layer), index[1:])
         return out
 
-    def _fill(self, out: np.ndarray, row: Tensor, theirs: str, bounds: Index) -> None:
-        """Read one layer's slice into `out`; what lies beyond the vocabulary stays as it is."""
+    def _fill(self, out: np.ndarray, row: Tensor, name: str, index: Index) -> None:
+        """Read a slice of one layer from the tensor `name` into `out`. Leaves the padding of the vocabulary as it is."""
         shape = unpadded_shape(row, self.model)
-        live = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(bounds, shape, strict=True))
-        if any(s.start >= s.stop for s in live):
+        unpadded = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index, shape, strict=True))
+        if any(s.start >= s.stop for s in unpadded):
             return
-        stored = self._stored[theirs]
-        target = out[tuple(slice(0, s.stop - s.start) for s in live)]
+        stored = self._stored[name]
+        target = out[tuple(slice(0, s.stop - s.start) for s in unpadded)]
         if row.view is None:
-            target[...] = stored.read(live)
-            if row.copy in self._stored and (self._stored[row.copy].read(live) != target).any():
+            target[...] = stored.read(unpadded)
+            if row.copy in self._stored and (self._stored[row.copy].read(unpadded) != target).any():
                 raise UserError(
-                    f"{self.where}: {row.copy} is not {theirs}, but config.json ties them: set tie_word_embeddings to "
-                    "false in it, as transformers reads such a folder"
+                    f"{self.where}: {row.copy} differs from {name}, but config.json ties them: set tie_word_embeddings to "
+                    "false in config.json, as transformers reads such a folder"
                 )
         elif row.view == TRANSPOSED:
-            self._transpose(target, stored, *live)
+            self._transpose(target, stored, *unpadded)
         else:
             with self._lock:
-                target[...] = import_tensor(row, self._whole(stored), shape)[live]
+                target[...] = import_tensor(row, self._whole(stored), shape)[unpadded]
 
     def _transpose(self, out: np.ndarray, matrix: FileTensor, rows: slice, columns: slice) -> None:
-        """Our rows and columns of a matrix of theirs, (columns, rows) in the file.
+        """Read rows and columns of the transpose of `matrix`, which is (columns, rows) in the file.
 
-        For some of our rows all of it is read: whoever asks for them will ask for the others next, so it is kept.
+        A request for only some rows reads the whole matrix and caches it, because requests for the other rows follow.
         """
         if rows == slice(0, matrix.shape[1]) or matrix.n_bytes > CACHE_BYTES:
-            for first, band in matrix.row_blocks(columns.start, columns.stop):
+            for first, block in matrix.row_blocks(columns.start, columns.stop):
                 at = first - columns.start
-                copy_transposed(out[:, at : at + len(band)], band[:, rows])
+                copy_transposed(out[:, at : at + len(block)], block[:, rows])
             return
         with self._lock:
             copy_transposed(out, self._whole(matrix)[columns, rows])
 
     def _whole(self, matrix: FileTensor) -> np.ndarray:
-        """All of a matrix, until the next is asked for, which takes its room: new room costs as much as reading."""
+        """A whole matrix. The next call reuses its memory, because new memory takes as long to allocate as the matrix to read."""
         if self._cached is None or self._cached[0] != matrix:
-            room = self._cached[1] if self._cached else np.empty(0, np.uint8)
+            buffer = self._cached[1] if self._cached else np.empty(0, np.uint8)
             self._cached = None
-            if len(room) < matrix.n_bytes:
-                del room  # before there is more
-                room = np.empty(matrix.n_bytes, np.uint8)
-            matrix.read_rows(0, _as_matrix(room, matrix))
-            self._cached = matrix, room
+            if len(buffer) < matrix.n_bytes:
+                # frees the old memory first
+                del buffer
+                buffer = np.empty(matrix.n_bytes, np.uint8)
+            matrix.read_rows(0, _as_matrix(buffer, matrix))
+            self._cached = matrix, buffer
         return _as_matrix(self._cached[1], matrix)
 
     def _check_names(self) -> None:
-        """Every tensor that the config asks for is there, in its shape, and no other."""
-        wanted = {}
+        """Check that the folder has every tensor of the model, with its shape, and no other."""
+        expected = {}
         for row in self._rows.values():
             shape = foreign_shape(row, self.model)
             for name in [*self._names(row), *({row.copy} & self._stored.keys())]:
                 if name not in self._stored:
                     layers = self.model.layers
-                    raise UserError(f"{self.where}: {name} is missing ({layers} layers in config.json)")
-                wanted[name] = shape
-        for name, shape in wanted.items():
+                    raise UserError(f"{self.where}: {name} is missing (config.json has {layers} layers)")
+                expected[name] = shape
+        for name, shape in expected.items():
             stored = self._stored[name]
             if stored.shape != shape:
                 raise UserError(f"{self.where}: {name} has shape {stored.shape}, expected {shape}")
@@ -176,14 +180,14 @@ class HFSource:
                     f"{self.where}: {name} is {stored.dtype}, expected one of {', '.join(map(str, FLOATS))}"
                 )
         for name in self._stored:
-            if name not in wanted and not re.fullmatch(self.model.HF_BUFFERS, name):
+            if name not in expected and not re.fullmatch(self.model.HF_BUFFERS, name):
                 raise UserError(
-                    f"{self.where}: {name} is no tensor of {self.model.HF_ARCHITECTURE} with {self.model.layers} layers"
+                    f"{self.where}: {name} is not a tensor of {self.model.HF_ARCHITECTURE} with {self.model.layers} layers"
                 )
 
     def _infos(self) -> Iterator[tuple[str, TensorInfo]]:
         for name, row in self._rows.items():
-            dtypes = {self._stored[theirs].dtype for theirs in self._names(row)}
+            dtypes = {self._stored[foreign].dtype for foreign in self._names(row)}
             if len(dtypes) > 1:
                 kinds = " and ".join(sorted(map(str, dtypes)))
                 raise UserError(
@@ -198,25 +202,25 @@ class HFSource:
         return [row.foreign.format(layer) for layer in layers]
 
 
-def import_tensor(row: Tensor, theirs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Our parameter, of one layer and of `shape`, from their tensor: with a view a copy, of our part alone."""
+def import_tensor(row: Tensor, foreign: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Convert the foreign tensor of one layer to the parameter of `shape`. With a view, the result is a copy."""
     if row.view is None:
-        return theirs
+        return foreign
     left, right = row.view.split("->")
-    apart = rearrange(theirs, f"{left}->{re.sub('[()]', '', right)}", **row.sizes)
-    return (apart if row.part is None else apart[row.part]).reshape(shape)
+    parts = rearrange(foreign, f"{left}->{re.sub('[()]', '', right)}", **row.sizes)
+    return (parts if row.part is None else parts[row.part]).reshape(shape)
 
 
-def export_tensor(row: Tensor, ours: np.ndarray) -> np.ndarray:
-    """Their tensor, of one layer, from our parameter; of a row with a part from all parts, stacked in their order."""
+def export_tensor(row: Tensor, parameter: np.ndarray) -> np.ndarray:
+    """Convert the parameter of one layer to the foreign tensor; for a row with a part, all parts stacked in order."""
     if row.view is None:
-        return ours
+        return parameter
     left, right = row.view.split("->")
-    return rearrange(ours, f"{right}->{left}", **row.sizes)
+    return rearrange(parameter, f"{right}->{left}", **row.sizes)
 
 
 def unpadded_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
-    """The shape of our parameter, of one layer and without padding."""
+    """The shape of the parameter of one layer, without padding."""
     shape = list(parameter_shapes(model)[row.parameter][row.stacked :])
     if row.vocab_axis is not None:
         shape[row.vocab_axis] = model.n_vocab
@@ -224,23 +228,23 @@ def unpadded_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
 
 
 def foreign_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
-    """The shape of their tensor."""
+    """The shape of the foreign tensor."""
     parts = () if row.part is None else (row.sizes["part"],)
     return export_tensor(row, np.broadcast_to(np.int8(0), (*parts, *unpadded_shape(row, model)))).shape
 
 
 def weight_files(folder: str) -> list[str]:
-    """Which of the four spellings the folder has, in the order in which transformers looks for them."""
-    spellings = (SAFETENSORS, f"{SAFETENSORS}.index.json", BIN, f"{BIN}.index.json")
-    there = set(files.list_dir(folder))
-    return [name for name in spellings if name in there]
+    """Which of the four file names of weights the folder has, in the order in which transformers looks for them."""
+    names = (SAFETENSORS, f"{SAFETENSORS}.index.json", BIN, f"{BIN}.index.json")
+    existing = set(files.list_dir(folder))
+    return [name for name in names if name in existing]
 
 
 def open_tensors(folder: str) -> dict[str, FileTensor]:
-    """Every tensor of a folder by its Hugging Face name. Only headers are read.
+    """Every tensor of a folder by its Hugging Face name. Reads only headers.
 
     Raises:
-        UserError: there are no weights, a shard is missing or damaged, or the index leads out of the folder.
+        UserError: the folder has no weights, a shard is missing or damaged, or the index names a file outside the folder.
     """
     found = weight_files(folder)
     if not found:
@@ -253,7 +257,9 @@ def open_tensors(folder: str) -> dict[str, FileTensor]:
     shards = {shard: _open(folder, shard) for shard in sorted(set(weight_map.values()))}
     for tensor, shard in weight_map.items():
         if tensor not in shards[shard]:
-            raise UserError(f"{path} has {tensor} in {shard}, where it is not: a shard was exchanged?")
+            raise UserError(
+                f"{path} lists {tensor} in {shard}, which does not hold it: the shard may be from another checkpoint"
+            )
     return {tensor: shards[shard][tensor] for tensor, shard in weight_map.items()}
 
 
@@ -263,7 +269,7 @@ def _weight_map(path: str, suffix: str) -> dict[str, str]:
         raise UserError(f"{path} has no weight_map")
     for shard in weight_map.values():
         if not isinstance(shard, str) or not shard.endswith(suffix) or {"/", "\\", "\0"} & set(shard):
-            raise UserError(f"{path} names the shard {shard!r:.100}: expected a {suffix} file of this folder")
+            raise UserError(f"{path} names the shard {shard!r:.100}: expected a {suffix} file in this folder")
     return weight_map
 
 
@@ -274,5 +280,5 @@ def _open(folder: str, name: str) -> dict[str, FileTensor]:
     return torch_file.read_tensors(path)
 
 
-def _as_matrix(room: np.ndarray, matrix: FileTensor) -> np.ndarray:
-    return room[: matrix.n_bytes].view(matrix.dtype).reshape(matrix.shape)
+def _as_matrix(buffer: np.ndarray, matrix: FileTensor) -> np.ndarray:
+    return buffer[: matrix.n_bytes].view(matrix.dtype).reshape(matrix.shape)

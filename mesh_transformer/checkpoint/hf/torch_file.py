@@ -1,8 +1,8 @@
-"""PyTorch's own files (pytorch_model.bin), local or on `gs://`: which tensor lies where. Neither torch nor pickle is used.
+"""Finds the tensors in PyTorch's files (pytorch_model.bin), local or `gs://`, without torch and without unpickling.
 
-A .bin file is a zip archive of one stored member for each storage, and a pickle that says which tensor is what part
-of which storage. A pickle is a program; this one is gone through instruction by instruction, and anything but what a
-plain dictionary of tensors needs is refused. Nothing in it is called.
+A .bin file is a zip archive with one stored member per storage, and a pickle that describes each tensor as a part of a
+storage. A pickle is a program. This module interprets its instructions, and refuses every instruction and name that a
+dictionary of tensors does not need. It calls nothing that the pickle names.
 """
 
 import math
@@ -19,8 +19,10 @@ from mesh_transformer.checkpoint import archive
 from mesh_transformer.checkpoint.tensors import MAX_DIMENSIONS, FileTensor
 from mesh_transformer.errors import UserError
 
-MAX_PICKLE_BYTES = 1 << 20  # GPT-J-6B's is 40 kB; what one instruction leaves may take a hundred bytes
-MAX_BYTES = 1 << 50  # more than any file: a larger size is not even multiplied
+# GPT-J-6B's pickle has 40 kB; the result of an instruction can take a hundred bytes
+MAX_PICKLE_BYTES = 1 << 20
+# more than any file: larger sizes are refused before they are multiplied
+MAX_BYTES = 1 << 50
 HEADERS_AT_ONCE = 16
 
 _PLAIN = re.compile(r"collections OrderedDict|torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)")
@@ -41,13 +43,13 @@ _IGNORED = {"PROTO", "FRAME", "STOP"}
 
 
 class _Global(NamedTuple):
-    """A function or class that is named; it is not looked up."""
+    """The name of a function or class in the pickle. It is never imported."""
 
     name: str
 
 
 class _Storage(NamedTuple):
-    """The member of the archive that holds the elements."""
+    """A storage: the member of the archive with its elements."""
 
     key: str
     dtype: np.dtype
@@ -55,7 +57,7 @@ class _Storage(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A part of a storage, in elements."""
+    """A tensor: a part of a storage. Offset and strides are in elements."""
 
     storage: _Storage
     offset: int
@@ -64,41 +66,41 @@ class _Tensor(NamedTuple):
 
 
 class _UnsupportedPickleError(Exception):
-    """The pickle does something else than to describe a dictionary of tensors."""
+    """The pickle does more than describe a dictionary of tensors."""
 
 
 def read_tensors(path: str) -> dict[str, FileTensor]:
     """The tensors of a file by name.
 
     Raises:
-        UserError: the file is missing, damaged, or more than a dictionary of tensors.
+        UserError: the file does not exist, is damaged, or holds anything but a dictionary of tensors.
     """
     records = _records(path)
     try:
         found = _run(_content(records["data.pkl"]))
     except _UnsupportedPickleError as error:
-        raise UserError(f"{path} is no plain dictionary of tensors, {error}") from error
+        raise UserError(f"{path} is not a plain dictionary of tensors: {error}") from error
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path}: its pickle is damaged, a value is missing or wrong: {error!r:.200}"
+            f"{path}: its pickle is damaged, with a missing or wrong value: {error!r:.200}"
         ) from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__.strip('_')}, not a dictionary of tensors")
     tensors = {name: _file_tensor(path, records, name, tensor) for name, tensor in found.items()}
-    named = {f"data/{tensor.storage.key}" for tensor in found.values()}
-    if unnamed := [name for name in records if name.startswith("data/") and name not in named]:
-        raise UserError(f"{path}: {unnamed[0]} belongs to no tensor: the file is damaged")
+    used = {f"data/{tensor.storage.key}" for tensor in found.values()}
+    if unused := [name for name in records if name.startswith("data/") and name not in used]:
+        raise UserError(f"{path}: {unused[0]} belongs to no tensor: the file is damaged")
     return tensors
 
 
 def _records(path: str) -> dict[str, archive.Entry]:
-    """The members by their names without the folder that all of them are in."""
+    """The members by name, without their common folder."""
     try:
         members = archive.entries(path, at_once=HEADERS_AT_ONCE)
     except archive.DamagedArchive as error:
         raise UserError(
-            f"{path} cannot be read ({error}): it is damaged, or older than torch 1.6; in that case load it with torch "
-            "and save it again"
+            f"{path} cannot be read ({error}): it is damaged, or in the format before torch 1.6; if so, load it with "
+            "torch and save it again"
         ) from error
     records = {member.name.partition("/")[2]: member for member in members}
     if (
@@ -107,7 +109,7 @@ def _records(path: str) -> dict[str, archive.Entry]:
         or any(member.compressed for member in members)
         or ("byteorder" in records and _content(records["byteorder"]) != b"little")
     ):
-        raise UserError(f"{path} is not laid out as torch.save does it")
+        raise UserError(f"{path} does not have the layout that torch.save writes")
     return records
 
 
@@ -117,21 +119,25 @@ def _file_tensor(path: str, records: dict[str, archive.Entry], name: str, tensor
     storage, size = tensor.storage, math.prod(tensor.shape)
     record = records.get(f"data/{storage.key}")
     if record is None or record.n_bytes != storage.elements * storage.dtype.itemsize:
-        raise UserError(f"{path}: {name}: its storage is missing or of another size: the file is damaged")
+        raise UserError(f"{path}: {name}: its storage is missing or has another size: the file is damaged")
     inner = [math.prod(tensor.shape[dim + 1 :]) for dim in range(len(tensor.shape))]
     in_order = all(
         count == 1 or stride == step
         for count, stride, step in zip(tensor.shape, tensor.strides, inner, strict=True)
     )
     if not in_order or tensor.offset + size > storage.elements:
-        raise UserError(f"{path}: {name}: its bytes are not all there, or not in order")
+        raise UserError(
+            f"{path}: {name}: its elements are not contiguous in C order, or are outside its storage: save it with .contiguous()"
+        )
     start = record.start + tensor.offset * storage.dtype.itemsize
     return FileTensor(path, name, tensor.shape, storage.dtype, start)
 
 
 def _content(record: archive.Entry) -> bytes:
     if record.n_bytes > MAX_PICKLE_BYTES:
-        raise UserError(f"{record.path}: its {record.name} is over {MAX_PICKLE_BYTES} bytes")
+        raise UserError(
+            f"{record.path}: its {record.name} has {record.n_bytes} bytes, at most {MAX_PICKLE_BYTES} are read"
+        )
     try:
         return b"".join(archive.read_blocks(record, MAX_PICKLE_BYTES))
     except archive.DamagedArchive as error:
@@ -139,9 +145,10 @@ def _content(record: archive.Entry) -> bytes:
 
 
 def _run(pickle: bytes) -> Any:
-    """What the pickle describes: tensors as _Tensor, everything else as it is."""
+    """The object that the pickle describes, with tensors as `_Tensor`."""
     stack: list[Any] = []
-    below: list[list[Any]] = []  # what was on the stack at each mark that is still open
+    # the stack below each open mark
+    below: list[list[Any]] = []
     memo: dict[int, Any] = {}
     argument: Any
     for instruction, argument, _ in pickletools.genops(pickle):
@@ -176,16 +183,17 @@ def _global(name: str) -> _Global:
 
 def _set_items(table: Any, pairs: list[Any]) -> Any:
     for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-        if not isinstance(key, str):  # others may be nested so deeply that to hash them takes for ever
-            raise _UnsupportedPickleError(f"a {type(key).__name__} is no name of a tensor")
+        # other keys can be nested so deeply that their hash takes forever
+        if not isinstance(key, str):
+            raise _UnsupportedPickleError(f"a tensor's name is a {type(key).__name__}")
         table[key] = value
     return table
 
 
 def _set_attributes(table: Any, _: Any) -> Any:
-    """The `_metadata` of a module's state are attributes of its dictionary. They are not kept."""
+    """Ignore the attribute `_metadata` of the state dictionary of a module."""
     if not isinstance(table, dict):
-        raise _UnsupportedPickleError("its pickle gives attributes to what is no dictionary")
+        raise _UnsupportedPickleError("its pickle sets attributes of an object that is not a dictionary")
     return table
 
 
@@ -193,7 +201,7 @@ def _storage(reference: Any) -> _Storage:
     """A storage: ("storage", its class, the member's name, device, elements)."""
     kind, storage, key, _, elements = reference
     if kind != "storage" or not isinstance(storage, _Global) or not isinstance(key, str):
-        raise ValueError("a reference to something else than a storage")
+        raise ValueError("a reference to an object that is not a storage")
     if storage.name not in _STORAGES:
         raise _UnsupportedPickleError(f"{storage.name!r:.80} is not supported")
     if not _are_sizes((elements,)):
@@ -202,9 +210,9 @@ def _storage(reference: Any) -> _Storage:
 
 
 def _call(function: Any, arguments: Any) -> Any:
-    """What the three functions that may be named would give."""
+    """The result of one of the three supported functions."""
     if not isinstance(function, _Global) or not isinstance(arguments, tuple):
-        raise ValueError("a call of what is no function")
+        raise ValueError("a call of an object that is not a function")
     if function.name == "collections OrderedDict" and not arguments:
         return {}
     if function.name == "torch._utils _rebuild_parameter" and isinstance(arguments[0], _Tensor):
@@ -213,9 +221,9 @@ def _call(function: Any, arguments: Any) -> Any:
         raise _UnsupportedPickleError(f"its pickle calls {function.name!r:.80}")
     storage, offset, shape, strides = arguments[:4]
     if not isinstance(storage, _Storage) or not _are_sizes((offset,)):
-        raise ValueError("a tensor of no storage")
+        raise ValueError("a tensor without a storage")
     if not (_are_sizes(shape) and _are_sizes(strides) and len(shape) == len(strides)):
-        raise ValueError("a tensor of no sizes")
+        raise ValueError("a tensor without valid sizes")
     return _Tensor(storage, offset, shape, strides)
 
 
@@ -227,7 +235,7 @@ def _are_sizes(values: Any) -> bool:
     )
 
 
-# what an instruction leaves on the stack, of the values that it takes from there and of its own argument
+# the result that an instruction pushes on the stack, as a function of the values that it pops and of its argument
 _RESULTS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_LITERALS, lambda literal: literal),
     **dict.fromkeys(("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), lambda *values: values),

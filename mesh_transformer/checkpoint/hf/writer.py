@@ -1,4 +1,4 @@
-"""Any checkpoint, written as a Hugging Face folder: safetensors with an index, config.json, generation_config.json."""
+"""Writes a checkpoint as a Hugging Face folder: safetensors with an index, config.json, generation_config.json."""
 
 import itertools
 import json
@@ -18,13 +18,14 @@ from mesh_transformer.families.spec import TRANSPOSED, Tensor
 from mesh_transformer.logs import log
 
 SHARD_BYTES = 5_000_000_000
-BLOCK_BYTES = 128 << 20  # read at a time; two are held
-# converted and written at a time: the memory of larger arrays is new, and cleared, each time
+# read at a time; two blocks are held
+BLOCK_BYTES = 128 << 20
+# cast and written at a time: larger arrays get new, cleared memory for each allocation
 CAST_BYTES = 16 << 20
 
 
 class _OutputTensor(NamedTuple):
-    """One tensor to be written: its name, its shape, the rows of all that it holds, and the layer."""
+    """A tensor to write: its name and shape, the rows of the parameters in it, and the layer."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +33,8 @@ class _OutputTensor(NamedTuple):
     layer: int
 
 
-_Block = tuple[_OutputTensor, np.ndarray]  # some rows of a tensor, not yet cast
+# some rows of a tensor, before the cast
+_Block = tuple[_OutputTensor, np.ndarray]
 
 
 def write_hf(
@@ -45,17 +47,17 @@ def write_hf(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write the parameters of `source` to a new `folder`, local or on gs://. A few blocks of tensors are held at a time.
+    """Write the parameters of `source` to a new `folder`, local or `gs://`. Holds a few blocks of tensors in memory.
 
     Args:
-        dtype: of all tensors; None: as they are stored, or float32 if they differ.
-        end_of_text: the tokenizer's, for config.json.
-        shard_bytes: most bytes of tensors in one file, unless one tensor alone has more.
-        progress: told of each block how many bytes were written.
+        dtype: of all tensors; None: the stored dtype, or float32 if the stored dtypes differ.
+        end_of_text: the tokenizer's end-of-text token, for config.json; None: the family's.
+        shard_bytes: maximum bytes of tensors in one file; a larger tensor gets a file of its own.
+        progress: called with the number of bytes of each block that was written.
 
     Raises:
-        UserError: transformers does not compute this model, `source` does not fit `model`, or a value is too
-            large for `dtype`.
+        UserError: transformers does not support this model, `source` is of another model, or a value is too large for
+            `dtype`.
         DamagedCheckpoint: `source` cannot be read.
     """
     dtype = dtype or stored_dtype(source)
@@ -80,10 +82,10 @@ def write_hf(
 def config_json(model: ModelConfig, dtype: np.dtype, end_of_text: int | None = None) -> dict[str, Any]:
     """The config.json of a model stored in `dtype`.
 
-    Without `end_of_text` it is the family's, or null where the vocabulary does not reach so far.
+    Without `end_of_text`, the token is the family's, or null if the vocabulary does not include it.
 
     Raises:
-        UserError: transformers does not compute this model.
+        UserError: transformers does not support this model.
     """
     return {
         "architectures": [model.HF_ARCHITECTURE],
@@ -93,19 +95,20 @@ def config_json(model: ModelConfig, dtype: np.dtype, end_of_text: int | None = N
         "use_cache": True,
         **_end_of_text_ids(model, end_of_text),
         "dtype": str(dtype),
-        "torch_dtype": str(dtype),  # its name before transformers 4.56
+        # the key before transformers 4.56
+        "torch_dtype": str(dtype),
     }
 
 
 def _end_of_text_ids(model: ModelConfig, end_of_text: int | None) -> dict[str, int | None]:
-    """The generation_config.json: where a text ends."""
+    """The content of generation_config.json: the token that ends a text."""
     if end_of_text is None and model.n_vocab > model.HF_END_OF_TEXT:
         end_of_text = model.HF_END_OF_TEXT
     return {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
 
 
 def check_source(source: TensorSource, model: ModelConfig) -> None:
-    """Refuse a source that is not of this model.
+    """Refuse a source of another model.
 
     Raises:
         UserError: a parameter is missing or has another shape.
@@ -114,55 +117,55 @@ def check_source(source: TensorSource, model: ModelConfig) -> None:
     for row in model.hf_tensors():
         found, expected = source.tensors.get(f"params/{row.parameter}"), shapes[row.parameter]
         if found is None or found.shape != expected:
-            shape = found.shape if found else "nothing"
+            shape = found.shape if found else "no tensor"
             raise UserError(
                 f"{source.where}: params/{row.parameter}: expected shape {expected}, found {shape}"
             )
 
 
 def stored_dtype(source: TensorSource) -> np.dtype:
-    """The dtype of all parameters, or float32 if they differ."""
+    """The stored dtype of the parameters, or float32 if their dtypes differ."""
     dtypes = {info.dtype for name, info in source.tensors.items() if name.startswith("params/")}
     return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
 
 
 def n_bytes(model: ModelConfig, dtype: np.dtype) -> int:
-    """Bytes of all tensors together."""
+    """Total size of all tensors in bytes."""
     return sum(math.prod(planned.shape) for planned in _plan(model)) * dtype.itemsize
 
 
 def _plan(model: ModelConfig) -> list[_OutputTensor]:
-    """In the order of the computation, layer by layer."""
+    """All tensors to write, in the order of the computation, layer by layer."""
     plan: list[_OutputTensor] = []
     for stacked, rows in itertools.groupby(model.hf_tensors(), lambda row: row.stacked):
-        together: dict[str, list[Tensor]] = {}
+        by_name: dict[str, list[Tensor]] = {}
         for row in rows:
-            together.setdefault(row.foreign, []).append(row)
-        shapes = {name: foreign_shape(members[0], model) for name, members in together.items()}
+            by_name.setdefault(row.foreign, []).append(row)
+        shapes = {name: foreign_shape(members[0], model) for name, members in by_name.items()}
         for layer in range(model.layers if stacked else 1):
-            for name, members in together.items():
+            for name, members in by_name.items():
                 plan.append(_OutputTensor(name.format(layer), shapes[name], members, layer))
     return plan
 
 
 def _shards(plan: list[_OutputTensor], dtype: np.dtype, limit: int) -> dict[str, list[_OutputTensor]]:
-    """What each file holds, by its name."""
+    """The tensors in each file, by the name of the file."""
     shards: list[list[_OutputTensor]] = []
-    room = 0
+    available = 0
     for planned in plan:
         size = math.prod(planned.shape) * dtype.itemsize
-        if not shards or size > room:
+        if not shards or size > available:
             shards.append([])
-            room = limit
+            available = limit
         shards[-1].append(planned)
-        room -= size
+        available -= size
     if len(shards) == 1:
         return {SAFETENSORS: shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
 def _blocks(source: TensorSource, shard: list[_OutputTensor], dtype: np.dtype) -> Iterator[_Block]:
-    """Their tensors, some rows at a time: of those that are ours or ours transposed. Others come whole, one at a time."""
+    """The tensors of a file: equal or transposed parameters in blocks of rows, others as one block per tensor."""
     for planned in shard:
         row, shape = planned.rows[0], planned.shape
         info = source.tensors[f"params/{row.parameter}"]
@@ -174,21 +177,21 @@ def _blocks(source: TensorSource, shard: list[_OutputTensor], dtype: np.dtype) -
             continue
         rows = max(1, BLOCK_BYTES // (math.prod(shape[1:]) * max(dtype.itemsize, info.dtype.itemsize)))
         for first in range(0, shape[0], rows):
-            theirs = (slice(first, min(first + rows, shape[0])), *(slice(0, n) for n in shape[1:]))
-            ours = theirs if row.view is None else theirs[::-1]
-            yield planned, export_tensor(row, _read(source, row, planned.layer, ours))
+            foreign = (slice(first, min(first + rows, shape[0])), *(slice(0, n) for n in shape[1:]))
+            index = foreign if row.view is None else foreign[::-1]
+            yield planned, export_tensor(row, _read(source, row, planned.layer, index))
 
 
 def _converted(source: TensorSource, blocks: Iterator[_Block], dtype: np.dtype) -> Iterator[np.ndarray]:
-    """The blocks as they are written, some rows at a time, as unsigned integers of the same bits."""
+    """The blocks cast to `dtype`, in smaller blocks of rows, as unsigned integers with the same bits."""
     for planned, rows in blocks:
         step = max(1, CAST_BYTES // (math.prod(rows.shape[1:]) * dtype.itemsize))
         for first in range(0, len(rows), step):
-            band = _cast(rows[first : first + step], dtype, f"{source.where}: {_source_names(planned)}")
-            if band.ndim == 2 and not band.flags.c_contiguous:
-                matrix, band = band.T, np.empty(band.shape, dtype)
-                copy_transposed(band, matrix)
-            yield np.ascontiguousarray(band).view(f"u{dtype.itemsize}")
+            cast = _cast(rows[first : first + step], dtype, f"{source.where}: {_source_names(planned)}")
+            if cast.ndim == 2 and not cast.flags.c_contiguous:
+                matrix, cast = cast.T, np.empty(cast.shape, dtype)
+                copy_transposed(cast, matrix)
+            yield np.ascontiguousarray(cast).view(f"u{dtype.itemsize}")
 
 
 def _source_names(planned: _OutputTensor) -> str:
@@ -196,30 +199,31 @@ def _source_names(planned: _OutputTensor) -> str:
 
 
 def _read(source: TensorSource, row: Tensor, layer: int, index: Index) -> np.ndarray:
-    """A slice of our parameter, of one layer; a bias that they lack is added to the rows of its table."""
+    """A slice of the parameter of one layer. A bias without a foreign tensor is added to the rows of its matrix."""
     name = f"params/{row.parameter}"
     if row.stacked:
         return source.read(name, (slice(layer, layer + 1), *index))[0]
     values = source.read(name, index)
     if row.bias and f"params/{row.bias}" in source.tensors:
         bias = source.read(f"params/{row.bias}", (index[1],))
-        if bias.any():  # else the rows stay as they are, to the sign of a zero
+        # adding a zero bias would change the sign of negative zeros
+        if bias.any():
             return values.astype(np.float32) + bias.astype(np.float32)
     return values
 
 
 def _cast(values: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
-    """The values in another dtype, rounded to nearest even.
+    """The values cast to `dtype`, rounded to nearest even.
 
     Raises:
-        UserError: a finite value is too large for it.
+        UserError: a finite value is too large for `dtype`.
     """
     if values.dtype == dtype:
         return values
     with np.errstate(over="ignore", invalid="ignore"):
         cast = values.astype(dtype)
     if not np.isfinite(cast).all() and not np.array_equal(np.isfinite(cast), np.isfinite(values)):
-        raise UserError(f"{where} holds values that are too large for {dtype}: choose --dtype bf16 or fp32")
+        raise UserError(f"{where} holds values too large for {dtype}: choose --dtype bf16 or fp32")
     return cast
 
 

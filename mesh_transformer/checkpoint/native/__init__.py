@@ -1,1 +1,1 @@
-"""Our own format: Orbax folders with a manifest of checksums."""
+"""The native format: Orbax folders with a manifest of checksums."""

@@ -1,10 +1,11 @@
-"""What a checkpoint says of itself: shape, dtype and checksum of each tensor, and the run's own JSON.
+"""The manifest of a checkpoint: shape, dtype and checksum of each tensor, and the run's JSON.
 
-The checksum is a weighted sum modulo 2**32: each element's bits as an unsigned integer, times the weight of its position.
-Integer addition is associative, so the sum does not depend on the mesh or on chunks, and is computed where the shards lie.
-A weight is the product of one pseudo-random odd number for each coordinate. Odd factors lose no bits, so a change of a single
-element always changes the sum. An exchange of elements, rows or layers changes it too, but for a chance of about 1e-8.
-Earlier versions wrote the plain sum of the bits, which an exchange leaves as it is; theirs is still compared.
+The checksum is a weighted sum modulo 2**32: the bits of each element as an unsigned integer, times the weight of its
+position. Integer addition is associative, so the sum does not depend on the mesh or the chunks, and each device sums its
+own shards. A weight is the product of one pseudo-random odd number per coordinate. Multiplication by an odd number is
+invertible modulo 2**32, so a change of a single element always changes the sum. An exchange of elements, rows or layers
+leaves it unchanged with a probability of about 1e-8. Earlier versions wrote the unweighted sum of the bits, which does not
+detect an exchange; readers still verify it.
 """
 
 import json
@@ -24,7 +25,8 @@ DTYPES = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64"),
 }
-WEIGHTED, PLAIN = "weighted", "plain"  # kinds of checksums; a manifest that names none has plain ones
+# kinds of checksums; a manifest that names no kind has plain checksums
+WEIGHTED, PLAIN = "weighted", "plain"
 
 
 class TensorSpec(NamedTuple):
@@ -46,13 +48,14 @@ class Manifest(NamedTuple):
     checksum_kind: str = WEIGHTED
 
     def checksum(self, part: np.ndarray, start: Sequence[int]) -> int:
-        """The checksum of the part of a tensor that begins at `start`: those of all parts add up, modulo 2**32."""
+        """The checksum of the part of a tensor that begins at `start`. The checksums of all parts add up modulo 2**32."""
         return array_checksum(part, start if self.checksum_kind == WEIGHTED else None)
 
 
 def describe(state: Any, extra: dict[str, Any]) -> Manifest:
-    """The manifest of `state`, a pytree of arrays; waits for the arrays. In several processes all must call it."""
-    leaves = flatten(state)  # one after the other: XLA for CPU makes a copy of what it sums
+    """The manifest of `state`, a pytree of arrays. Waits for the arrays. All processes must call it."""
+    # one tensor at a time, because XLA for CPU copies the array that it sums
+    leaves = flatten(state)
     specs = {
         name: TensorSpec(tuple(x.shape), str(x.dtype), _device_checksum(x)) for name, x in leaves.items()
     }
@@ -60,14 +63,15 @@ def describe(state: Any, extra: dict[str, Any]) -> Manifest:
 
 
 def encode(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as JSON with its own CRC.
+    """The manifest as a JSON document with its CRC.
 
     Raises:
-        TypeError: `extra` holds something that JSON has no form for.
+        TypeError: `extra` holds a value that JSON cannot represent.
     """
     tensors = {name: list(spec) for name, spec in manifest.tensors.items()}
     body = {"tensors": tensors, "extra": manifest.extra, "checksums": manifest.checksum_kind}
-    body = json.loads(json.dumps(body))  # what a reader gets: tuples are lists, keys are strings
+    # as a reader parses it: tuples become lists, keys become strings
+    body = json.loads(json.dumps(body))
     return {"crc32": _crc(body), "body": body}
 
 
@@ -75,7 +79,7 @@ def decode(document: Any) -> Manifest:
     """The inverse of `encode`, for any JSON.
 
     Raises:
-        DamagedCheckpoint: the document is not what `encode` returned, or tells of tensors that no save writes.
+        DamagedCheckpoint: the document is corrupt, or describes tensors that no save writes.
     """
     try:
         body, crc = document["body"], document["crc32"]
@@ -83,12 +87,14 @@ def decode(document: Any) -> Manifest:
             raise DamagedCheckpoint("the manifest's CRC is wrong")
         tensors, extra, kind = body["tensors"], body["extra"], body.get("checksums", PLAIN)
         if not (isinstance(tensors, dict) and isinstance(extra, dict)):
-            raise DamagedCheckpoint("the manifest's tensors and extra are no JSON objects")
+            raise DamagedCheckpoint("the manifest's tensors or extra is not a JSON object")
         if kind not in (WEIGHTED, PLAIN):
-            raise DamagedCheckpoint(f"the manifest's checksums are {kind!r:.60}: a newer version wrote it")
+            raise DamagedCheckpoint(
+                f"the manifest's checksums are of kind {kind!r:.60}: a newer version may have written it"
+            )
         return Manifest({name: _spec(name, entry) for name, entry in tensors.items()}, extra, kind)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"the manifest is not one of ours: {error!r}") from error
+        raise DamagedCheckpoint(f"the manifest is not one of this program: {error!r}") from error
 
 
 def _spec(name: str, entry: Any) -> TensorSpec:
@@ -102,29 +108,32 @@ def _spec(name: str, entry: Any) -> TensorSpec:
             and 0 <= checksum < 2**32
         ):
             return TensorSpec(tuple(shape), dtype, checksum)
-    raise DamagedCheckpoint(f"the manifest's {name[:200]}: no tensor of ours: {str(entry)[:200]}")
+    raise DamagedCheckpoint(f"the manifest's entry {name[:200]} describes no tensor: {str(entry)[:200]}")
 
 
 def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str, any_float: bool = False) -> None:
-    """Refuse a checkpoint of another shape of model; `part`: tensors that `abstract` does not name may be there.
+    """Refuse a checkpoint whose tensors do not match `abstract`.
 
-    A parameter may be stored in a narrower float than it is wanted in; with `any_float` every tensor in any float.
+    Args:
+        part: whether the checkpoint may hold tensors that `abstract` does not name.
+        any_float: accept any float dtype for every tensor. Without it, only a parameter may be stored in another dtype:
+            a float without more precision or range than the requested one.
 
     Raises:
-        UserError: a tensor is missing, superfluous or of another shape or dtype; the message names it.
+        UserError: a tensor is missing, unexpected, or has another shape or dtype; the message names it.
     """
-    wanted = {name: TensorSpec(tuple(x.shape), str(x.dtype), 0) for name, x in flatten(abstract).items()}
-    names = list(wanted) if part else list(dict.fromkeys([*wanted, *manifest.tensors]))
+    requested = {name: TensorSpec(tuple(x.shape), str(x.dtype), 0) for name, x in flatten(abstract).items()}
+    names = list(requested) if part else list(dict.fromkeys([*requested, *manifest.tensors]))
     differences = []
     for name in names:
-        expected, found = wanted.get(name), manifest.tensors.get(name)
+        expected, found = requested.get(name), manifest.tensors.get(name)
         if expected is None or found is None or not _fits(name, expected, found, any_float):
             differences.append(f"{name}: expected {expected or 'nothing'}, found {found or 'nothing'}")
     if differences:
         shown = listed(differences, between="\n  ")
         raise UserError(
-            f"{where} does not fit this configuration:\n  {shown}\nset the groups model and optimizer as the run was "
-            "started, or choose another model_dir"
+            f"{where} does not match this config:\n  {shown}\nset the groups model and optimizer as at the start of the "
+            "run, or choose another checkpoint.model_dir"
         )
 
 
@@ -139,10 +148,10 @@ def _fits(name: str, expected: TensorSpec, found: TensorSpec, any_float: bool) -
 
 
 def verify(manifest: Manifest, sums: Mapping[str, int]) -> None:
-    """Compare the checksums of tensors that were read.
+    """Compare the checksums of tensors that were read with the manifest's.
 
     Raises:
-        DamagedCheckpoint: a tensor is not what was saved.
+        DamagedCheckpoint: a checksum is wrong.
     """
     wrong = [name for name, value in sums.items() if value != manifest.tensors[name].checksum]
     if wrong:
@@ -156,14 +165,14 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def array_checksum(array: np.ndarray, start: Sequence[int] | None) -> int:
-    """The weighted checksum of the part of a tensor that begins at `start`; None: the plain one."""
+    """The weighted checksum of the part of a tensor that begins at `start`; with `start` None, the plain checksum."""
     if array.dtype == np.bool_:
         array = array.view(np.uint8)
     words = np.asarray(array, order="C")[..., None].view(_word_dtype(array.dtype))
     total = words.sum(-1, dtype=np.uint32) if array.dtype.itemsize > 4 else words[..., 0]
     if start is None:
         return int(total.sum(dtype=np.uint32))
-    # float32 with a short mantissa has no low bits, and only those reach all bits of the sum
+    # In float32 values with few mantissa bits the low bits are zero, but only low bits affect all bits of the sum.
     total = total ^ (total >> 16)
     for dimension in reversed(range(array.ndim)):
         weights = _weights(dimension, start[dimension], array.shape[dimension])
@@ -176,12 +185,12 @@ def _crc(body: Any) -> int:
 
 
 def _word_dtype(dtype: np.dtype) -> np.dtype:
-    """The unsigned integer as which an element's bits are read; of eight bytes there are two, which are added up."""
+    """The unsigned integer dtype for the bits of an element; an element of eight bytes is two words, which are added."""
     return np.dtype(f"u{min(dtype.itemsize, 4)}")
 
 
 def _weights(dimension: int, start: int, size: int) -> np.ndarray:
-    """The factors (size,), uint32 and odd, of coordinates from `start` on: MurmurHash3's finaliser of the coordinate."""
+    """The factors (size,), odd uint32, of the coordinates from `start` on: MurmurHash3's finalizer of the coordinate."""
     h: np.ndarray = (np.arange(start, start + size) + (dimension + 1) * 0x9E3779B9).astype(np.uint32)
     h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
@@ -189,7 +198,7 @@ def _weights(dimension: int, start: int, size: int) -> np.ndarray:
 
 
 def _device_checksum(x: jax.Array) -> int:
-    """`array_checksum` of a whole tensor, where it lies."""
+    """`array_checksum` of a whole tensor, computed on its devices."""
     return int(_weighted_sum(x, [_weights(dimension, 0, size) for dimension, size in enumerate(x.shape)]))
 
 

@@ -1,6 +1,6 @@
-"""Our own form, read slice by slice: the tensors of a step folder that `CheckpointStore` or `write_native` wrote.
+"""Reads slices of the tensors in a native step folder, which `CheckpointStore` or `write_native` wrote.
 
-The tensors lie in an OCDBT key-value store as zarr arrays. Their keys are the paths in the saved tree joined by "."
+The tensors are zarr arrays in an OCDBT key-value store. Their keys are the paths in the saved tree joined by "."
 (`params.blocks.attention/q.w`); the manifest joins the same paths by "/".
 """
 
@@ -24,45 +24,51 @@ from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint, Index
 from mesh_transformer.errors import UserError
 
 COMMIT_MARKER = "commit_success.txt"
-OPTIMIZER = "opt_state/"  # before the names of an optimizer's slots and counts, as in `train.step.TrainState`
+# prefix of the names of an optimizer's slots and counts, as in `train.step.TrainState`
+OPTIMIZER = "opt_state/"
 COUNT, SCHEDULE = f"{OPTIMIZER}count", f"{OPTIMIZER}schedule"
-# files of the first versions have Adam's state by its position in a chain
+# the first versions stored Adam's state by its position in an optax chain
 OLD_NAMES = {
     "opt_state/1/mu/": f"{OPTIMIZER}mu/",
     "opt_state/1/nu/": f"{OPTIMIZER}nu/",
     "opt_state/1/count": COUNT,
     "opt_state/3/count": SCHEDULE,
 }
-CHUNK_BYTES = 2 << 20  # a slice for one of many devices reads little more than its own bytes
-WRITE_BLOCK_BYTES = 16 << 20  # of the whole rows that a row of chunks holds: what a writer reads at a time
+# small, so that a reader of the slice for one of many devices reads few other bytes
+CHUNK_BYTES = 2 << 20
+# read at a time by a writer: the rows of one row of chunks
+WRITE_BLOCK_BYTES = 16 << 20
 MAX_MANIFEST_BYTES = 64 << 20
-# at a time, in many requests; of a local file one chunk: the allocator keeps what was held
+# Read at a time from gs://, in many requests. From a local file one chunk is read at a time, because the allocator does
+# not return freed memory.
 REMOTE_READ_BYTES = 32 << 20
-MAX_CHUNK_BYTES = 1 << 30  # those of our saves have 64 MiB at most
-CACHE_BYTES = 1 << 20  # for the index of the key-value store; of tensors nothing is kept
+# the chunks that a save writes have at most 64 MiB
+MAX_CHUNK_BYTES = 1 << 30
+# for the index of the key-value store; tensors are not cached
+CACHE_BYTES = 1 << 20
 
 
 class NativeSource:
     """One native step folder, local or `gs://`, as a `TensorSource`.
 
-    The first `read` of a tensor goes over all of it and compares its checksum; later ones take the chunks they touch.
+    The first `read` of a tensor reads all of it and compares its checksum; later calls read only the chunks they need.
     """
 
     def __init__(self, folder: str):
-        """Open it.
+        """Open the folder and read its manifest.
 
         Raises:
-            DamagedCheckpoint: the manifest is broken.
-            UserError: there is no such folder.
+            DamagedCheckpoint: the manifest is corrupt.
+            UserError: the folder does not exist.
         """
         self.where, self.manifest = folder, read_manifest(folder)
         self.extra = self.manifest.extra
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         self._base = ocdbt(files.join(folder, "state"))
-        # names in the manifest by ours
-        self._stored = {ours: name for name in self.manifest.tensors if (ours := _tensor_name(name))}
-        specs = {ours: self.manifest.tensors[name] for ours, name in self._stored.items()}
-        self.tensors = {ours: TensorInfo(spec.shape, np.dtype(spec.dtype)) for ours, spec in specs.items()}
+        # the name in the manifest by the name of a `TensorSource`
+        self._stored = {name: stored for stored in self.manifest.tensors if (name := _tensor_name(stored))}
+        specs = {name: self.manifest.tensors[stored] for name, stored in self._stored.items()}
+        self.tensors = {name: TensorInfo(spec.shape, np.dtype(spec.dtype)) for name, spec in specs.items()}
         self._open_arrays: dict[str, Any] = {}
         self._verified: set[str] = set()
         self._lock = threading.Lock()
@@ -72,45 +78,48 @@ class NativeSource:
         """Step and optimizer counts.
 
         Raises:
-            DamagedCheckpoint: one of them is no count.
+            DamagedCheckpoint: a count is not a whole number of 0 or more.
         """
         return Counts(self._count("step") or 0, self._count(COUNT), self._count(SCHEDULE))
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """The slice of a tensor, in its stored dtype.
+        """A slice of a tensor, in its stored dtype.
 
         Raises:
-            DamagedCheckpoint: its bytes are missing or not those that were written.
+            DamagedCheckpoint: the bytes are missing or corrupt.
         """
         stored = self._stored[name]
         return self._read(stored, index, verify=stored not in self._verified)
 
     def read_stored(self, name: str, index: Index) -> np.ndarray:
-        """The slice of a tensor by our name or its name in the manifest. Its checksum is not compared: see `verify`.
+        """A slice of a tensor, without a comparison of its checksum; see `verify`.
+
+        Args:
+            name: the name in `tensors`, or the name in the manifest.
 
         Raises:
-            DamagedCheckpoint: its bytes are missing or broken.
+            DamagedCheckpoint: the bytes are missing or unreadable.
         """
         return self._read(self._stored.get(name, name), index, verify=False)
 
     def verify(self, sums: Mapping[str, int]) -> None:
-        """Compare the checksums, by either name, of tensors that were read.
+        """Compare the checksums of tensors that were read, by their names in `tensors` or in the manifest.
 
         Raises:
-            DamagedCheckpoint: a tensor is not what was saved.
+            DamagedCheckpoint: a checksum is wrong.
         """
         manifests.verify(self.manifest, {self._stored.get(name, name): value for name, value in sums.items()})
 
     def _read(self, stored: str, index: Index, *, verify: bool) -> np.ndarray:
         array, checksum = self._array(stored), 0
-        spans = _spans(index, array.shape)
-        out = np.empty([len(span) for span in spans], array.dtype.numpy_dtype)
-        for place, values in self._read_blocks(
-            stored, array, list(map(range, array.shape)) if verify else spans
+        ranges = _ranges(index, array.shape)
+        out = np.empty([len(part) for part in ranges], array.dtype.numpy_dtype)
+        for block, values in self._read_blocks(
+            stored, array, list(map(range, array.shape)) if verify else ranges
         ):
             if verify:
-                checksum += self.manifest.checksum(values, [part.start for part in place])
-            _copy_overlap(out, spans, place, values)
+                checksum += self.manifest.checksum(values, [part.start for part in block])
+            _copy_overlap(out, ranges, block, values)
         if verify and checksum % 2**32 != self.manifest.tensors[stored].checksum:
             raise DamagedCheckpoint(f"{self.where}: wrong checksum of {stored}")
         if verify:
@@ -129,20 +138,20 @@ class NativeSource:
         return count
 
     def _read_blocks(
-        self, stored: str, array: Any, spans: Sequence[range]
+        self, stored: str, array: Any, ranges: Sequence[range]
     ) -> Iterator[tuple[Index, np.ndarray]]:
-        """A part of a tensor, piece by piece; the next one is read meanwhile."""
+        """The blocks of a slice, as index and values. The next block is read while the caller uses the current one."""
         limit = REMOTE_READ_BYTES if files.is_remote(self.where) else CHUNK_BYTES
-        places = blocks(spans, _chunk(array), array.dtype.numpy_dtype.itemsize, limit)
-        reads = ((place, array[place].read()) for place in places)
+        indices = blocks(ranges, _chunk(array), array.dtype.numpy_dtype.itemsize, limit)
+        reads = ((block, array[block].read()) for block in indices)
         with self._damage_errors(stored):
-            coming = next(reads, None)
-            while coming is not None:
-                (place, values), coming = coming, next(reads, None)
-                yield place, values.result()
+            pending = next(reads, None)
+            while pending is not None:
+                (block, values), pending = pending, next(reads, None)
+                yield block, values.result()
 
     def _array(self, stored: str) -> Any:
-        """The open array of a tensor, which is as the manifest says."""
+        """The open zarr array of a tensor, checked against the manifest."""
         with self._lock, self._damage_errors(stored):
             if stored not in self._open_arrays:
                 spec = {"driver": "zarr", "kvstore": {**self._base, "path": f"{self._keys[stored]}/"}}
@@ -168,27 +177,29 @@ class NativeSource:
 
 
 def read_manifest(folder: str) -> Manifest:
-    """The manifest of a step folder, with the names of today.
+    """The manifest of a step folder, with current names.
 
     Raises:
-        DamagedCheckpoint: it is broken or of another form.
-        UserError: it is missing.
+        DamagedCheckpoint: the manifest is corrupt or in an unknown format.
+        UserError: the manifest is missing.
     """
     path = files.join(folder, "manifest", "metadata")
     size = files.size(path)
     if size > MAX_MANIFEST_BYTES:
-        raise DamagedCheckpoint(f"the manifest of {folder} has {size} bytes: at most {MAX_MANIFEST_BYTES}")
+        raise DamagedCheckpoint(
+            f"the manifest of {folder} has {size} bytes, at most {MAX_MANIFEST_BYTES} are read"
+        )
     try:
         manifest = manifests.decode(json.loads(files.read_range(path, 0, size)))
         return manifest._replace(tensors={_renamed(name): spec for name, spec in manifest.tensors.items()})
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{folder}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"the manifest of {folder} is no JSON: {error}") from error
+        raise DamagedCheckpoint(f"the manifest of {folder} is not JSON: {error}") from error
 
 
 def ocdbt(folder: str) -> dict[str, Any]:
-    """TensorStore's spec of the key-value store in a folder, local or `gs://`."""
+    """TensorStore's spec for the key-value store in a folder, local or `gs://`."""
     if not files.is_remote(folder):
         return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{os.path.abspath(folder)}/"}}
     bucket, _, path = folder.removeprefix("gs://").partition("/")
@@ -196,7 +207,7 @@ def ocdbt(folder: str) -> dict[str, Any]:
 
 
 def _check(array: Any, spec: TensorSpec) -> None:
-    """Refuse an array that is not what the manifest says, or has chunks that no save makes."""
+    """Refuse an array that does not match the manifest, or whose chunks are larger than any save writes."""
     dtype, chunk = array.dtype.numpy_dtype, _chunk(array)
     if (tuple(array.shape), dtype) != (spec.shape, np.dtype(spec.dtype)):
         raise DamagedCheckpoint(f"expected {spec}, found {tuple(array.shape)} {array.dtype.name}")
@@ -205,53 +216,57 @@ def _check(array: Any, spec: TensorSpec) -> None:
 
 
 def _chunk(array: Any) -> tuple[int, ...]:
-    return tuple(array.chunk_layout.read_chunk.shape or ())  # a scalar has none
+    # None for a scalar
+    return tuple(array.chunk_layout.read_chunk.shape or ())
 
 
-def _spans(index: Index, shape: tuple[int, ...]) -> list[range]:
+def _ranges(index: Index, shape: tuple[int, ...]) -> list[range]:
     return [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
 
 
-def _copy_overlap(out: np.ndarray, spans: Sequence[range], place: Index, values: np.ndarray) -> None:
-    """Copy into `out`, which is the part `spans` of a tensor, what it has in common with `values` at `place`."""
-    common = [
-        range(max(span.start, part.start), min(span.stop, part.stop))
-        for span, part in zip(spans, place, strict=True)
+def _copy_overlap(out: np.ndarray, ranges: Sequence[range], block: Index, values: np.ndarray) -> None:
+    """Copy the overlap of `values`, the slice `block` of a tensor, into `out`, the slice `ranges` of it."""
+    overlap = [
+        range(max(wanted.start, part.start), min(wanted.stop, part.stop))
+        for wanted, part in zip(ranges, block, strict=True)
     ]
-    if all(common):
-        to = tuple(slice(c.start - s.start, c.stop - s.start) for c, s in zip(common, spans, strict=True))
-        of = tuple(slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, place, strict=True))
-        out[to] = values[of]
+    if all(overlap):
+        target = tuple(
+            slice(o.start - r.start, o.stop - r.start) for o, r in zip(overlap, ranges, strict=True)
+        )
+        source = tuple(
+            slice(o.start - b.start, o.stop - b.start) for o, b in zip(overlap, block, strict=True)
+        )
+        out[target] = values[source]
 
 
 def _renamed(stored: str) -> str:
-    """The name that a tensor of a file of any version has today."""
-    for before, now in OLD_NAMES.items():
-        if stored.startswith(before):
-            return now + stored.removeprefix(before)
+    """The current name of a tensor in a file of any version."""
+    for old, current in OLD_NAMES.items():
+        if stored.startswith(old):
+            return current + stored.removeprefix(old)
     return stored
 
 
 def _tensor_name(stored: str) -> str:
-    """`mu/embed/tokens/w` of `opt_state/mu/embed/tokens/w`; empty for what other forms have not."""
+    """The name in a `TensorSource`: `mu/embed/tokens/w` for `opt_state/mu/embed/tokens/w`; empty for counts and metrics."""
     if stored.startswith("params/"):
         return stored
     return stored.removeprefix(OPTIMIZER) if stored.startswith(OPTIMIZER) and stored.count("/") > 1 else ""
 
 
 def root_cause(error: BaseException) -> str:
-    """The innermost error: all that ours says, of others the first line, without TensorStore's dump of its settings."""
-    ours = (DamagedCheckpoint, UserError)
-    while error.__cause__ is not None and not isinstance(error, ours):
+    """The message of the innermost error: the whole of a UserError, else the first line without TensorStore's spec."""
+    while error.__cause__ is not None and not isinstance(error, UserError):
         error = error.__cause__
-    if isinstance(error, ours):
+    if isinstance(error, UserError):
         return str(error)
     text = str(error).partition(" [tensorstore_spec")[0].partition("\n")[0]
     return f"{type(error).__name__}: {text}"[:500]
 
 
 def chunk_shape(info: TensorInfo) -> tuple[int, ...]:
-    """A part of one matrix of a stack, of at most CHUNK_BYTES; those beside each other hold at most WRITE_BLOCK_BYTES."""
+    """The shape of a chunk: a part of one matrix, of at most CHUNK_BYTES. A row of chunks has at most WRITE_BLOCK_BYTES."""
     shape = [1 if n < len(info.shape) - 2 else max(1, size) for n, size in enumerate(info.shape)]
     while (
         len(shape) > 1
@@ -265,19 +280,19 @@ def chunk_shape(info: TensorInfo) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def blocks(spans: Sequence[range], chunk: Sequence[int], itemsize: int, limit: int) -> Iterator[Index]:
-    """The part of a tensor that `spans` name, in C order, each chunk in one piece only.
+def blocks(ranges: Sequence[range], chunk: Sequence[int], itemsize: int, limit: int) -> Iterator[Index]:
+    """Split the slice `ranges` of a tensor into blocks, in C order. Each chunk is in one block only.
 
-    A piece is a contiguous block of the grid of chunks, of `limit` bytes at most unless one chunk has more; of chunks
-    that `spans` cut it holds a part.
+    A block is a contiguous part of the grid of chunks, of at most `limit` bytes unless one chunk has more. It holds only
+    the part of a chunk that is in `ranges`.
     """
-    grid = [range(s.start // c, -(-s.stop // c)) for s, c in zip(spans, chunk, strict=True)]
-    room, block = max(1, limit // (math.prod(chunk) * itemsize)), [1] * len(grid)
+    grid = [range(s.start // c, -(-s.stop // c)) for s, c in zip(ranges, chunk, strict=True)]
+    n_chunks, block = max(1, limit // (math.prod(chunk) * itemsize)), [1] * len(grid)
     for dim in reversed(range(len(grid))):
-        block[dim] = max(1, min(len(grid[dim]), room))
-        room = room // block[dim] if block[dim] == len(grid[dim]) else 1
+        block[dim] = max(1, min(len(grid[dim]), n_chunks))
+        n_chunks = n_chunks // block[dim] if block[dim] == len(grid[dim]) else 1
     for corner in itertools.product(*(numbers[::n] for numbers, n in zip(grid, block, strict=True))):
         yield tuple(
-            slice(max(span.start, at * size), min(span.stop, (at + n) * size))
-            for span, at, n, size in zip(spans, corner, block, chunk, strict=True)
+            slice(max(wanted.start, at * size), min(wanted.stop, (at + n) * size))
+            for wanted, at, n, size in zip(ranges, corner, block, chunk, strict=True)
         )

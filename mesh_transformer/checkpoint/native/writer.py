@@ -1,7 +1,7 @@
-"""A native checkpoint written slice by slice from a checkpoint of any form.
+"""Writes a native checkpoint, slice by slice, from a checkpoint of any format.
 
-What lies in the folder afterwards is what `CheckpointStore.save` would have written, but for the size of the zarr
-chunks: `CheckpointStore` restores it, on any mesh, and `NativeSource` reads it.
+The result equals what `CheckpointStore.save` writes, except for the size of the zarr chunks: `CheckpointStore` restores it
+on any mesh, and `NativeSource` reads it.
 """
 
 import json
@@ -21,19 +21,23 @@ from mesh_transformer.checkpoint.tensors import Counts, TensorInfo, TensorSource
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.logs import Transfer
 
-DATA_FILE_BYTES = 16 << 20  # with TensorStore's 2 GiB, writing takes 1.5 times as long
+# with TensorStore's default of 2 GiB a write takes 1.5 times as long
+DATA_FILE_BYTES = 16 << 20
 
 
 def write_native(
     source: TensorSource, root: str, *, model: ModelConfig | None = None, overwrite: bool = False
 ) -> str:
-    """Write `{root}/step_N`, N being the step that `source` is of; returns that folder. Local or `gs://`.
+    """Write `{root}/step_N`, local or `gs://`, where N is the step of `source`; return its path.
 
-    With an optimizer's slots in the source the whole training state is written (the averages of the noise scale empty), else
-    the parameters and the step. `model` is noted beside them; without it, what `source` notes. At any moment two pieces of WRITE_BLOCK_BYTES are held, and what the source holds.
+    If the source has an optimizer's slots, the whole training state is written (with no average of the noise scale yet),
+    else only the parameters and the step. Memory: two blocks of WRITE_BLOCK_BYTES, and what the source holds.
+
+    Args:
+        model: the model to record; None: the config that `source` records.
 
     Raises:
-        UserError: the step is there already, or the source is damaged. Nothing is left behind.
+        UserError: the step exists already, or the source is damaged; nothing is left behind.
     """
     folder = files.join(root, f"step_{source.counts.step}")
     with new_folder(folder, overwrite=overwrite, source=source.where, marker=native.COMMIT_MARKER) as partial:
@@ -64,12 +68,12 @@ def _write_tensors(source: TensorSource, folder: str) -> dict[str, TensorSpec]:
 
 
 def _copy(source: TensorSource, name: str, array: Any, transfer: Transfer) -> int:
-    """One tensor, the next piece being read while the one before is written. Returns its checksum."""
+    """Copy one tensor and return its checksum. The next block is read while the previous one is written."""
     info, checksum, writing = source.tensors[name], 0, None
-    whole = [range(size) for size in info.shape]
+    ranges = [range(size) for size in info.shape]
     try:
         for index in native.blocks(
-            whole, native.chunk_shape(info), info.dtype.itemsize, native.WRITE_BLOCK_BYTES
+            ranges, native.chunk_shape(info), info.dtype.itemsize, native.WRITE_BLOCK_BYTES
         ):
             block = np.ascontiguousarray(source.read(name, index))
             start = [part.start for part in index]
@@ -85,7 +89,7 @@ def _copy(source: TensorSource, name: str, array: Any, transfer: Transfer) -> in
 
 
 def _wait(future: Any) -> Any:
-    """Its result. Ctrl-C too waits until it is done: no thread may write to a folder that is being deleted."""
+    """The result of a future. Waits for it after Ctrl-C too: no thread may write to a folder that is being deleted."""
     try:
         return future.result()
     except BaseException:
@@ -104,14 +108,15 @@ def _create(store: dict[str, Any], path: tuple[str, ...], info: TensorInfo, cont
 
 
 def _scalars(counts: Counts, *, full: bool) -> dict[tuple[str, ...], np.ndarray]:
-    """The numbers of `train.step.TrainState`; of a slim checkpoint only the step."""
+    """The scalars of `train.step.TrainState`; with `full` False, only the step."""
     scalars: dict[str, Any] = {"step": np.int32(counts.step)}
     if full:
         schedule = counts.schedule or 0
         scalars |= {
             native.COUNT: np.int32(counts.optimizer or 0),
             native.SCHEDULE: np.int32(schedule),
-            "noise/g": np.float32("nan"),  # no average yet
+            # NaN: no average yet
+            "noise/g": np.float32("nan"),
             "noise/s": np.float32("nan"),
             "skipped": np.int32(max(0, counts.step - schedule)),
         }
@@ -119,7 +124,7 @@ def _scalars(counts: Counts, *, full: bool) -> dict[tuple[str, ...], np.ndarray]
 
 
 def _stored_name(name: str) -> tuple[str, ...]:
-    """The path in the tree of `params/STAGE/MODULE/FIELD` or of a slot; modules may have a slash in their names."""
+    """The path in the saved tree of `params/STAGE/MODULE/FIELD` or of a slot; MODULE may contain slashes."""
     kind, stage, rest = name.split("/", 2)
     module, field = rest.rsplit("/", 1)
     top = (kind,) if kind == "params" else (native.OPTIMIZER.rstrip("/"), kind)

@@ -152,7 +152,7 @@ def test_a_value_too_large_for_float16_is_refused(tmp_path) -> None:
     params = hf.random_params(model)
     params["blocks"]["ff/out"]["w"][1, 2, 3] = 70_000
     source = hf.MemorySource(params)
-    with pytest.raises(UserError, match=r"params/blocks/ff/out/w holds values .* too large for float16"):
+    with pytest.raises(UserError, match=r"params/blocks/ff/out/w holds values too large for float16"):
         write_hf(source, model, str(tmp_path / "half"), dtype=np.dtype(np.float16))
     write_hf(source, model, str(tmp_path / "whole"), dtype=np.dtype(ml_dtypes.bfloat16))
 
@@ -308,7 +308,7 @@ def test_a_tied_head_that_is_stored_too_is_passed_over(tmp_path) -> None:
     assert_same(hf.read_all(HFSource(str(tmp_path))), hf.read_all(hf.MemorySource(params)))
     head[3, 5] += 1  # transformers does not tie these two
     safetensors.numpy.save_file({**tensors, "embed_out.weight": head}, path, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="embed_out.weight is not gpt_neox.embed_in.weight"):
+    with pytest.raises(UserError, match="embed_out.weight differs from gpt_neox.embed_in.weight"):
         hf.read_all(HFSource(str(tmp_path)))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))

@@ -81,7 +81,7 @@ class Malice:
 def test_a_pickle_that_calls_something_is_refused_unread(tmp_path, capsys, protocol, what) -> None:
     write_bin(tmp_path)
     torch.save({"a": Malice()}, tmp_path / "pytorch_model.bin", pickle_protocol=protocol)
-    with pytest.raises(UserError, match=f"is no plain dictionary of tensors, its pickle {what}"):
+    with pytest.raises(UserError, match=f"is not a plain dictionary of tensors: its pickle {what}"):
         HFSource(str(tmp_path))
     assert "executed" not in capsys.readouterr().out
 
@@ -115,9 +115,9 @@ def other_contents() -> list[tuple[str, Any, str]]:
     return [
         ("list", [torch.zeros(1)], "holds a list, not a dictionary"),
         ("number", {"a": 3}, ": a is a int, not a tensor"),
-        ("key", {3: torch.zeros(1)}, "a int is no name of a tensor"),
-        ("order", {"a": torch.zeros(2, 3).T}, ": a: its bytes are not all there, or not in order"),
-        ("stride", {"lm_head.bias": expanded}, "lm_head.bias: its bytes are not all there, or not in order"),
+        ("key", {3: torch.zeros(1)}, "a tensor's name is a int"),
+        ("order", {"a": torch.zeros(2, 3).T}, ": a: its elements are not contiguous"),
+        ("stride", {"lm_head.bias": expanded}, "lm_head.bias: its elements are not contiguous"),
     ]
 
 
@@ -134,7 +134,7 @@ def test_files_that_are_no_archives_are_refused(tmp_path) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save(state, path, _use_new_zipfile_serialization=False)
     with pytest.raises(
-        UserError, match=r"older than torch 1.6; in that case load it with torch and save it again"
+        UserError, match=r"in the format before torch 1.6; if so, load it with torch and save it again"
     ):
         HFSource(str(tmp_path))
     path.write_bytes(b"")
@@ -145,7 +145,7 @@ def test_files_that_are_no_archives_are_refused(tmp_path) -> None:
     with zipfile.ZipFile(buffer) as whole, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for name in whole.namelist():
             packed.writestr(name, whole.read(name))
-    with pytest.raises(UserError, match="not laid out as torch.save does it"):
+    with pytest.raises(UserError, match="does not have the layout that torch.save writes"):
         HFSource(str(tmp_path))
 
 
@@ -221,24 +221,24 @@ TENSOR = (
     ("pickled", "reason"),
     [
         (b"}X\x01\x00\x00\x00a" + TENSOR + b"s.", None),
-        (b"}X\x01\x00\x00\x00a" + TENSOR.replace(b"QK\x00", b"QK\x01") + b"s.", "a: its bytes are not all there"),
-        (b"}X\x01\x00\x00\x00a" + TENSOR.replace(b"K\x03tQ", b"K\x04tQ") + b"s.", "missing or of another size"),
-        (b"}X\x01\x00\x00\x00a" + TENSOR.replace(b"K\x03\x85", b"J\xff\xff\xff\xff\x85") + b"s.", "no sizes"),
-        (b"}X\x01\x00\x00\x00a" + TENSOR.replace(b"0X\x03", b"1X\x03") + b"s.", "missing or of another size"),
+        (b"}X\x01\x00\x00\x00a" + TENSOR.replace(b"QK\x00", b"QK\x01") + b"s.", "a: its elements are not contiguous"),
+        (b"}X\x01\x00\x00\x00a" + TENSOR.replace(b"K\x03tQ", b"K\x04tQ") + b"s.", "missing or has another size"),
+        (b"}X\x01\x00\x00\x00a" + TENSOR.replace(b"K\x03\x85", b"J\xff\xff\xff\xff\x85") + b"s.", "without valid sizes"),
+        (b"}X\x01\x00\x00\x00a" + TENSOR.replace(b"0X\x03", b"1X\x03") + b"s.", "missing or has another size"),
         (b"}X\x01\x00\x00\x00a" + TENSOR.replace(b"FloatS", b"QInt8S") + b"s.", "QInt8Storage' is not supported"),
         (b"}.", "data/0 belongs to no tensor"),
         (b"}(" + b")" + b"2\x86" * 60 + TENSOR + b"u.", "has the instruction DUP"),
-        (b"})" + b"q\x00h\x00\x86" * 60 + TENSOR + b"s.", "a tuple is no name"),  # to hash it takes for ever
+        (b"})" + b"q\x00h\x00\x86" * 60 + TENSOR + b"s.", "a tensor's name is a tuple"),  # to hash it takes for ever
         (b"}r\xff\xff\xff\xff.", "belongs to no tensor"),  # pickle makes room for 2**32 places there
         (b"]q\x00h\x00a.", "holds a list"),
         (b"ccollections\nOrderedDict\n(K\x01tR.", "calls 'collections OrderedDict'"),
-        (b"K\x01K\x01R.", "a call of what is no function"),
-        (b"(.", "a value is missing"),
+        (b"K\x01K\x01R.", "a call of an object that is not a function"),
+        (b"(.", "with a missing or wrong value"),
         (b"R.", "pickle is damaged"),
         (b"h\x07.", "pickle is damaged"),
         (b"}", "pickle is damaged"),
         (b"I1\n.", "has the instruction INT"),
-        (bytes((1 << 20) + 1), "is over 1048576 bytes"),
+        (bytes((1 << 20) + 1), "at most 1048576 are read"),
     ],
 )  # fmt: skip
 def test_hand_written_pickles(tmp_path, pickled, reason) -> None:
@@ -259,7 +259,7 @@ def test_another_byte_order_is_refused(tmp_path) -> None:
     with zipfile.ZipFile(path) as archive:
         prefix = archive.namelist()[0].split("/")[0]
     rewrite(path, f"{prefix}/byteorder", b"big")
-    with pytest.raises(UserError, match="not laid out as torch.save does it"):
+    with pytest.raises(UserError, match="does not have the layout that torch.save writes"):
         HFSource(str(tmp_path))
 
 

@@ -196,7 +196,7 @@ def test_a_tensor_in_many_pieces(
 def test_a_target_that_is_there_stays(tmp_path: Path, state: TrainState) -> None:
     (tmp_path / "step_5").mkdir()
     (tmp_path / "step_5/mine").write_text("mine")
-    with pytest.raises(UserError, match="step_5 is there already"):
+    with pytest.raises(UserError, match="step_5 exists already"):
         write_native(ours(state), str(tmp_path))
     assert [path.name for path in tmp_path.rglob("*")] == ["step_5", "mine"]
     write_native(ours(state), str(tmp_path), overwrite=True)
@@ -259,7 +259,7 @@ def test_a_bucket_that_was_cut_off_before_its_marker(
     assert "run/step_5/manifest/metadata" in gcs.objects("bucket")
     assert CheckpointStore("gs://bucket/run", read_only=True).steps() == []
     monkeypatch.undo()
-    with pytest.raises(UserError, match="step_5 is there already"):  # what the first run wrote is finished
+    with pytest.raises(UserError, match="step_5 exists already"):  # what the first run wrote is finished
         write_native(ours(state), "gs://bucket/run")
     assert CheckpointStore("gs://bucket/run", read_only=True).steps() == [5]
     assert_same(everything(NativeSource("gs://bucket/run/step_5")), ours(state).arrays)

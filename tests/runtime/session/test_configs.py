@@ -130,7 +130,7 @@ def test_slim_of_a_run_that_is_named(here: Path) -> None:
     for checkpoint, step in (("run", None), ("run/step_7", None), ("run/", 7)):
         slim(None, [], checkpoint=checkpoint, step=step, overwrite=True)
         assert content(here / "run_slim") == expected
-    with pytest.raises(UserError, match="run/step_7 names a step, and --ckpt-step 7 too"):
+    with pytest.raises(UserError, match="run/step_7 and --ckpt-step 7 both name a step"):
         slim(None, [], checkpoint="run/step_7", step=7)
 
 

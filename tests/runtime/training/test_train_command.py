@@ -101,7 +101,7 @@ def test_another_model_of_equal_shapes_is_not_resumed(trained):
     before = _written(trained / "run")
     sets = ["--set", "model.n_heads=8", "--set", "model.pe_rotary_dims=4"]
     _, errors = run("device_train.py", "--config", "config.json", *sets, cwd=trained, code=2)
-    assert "run/step_12 does not fit this configuration" in errors
+    assert "run/step_12 does not match this config" in errors
     assert "model.n_heads: the config has 8, the checkpoint 4" in errors
     assert "model.pe_rotary_dims: the config has 4, the checkpoint 8" in errors
     assert "Traceback" not in errors

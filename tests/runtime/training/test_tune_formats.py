@@ -113,7 +113,7 @@ def test_a_slim_run_cannot_go_on(tmp_path: Path, original: Path) -> None:
     meta = {"step": 5, "checkpoints": [5], "aux": {"5": {}}}
     (tmp_path / "run/meta.json").write_text(json.dumps(meta))
     _, errors = run("device_train.py", "--config", "config.json", cwd=tmp_path, code=2)
-    assert "has no Adam moments: no run can go on from it" in errors
+    assert "has no Adam moments, so a run cannot resume from it" in errors
     assert "--tune-model-path" in errors
 
 
