@@ -235,7 +235,10 @@ class CheckpointStore:
         for step in steps if jax.process_index() == 0 else ():
             target = _free_path(files.join(self._root, "set_aside"), f"step_{step}")
             log.warning(
-                "checkpoint step %d in %s is damaged or abandoned: moved to %s", step, self._root, target
+                "checkpoint step %d in %s is damaged, abandoned or not from this program: moved to %s",
+                step,
+                self._root,
+                target,
             )
             files.move_tree(self.folder(step), target)
         multihost_utils.sync_global_devices("mesh_transformer: set aside")
