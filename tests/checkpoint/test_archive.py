@@ -1,4 +1,4 @@
-"""Archives are gone through in pieces of any size; what is in npz and .bin files is tested with those."""
+"""Archives are read in blocks of any size. The contents of .npz and .bin files have tests of their own."""
 
 import itertools
 import zipfile
@@ -10,24 +10,24 @@ from mesh_transformer.checkpoint.archive import DamagedArchive
 
 
 @pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_pieces_make_up_the_whole(tmp_path, monkeypatch, kind):
+def test_blocks_joined_are_the_whole_member(tmp_path, monkeypatch, kind):
     content = bytes(5000) + b"abc" * 700 + bytes(range(256))
     with zipfile.ZipFile(tmp_path / "x.zip", "w", kind) as made:
         made.writestr("folder/one", content)
         made.writestr("two", b"")
     one, two = archive.entries(str(tmp_path / "x.zip"))
     assert (one.name, one.n_bytes, two.name, two.n_bytes) == ("folder/one", len(content), "two", 0)
-    for read_at_once in (1, 2, 50, 1 << 16):
-        monkeypatch.setattr(archive, "DEFLATED_BYTES", read_at_once)
-        for most in (1, 7, 300, len(content), 1 << 20):
-            found = list(archive.read_blocks(one, most))
+    for deflated_bytes in (1, 2, 50, 1 << 16):
+        monkeypatch.setattr(archive, "DEFLATED_BYTES", deflated_bytes)
+        for limit in (1, 7, 300, len(content), 1 << 20):
+            found = list(archive.read_blocks(one, limit))
             assert b"".join(found) == content
-            assert max(map(len, found)) <= most
+            assert max(map(len, found)) <= limit
             assert min(map(len, found)) > 0
     assert list(archive.read_blocks(two, 10)) == []
 
 
-def test_another_compression_is_refused(tmp_path):
+def test_an_unknown_compression_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_BZIP2) as made:
         made.writestr("one", b"1")
     with pytest.raises(DamagedArchive, match="unknown compression 12"):
@@ -46,8 +46,8 @@ def test_an_encrypted_member_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["one", "Gewichte \N{LATIN SMALL LETTER U WITH DIAERESIS}"])
-def test_a_header_of_another_length_is_refused(tmp_path, name):
-    """Its member would begin elsewhere, and nobody else compares the sum of a torch storage."""
+def test_a_header_of_wrong_length_is_refused(tmp_path, name):
+    """With a wrong length the data would start elsewhere, and no reader compares the CRC of a torch storage."""
     path = tmp_path / "x.zip"
     with zipfile.ZipFile(path, "w") as made, made.open(name, "w", force_zip64=True) as member:
         member.write(bytes(range(100)))

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be read back."""
+"""Damaged checkpoints: the store falls back to an earlier step."""
 
 import gc
 import os
@@ -24,11 +24,12 @@ def root(tmp_path: Path) -> Iterator[Path]:
         store.save(step, state(step, width=512), {"seen": step})
     store.close()
     yield tmp_path
-    gc.collect()  # so that those errors are reported here
+    # reports errors of deleted objects in this test
+    gc.collect()
 
 
 def biggest(folder: Path) -> Path:
-    """The file with the tensors' bytes."""
+    """The largest file, which holds the bytes of the tensors."""
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
@@ -43,7 +44,7 @@ def flip(path: Path) -> None:
 
 
 def widen(path: Path) -> None:
-    """A manifest that tells of another shape, which must not be taken for another configuration."""
+    """A manifest with another shape, which must not count as another config."""
     path.write_text(path.read_text().replace("512", "516"))
 
 
@@ -64,7 +65,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=[name.replace(" ", "-") for name in DAMAGES])
-def test_fall_back_to_the_step_before(
+def test_restore_falls_back_to_the_previous_step(
     root: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(root / "step_2")
@@ -92,7 +93,7 @@ def test_fall_back_to_the_step_before(
 
 
 @pytest.mark.parametrize("damage", [truncate, Path.unlink])
-def test_what_only_orbax_reads_is_not_needed(root: Path, damage: Callable[[Path], object]) -> None:
+def test_files_that_only_orbax_reads_are_not_needed(root: Path, damage: Callable[[Path], object]) -> None:
     for name in ("_METADATA", "_sharding"):
         damage(root / "step_2/state" / name)
     found = CheckpointStore(str(root), read_only=True).restore(abstract(state(0, width=512)))
@@ -101,35 +102,36 @@ def test_what_only_orbax_reads_is_not_needed(root: Path, damage: Callable[[Path]
     assert_equal(found.state, state(2, width=512))
 
 
-def test_damage_of_what_is_not_asked_for_does_not_matter(root: Path) -> None:
+def test_damage_of_other_steps_does_not_matter(root: Path) -> None:
     shutil.rmtree(root / "step_1")
     found = CheckpointStore(str(root), read_only=True).restore(abstract(state(0, width=512)))
     assert found is not None
     assert found.step == 2
 
 
-def test_all_damaged_is_an_error_that_lists_them(root: Path) -> None:
+def test_without_an_intact_step_the_error_lists_all(root: Path) -> None:
     (root / "step_1/manifest/metadata").unlink()
     flip(biggest(root / "step_2"))
     with pytest.raises(UserError, match=r"(?s)step 2: wrong checksum of .*/w.*\n  step 1: .*no such file"):
         CheckpointStore(str(root), read_only=True).restore(abstract(state(0, width=512)))
 
 
-def test_what_a_broken_off_save_left_is_removed_by_the_next_writer_only(root: Path) -> None:
-    left = root / "step_3.orbax-checkpoint-tmp"
-    shutil.copytree(root / "step_2", left)
+def test_remains_of_an_interrupted_save_are_deleted_by_the_next_writer_only(root: Path) -> None:
+    remains = root / "step_3.orbax-checkpoint-tmp"
+    shutil.copytree(root / "step_2", remains)
     reader = CheckpointStore(str(root), read_only=True)
     assert reader.steps() == [1, 2]
     assert reader.restore(abstract(state(0, width=512))).step == 2  # type: ignore[union-attr]
-    assert left.exists()
+    assert remains.exists()
     CheckpointStore(str(root)).close()
-    assert not left.exists()
+    assert not remains.exists()
     assert reader.steps() == [1, 2]
 
 
-def test_going_back_sets_the_abandoned_steps_aside(root: Path) -> None:
+def test_a_save_of_an_earlier_step_sets_abandoned_steps_aside(root: Path) -> None:
     store = CheckpointStore(str(root), keep_latest=1)
-    for n in range(2):  # the second time the name in set_aside/ is taken
+    # in the second round the name exists in set_aside/
+    for n in range(2):
         store.save(2, state(n, width=512), {"n": n})
         store.wait()
     store.save(1, state(9, width=512), {})
@@ -142,7 +144,7 @@ def test_going_back_sets_the_abandoned_steps_aside(root: Path) -> None:
 
 
 def test_a_damaged_step_does_not_count_as_kept(root: Path) -> None:
-    """Two are to be kept: after falling back from 2 to 1 and saving 3, those are 1 and 3."""
+    """With keep_latest=2, a fall-back from step 2 to 1 and a save of 3, the kept steps are 1 and 3."""
     flip(biggest(root / "step_2"))
     store = CheckpointStore(str(root), keep_latest=2)
     restored = store.restore(abstract(state(0, width=512)))

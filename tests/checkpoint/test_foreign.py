@@ -1,4 +1,4 @@
-"""Tables of foreign checkpoints: every parameter has a row, every row is read and written back to the bit; config.json."""
+"""Tables of foreign tensors: each parameter has a row, and a round trip keeps every bit. Also config.json."""
 
 import json
 from typing import Any
@@ -31,17 +31,17 @@ CLASSIC = [
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_tensor_is_taken_apart_and_put_together(name) -> None:
+def test_import_and_export_of_a_tensor_keep_every_bit(name) -> None:
     model, random = MODELS[name], np.random.default_rng(0)
     groups: dict[str, list[Any]] = {}
     for row in model.hf_tensors():
         groups.setdefault(row.foreign, []).append(row)
     for rows in groups.values():
-        theirs = random.standard_normal(foreign_shape(rows[0], model), np.float32)
-        parts = [import_tensor(row, theirs, unpadded_shape(row, model)) for row in rows]
+        foreign = random.standard_normal(foreign_shape(rows[0], model), np.float32)
+        parts = [import_tensor(row, foreign, unpadded_shape(row, model)) for row in rows]
         assert [part.shape for part in parts] == [unpadded_shape(row, model) for row in rows]
         back = export_tensor(rows[0], parts[0] if rows[0].part is None else np.stack(parts))
-        np.testing.assert_array_equal(back, theirs)
+        np.testing.assert_array_equal(back, foreign)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -57,19 +57,21 @@ def test_every_parameter_has_one_classic_row(model) -> None:
     assert sorted(found) == sorted(parameter_shapes(model))
 
 
-def test_fused_q_k_v_lie_head_by_head() -> None:
-    """The rows of their matrix: q of the first head, its k, its v, q of the second head, ..."""
+def test_fused_q_k_v_are_ordered_by_head() -> None:
+    """The rows of the fused matrix: q, k and v of the first head, q of the second head, ..."""
     model = MODELS["gpt_neox"]
-    theirs = np.arange(90 * 30).reshape(90, 30)
+    fused = np.arange(90 * 30).reshape(90, 30)
     for part, name in enumerate("qkv"):
         row = next(row for row in model.hf_tensors() if row.parameter == f"blocks/attention/{name}/w")
-        ours = import_tensor(row, theirs, (30, 30))
+        parameter = import_tensor(row, fused, (30, 30))
         for head in range(3):
             first = (3 * head + part) * 10
-            np.testing.assert_array_equal(ours[:, 10 * head : 10 * head + 10], theirs[first : first + 10].T)
+            np.testing.assert_array_equal(
+                parameter[:, 10 * head : 10 * head + 10], fused[first : first + 10].T
+            )
 
 
-def test_the_original_program_has_gpt_j_alone() -> None:
+def test_the_classic_format_supports_only_gpt_j() -> None:
     with pytest.raises(UserError, match="the classic format cannot hold model.family gpt_neox"):
         MODELS["gpt_neox"].classic_tensors()
 
@@ -82,7 +84,7 @@ def read(tmp_path, values: dict[str, Any]) -> Any:
     return read_model(str(tmp_path))
 
 
-# as released: older than the library of today, with keys that nothing reads
+# as released: written by an older transformers, with keys that nothing reads
 GPTJ_6B = json.loads(
     """{"activation_function": "gelu_new", "architectures": ["GPTJForCausalLM"], "attn_pdrop": 0.0,
     "bos_token_id": 50256, "embd_pdrop": 0.0, "eos_token_id": 50256, "gradient_checkpointing": false,
@@ -114,7 +116,7 @@ def test_released_configs_are_read(tmp_path) -> None:
 
 @pytest.mark.parametrize("diff", [True, False])
 @pytest.mark.parametrize("name", ["GPTJConfig", "GPTNeoXConfig"])
-def test_all_that_transformers_writes_today_is_read(tmp_path, name, diff) -> None:
+def test_configs_of_the_current_transformers_are_read(tmp_path, name, diff) -> None:
     import transformers
 
     theirs = getattr(transformers, name)(architectures=["x"], dtype="float16")
@@ -123,7 +125,7 @@ def test_all_that_transformers_writes_today_is_read(tmp_path, name, diff) -> Non
     assert (found.layers, found.d_model, found.n_heads, found.n_vocab) == sizes
 
 
-def test_rotary_keys_of_all_versions_mean_the_same(tmp_path) -> None:
+def test_rotary_keys_of_all_versions_are_equivalent(tmp_path) -> None:
     base = {name: value for name, value in PYTHIA.items() if not name.startswith("rotary")}
     older = {"rotary_pct": 0.5, "rotary_emb_base": 500, "rope_scaling": None}
     both = {**older, "partial_rotary_factor": 0.5, "rope_theta": 500.0}  # transformers 4.45
@@ -142,7 +144,7 @@ def test_rotary_keys_of_all_versions_mean_the_same(tmp_path) -> None:
         *({"d_model": 3 * d_head, "rotary_dims": dims} for d_head, dims in ((14, 6), (98, 2), (206, 62))),
     ],
 )
-def test_gpt_neox_theirs_and_back(tmp_path, values) -> None:
+def test_gpt_neox_round_trip(tmp_path, values) -> None:
     model = gpt_neox.Config(**{**SIZES, **values})
     found = read(tmp_path, {"model_type": "gpt_neox", **model.to_hf()})
     assert found == model
@@ -172,16 +174,16 @@ def test_gpt_neox_theirs_and_back(tmp_path, values) -> None:
         ({"quantization_config": {"bits": 8}}, "quantized"),
     ],
 )
-def test_what_changes_the_arithmetic_is_refused(tmp_path, values, reason) -> None:
+def test_keys_that_change_the_arithmetic_are_refused(tmp_path, values, reason) -> None:
     with pytest.raises(UserError, match=f"config.json: .*{reason}"):
         read(tmp_path, {**PYTHIA, **values})
 
 
-def test_keys_that_are_off_are_passed_over(tmp_path) -> None:
-    off = {
+def test_disabled_features_are_ignored(tmp_path) -> None:
+    disabled = {
         "clip_qkv": None,
         "use_bidirectional_attention": False,
         "pruned_heads": {},
         "quantization_config": None,
     }
-    assert read(tmp_path, {**PYTHIA, **off}) == read(tmp_path, PYTHIA)
+    assert read(tmp_path, {**PYTHIA, **disabled}) == read(tmp_path, PYTHIA)

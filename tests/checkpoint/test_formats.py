@@ -1,4 +1,4 @@
-"""Recognition by contents, and classic steps beside native ones."""
+"""Detection of a format by the contents of a folder, and classic and native steps in one folder."""
 
 import json
 import shutil
@@ -50,7 +50,8 @@ def test_classic_folders(tmp_path: Path) -> None:
         found = find_checkpoint(str(tmp_path / path))
         assert found == (Format.CLASSIC, str(tmp_path / f"run/step_{step}"))
     touch(tmp_path / "run/meta.json", text='{"step": 9, "checkpoints": [2, 9], "aux": {"9": {"a": 1}}}')
-    assert find_checkpoint(str(tmp_path / "run")).path.endswith("step_9")  # step 10 was not finished
+    # step 10 was not finished
+    assert find_checkpoint(str(tmp_path / "run")).path.endswith("step_9")
     assert classic_run(str(tmp_path / "run")) == (str(tmp_path / "run/step_9"), {"a": 1})
 
 
@@ -68,7 +69,7 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
         assert find_checkpoint(str(tmp_path / name)) == (Format.HUGGING_FACE, str(tmp_path / name))
 
 
-def test_what_is_none_of_them(tmp_path: Path) -> None:
+def test_folders_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="no checkpoint in .*absent: expected the folder of a run .* found nothing"
     ):
@@ -81,7 +82,7 @@ def test_what_is_none_of_them(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path / "v2"))
 
 
-def test_a_bucket_folder_counts_once_it_is_finished(gcs: GcsServer) -> None:
+def test_unfinished_steps_in_a_bucket_are_ignored(gcs: GcsServer) -> None:
     native("gs://bucket/run", 1, 2)
     gcs.delete("bucket", "run/step_2/commit_success.txt")
     assert find_checkpoint("gs://bucket/run") == (Format.NATIVE, "gs://bucket/run/step_1")
@@ -91,7 +92,7 @@ def test_a_bucket_folder_counts_once_it_is_finished(gcs: GcsServer) -> None:
         find_checkpoint("gs://bucket/none")
 
 
-def test_opened(tmp_path: Path, original: Path) -> None:
+def test_open_source_selects_the_reader(tmp_path: Path, original: Path) -> None:
     model = load_config(str(original / "configs/tiny_mp8.json")).model
     native(tmp_path, 3)
     assert isinstance(open_source(str(tmp_path), model), NativeSource)
@@ -99,16 +100,15 @@ def test_opened(tmp_path: Path, original: Path) -> None:
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "bucket"])
-def test_classic_steps_outlive_the_native_ones_beside_them(
-    tmp_path: Path, gcs: GcsServer, remote: bool
-) -> None:
+def test_saves_of_native_steps_keep_classic_steps(tmp_path: Path, gcs: GcsServer, remote: bool) -> None:
     root = "gs://bucket/run" if remote else str(tmp_path)
     names = [f"step_{n}/shard_0/0.npz" for n in (1, 3, 7, 10)] + ["meta.json"]
     for name in names:
         gcs.put("bucket", f"run/{name}", b"2021") if remote else touch(tmp_path / name, text="2021")
     store = CheckpointStore(root, keep_latest=1)
     assert store.steps() == []
-    for step in (4, 5, 7):  # of 7 there is a classic one: set aside
+    # step 7 exists as a classic step, which is set aside
+    for step in (4, 5, 7):
         store.save(step, state(step), {})
     store.close()
     found = CheckpointStore(root, keep_latest=1).restore(abstract(state(0)))
@@ -117,11 +117,11 @@ def test_classic_steps_outlive_the_native_ones_beside_them(
     assert store.steps() == [7]
     assert find_checkpoint(root).format is Format.NATIVE
 
-    def there(name: str) -> bool:
+    def exists(name: str) -> bool:
         return f"run/{name}" in gcs.objects("bucket") if remote else (tmp_path / name).exists()
 
     kept = [name.replace("step_7", "set_aside/step_7") for name in names]
-    assert all(there(name) for name in kept)
+    assert all(exists(name) for name in kept)
 
 
 def test_a_classic_run_without_its_meta_json(tmp_path: Path, original: Path) -> None:
@@ -137,10 +137,11 @@ def test_a_classic_run_without_its_meta_json(tmp_path: Path, original: Path) -> 
 @pytest.mark.parametrize("name", ["step_4", "step_60"])
 @pytest.mark.parametrize("format", ["native", "classic"])
 def test_a_root_with_other_steps_is_refused(tmp_path: Path, name: str, format: str) -> None:
-    """A reader of the root would take step 60, and a run would delete step 4."""
+    """A reader of the root would use step 60, and a run would delete step 4."""
     for folder in {"native": ("state", "manifest"), "classic": ("shard_0",)}[format]:
         (tmp_path / name / folder).mkdir(parents=True)
-    for other in ("step_7/notes", "step_x", "tensorboard"):  # these are no steps
+    # folders that are not steps
+    for other in ("step_7/notes", "step_x", "tensorboard"):
         (tmp_path / other).mkdir(parents=True)
     with pytest.raises(UserError, match=f"holds {name}: step_5 .* choose another folder"):
         check_only_step(str(tmp_path), 5)

@@ -1,4 +1,4 @@
-"""Which model a checkpoint is of: compared with the config's before a tensor is read."""
+"""A checkpoint's model is compared with the config's before a tensor is read."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ from mesh_transformer.runtime.session.weights import open_checkpoint, read_param
 
 RAW = {**TINY, "checkpoint": {"model_dir": "native"}}
 MODEL = parse_config(RAW).model
-# the tensors have the same shapes, and other meanings
+# the tensors have the same shapes but another meaning
 OTHER = ["model.n_heads=4", "model.pe_rotary_dims=8"]
 DIFFERENCES = [
     "model.n_heads: the config has 4, the checkpoint 8",
@@ -55,13 +55,13 @@ def model(**values: Any) -> ModelConfig:
     ],
     ids=["execution", "derived"],
 )
-def test_what_does_not_make_another_model(values: dict[str, Any]) -> None:
+def test_fields_outside_the_architecture_may_differ(values: dict[str, Any]) -> None:
     check_same_architecture(model(**values), MODEL, "here")
     check_same_architecture(MODEL, model(**values), "here")
 
 
 @pytest.mark.parametrize("pe", ["fixed", "t5"])
-def test_rotary_dims_count_only_where_there_is_a_rotation(pe: str) -> None:
+def test_rotary_dims_are_compared_only_for_rotary_models(pe: str) -> None:
     check_same_architecture(model(pe=pe, pe_rotary_dims=4), model(pe=pe, pe_rotary_dims=8), "here")
     with pytest.raises(UserError) as wrong:
         check_same_architecture(model(pe=pe, pe_rotary_dims=8), MODEL, "here")
@@ -92,7 +92,7 @@ def test_the_family_is_compared() -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model in the folders native, classic/step_7 and hf, each written by a conversion; unknown notes no model."""
+    """One model in the folders native, classic/step_7 and hf, each from a conversion; `unknown` records no model."""
     folder = tmp_path_factory.mktemp("written")
     source = RandomSource(MODEL, full=True)
     write_step(source, MODEL, str(folder / "native"), format=Format.NATIVE)
@@ -105,7 +105,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def without_tensors(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same folders without the values of the native one: whoever reads one of them fails with another message."""
+    """The same folders without the native tensors: a read of a tensor fails with another message."""
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "native/step_7/state/d")
     monkeypatch.chdir(tmp_path)
@@ -141,7 +141,7 @@ OPENINGS = {
 }
 
 
-# a run resumes from a native step of its own, and a slim one is made of a step of a run
+# a run resumes only from native steps, and slim_model.py reads the steps of a run
 PAIRS = [
     (opening, folder)
     for opening in OPENINGS
@@ -162,25 +162,27 @@ def test_another_model_is_refused_at_every_opening(without_tensors: Path, openin
 
 
 @pytest.mark.parametrize("folder", ["native", "classic"])
-def test_a_conversion_notes_the_whole_model(written: Path, folder: str) -> None:
-    noted = open_source(str(written / folder), MODEL).extra["config"]
-    assert parse_config(noted).model == MODEL
+def test_a_conversion_records_the_whole_model(written: Path, folder: str) -> None:
+    recorded = open_source(str(written / folder), MODEL).extra["config"]
+    assert parse_config(recorded).model == MODEL
 
 
-def test_a_checkpoint_without_a_model_says_so_once(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_without_a_model_gives_one_warning(
+    written: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = str(written / "unknown")
     with caplog.at_level(logging.WARNING, "mesh_transformer"):
         for _ in range(2):
             open_source(folder, parse_config(RAW, OTHER).model)
         open_source(str(written / "native"), MODEL)
-    (told,) = caplog.messages
-    assert told == (
+    (warning,) = caplog.messages
+    assert warning == (
         f"{folder}/step_7 does not record its model: n_heads, pe_rotary_dims and norm are not checked against the config"
     )
 
 
 class Plain(OptimizerConfig):
-    """An optimizer that keeps nothing of a parameter."""
+    """An optimizer without slots."""
 
     name: Literal["plain"] = "plain"
 
@@ -199,13 +201,13 @@ def test_an_optimizer_without_slots_needs_no_state_and_drops_none() -> None:
         check_optimizer(RandomSource(MODEL, full=False), lion.Config())
 
 
-def test_a_noted_model_without_a_family_is_read_whole() -> None:
-    asked = parse_config({"model": {**TINY["model"], "pe_rotary_dims": 2}}).model
-    assert recorded_model({"model": {**asked.model_dump(), "family": None}}, "here") == asked
+def test_a_recorded_model_without_a_family_is_read_whole() -> None:
+    model = parse_config({"model": {**TINY["model"], "pe_rotary_dims": 2}}).model
+    assert recorded_model({"model": {**model.model_dump(), "family": None}}, "here") == model
 
 
 @pytest.mark.parametrize(
-    ("noted", "message"),
+    ("recorded", "message"),
     [
         ("gptj", "expected an object"),
         ({"layers": 2}, "required and not given"),
@@ -215,12 +217,12 @@ def test_a_noted_model_without_a_family_is_read_whole() -> None:
     ],
     ids=["text", "incomplete", "huge", "list", "newer"],
 )  # fmt: skip
-def test_a_model_that_cannot_be_read_is_refused(tmp_path: Path, noted: Any, message: str) -> None:
+def test_a_model_that_cannot_be_read_is_refused(tmp_path: Path, recorded: Any, message: str) -> None:
     source = RandomSource(MODEL, full=False)
-    source.extra = {"config": {"model": noted}}
+    source.extra = {"config": {"model": recorded}}
     write_native(source, str(tmp_path))
     with pytest.raises(
         UserError, match=f"step_7: the model that the checkpoint records cannot be read: .*{message}"
     ):
         open_source(str(tmp_path), MODEL)
-    assert NativeSource(str(tmp_path / "step_7")).extra["config"] == {"model": noted}
+    assert NativeSource(str(tmp_path / "step_7")).extra["config"] == {"model": recorded}

@@ -24,20 +24,20 @@ step = 0 if found is None else found.step
 while True:
     step += 1
     store.save(step, state(step, width={WIDTH}), {{"step": step}})
-    print(step - 1, flush=True)  # the save before is finished, or this one could not have begun
+    print(step - 1, flush=True)  # a save begins after the previous one is finished
 """
 
 
 def run_and_kill(root: Path, after_s: float) -> int:
-    """Save in a loop, kill `after_s` after the second save began; returns the last step told to be finished."""
+    """Save in a loop and kill the process `after_s` seconds after the second save began; return the last finished step."""
     program = [sys.executable, "-c", SAVER, str(root)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=TESTS) as child:
         assert child.stdout is not None
-        told = [child.stdout.readline(), child.stdout.readline()]
+        printed = [child.stdout.readline(), child.stdout.readline()]
         time.sleep(after_s)
         child.kill()
-        told += child.stdout.read().splitlines()
-    return max(int(line) for line in told if line.strip())
+        printed += child.stdout.read().splitlines()
+    return max(int(line) for line in printed if line.strip())
 
 
 def test_kill(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

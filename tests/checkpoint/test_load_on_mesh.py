@@ -1,4 +1,4 @@
-"""From a checkpoint straight onto a mesh."""
+"""Tensors are loaded from a checkpoint onto a mesh."""
 
 import math
 import socket
@@ -34,7 +34,7 @@ def classic(original: Path, run: Any) -> ClassicSource:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["-".join(mesh) for mesh in MESHES])
-def test_every_mesh_gets_the_values_that_the_tests_own_reader_finds(original: Path, mesh: list[str]) -> None:
+def test_every_mesh_gets_the_values_of_the_reference_reader(original: Path, mesh: list[str]) -> None:
     run = program(GOLDEN, *mesh, devices=1 if mesh == ONE else 8)
     found = load(classic(original, run), {"params": run.abstract_state.params})["params"]
     assert jax.tree.map(lambda x: x.sharding, found) == run.state_shardings.params
@@ -43,7 +43,7 @@ def test_every_mesh_gets_the_values_that_the_tests_own_reader_finds(original: Pa
 
 
 class Counting:
-    """What is read of a source: the slices, by tensor."""
+    """A source that records the shapes of the slices that are read, by tensor."""
 
     def __init__(self, source: ClassicSource):
         self.source, self.where, self.tensors = source, source.where, dict(source.tensors)
@@ -60,15 +60,16 @@ def test_each_slice_is_read_once_and_nothing_else(original: Path) -> None:
     source = Counting(classic(original, run))
     abstract = {"params": run.abstract_state.params}
     load(source, abstract)  # type: ignore[arg-type]
+    # a slice is read once for all its replicas
     for name, leaf in flatten(abstract).items():
         shard = leaf.sharding.shard_shape(leaf.shape)
         slices = int(np.prod(leaf.shape)) // int(np.prod(shard))
-        assert source.read_shapes.count((name, shard)) == slices, name  # not once more for the other replica
+        assert source.read_shapes.count((name, shard)) == slices, name
     assert len({name for name, _ in source.read_shapes}) == len(flatten(abstract))
 
 
 @pytest.mark.parametrize("mesh", [ONE, ["mesh.fsdp=2", "mesh.tp=2"]], ids=["one device", "split"])
-def test_a_large_tensor_is_read_in_pieces_and_cast_on_the_way(
+def test_a_large_tensor_is_read_and_cast_in_blocks(
     original: Path, monkeypatch: pytest.MonkeyPatch, mesh: list[str]
 ) -> None:
     run = program(GOLDEN, *mesh, devices=1 if mesh == ONE else 8)
@@ -97,7 +98,7 @@ def test_another_model_is_refused_before_anything_is_read(original: Path) -> Non
     assert source.read_shapes == []
 
 
-def test_what_cannot_be_read_is_told(original: Path) -> None:
+def test_a_read_error_is_reported_as_damage(original: Path) -> None:
     run = program(GOLDEN)
 
     class Broken(Counting):
@@ -143,7 +144,7 @@ def read(names):
     tree = {name: wanted[name] for name in names}
     return load(source, tree) if reader == "load" else restore(source, tree, part=True)
 
-warm = read([small])  # threads and libraries are there from here on
+warm = read([small])  # starts threads and loads libraries before the measurement
 before = peak_mib()
 arrays = read(names)
 grown = peak_mib() - before
@@ -152,8 +153,8 @@ largest = max(x.nbytes for x in arrays.values()) / 2**20
 for x in arrays.values():
     for shard in x.addressable_shards:
         assert shard.data.nbytes * 8 == x.nbytes
-        spans = [slice(*s.indices(n)[:2]) for s, n in zip(shard.index, x.shape)]
-        np.testing.assert_array_equal(shard.data, pattern(spans))
+        index = [slice(*s.indices(n)[:2]) for s, n in zip(shard.index, x.shape)]
+        np.testing.assert_array_equal(shard.data, pattern(index))
 print("GROWN", grown, mine, largest, flush=True)
 """
 )
@@ -177,7 +178,7 @@ write_native(Source(), sys.argv[1])
 """
 )
 
-# as a run saves it, on another mesh than it will be read on
+# as a run saves it, on another mesh than the reader's
 TRAIN = (
     PATTERN
     + f"""
@@ -196,14 +197,14 @@ store.close()
 
 
 @pytest.mark.multiprocess
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells of memory")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the memory from /proc")
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [(CONVERT, "load"), (TRAIN, "load"), (TRAIN, "restore")],
     ids=["converted-loaded", "trained-loaded", "trained-restored"],
 )
 def test_two_processes_hold_their_shards_and_one_tensor(tmp_path: Path, writer: str, reader: str) -> None:
-    """384 MiB in three tensors on tp8: each process gets 192 MiB, and may hold one tensor of 128 MiB besides."""
+    """384 MiB in three tensors on tp8: a process holds its 192 MiB of shards and at most one tensor of 128 MiB."""
     where = {"cwd": Path(__file__).resolve().parents[2], "text": True}
     subprocess.run([sys.executable, "-c", writer, str(tmp_path)], check=True, **where)  # type: ignore[call-overload]
     with socket.socket() as free:

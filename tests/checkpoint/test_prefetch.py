@@ -1,4 +1,4 @@
-"""Working ahead changes neither the items nor the errors."""
+"""`prefetch` changes neither the items nor the errors."""
 
 import threading
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ import pytest
 from mesh_transformer.checkpoint.tensors import prefetch
 
 
-def test_items_and_their_order() -> None:
+def test_items_keep_their_order() -> None:
     assert list(prefetch(iter([]))) == []
     assert list(prefetch(iter([1, None, 2]))) == [1, None, 2]
 
 
-def test_the_next_item_is_made_meanwhile() -> None:
+def test_the_next_item_is_computed_in_a_thread() -> None:
     second = threading.Event()
 
     def items() -> Iterator[int]:
@@ -25,7 +25,7 @@ def test_the_next_item_is_made_meanwhile() -> None:
         assert item == 2 or second.wait(timeout=20)
 
 
-def test_an_error_comes_in_its_place() -> None:
+def test_an_error_is_raised_in_place_of_its_item() -> None:
     def items() -> Iterator[int]:
         yield 1
         raise ValueError("two")

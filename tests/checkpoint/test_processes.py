@@ -36,25 +36,25 @@ check(3, state(3, by_rows))
 part = read_part(store.folder(3), {"params": abstract(state(0, by_rows)).params})
 assert_equal(part, {"params": state(3, by_rows).params})
 
-# one process cannot read step 3: both turn to step 2
+# one process cannot read step 3: both fall back to step 2
 if process == 1:
-    honest = files.open_binary
+    original = files.open_binary
     def broken(path, mode="rb"):
         if "step_3" in path:
             raise OSError("this machine's disk")
-        return honest(path, mode)
+        return original(path, mode)
     files.open_binary = broken
 check(2, state(2, by_rows))
 if process == 1:
-    files.open_binary = honest
+    files.open_binary = original
 
-# and both do step 3 again
+# both save step 3 again
 store.save(3, state(30, by_columns), {})
 check(3, state(30, by_rows))
 assert os.path.isdir(os.path.join(root, "set_aside", "step_3"))
 
-# one process cannot write: it does not wait for the other one, which has written and waits for it
-told = os.path.join(root, "told")
+# one process cannot write: it raises the error without waiting for the other, which waits at the barrier
+failed = os.path.join(root, "failed")
 if process == 1:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 store.save(4, state(4, by_columns), {})
@@ -63,8 +63,8 @@ if process == 1:
         store.close()
     except Exception as error:
         assert is_disk_full(error), error
-        os.mkdir(told)
-while not os.path.exists(told):
+        os.mkdir(failed)
+while not os.path.exists(failed):
     time.sleep(0.01)
 assert store.steps() == [2, 3]
 print("done", process, flush=True)

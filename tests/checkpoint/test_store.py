@@ -23,7 +23,7 @@ def write(root: Path | str, *steps: int, **options: int) -> None:
     store.close()
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+def test_a_saved_state_is_restored(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path / "not" / "yet" / "there"))
     extra = {"loader": {"file": 3, "record": 17}, "tokens": 2**40, "lr": 1e-4, "name": "ü"}
     store.save(0, state(5), extra)
@@ -35,7 +35,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_empty_or_absent_root_holds_nothing(tmp_path: Path) -> None:
+def test_an_absent_root_has_no_steps(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path / "absent"), read_only=True)
     assert store.steps() == []
     assert store.restore(abstract(state(1))) is None
@@ -48,7 +48,7 @@ def test_a_relative_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (tmp_path / "runs" / "a" / "step_1").is_dir()
 
 
-def test_a_save_does_not_see_later_changes_of_the_state(tmp_path: Path) -> None:
+def test_later_changes_of_the_state_do_not_change_a_save(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path))
     live = state(1)
     store.save(1, live, {})
@@ -71,11 +71,12 @@ def test_a_save_does_not_see_later_changes_of_the_state(tmp_path: Path) -> None:
 )
 def test_which_steps_are_kept(tmp_path: Path, options: dict[str, int], kept: list[int]) -> None:
     write(tmp_path, 1, 3, 4, 5, **options)
-    write(tmp_path, 7, 8, 9, **options)  # another process goes on
+    # another process resumes
+    write(tmp_path, 7, 8, 9, **options)
     assert CheckpointStore(str(tmp_path), read_only=True).steps() == kept
 
 
-def test_other_files_of_the_run_stay(tmp_path: Path) -> None:
+def test_other_files_of_the_run_are_kept(tmp_path: Path) -> None:
     others = ["metrics.jsonl", "tensorboard/events.1", "step_5.txt", "steps/step_4", "7/x", "step_x/y"]
     for name in others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +105,7 @@ def test_restore_on_another_mesh_is_bit_exact(tmp_path: Path, target: object) ->
     assert found is not None
     assert_equal(found.state, state(3))
     assert jax.tree.map(lambda x: x.sharding, found.state) == on
-    store.save(4, found.state, {})  # and back
+    store.save(4, found.state, {})
     back = store.restore(abstract(state(0)))
     assert back is not None
     assert back.step == 4
@@ -112,7 +113,7 @@ def test_restore_on_another_mesh_is_bit_exact(tmp_path: Path, target: object) ->
     store.close()
 
 
-def test_restore_of_a_part(tmp_path: Path) -> None:
+def test_restore_reads_a_part_of_the_tree(tmp_path: Path) -> None:
     write(tmp_path, 3)
     folder, one = f"{tmp_path}/step_3", shardings(mesh())
     found = read_part(folder, {"params": abstract(state(0), one).params})
@@ -121,14 +122,15 @@ def test_restore_of_a_part(tmp_path: Path) -> None:
     assert deeper["params"]["scale"] == 3
 
 
-def test_another_model_is_an_error_and_no_reason_to_fall_back(
+def test_another_model_is_an_error_without_a_fall_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, 1, keep_latest=2)
     store = CheckpointStore(str(tmp_path), keep_latest=2)
     store.save(2, state(2, width=32), {})
     with pytest.raises(UserError) as wrong:
-        store.restore(abstract(state(1)))  # would fit step 1
+        # step 1 would match
+        store.restore(abstract(state(1)))
     assert "params/block/~/linear/w: expected (16, 24) float32, found (16, 32) float32" in str(wrong.value)
     assert f"{tmp_path}/step_2 does not match" in str(wrong.value)
     assert "skipped" not in caplog.text
@@ -152,7 +154,7 @@ def test_dtypes_and_names_must_match(tmp_path: Path) -> None:
         read_part(f"{tmp_path}/step_1", {"params": {"other": wanted.step}})
 
 
-def test_what_is_not_json_is_refused_before_anything_happens(tmp_path: Path) -> None:
+def test_extra_that_is_not_json_is_refused_before_the_save(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path))
     with pytest.raises(TypeError):
         store.save(1, state(1), {"when": object()})
@@ -183,7 +185,7 @@ print("closed", flush=True)
 """
 
 
-def test_the_process_ends_by_itself_and_quietly(tmp_path: Path) -> None:
+def test_the_process_exits_without_log_lines_of_libraries(tmp_path: Path) -> None:
     program = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=TESTS) as child:
         assert child.stdout is not None

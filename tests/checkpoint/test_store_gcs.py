@@ -1,4 +1,4 @@
-"""CheckpointStore on a (loopback) bucket."""
+"""CheckpointStore on a bucket of a loopback server."""
 
 import logging
 
@@ -31,7 +31,8 @@ def test_save_keep_and_restore(gcs: GcsServer) -> None:
     for name in others:
         gcs.put("bucket", name, b"mine")
     write(1, 2, 3, 4, keep_every=2, keep_latest=1)
-    write(5, 6, 7, keep_every=2, keep_latest=1)  # another process goes on
+    # another process resumes
+    write(5, 6, 7, keep_every=2, keep_latest=1)
     reader = CheckpointStore(ROOT, read_only=True)
     assert reader.steps() == [2, 4, 6, 7]
     found = reader.restore(abstract(state(0), shardings(mesh(dp=8), rows="dp")))
@@ -43,7 +44,7 @@ def test_save_keep_and_restore(gcs: GcsServer) -> None:
     assert CheckpointStore("gs://bucket/nothing", read_only=True).restore(abstract(state(0))) is None
 
 
-def test_a_step_without_its_commit_marker_is_not_there(gcs: GcsServer) -> None:
+def test_a_step_without_its_commit_marker_does_not_exist(gcs: GcsServer) -> None:
     write(1, 2, keep_latest=5)
     gcs.delete("bucket", "runs/a/step_2/commit_success.txt")
     reader = CheckpointStore(ROOT, read_only=True)
@@ -60,8 +61,8 @@ def test_a_step_without_its_commit_marker_is_not_there(gcs: GcsServer) -> None:
     assert names(gcs, "runs/a/set_aside/") == []
 
 
-def test_what_is_not_ours_is_not_deleted(gcs: GcsServer, caplog: pytest.LogCaptureFixture) -> None:
-    """Folders with the name of a step: one of somebody else, one of a save that was cut off, one of both."""
+def test_foreign_files_are_not_deleted(gcs: GcsServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Three folders named like steps: foreign files, the remains of an interrupted save, and both."""
     write(1)
     gcs.put("bucket", "runs/a/step_3/weights.bin", b"mine")
     gcs.put("bucket", "runs/a/step_4/state/d/1", b"half")
@@ -74,18 +75,19 @@ def test_what_is_not_ours_is_not_deleted(gcs: GcsServer, caplog: pytest.LogCaptu
         "runs/a/step_5/notes.txt",
         "runs/a/step_5/state/d/1",
     ]
-    told = [record.getMessage() for record in caplog.records if "not deleted" in record.getMessage()]
-    assert told == [
+    warnings = [record.getMessage() for record in caplog.records if "not deleted" in record.getMessage()]
+    assert warnings == [
         f"{ROOT}/step_3 is not a checkpoint of this program, it holds ['weights.bin']: not deleted",
         f"{ROOT}/step_5 is not a checkpoint of this program, it holds ['notes.txt']: not deleted",
     ]
-    store.save(3, state(3), {})  # in the way: moved
+    # moves the foreign folder
+    store.save(3, state(3), {})
     store.close()
     assert store.steps() == [1, 3]
     assert gcs.objects("bucket")["runs/a/set_aside/step_3/weights.bin"] == b"mine"
 
 
-def test_a_damaged_step_is_passed_over_and_set_aside(gcs: GcsServer) -> None:
+def test_a_damaged_step_is_skipped_and_set_aside(gcs: GcsServer) -> None:
     write(1, 2, keep_latest=5)
     manifest = "runs/a/step_2/manifest/metadata"
     gcs.put("bucket", manifest, gcs.objects("bucket")[manifest][:-9])
@@ -110,7 +112,7 @@ def test_a_damaged_step_is_passed_over_and_set_aside(gcs: GcsServer) -> None:
 
 
 @pytest.mark.parametrize("status", [503, CUT], ids=["503", "cut"])
-def test_passing_faults_are_retried(gcs: GcsServer, status: int) -> None:
+def test_transient_faults_are_retried(gcs: GcsServer, status: int) -> None:
     store = CheckpointStore(ROOT, keep_latest=1)
     store.save(1, state(1), {})
     store.wait()
@@ -127,7 +129,7 @@ def test_passing_faults_are_retried(gcs: GcsServer, status: int) -> None:
     assert [fault for fault in gcs.faults if fault.times] == []
 
 
-def test_a_failed_save_is_told_and_the_next_one_works(
+def test_a_failed_save_raises_and_the_next_save_works(
     gcs: GcsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="absl")
@@ -135,7 +137,8 @@ def test_a_failed_save_is_told_and_the_next_one_works(
     store.save(1, state(1), {})
     store.wait()
     gcs.fail(403, method="POST|PUT", path="step_2/", times=1000)
-    with pytest.raises(Exception, match=r"403|injected|PERMISSION"):  # noqa: PT012  (the save or the wait)
+    # raised by the save or by the wait
+    with pytest.raises(Exception, match=r"403|injected|PERMISSION"):  # noqa: PT012
         store.save(2, state(2), {})
         store.wait()
     gcs.faults.clear()
@@ -149,7 +152,8 @@ def test_a_failed_save_is_told_and_the_next_one_works(
 
 
 def test_reading_a_part_does_not_fetch_the_rest(gcs: GcsServer) -> None:
-    width, one = 80_000, shardings(mesh())  # TensorStore fills gaps of up to 1 MB between what it reads
+    # large tensors, because TensorStore also reads gaps of up to 1 MB between chunks
+    width, one = 80_000, shardings(mesh())
     store = CheckpointStore(ROOT)
     store.save(1, state(1, one, width), {})
     store.close()

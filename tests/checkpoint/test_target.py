@@ -1,4 +1,4 @@
-"""A new folder appears whole or not at all, local and in a bucket."""
+"""A new folder appears complete or not at all, local and in a bucket."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def siblings(target: str) -> list[str]:
     return files.list_dir(target.rpartition("/")[0])
 
 
-def test_it_appears_at_the_end(target):
+def test_the_folder_appears_at_the_end(target):
     with new_folder(target) as folder:
         put(folder)
         assert not files.list_dir(target)
@@ -54,7 +54,7 @@ def test_a_failure_leaves_nothing(target):
     assert siblings(target) == []
 
 
-def test_what_is_there_is_left_alone(target):
+def test_an_existing_folder_is_not_changed(target):
     put(target, b"old")
     with pytest.raises(UserError, match="exists already"), new_folder(target):
         raise AssertionError("the block must not begin")
@@ -79,7 +79,7 @@ def test_overwrite_that_fails_keeps_the_old(target):
     assert siblings(target) == ["out"]
 
 
-def test_what_a_killed_run_left_is_put_right(target):
+def test_partial_output_of_a_killed_run_is_deleted(target):
     put(temporary_path(target, "partial"), b"half")
     files.replace(files.join(temporary_path(target, "partial"), "part/other"), b"half")
     with new_folder(target) as folder:
@@ -89,18 +89,19 @@ def test_what_a_killed_run_left_is_put_right(target):
     assert siblings(target) == ["out"]
 
 
-def test_a_swap_that_was_cut_short(tmp_path):
+def test_an_interrupted_replacement_is_undone(tmp_path):
     target = str(tmp_path / "out")
     put(temporary_path(target, "previous"), b"old")
     put(temporary_path(target, "partial"), b"new")
     with pytest.raises(UserError, match="exists already"), new_folder(target):
         raise AssertionError("the block must not begin")
     assert content(target) == b"old"
-    assert siblings(target) == [".out.mtj-partial", "out"]  # the refused run leaves the part to the next one
+    # the refused run leaves the partial folder to the next one
+    assert siblings(target) == [".out.mtj-partial", "out"]
 
 
 @pytest.mark.parametrize("name", ["out.tmp", "out.old", "out.moving"])
-def test_folders_of_other_names_are_somebody_elses(target, name):
+def test_folders_with_other_names_are_not_changed(target, name):
     put(target, b"old")
     other = files.join(target.rpartition("/")[0], name)
     put(other, b"a backup")
@@ -122,7 +123,7 @@ def test_a_target_that_holds_the_source_is_refused(target, inside):
     assert content(target + inside) == b"old"
 
 
-def test_what_a_link_points_to_is_replaced(tmp_path):
+def test_the_target_of_a_link_is_replaced(tmp_path):
     put(str(tmp_path / "disk/out"), b"old")
     (tmp_path / "out").symlink_to(tmp_path / "disk/out")
     with new_folder(str(tmp_path / "out"), overwrite=True) as folder:
@@ -131,22 +132,21 @@ def test_what_a_link_points_to_is_replaced(tmp_path):
     assert content(str(tmp_path / "disk/out")) == b"new"
 
 
-def test_a_move_in_a_bucket_that_fails_leaves_its_marker(gcs):
+def test_a_failed_move_in_a_bucket_is_completed_by_the_next_run(gcs):
     target = "gs://bucket/parent/out"
     gcs.fail(404, method="POST", path="rewriteTo")
     with pytest.raises(Exception, match="404"):
         write_folder(target)
     assert siblings(target) == [".out.mtj-moving", ".out.mtj-partial"]
-    with pytest.raises(
-        UserError, match="exists already"
-    ):  # the whole result of the first run is put in its place
+    # the next run first completes the move of the first result
+    with pytest.raises(UserError, match="exists already"):
         write_folder(target)
     assert content(target) == b"new"
     assert siblings(target) == ["out"]
 
 
 @pytest.mark.parametrize("stage", [b"removing\n", b"moving\n"])
-def test_a_move_in_a_bucket_that_was_cut_short(gcs, stage):
+def test_an_interrupted_move_in_a_bucket_is_completed(gcs, stage):
     target = "gs://bucket/parent/out"
     put(temporary_path(target, "partial"))
     put(target, b"old")
@@ -159,7 +159,7 @@ def test_a_move_in_a_bucket_that_was_cut_short(gcs, stage):
     assert siblings(target) == ["out"]
 
 
-def test_the_marker_is_there_at_the_end_only(target):
+def test_the_marker_is_written_last(target):
     with new_folder(target, marker="done") as folder:
         put(folder)
     assert files.list_dir(target) == ["done", "part"]
@@ -169,9 +169,11 @@ def test_the_marker_is_there_at_the_end_only(target):
     assert files.list_dir(target) == ["done", "part"]
 
 
-@pytest.mark.parametrize("cut_off", ["POST rewriteTo", "DELETE mtj-partial", "marker", "DELETE mtj-moving"])
-def test_a_bucket_is_finished_by_the_next_run(gcs, cut_off, monkeypatch):
-    """Cut off in the move, in the deletion after it, before the marker or after it: never marked before it is whole."""
+@pytest.mark.parametrize(
+    "interrupted_at", ["POST rewriteTo", "DELETE mtj-partial", "marker", "DELETE mtj-moving"]
+)
+def test_an_interrupted_write_to_a_bucket_is_completed_by_the_next_run(gcs, interrupted_at, monkeypatch):
+    """Interrupted in the move, in the deletion after it, before or after the marker: only a complete folder is marked."""
     target = "gs://bucket/parent/out"
 
     def write():
@@ -182,18 +184,18 @@ def test_a_bucket_is_finished_by_the_next_run(gcs, cut_off, monkeypatch):
     def killed(path, content):
         if path.endswith("done"):
             raise OSError("403")
-        honest(path, content)
+        original(path, content)
 
-    honest = files.replace
-    if cut_off == "marker":
+    original = files.replace
+    if interrupted_at == "marker":
         monkeypatch.setattr(files, "replace", killed)
     else:
-        method, path = cut_off.split()
+        method, path = interrupted_at.split()
         gcs.fail(403, method=method, path=path, times=1000)
     with pytest.raises(Exception, match="403"):
         write()
     assert files.exists(temporary_path(target, "moving"))
-    assert ("done" in files.list_dir(target)) == (cut_off == "DELETE mtj-moving")
+    assert ("done" in files.list_dir(target)) == (interrupted_at == "DELETE mtj-moving")
     gcs.faults.clear()
     monkeypatch.undo()
     with pytest.raises(UserError, match="exists already"):
@@ -203,14 +205,14 @@ def test_a_bucket_is_finished_by_the_next_run(gcs, cut_off, monkeypatch):
     assert siblings(target) == ["out"]
 
 
-def test_a_file_in_the_way(tmp_path):
+def test_an_existing_file_is_not_replaced(tmp_path):
     (tmp_path / "out").write_text("mine")
     with pytest.raises(UserError, match="is a file"), new_folder(str(tmp_path / "out"), overwrite=True):
         raise AssertionError("the block must not begin")
     assert (tmp_path / "out").read_text() == "mine"
 
 
-def test_progress_tells_bytes_a_second(capsys, caplog):
+def test_progress_shows_the_rate(capsys, caplog):
     with caplog.at_level("INFO", logger="mesh_transformer"), Transfer("copying", 5_000_000) as transfer:
         transfer.add(5_000_000)
     assert "copying 5/5  rate " in caplog.text

@@ -1,4 +1,4 @@
-"""Arrays in memory as a checkpoint."""
+"""Arrays in memory as a checkpoint source."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo
 
 
 class ArraySource:
-    """Whole arrays by name as a TensorSource, in the dtypes that they have."""
+    """Arrays by name as a TensorSource, in their own dtypes."""
 
     where = "memory"
 

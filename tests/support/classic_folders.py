@@ -1,4 +1,4 @@
-"""Small classic checkpoints, and what is in one as any reader of .npz sees it."""
+"""Small classic checkpoints, and their contents as a plain reader of .npz sees them."""
 
 import zipfile
 from pathlib import Path
@@ -13,19 +13,19 @@ from mesh_transformer.config import ModelConfig, parse_config
 from support.array_source import ArraySource
 from support.builders import float32_model
 
-# n_vocab is padded to 128 rows in our own tensors, not in classic files
+# this program pads n_vocab to 128 rows, classic files do not
 TINY: dict[str, Any] = {
     "layers": 2, "d_model": 16, "n_heads": 4, "n_vocab": 24, "seq": 8, "pe_rotary_dims": 4, "cores_per_replica": 1,
 }  # fmt: skip
 
 
 def model_config(**values: Any) -> ModelConfig:
-    """TINY with some values changed."""
+    """The model of TINY with some values changed."""
     return parse_config({**TINY, **values}).model
 
 
 class RandomSource(ArraySource):
-    """Random values for every tensor of a model; `full`: with moments."""
+    """Random values for every tensor of a model, with Adam's moments if `full`."""
 
     def __init__(self, config: ModelConfig, *, full: bool, dtype: Any = np.float32, seed: int = 0) -> None:
         import jax
@@ -47,7 +47,7 @@ class RandomSource(ArraySource):
 
 
 def write(folder: Path, shards: int, *, full: bool = False, **values: Any) -> RandomSource:
-    """A random classic step folder."""
+    """Write a random classic step folder; return its source."""
     config = model_config(**values)
     source = RandomSource(config, full=full)
     write_classic(source, config, str(folder), shards)
@@ -55,7 +55,7 @@ def write(folder: Path, shards: int, *, full: bool = False, **values: Any) -> Ra
 
 
 def stored(folder: Path) -> dict[str, bytes]:
-    """Each array of a step folder, header and all, by shard, file and key in the order of the file."""
+    """The bytes of each array of a step folder, with its header, by shard, file and key in the order of the file."""
     found = {}
     for path in sorted(folder.glob("shard_*/*.npz")):
         with zipfile.ZipFile(path) as archive:

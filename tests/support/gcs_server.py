@@ -1,8 +1,8 @@
-"""A loopback server for the part of the Google Cloud Storage JSON API that our dependencies use. For tests only.
+"""A loopback server for the part of the Google Cloud Storage JSON API that the dependencies use. For tests only.
 
-Objects live in memory, in any bucket. Kept faithfully: generations and preconditions (412, 304), ranges, resumable,
-multipart and media uploads, listing with prefix, delimiter and offsets, rewrite, copy, compose, delete, batch.
-Absent: authentication, pages of a listing, metadata updates, bucket management.
+Objects are in memory, in any bucket. Supported: generations and preconditions (412, 304), ranges, resumable, multipart
+and media uploads, listing with prefix, delimiter and offsets, rewrite, copy, compose, delete, batch.
+Not supported: authentication, pages of a listing, metadata updates, bucket management.
 
     with GcsServer() as server:
         server.environment()                        # variables for this process and its children
@@ -30,7 +30,7 @@ __all__ = ["CUT", "HALF", "GcsServer"]
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests whose method and path match."""
+    """A fault in the next `times` requests whose method and path match."""
 
     status: int
     method: str
@@ -39,7 +39,7 @@ class Fault:
 
 
 class GcsServer:
-    """The server, its objects and its faults; `address`: where it listens."""
+    """The server, its objects and its faults. It listens on `address`."""
 
     def __init__(self, address: str = "127.0.0.1") -> None:
         self.lock = threading.RLock()
@@ -49,9 +49,8 @@ class GcsServer:
         self.faults: list[Fault] = []
         self.requests: list[str] = []
         self.bytes_read = 0
-        self.gate: Callable[[], None] = lambda: (
-            None
-        )  # called at each request: holds it back as long as it takes
+        # called before each request is answered; a test can block in it
+        self.gate: Callable[[], None] = lambda: None
         self._http = Listener((address, 0), type("BoundHandler", (Handler,), {"gcs": self}))
         self.url = f"http://{address}:{self._http.server_port}"
 
@@ -64,7 +63,7 @@ class GcsServer:
         self._http.server_close()
 
     def environment(self) -> dict[str, str]:
-        """What sends google-cloud-storage, gcsfs and TensorStore here, and keeps them off the metadata server."""
+        """Environment variables that direct google-cloud-storage, gcsfs and TensorStore to this server."""
         return {
             "STORAGE_EMULATOR_HOST": self.url,
             "TENSORSTORE_GCS_HTTP_URL": self.url,
@@ -76,8 +75,10 @@ class GcsServer:
         }
 
     def fail(self, status: int, *, method: str = ".*", path: str = ".*", times: int = 1) -> None:
-        """Answer `status` to the next requests that match the two patterns, or close the connection: at once (`CUT`),
-        or halfway through the answer (`HALF`)."""
+        """Answer the next `times` requests that match both patterns with `status`.
+
+        `CUT` closes the connection without an answer, `HALF` after half of the body.
+        """
         with self.lock:
             self.faults.append(Fault(status, method, re.compile(path), times))
 
@@ -97,13 +98,13 @@ class GcsServer:
             del self.blobs[bucket, name]
 
     def clear(self) -> None:
-        """Forget objects, uploads, faults and the log of requests."""
+        """Delete objects, uploads, faults and the log of requests."""
         with self.lock:
             for container in (self.blobs, self.uploads, self.faults, self.requests):
                 container.clear()
 
     def next_fault(self, method: str, path: str) -> int | None:
-        """The status with which this request is to fail, if it is."""
+        """The status of the fault for this request; None without a fault."""
         with self.lock:
             self.requests.append(f"{method} {unquote(path)}")
             for fault in self.faults:
@@ -114,7 +115,7 @@ class GcsServer:
 
 
 class Listener(ThreadingHTTPServer):
-    """A listener that takes clients going away for what they are."""
+    """A listener that ignores disconnected clients."""
 
     daemon_threads = True
 

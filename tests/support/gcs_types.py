@@ -1,13 +1,16 @@
-"""What gcs_server.py and gcs_handler.py share."""
+"""Types that gcs_server.py and gcs_handler.py share."""
 
 import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-CUT = 0  # the "status" of a connection closed without an answer
-HALF = -1  # of one closed after half of the answer's body
+# the "status" of a connection that is closed without an answer
+CUT = 0
+# the "status" of a connection that is closed after half of the answer's body
+HALF = -1
 
-Key = tuple[str, str]  # bucket, object name
+# bucket, object name
+Key = tuple[str, str]
 
 
 class Blob(NamedTuple):
@@ -21,7 +24,7 @@ class Blob(NamedTuple):
 
 @dataclass
 class Upload:
-    """A resumable upload under way."""
+    """A resumable upload in progress."""
 
     key: Key
     resource: dict[str, Any]
@@ -38,7 +41,7 @@ class HttpError(Exception):
 
 
 def split_multipart(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
-    """(headers, content) of each part; lines may end in a bare newline, as gcsfs writes them."""
+    """(headers, content) of each part. Lines may end with a bare newline, which gcsfs writes."""
     found = re.search(r"boundary=[\"']?([^\"';]+)", content_type)
     if found is None:
         raise HttpError(400, "badRequest")

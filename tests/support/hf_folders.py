@@ -1,4 +1,4 @@
-"""Random models in memory, as sources, and as Hugging Face folders that transformers itself wrote."""
+"""Random models in memory, as sources, and as Hugging Face folders written by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ ALL = slice(None)
 
 
 class MemorySource(ArraySource):
-    """A parameter tree as a TensorSource; `read_bytes` has the size of each slice that was read."""
+    """A parameter tree as a TensorSource; `read_bytes` lists the size of each slice that was read."""
 
     def __init__(self, params: Params, dtype: Any = np.float32) -> None:
         leaves = flatten({"params": params})
@@ -39,7 +39,7 @@ def model_config(**values: Any) -> ModelConfig:
 
 
 def random_params(model: ModelConfig, seed: int = 0) -> Params:
-    """Parameters that are all random, biases and norms too; dead vocabulary rows are zero, as a folder gives them."""
+    """Random parameters, including biases and norms; the padding of the vocabulary is zero, as read from a folder."""
     random = np.random.default_rng(seed)
     shapes = jax.eval_shape(float32_model(model).init, jax.random.key(0))
 
@@ -70,13 +70,13 @@ def to_tree(arrays: dict[str, np.ndarray]) -> Params:
 
 
 def our_logits(model: ModelConfig, params: Params, tokens: np.ndarray) -> np.ndarray:
-    """Logits (B, T, n_vocab), float32."""
+    """Logits of this program: (B, T, n_vocab), float32."""
     logits, _ = jax.jit(float32_model(model).apply)(params, tokens.astype(np.int32))
     return np.asarray(logits)[..., : model.n_vocab]
 
 
 def their_logits(folder: Path, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
-    """Logits of transformers' own model, opened from a folder. Nothing may be missing or superfluous."""
+    """Logits of transformers for a folder. No tensor may be missing or unexpected."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -100,12 +100,12 @@ def their_model(
     tied: bool = False,
     **options: Any,
 ) -> Any:
-    """A random GPTJForCausalLM, saved to `folder` by transformers."""
+    """A random GPTJForCausalLM that transformers saves to `folder`."""
     import torch
     from transformers import GPTJConfig, GPTJForCausalLM
 
     torch.manual_seed(seed)
-    made = GPTJForCausalLM(
+    gptj_model = GPTJForCausalLM(
         GPTJConfig(
             vocab_size=model.n_vocab,
             n_positions=model.seq,
@@ -119,14 +119,14 @@ def their_model(
             tie_word_embeddings=tied,
         )
     ).to(getattr(torch, dtype))
-    for parameter in made.parameters():
+    for parameter in gptj_model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    made.save_pretrained(folder, **options)
-    return made
+    gptj_model.save_pretrained(folder, **options)
+    return gptj_model
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """A torch tensor as numpy, bfloat16 too."""
+    """A torch tensor, including bfloat16, as a numpy array."""
     import torch
 
     tensor = tensor.detach()

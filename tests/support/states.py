@@ -1,4 +1,4 @@
-"""Small states on meshes, and comparisons, for the checkpoint tests."""
+"""Small states on meshes, and comparisons of states, for the tests of checkpoints."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from mesh_transformer.checkpoint.native.source import NativeSource
 
 
 class State(NamedTuple):
-    """The shape of a training state: nested dicts, three dtypes, scalars."""
+    """A tree like a training state: nested dicts, three dtypes, scalars."""
 
     params: dict[str, Any]
     moments: dict[str, Any]
@@ -26,13 +26,13 @@ def mesh(dp: int = 1, tp: int = 1) -> Mesh:
 
 
 def shardings(on: Mesh, *, rows: str | None = None, columns: str | None = None) -> State:
-    """Matrices split by rows and columns over mesh axes; the rest replicated."""
+    """Shardings that split matrices by rows and columns over mesh axes and replicate the rest."""
     matrix, rest = NamedSharding(on, P(rows, columns)), NamedSharding(on, P())
     return State({"block/~/linear": {"w": matrix, "b": rest}, "scale": rest}, {"w": matrix}, rest)
 
 
 def tp8() -> State:
-    """Columns over eight devices."""
+    """Shardings that split columns over eight devices."""
     return shardings(mesh(tp=8), columns="tp")
 
 
@@ -50,10 +50,10 @@ def state(seed: int, on: State | None = None, width: int = 24) -> State:
         {"w": random.standard_normal((16, width)).astype(jnp.bfloat16)},
         np.int32(seed),
     )
-    return jax.tree.map(_place, host, on or tp8())
+    return jax.tree.map(_put, host, on or tp8())
 
 
-def _place(value: Any, sharding: NamedSharding) -> jax.Array:
+def _put(value: Any, sharding: NamedSharding) -> jax.Array:
     value = np.asarray(value)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
@@ -64,13 +64,13 @@ def read_part(folder: str, part: Any) -> Any:
 
 
 def abstract(of: Any, on: Any = None) -> Any:
-    """What `restore` wants: shapes, dtypes, and the shardings of `on` (or those of `of`)."""
+    """The argument of `restore`: shapes and dtypes of `of`, with the shardings `on` (default: those of `of`)."""
     on = on or jax.tree.map(lambda x: x.sharding, of)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), of, on)
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    """Same structure, dtypes and bits in every shard of this process."""
+    """Assert equal structure, dtypes and bits in every shard of this process."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert x.dtype == y.dtype
@@ -78,7 +78,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 def local(x: jax.Array) -> bytes:
-    """The bits of an array, or of this process' part of one."""
+    """The bits of an array, or of the part of it on this process."""
     if x.is_fully_addressable:
         return np.asarray(x).tobytes()
     return b"".join(np.asarray(shard.data).tobytes() for shard in x.addressable_shards)

@@ -1,4 +1,4 @@
-"""Classic checkpoints: those of the original program, through any number of shards and back."""
+"""Checkpoints of the original program, read and written in any number of shards."""
 
 import logging
 import shutil
@@ -62,7 +62,7 @@ def test_the_same_shards_give_the_same_bytes(original, tmp_path, caplog, config,
     ],
 )
 def test_other_shards_hold_the_same_weights(original, tmp_path, config, checkpoint, shards):
-    """As merged by the tests' own reader: exactly; sums of biases within one unit in the last place."""
+    """Compared with the reference reader: equal, except sums of biases, within one unit in the last place."""
     model, source = opened(original, config, checkpoint)
     write_classic(source, model, str(tmp_path / "out"), shards)
     expected = flatten(golden.read_params(original / checkpoint, model))
@@ -79,7 +79,7 @@ def test_other_shards_hold_the_same_weights(original, tmp_path, config, checkpoi
 
 
 def test_a_full_checkpoint_of_one_shard(shared, tmp_path):
-    """Through one shard and through eight: the same bytes."""
+    """A copy in one shard, and a round trip through eight, have the same bytes."""
     model, source = opened(shared / "golden", "tiny_mp1", "mp1/ckpt_full/step_5")
     assert source.contents == StepContents(1, True)
     write_classic(source, model, str(tmp_path / "one"), 1)
@@ -112,13 +112,13 @@ def test_slim(original, tmp_path, dtype, reference):
     slim, full = values(ClassicSource(str(tmp_path), model)), values(source)
     assert slim.keys() == {name for name in full if name.startswith("params/")}
     for name, array in slim.items():
-        # each of the eight shares of a bias is rounded, to float16's smallest step where it is that small
+        # each of the eight parts of a bias is rounded, small ones to the spacing of float16's subnormal numbers
         tolerance = 8 * 2.0**-25 if name.endswith(SUMS) and dtype == np.float16 else 0
         expected = full[name].astype(dtype).astype(np.float64)
         np.testing.assert_allclose(array.astype(np.float64), expected, rtol=0, atol=tolerance, err_msg=name)
 
 
-def test_shards_that_disagree_keep_their_function(original, tmp_path, caplog):
+def test_different_shards_keep_the_function_of_the_model(original, tmp_path, caplog):
     model, source = opened(original, "tiny_mp8", "mp8/ckpt_perturbed/step_7")
     with caplog.at_level(logging.WARNING):
         write_classic(source, model, str(tmp_path), 8)
@@ -133,7 +133,8 @@ def test_moments_of_a_summed_bias_are_averaged(tmp_path):
     source = write(tmp_path, 2, full=True)
     path = tmp_path / "shard_1/0.npz"
     arrays = dict(np.load(path))
-    arrays["arr_1"] = arrays["arr_1"] + 1  # the first moment of the embedding's bias
+    # the first moment of the embedding's bias
+    arrays["arr_1"] = arrays["arr_1"] + 1
     np.savez(path, *arrays.values())
     found = values(ClassicSource(str(tmp_path), model_config()))
     expected = values(source)
@@ -161,7 +162,8 @@ def test_slices_are_parts_of_the_whole(tmp_path, compressed):
             np.savez_compressed(path, *dict(np.load(path)).values())
     rng = np.random.default_rng(0)
     whole = values(ClassicSource(str(tmp_path), model_config()))
-    source = ClassicSource(str(tmp_path), model_config())  # no array has passed its CRC yet
+    # a new source, in which no array has passed its CRC check
+    source = ClassicSource(str(tmp_path), model_config())
     for _ in range(5):
         for name, array in whole.items():
             bounds = [sorted(rng.integers(0, size + 1, 2)) for size in array.shape]
@@ -193,15 +195,15 @@ def test_the_newest_step_of_a_root(tmp_path):
 
 
 def test_memory_of_a_conversion_is_two_arrays(tmp_path):
-    """Not the checkpoint's: the largest slices asked for are single layers and the vocabulary's tables."""
+    """The largest slices that are read are single layers and the vocabulary's matrices."""
     config = model_config()
-    asked = []
+    sizes = []
 
     class Watched(RandomSource):
         def read(self, name, index):
-            asked.append(super().read(name, index).size)
+            sizes.append(super().read(name, index).size)
             return super().read(name, index)
 
     write_classic(Watched(config, full=True), config, str(tmp_path / "out"), 2)
-    assert max(asked) == 4 * config.d_model**2
+    assert max(sizes) == 4 * config.d_model**2
     shutil.rmtree(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Whatever is done to a valid file, it loads to equal values or is refused: no crash, no hang, no huge allocation."""
+"""A changed file loads with equal values or is refused, without a crash, a hang or a large allocation."""
 
 import io
 import shutil
@@ -20,10 +20,12 @@ from mesh_transformer.checkpoint.classic.npz import NpzReader
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.errors import UserError
 
-LIMIT_BYTES = 4 << 20  # the whole checkpoint has 40 kB; a directory may have 1 MB
+# the whole checkpoint has 40 kB, and a directory can have 1 MB
+LIMIT_BYTES = 4 << 20
 LIMIT_S = 5.0
 
-positions = st.floats(0, 1, exclude_max=True)  # of the file's length
+# as fractions of the file's length
+positions = st.floats(0, 1, exclude_max=True)
 flips = st.lists(st.tuples(positions, st.integers(1, 255)), min_size=1, max_size=4)
 numbers = st.sampled_from([0, 1, 0x7FFFFFFF, 0xFFFFFFFF, 0x04034B50, 1 << 20])
 edits = st.one_of(
@@ -106,7 +108,7 @@ def test_every_mutation_is_equal_or_refused(folder, edit, shard, number):
     assert time.monotonic() - began < LIMIT_S
 
 
-def test_a_directory_of_absurd_size_is_not_read(folder, tmp_path):
+def test_a_large_directory_is_not_read(folder, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     path = copy / "shard_0/0.npz"
@@ -122,7 +124,8 @@ def test_a_directory_of_absurd_size_is_not_read(folder, tmp_path):
         ClassicSource(str(copy), model_config())
 
 
-BIG = (640, 2048)  # 5 MiB
+# 5 MiB
+BIG = (640, 2048)
 
 
 def compressed(path: Path, values: np.ndarray) -> bytes:
@@ -139,7 +142,7 @@ def read(path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_a_large_compressed_array_is_read_in_pieces(tmp_path, order):
+def test_a_large_compressed_array_is_read_in_blocks(tmp_path, order):
     values = np.asarray(np.random.default_rng(0).normal(size=BIG).astype(np.float32), order=order)
     assert len(compressed(tmp_path / "x.npz", values)) > 4 * MAX_DIRECTORY_BYTES
     tracemalloc.start()

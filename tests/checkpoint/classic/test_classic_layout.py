@@ -1,4 +1,4 @@
-"""The order of a classic shard's arrays, against the order that was observed, written out here."""
+"""The order of the arrays in a classic shard, compared with the observed order, which is written out here."""
 
 import re
 
@@ -34,7 +34,7 @@ AFTER = [
 
 
 def table(layers: list[int]) -> list[str]:
-    """The parameters, without the prefix that all have."""
+    """The names of the parameters, without their common prefix."""
     blocks = [f"layer_{layer}/~/{name}" for layer in layers for name, _ in BLOCK]
     return [*BEFORE, *blocks, *AFTER]
 
@@ -56,14 +56,14 @@ def test_order(layers, order):
 
 
 @pytest.mark.parametrize(("layers", "order"), [(12, LAYERS_12), (28, LAYERS_28)])
-def test_each_array_is_the_layer_that_its_name_says(layers, order):
+def test_each_array_has_the_layer_of_its_name(layers, order):
     found = leaves(model(layers), full=False)[len(BEFORE) : -len(AFTER) - 1]
     expected = [(layer, tensor) for layer in order for _, tensor in BLOCK]
     assert [(leaf.layer, "/".join(leaf.tensor.split("/")[-2:])) for leaf in found] == expected
 
 
 def test_files_of_gpt_j():
-    """861 arrays over 16 files: 53 each, and one more in the first 13; a slim one has 287."""
+    """861 arrays in 16 files: 53 each, and one more in the first 13. A slim checkpoint has 287."""
     assert [len(part) for part in group_by_file(leaves(model(28), full=True))] == [54] * 13 + [53] * 3
     assert [len(part) for part in group_by_file(leaves(model(28), full=False))] == [18] * 15 + [17]
 

@@ -1,4 +1,4 @@
-"""What is not a classic checkpoint of this model is refused, by file, array, expected and found."""
+"""Refused classic checkpoints: the message gives the file, the array, the expected and the found value."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_positions_of_another_length(tmp_path):
     )
 
 
-def test_missing_pieces(tmp_path):
+def test_missing_files(tmp_path):
     write(tmp_path, 3, n_heads=3, d_model=12)
     (tmp_path / "shard_2/7.npz").unlink()
     (tmp_path / "shard_2/15.npz").unlink()
@@ -59,7 +59,7 @@ def test_missing_pieces(tmp_path):
     assert "shard_1 is missing" in refusal(tmp_path)
 
 
-def test_a_piece_cut_short(tmp_path):
+def test_a_truncated_file(tmp_path):
     write(tmp_path, 2)
     path = tmp_path / "shard_1/3.npz"
     path.write_bytes(path.read_bytes()[:-30])
@@ -76,7 +76,7 @@ def test_a_pickle_is_not_read(tmp_path):
     assert re.search(r"shard_1/3.npz: 'arr_0.npy': a pickled array \(dtype \|O\)", refusal(tmp_path))
 
 
-def test_superfluous_and_foreign_arrays(tmp_path):
+def test_unexpected_arrays(tmp_path):
     write(tmp_path, 2)
     path = tmp_path / "shard_1/3.npz"
     arrays = list(np.load(path).values())
@@ -134,7 +134,7 @@ def test_a_bad_meta_json(tmp_path, content):
         open_source(str(tmp_path), model_config())
 
 
-def test_a_step_that_is_not_there(tmp_path):
+def test_a_missing_step(tmp_path):
     write(tmp_path / "step_5", 1)
     with pytest.raises(UserError, match=r"no checkpoint of step 6 in .*: available are \[5\]"):
         open_step(str(tmp_path), model_config(), 6)
@@ -164,14 +164,15 @@ def test_a_compressed_array_that_expands_beyond_its_header(tmp_path):
         (1, {"d_head": 8}, "the classic format cannot hold this model"),
     ],
 )
-def test_nothing_is_written_for_a_model_that_does_not_fit(tmp_path, shards, values, expected):
-    config = model_config().model_copy(update=values)  # a classic file cannot name such a d_head
+def test_nothing_is_written_for_an_unsupported_model(tmp_path, shards, values, expected):
+    # model_copy, because a classic config cannot set such a d_head
+    config = model_config().model_copy(update=values)
     with pytest.raises(UserError, match=expected):
         write_classic(RandomSource(config, full=False), config, str(tmp_path / "out"), shards)
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_written_of_another_model_or_without_moments(tmp_path):
+def test_nothing_is_written_for_another_model_or_without_moments(tmp_path):
     source = RandomSource(model_config(), full=False)
     for config, full in (
         (model_config(layers=3), False),
@@ -193,7 +194,7 @@ def test_float16_overflow_is_refused(tmp_path):
         write_classic(source, config, str(tmp_path / "out"), 1, dtype=np.dtype(np.float16))
 
 
-def test_a_flipped_bit_is_found_when_it_is_read(tmp_path):
+def test_a_flipped_bit_is_found_by_the_read(tmp_path):
     write(tmp_path, 2)
     path = tmp_path / "shard_1/0.npz"
     content = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The Hugging Face form against transformers itself, and round trips."""
+"""The Hugging Face format compared with transformers, and round trips."""
 
 import json
 import tracemalloc
@@ -18,7 +18,7 @@ from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import gpt_neox
 
-# The issue's bound for float32; logits are up to about 10 and the two programs differ by less than 1e-5.
+# For float32: logits are up to about 10, and the two programs differ by less than 1e-5.
 TOLERANCE = 1e-4
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -41,15 +41,16 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
     [
         {},
         {"d_model": 40, "n_heads": 1, "pe_rotary_dims": 40, "layers": 1},
-        {"d_model": 56, "n_heads": 7, "pe_rotary_dims": 2, "n_vocab": 128},  # no dead rows
+        {"d_model": 56, "n_heads": 7, "pe_rotary_dims": 2, "n_vocab": 128},  # no padding
         {"d_ff": 52, "n_vocab": 5, "layers": 12, "seq": 7},
     ],
     ids=["odd", "one_head", "many_heads", "narrow"],
 )
-def test_their_logits_of_our_export_are_ours(tmp_path, sizes) -> None:
+def test_transformers_gives_the_same_logits_for_an_export(tmp_path, sizes) -> None:
     model = hf.model_config(**sizes)
     params = hf.random_params(model)
-    assert params["embed"]["tokens"]["b"].all()  # a bias that they do not have
+    # GPTJForCausalLM has no such bias
+    assert params["embed"]["tokens"]["b"].all()
     write_hf(hf.MemorySource(params), model, str(tmp_path))
     x = tokens(model)
     np.testing.assert_allclose(
@@ -57,7 +58,7 @@ def test_their_logits_of_our_export_are_ours(tmp_path, sizes) -> None:
     )
 
 
-def test_their_logits_of_the_golden_weights_are_ours(original, tmp_path) -> None:
+def test_transformers_gives_the_same_logits_for_the_golden_weights(original, tmp_path) -> None:
     model = program(golden.config(original / "configs/tiny_mp1.json")).config.model
     params = golden.read_params(original / "mp8/ckpt_full/step_5", model)
     expected = np.load(original / "mp8/f32/eval.npz")
@@ -66,10 +67,11 @@ def test_their_logits_of_the_golden_weights_are_ours(original, tmp_path) -> None
     np.testing.assert_allclose(
         found, hf.our_logits(model, params, expected["tokens"][:, :-1]), rtol=0, atol=TOLERANCE
     )
-    np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=TOLERANCE)  # the original program's
+    # the logits of the original program
+    np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=TOLERANCE)
 
 
-def test_an_exchanged_matrix_is_noticed(tmp_path) -> None:
+def test_exchanged_matrices_change_the_logits(tmp_path) -> None:
     model = hf.model_config()
     params = hf.random_params(model)
     write_hf(hf.MemorySource(params), model, str(tmp_path))
@@ -82,13 +84,13 @@ def test_an_exchanged_matrix_is_noticed(tmp_path) -> None:
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("shards", ["5GB", "40KB"])
-def test_what_transformers_wrote_reads_exactly(tmp_path, dtype, shards) -> None:
+def test_a_folder_of_transformers_is_read_exactly(tmp_path, dtype, shards) -> None:
     model = hf.model_config()
-    theirs = hf.their_model(tmp_path, model, dtype=dtype, max_shard_size=shards)
+    saved = hf.their_model(tmp_path, model, dtype=dtype, max_shard_size=shards)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shards == "40KB")
     source = HFSource(str(tmp_path), model)
     found = hf.read_all(source)
-    state = {name: hf.to_numpy(tensor) for name, tensor in theirs.state_dict().items()}
+    state = {name: hf.to_numpy(tensor) for name, tensor in saved.state_dict().items()}
     assert all(info.dtype == DTYPES[dtype] for info in source.tensors.values())
     np.testing.assert_array_equal(
         found["params/blocks/ff/in/w"][2], state["transformer.h.2.mlp.fc_in.weight"].T
@@ -97,7 +99,7 @@ def test_what_transformers_wrote_reads_exactly(tmp_path, dtype, shards) -> None:
     np.testing.assert_array_equal(found["params/embed/tokens/w"][:131], state["transformer.wte.weight"])
     assert not found["params/embed/tokens/w"][131:].any()
     assert not found["params/embed/tokens/b"].any()
-    # in float32, whatever they are stored in: both compute from the same numbers
+    # both programs compute in float32 from the same stored values
     x = tokens(model)
     np.testing.assert_allclose(
         hf.our_logits(model, hf.to_tree(found), x), hf.their_logits(tmp_path, x), rtol=0, atol=TOLERANCE
@@ -105,22 +107,22 @@ def test_what_transformers_wrote_reads_exactly(tmp_path, dtype, shards) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_a_round_trip_gives_back_every_bit(tmp_path, dtype) -> None:
+def test_a_round_trip_keeps_every_bit(tmp_path, dtype) -> None:
     model = hf.model_config()
-    hf.their_model(tmp_path / "theirs", model, dtype=dtype)
-    theirs = HFSource(str(tmp_path / "theirs"))
-    write_hf(theirs, model, str(tmp_path / "ours"), shard_bytes=30_000)
-    ours = HFSource(str(tmp_path / "ours"), model)
-    assert_same(hf.read_all(ours), hf.read_all(theirs))
-    old = read_header(str(tmp_path / "theirs/model.safetensors"))
-    index = json.loads((tmp_path / "ours/model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == old.keys()
+    hf.their_model(tmp_path / "saved", model, dtype=dtype)
+    source = HFSource(str(tmp_path / "saved"))
+    write_hf(source, model, str(tmp_path / "written"), shard_bytes=30_000)
+    found = HFSource(str(tmp_path / "written"), model)
+    assert_same(hf.read_all(found), hf.read_all(source))
+    header = read_header(str(tmp_path / "saved/model.safetensors"))
+    index = json.loads((tmp_path / "written/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == header.keys()
     assert index["metadata"]["total_size"] == sum(
-        t.dtype.itemsize * int(np.prod(t.shape)) for t in old.values()
+        t.dtype.itemsize * int(np.prod(t.shape)) for t in header.values()
     )
 
 
-def test_a_negative_zero_survives_where_there_is_no_bias(tmp_path) -> None:
+def test_negative_zeros_are_kept_if_the_bias_is_zero(tmp_path) -> None:
     model = hf.model_config()
     params = hf.random_params(model)
     params["embed"]["tokens"]["b"][:] = 0
@@ -139,7 +141,8 @@ def test_dtypes_are_rounded_once(tmp_path, stored, dtype) -> None:
     expected = hf.read_all(source)
     bias = expected.pop("params/embed/tokens/b").astype(np.float32)
     rows = expected["params/embed/tokens/w"]
-    folded = rows[: model.n_vocab].astype(np.float32) + bias  # in float32, before it is rounded
+    # the sum is computed in float32 and then rounded
+    folded = rows[: model.n_vocab].astype(np.float32) + bias
     expected["params/embed/tokens/w"] = np.concatenate([folded, np.zeros_like(folded, shape=(256 - 131, 48))])
     found = hf.read_all(HFSource(str(tmp_path), model))
     assert not found.pop("params/embed/tokens/b").any()
@@ -157,8 +160,9 @@ def test_a_value_too_large_for_float16_is_refused(tmp_path) -> None:
     write_hf(source, model, str(tmp_path / "whole"), dtype=np.dtype(ml_dtypes.bfloat16))
 
 
-def test_slices_are_those_of_the_whole(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mesh_transformer.checkpoint.tensors.ROW_BLOCK_BYTES", 100)  # a few rows at a time
+def test_slices_equal_parts_of_the_whole(tmp_path, monkeypatch) -> None:
+    # blocks of a few rows
+    monkeypatch.setattr("mesh_transformer.checkpoint.tensors.ROW_BLOCK_BYTES", 100)
     model = hf.model_config()
     hf.their_model(tmp_path, model)
     source = HFSource(str(tmp_path))
@@ -175,7 +179,7 @@ def test_slices_are_those_of_the_whole(tmp_path, monkeypatch) -> None:
 
 
 def test_a_matrix_is_read_once_for_all_its_columns(gcs) -> None:
-    """Our rows are their columns: a form that is written row by row asks for some after the others."""
+    """Rows of the parameter are columns of the matrix in the file, and a writer requests them in order."""
     model = hf.model_config()
     write_hf(hf.MemorySource(hf.random_params(model)), model, "gs://bucket/hf")
     source = HFSource("gs://bucket/hf")
@@ -189,7 +193,7 @@ def test_a_matrix_is_read_once_for_all_its_columns(gcs) -> None:
     assert gcs.bytes_read - before == 48 * 131 * 4 + 3 * 48 * 192 * 4
 
 
-def test_bands_of_a_matrix_take_its_size_and_no_more(tmp_path, monkeypatch) -> None:
+def test_slices_of_a_matrix_need_no_more_memory_than_the_matrix(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("mesh_transformer.checkpoint.tensors.ROW_BLOCK_BYTES", 10_000)
     model = hf.model_config(n_vocab=5000)
     write_hf(hf.MemorySource(hf.random_params(model)), model, str(tmp_path))
@@ -201,24 +205,25 @@ def test_bands_of_a_matrix_take_its_size_and_no_more(tmp_path, monkeypatch) -> N
     del whole
     tracemalloc.reset_peak()
     for row in range(48):
-        source.read("params/head/logits/w", (slice(row, row + 1), hf.ALL))  # 20 kB of all of their rows
+        # 20 kB from all rows of the matrix in the file
+        source.read("params/head/logits/w", (slice(row, row + 1), hf.ALL))
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert matrix <= kept <= peak < matrix + limit
 
 
-def test_a_matrix_beyond_the_bound_is_not_held(tmp_path, monkeypatch) -> None:
+def test_a_matrix_over_the_limit_is_not_cached(tmp_path, monkeypatch) -> None:
     model = hf.model_config()
     write_hf(hf.MemorySource(hf.random_params(model)), model, str(tmp_path))
     expected = hf.read_all(HFSource(str(tmp_path)))["params/head/logits/w"]
-    held = "mesh_transformer.checkpoint.hf.source.CACHE_BYTES"
-    for limit, is_held in ((model.n_vocab * 48 * 4, True), (model.n_vocab * 48 * 4 - 1, False)):
-        monkeypatch.setattr(held, limit)
+    limit_name = "mesh_transformer.checkpoint.hf.source.CACHE_BYTES"
+    for limit, is_cached in ((model.n_vocab * 48 * 4, True), (model.n_vocab * 48 * 4 - 1, False)):
+        monkeypatch.setattr(limit_name, limit)
         source = HFSource(str(tmp_path))
         np.testing.assert_array_equal(
             source.read("params/head/logits/w", (slice(0, 5), hf.ALL)), expected[:5]
         )
-        assert (source._cached is not None) == is_held
+        assert (source._cached is not None) == is_cached
 
 
 def test_blocks_are_small(tmp_path, monkeypatch) -> None:
@@ -231,14 +236,15 @@ def test_blocks_are_small(tmp_path, monkeypatch) -> None:
     written: list[int] = []
     write_hf(source, model, str(tmp_path / "blocks"), progress=written.append)
     assert max(source.read_bytes) <= 1000
-    assert max(written) == 192 * 4  # one of their longest rows
+    # one of the longest rows
+    assert max(written) == 192 * 4
     assert sum(written) == hf_write.n_bytes(model, np.dtype(np.float32))
     assert (tmp_path / "blocks/model.safetensors").read_bytes() == (
         tmp_path / "whole/model.safetensors"
     ).read_bytes()
 
 
-def test_the_safetensors_library_reads_our_files(tmp_path) -> None:
+def test_the_safetensors_library_reads_written_files(tmp_path) -> None:
     from safetensors import safe_open
 
     model = hf.model_config()
@@ -254,15 +260,15 @@ def test_the_safetensors_library_reads_our_files(tmp_path) -> None:
 
 def test_another_model_is_refused(tmp_path) -> None:
     model = hf.model_config()
-    hf.their_model(tmp_path / "theirs", model)
+    hf.their_model(tmp_path / "saved", model)
     with pytest.raises(
         UserError, match=r"(?s)model.layers: the config has 4, the checkpoint 3.*pe_rotary_dims"
     ):
-        HFSource(str(tmp_path / "theirs"), hf.model_config(layers=4, pe_rotary_dims=8))
+        HFSource(str(tmp_path / "saved"), hf.model_config(layers=4, pe_rotary_dims=8))
     with pytest.raises(
         UserError, match=r"params/embed/tokens/w: expected shape \(384, 48\), found \(256, 48\)"
     ):
-        write_hf(HFSource(str(tmp_path / "theirs")), hf.model_config(n_vocab=300), str(tmp_path / "new"))
+        write_hf(HFSource(str(tmp_path / "saved")), hf.model_config(n_vocab=300), str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 
 
@@ -274,7 +280,7 @@ def test_another_model_is_refused(tmp_path) -> None:
         ({"d_head": 8}, "model.n_heads 3 x model.d_head 8 is not model.d_model 48"),
     ],
 )
-def test_models_that_they_cannot_compute_are_refused(tmp_path, values, reason) -> None:
+def test_models_that_transformers_does_not_support_are_refused(tmp_path, values, reason) -> None:
     model = hf.model_config(**values)
     with pytest.raises(UserError, match=reason):
         write_hf(hf.MemorySource(hf.random_params(model)), model, str(tmp_path / "new"))
@@ -282,7 +288,7 @@ def test_models_that_they_cannot_compute_are_refused(tmp_path, values, reason) -
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_head_is_the_table_of_embeddings(tmp_path, tied) -> None:
+def test_a_tied_head_is_the_embedding_matrix(tmp_path, tied) -> None:
     model = hf.model_config()
     hf.their_model(tmp_path, model, tied=tied)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -290,14 +296,15 @@ def test_a_tied_head_is_the_table_of_embeddings(tmp_path, tied) -> None:
     assert ("lm_head.weight" not in read_header(str(tmp_path / "model.safetensors"))) == tied
     found = hf.read_all(HFSource(str(tmp_path)))
     same = np.array_equal(found["params/head/logits/w"], found["params/embed/tokens/w"].T)
-    assert same == tied  # a head that is there counts, whatever config.json says, as in transformers
+    # as in transformers, a stored head is used even if config.json ties it
+    assert same == tied
     x = tokens(model)
     np.testing.assert_allclose(
         hf.our_logits(model, hf.to_tree(found), x), hf.their_logits(tmp_path, x), rtol=0, atol=TOLERANCE
     )
 
 
-def test_a_tied_head_that_is_stored_too_is_passed_over(tmp_path) -> None:
+def test_a_stored_copy_of_a_tied_head_is_ignored(tmp_path) -> None:
     model = gpt_neox.Config(layers=1, d_model=16, n_heads=2, n_vocab=17, seq=9, tied_head=True)
     params = hf.random_params(model)
     write_hf(hf.MemorySource(params), model, str(tmp_path))
@@ -306,7 +313,8 @@ def test_a_tied_head_that_is_stored_too_is_passed_over(tmp_path) -> None:
     head = tensors["gpt_neox.embed_in.weight"].copy()
     safetensors.numpy.save_file({**tensors, "embed_out.weight": head}, path, metadata={"format": "pt"})
     assert_same(hf.read_all(HFSource(str(tmp_path))), hf.read_all(hf.MemorySource(params)))
-    head[3, 5] += 1  # transformers does not tie these two
+    # transformers does not tie a head that differs from the embedding
+    head[3, 5] += 1
     safetensors.numpy.save_file({**tensors, "embed_out.weight": head}, path, metadata={"format": "pt"})
     with pytest.raises(UserError, match="embed_out.weight differs from gpt_neox.embed_in.weight"):
         hf.read_all(HFSource(str(tmp_path)))

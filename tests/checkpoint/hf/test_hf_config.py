@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face GPT-J, both ways."""
+"""config.json of a Hugging Face GPT-J, read and written."""
 
 import json
 
@@ -19,21 +19,21 @@ def read(tmp_path, text):
 
 
 @pytest.mark.parametrize("values", [{}, {"d_ff": 50}, {"n_vocab": 50400}])
-def test_ours_theirs_and_back(tmp_path, values) -> None:
+def test_round_trip(tmp_path, values) -> None:
     model = hf.model_config(**values)
     found = read(tmp_path, config_json(model, np.dtype(np.float32)))
     assert found == model
 
 
-def test_transformers_reads_what_we_write(tmp_path) -> None:
+def test_transformers_reads_the_written_config(tmp_path) -> None:
     from transformers import AutoConfig, GenerationConfig
 
     model = hf.model_config(d_ff=50)
     (tmp_path / "config.json").write_text(
         json.dumps(config_json(model, np.dtype(np.float16), end_of_text=130))
     )
-    theirs = AutoConfig.from_pretrained(tmp_path)
-    assert type(theirs).__name__ == "GPTJConfig"
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config).__name__ == "GPTJConfig"
     names = (
         "n_layer",
         "n_embd",
@@ -44,28 +44,32 @@ def test_transformers_reads_what_we_write(tmp_path) -> None:
         "rotary_dim",
         "eos_token_id",
     )
-    assert [getattr(theirs, name) for name in names] == [3, 48, 3, 50, 131, 24, 6, 130]
-    assert str(theirs.dtype) == "torch.float16"
-    assert not theirs.tie_word_embeddings
-    assert GenerationConfig.from_model_config(theirs).eos_token_id == 130
+    assert [getattr(config, name) for name in names] == [3, 48, 3, 50, 131, 24, 6, 130]
+    assert str(config.dtype) == "torch.float16"
+    assert not config.tie_word_embeddings
+    assert GenerationConfig.from_model_config(config).eos_token_id == 130
 
 
 @pytest.mark.parametrize(
     ("values", "end_of_text", "expected"),
     [({}, None, None), ({"n_vocab": 50257}, None, 50256), ({"n_vocab": 50400}, 7, 7)],
 )
-def test_the_end_of_a_text(values, end_of_text, expected) -> None:
+def test_the_end_of_text_token(values, end_of_text, expected) -> None:
     found = config_json(hf.model_config(**values), np.dtype(np.float32), end_of_text)
     assert found["eos_token_id"] == found["bos_token_id"] == expected
 
 
-def test_what_transformers_leaves_out_has_its_defaults(tmp_path) -> None:
+def test_missing_keys_have_the_defaults_of_transformers(tmp_path) -> None:
     from transformers import GPTJConfig
 
-    found, theirs = read(tmp_path, {"model_type": "gptj"}), GPTJConfig()
-    assert (found.layers, found.d_model, found.n_heads) == (theirs.n_layer, theirs.n_embd, theirs.n_head)
-    assert (found.n_vocab, found.seq) == (theirs.vocab_size, theirs.n_positions)
-    assert (found.pe_rotary_dims, found.d_ff) == (theirs.rotary_dim, 4 * theirs.n_embd)
+    found, expected = read(tmp_path, {"model_type": "gptj"}), GPTJConfig()
+    assert (found.layers, found.d_model, found.n_heads) == (
+        expected.n_layer,
+        expected.n_embd,
+        expected.n_head,
+    )
+    assert (found.n_vocab, found.seq) == (expected.vocab_size, expected.n_positions)
+    assert (found.pe_rotary_dims, found.d_ff) == (expected.rotary_dim, 4 * expected.n_embd)
 
 
 def test_aliases_are_read(tmp_path) -> None:
@@ -95,7 +99,7 @@ def test_aliases_are_read(tmp_path) -> None:
         ({"quantization_config": {"bits": 8}}, "quantized"),
     ],
 )
-def test_what_we_do_not_compute_is_refused(tmp_path, values, reason) -> None:
+def test_unsupported_models_are_refused(tmp_path, values, reason) -> None:
     read(tmp_path, GOOD)
     with pytest.raises(UserError, match=f"config.json: .*{reason}"):
         read(tmp_path, {**GOOD, **values})
@@ -113,20 +117,21 @@ def test_what_we_do_not_compute_is_refused(tmp_path, values, reason) -> None:
         ("num_hidden_layers", 2**31 - 1),
     ],
 )
-def test_numbers_that_no_model_has_are_refused(tmp_path, name, value) -> None:
+def test_numbers_out_of_range_are_refused(tmp_path, name, value) -> None:
     read(tmp_path, {"model_type": "gpt_neox"})
     with pytest.raises(UserError, match="config.json: .*(number above 0|less than or equal)"):
         read(tmp_path, {"model_type": "gpt_neox", name: value})
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": NaN}', '{"a": 1, "a": 2}', "[" * 100_000])
-def test_a_config_that_is_no_json_object_is_refused(tmp_path, text) -> None:
+def test_a_config_that_is_not_a_json_object_is_refused(tmp_path, text) -> None:
     with pytest.raises(UserError, match="config.json"):
         read(tmp_path, text)
 
 
-def test_a_huge_config_is_refused(tmp_path) -> None:
+def test_a_large_config_is_refused(tmp_path) -> None:
     with open(tmp_path / "config.json", "wb") as file:
-        file.truncate(1 << 40)  # a sparse file
+        # a sparse file
+        file.truncate(1 << 40)
     with pytest.raises(UserError, match="is over 16777216 bytes"):
         read_model(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Hugging Face folders from strangers: damaged, incomplete, or leading elsewhere."""
+"""Hugging Face folders from untrusted sources: damaged, incomplete, or with paths outside the folder."""
 
 import json
 import shutil
@@ -21,8 +21,8 @@ from mesh_transformer.errors import UserError
 
 MODEL = hf.model_config(layers=2, d_model=12, n_vocab=7, vocab_multiple=8, seq=8, pe_rotary_dims=4)
 INDEX = "model.safetensors.index.json"
-# Opening and reading MODEL takes under 0.3 MB; a size taken from a file unchecked would soon be over this.
-MOST_BYTES = 4 << 20
+# A read of MODEL allocates under 0.3 MB; an allocation of an unchecked size from a file would exceed this limit.
+LIMIT_BYTES = 4 << 20
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in shards."""
+    """The same model in shards."""
     folder = tmp_path_factory.mktemp("sharded")
     write_hf(hf.MemorySource(hf.random_params(MODEL)), MODEL, str(folder), shard_bytes=5_000)
     assert len(list(folder.glob("*.safetensors"))) > 2
@@ -51,7 +51,7 @@ def edit_json(path: Path, **values: Any) -> None:
 
 
 def edit_header(path: Path, change: Any) -> None:
-    """Rewrite the header of a safetensors file; the data stays."""
+    """Rewrite the header of a safetensors file and keep the data."""
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -81,16 +81,17 @@ def refused(folder: Path, match: str, model: Any = MODEL) -> None:
         "x\0.safetensors",
     ],
 )
-def test_an_index_cannot_lead_out_of_the_folder(sharded, tmp_path, shard) -> None:
+def test_an_index_cannot_name_files_outside_the_folder(sharded, tmp_path, shard) -> None:
     folder = copy(sharded, tmp_path)
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     name, file = next(iter(weight_map.items()))
-    shutil.copy(folder / file, tmp_path / file)  # it would be found
+    # the file exists at the path outside the folder
+    shutil.copy(folder / file, tmp_path / file)
     edit_json(folder / INDEX, weight_map={**weight_map, name: str(shard).format(file) if shard else shard})
     refused(folder, "names the shard")
 
 
-def test_an_index_that_does_not_fit_its_shards_is_refused(sharded, tmp_path) -> None:
+def test_an_index_that_does_not_match_its_shards_is_refused(sharded, tmp_path) -> None:
     folder = copy(sharded, tmp_path)
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     files = sorted(set(weight_map.values()))
@@ -135,14 +136,14 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(sharded, tmp_path) -> 
         ),
     ],
 )
-def test_a_header_that_lies_is_refused(whole, tmp_path, change, match) -> None:
+def test_a_wrong_header_is_refused(whole, tmp_path, change, match) -> None:
     folder = copy(whole, tmp_path)
     edit_header(folder / "model.safetensors", change)
     refused(folder, match)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 8, 100, -1])
-def test_a_file_cut_short_is_refused(whole, tmp_path, keep) -> None:
+def test_a_truncated_file_is_refused(whole, tmp_path, keep) -> None:
     folder = copy(whole, tmp_path)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
@@ -150,15 +151,15 @@ def test_a_file_cut_short_is_refused(whole, tmp_path, keep) -> None:
 
 
 @pytest.mark.parametrize("length", [MAX_HEADER_BYTES + 1, 2**63, 2**64 - 1])
-def test_an_absurd_header_length_is_refused(whole, tmp_path, length) -> None:
+def test_a_header_length_beyond_the_file_is_refused(whole, tmp_path, length) -> None:
     folder = copy(whole, tmp_path)
     path = folder / "model.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + path.read_bytes()[8:])
     refused(folder, "cannot hold a header")
 
 
-def test_a_long_header_takes_no_memory(tmp_path) -> None:
-    """Empty lists take 31 times their text once they are parsed."""
+def test_a_long_header_is_refused_before_it_is_parsed(tmp_path) -> None:
+    """Parsed empty lists take 31 times the memory of their text."""
     path = tmp_path / "model.safetensors"
     header = b'{"a": [' + b"[]," * (MAX_HEADER_BYTES // 3) + b"[]]}"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -171,7 +172,7 @@ def test_a_long_header_takes_no_memory(tmp_path) -> None:
         tracemalloc.stop()
 
 
-def test_a_file_that_shrinks_later_is_damage(whole, tmp_path) -> None:
+def test_a_file_that_shrinks_after_it_is_opened_is_damage(whole, tmp_path) -> None:
     folder = copy(whole, tmp_path)
     source = HFSource(str(folder))
     path = folder / "model.safetensors"
@@ -201,11 +202,12 @@ def test_layers_of_different_dtypes_are_refused(tmp_path) -> None:
     tensors["transformer.h.0.ln_1.bias"] = tensors["transformer.h.0.ln_1.bias"].to(torch.float16)
     save_file(tensors, tmp_path / "model.safetensors")
     found = HFSource(str(tmp_path)).tensors
-    assert found["params/blocks/norm/offset"].dtype == np.float16  # all layers alike: tensors may differ
+    # a tensor has one dtype in all layers, and tensors may differ
+    assert found["params/blocks/norm/offset"].dtype == np.float16
     assert found["params/blocks/norm/scale"].dtype == np.float32
 
 
-def test_tensors_that_are_not_gptj_are_refused_and_old_buffers_passed_over(tmp_path) -> None:
+def test_unknown_tensors_are_refused_and_old_buffers_ignored(tmp_path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -224,10 +226,10 @@ def test_tensors_that_are_not_gptj_are_refused_and_old_buffers_passed_over(tmp_p
 
 @st.composite
 def mutations(draw: st.DrawFn, size: int) -> list[tuple[str, int, int]]:
-    """Bytes set, inserted or cut, mostly in the first 3000 of `size`: the header."""
-    place = st.one_of(st.integers(0, min(size, 3000) - 1), st.integers(0, size - 1))
+    """Edits that set, insert or delete bytes, mostly in the header, in the first 3000 of `size` bytes."""
+    position = st.one_of(st.integers(0, min(size, 3000) - 1), st.integers(0, size - 1))
     kind = st.sampled_from(["set", "set", "digit", "insert", "cut"])
-    return draw(st.lists(st.tuples(kind, place, st.integers(0, 255)), min_size=1, max_size=3))
+    return draw(st.lists(st.tuples(kind, position, st.integers(0, 255)), min_size=1, max_size=3))
 
 
 def mutate(raw: bytes, edits: list[tuple[str, int, int]]) -> bytes:
@@ -235,7 +237,8 @@ def mutate(raw: bytes, edits: list[tuple[str, int, int]]) -> bytes:
     for kind, at, value in edits:
         if kind == "set":
             data[at : at + 1] = bytes([value])
-        elif kind == "digit":  # the edit that keeps JSON valid
+        # an edit that keeps JSON valid
+        elif kind == "digit":
             digits = [i for i in range(at, min(at + 60, len(data))) if 48 <= data[i] <= 57]
             data[slice(digits[0], digits[0] + 1) if digits else slice(0, 0)] = b"%d" % (value % 10)
         elif kind == "insert":
@@ -248,18 +251,18 @@ def mutate(raw: bytes, edits: list[tuple[str, int, int]]) -> bytes:
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 @settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_mutation_is_read_alike_or_refused(whole, tmp_path, name, data) -> None:
+def test_any_mutation_is_read_equal_or_refused(whole, tmp_path, name, data) -> None:
     _check_mutation(whole, tmp_path, name, data)
 
 
 @settings(max_examples=100, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_mutation_of_an_index_is_read_alike_or_refused(sharded, tmp_path, data) -> None:
+def test_any_mutation_of_an_index_is_read_equal_or_refused(sharded, tmp_path, data) -> None:
     _check_mutation(sharded, tmp_path, INDEX, data)
 
 
 def _check_mutation(folder: Path, tmp_path: Path, name: str, data: st.DataObject) -> None:
-    """Data bytes carry no checksum in this format: there the values may differ, but in those places alone."""
+    """The format has no checksum of the data: values may differ, but only where bytes of the data were changed."""
     raw = (folder / name).read_bytes()
     edited = mutate(raw, data.draw(mutations(len(raw))))
     shutil.copytree(folder, tmp_path / "copy", dirs_exist_ok=True)
@@ -272,7 +275,7 @@ def _check_mutation(folder: Path, tmp_path: Path, name: str, data: st.DataObject
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < MOST_BYTES
+        assert peak < LIMIT_BYTES
     expected = hf.read_all(HFSource(str(folder), MODEL))
     changed = sum(
         int((found[n].view(np.uint8) != array.view(np.uint8)).sum()) for n, array in expected.items()

@@ -1,4 +1,4 @@
-"""pytorch_model.bin, whole and in shards."""
+"""pytorch_model.bin, in one file and in shards."""
 
 import io
 import json
@@ -27,7 +27,7 @@ MODEL = hf.model_config(layers=2, d_model=12, n_vocab=7, vocab_multiple=8, seq=8
 
 
 def write_bin(folder: Path, dtype: str = "float32", shards: int = 1) -> dict[str, torch.Tensor]:
-    """A folder as transformers wrote it before safetensors, with the buffers of that time."""
+    """Write a folder as transformers did before safetensors, with the buffers of those versions."""
     state = dict(hf.their_model(folder, MODEL, dtype=dtype).state_dict())
     (folder / "model.safetensors").unlink()
     for layer in range(MODEL.layers):
@@ -49,12 +49,12 @@ def test_values_are_those_of_torch(tmp_path, dtype, shards) -> None:
     state = write_bin(tmp_path, dtype, shards)
     source = HFSource(str(tmp_path), MODEL)
     found = hf.read_all(source)
-    for name, theirs in [("attention/o/w", "attn.out_proj.weight"), ("ff/in/b", "mlp.fc_in.bias")]:
+    for name, module in [("attention/o/w", "attn.out_proj.weight"), ("ff/in/b", "mlp.fc_in.bias")]:
         for layer in range(MODEL.layers):
-            expected = hf.to_numpy(state[f"transformer.h.{layer}.{theirs}"])
-            ours = found[f"params/blocks/{name}"][layer]
-            assert ours.dtype == expected.dtype
-            assert np.ascontiguousarray(ours.T).tobytes() == np.ascontiguousarray(expected).tobytes()
+            expected = hf.to_numpy(state[f"transformer.h.{layer}.{module}"])
+            parameter = found[f"params/blocks/{name}"][layer]
+            assert parameter.dtype == expected.dtype
+            assert np.ascontiguousarray(parameter.T).tobytes() == np.ascontiguousarray(expected).tobytes()
     index = (slice(3, 9), slice(2, 8))
     np.testing.assert_array_equal(
         source.read("params/head/logits/w", index), found["params/head/logits/w"][index]
@@ -71,17 +71,19 @@ def test_safetensors_are_preferred(tmp_path) -> None:
 
 
 class Malice:
-    """Unpickling it would write to standard output."""
+    """An object that writes to standard output when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return print, ("executed",)
 
 
-@pytest.mark.parametrize(("protocol", "what"), [(2, "names"), (4, "has the instruction STACK_GLOBAL")])
-def test_a_pickle_that_calls_something_is_refused_unread(tmp_path, capsys, protocol, what) -> None:
+@pytest.mark.parametrize(("protocol", "reason"), [(2, "names"), (4, "has the instruction STACK_GLOBAL")])
+def test_a_pickle_that_calls_a_function_is_refused_without_the_call(
+    tmp_path, capsys, protocol, reason
+) -> None:
     write_bin(tmp_path)
     torch.save({"a": Malice()}, tmp_path / "pytorch_model.bin", pickle_protocol=protocol)
-    with pytest.raises(UserError, match=f"is not a plain dictionary of tensors: its pickle {what}"):
+    with pytest.raises(UserError, match=f"is not a plain dictionary of tensors: its pickle {reason}"):
         HFSource(str(tmp_path))
     assert "executed" not in capsys.readouterr().out
 
@@ -122,14 +124,14 @@ def other_contents() -> list[tuple[str, Any, str]]:
 
 
 @pytest.mark.parametrize(("content", "reason"), [c[1:] for c in other_contents()])
-def test_what_is_no_dictionary_of_whole_tensors_is_refused(tmp_path, content, reason) -> None:
+def test_other_contents_than_a_dictionary_of_tensors_are_refused(tmp_path, content, reason) -> None:
     write_bin(tmp_path)
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=reason):
         HFSource(str(tmp_path))
 
 
-def test_files_that_are_no_archives_are_refused(tmp_path) -> None:
+def test_files_that_are_not_archives_are_refused(tmp_path) -> None:
     state = write_bin(tmp_path)
     path = tmp_path / "pytorch_model.bin"
     torch.save(state, path, _use_new_zipfile_serialization=False)
@@ -149,7 +151,7 @@ def test_files_that_are_no_archives_are_refused(tmp_path) -> None:
         HFSource(str(tmp_path))
 
 
-def test_it_is_read_without_torch(tmp_path) -> None:
+def test_a_file_is_read_without_torch(tmp_path) -> None:
     write_bin(tmp_path)
     code = (
         "import importlib.abc, sys\n"
@@ -204,7 +206,8 @@ def test_every_kind_and_layout_that_torch_writes(tmp_path) -> None:
 
 def test_a_module_with_its_versions(tmp_path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
-    torch.save(module.state_dict(), tmp_path / "x.bin")  # an OrderedDict with the attribute _metadata
+    # the state is an OrderedDict with the attribute _metadata
+    torch.save(module.state_dict(), tmp_path / "x.bin")
     found = read_tensors(str(tmp_path / "x.bin"))
     np.testing.assert_array_equal(
         found["0.weight"].read((slice(None),) * 2), module[0].weight.detach().numpy()
@@ -228,8 +231,8 @@ TENSOR = (
         (b"}X\x01\x00\x00\x00a" + TENSOR.replace(b"FloatS", b"QInt8S") + b"s.", "QInt8Storage' is not supported"),
         (b"}.", "data/0 belongs to no tensor"),
         (b"}(" + b")" + b"2\x86" * 60 + TENSOR + b"u.", "has the instruction DUP"),
-        (b"})" + b"q\x00h\x00\x86" * 60 + TENSOR + b"s.", "a tensor's name is a tuple"),  # to hash it takes for ever
-        (b"}r\xff\xff\xff\xff.", "belongs to no tensor"),  # pickle makes room for 2**32 places there
+        (b"})" + b"q\x00h\x00\x86" * 60 + TENSOR + b"s.", "a tensor's name is a tuple"),  # its hash takes forever
+        (b"}r\xff\xff\xff\xff.", "belongs to no tensor"),  # pickle allocates 2**32 memo entries for it
         (b"]q\x00h\x00a.", "holds a list"),
         (b"ccollections\nOrderedDict\n(K\x01tR.", "calls 'collections OrderedDict'"),
         (b"K\x01K\x01R.", "a call of an object that is not a function"),
@@ -276,12 +279,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tail=st.sampled_from([0, 0, 0, 1, 200]),
 )
 def test_any_mutation_is_read_or_refused(folder, edits, tail) -> None:
-    """The sums of an archive are not compared: a changed byte of data may go unnoticed; nothing else may."""
+    """The CRCs of an archive are not compared, so a changed byte of data can go unnoticed, but no other change."""
     path = folder / "pytorch_model.bin"
     raw = path.read_bytes()
     data = bytearray(raw)
-    for place, value in edits:
-        data[min(int(place * len(data)), len(data) - 1)] = value
+    for position, value in edits:
+        data[min(int(position * len(data)), len(data) - 1)] = value
     path.write_bytes(data[: len(data) - tail])
     try:
         found = hf.read_all(HFSource(str(folder), MODEL))

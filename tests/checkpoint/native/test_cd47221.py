@@ -1,4 +1,4 @@
-"""Files of the version that had Adam's state by its position: read by name, and gone on with."""
+"""Files of a version that stored Adam's state by position: they are read by name, and a run resumes from them."""
 
 import hashlib
 import json
@@ -17,15 +17,15 @@ from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import slots
 
 HERE = Path(__file__).parent / "cd47221"
-NOW = {"opt_state/1/count": "opt_state/count", "opt_state/3/count": "opt_state/schedule"}
+CURRENT_NAMES = {"opt_state/1/count": "opt_state/count", "opt_state/3/count": "opt_state/schedule"}
 
 
-def named_now(name: str) -> str:
-    return NOW.get(name, name.replace("opt_state/1/", "opt_state/"))
+def current_name(name: str) -> str:
+    return CURRENT_NAMES.get(name, name.replace("opt_state/1/", "opt_state/"))
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-def test_a_run_goes_on_from_a_file_of_cd47221(tmp_path: Path, moments: str) -> None:
+def test_a_run_resumes_from_a_file_of_cd47221(tmp_path: Path, moments: str) -> None:
     expected: dict[str, Any] = json.loads((HERE / "expected.json").read_text())[moments]
     with tarfile.open(HERE / "checkpoints.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
@@ -34,7 +34,7 @@ def test_a_run_goes_on_from_a_file_of_cd47221(tmp_path: Path, moments: str) -> N
     found = store.restore(run.abstract_state)
     assert found is not None
     hashes = {n: hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for n, x in flatten(found.state).items()}
-    assert hashes == {named_now(name): value for name, value in expected["arrays"].items()}
+    assert hashes == {current_name(name): value for name, value in expected["arrays"].items()}
     source = NativeSource(f"{root}/step_2")
     assert slots(source) == {"mu", "nu"}
     assert source.counts == (2, 2, 2)

@@ -1,4 +1,4 @@
-"""What only a checksum can tell: tensors whose layers were exchanged, and steps with the plain sums of earlier versions."""
+"""Damage that only a checksum detects: exchanged layers. Also steps with the plain checksums of earlier versions."""
 
 import json
 import zlib
@@ -31,13 +31,13 @@ def state(run: TrainProgram) -> TrainState:
     return run.init(jax.random.key(3))
 
 
-def in_our_names(state: TrainState) -> ArraySource:
+def as_source(state: TrainState) -> ArraySource:
     leaves = flatten({"params": state.params, "mu": state.opt_state["mu"], "nu": state.opt_state["nu"]})
     return ArraySource({name: np.asarray(leaf) for name, leaf in leaves.items()}, Counts(0, 0, 0))
 
 
 def exchange_layers(folder: str, key: str) -> None:
-    """Write the layers 1 and 2 of a tensor the other way round, as its file's own checksums allow."""
+    """Exchange layers 1 and 2 of a tensor, with valid checksums of the file format."""
     spec = {"driver": "zarr", "kvstore": {**ocdbt(f"{folder}/state"), "path": f"{key}/"}}
     array = ts.open(spec, open=True).result()
     first, second = array[1].read().result(), array[2].read().result()
@@ -48,7 +48,7 @@ def exchange_layers(folder: str, key: str) -> None:
 
 def save(state: TrainState, root: Path, writer: str) -> str:
     if writer == "conversion":
-        return write_native(in_our_names(state), str(root))
+        return write_native(as_source(state), str(root))
     store = CheckpointStore(str(root))
     store.save(0, state, {})
     store.close()
@@ -56,7 +56,7 @@ def save(state: TrainState, root: Path, writer: str) -> str:
 
 
 @pytest.mark.parametrize("writer", ["store", "conversion"])
-def test_layers_that_were_exchanged_are_told(
+def test_exchanged_layers_are_detected(
     tmp_path: Path, run: TrainProgram, state: TrainState, writer: str
 ) -> None:
     folder = save(state, tmp_path, writer)
@@ -71,8 +71,8 @@ def test_layers_that_were_exchanged_are_told(
         CheckpointStore(str(tmp_path), read_only=True).restore(run.abstract_state)
 
 
-def as_before_weights(folder: str) -> None:
-    """Give a step the manifest of an earlier version: plain sums of bits, and no word of their kind."""
+def give_plain_checksums(folder: str) -> None:
+    """Replace the manifest by one of an earlier version: plain sums of bits, without the kind of the checksums."""
     source = NativeSource(folder)
     body = json.loads((Path(folder) / "manifest/metadata").read_text())["body"]
     del body["checksums"]
@@ -84,12 +84,12 @@ def as_before_weights(folder: str) -> None:
 
 
 @pytest.mark.parametrize("writer", ["store", "conversion"])
-def test_plain_checksums_are_compared_as_before(
+def test_plain_checksums_are_still_compared(
     tmp_path: Path, run: TrainProgram, state: TrainState, writer: str
 ) -> None:
     folder = save(state, tmp_path, writer)
-    as_before_weights(folder)
-    source, expected = NativeSource(folder), in_our_names(state)
+    give_plain_checksums(folder)
+    source, expected = NativeSource(folder), as_source(state)
     for name, info in expected.tensors.items():
         whole = (slice(None),) * len(info.shape)
         np.testing.assert_array_equal(source.read(name, whole), expected.read(name, whole), err_msg=name)

@@ -1,4 +1,4 @@
-"""Checksums and the manifest's own form."""
+"""Checksums, and the encoding of the manifest."""
 
 import itertools
 import json
@@ -29,7 +29,8 @@ def test_checksums_do_not_depend_on_the_mesh() -> None:
 def test_any_flipped_bit_changes_the_checksum(dtype: Any) -> None:
     good = np.arange(6).astype(dtype)
     expected = manifests.describe({"x": good}, {})
-    manifests.verify(expected, {"x": expected.checksum(good, (0,))})  # on the host as on the devices
+    # the host and the devices compute the same checksum
+    manifests.verify(expected, {"x": expected.checksum(good, (0,))})
     bits = 1 if dtype == jnp.bool_ else 8 * good.dtype.itemsize
     for bit in range(bits):
         bad = good.copy()
@@ -49,7 +50,7 @@ def exchanged(array: np.ndarray, axis: int, one: int, other: int) -> np.ndarray:
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["layers", "rows", "columns"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
 def test_an_exchange_changes_the_checksum(dtype: Any, axis: int) -> None:
-    """Sizes and distances are powers of two, where weights that only count up would lose most of a difference's bits."""
+    """Sizes and distances are powers of two, for which weights 1, 2, 3, ... would lose most bits of a difference."""
     good = np.random.default_rng(0).standard_normal((16, 32, 64)).astype(dtype)
     expected = manifests.describe({"x": good}, {})
     for one, other in [(0, 1), (0, 8), (3, 7)]:
@@ -59,7 +60,7 @@ def test_an_exchange_changes_the_checksum(dtype: Any, axis: int) -> None:
 
 
 def test_an_exchange_of_ones_and_zeros_changes_the_checksum() -> None:
-    """In float32 they differ in their highest bits alone, of which most weights would keep one or two."""
+    """In float32 they differ only in their highest bits, and most weights would keep one or two of these."""
     good = np.random.default_rng(0).integers(0, 2, (16, 8, 8)).astype(np.float32)
     expected = manifests.describe({"x": good}, {})
     found = [
@@ -74,12 +75,12 @@ def test_an_exchange_of_ones_and_zeros_changes_the_checksum() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "uint16", "int8", "bool"])
 def test_the_checksums_of_parts_add_up(dtype: str, shape: tuple[int, ...]) -> None:
     whole = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
-    spans = [[slice(0, n // 3), slice(n // 3, n)] for n in shape]
+    slices = [[slice(0, n // 3), slice(n // 3, n)] for n in shape]
     for kind in (manifests.WEIGHTED, manifests.PLAIN):
         manifest = manifests.Manifest({}, {}, kind)
         parts = [
-            manifest.checksum(whole[place], [part.start for part in place])
-            for place in itertools.product(*spans)
+            manifest.checksum(whole[index], [part.start for part in index])
+            for index in itertools.product(*slices)
         ]
         assert sum(parts) % 2**32 == manifest.checksum(whole, (0,) * whole.ndim)
 
