@@ -42,7 +42,7 @@ def test_slim_model(run, arguments, folder, dtype):
 
 
 def test_slim_model_of_a_native_run(run):
-    """One step of several, in the config's number of shards."""
+    """Of one step of several, in the config's number of shards."""
     for step in (7, 9):
         source = RandomSource(model_config(), full=True, seed=step)
         source.counts = source.counts._replace(step=step)
@@ -58,7 +58,7 @@ def test_slim_model_of_a_native_run(run):
         assert (array == expected[name].astype(ml_dtypes.bfloat16)).all(), name
 
 
-def test_slim_model_leaves_what_is_there(run):
+def test_slim_model_does_not_change_existing_output(run):
     (run / "run_slim/step_7").mkdir(parents=True)
     (run / "run_slim/step_7/notes").write_text("mine")
     _, errors = commands.run("slim_model.py", "--config", "config.json", cwd=run, code=2)
@@ -77,7 +77,7 @@ def test_slim_model_without_that_step(run):
     assert "Traceback" not in errors
 
 
-def test_resharding_there_and_back(run):
+def test_resharding_round_trip(run):
     arguments = ["--config", "config.json", "--ckpt"]
     commands.run(
         "resharding_example.py", *arguments, "run", "--shards-out", "1", "--out", "one/step_7", cwd=run

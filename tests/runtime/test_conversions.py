@@ -1,4 +1,4 @@
-"""Each command that writes a checkpoint: stopped and killed in mid-write, repeated, through the faults of a bucket."""
+"""Each command that writes a checkpoint, interrupted and killed during the write, repeated, and with faults of a bucket."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def in_bfloat16(arrays: Arrays) -> Arrays:
 
 
 def with_bias_in_table(arrays: Arrays) -> Arrays:
-    """GPTJForCausalLM has no bias on its embedding: it is added to the rows of the vocabulary."""
+    """Add the bias of the embedding, which GPTJForCausalLM does not have, to the rows of its matrix."""
     table, bias = "params/embed/tokens/w", "params/embed/tokens/b"
     added = (
         arrays[table] + np.where(np.arange(len(arrays[table])) < MODEL.n_vocab, 1, 0)[:, None] * arrays[bias]
@@ -46,7 +46,7 @@ def with_bias_in_table(arrays: Arrays) -> Arrays:
 
 
 class Command(NamedTuple):
-    """A command line, the step or folder that it writes, and what must be in that, of what is in the sources."""
+    """A command line, the path that it writes, and a function from the arrays of the source to the expected arrays."""
 
     line: str
     target: str
@@ -81,8 +81,8 @@ COMMANDS = {
 SLIM = Command("slim_model.py --config config.json", "run_slim/step_7", in_bfloat16)
 
 
-class Place:
-    """A working folder, and a bucket `models` with one model in all forms: run (classic, full), native (full) and hf."""
+class Workspace:
+    """A working folder, and a bucket `models` with one model in all formats: run (classic, full), native (full) and hf."""
 
     def __init__(self, gcs: GcsServer, folder: Path, sources: Path) -> None:
         self.gcs, self.folder = gcs, folder
@@ -93,7 +93,7 @@ class Place:
                 gcs.put("models", path.relative_to(sources).as_posix(), path.read_bytes())
 
     def written(self) -> set[str]:
-        """The files of a command, local ones and those in the bucket."""
+        """The files that a command has written, local ones and those in the bucket."""
         local = {
             path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()
         }
@@ -104,8 +104,8 @@ class Place:
         program, *arguments = command.line.format(output).split()
         return commands.start(program, *arguments, cwd=self.folder, **self.gcs.environment())
 
-    def signal_in_mid_write(self, command: Command, number: signal.Signals, code: int) -> str:
-        """Start the command; once something is written no request is answered until the signal was sent."""
+    def signal_during_write(self, command: Command, number: signal.Signals, code: int) -> str:
+        """Start the command and send a signal during the write: the bucket answers no request until the signal is sent."""
         writing, sent = threading.Event(), threading.Event()
 
         def gate() -> None:
@@ -125,7 +125,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Arrays]:
-    """The three forms in a folder, and the values in them."""
+    """A folder with one model in the three formats, and its arrays."""
     folder = tmp_path_factory.mktemp("sources")
     source = RandomSource(MODEL, full=True)
     write_classic(source, MODEL, str(folder / "run/step_7"), 2)
@@ -136,26 +136,26 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Arrays]:
 
 
 @pytest.fixture
-def load(sources: tuple[Path, Arrays], tmp_path: Path) -> Iterator[Place]:
+def load(sources: tuple[Path, Arrays], tmp_path: Path) -> Iterator[Workspace]:
     with GcsServer() as gcs:
-        yield Place(gcs, tmp_path, sources[0])
+        yield Workspace(gcs, tmp_path, sources[0])
 
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Tests that run in the background of a shell ignore Ctrl-C, and so would their children."""
+    """Restore the handler of SIGINT, which is ignored in the background of a shell and in child processes."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def assert_written(place: Place, command: Command, arrays: Arrays, copy: Path) -> None:
-    """The target holds what it must and lies, with meta.json beside a classic step, alone."""
-    names = place.written()
+def assert_written(workspace: Workspace, command: Command, arrays: Arrays, copy: Path) -> None:
+    """The target has the expected arrays, and nothing else was written but the meta.json of a classic step."""
+    names = workspace.written()
     classic = any("/shard_0/" in name for name in names)
-    beside = {name for name in names if not name.startswith(f"{command.target}/")}
-    assert beside == ({f"{command.target.split('/')[0]}/meta.json"} if classic else set())
-    for name, content in place.gcs.objects("models").items():
+    other_files = {name for name in names if not name.startswith(f"{command.target}/")}
+    assert other_files == ({f"{command.target.split('/')[0]}/meta.json"} if classic else set())
+    for name, content in workspace.gcs.objects("models").items():
         if name in names:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes(content)
@@ -167,33 +167,35 @@ def assert_written(place: Place, command: Command, arrays: Arrays, copy: Path) -
 
 
 @pytest.mark.parametrize("name", ["slim", *COMMANDS])
-def test_stopped_killed_and_repeated(
-    place: Place, sources: tuple[Path, Arrays], interruptible: None, name: str
+def test_a_command_is_interrupted_killed_and_repeated(
+    workspace: Workspace, sources: tuple[Path, Arrays], interruptible: None, name: str
 ) -> None:
     command = {"slim": SLIM, **COMMANDS}[name]
-    errors = place.signal_in_mid_write(command, signal.SIGINT, 130)
+    errors = workspace.signal_during_write(command, signal.SIGINT, 130)
     assert errors.splitlines()[-1] == "interrupted"
     assert "Traceback" not in errors
-    assert place.written() == set()
+    assert workspace.written() == set()
 
-    place.signal_in_mid_write(command, signal.SIGKILL, -signal.SIGKILL)
-    assert place.written()
-    assert all("mtj-partial/" in name for name in place.written())
+    workspace.signal_during_write(command, signal.SIGKILL, -signal.SIGKILL)
+    assert workspace.written()
+    assert all("mtj-partial/" in name for name in workspace.written())
 
-    place.gcs.fail(503, method="GET", path="alt=media")
-    place.gcs.fail(HALF, method="GET", path="alt=media")
-    _, errors = commands.finish(place.start(command, ""))
-    assert not any(fault.times for fault in place.gcs.faults)
+    workspace.gcs.fail(503, method="GET", path="alt=media")
+    workspace.gcs.fail(HALF, method="GET", path="alt=media")
+    _, errors = commands.finish(workspace.start(command, ""))
+    assert not any(fault.times for fault in workspace.gcs.faults)
     assert "interrupted" in errors
     assert re.search(r" \d+/\d+  rate \d+ MB/s  eta ", errors)
-    assert_written(place, command, sources[1], place.folder)
+    assert_written(workspace, command, sources[1], workspace.folder)
 
 
 @pytest.mark.parametrize("name", ["slim", *COMMANDS])
-def test_written_to_a_bucket_through_faults(place: Place, sources: tuple[Path, Arrays], name: str) -> None:
+def test_a_command_writes_to_a_bucket_with_faults(
+    workspace: Workspace, sources: tuple[Path, Arrays], name: str
+) -> None:
     command = {"slim": SLIM, **COMMANDS}[name]
-    place.gcs.fail(503, method="POST|PUT", path="/upload/")
-    place.gcs.fail(CUT, method="POST|PUT", path="/upload/")
-    commands.finish(place.start(command, "gs://models/"))
-    assert not any(fault.times for fault in place.gcs.faults)
-    assert_written(place, command, sources[1], place.folder)
+    workspace.gcs.fail(503, method="POST|PUT", path="/upload/")
+    workspace.gcs.fail(CUT, method="POST|PUT", path="/upload/")
+    commands.finish(workspace.start(command, "gs://models/"))
+    assert not any(fault.times for fault in workspace.gcs.faults)
+    assert_written(workspace, command, sources[1], workspace.folder)

@@ -13,19 +13,20 @@ from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.checkpoint.open import Format, open_source
 from mesh_transformer.runtime import convert
 
+# some megabytes, so that the commands log their progress
 SIZES = {
     **hf.ODD,
     "d_model": 192,
     "n_heads": 4,
     "n_vocab": 132,
-}  # some megabytes, so that there is progress to show
+}
 MODEL = hf.model_config(**SIZES)
 CONFIG = {"model": SIZES, "data": {"tokenizer": "gpt2"}}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with config.json (ours) and `hf`, a random model as a Hugging Face folder."""
+    """A folder with config.json, a config of this program, and `hf`, a random model as a Hugging Face folder."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     write_hf(hf.MemorySource(hf.random_params(MODEL)), MODEL, str(tmp_path / "hf"))
     return tmp_path
@@ -36,11 +37,11 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def assert_same_weights(found: Path | str, expected: Path | str) -> None:
-    ours, theirs = (hf.read_all(open_source(str(path), MODEL)) for path in (found, expected))
-    assert ours.keys() == theirs.keys()
-    for name, array in theirs.items():
-        assert ours[name].dtype == array.dtype
-        np.testing.assert_array_equal(ours[name], array, err_msg=name)
+    actual, wanted = (hf.read_all(open_source(str(path), MODEL)) for path in (found, expected))
+    assert actual.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert actual[name].dtype == array.dtype
+        np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
 
 def from_hf(cwd: Path, *arguments: str, code: int = 0) -> str:
@@ -53,37 +54,37 @@ def to_hf(cwd: Path, *arguments: str, code: int = 0) -> str:
 
 
 @pytest.mark.parametrize("format", ["native", "classic"])
-def test_there_and_back(folder, format) -> None:
+def test_round_trip_of_a_folder(folder, format) -> None:
     output = "run/step_0" if format == "classic" else "run"
     more = ["--format", format] + (["--shards", "4"] if format == "classic" else [])
-    told = from_hf(folder, "--input", "hf", "--output-path", output, *more)
-    assert "MB/s" in told
+    log = from_hf(folder, "--input", "hf", "--output-path", output, *more)
+    assert "MB/s" in log
     assert_same_weights(folder / "run/step_0", folder / "hf")
     if format == "classic":
         assert len(list((folder / "run/step_0").glob("shard_*/*.npz"))) == 4 * 16
         assert json.loads((folder / "run/meta.json").read_text())["checkpoints"] == [0]
     else:
         assert_same_weights(folder / "run", folder / "hf")
-    told = to_hf(folder, "--input-ckpt", "run/step_0", "--output-path", "back", "--dtype", "fp32")
-    assert "MB/s" in told
+    log = to_hf(folder, "--input-ckpt", "run/step_0", "--output-path", "back", "--dtype", "fp32")
+    assert "MB/s" in log
     assert tree(folder / "back") == tree(folder / "hf")
 
 
 def test_a_run_is_written_in_half_precision_unless_a_dtype_is_given(folder) -> None:
-    """And the original's --cpu and --debug are taken."""
+    """The original program's options --cpu and --debug are accepted."""
     convert.from_hf(str(folder / "hf"), str(folder / "run"), format=Format.NATIVE)
-    told = to_hf(folder, "--input-ckpt", "run", "--output-path", "half", "--cpu", "--debug")
+    log = to_hf(folder, "--input-ckpt", "run", "--output-path", "half", "--cpu", "--debug")
     assert (
         "the weights are written in float16, the default for a native checkpoint; choose another with --dtype"
-        in told
+        in log
     )
-    assert "lm_head.weight (132, 192) float16, from params/head/logits/w" in told
+    assert "lm_head.weight (132, 192) float16, from params/head/logits/w" in log
     half, whole = (hf.read_all(HFSource(str(folder / name))) for name in ("half", "hf"))
     for name, array in whole.items():
         np.testing.assert_array_equal(half[name], array.astype(np.float16), err_msg=name)
-    told = to_hf(folder, "--input-ckpt", "hf", "--output-path", "same")
-    assert "the weights are written in float32, the stored dtype; choose another with --dtype" in told
-    assert "from params/" not in told
+    log = to_hf(folder, "--input-ckpt", "hf", "--output-path", "same")
+    assert "the weights are written in float32, the stored dtype; choose another with --dtype" in log
+    assert "from params/" not in log
     assert tree(folder / "same") == tree(folder / "hf")
 
 
@@ -109,7 +110,7 @@ def test_dtype_and_tokenizer(folder, texts) -> None:
     hf.their_logits(folder / "new", np.array([[1, 2]]))
 
 
-def test_what_is_there_is_left_alone(folder) -> None:
+def test_existing_output_is_not_changed(folder) -> None:
     for name in ("run/step_0", "back"):
         (folder / name).mkdir(parents=True)
         (folder / name / "mine").write_text("mine")

@@ -1,4 +1,4 @@
-"""The commands with native steps that a conversion wrote, and with damaged steps."""
+"""The commands with native steps that a conversion wrote, and with damaged ones."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def test_a_flipped_bit_is_not_converted(tmp_path: Path) -> None:
 
 
 def classic_run(folder: Path, original: Path) -> dict[str, np.ndarray]:
-    """`config.json` and the data of the golden run, and `run`: its step 5 converted to native. Returns the next step."""
+    """Write config.json and the data of the golden run, and `run`, its step 5 converted to native; return the next step."""
     config = json.loads((original / "configs/tiny_mp8.json").read_text())
     data = {"train_set": "text.tfrecords", "val_set": {}, "model_dir": "run", "total_steps": 6}
     (folder / "config.json").write_text(json.dumps({**config, **data}))
@@ -53,10 +53,11 @@ def classic_run(folder: Path, original: Path) -> dict[str, np.ndarray]:
     return {key: golden[1][key] for key in ("tokens", "loss")}
 
 
-def test_a_run_of_2021_that_was_converted_goes_on(tmp_path: Path, original: Path) -> None:
-    """The next step has the same loss as in the original program, so parameters, moments, schedule and data are right."""
+def test_a_converted_run_of_2021_resumes(tmp_path: Path, original: Path) -> None:
+    """The next step has the original's loss, so parameters, moments, schedule and data position are right."""
     expected = classic_run(tmp_path, original)
-    start = ["--tune-model-path", "old"]  # ignored after the start
+    # ignored when a run resumes
+    start = ["--tune-model-path", "old"]
     _, errors = run("device_train.py", "--config", "config.json", *start, cwd=tmp_path, devices=8)
     assert "resuming this run: --tune-model-path was used at its start" in errors
     (record,) = metrics(tmp_path / "run")
@@ -68,7 +69,7 @@ def test_a_run_of_2021_that_was_converted_goes_on(tmp_path: Path, original: Path
     assert state.extra["counters"] == {"tokens": 6 * tokens_per_step, "steps_redone": 0}
 
 
-def test_a_classic_run_tells_that_tune_model_path_is_not_read(tmp_path: Path, original: Path) -> None:
+def test_a_classic_run_logs_that_tune_model_path_is_not_read(tmp_path: Path, original: Path) -> None:
     classic_run(tmp_path, original)
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "old").rename(tmp_path / "run")
@@ -78,7 +79,7 @@ def test_a_classic_run_tells_that_tune_model_path_is_not_read(tmp_path: Path, or
     assert "the run is complete: step 5 of 5" in errors
 
 
-def test_parameters_alone_are_no_run(tmp_path: Path) -> None:
+def test_a_run_does_not_resume_from_parameters_without_moments(tmp_path: Path) -> None:
     config = write_run(tmp_path)
     write_native(RandomSource(load_config(str(config)).model, full=False), str(tmp_path / "run"))
     before = sorted((tmp_path / "run").rglob("*"))
@@ -87,5 +88,5 @@ def test_parameters_alone_are_no_run(tmp_path: Path) -> None:
     assert "--tune-model-path" in errors
     assert "another checkpoint.model_dir" in errors
     assert "Traceback" not in errors
-    ours = {"run_id", "run.lock"}
-    assert sorted(path for path in (tmp_path / "run").rglob("*") if path.name not in ours) == before
+    own_files = {"run_id", "run.lock"}
+    assert sorted(path for path in (tmp_path / "run").rglob("*") if path.name not in own_files) == before

@@ -1,4 +1,4 @@
-"""resharding_example.py: what it refuses before it writes, and the completion by what it wrote."""
+"""resharding_example.py: refused arguments, and completion of a prompt with the result."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,8 @@ BYTES = "data.tokenizer=bytes"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """config.json, and one model as run/step_7 (classic, two shards, full) and native/step_7."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logs, "set_up", lambda: None)  # the test session keeps its own handlers
+    # keeps the log handlers of the test session
+    monkeypatch.setattr(logs, "set_up", lambda: None)
     model = model_config(**SIZES)
     source = RandomSource(model, full=True)
     write_classic(source, model, "run/step_7", 2)
@@ -62,7 +63,7 @@ def test_refused_before_anything_is_written(
     folder: Path, arguments: dict[str, Any], overrides: list[str], message: str
 ) -> None:
     before = sorted(folder.rglob("*"))
-    asked = {
+    defaults = {
         "checkpoint": "run",
         "shards_out": None,
         "output": "out",
@@ -70,7 +71,7 @@ def test_refused_before_anything_is_written(
         "prompt": None,
     }
     with pytest.raises(UserError, match=message):
-        reshard("config.json", overrides, **{**asked, **arguments})
+        reshard("config.json", overrides, **{**defaults, **arguments})
     assert sorted(folder.rglob("*")) == before
 
 
@@ -91,8 +92,8 @@ def test_a_prompt_needs_as_many_devices_as_shards(folder: Path, monkeypatch: pyt
     assert not (folder / "out").exists()
 
 
-def test_there_and_back_is_the_same(folder: Path) -> None:
-    """Classic in two shards to native, and back, with moments and counts; the shards are those of the config."""
+def test_a_round_trip_is_equal(folder: Path) -> None:
+    """Classic in two shards to native and back, with moments and counts. The config sets the number of shards."""
     for checkpoint, out, format in (("run", "new", Format.NATIVE), ("new", "back/step_7", Format.CLASSIC)):
         reshard(
             "config.json", [], checkpoint=checkpoint, shards_out=None, output=out, format=format, prompt=None

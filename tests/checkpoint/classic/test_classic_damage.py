@@ -150,16 +150,17 @@ def test_a_large_compressed_array_is_read_in_blocks(tmp_path, order):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found.tobytes() == values.tobytes()
-    assert peak < 2 * values.nbytes + (3 << 20)  # the values, the array they are copied to, and some pieces
+    # the values, the array that they are copied to, and some blocks
+    assert peak < 2 * values.nbytes + (3 << 20)
 
 
-def test_an_array_that_compresses_as_far_as_deflate_can_is_read(tmp_path):
+def test_an_array_with_the_maximal_compression_is_read(tmp_path):
     assert len(compressed(tmp_path / "x.npz", np.zeros(BIG, np.float32))) < 8000
     assert not read(tmp_path / "x.npz").any()
 
 
 def edited(content: bytes, **values: int) -> bytes:
-    """The directory's only entry with another size or CRC."""
+    """Change the size or the CRC in the only entry of the directory."""
     at, data = content.rindex(b"PK\x01\x02"), bytearray(content)
     for name, value in values.items():
         struct.pack_into("<I", data, at + {"crc": 16, "size": 24}[name], value)
@@ -167,7 +168,7 @@ def edited(content: bytes, **values: int) -> bytes:
 
 
 def misannounced(path: Path, announced: bytes, contained: bytes) -> Path:
-    """An archive whose directory has the size and the CRC of something else than it contains."""
+    """Write an archive whose directory has the size and the CRC of other contents."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("arr_0.npy", contained)
     path.write_bytes(edited(path.read_bytes(), size=len(announced), crc=zlib.crc32(announced)))
@@ -180,8 +181,8 @@ def npy(values: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def test_what_inflates_to_more_than_announced_is_refused(tmp_path):
-    """Even where the CRC is that of the announced part; and the rest is not inflated to find out."""
+def test_data_that_inflates_to_more_than_declared_is_refused(tmp_path):
+    """Refused even if the CRC is that of the declared part, and without inflating the rest."""
     announced = npy(np.zeros(2048, np.float32))
     path = misannounced(tmp_path / "bomb.npz", announced, announced + bytes(64 << 20))
     tracemalloc.start()
@@ -192,13 +193,13 @@ def test_what_inflates_to_more_than_announced_is_refused(tmp_path):
     assert peak < LIMIT_BYTES
 
 
-def test_what_inflates_to_less_than_announced_is_refused(tmp_path):
+def test_data_that_inflates_to_less_than_declared_is_refused(tmp_path):
     announced = npy(np.random.default_rng(0).normal(size=100).astype(np.float32))
     with pytest.raises(UserError, match="4 of 528 declared bytes are missing"):
         read(misannounced(tmp_path / "short.npz", announced, announced[:-4]))
 
 
-def test_a_size_that_no_compression_reaches_is_refused_before_anything_is_inflated(tmp_path):
+def test_an_impossible_compression_is_refused_before_anything_is_inflated(tmp_path):
     content = compressed(tmp_path / "x.npz", np.zeros(BIG, np.float32))
     (tmp_path / "x.npz").write_bytes(edited(content, size=0xFFFFFFF0))
     with pytest.raises(UserError, match="4294967280 bytes declared, .*its sizes are wrong"):

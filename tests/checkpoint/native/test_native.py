@@ -1,4 +1,4 @@
-"""The native form read and written in slices, and its agreement with CheckpointStore."""
+"""The native format read and written in slices, and its compatibility with CheckpointStore."""
 
 import math
 import shutil
@@ -27,7 +27,7 @@ from mesh_transformer.train.step import TrainProgram, TrainState
 
 
 class ArraySource:
-    """Arrays in memory as a checkpoint, in the dtypes that they have."""
+    """Arrays in memory as a checkpoint source, in their own dtypes."""
 
     where, extra = "memory", {"config": {"a": 1}}
 
@@ -57,14 +57,14 @@ def state(run: TrainProgram) -> TrainState:
     return fresh._replace(step=fresh.step + 5, opt_state=jax.tree.unflatten(tree, moved))
 
 
-def ours(state: TrainState) -> ArraySource:
-    """The state under the names that all forms share."""
+def as_source(state: TrainState) -> ArraySource:
+    """The state as a `TensorSource`."""
     adam = state.opt_state
     named = manifests.flatten({"params": state.params, "mu": adam["mu"], "nu": adam["nu"]})
     return ArraySource({name: np.asarray(x) for name, x in named.items()}, Counts(5, 5, 5))
 
 
-def everything(source) -> dict[str, np.ndarray]:
+def read_all(source) -> dict[str, np.ndarray]:
     return {
         name: source.read(name, (slice(None),) * len(info.shape)) for name, info in source.tensors.items()
     }
@@ -77,38 +77,41 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-def test_what_the_store_saved_is_read_by_name(tmp_path: Path, state: TrainState) -> None:
+def test_a_saved_step_is_read_by_name(tmp_path: Path, state: TrainState) -> None:
     store = CheckpointStore(str(tmp_path))
     store.save(5, state, {"tokens": 7})
     store.close()
     source = NativeSource(str(tmp_path / "step_5"))
     assert source.counts == Counts(5, 5, 5)
     assert source.extra == {"tokens": 7}
-    expected = ours(state)
-    assert_same(everything(source), expected.arrays)
+    expected = as_source(state)
+    assert_same(read_all(source), expected.arrays)
     part = (slice(1, 3), slice(7, 20), slice(0, 64))
     np.testing.assert_array_equal(
         source.read("nu/blocks/ff/in/w", part), expected.arrays["nu/blocks/ff/in/w"][part]
     )
 
 
-def test_what_is_written_is_restored_whole(tmp_path: Path, run: TrainProgram, state: TrainState) -> None:
-    folder = write_native(ours(state), str(tmp_path))
+def test_a_written_step_is_restored(tmp_path: Path, run: TrainProgram, state: TrainState) -> None:
+    folder = write_native(as_source(state), str(tmp_path))
     assert folder == str(tmp_path / "step_5")
     found = CheckpointStore(str(tmp_path), read_only=True).restore(run.abstract_state)
     assert found is not None
     assert (found.step, found.extra) == (5, {"config": {"a": 1}})
     jax.tree.map(np.testing.assert_array_equal, found.state, state)
-    assert_same(everything(NativeSource(folder)), ours(state).arrays)
-    store = CheckpointStore(str(tmp_path))  # and a run goes on from it
+    assert_same(read_all(NativeSource(folder)), as_source(state).arrays)
+    # a run can resume from it
+    store = CheckpointStore(str(tmp_path))
     store.save(6, found.state, {})
     store.close()
     assert store.steps() == [6]
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-def test_a_slim_one_is_restored_in_float32_on_another_mesh(tmp_path: Path, state: TrainState, dtype) -> None:
-    source = ours(state)
+def test_parameters_in_half_precision_are_restored_in_float32_on_another_mesh(
+    tmp_path: Path, state: TrainState, dtype
+) -> None:
+    source = as_source(state)
     params = {name: x.astype(dtype) for name, x in source.arrays.items() if name.startswith("params/")}
     write_native(ArraySource(params, Counts(9)), str(tmp_path))
     on = program(TINY, "mesh.tp=4", "mesh.fsdp=2", devices=8)
@@ -129,7 +132,7 @@ SHAPES = [(), (7,), (0, 3), (3, 5), (3, 40, 11), (2, 300, 70), (1, 1, 1), (2, 2,
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("chunk_bytes", [4, 200, 3000, 10**6])
-def test_pieces_are_whole_chunks_and_cover_the_tensor_once(
+def test_blocks_are_whole_chunks_and_cover_the_tensor_once(
     shape: tuple[int, ...], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "CHUNK_BYTES", chunk_bytes)
@@ -147,8 +150,8 @@ def test_pieces_are_whole_chunks_and_cover_the_tensor_once(
         assert (seen == 1).all()
 
 
-def test_pieces_of_a_part() -> None:
-    """Of rows 3 to 9 and columns 5 to 20 in chunks of 4 x 8: rows of chunks 0 to 2, columns 0 to 2."""
+def test_blocks_of_a_slice() -> None:
+    """Rows 3 to 9 and columns 5 to 20 in chunks of 4 x 8 overlap 3 x 3 chunks."""
     found = list(blocks([range(3, 10), range(5, 21)], (4, 8), 1, limit=96))
     assert found == [(slice(3, 4), slice(5, 21)), (slice(4, 8), slice(5, 21)), (slice(8, 10), slice(5, 21))]
     single = list(blocks([range(3, 10), range(5, 21)], (4, 8), 1, limit=1))
@@ -163,8 +166,10 @@ def test_pieces_of_a_part() -> None:
 @pytest.mark.parametrize(
     ("shape", "parts"),
     [
-        ((28, 4096, 16384), (1, 1, 8)),  # columns over eight devices
-        ((28, 16384, 4096), (1, 8, 1)),  # rows
+        # columns split over eight devices
+        ((28, 4096, 16384), (1, 1, 8)),
+        # rows split over eight devices
+        ((28, 16384, 4096), (1, 8, 1)),
         ((28, 4096, 4096), (1, 8, 1)),
         ((28, 4096, 4096), (1, 1, 8)),
         ((50432, 4096), (8, 1)),
@@ -174,7 +179,7 @@ def test_pieces_of_a_part() -> None:
 def test_a_slice_for_one_of_eight_devices_touches_few_other_bytes(
     shape: tuple[int, ...], parts: tuple[int, ...]
 ) -> None:
-    """The tensors of the 6B model: at most twice the slice is read, and the rows of a chunk fit a piece."""
+    """For the 6B model, at most twice the bytes of the slice are read, and a row of chunks fits in one block."""
     chunk = chunk_shape(TensorInfo(shape, np.dtype(np.float32)))
     wanted = [n // p for n, p in zip(shape, parts, strict=True)]
     touched = [-(-n // c) * c for n, c in zip(wanted, chunk, strict=True)]
@@ -182,47 +187,48 @@ def test_a_slice_for_one_of_eight_devices_touches_few_other_bytes(
     assert chunk[-2] * shape[-1] * 4 <= 16 << 20
 
 
-def test_a_tensor_in_many_pieces(
+def test_a_tensor_in_many_blocks(
     tmp_path: Path, run: TrainProgram, state: TrainState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(native, "WRITE_BLOCK_BYTES", 3000)
-    write_native(ours(state), str(tmp_path))
+    write_native(as_source(state), str(tmp_path))
     found = CheckpointStore(str(tmp_path), read_only=True).restore(run.abstract_state)
-    assert found is not None  # its checksums were those of the whole tensors
+    # the checksums of the blocks add up to those of the whole tensors
+    assert found is not None
     jax.tree.map(np.testing.assert_array_equal, found.state.params, state.params)
 
 
-def test_a_target_that_is_there_stays(tmp_path: Path, state: TrainState) -> None:
+def test_an_existing_step_is_not_replaced(tmp_path: Path, state: TrainState) -> None:
     (tmp_path / "step_5").mkdir()
     (tmp_path / "step_5/mine").write_text("mine")
     with pytest.raises(UserError, match="step_5 exists already"):
-        write_native(ours(state), str(tmp_path))
+        write_native(as_source(state), str(tmp_path))
     assert [path.name for path in tmp_path.rglob("*")] == ["step_5", "mine"]
-    write_native(ours(state), str(tmp_path), overwrite=True)
+    write_native(as_source(state), str(tmp_path), overwrite=True)
     assert not (tmp_path / "step_5/mine").exists()
 
 
-def test_a_source_that_breaks_leaves_nothing(tmp_path: Path, state: TrainState) -> None:
+def test_a_failing_source_leaves_nothing(tmp_path: Path, state: TrainState) -> None:
     class Broken(ArraySource):
         def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
             if name.startswith("nu/head"):
                 raise DamagedCheckpoint("7.npz ends early")
             return super().read(name, index)
 
-    whole = ours(state)
+    whole = as_source(state)
     with pytest.raises(UserError, match="7.npz ends early"):
         write_native(Broken(whole.arrays, whole.counts), str(tmp_path / "run"))
     assert not list((tmp_path / "run").glob("*"))
 
 
-def test_a_damaged_step_is_told(tmp_path: Path, state: TrainState) -> None:
-    folder = Path(write_native(ours(state), str(tmp_path)))
+def test_a_damaged_step_is_reported(tmp_path: Path, state: TrainState) -> None:
+    folder = Path(write_native(as_source(state), str(tmp_path)))
     data = max((folder / "state/d").iterdir(), key=lambda path: path.stat().st_size)
     copy = shutil.copytree(folder, tmp_path / "copy")
     data.unlink()
     with pytest.raises(DamagedCheckpoint, match="step_5: .*/w: "):
-        everything(NativeSource(str(folder)))
+        read_all(NativeSource(str(folder)))
     manifest = copy / "manifest/metadata"
     manifest.write_text(manifest.read_text()[:-40])
     with pytest.raises(DamagedCheckpoint, match="the manifest of .*copy"):
@@ -233,9 +239,9 @@ def test_a_damaged_step_is_told(tmp_path: Path, state: TrainState) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_bucket(gcs: GcsServer, run: TrainProgram, state: TrainState, status: int) -> None:
     gcs.fail(status, method="POST|PUT", path="state", times=2)
-    write_native(ours(state), "gs://bucket/run")
+    write_native(as_source(state), "gs://bucket/run")
     gcs.fail(status, method="GET", path="state/", times=2)
-    assert_same(everything(NativeSource("gs://bucket/run/step_5")), ours(state).arrays)
+    assert_same(read_all(NativeSource("gs://bucket/run/step_5")), as_source(state).arrays)
     store = CheckpointStore("gs://bucket/run", read_only=True)
     assert store.steps() == [5]
     found = store.restore(run.abstract_state)
@@ -244,27 +250,28 @@ def test_a_bucket(gcs: GcsServer, run: TrainProgram, state: TrainState, status: 
     assert [fault for fault in gcs.faults if fault.times] == []
 
 
-def test_a_bucket_that_was_cut_off_before_its_marker(
+def test_a_write_to_a_bucket_that_is_killed_before_its_marker(
     gcs: GcsServer, state: TrainState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(path: str, content: bytes) -> None:
         if path.endswith(COMMIT_MARKER):
             raise KeyboardInterrupt
-        honest(path, content)
+        original(path, content)
 
-    honest = files.replace
+    original = files.replace
     monkeypatch.setattr(files, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        write_native(ours(state), "gs://bucket/run")
+        write_native(as_source(state), "gs://bucket/run")
     assert "run/step_5/manifest/metadata" in gcs.objects("bucket")
     assert CheckpointStore("gs://bucket/run", read_only=True).steps() == []
     monkeypatch.undo()
-    with pytest.raises(UserError, match="step_5 exists already"):  # what the first run wrote is finished
-        write_native(ours(state), "gs://bucket/run")
+    # the next run first completes the work of the first one
+    with pytest.raises(UserError, match="step_5 exists already"):
+        write_native(as_source(state), "gs://bucket/run")
     assert CheckpointStore("gs://bucket/run", read_only=True).steps() == [5]
-    assert_same(everything(NativeSource("gs://bucket/run/step_5")), ours(state).arrays)
-    write_native(ours(state), "gs://bucket/run", overwrite=True)
-    assert_same(everything(NativeSource("gs://bucket/run/step_5")), ours(state).arrays)
+    assert_same(read_all(NativeSource("gs://bucket/run/step_5")), as_source(state).arrays)
+    write_native(as_source(state), "gs://bucket/run", overwrite=True)
+    assert_same(read_all(NativeSource("gs://bucket/run/step_5")), as_source(state).arrays)
     assert {name.split("/")[1] for name in gcs.objects("bucket")} == {"step_5"}
 
 
@@ -287,7 +294,7 @@ write_native(Slow(), sys.argv[1])
 
 
 def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
-    """Killed twice, each time one tensor later; the next run starts anew and ends with the same."""
+    """After two kills, the second one tensor later, the next run starts again and writes a complete step."""
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     for tensors in (2, 3):
         with subprocess.Popen([*command, "0.2"], stdout=subprocess.PIPE, text=True, cwd=REPO) as child:
@@ -298,7 +305,7 @@ def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
         assert CheckpointStore(str(tmp_path), read_only=True).steps() == []
     subprocess.run([*command, "0"], check=True, cwd=REPO, stdout=subprocess.DEVNULL)
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
-    found = everything(NativeSource(str(tmp_path / "step_1")))
+    found = read_all(NativeSource(str(tmp_path / "step_1")))
     assert found.keys() == {f"params/blocks/{n}/w" for n in "abcdef"}
     assert all((array == ord(name[-3])).all() and array.shape == (3, 64, 64) for name, array in found.items())
 
@@ -323,9 +330,9 @@ print(peak_mib() - before)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells of memory")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the memory from /proc")
 def test_writing_holds_few_slices(tmp_path: Path) -> None:
-    """576 MiB in pieces of 16 MiB: two are held at a time, and TensorStore's chunks; measured 90 MiB."""
+    """576 MiB in blocks of 16 MiB: memory for two blocks and TensorStore's chunks, measured as 90 MiB."""
     result = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path)],
         cwd=REPO,

@@ -1,4 +1,4 @@
-"""Whatever is done to a native step, it loads to equal values or is refused: no crash, no hang, no huge allocation."""
+"""A changed native step loads with equal values or is refused, without a crash, a hang or a large allocation."""
 
 import json
 import shutil
@@ -19,7 +19,8 @@ from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.errors import UserError
 
-LIMIT_BYTES = 4 << 20  # the whole checkpoint has 200 kB
+# the whole checkpoint has 200 kB
+LIMIT_BYTES = 4 << 20
 LIMIT_S = 5.0
 
 SPECIAL = [
@@ -30,7 +31,7 @@ SPECIAL = [
 
 
 def paths(document: Any, found: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The place of everything in a JSON document but the document itself."""
+    """The paths of all values in a JSON document."""
     inside = document.items() if isinstance(document, dict) else enumerate(document)
     steps = [(*found, key) for key, _ in inside]
     values = [value for _, value in (document.items() if isinstance(document, dict) else enumerate(document))]
@@ -54,7 +55,7 @@ def read_all(folder: Path) -> dict[str, Any]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What is read of a folder that may be damaged; nothing if it is refused. Neither may cost much."""
+    """The values read from a folder that may be damaged, or {} if it is refused, within limits of time and memory."""
     began = time.monotonic()
     tracemalloc.start()
     try:
@@ -79,8 +80,9 @@ def put(document: Any, path: tuple[Any, ...], value: Any) -> None:
 def test_another_manifest_with_the_right_crc(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
     expected = read_all(whole)
     body = json.loads((whole / "manifest/metadata").read_text())["body"]
-    places = data.draw(st.lists(st.sampled_from(paths(body)), min_size=1, max_size=2), label="places")
-    for path in sorted(places, key=len, reverse=True):  # the deeper ones are there still
+    changed = data.draw(st.lists(st.sampled_from(paths(body)), min_size=1, max_size=2), label="paths")
+    # deeper paths first, because a change of a parent removes them
+    for path in sorted(changed, key=len, reverse=True):
         put(body, path, data.draw(st.sampled_from(SPECIAL), label="value"))
     copied = shutil.copytree(whole, tmp_path / "copy", dirs_exist_ok=True)
     body = json.loads(json.dumps(body))
@@ -101,7 +103,7 @@ def test_another_manifest_with_the_right_crc(whole: Path, tmp_path: Path, data: 
     ],
     ids=lambda raw: raw[:12],
 )  # fmt: skip
-def test_what_is_no_manifest(whole: Path, tmp_path: Path, raw: str) -> None:
+def test_invalid_manifests_are_refused(whole: Path, tmp_path: Path, raw: str) -> None:
     copied = shutil.copytree(whole, tmp_path / "copy")
     (copied / "manifest/metadata").write_text(raw)
     with pytest.raises(DamagedCheckpoint, match="manifest"):
@@ -109,7 +111,7 @@ def test_what_is_no_manifest(whole: Path, tmp_path: Path, raw: str) -> None:
 
 
 def test_brackets_of_any_depth(whole: Path, tmp_path: Path) -> None:
-    """What is read just so may be too deep for the CRC."""
+    """A document that the JSON parser accepts can be nested too deeply for the computation of the CRC."""
     copied = shutil.copytree(whole, tmp_path / "copy")
     for depth in range(1, 1100):
         nested = "[" * depth + "]" * depth
@@ -118,7 +120,8 @@ def test_brackets_of_any_depth(whole: Path, tmp_path: Path) -> None:
             NativeSource(str(copied))
 
 
-positions = st.floats(0, 1, exclude_max=True)  # of the file's length
+# as fractions of the file's length
+positions = st.floats(0, 1, exclude_max=True)
 edits = st.one_of(
     st.tuples(st.just("flip"), st.lists(st.tuples(positions, st.integers(1, 255)), min_size=1, max_size=4)),
     st.tuples(st.just("cut"), positions),
@@ -160,7 +163,9 @@ def test_changed_files(whole: Path, tmp_path: Path, which: int, edit: tuple[str,
         ({"compressor": {"id": "none of them"}}, "none of them"),
     ],
 )
-def test_an_array_that_is_not_the_manifests(whole: Path, tmp_path: Path, zarray: Any, message: str) -> None:
+def test_an_array_that_differs_from_the_manifest_is_refused(
+    whole: Path, tmp_path: Path, zarray: Any, message: str
+) -> None:
     import tensorstore as ts
 
     from mesh_transformer.checkpoint.native.source import ocdbt
@@ -174,7 +179,7 @@ def test_an_array_that_is_not_the_manifests(whole: Path, tmp_path: Path, zarray:
         source.read("params/embed/tokens/w", (slice(0, 1), slice(0, 1)))
 
 
-def test_a_flipped_bit_is_found_by_the_first_slice_that_is_read(whole: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_by_the_first_read_of_a_slice(whole: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(whole, tmp_path / "copy")
     source = NativeSource(str(whole))
     needle = source.read("params/embed/tokens/w", (slice(20, 24), slice(0, 8))).tobytes()
