@@ -206,14 +206,14 @@ class Config(ModelConfig):
             rows.append(Tensor("embed/relative/w", "relative_position_embs/rel_embedding"))
         return rows
 
-    def _classic_norm(self, ours: str, module: str) -> list[Tensor]:
+    def _classic_norm(self, parameter: str, module: str) -> list[Tensor]:
         if self.norm.startswith("layernorm"):
             module, split = f"{module}replicated_layer_norm", Split.FIRST
         else:
             module, split = f"{module}rms_norm", Split.MEAN
-        scale = Tensor(f"{ours}/scale", f"{module}/scale", split=split)
+        scale = Tensor(f"{parameter}/scale", f"{module}/scale", split=split)
         if NORMS[self.norm].offset:
-            return [scale, Tensor(f"{ours}/offset", f"{module}/offset", split=split)]
+            return [scale, Tensor(f"{parameter}/offset", f"{module}/offset", split=split)]
         if self.norm == "layernorm-nobias":
-            return [scale, Tensor(f"{ours}/scale", f"{module}/offset", split=Split.UNUSED)]
+            return [scale, Tensor(f"{parameter}/scale", f"{module}/offset", split=Split.UNUSED)]
         return [scale]

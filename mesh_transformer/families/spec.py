@@ -136,32 +136,31 @@ class Split(enum.Enum):
     SUM = "summed: a bias that every shard adds before the sum over shards"
     FIRST = "that of the first shard; the original never uses the others"
     MEAN = "averaged"
-    UNUSED = (
-        "stored by the original but never used; it has the shape of `parameter` without being that parameter"
-    )
+    UNUSED = "stored by the original but never used; it has the shape of `parameter` but is another array"
     COUNT = "an int32 scalar, the same in every shard"
 
 
 class Tensor(NamedTuple):
-    """A row: the foreign tensor, `foreign`, that holds our parameter, `parameter`.
+    """A row of a table: a parameter of this program and the tensor of a foreign format that holds it.
 
-    A row under blocks/ stands for all layers: ours has a leading dimension of layers, theirs is one tensor per layer.
-    The table has no shapes: they follow from the parameters of the model.
+    A row under blocks/ stands for all layers: the parameter has a leading dimension of layers, and the foreign format has
+    one tensor per layer. The table has no shapes: they follow from the parameters of the model.
     """
 
-    # path below params/
+    # path of the parameter below params/
     parameter: str
-    # name, with {} for the number of the layer
+    # name of the foreign tensor, with {} for the number of the layer
     foreign: str
-    # einops pattern from theirs to ours, inverted for writing; with `part` the result begins with the dimension `part`
+    # einops pattern from the foreign tensor to the parameter, inverted for writing; with `part` the result begins with the
+    # dimension `part`
     view: str | None = None
-    # index of ours in theirs, if theirs holds several parameters
+    # index of the parameter in the foreign tensor, if that holds several parameters
     part: int | None = None
-    # the sizes that `view` needs; "part": the number of parameters in theirs
+    # the sizes that `view` needs; "part": the number of parameters in the foreign tensor
     sizes: Mapping[str, int] = {}
-    # the dimension of ours that is padded; theirs has no padding
+    # the dimension that is padded in the parameter, and not in the foreign tensor
     vocab_axis: int | None = None
-    # a parameter of ours without a foreign tensor: it is read as zeros, and writing adds it to the rows of this one
+    # another parameter, without a foreign tensor: it is read as zeros, and writing adds it to the rows of this one
     bias: str | None = None
     # the foreign tensor to read instead, if config.json ties the head
     tied: str | None = None
@@ -172,5 +171,5 @@ class Tensor(NamedTuple):
 
     @property
     def stacked(self) -> bool:
-        """Whether ours has a leading dimension of layers."""
+        """Whether the parameter has a leading dimension of layers."""
         return self.parameter.startswith("blocks/")

@@ -119,9 +119,9 @@ def test_released_configs_are_read(tmp_path) -> None:
 def test_configs_of_the_current_transformers_are_read(tmp_path, name, diff) -> None:
     import transformers
 
-    theirs = getattr(transformers, name)(architectures=["x"], dtype="float16")
-    found = read(tmp_path, json.loads(theirs.to_json_string(use_diff=diff)))
-    sizes = theirs.num_hidden_layers, theirs.hidden_size, theirs.num_attention_heads, theirs.vocab_size
+    config = getattr(transformers, name)(architectures=["x"], dtype="float16")
+    found = read(tmp_path, json.loads(config.to_json_string(use_diff=diff)))
+    sizes = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.vocab_size
     assert (found.layers, found.d_model, found.n_heads, found.n_vocab) == sizes
 
 
@@ -150,10 +150,10 @@ def test_gpt_neox_round_trip(tmp_path, values) -> None:
     assert found == model
     from transformers import AutoConfig
 
-    theirs = AutoConfig.from_pretrained(tmp_path)
-    part = theirs.rope_parameters["partial_rotary_factor"]
-    assert int(theirs.hidden_size // theirs.num_attention_heads * part) == model.rotary_dims
-    assert theirs.rope_parameters["rope_theta"] == model.rotary_base
+    config = AutoConfig.from_pretrained(tmp_path)
+    part = config.rope_parameters["partial_rotary_factor"]
+    assert int(config.hidden_size // config.num_attention_heads * part) == model.rotary_dims
+    assert config.rope_parameters["rope_theta"] == model.rotary_base
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         max_position_embeddings=64,
         bos_token_id=0,
         eos_token_id=0,
-        attn_implementation="eager",  # as `hf.their_logits` has it
+        attn_implementation="eager",  # as `hf.transformers_logits` has it
         **VARIANTS[request.param],
     )
     model = GPTNeoXForCausalLM(config).eval()
@@ -112,7 +112,7 @@ def test_the_export_is_their_folder(theirs, tmp_path) -> None:
     for name, tensor in expected.items():
         whole = tuple(slice(None) for _ in tensor.shape)
         np.testing.assert_array_equal(ours[name].read(whole), tensor.read(whole), err_msg=name)
-    np.testing.assert_array_equal(hf.their_logits(tmp_path, theirs.prompt), theirs.logits)
+    np.testing.assert_array_equal(hf.transformers_logits(tmp_path, theirs.prompt), theirs.logits)
 
 
 def test_slices_of_a_fused_matrix_are_those_of_the_whole(theirs) -> None:

@@ -107,7 +107,7 @@ def test_dtype_and_tokenizer(folder, texts) -> None:
 
     assert AutoTokenizer.from_pretrained(folder / "new").encode("hello") == [31373]
     assert json.loads((folder / "new/config.json").read_text())["eos_token_id"] == 50256
-    hf.their_logits(folder / "new", np.array([[1, 2]]))
+    hf.transformers_logits(folder / "new", np.array([[1, 2]]))
 
 
 def test_existing_output_is_not_changed(folder) -> None:

@@ -69,13 +69,13 @@ def to_tree(arrays: dict[str, np.ndarray]) -> Params:
     return tree
 
 
-def our_logits(model: ModelConfig, params: Params, tokens: np.ndarray) -> np.ndarray:
+def model_logits(model: ModelConfig, params: Params, tokens: np.ndarray) -> np.ndarray:
     """Logits of this program: (B, T, n_vocab), float32."""
     logits, _ = jax.jit(float32_model(model).apply)(params, tokens.astype(np.int32))
     return np.asarray(logits)[..., : model.n_vocab]
 
 
-def their_logits(folder: Path, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
+def transformers_logits(folder: Path, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
     """Logits of transformers for a folder. No tensor may be missing or unexpected."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -92,7 +92,7 @@ def their_logits(folder: Path, tokens: np.ndarray, dtype: str = "float32") -> np
         return model.eval()(torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy()
 
 
-def their_model(
+def save_transformers_model(
     folder: Path,
     model: ModelConfig,
     seed: int = 0,

@@ -54,7 +54,7 @@ def test_transformers_gives_the_same_logits_for_an_export(tmp_path, sizes) -> No
     write_hf(hf.MemorySource(params), model, str(tmp_path))
     x = tokens(model)
     np.testing.assert_allclose(
-        hf.their_logits(tmp_path, x), hf.our_logits(model, params, x), rtol=0, atol=TOLERANCE
+        hf.transformers_logits(tmp_path, x), hf.model_logits(model, params, x), rtol=0, atol=TOLERANCE
     )
 
 
@@ -63,9 +63,9 @@ def test_transformers_gives_the_same_logits_for_the_golden_weights(original, tmp
     params = golden.read_params(original / "mp8/ckpt_full/step_5", model)
     expected = np.load(original / "mp8/f32/eval.npz")
     write_hf(hf.MemorySource(params), model, str(tmp_path))
-    found = hf.their_logits(tmp_path, expected["tokens"][:, :-1])
+    found = hf.transformers_logits(tmp_path, expected["tokens"][:, :-1])
     np.testing.assert_allclose(
-        found, hf.our_logits(model, params, expected["tokens"][:, :-1]), rtol=0, atol=TOLERANCE
+        found, hf.model_logits(model, params, expected["tokens"][:, :-1]), rtol=0, atol=TOLERANCE
     )
     # the logits of the original program
     np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=TOLERANCE)
@@ -79,14 +79,17 @@ def test_exchanged_matrices_change_the_logits(tmp_path) -> None:
     params["blocks"]["attention/q"]["w"] = params["blocks"]["attention/k"]["w"]
     params["blocks"]["attention/k"]["w"] = attention
     x = tokens(model)
-    assert np.abs(hf.their_logits(tmp_path, x) - hf.our_logits(model, params, x)).max() > 100 * TOLERANCE
+    assert (
+        np.abs(hf.transformers_logits(tmp_path, x) - hf.model_logits(model, params, x)).max()
+        > 100 * TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("shards", ["5GB", "40KB"])
 def test_a_folder_of_transformers_is_read_exactly(tmp_path, dtype, shards) -> None:
     model = hf.model_config()
-    saved = hf.their_model(tmp_path, model, dtype=dtype, max_shard_size=shards)
+    saved = hf.save_transformers_model(tmp_path, model, dtype=dtype, max_shard_size=shards)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shards == "40KB")
     source = HFSource(str(tmp_path), model)
     found = hf.read_all(source)
@@ -102,14 +105,17 @@ def test_a_folder_of_transformers_is_read_exactly(tmp_path, dtype, shards) -> No
     # both programs compute in float32 from the same stored values
     x = tokens(model)
     np.testing.assert_allclose(
-        hf.our_logits(model, hf.to_tree(found), x), hf.their_logits(tmp_path, x), rtol=0, atol=TOLERANCE
+        hf.model_logits(model, hf.to_tree(found), x),
+        hf.transformers_logits(tmp_path, x),
+        rtol=0,
+        atol=TOLERANCE,
     )
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_round_trip_keeps_every_bit(tmp_path, dtype) -> None:
     model = hf.model_config()
-    hf.their_model(tmp_path / "saved", model, dtype=dtype)
+    hf.save_transformers_model(tmp_path / "saved", model, dtype=dtype)
     source = HFSource(str(tmp_path / "saved"))
     write_hf(source, model, str(tmp_path / "written"), shard_bytes=30_000)
     found = HFSource(str(tmp_path / "written"), model)
@@ -147,7 +153,7 @@ def test_dtypes_are_rounded_once(tmp_path, stored, dtype) -> None:
     found = hf.read_all(HFSource(str(tmp_path), model))
     assert not found.pop("params/embed/tokens/b").any()
     assert_same(found, {name: array.astype(DTYPES[dtype]) for name, array in expected.items()})
-    assert np.isfinite(hf.their_logits(tmp_path, tokens(model), dtype)).all()
+    assert np.isfinite(hf.transformers_logits(tmp_path, tokens(model), dtype)).all()
 
 
 def test_a_value_too_large_for_float16_is_refused(tmp_path) -> None:
@@ -164,7 +170,7 @@ def test_slices_equal_parts_of_the_whole(tmp_path, monkeypatch) -> None:
     # blocks of a few rows
     monkeypatch.setattr("mesh_transformer.checkpoint.tensors.ROW_BLOCK_BYTES", 100)
     model = hf.model_config()
-    hf.their_model(tmp_path, model)
+    hf.save_transformers_model(tmp_path, model)
     source = HFSource(str(tmp_path))
     whole = hf.read_all(source)
     random = np.random.default_rng(0)
@@ -260,7 +266,7 @@ def test_the_safetensors_library_reads_written_files(tmp_path) -> None:
 
 def test_another_model_is_refused(tmp_path) -> None:
     model = hf.model_config()
-    hf.their_model(tmp_path / "saved", model)
+    hf.save_transformers_model(tmp_path / "saved", model)
     with pytest.raises(
         UserError, match=r"(?s)model.layers: the config has 4, the checkpoint 3.*pe_rotary_dims"
     ):
@@ -290,7 +296,7 @@ def test_models_that_transformers_does_not_support_are_refused(tmp_path, values,
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_is_the_embedding_matrix(tmp_path, tied) -> None:
     model = hf.model_config()
-    hf.their_model(tmp_path, model, tied=tied)
+    hf.save_transformers_model(tmp_path, model, tied=tied)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     assert ("lm_head.weight" not in read_header(str(tmp_path / "model.safetensors"))) == tied
@@ -300,7 +306,10 @@ def test_a_tied_head_is_the_embedding_matrix(tmp_path, tied) -> None:
     assert same == tied
     x = tokens(model)
     np.testing.assert_allclose(
-        hf.our_logits(model, hf.to_tree(found), x), hf.their_logits(tmp_path, x), rtol=0, atol=TOLERANCE
+        hf.model_logits(model, hf.to_tree(found), x),
+        hf.transformers_logits(tmp_path, x),
+        rtol=0,
+        atol=TOLERANCE,
     )
 
 

@@ -193,7 +193,7 @@ def test_layers_of_different_dtypes_are_refused(tmp_path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    hf.their_model(tmp_path, MODEL)
+    hf.save_transformers_model(tmp_path, MODEL)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["transformer.h.1.ln_1.bias"] = tensors["transformer.h.1.ln_1.bias"].to(torch.float16)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -211,7 +211,7 @@ def test_unknown_tensors_are_refused_and_old_buffers_ignored(tmp_path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    hf.their_model(tmp_path, MODEL)
+    hf.save_transformers_model(tmp_path, MODEL)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     expected = hf.read_all(HFSource(str(tmp_path)))

@@ -28,7 +28,7 @@ MODEL = hf.model_config(layers=2, d_model=12, n_vocab=7, vocab_multiple=8, seq=8
 
 def write_bin(folder: Path, dtype: str = "float32", shards: int = 1) -> dict[str, torch.Tensor]:
     """Write a folder as transformers did before safetensors, with the buffers of those versions."""
-    state = dict(hf.their_model(folder, MODEL, dtype=dtype).state_dict())
+    state = dict(hf.save_transformers_model(folder, MODEL, dtype=dtype).state_dict())
     (folder / "model.safetensors").unlink()
     for layer in range(MODEL.layers):
         state[f"transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8).tril().to(torch.bool)
@@ -63,7 +63,7 @@ def test_values_are_those_of_torch(tmp_path, dtype, shards) -> None:
 
 def test_safetensors_are_preferred(tmp_path) -> None:
     write_bin(tmp_path)
-    hf.their_model(tmp_path, MODEL, seed=1)
+    hf.save_transformers_model(tmp_path, MODEL, seed=1)
     from_safetensors = hf.read_all(HFSource(str(tmp_path)))
     (tmp_path / "model.safetensors").unlink()
     from_bin = hf.read_all(HFSource(str(tmp_path)))

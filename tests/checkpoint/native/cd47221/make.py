@@ -1,4 +1,4 @@
-"""Makes checkpoints.tar.xz and expected.json beside it, with the program of commit cd47221. In a checkout of that commit:
+"""Writes checkpoints.tar.xz and expected.json to its folder, with the program of commit cd47221. In a checkout of it:
 
     PYTHONPATH=$PWD:$PWD/tests python THIS_FILE
 
