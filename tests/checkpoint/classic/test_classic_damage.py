@@ -167,11 +167,11 @@ def edited(content: bytes, **values: int) -> bytes:
     return bytes(data)
 
 
-def misannounced(path: Path, announced: bytes, contained: bytes) -> Path:
+def misdeclared(path: Path, declared: bytes, contained: bytes) -> Path:
     """Write an archive whose directory has the size and the CRC of other contents."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("arr_0.npy", contained)
-    path.write_bytes(edited(path.read_bytes(), size=len(announced), crc=zlib.crc32(announced)))
+    path.write_bytes(edited(path.read_bytes(), size=len(declared), crc=zlib.crc32(declared)))
     return path
 
 
@@ -183,10 +183,10 @@ def npy(values: np.ndarray) -> bytes:
 
 def test_data_that_inflates_to_more_than_declared_is_refused(tmp_path):
     """Refused even if the CRC is that of the declared part, and without inflating the rest."""
-    announced = npy(np.zeros(2048, np.float32))
-    path = misannounced(tmp_path / "bomb.npz", announced, announced + bytes(64 << 20))
+    declared = npy(np.zeros(2048, np.float32))
+    path = misdeclared(tmp_path / "bomb.npz", declared, declared + bytes(64 << 20))
     tracemalloc.start()
-    with pytest.raises(UserError, match="more than the 8320 bytes that it announces"):
+    with pytest.raises(UserError, match="inflates to more than its declared 8320 bytes"):
         read(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -194,9 +194,9 @@ def test_data_that_inflates_to_more_than_declared_is_refused(tmp_path):
 
 
 def test_data_that_inflates_to_less_than_declared_is_refused(tmp_path):
-    announced = npy(np.random.default_rng(0).normal(size=100).astype(np.float32))
+    declared = npy(np.random.default_rng(0).normal(size=100).astype(np.float32))
     with pytest.raises(UserError, match="4 of 528 declared bytes are missing"):
-        read(misannounced(tmp_path / "short.npz", announced, announced[:-4]))
+        read(misdeclared(tmp_path / "short.npz", declared, declared[:-4]))
 
 
 def test_an_impossible_compression_is_refused_before_anything_is_inflated(tmp_path):
