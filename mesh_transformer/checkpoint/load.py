@@ -1,9 +1,9 @@
 """Loads tensors from a checkpoint of any format onto the devices of a mesh.
 
-Each process reads only the slices of its own devices, one at a time, and a large slice in blocks. It casts each block to
-the requested dtype. Besides the shards of its devices a process holds at most one slice, and one block of it in the stored
-dtype; a device holds nothing but its shards. On CPU the device uses the buffer of the slice without a copy.
-No process reads a whole native checkpoint: each computes checksums of what it reads, and the sums over all processes are
+Each process reads only the slices of its own devices, one at a time, and a large slice in blocks. It casts each block
+to the requested dtype. Besides the shards of its devices a process holds at most one slice, and one block of it in the
+stored dtype; a device holds nothing but its shards. On CPU the device uses the buffer of the slice without a copy. No
+process reads a whole native checkpoint: each computes checksums of what it reads, and the sums over all processes are
 compared with the manifest.
 """
 
@@ -38,10 +38,10 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def load(source: TensorSource, abstract: Any) -> Any:
-    """Load the tensors that `abstract` names: a pytree of `jax.ShapeDtypeStruct` with shardings, such as {"params": ...}.
+    """Load the tensors of `abstract`: a pytree of `jax.ShapeDtypeStruct` with shardings, such as {"params": ...}.
 
-    Casts values to the dtypes of `abstract`. Compares the checksums of native tensors. All processes must call it, and all
-    succeed or fail together.
+    Casts values to the dtypes of `abstract`. Compares the checksums of native tensors. All processes must call it, and
+    all succeed or fail together.
 
     Raises:
         UserError: a tensor is missing or has another shape; nothing was read.
@@ -92,7 +92,7 @@ def check_shapes(source: TensorSource, abstract: Any) -> None:
     """Refuse a checkpoint whose tensors have other shapes than `abstract`.
 
     Raises:
-        UserError: a tensor is missing or has another shape; the message gives its name, the expected and the found shape.
+        UserError: a tensor is missing or has another shape; the message names it and both shapes.
     """
     specs = {name: TensorSpec(tuple(info.shape), info.dtype.name, 0) for name, info in source.tensors.items()}
     manifests.check_fits(Manifest(specs, {}), abstract, part=True, where=source.where, any_float=True)
@@ -202,7 +202,7 @@ class _Reader:
 
 
 def _blocks(bounds: Bounds) -> Iterator[Bounds]:
-    """Split a slice into blocks of at most BLOCK_BYTES of float32, by layers first, then along the longest dimension."""
+    """Split a slice into blocks of at most BLOCK_BYTES of float32: by layers, then along the longest dimension."""
     sizes = [stop - start for start, stop in bounds]
     count = -(-math.prod(sizes) * 4 // BLOCK_BYTES)
     if count <= 1 or max(sizes) == 1:

@@ -10,8 +10,8 @@ A step is finished when its folder is renamed from a temporary name (local) or h
 (`gs://`, where nothing can be renamed). Other files under the root, including steps of the original program
 (`classic/`), are never read or deleted. Only one run may write to a root at a time; any number may read it.
 
-With several processes, the root must be a shared folder, and all processes must make the same calls. Process 0 lists the
-folder and broadcasts the step. Each process reads the manifest and its own shards, then all exchange whether they
+With several processes, the root must be a shared folder, and all processes must make the same calls. Process 0 lists
+the folder and broadcasts the step. Each process reads the manifest and its own shards, then all exchange whether they
 succeeded: if one fails, all fail and fall back to the same earlier step.
 """
 
@@ -97,9 +97,9 @@ class CheckpointStore:
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Save a pytree of arrays and the JSON `extra`; return when the arrays are copied to the host.
 
-        The step appears complete when the write is finished; `wait` returns then. After that, old steps that need not be
-        kept are deleted. Before the write, damaged steps that `restore` skipped and finished steps with the same or a
-        greater number (an abandoned branch of the run) are moved to `set_aside/`, and no longer count as kept steps.
+        The step appears complete when the write is finished; `wait` returns then. After that, old steps that need not
+        be kept are deleted. Before the write, damaged steps that `restore` skipped and finished steps with the same or
+        a greater number (an abandoned branch of the run) are moved to `set_aside/`, and no longer count as kept steps.
 
         Raises:
             TypeError: `extra` is not JSON.
@@ -283,7 +283,7 @@ _previous_unraisable_hook = sys.unraisablehook
 
 
 def _silence_libraries() -> None:
-    """Drop Orbax's log lines for each file, and the log lines of its threads about a failed save, whose error is raised."""
+    """Drop Orbax's log lines for each file, and those of its threads about a failed save, whose error is raised."""
     for library in ("absl", "fsspec"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.getLogger("absl").addFilter(_below_error)

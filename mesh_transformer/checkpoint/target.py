@@ -59,7 +59,7 @@ def check_free(path: str, *, overwrite: bool, source: str | None = None) -> None
     """Refuse a target that exists already, or that contains the checkpoint to read.
 
     Raises:
-        UserError: `path` is a file, a folder that is not empty and may not be overwritten, or a folder that contains `source`.
+        UserError: `path` is a file, a non-empty folder that may not be overwritten, or a folder that contains `source`.
     """
     if not files.is_remote(path) and os.path.lexists(path) and not os.path.isdir(path):
         raise UserError(f"{path} is a file: choose a new folder")
@@ -96,7 +96,7 @@ def _replace(path: str, marker: str | None) -> None:
 
 
 def _finish_move(path: str, marker: str | None) -> None:
-    """Continue a move on `gs://` from its recorded stage: delete the old folder, then move the partial folder to `path`."""
+    """Continue a move on `gs://` from its recorded stage: delete the old folder, then move the partial one to `path`."""
     if files.read_range(temporary_path(path, "moving"), 0, 64) == b"removing\n":
         files.remove_tree(path)
         files.replace(temporary_path(path, "moving"), b"moving\n")

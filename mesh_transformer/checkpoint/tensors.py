@@ -1,9 +1,10 @@
 """The interface to a checkpoint of any format: named whole tensors, read in slices.
 
-Names and shapes are those of this program's parameter tree, with its path joined by "/": `params/blocks/attention/q/w` is
-(layers, d_model, heads * d_head), `params/embed/tokens/w` is (padded_vocab, d_model). An optimizer's slots end in the same
-paths: Adam's moments are `mu/...` and `nu/...`. The reader of a format that stores something else (one array per layer,
-shards, other axes, no padding) converts while it reads. A reader holds the requested slice and at most one other tensor.
+Names and shapes are those of this program's parameter tree, with its path joined by "/": `params/blocks/attention/q/w`
+is (layers, d_model, heads * d_head), `params/embed/tokens/w` is (padded_vocab, d_model). An optimizer's slots end in
+the same paths: Adam's moments are `mu/...` and `nu/...`. The reader of a format that stores something else (one array
+per layer, shards, other axes, no padding) converts while it reads. A reader holds the requested slice and at most one
+other tensor.
 """
 
 import functools
@@ -78,7 +79,7 @@ class TensorSource(Protocol):
 
 
 class FileTensor(NamedTuple):
-    """One tensor of a local or `gs://` file, read in slices; `start` is the offset of its data in the file, in bytes."""
+    """One tensor of a local or `gs://` file, read in slices. `start` is the offset of its data in bytes."""
 
     path: str
     name: str
@@ -109,7 +110,7 @@ class FileTensor(NamedTuple):
         return out
 
     def row_blocks(self, first: int, stop: int, limit: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """The rows `first` to `stop` in blocks of at most `limit` bytes (default: ROW_BLOCK_BYTES), but at least one row.
+        """The rows `first` to `stop` in blocks of at most `limit` bytes (default: ROW_BLOCK_BYTES) or one row.
 
         Yields the number of a block's first row and the block, whose buffer the next block overwrites.
 

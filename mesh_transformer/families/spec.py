@@ -32,8 +32,8 @@ class Norm:
 class Rotary:
     """Rotary position encoding (Su et al. 2021, arXiv:2104.09864) of the first `dims` of each head.
 
-    pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). `precision` is
-    that of position * frequency: float32 in transformers, float64 in the original GPT-J.
+    pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). `precision`
+    is that of position * frequency: float32 in transformers, float64 in the original GPT-J.
     """
 
     dims: int
@@ -143,16 +143,16 @@ class Split(enum.Enum):
 class Tensor(NamedTuple):
     """A row of a table: a parameter of this program and the tensor of a foreign format that holds it.
 
-    A row under blocks/ stands for all layers: the parameter has a leading dimension of layers, and the foreign format has
-    one tensor per layer. The table has no shapes: they follow from the parameters of the model.
+    A row under blocks/ stands for all layers: the parameter has a leading dimension of layers, and the foreign format
+    has one tensor per layer. The table has no shapes: they follow from the parameters of the model.
     """
 
     # path of the parameter below params/
     parameter: str
     # name of the foreign tensor, with {} for the number of the layer
     foreign: str
-    # einops pattern from the foreign tensor to the parameter, inverted for writing; with `part` the result begins with the
-    # dimension `part`
+    # einops pattern from the foreign tensor to the parameter, inverted for writing; with `part` the result begins with
+    # the dimension `part`
     view: str | None = None
     # index of the parameter in the foreign tensor, if that holds several parameters
     part: int | None = None

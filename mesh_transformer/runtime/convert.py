@@ -44,7 +44,7 @@ def to_hf(
 
     Args:
         config_path: the config file; None: the checkpoint records its model.
-        dtype: a key of DTYPES; None: the stored dtype of a Hugging Face folder, else float16, as in the original program.
+        dtype: a key of DTYPES; None: the stored dtype of a Hugging Face folder, else float16 as in the original.
         tokenizer: a folder or a name on the hub, copied to the output; None: no tokenizer is copied.
         overwrite: whether to replace an existing output.
         debug: whether to log every tensor.
@@ -133,7 +133,7 @@ def write_step(
 
 
 def check_output(output: str, format: Format, step: int) -> None:
-    """Refuse a step folder as native output, a classic step folder of another number, and a native root with other steps.
+    """Refuse a step folder as native output, a classic step folder of another step, and a native root with other steps.
 
     Raises:
         UserError: the message names the path to give, or the other steps.
@@ -215,7 +215,7 @@ def reshard(
     prompt: str | None,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint of any format to `output`, with its moments if it has them, and complete `prompt` with the result.
+    """Write a checkpoint of any format, with its moments if any, to `output`, and complete `prompt` with the result.
 
     All arguments are checked before anything is written.
 
@@ -225,8 +225,8 @@ def reshard(
         prompt: the text to complete; None: no completion.
 
     Raises:
-        UserError: neither `output` nor `prompt` is given, the checkpoint does not match the config or the number of shards,
-            `output` exists, or the prompt cannot be completed on these devices.
+        UserError: neither `output` nor `prompt` is given, the checkpoint does not match the config or the number of
+            shards, `output` exists, or the prompt cannot be completed on these devices.
     """
     format = Format(format)
     if output is None and prompt is None:

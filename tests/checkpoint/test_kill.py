@@ -29,7 +29,7 @@ while True:
 
 
 def run_and_kill(root: Path, after_s: float) -> int:
-    """Save in a loop and kill the process `after_s` seconds after the second save began; return the last finished step."""
+    """Save in a loop, kill the process `after_s` seconds after the second save began; return the last finished step."""
     program = [sys.executable, "-c", SAVER, str(root)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=TESTS) as child:
         assert child.stdout is not None

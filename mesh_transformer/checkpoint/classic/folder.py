@@ -4,8 +4,8 @@
     {root}/meta.json                     the steps that exist, and what the run recorded for each
 
 The order of the arrays follows from the module names and the config. The parameters are a mapping
-{module: {field: array}}, flattened in the alphabetical order of the module names (layer_10 comes before layer_2), then of
-the fields. The arrays of a shard are the leaves of `opt_state` (a full checkpoint only), `params` and `step`.
+{module: {field: array}}, flattened in the alphabetical order of the module names (layer_10 comes before layer_2), then
+of the fields. The arrays of a shard are the leaves of `opt_state` (a full checkpoint only), `params` and `step`.
 """
 
 import json

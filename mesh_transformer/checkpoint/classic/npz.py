@@ -1,8 +1,8 @@
 """Reads and writes .npz files, local or `gs://`, as streams: arrays in slices, no pickles, sizes checked in advance.
 
 A file comes from an untrusted source: the sizes of its directory and headers are bounded, and the shape and dtype of an
-array must match its size in the file before the array is read. The first read of an array reads all of it and compares its
-CRC-32; later reads take only the rows they need.
+array must match its size in the file before the array is read. The first read of an array reads all of it and compares
+its CRC-32; later reads take only the rows they need.
 """
 
 import io

@@ -178,7 +178,7 @@ class ClassicSource:
         return Counts(counts[layout.STEP], counts.get(layout.ADAM_COUNT), counts.get(layout.SCHEDULE_COUNT))
 
     def _extra(self) -> dict[str, Any]:
-        """{"aux": ...}: the step's entry in meta.json, with the loader's position; {"config": ...}: the recorded model."""
+        """{"aux": ...}: the step's entry in meta.json (the loader's position); {"config": ...}: the recorded model."""
         root, name = posixpath.split(self.where)
         match = re.fullmatch(r"step_(\d+)", name)
         meta = layout.read_meta(root) if match else None

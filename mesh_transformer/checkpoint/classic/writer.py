@@ -39,8 +39,8 @@ def write_classic(
         dtype: of the parameters: float32, float16 or bfloat16; None: as stored. Moments keep their stored dtype.
 
     Raises:
-        UserError: the model, the number of shards or a stored dtype is not supported, or moments are missing (nothing is
-            written); or a value is too large for float16.
+        UserError: the model, the number of shards or a stored dtype is not supported, or moments are missing (nothing
+            is written); or a value is too large for float16.
     """
     full = bool(slots(source)) if full is None else full
     order = layout.leaves(config, full=full)

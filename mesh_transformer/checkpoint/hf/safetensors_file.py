@@ -1,7 +1,7 @@
 """The safetensors format: an 8-byte header length, a JSON header, then the tensors' bytes without gaps.
 
-A file comes from an untrusted source: the size of the header is bounded, and every offset is checked against the size of
-the file before a tensor is read.
+A file comes from an untrusted source: the size of the header is bounded, and every offset is checked against the size
+of the file before a tensor is read.
 """
 
 import json
@@ -42,8 +42,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def copy_transposed(target: np.ndarray, source: np.ndarray) -> None:
     """Set target[...] = source.T, for matrices (m, n) and (n, m) that are larger than the processor's caches.
 
-    Works by tiles, and copies each tile to contiguous memory first: with a row stride that is a power of two, the elements
-    of a column evict each other from the cache. Three to five times as fast as numpy's copy.
+    Works by tiles, and copies each tile to contiguous memory first: with a row stride that is a power of two, the
+    elements of a column evict each other from the cache. Three to five times as fast as numpy's copy.
     """
     for row in range(0, target.shape[0], TILE):
         for column in range(0, target.shape[1], TILE):

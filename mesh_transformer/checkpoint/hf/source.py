@@ -115,7 +115,7 @@ class HFSource:
         return out
 
     def _fill(self, out: np.ndarray, row: Tensor, name: str, index: Index) -> None:
-        """Read a slice of one layer from the tensor `name` into `out`. Leaves the padding of the vocabulary as it is."""
+        """Read a slice of one layer from the tensor `name` into `out`. Does not write the padding of the vocabulary."""
         shape = unpadded_shape(row, self.model)
         unpadded = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index, shape, strict=True))
         if any(s.start >= s.stop for s in unpadded):
@@ -149,7 +149,7 @@ class HFSource:
             copy_transposed(out, self._whole(matrix)[columns, rows])
 
     def _whole(self, matrix: FileTensor) -> np.ndarray:
-        """A whole matrix. The next call reuses its memory, because new memory takes as long to allocate as the matrix to read."""
+        """A whole matrix. The next call reuses its memory: allocating new memory takes as long as reading the matrix."""
         if self._cached is None or self._cached[0] != matrix:
             buffer = self._cached[1] if self._cached else np.empty(0, np.uint8)
             self._cached = None
@@ -244,7 +244,7 @@ def open_tensors(folder: str) -> dict[str, FileTensor]:
     """Every tensor of a folder by its Hugging Face name. Reads only headers.
 
     Raises:
-        UserError: the folder has no weights, a shard is missing or damaged, or the index names a file outside the folder.
+        UserError: the folder has no weights, a shard is missing or damaged, or the index names an outside file.
     """
     found = weight_files(folder)
     if not found:

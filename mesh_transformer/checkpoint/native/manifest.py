@@ -1,11 +1,11 @@
 """The manifest of a checkpoint: shape, dtype and checksum of each tensor, and the run's JSON.
 
 The checksum is a weighted sum modulo 2**32: the bits of each element as an unsigned integer, times the weight of its
-position. Integer addition is associative, so the sum does not depend on the mesh or the chunks, and each device sums its
-own shards. A weight is the product of one pseudo-random odd number per coordinate. Multiplication by an odd number is
-invertible modulo 2**32, so a change of a single element always changes the sum. An exchange of elements, rows or layers
-leaves it unchanged with a probability of about 1e-8. Earlier versions wrote the unweighted sum of the bits, which does not
-detect an exchange; readers still verify it.
+position. Integer addition is associative, so the sum does not depend on the mesh or the chunks, and each device sums
+its own shards. A weight is the product of one pseudo-random odd number per coordinate. Multiplication by an odd number
+is invertible modulo 2**32, so a change of a single element always changes the sum. An exchange of elements, rows or
+layers leaves it unchanged with a probability of about 1e-8. Earlier versions wrote the unweighted sum of the bits,
+which does not detect an exchange; readers still verify it.
 """
 
 import json
@@ -48,7 +48,7 @@ class Manifest(NamedTuple):
     checksum_kind: str = WEIGHTED
 
     def checksum(self, part: np.ndarray, start: Sequence[int]) -> int:
-        """The checksum of the part of a tensor that begins at `start`. The checksums of all parts add up modulo 2**32."""
+        """The checksum of the part of a tensor that begins at `start`. Checksums of parts add up modulo 2**32."""
         return array_checksum(part, start if self.checksum_kind == WEIGHTED else None)
 
 
@@ -185,12 +185,12 @@ def _crc(body: Any) -> int:
 
 
 def _word_dtype(dtype: np.dtype) -> np.dtype:
-    """The unsigned integer dtype for the bits of an element; an element of eight bytes is two words, which are added."""
+    """The unsigned integer dtype for the bits of an element. Elements of eight bytes are two words, which are added."""
     return np.dtype(f"u{min(dtype.itemsize, 4)}")
 
 
 def _weights(dimension: int, start: int, size: int) -> np.ndarray:
-    """The factors (size,), odd uint32, of the coordinates from `start` on: MurmurHash3's finalizer of the coordinate."""
+    """The factors (size,), odd uint32, of the coordinates from `start` on: MurmurHash3's finalizer of each."""
     h: np.ndarray = (np.arange(start, start + size) + (dimension + 1) * 0x9E3779B9).astype(np.uint32)
     h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)

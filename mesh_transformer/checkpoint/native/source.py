@@ -249,7 +249,7 @@ def _renamed(stored: str) -> str:
 
 
 def _tensor_name(stored: str) -> str:
-    """The name in a `TensorSource`: `mu/embed/tokens/w` for `opt_state/mu/embed/tokens/w`; empty for counts and metrics."""
+    """The name in a `TensorSource`: `mu/embed/tokens/w` for `opt_state/mu/embed/tokens/w`; empty for scalars."""
     if stored.startswith("params/"):
         return stored
     return stored.removeprefix(OPTIMIZER) if stored.startswith(OPTIMIZER) and stored.count("/") > 1 else ""
@@ -266,7 +266,7 @@ def root_cause(error: BaseException) -> str:
 
 
 def chunk_shape(info: TensorInfo) -> tuple[int, ...]:
-    """The shape of a chunk: a part of one matrix, of at most CHUNK_BYTES. A row of chunks has at most WRITE_BLOCK_BYTES."""
+    """The shape of a chunk: a part of one matrix, at most CHUNK_BYTES. A row of chunks has at most WRITE_BLOCK_BYTES."""
     shape = [1 if n < len(info.shape) - 2 else max(1, size) for n, size in enumerate(info.shape)]
     while (
         len(shape) > 1
@@ -283,8 +283,8 @@ def chunk_shape(info: TensorInfo) -> tuple[int, ...]:
 def blocks(ranges: Sequence[range], chunk: Sequence[int], itemsize: int, limit: int) -> Iterator[Index]:
     """Split the slice `ranges` of a tensor into blocks, in C order. Each chunk is in one block only.
 
-    A block is a contiguous part of the grid of chunks, of at most `limit` bytes unless one chunk has more. It holds only
-    the part of a chunk that is in `ranges`.
+    A block is a contiguous part of the grid of chunks, of at most `limit` bytes unless one chunk has more. It holds
+    only the part of a chunk that is in `ranges`.
     """
     grid = [range(s.start // c, -(-s.stop // c)) for s, c in zip(ranges, chunk, strict=True)]
     n_chunks, block = max(1, limit // (math.prod(chunk) * itemsize)), [1] * len(grid)

@@ -1,7 +1,7 @@
 """Writes a native checkpoint, slice by slice, from a checkpoint of any format.
 
-The result equals what `CheckpointStore.save` writes, except for the size of the zarr chunks: `CheckpointStore` restores it
-on any mesh, and `NativeSource` reads it.
+The result equals what `CheckpointStore.save` writes, except for the size of the zarr chunks: `CheckpointStore` restores
+it on any mesh, and `NativeSource` reads it.
 """
 
 import json
@@ -30,8 +30,8 @@ def write_native(
 ) -> str:
     """Write `{root}/step_N`, local or `gs://`, where N is the step of `source`; return its path.
 
-    If the source has an optimizer's slots, the whole training state is written (with no average of the noise scale yet),
-    else only the parameters and the step. Memory: two blocks of WRITE_BLOCK_BYTES, and what the source holds.
+    If the source has an optimizer's slots, the whole training state is written (with no average of the noise scale
+    yet), else only the parameters and the step. Memory: two blocks of WRITE_BLOCK_BYTES, and what the source holds.
 
     Args:
         model: the model to record; None: the config that `source` records.
