@@ -131,17 +131,17 @@ def open_step(root: str, model: ModelConfig, step: int | None) -> TensorSource:
     return open_source(files.join(root, wanted), model)
 
 
-def open_folder(found: CheckpointFolder, model: ModelConfig) -> TensorSource:
+def open_folder(folder: CheckpointFolder, model: ModelConfig) -> TensorSource:
     """Open a checkpoint that `find_checkpoint` returned; errors as in `open_source`."""
-    if found.format is Format.HUGGING_FACE:
-        return HFSource(found.path, model)
-    native = found.format is Format.NATIVE
-    source: TensorSource = NativeSource(found.path) if native else ClassicSource(found.path, model)
+    if folder.format is Format.HUGGING_FACE:
+        return HFSource(folder.path, model)
+    native = folder.format is Format.NATIVE
+    source: TensorSource = NativeSource(folder.path) if native else ClassicSource(folder.path, model)
     check_model(source, model)
     return source
 
 
-def recorded_config(found: CheckpointFolder) -> dict[str, Any] | None:
+def recorded_config(folder: CheckpointFolder) -> dict[str, Any] | None:
     """The config that a checkpoint records, with grouped keys: the model, and the tokenizer if it names one.
 
     Returns None if the checkpoint does not record its model.
@@ -150,14 +150,14 @@ def recorded_config(found: CheckpointFolder) -> dict[str, Any] | None:
         UserError: the recorded config cannot be read.
     """
     config: Any
-    match found.format:
+    match folder.format:
         case Format.HUGGING_FACE:
-            config = {"model": read_model(found.path).model_dump(mode="json")}
+            config = {"model": read_model(folder.path).model_dump(mode="json")}
         case Format.NATIVE:
-            config = read_manifest(found.path).extra.get("config")
+            config = read_manifest(folder.path).extra.get("config")
         case Format.CLASSIC:
-            config = classic_folder.read_config(found.path)
-    model = recorded_model(config, found.path)
+            config = classic_folder.read_config(folder.path)
+    model = recorded_model(config, folder.path)
     if model is None:
         return None
     data = config.get("data")

@@ -60,9 +60,9 @@ def write_classic(
                     )
                     writers.append(stack.enter_context(contextlib.closing(NpzWriter(file))))
                 for leaf in arrays:
-                    to = _dtype(source, leaf, dtype)
-                    _write_leaf(leaf, next(wholes), writers, to)
-                    transfer.add(math.prod(leaf.shape) * to.itemsize)
+                    output_dtype = _dtype(source, leaf, dtype)
+                    _write_leaf(leaf, next(wholes), writers, output_dtype)
+                    transfer.add(math.prod(leaf.shape) * output_dtype.itemsize)
 
 
 def _check_writable(source: TensorSource, config: ModelConfig, order: list[Leaf], *, full: bool) -> None:
