@@ -1,6 +1,6 @@
 """Create, list, describe and delete Cloud TPU VMs and queued resources, and run commands on their hosts.
 
-Python programs can use `Tpus`, `Request` and `Pod`. The module needs neither jax nor ray. See docs/pod.md.
+Python programs can use `Tpus`, `TpuRequest` and `Pod`. The module needs neither jax nor ray. See docs/pod.md.
 """
 
 import argparse
@@ -13,16 +13,18 @@ from typing import Any
 
 from mesh_transformer import logs, slices
 from mesh_transformer.cloud import shell
-from mesh_transformer.cloud.api import Kind, TpuFailed, TpuRefused
+from mesh_transformer.cloud.api import ErrorKind, TpuFailed, TpuRefused
+from mesh_transformer.cloud.hosts import Access, Host, HostsFailed, HostsRefused, Outcome
 from mesh_transformer.cloud.launch import pod_of, public_keys
-from mesh_transformer.cloud.pod import Access, Host, HostsFailed, HostsRefused, Outcome, Pod, command_line
-from mesh_transformer.cloud.request import Request, Tier
-from mesh_transformer.cloud.tpus import DAY_S, Phase, Tpu, Tpus
+from mesh_transformer.cloud.pod import Pod
+from mesh_transformer.cloud.request import Tier, TpuRequest
+from mesh_transformer.cloud.ssh import command_line
+from mesh_transformer.cloud.tpus import DAY_S, Tpu, TpuPhase, Tpus
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime import cli
 
 __all__ = [
-    "Access", "Host", "HostsFailed", "HostsRefused", "Kind", "Outcome", "Phase", "Pod", "Request", "Tpu", "TpuFailed",
+    "Access", "Host", "HostsFailed", "HostsRefused", "ErrorKind", "Outcome", "TpuPhase", "Pod", "TpuRequest", "Tpu", "TpuFailed",
     "TpuRefused", "Tpus", "pod_of", "public_keys",
 ]  # fmt: skip
 
@@ -42,7 +44,7 @@ def main() -> None:
 def _create(arguments: argparse.Namespace, tpus: Tpus) -> None:
     arguments.type, arguments.ssh_keys = slices.parse(arguments.type), public_keys(_access(arguments))
     arguments.labels, arguments.tags = dict(arguments.labels), tuple(arguments.tags)
-    request = cli.fields(Request, arguments)
+    request = cli.fields(TpuRequest, arguments)
     obtain = tpus.ensure if arguments.again else tpus.create
     delete = f"python tpu_utils.py delete {request.name} --zone {tpus.zone}"
     with _message_on_interrupt(
@@ -122,8 +124,8 @@ def _show(tpu: Tpu) -> None:
         _say(f"  label {name}={value}")
     for inside, outside in zip(tpu.hosts(), tpu.external, strict=True):
         _say(f"  {inside}{f', external {outside}' if outside else ''}")
-    if tpu.why is not None:
-        _say(f"  {tpu.why}")
+    if tpu.error is not None:
+        _say(f"  {tpu.error}")
 
 
 def _say(text: str) -> None:
@@ -168,7 +170,7 @@ _TIERS: dict[Tier, str] = {
     "preemptible": f"{_PREEMPTIBLE}, at the latest after a day",
     "reserved": "capacity of a reservation",
 }
-# most are fields of `Request`
+# most are fields of `TpuRequest`
 _CREATE: list[Option] = [
     ("--type", "type of the TPU, such as v3-32, v5e-16, v6e-8", {"required": True}),
     ("--queued", "request a queued resource: wait in Google's queue for capacity", _SWITCH),

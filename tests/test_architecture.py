@@ -54,9 +54,9 @@ ROOMS = {
         {"training"},
     ],
     "cloud": [
-        {"api", "archive", "request", "shell"},
-        {"head", "pod"},
-        {"tpus"},
+        {"api", "archive", "hosts", "request", "shell"},
+        {"environment", "head", "ssh", "tpus"},
+        {"pod"},
         {"launch"},
     ],
     "cluster": [{"base"}, {"host"}, {"backends"}, {"driver"}],

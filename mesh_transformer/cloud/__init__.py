@@ -1,1 +1,1 @@
-"""TPU VMs and what runs on their hosts: the Cloud TPU API, SSH, provisioning. Imports neither jax nor ray."""
+"""TPU VMs and their hosts: the Cloud TPU API, SSH, provisioning. This package imports neither jax nor ray."""

@@ -1,5 +1,5 @@
-"""A client of the Cloud TPU API, and calls to it with time-outs and back-off. What the API refused or failed to do becomes an
-error that says why, and what to do about it.
+"""A client of the Cloud TPU API: calls with timeouts and back-off. Errors of the API become exceptions with the reason and
+advice for the user.
 """
 
 import enum
@@ -16,7 +16,7 @@ ADDRESS_VARIABLE = "MTJ_TPU_API"
 PROJECT_VARIABLES = ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT")
 
 
-class Kind(enum.Enum):
+class ErrorKind(enum.Enum):
     """Why a call to the API failed."""
 
     QUOTA = "quota"
@@ -33,89 +33,95 @@ class Kind(enum.Enum):
 
 
 _ADVICE = {
-    Kind.QUOTA: "Ask for more on https://console.cloud.google.com/iam-admin/quotas (service Cloud TPU API; spot, preemptible and "
-    "on-demand cores have quotas of their own, by zone), delete what you no longer need (tpu_utils.py list), or take another zone.",
-    Kind.STOCKOUT: "The zone has none free now: wait in the queue (--queued), try another zone or type, or try later.",
-    Kind.PERMISSION: "The account of the driver needs the roles roles/tpu.admin and roles/iam.serviceAccountUser in the project "
+    ErrorKind.QUOTA: "Request more on https://console.cloud.google.com/iam-admin/quotas (service Cloud TPU API; each zone and each of spot, "
+    "preemptible and on-demand has its own quota), delete TPUs that you do not need (tpu_utils.py list), or use another zone.",
+    ErrorKind.STOCKOUT: "The zone has no free TPU of this type: wait in the queue (--queued), try another zone or type, or try later.",
+    ErrorKind.PERMISSION: "The account of the driver needs the roles roles/tpu.admin and roles/iam.serviceAccountUser in the project "
     "(docs/pod.md).",
-    Kind.DISABLED: "Enable it: gcloud services enable tpu.googleapis.com --project PROJECT",
-    Kind.CREDENTIALS: "On a Google VM its service account is used; elsewhere run: gcloud auth application-default login",
-    Kind.NOT_FOUND: "Look at the name, --zone and --project: tpu_utils.py list shows what there is.",
-    Kind.BAD_REQUEST: "Compare type, zone and runtime version with https://cloud.google.com/tpu/docs/regions-zones and "
+    ErrorKind.DISABLED: "Enable it: gcloud services enable tpu.googleapis.com --project PROJECT",
+    ErrorKind.CREDENTIALS: "A Google VM uses its service account; on other machines run: gcloud auth application-default login",
+    ErrorKind.NOT_FOUND: "Check the name, --zone and --project: tpu_utils.py list shows the TPUs of a zone.",
+    ErrorKind.BAD_REQUEST: "Compare type, zone and runtime version with https://cloud.google.com/tpu/docs/regions-zones and "
     "https://cloud.google.com/tpu/docs/runtimes.",
-    Kind.EXISTS: "Take another name, or delete it first: tpu_utils.py delete NAME",
-    Kind.UNAVAILABLE: "The service gave no answer for a while: try again later.",
-    Kind.TIMEOUT: "It may still be going on: look with tpu_utils.py describe.",
-    Kind.UNKNOWN: "Look with tpu_utils.py describe.",
+    ErrorKind.EXISTS: "Use another name, or delete it first: tpu_utils.py delete NAME",
+    ErrorKind.UNAVAILABLE: "The service did not answer: try again later.",
+    ErrorKind.TIMEOUT: "The operation may continue: check it with tpu_utils.py describe.",
+    ErrorKind.UNKNOWN: "Check the state with tpu_utils.py describe.",
 }  # fmt: skip
-_MENDED_BY_USER = {
-    Kind.QUOTA, Kind.PERMISSION, Kind.DISABLED, Kind.CREDENTIALS, Kind.NOT_FOUND, Kind.BAD_REQUEST, Kind.EXISTS,
+_USER_ERRORS = {
+    ErrorKind.QUOTA, ErrorKind.PERMISSION, ErrorKind.DISABLED, ErrorKind.CREDENTIALS, ErrorKind.NOT_FOUND, ErrorKind.BAD_REQUEST, ErrorKind.EXISTS,
 }  # fmt: skip
 _STOCKOUT_WORDS = ("capacity", "stockout", "not enough resources", "resources are insufficient")
 _BY_GRPC_CODE = {
-    1: Kind.UNKNOWN, 2: Kind.UNKNOWN, 3: Kind.BAD_REQUEST, 4: Kind.TIMEOUT, 5: Kind.NOT_FOUND, 6: Kind.EXISTS,
-    7: Kind.PERMISSION, 9: Kind.BAD_REQUEST, 10: Kind.UNAVAILABLE, 11: Kind.BAD_REQUEST, 12: Kind.BAD_REQUEST,
-    13: Kind.UNAVAILABLE, 14: Kind.UNAVAILABLE, 16: Kind.CREDENTIALS,
+    1: ErrorKind.UNKNOWN, 2: ErrorKind.UNKNOWN, 3: ErrorKind.BAD_REQUEST, 4: ErrorKind.TIMEOUT, 5: ErrorKind.NOT_FOUND, 6: ErrorKind.EXISTS,
+    7: ErrorKind.PERMISSION, 9: ErrorKind.BAD_REQUEST, 10: ErrorKind.UNAVAILABLE, 11: ErrorKind.BAD_REQUEST, 12: ErrorKind.BAD_REQUEST,
+    13: ErrorKind.UNAVAILABLE, 14: ErrorKind.UNAVAILABLE, 16: ErrorKind.CREDENTIALS,
 }  # fmt: skip
 _RESOURCE_EXHAUSTED = 8
 
 
-class _OfKind(Exception):
-    def __init__(self, message: str, kind: Kind):
+class _ErrorOfKind(Exception):
+    def __init__(self, message: str, kind: ErrorKind):
         super().__init__(message)
         self.kind = kind
 
 
-class TpuRefused(_OfKind, UserError):
-    """The API refused for a reason that the user can mend; `kind` says which."""
+class TpuRefused(_ErrorOfKind, UserError):
+    """The API refused the request for a reason that the user can correct; `kind` is the reason."""
 
 
-class TpuFailed(_OfKind, RunError):
-    """The API failed for a reason that time or another zone mends; `kind` says which."""
+class TpuFailed(_ErrorOfKind, RunError):
+    """The API failed; a later attempt or another zone may succeed. `kind` is the reason."""
 
 
-Fault = TpuRefused | TpuFailed
+TpuError = TpuRefused | TpuFailed
 
 
-def fault(doing: str, kind: Kind, said: str, reason: str | None = None) -> Fault:
-    """The exception to raise: what was being done, what the API said, its reason code, and what to do."""
+def tpu_error(doing: str, kind: ErrorKind, said: str, reason: str | None = None) -> TpuError:
+    """The exception for a failed call.
+
+    Args:
+        doing: description of the call.
+        said: the message of the API.
+        reason: the API's reason code.
+    """
     said = said.strip().rstrip(".")
     text = f"{doing}: {kind.value}: {said}{f' [{reason}]' if reason else ''}. {_ADVICE[kind]}"
-    return TpuRefused(text, kind) if kind in _MENDED_BY_USER else TpuFailed(text, kind)
+    return TpuRefused(text, kind) if kind in _USER_ERRORS else TpuFailed(text, kind)
 
 
-def from_status(doing: str, code: int, message: str, reason: str | None = None) -> Fault:
-    """The exception for a `google.rpc.Status`, as failed operations and queued resources carry it."""
-    return fault(doing, _kind(code, message, reason), message, reason)
+def from_status(doing: str, code: int, message: str, reason: str | None = None) -> TpuError:
+    """The exception for a `google.rpc.Status` of a failed operation or queued resource."""
+    return tpu_error(doing, _kind(code, message, reason), message, reason)
 
 
-def explain(error: Exception, doing: str) -> Fault:
-    """The exception that tells what `error` of google-cloud-tpu (or google-auth) means for somebody doing `doing`."""
+def translate(error: Exception, doing: str) -> TpuError:
+    """The exception for an `error` of google-cloud-tpu or google-auth in the call `doing`."""
     from google.api_core import exceptions
     from google.auth.exceptions import GoogleAuthError
 
     if isinstance(error, GoogleAuthError):
-        return fault(doing, Kind.CREDENTIALS, str(error))
+        return tpu_error(doing, ErrorKind.CREDENTIALS, str(error))
     if isinstance(error, exceptions.RetryError):
-        return fault(doing, Kind.UNAVAILABLE, str(error.cause or error))
+        return tpu_error(doing, ErrorKind.UNAVAILABLE, str(error.cause or error))
     if isinstance(error, exceptions.GoogleAPICallError):
         return from_status(doing, _grpc_code(error), error.message or str(error), error.reason)
-    return fault(doing, Kind.UNKNOWN, str(error))
+    return tpu_error(doing, ErrorKind.UNKNOWN, str(error))
 
 
-def _kind(code: int, message: str, reason: str | None) -> Kind:
+def _kind(code: int, message: str, reason: str | None) -> ErrorKind:
     if code == _RESOURCE_EXHAUSTED:
-        # one code for two things; a failed operation has only words to tell them apart
+        # this code means quota or capacity; in a failed operation only the message differs
         words = message.lower()
         out_of_stock = "quota" not in words and any(word in words for word in _STOCKOUT_WORDS)
-        return Kind.STOCKOUT if out_of_stock else Kind.QUOTA
+        return ErrorKind.STOCKOUT if out_of_stock else ErrorKind.QUOTA
     if reason == "SERVICE_DISABLED":
-        return Kind.DISABLED
-    return _BY_GRPC_CODE.get(code, Kind.UNKNOWN)
+        return ErrorKind.DISABLED
+    return _BY_GRPC_CODE.get(code, ErrorKind.UNKNOWN)
 
 
 def _grpc_code(error: Any) -> int:
-    """The code of `google.rpc.Code`; errors that came over HTTP have only the HTTP status."""
+    """The code of `google.rpc.Code`. Errors from HTTP have only the HTTP status."""
     if error.grpc_status_code is not None:
         return int(error.grpc_status_code.value[0])
     http = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 429: 8, 500: 13, 503: 14, 504: 4}
@@ -124,22 +130,28 @@ def _grpc_code(error: Any) -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """How patient calls and waits are, in seconds."""
+    """Time limits and pauses, in seconds.
 
-    call_s: float = 60.0  # one attempt of one call
-    retry_s: float = 120.0  # all attempts of one call that the service cannot answer
-    pause_s: float = 1.0  # between attempts and between looks at a state, at first; doubles
+    Args:
+        call_s: limit for one attempt of a call.
+        retry_s: limit for all attempts of a call while the service is unavailable.
+        pause_s: first pause between two attempts or two polls of a state; it doubles each time.
+    """
+
+    call_s: float = 60.0
+    retry_s: float = 120.0
+    pause_s: float = 1.0
     longest_pause_s: float = 30.0
 
 
 def connect() -> Any:
     """A `TpuClient` with the credentials of this machine.
 
-    With MTJ_TPU_API=ADDRESS:PORT it talks to a server on this machine instead, in plain text and without credentials: for
-    tests. Only an address of this machine is taken, so that nothing unencrypted leaves it.
+    For tests, MTJ_TPU_API=ADDRESS:PORT selects a server on this machine, without encryption and credentials. Addresses of
+    other machines are rejected, so that no unencrypted data leaves this machine.
 
     Raises:
-        UserError: MTJ_TPU_API names another machine.
+        UserError: MTJ_TPU_API is the address of another machine.
         TpuRefused: there are no credentials.
     """
     from google.cloud.tpu_v2 import TpuClient
@@ -150,7 +162,7 @@ def connect() -> Any:
         from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
         return TpuClient(transport=TpuGrpcTransport(channel=grpc.insecure_channel(_on_this_machine(address))))
-    with explained("connecting to the Cloud TPU API"):
+    with translated_errors("connecting to the Cloud TPU API"):
         return TpuClient()
 
 
@@ -158,7 +170,8 @@ def _on_this_machine(address: str) -> str:
     host, _, port = address.rpartition(":")
     try:
         with socket.socket() as probe:
-            probe.bind((host, 0))  # the kernel refuses addresses that are not this machine's
+            # the kernel refuses addresses of other machines
+            probe.bind((host, 0))
         int(port)
     except (OSError, ValueError) as error:
         raise UserError(
@@ -168,52 +181,52 @@ def _on_this_machine(address: str) -> str:
 
 
 def project_of(given: str | None) -> str:
-    """The project: the one given, or the environment's, or that of the default credentials.
+    """The project: `given`, or that of the environment, or that of the default credentials.
 
     Raises:
-        UserError: none is known.
+        UserError: no project is set.
     """
     project = next(filter(None, (given, *map(os.environ.get, PROJECT_VARIABLES))), None)
     if project is None and not os.environ.get(ADDRESS_VARIABLE):
         import google.auth
 
-        with explained("looking for the project"):
+        with translated_errors("looking for the project"):
             _, project = google.auth.default()
     if project:
         return project
-    raise UserError(f"no project is known: give --project, or set {PROJECT_VARIABLES[0]}")
+    raise UserError(f"no project is set: give --project, or set {PROJECT_VARIABLES[0]}")
 
 
 @contextmanager
-def explained(doing: str) -> Iterator[None]:
-    """Errors of Google's libraries inside become `TpuRefused` or `TpuFailed`."""
+def translated_errors(doing: str) -> Iterator[None]:
+    """Translates errors of Google's libraries to `TpuRefused` or `TpuFailed`."""
     from google.api_core.exceptions import GoogleAPIError
     from google.auth.exceptions import GoogleAuthError
 
     try:
         yield
     except (GoogleAPIError, GoogleAuthError) as error:
-        raise explain(error, doing) from error
+        raise translate(error, doing) from error
 
 
 def call(method: Callable[..., Any], doing: str, timing: Timing, **request: Any) -> Any:
-    """Call one method of a client, again and again while the service is unavailable.
+    """Call a method of a client, with retries while the service is unavailable.
 
     Args:
-        method: of a `TpuClient`.
-        doing: for messages, such as "making TPU a".
-        timing: how long to try.
+        method: method of a `TpuClient`.
+        doing: description for messages, such as "creating TPU a".
+        timing: time limits.
         request: the fields of the request.
 
     Raises:
-        TpuRefused, TpuFailed: the call failed, or did so for `timing.retry_s`.
+        TpuRefused, TpuFailed: the call failed, or the service was unavailable for `timing.retry_s`.
     """
-    with explained(doing):
+    with translated_errors(doing):
         return method(request=request, timeout=timing.call_s, retry=retries(timing))
 
 
 def retries(timing: Timing) -> Any:
-    """The policy of Google's libraries for calls that the service cannot answer now."""
+    """The retry policy for calls while the service is unavailable."""
     from google.api_core import retry
     from google.api_core.exceptions import Aborted, DeadlineExceeded, InternalServerError, ServiceUnavailable
 
@@ -222,7 +235,7 @@ def retries(timing: Timing) -> Any:
 
 
 def pauses(timing: Timing) -> Iterator[float]:
-    """Growing pauses in seconds, for ever."""
+    """An endless sequence of growing pauses, in seconds."""
     pause_s = timing.pause_s
     while True:
         yield pause_s

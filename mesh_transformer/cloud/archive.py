@@ -1,4 +1,4 @@
-"""What hosts get: archives, each named by a hash of its content."""
+"""Archives for the hosts, each with a hash of its content as its name."""
 
 import gzip
 import hashlib
@@ -13,15 +13,15 @@ from typing import IO
 from mesh_transformer.errors import UserError
 
 CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# and *.py at the top
+# the parts of a checkout that hosts need, besides *.py at the top
 CODE = ("mesh_transformer", "configs", "scripts", "data", "pyproject.toml", "requirements.txt")
-MOST_BYTES = 256 << 20
-HASH_LETTERS = 16
+MAX_BYTES = 256 << 20
+HASH_LENGTH = 16
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A .tar.gz; two trees of the same content make the same one, byte for byte."""
+    """A .tar.gz. Equal trees give equal bytes."""
 
     content: bytes
     hash: str
@@ -33,7 +33,7 @@ class Archive:
 
 @dataclass(frozen=True)
 class FolderArchive:
-    """The files right under a folder, such as wheels, which may be gigabytes and are compressed already: a .tar.
+    """A .tar of the files directly in a folder, such as wheels. They may have gigabytes and are compressed already.
 
     Raises:
         UserError: there is no such folder.
@@ -43,17 +43,17 @@ class FolderArchive:
 
     def __post_init__(self) -> None:
         if not os.path.isdir(self.folder):
-            raise UserError(f"no folder {self.folder}")
+            raise UserError(f"no folder {self.folder}: give an existing one")
 
     @cached_property
     def hash(self) -> str:
-        """By the files' names and contents."""
+        """A hash of the names and contents of the files."""
         digest = hashlib.sha256()
         for name in self._names():
             with open(os.path.join(self.folder, name), "rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
             digest.update(f"{name}\0{content}\0".encode())
-        return digest.hexdigest()[:HASH_LETTERS]
+        return digest.hexdigest()[:HASH_LENGTH]
 
     def write(self, file: IO[bytes]) -> None:
         """Write it to a file."""
@@ -68,37 +68,38 @@ class FolderArchive:
 
 
 def code_archive(root: str) -> Archive:
-    """The code below `root`: the package, the entry points, configs, scripts and small data.
+    """An archive of the code below `root`: the package, the entry points, configs, scripts and small data.
 
     Raises:
-        UserError: it is no checkout of this project, or its `data` is too large to be pushed.
+        UserError: `root` is no checkout of this project, or its `data` is too large.
     """
     if not os.path.isdir(os.path.join(root, "mesh_transformer")):
-        raise UserError(f"{root} holds no mesh_transformer: give the root of a checkout")
+        raise UserError(f"{root} has no folder mesh_transformer: give the root of a checkout")
     names = sorted(name for name in os.listdir(root) if name in CODE or name.endswith(".py"))
     return pack(root, [path for name in names for path in _files(root, name)])
 
 
-def pack(root: str, paths: list[str], most_bytes: int = MOST_BYTES) -> Archive:
+def pack(root: str, paths: list[str], max_bytes: int = MAX_BYTES) -> Archive:
     """An archive of the files at `paths` below `root`, without owners and times.
 
     Raises:
-        UserError: there are more than `most_bytes`.
+        UserError: the files have more than `max_bytes`.
     """
     size = sum(os.path.getsize(os.path.join(root, path)) for path in paths)
-    if size > most_bytes:
+    if size > max_bytes:
         raise UserError(
-            f"the code below {root} has {size >> 20} MiB, more than the {most_bytes >> 20} that hosts get: put large data in a bucket (gs://)"
+            f"the code below {root} has {size >> 20} MiB, more than the limit of {max_bytes >> 20} MiB: put large data in a bucket "
+            "(gs://)"
         )
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w", dereference=True) as tar:
         for path in paths:
-            tar.add(os.path.join(root, path), path, filter=_nameless)
-    digest = hashlib.sha256(plain.getvalue()).hexdigest()[:HASH_LETTERS]
+            tar.add(os.path.join(root, path), path, filter=_anonymous)
+    digest = hashlib.sha256(plain.getvalue()).hexdigest()[:HASH_LENGTH]
     return Archive(gzip.compress(plain.getvalue(), compresslevel=6, mtime=0), digest)
 
 
-def _nameless(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     mode = 0o755 if entry.mode & 0o111 else 0o644
     return entry.replace(mode=mode, mtime=0, uid=0, gid=0, uname="", gname="", deep=False)
 

@@ -1,4 +1,4 @@
-"""The driver's own Ray node: the head that the hosts join. It outlives the driver, so that a new driver finds it again."""
+"""The head of the Ray cluster, on the driver's machine. It outlives the driver, so that a new driver finds it."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ from mesh_transformer.errors import RunError, UserError
 
 log = logging.getLogger(__name__)
 TOKEN = "ray_token"
-# A node that gives no answer for 5 to 8 s counts as dead; with Ray's own settings it took more than a minute.
+# a node without an answer for 5 to 8 s counts as dead; with Ray's defaults this takes more than a minute
 HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
@@ -27,51 +27,56 @@ START_S = 180.0
 
 @dataclass(frozen=True)
 class Head:
-    """A head that runs."""
+    """A running head.
 
-    address: str  # address:port
-    folder: str  # its state, log and token
+    Args:
+        address: address:port.
+        folder: the folder of its state, log and token.
+    """
+
+    address: str
+    folder: str
 
     @property
     def token_file(self) -> str:
-        """The file with the token that every node and driver must have."""
+        """The file with the token that every node and driver needs."""
         return os.path.join(self.folder, TOKEN)
 
     def environment(self) -> dict[str, str]:
-        """What a process needs in its environment before it imports ray."""
+        """Environment variables that a process needs before it imports ray."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token_file}
 
 
 def start(folder: str, address: str, port: int = 6379, arguments: tuple[str, ...] = ()) -> Head:
-    """Start the head on this machine, or find it running.
+    """Start the head on this machine, or find the running one.
 
     Args:
-        folder: for its state; the same folder means the same head.
-        address: of this machine, as the hosts reach it.
-        port: for the hosts.
-        arguments: further ones of `ray start`.
+        folder: the folder of its state; it identifies the head.
+        address: address of this machine for the hosts.
+        port: port for the hosts.
+        arguments: further arguments of `ray start`.
 
     Raises:
-        UserError: Ray is not installed beside this Python.
-        RunError: it did not start.
+        UserError: Ray is not installed in the environment of this Python.
+        RunError: the head did not start.
     """
     folder = os.path.abspath(folder)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     head = Head(f"{address}:{port}", folder)
-    _make_token(head.token_file)
+    _create_token(head.token_file)
     command = [
         _ray(), "start", "--head", f"--node-ip-address={address}", f"--port={port}", "--include-dashboard=false",
         "--disable-usage-stats", "--num-cpus=0", f"--system-config={json.dumps(HEALTH_CHECKS)}", *arguments,
     ]  # fmt: skip
     token = read_token(head.token_file)
     fingerprint = hashlib.sha256(f"{command}{token}".encode()).hexdigest()[:16]
-    said = _script("start", folder, fingerprint, *command, environment=head.environment())
-    log.info("Ray head %s: %s", head.address, said)
+    output = _script("start", folder, fingerprint, *command, environment=head.environment())
+    log.info("Ray head %s: %s", head.address, output)
     return head
 
 
 def stop(folder: str) -> None:
-    """Stop the head whose state is in `folder`; where none runs nothing happens."""
+    """Stop the head with its state in `folder`. It is no error if none runs."""
     _script("stop", os.path.abspath(folder))
 
 
@@ -85,10 +90,10 @@ def read_token(path: str) -> str:
         with open(path, encoding="utf-8") as file:
             return file.read().strip()
     except FileNotFoundError as error:
-        raise UserError(f"no file {path} with the token of the Ray cluster") from error
+        raise UserError(f"no file {path} with the token of the Ray cluster: start the head first") from error
 
 
-def _make_token(path: str) -> None:
+def _create_token(path: str) -> None:
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:

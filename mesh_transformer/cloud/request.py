@@ -1,4 +1,4 @@
-"""What TPU is wanted, checked before the API sees it, and how that is said in the API's words."""
+"""A request for a TPU: its checks, and its form in the API."""
 
 import re
 from collections.abc import Mapping
@@ -16,76 +16,88 @@ _LABEL_VALUE = re.compile(r"[-_a-z0-9]{0,63}")
 
 
 @dataclass(frozen=True)
-class Request:
-    """One TPU slice to have.
+class TpuRequest:
+    """A request for one TPU slice.
+
+    Args:
+        queued: wait in Google's queue (a queued resource) if there is no capacity, instead of failing.
+        valid_for_s: with `queued`: leave the queue after this many seconds.
+        reservation: with `queued` and tier "reserved": projects/P/locations/Z/reservations/R.
+        runtime_version: None: the default of the type.
+        service_account: e-mail address; None: the project's default account.
+        tags: network tags, for firewall rules.
+        ssh_keys: public keys that may log in, as lines "user:ssh-ed25519 AAAA... comment".
 
     Raises:
-        UserError: a value that the API would refuse, or that does not go with another.
+        UserError: the API would reject a value, or two values contradict each other.
     """
 
     name: str
     type: slices.SliceType
     tier: Tier = "on-demand"
-    # wait in Google's queue (a queued resource) rather than fail when there is no capacity
     queued: bool = False
-    valid_for_s: int | None = None  # with queued: give up the place in the queue after so many seconds
-    reservation: str | None = None  # with queued and reserved: projects/P/locations/Z/reservations/R
-    runtime_version: str | None = None  # None: what suits the type
+    valid_for_s: int | None = None
+    reservation: str | None = None
+    runtime_version: str | None = None
     network: str | None = None
     subnetwork: str | None = None
     external_addresses: bool = True
-    service_account: str | None = None  # e-mail; None: the project's default
+    service_account: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
-    tags: tuple[str, ...] = ()  # network tags, for firewall rules
-    ssh_keys: tuple[str, ...] = ()  # lines "user:ssh-ed25519 AAAA... comment" that may log in
+    tags: tuple[str, ...] = ()
+    ssh_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UserError(
-                f"{self.name!r} cannot name a TPU: up to 63 lower-case letters, digits and hyphens, first a letter, last "
-                "no hyphen"
+                f"{self.name!r} is no valid name of a TPU: use at most 63 lower-case letters, digits and hyphens, with a letter "
+                "at the start and no hyphen at the end"
             )
         for label, value in self.labels.items():
             if not _LABEL.fullmatch(label) or not _LABEL_VALUE.fullmatch(value):
                 raise UserError(
-                    f"label {label}={value}: both sides take lower-case letters, digits, hyphens and underscores, up to "
-                    "63; the left one begins with a letter"
+                    f"label {label}={value}: use at most 63 lower-case letters, digits, hyphens and underscores on each side, "
+                    "with a letter at the start"
                 )
         if not self.queued and (self.valid_for_s is not None or self.reservation is not None):
             raise UserError(
-                f"TPU {self.name}: a reservation's name and a limit on waiting need a place in the queue: add --queued"
+                f"TPU {self.name}: --reservation and --valid-for need a queued request: add --queued"
             )
         if self.reservation is not None and self.tier != "reserved":
             raise UserError(f"TPU {self.name}: reservation {self.reservation} needs --reserved")
         if self.queued and self.tier == "preemptible":
-            raise UserError(f"TPU {self.name}: the queue takes spot TPUs, not preemptible ones: use --spot")
-        self.runtime()  # a type that the API does not make
+            raise UserError(
+                f"TPU {self.name}: the queue accepts spot TPUs, not preemptible ones: use --spot instead of --preemptible"
+            )
+        # raises for a type that the API does not create
+        self.runtime()
 
     def runtime(self) -> str:
-        """The runtime version to ask for."""
+        """The runtime version of the request."""
         return self.runtime_version or self.type.runtime_version
 
     def node(self) -> dict[str, Any]:
-        """The API's `Node`. Guest attributes are on: the hosts publish their SSH keys there."""
+        """The API's `Node`. Guest attributes are on, because the hosts publish their SSH keys there."""
         network = {"network": self.network, "subnetwork": self.subnetwork}
         account, keys = self.service_account, "\n".join(self.ssh_keys) or None
-        return _given(
+        return _without_none(
             accelerator_type=self.type.name,
             runtime_version=self.runtime(),
-            network_config=_given(enable_external_ips=self.external_addresses, **network),
+            network_config=_without_none(enable_external_ips=self.external_addresses, **network),
             labels=dict(self.labels),
             tags=list(self.tags),
-            metadata=_given(**{"enable-guest-attributes": "TRUE", "ssh-keys": keys}),
+            metadata=_without_none(**{"enable-guest-attributes": "TRUE", "ssh-keys": keys}),
             scheduling_config=None if self.tier == "on-demand" else {self.tier: True},
             service_account=None if account is None else {"email": account, "scope": [ALL_SCOPES]},
         )
 
     def queued_resource(self, parent: str) -> dict[str, Any]:
-        """The API's `QueuedResource` of one node, which has the queued resource's own name."""
+        """The API's `QueuedResource` of one node. Both have the same name."""
         node = self.node()
-        node.pop("scheduling_config", None)  # the tier is said once, outside
+        # the queued resource has the tier
+        node.pop("scheduling_config", None)
         limit = self.valid_for_s
-        return _given(
+        return _without_none(
             tpu={"node_spec": [{"parent": parent, "node_id": self.name, "node": node}]},
             spot={} if self.tier == "spot" else None,
             guaranteed={} if self.tier == "reserved" else None,
@@ -94,6 +106,6 @@ class Request:
         )
 
 
-def _given(**fields: Any) -> dict[str, Any]:
+def _without_none(**fields: Any) -> dict[str, Any]:
     """The fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Command lines for the hosts' shells. Every value that goes into one is quoted here."""
+"""Command lines for the shells of the hosts. This module quotes every value in them."""
 
 import shlex
 from collections.abc import Sequence
@@ -6,32 +6,36 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Home:
-    """A path below the home folder of whoever logs in, which only the host's shell knows; `before` is put before it."""
+class HomePath:
+    """A path below the home folder, which only the shell of the host knows. `prefix` is text before the path."""
 
     path: str
-    before: str = ""
+    prefix: str = ""
 
 
-Word = str | Home
+Word = str | HomePath
 
 
 def join(*words: Word) -> str:
-    """A command line that a POSIX shell reads as exactly these words."""
+    """A command line that a POSIX shell splits into exactly these words."""
     return " ".join(_quoted(word) for word in words)
 
 
 def line_of(words: Sequence[str]) -> str:
-    """The line of a user's command: one word is a line for a shell; several are a program and its arguments, as they were given."""
+    """The command line of a user. One word is a line for a shell; several words are a program and its arguments, unchanged."""
     return words[0] if len(words) == 1 else join(*words)
 
 
 def below(folder: Word, path: str) -> Word:
     """A path below a folder."""
-    return Home(f"{folder.path}/{path}", folder.before) if isinstance(folder, Home) else f"{folder}/{path}"
+    return (
+        HomePath(f"{folder.path}/{path}", folder.prefix)
+        if isinstance(folder, HomePath)
+        else f"{folder}/{path}"
+    )
 
 
 def _quoted(word: Word) -> str:
     if isinstance(word, str):
         return shlex.quote(word)
-    return f'{shlex.quote(word.before) if word.before else ""}"$HOME"/{shlex.quote(word.path)}'
+    return f'{shlex.quote(word.prefix) if word.prefix else ""}"$HOME"/{shlex.quote(word.path)}'

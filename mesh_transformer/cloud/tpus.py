@@ -1,4 +1,4 @@
-"""TPU VMs and queued resources of one project and zone: make, find, list, wait for, delete. Everything may be repeated."""
+"""TPU VMs and queued resources of one project and zone: create, find, list, wait, delete. All operations may be repeated."""
 
 import enum
 import logging
@@ -10,83 +10,106 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh_transformer.cloud import api
-from mesh_transformer.cloud.api import Fault, Kind, Timing, TpuFailed, TpuRefused, call, explained, fault
-from mesh_transformer.cloud.pod import Host
-from mesh_transformer.cloud.request import Request
+from mesh_transformer.cloud.api import (
+    ErrorKind,
+    Timing,
+    TpuError,
+    TpuFailed,
+    TpuRefused,
+    call,
+    tpu_error,
+    translated_errors,
+)
+from mesh_transformer.cloud.hosts import Host
+from mesh_transformer.cloud.request import TpuRequest
 from mesh_transformer.errors import UserError
 
 log = logging.getLogger(__name__)
 DAY_S = 24 * 3600.0
 
 
-class Phase(enum.Enum):
-    """What there is to do about a TPU."""
+class TpuPhase(enum.Enum):
+    """The life cycle of a TPU; each phase needs another reaction."""
 
-    COMING = "coming"  # wait
-    READY = "ready"  # use it
-    STOPPED = "stopped"  # by its owner; it can be started
-    GOING = "going"  # wait until it is gone
-    LOST = "lost"  # preempted or failed: delete it, make another
+    # wait until it is ready
+    PENDING = "pending"
+    READY = "ready"
+    # its owner stopped it and can start it
+    STOPPED = "stopped"
+    # wait until it is deleted
+    DELETING = "deleting"
+    # preempted or failed: delete it and create another one
+    LOST = "lost"
 
 
 _NODE = {
-    "READY": Phase.READY, "DELETING": Phase.GOING, "PREEMPTED": Phase.LOST, "TERMINATED": Phase.LOST,
-    "STOPPED": Phase.STOPPED, "STOPPING": Phase.STOPPED,
+    "READY": TpuPhase.READY, "DELETING": TpuPhase.DELETING, "PREEMPTED": TpuPhase.LOST, "TERMINATED": TpuPhase.LOST,
+    "STOPPED": TpuPhase.STOPPED, "STOPPING": TpuPhase.STOPPED,
 }  # fmt: skip
 _QUEUED = {
-    "FAILED": Phase.LOST, "SUSPENDED": Phase.LOST, "SUSPENDING": Phase.GOING, "DELETING": Phase.GOING,
-    "ACTIVE": Phase.READY,
+    "FAILED": TpuPhase.LOST, "SUSPENDED": TpuPhase.LOST, "SUSPENDING": TpuPhase.DELETING, "DELETING": TpuPhase.DELETING,
+    "ACTIVE": TpuPhase.READY,
 }  # fmt: skip
 _USABLE = {"HEALTH_UNSPECIFIED", "HEALTHY"}
 
 
-def phase_of(node: str | None, health: str, queued: str | None, *, spot: bool = False) -> Phase:
+def phase_of(node: str | None, health: str, queued: str | None, *, spot: bool = False) -> TpuPhase:
     """The phase of a TPU that exists.
 
     Args:
-        node: state of its node, as `Node.State` names it; None while there is no node.
-        health: as `Node.Health` names it.
-        queued: state of its queued resource, as `QueuedResourceState.State` names it; None if it has none.
-        spot: it is a spot or preemptible one, of which STOPPED, too, means that Google took it.
+        node: state of its node, a name of `Node.State`; None without a node.
+        health: a name of `Node.Health`.
+        queued: state of its queued resource, a name of `QueuedResourceState.State`; None without one.
+        spot: whether it is a spot or preemptible TPU. Its state STOPPED means that Google preempted it.
     """
-    waiting = _QUEUED.get(queued, Phase.COMING) if queued is not None else Phase.READY
-    if waiting in (Phase.LOST, Phase.GOING):
-        return waiting
-    if node is None or waiting is Phase.COMING:
-        return Phase.COMING
-    phase = _NODE.get(node, Phase.COMING)
-    if phase is Phase.STOPPED and spot:
-        return Phase.LOST
-    if phase is Phase.READY and health not in _USABLE:
-        return Phase.COMING
+    in_queue = _QUEUED.get(queued, TpuPhase.PENDING) if queued is not None else TpuPhase.READY
+    if in_queue in (TpuPhase.LOST, TpuPhase.DELETING):
+        return in_queue
+    if node is None or in_queue is TpuPhase.PENDING:
+        return TpuPhase.PENDING
+    phase = _NODE.get(node, TpuPhase.PENDING)
+    if phase is TpuPhase.STOPPED and spot:
+        return TpuPhase.LOST
+    if phase is TpuPhase.READY and health not in _USABLE:
+        return TpuPhase.PENDING
     return phase
 
 
 @dataclass(frozen=True)
 class Tpu:
-    """A TPU as the API describes it."""
+    """A TPU as the API describes it.
+
+    Args:
+        type: name of the type in the API.
+        state: the state in the API's words, for messages.
+        internal: internal addresses by TPU worker ID.
+        external: external addresses; "" for a host without one.
+        created: seconds since 1970; 0 if unknown.
+        queued_name: full name of its queued resource.
+        error: the error of its queued resource.
+    """
 
     name: str
-    type: str  # as the API spells it
-    phase: Phase
-    state: str  # in the API's words, for people
+    type: str
+    phase: TpuPhase
+    state: str
     tier: str
     runtime_version: str
-    internal: tuple[str, ...]  # addresses by TPU worker id
-    external: tuple[str, ...]  # the same, "" where a host has none
+    internal: tuple[str, ...]
+    external: tuple[str, ...]
     labels: dict[str, str]
-    created: float  # seconds since 1970; 0: not known
-    queued_name: str | None  # full name of its queued resource
-    why: Fault | None = None  # what the queue says about its failure
+    created: float
+    queued_name: str | None
+    error: TpuError | None = None
 
     def hosts(self, *, external: bool = False) -> tuple[Host, ...]:
-        """The hosts by TPU worker id, with internal or external addresses."""
+        """The hosts by TPU worker ID, with internal or external addresses."""
         addresses = self.external if external else self.internal
         return tuple(Host(worker_id, address) for worker_id, address in enumerate(addresses))
 
 
-def observe(name: str, node: Any | None, queued: Any | None) -> Tpu:
-    """The `Tpu` that a `Node` and a `QueuedResource` (not both None) of the API describe."""
+def tpu_of(name: str, node: Any | None, queued: Any | None) -> Tpu:
+    """The `Tpu` of a `Node` and a `QueuedResource` of the API. One of them may be None."""
     spec = node if node is not None else queued.tpu.node_spec[0].node  # type: ignore[union-attr]
     tier = _tier(node, queued)
     node_state = node.state.name if node is not None else None
@@ -108,7 +131,7 @@ def observe(name: str, node: Any | None, queued: Any | None) -> Tpu:
         labels=dict(spec.labels),
         created=created.timestamp() if created else 0.0,
         queued_name=queued.name if queued is not None else None,
-        why=_failure(name, queued),
+        error=_failure(name, queued),
     )
 
 
@@ -120,7 +143,7 @@ def _tier(node: Any | None, queued: Any | None) -> str:
     return tiers[0] if tiers else "on-demand"
 
 
-def _failure(name: str, queued: Any | None) -> Fault | None:
+def _failure(name: str, queued: Any | None) -> TpuError | None:
     if queued is None or queued.state.state.name != "FAILED":
         return None
     error = queued.state.failed_data.error
@@ -132,19 +155,19 @@ class Tpus:
 
     Args:
         zone: such as europe-west4-a.
-        project: None means the environment's (`project_of`).
-        client: a `TpuClient`; None makes one (`connect`).
-        timing: of calls and of looks at states.
+        project: None: the project of the environment (`project_of`).
+        client: a `TpuClient`; None: a new one (`connect`).
+        timing: of calls and polls.
 
     Raises:
-        UserError: the zone cannot be one, no project is known, or there are no credentials.
+        UserError: the zone is invalid, no project is set, or there are no credentials.
     """
 
     def __init__(
         self, zone: str, project: str | None = None, client: Any | None = None, timing: Timing | None = None
     ):
         if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", zone):
-            raise UserError(f"{zone!r} is no zone: give one such as europe-west4-a")
+            raise UserError(f"{zone!r} is no zone: give a zone such as europe-west4-a")
         self.zone = zone
         self.project = api.project_of(project)
         self.timing = timing or Timing()
@@ -152,12 +175,12 @@ class Tpus:
         self._client = client or api.connect()
 
     def find(self, name: str) -> Tpu | None:
-        """The TPU of that name, queued or made; None if there is none."""
+        """The TPU of that name, queued or created; None if there is none."""
         doing = f"looking for TPU {name}"
         node = self._get(self._client.get_node, self._node_name(name), doing)
         queued_name = (node and node.queued_resource) or f"{self.parent}/queuedResources/{name}"
         queued = self._get(self._client.get_queued_resource, queued_name, doing)
-        return None if node is None and queued is None else observe(name, node, queued)
+        return None if node is None and queued is None else tpu_of(name, node, queued)
 
     def describe(self, name: str) -> Tpu:
         """The TPU of that name.
@@ -167,55 +190,62 @@ class Tpus:
         """
         found = self.find(name)
         if found is None:
-            raise fault(f"TPU {name}", Kind.NOT_FOUND, f"there is none in {self.zone} of {self.project}")
+            raise tpu_error(
+                f"TPU {name}", ErrorKind.NOT_FOUND, f"there is none in {self.zone} of {self.project}"
+            )
         return found
 
     def all(self) -> list[Tpu]:
-        """All TPUs, made or queued, by name."""
+        """All TPUs, created or queued, sorted by name."""
         doing = f"listing the TPUs of {self.zone}"
         client = self._client
-        with explained(doing):  # the further pages too
-            made, entries = (
+        # further pages of the lists can fail too
+        with translated_errors(doing):
+            created, entries = (
                 list(call(method, doing, self.timing, parent=self.parent))
                 for method in (client.list_nodes, client.list_queued_resources)
             )
-        nodes = {_last(node.name): node for node in made}
+        nodes = {_short_name(node.name): node for node in created}
         queued = {
-            spec.node_id or _last(entry.name): entry for entry in entries for spec in entry.tpu.node_spec[:1]
+            spec.node_id or _short_name(entry.name): entry
+            for entry in entries
+            for spec in entry.tpu.node_spec[:1]
         }
-        return [observe(name, nodes.get(name), queued.get(name)) for name in sorted(nodes | queued)]
+        return [tpu_of(name, nodes.get(name), queued.get(name)) for name in sorted(nodes | queued)]
 
-    def create(self, request: Request, timeout_s: float = DAY_S) -> Tpu:
-        """Make a TPU, or join the wait for one of that name that is being made; returns once it is ready.
+    def create(self, request: TpuRequest, timeout_s: float = DAY_S) -> Tpu:
+        """Create a TPU, or wait for one of that name that is being created. Returns when it is ready.
 
         Raises:
-            UserError: there is one of that name that is of another type or tier.
-            TpuRefused, TpuFailed: the API's reason, or not ready in time.
+            UserError: a TPU of that name has another type, tier or runtime version.
+            TpuRefused, TpuFailed: the API reported an error, or the TPU was not ready in time.
         """
-        return self._obtain(request, time.monotonic() + timeout_s, again=False)
+        return self._obtain(request, time.monotonic() + timeout_s, recreate=False)
 
-    def ensure(self, request: Request, timeout_s: float = DAY_S) -> Tpu:
-        """Like `create`, but a TPU that was preempted, suspended or failed is deleted and made again, and lack of capacity
-        is waited out, with growing pauses, until `timeout_s`."""
-        return self._obtain(request, time.monotonic() + timeout_s, again=True)
+    def ensure(self, request: TpuRequest, timeout_s: float = DAY_S) -> Tpu:
+        """Like `create`, but a TPU that was preempted, suspended or failed is deleted and created again.
+
+        Without capacity it retries, with growing pauses, until `timeout_s`.
+        """
+        return self._obtain(request, time.monotonic() + timeout_s, recreate=True)
 
     def delete(self, name: str, timeout_s: float = 1800.0) -> bool:
-        """Delete a TPU and its place in the queue; returns False if there was none."""
+        """Delete a TPU and its queued resource. Returns False if there was none."""
         if self.find(name) is None:
             return False
         self._delete(name, f"deleting TPU {name}", time.monotonic() + timeout_s)
         return True
 
     def host_keys(self, tpu: Tpu) -> dict[int, list[str]]:
-        """The public SSH keys of each host by TPU worker id, as the hosts themselves published them to the API.
+        """The public SSH keys of each host by TPU worker ID, which the hosts publish in their guest attributes.
 
         Raises:
-            TpuFailed: a host has published none (yet), or the TPU was made without guest attributes.
+            TpuFailed: a host has not published its keys, or the TPU was created without guest attributes.
         """
         keys, doing = {}, f"reading the SSH host keys of TPU {tpu.name}"
         for host in tpu.hosts():
-            asked = {"name": self._node_name(tpu.name), "worker_ids": [str(host.worker_id)]}
-            answer = call(self._client.get_guest_attributes, doing, self.timing, **asked)
+            fields = {"name": self._node_name(tpu.name), "worker_ids": [str(host.worker_id)]}
+            answer = call(self._client.get_guest_attributes, doing, self.timing, **fields)
             entries = [entry for found in answer.guest_attributes for entry in found.query_value.items]
             keys[host.worker_id] = [
                 f"{entry.key} {entry.value}"
@@ -224,45 +254,45 @@ class Tpus:
             ]
         if missing := [worker_id for worker_id, found in keys.items() if not found]:
             raise TpuFailed(
-                f"TPU {tpu.name}: workers {missing} published no SSH host key: try again in a minute; if the TPU was not "
-                "made by tpu_utils.py, give --known-hosts FILE with lines ADDRESS KEYTYPE KEY (docs/pod.md)",
-                Kind.NOT_FOUND,
+                f"TPU {tpu.name}: workers {missing} published no SSH host key: try again in a minute; if tpu_utils.py did not "
+                "create the TPU, give --known-hosts FILE with lines ADDRESS KEYTYPE KEY (docs/pod.md)",
+                ErrorKind.NOT_FOUND,
             )
         return keys
 
-    def _obtain(self, request: Request, deadline: float, *, again: bool) -> Tpu:
-        doing = f"making TPU {request.name} ({request.type.name}) in {self.zone}"
-        made = False
-        looks = self._looks(doing, deadline)
+    def _obtain(self, request: TpuRequest, deadline: float, *, recreate: bool) -> Tpu:
+        doing = f"creating TPU {request.name} ({request.type.name}) in {self.zone}"
+        created = False
+        polls = self._polls(doing, deadline)
         while True:
-            pause_s = next(looks)
+            pause_s = next(polls)
             found = self.find(request.name)
-            if found is not None and found.phase is not Phase.GOING:
+            if found is not None and found.phase is not TpuPhase.DELETING:
                 _require_same(found, request)
             if found is None:
-                made = self._try_create(request, doing, deadline, again=again) or made
+                created = self._try_create(request, doing, deadline, recreate=recreate) or created
                 continue
-            if found.phase is Phase.READY:
+            if found.phase is TpuPhase.READY:
                 return found
-            if found.phase is Phase.STOPPED:
+            if found.phase is TpuPhase.STOPPED:
                 raise UserError(
                     f"TPU {found.name} is {found.state}: start it with `gcloud compute tpus tpu-vm start {found.name} --zone "
                     f"{self.zone}`, or delete it"
                 )
-            if found.phase is Phase.LOST:
-                self._give_up_or_delete(found, doing, deadline, again=again, made=made)
+            if found.phase is TpuPhase.LOST:
+                self._give_up_or_delete(found, doing, deadline, recreate=recreate, created=created)
             else:
-                log.info("TPU %s: %s; looking again in %.0f s", found.name, found.state, pause_s)
+                log.info("TPU %s: %s; next check in %.0f s", found.name, found.state, pause_s)
 
-    def _looks(self, doing: str, deadline: float) -> Iterator[float]:
-        """Yields the next pause, and takes it, until the deadline raises."""
+    def _polls(self, doing: str, deadline: float) -> Iterator[float]:
+        """Yields the seconds until the next poll, then sleeps. After the deadline it raises an error."""
         for pause_s in api.pauses(self.timing):
             yield pause_s
             if time.monotonic() >= deadline:
-                raise fault(doing, Kind.TIMEOUT, "not done in time")
+                raise tpu_error(doing, ErrorKind.TIMEOUT, "not done in time")
             time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
 
-    def _try_create(self, request: Request, doing: str, deadline: float, *, again: bool) -> bool:
+    def _try_create(self, request: TpuRequest, doing: str, deadline: float, *, recreate: bool) -> bool:
         log.info("%s, %s%s", doing, request.tier, ", in the queue" if request.queued else "")
         fields: dict[str, Any] = {"node_id": request.name, "node": request.node()}
         method = self._client.create_node
@@ -271,58 +301,63 @@ class Tpus:
             fields = {"queued_resource_id": request.name, "queued_resource": queued}
             method = self._client.create_queued_resource
         try:
-            with _no_error(Kind.EXISTS):  # an attempt that seemed to fail had reached the service
-                self._operate(method, doing, deadline, parent=self.parent, **fields)
+            # an earlier attempt may have reached the service although it seemed to fail
+            with _ignoring(ErrorKind.EXISTS):
+                self._run_operation(method, doing, deadline, parent=self.parent, **fields)
         except TpuFailed as error:
-            if not again or error.kind not in (Kind.STOCKOUT, Kind.UNAVAILABLE):
+            if not recreate or error.kind not in (ErrorKind.STOCKOUT, ErrorKind.UNAVAILABLE):
                 raise
             log.warning("%s", error)
             return False
         return True
 
-    def _give_up_or_delete(self, found: Tpu, doing: str, deadline: float, *, again: bool, made: bool) -> None:
-        """A lost TPU goes; but one that we just asked for and that failed for the user's reason would only fail again."""
-        if found.why is not None and made and isinstance(found.why, TpuRefused):
-            raise found.why
-        if not again:
-            raise found.why or TpuFailed(
-                f"TPU {found.name} is {found.state}: delete it and make it again, or let `create --again` do so",
-                Kind.STOCKOUT,
+    def _give_up_or_delete(
+        self, found: Tpu, doing: str, deadline: float, *, recreate: bool, created: bool
+    ) -> None:
+        """Delete a lost TPU. Raise the error of a TPU that this call created and that the user must correct: it would fail again."""
+        if found.error is not None and created and isinstance(found.error, TpuRefused):
+            raise found.error
+        if not recreate:
+            raise found.error or TpuFailed(
+                f"TPU {found.name} is {found.state}: delete it and create it again, or use `create --again`",
+                ErrorKind.STOCKOUT,
             )
-        log.warning("TPU %s is %s: deleting it and making it again", found.name, found.state)
+        log.warning("TPU %s is %s: deleting it and creating it again", found.name, found.state)
         self._delete(found.name, doing, deadline)
 
-    def _begin_to_delete(self, found: Tpu, doing: str, deadline: float) -> None:
+    def _start_deletion(self, found: Tpu, doing: str, deadline: float) -> None:
         log.info("deleting TPU %s (%s, %s)", found.name, found.type, found.state)
-        with _no_error(Kind.NOT_FOUND):  # gone meanwhile: all the better
+        # it may be deleted meanwhile
+        with _ignoring(ErrorKind.NOT_FOUND):
             if found.queued_name is None:
                 name = self._node_name(found.name)
-                self._operate(self._client.delete_node, doing, deadline, name=name)
-            else:  # with force, its node goes too
+                self._run_operation(self._client.delete_node, doing, deadline, name=name)
+            else:
+                # `force` deletes its node too
                 method, name = self._client.delete_queued_resource, found.queued_name
-                self._operate(method, doing, deadline, name=name, force=True)
+                self._run_operation(method, doing, deadline, name=name, force=True)
 
-    def _operate(self, method: Any, doing: str, deadline: float, **request: Any) -> None:
-        """Begin a long-running operation and wait for its end."""
+    def _run_operation(self, method: Any, doing: str, deadline: float, **request: Any) -> None:
+        """Start a long-running operation and wait for its end."""
         operation = call(method, doing, self.timing, **request)
-        for _ in self._looks(doing, deadline):
-            with explained(doing):
+        for _ in self._polls(doing, deadline):
+            with translated_errors(doing):
                 if operation.done(retry=api.retries(self.timing)):
                     operation.result(timeout=self.timing.call_s)
                     return
             log.info("%s", doing)
 
     def _delete(self, name: str, doing: str, deadline: float) -> None:
-        """Returns once it is gone. A suspended queued resource that lost its node is deleted a second time."""
-        for _ in self._looks(doing, deadline):
+        """Return when the TPU is deleted. A suspended queued resource without a node needs a second deletion."""
+        for _ in self._polls(doing, deadline):
             found = self.find(name)
             if found is None:
                 return
-            if found.phase is not Phase.GOING:
-                self._begin_to_delete(found, doing, deadline)
+            if found.phase is not TpuPhase.DELETING:
+                self._start_deletion(found, doing, deadline)
 
     def _get(self, method: Any, name: str, doing: str) -> Any | None:
-        with _no_error(Kind.NOT_FOUND):
+        with _ignoring(ErrorKind.NOT_FOUND):
             return call(method, doing, self.timing, name=name)
         return None
 
@@ -331,8 +366,8 @@ class Tpus:
 
 
 @contextmanager
-def _no_error(kind: Kind) -> Iterator[None]:
-    """A refusal of this kind inside is none."""
+def _ignoring(kind: ErrorKind) -> Iterator[None]:
+    """Ignores errors of this kind."""
     try:
         yield
     except TpuRefused as error:
@@ -340,15 +375,14 @@ def _no_error(kind: Kind) -> Iterator[None]:
             raise
 
 
-def _require_same(found: Tpu, request: Request) -> None:
+def _require_same(found: Tpu, request: TpuRequest) -> None:
     wanted = (request.type.name, request.tier, request.runtime())
     there = (found.type, found.tier, found.runtime_version)
     if wanted != there:
         raise UserError(
-            f"TPU {found.name} exists as {', '.join(there)}, and {', '.join(wanted)} is wanted: take another name, or delete "
-            "it first"
+            f"TPU {found.name} exists as {', '.join(there)}, not as {', '.join(wanted)}: use another name, or delete it first"
         )
 
 
-def _last(name: str) -> str:
+def _short_name(name: str) -> str:
     return name.rsplit("/", 1)[-1]

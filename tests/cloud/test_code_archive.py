@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mesh_transformer.cloud import archive
-from mesh_transformer.cloud.launch import Environment, Existing, pins
+from mesh_transformer.cloud.environment import ExistingEnvironment, NewEnvironment, pins
 from mesh_transformer.cluster.driver.compute_target import environment_of
 from mesh_transformer.errors import UserError
 
@@ -57,9 +57,9 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         archive.code_archive(str(tmp_path))
     with pytest.raises(UserError, match="no folder"):
         archive.FolderArchive(str(tmp_path / "none"))
-    monkeypatch.setattr(archive, "MOST_BYTES", 3)
+    monkeypatch.setattr(archive, "MAX_BYTES", 3)
     with pytest.raises(UserError, match="put large data in a bucket"):
-        archive.pack(str(tree(tmp_path)), ["train.py", "scripts/s.sh", "configs/c.json"], archive.MOST_BYTES)
+        archive.pack(str(tree(tmp_path)), ["train.py", "scripts/s.sh", "configs/c.json"], archive.MAX_BYTES)
 
 
 def test_a_folder_as_it_is(tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_a_folder_as_it_is(tmp_path: Path) -> None:
 
 
 def test_environment_of_a_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert environment_of("/venv", None) == Existing("/venv")
+    assert environment_of("/venv", None) == ExistingEnvironment("/venv")
     for there, extra in ((object(), ("jax[tpu]", "lm-eval")), (None, ("jax[tpu]",))):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=there: there)
         made = environment_of(None, str(tmp_path))
-        assert isinstance(made, Environment)
+        assert isinstance(made, NewEnvironment)
         assert (made.extra, made.wheelhouse) == (extra, str(tmp_path))
         assert "\nray" in made.requirement_lines
 
@@ -96,22 +96,22 @@ def test_environment_of_a_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_environment_is_named_by_all_that_goes_in(tmp_path: Path) -> None:
     (tmp_path / "r.txt").write_text("numpy\n")
     (tmp_path / "wheels").mkdir()
-    plain = Environment(str(tmp_path / "r.txt"))
+    plain = NewEnvironment(str(tmp_path / "r.txt"))
     assert plain.requirement_lines == "numpy\n\njax[tpu]\n"
-    wheels = Environment(str(tmp_path / "r.txt"), wheelhouse=str(tmp_path / "wheels"))
+    wheels = NewEnvironment(str(tmp_path / "r.txt"), wheelhouse=str(tmp_path / "wheels"))
     names = [
         plain.hash("script"), plain.hash("other script"), wheels.hash("script"),
-        Environment(str(tmp_path / "r.txt"), ()).hash("script"),
-        Environment(str(tmp_path / "r.txt"), python="3.99").hash("script"),
+        NewEnvironment(str(tmp_path / "r.txt"), ()).hash("script"),
+        NewEnvironment(str(tmp_path / "r.txt"), python="3.99").hash("script"),
     ]  # fmt: skip
     (tmp_path / "wheels" / "a.whl").write_text("x")
-    names.append(Environment(str(tmp_path / "r.txt"), wheelhouse=str(tmp_path / "wheels")).hash("script"))
+    names.append(NewEnvironment(str(tmp_path / "r.txt"), wheelhouse=str(tmp_path / "wheels")).hash("script"))
     assert len(set(names)) == len(names)
-    assert Environment(str(tmp_path / "r.txt")).hash("script") == names[0]
+    assert NewEnvironment(str(tmp_path / "r.txt")).hash("script") == names[0]
     with pytest.raises(UserError, match="no requirements file"):
-        _ = Environment(str(tmp_path / "none")).requirement_lines
-    with pytest.raises(UserError, match="give its whole path"):
-        Existing("venv")
+        _ = NewEnvironment(str(tmp_path / "none")).requirement_lines
+    with pytest.raises(UserError, match="give its absolute path"):
+        ExistingEnvironment("venv")
 
 
 def test_pins_are_the_drivers_versions() -> None:

@@ -5,7 +5,7 @@ from google.api_core import exceptions
 from google.auth.exceptions import DefaultCredentialsError
 from google.rpc import code_pb2
 
-from mesh_transformer.cloud.api import Kind, TpuFailed, TpuRefused, explain, from_status
+from mesh_transformer.cloud.api import ErrorKind, TpuFailed, TpuRefused, from_status, translate
 from mesh_transformer.errors import RunError, UserError
 
 STOCKOUTS = [
@@ -13,33 +13,41 @@ STOCKOUTS = [
     "The zone does not have enough resources available to fulfill the request: stockout",
 ]
 CASES = [
-    (exceptions.ResourceExhausted("Quota limit 'TPUV3' has been exceeded. Limit: 0"), Kind.QUOTA, UserError),
-    (exceptions.TooManyRequests("Quota exceeded for capacity of TPUs"), Kind.QUOTA, UserError),
-    *((exceptions.ResourceExhausted(text), Kind.STOCKOUT, RunError) for text in STOCKOUTS),
-    (exceptions.PermissionDenied("no tpu.nodes.create"), Kind.PERMISSION, UserError),
-    (exceptions.Forbidden("over HTTP"), Kind.PERMISSION, UserError),
-    (exceptions.Unauthenticated("who?"), Kind.CREDENTIALS, UserError),
-    (DefaultCredentialsError("none found"), Kind.CREDENTIALS, UserError),
-    (exceptions.NotFound("nodes/a"), Kind.NOT_FOUND, UserError),
-    (exceptions.AlreadyExists("nodes/a"), Kind.EXISTS, UserError),
-    (exceptions.InvalidArgument("accelerator type"), Kind.BAD_REQUEST, UserError),
-    (exceptions.FailedPrecondition("not now"), Kind.BAD_REQUEST, UserError),
-    (exceptions.ServiceUnavailable("later"), Kind.UNAVAILABLE, RunError),
-    (exceptions.InternalServerError("oops"), Kind.UNAVAILABLE, RunError),
-    (exceptions.DeadlineExceeded("slow"), Kind.TIMEOUT, RunError),
-    (exceptions.Unknown("?"), Kind.UNKNOWN, RunError),
-    (exceptions.RetryError("gave up", exceptions.ServiceUnavailable("later")), Kind.UNAVAILABLE, RunError),
+    (
+        exceptions.ResourceExhausted("Quota limit 'TPUV3' has been exceeded. Limit: 0"),
+        ErrorKind.QUOTA,
+        UserError,
+    ),
+    (exceptions.TooManyRequests("Quota exceeded for capacity of TPUs"), ErrorKind.QUOTA, UserError),
+    *((exceptions.ResourceExhausted(text), ErrorKind.STOCKOUT, RunError) for text in STOCKOUTS),
+    (exceptions.PermissionDenied("no tpu.nodes.create"), ErrorKind.PERMISSION, UserError),
+    (exceptions.Forbidden("over HTTP"), ErrorKind.PERMISSION, UserError),
+    (exceptions.Unauthenticated("who?"), ErrorKind.CREDENTIALS, UserError),
+    (DefaultCredentialsError("none found"), ErrorKind.CREDENTIALS, UserError),
+    (exceptions.NotFound("nodes/a"), ErrorKind.NOT_FOUND, UserError),
+    (exceptions.AlreadyExists("nodes/a"), ErrorKind.EXISTS, UserError),
+    (exceptions.InvalidArgument("accelerator type"), ErrorKind.BAD_REQUEST, UserError),
+    (exceptions.FailedPrecondition("not now"), ErrorKind.BAD_REQUEST, UserError),
+    (exceptions.ServiceUnavailable("later"), ErrorKind.UNAVAILABLE, RunError),
+    (exceptions.InternalServerError("oops"), ErrorKind.UNAVAILABLE, RunError),
+    (exceptions.DeadlineExceeded("slow"), ErrorKind.TIMEOUT, RunError),
+    (exceptions.Unknown("?"), ErrorKind.UNKNOWN, RunError),
+    (
+        exceptions.RetryError("gave up", exceptions.ServiceUnavailable("later")),
+        ErrorKind.UNAVAILABLE,
+        RunError,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("error", "kind", "family"), CASES, ids=lambda value: getattr(value, "name", None))
-def test_kinds(error: Exception, kind: Kind, family: type) -> None:
-    explained = explain(error, "making TPU a")
+def test_kinds(error: Exception, kind: ErrorKind, family: type) -> None:
+    explained = translate(error, "creating TPU a")
     assert isinstance(explained, family)
     assert isinstance(explained, TpuRefused | TpuFailed)
     assert explained.kind is kind
     text = str(explained)
-    assert text.startswith(f"making TPU a: {kind.value}: ")
+    assert text.startswith(f"creating TPU a: {kind.value}: ")
     assert len(text.split(". ")) >= 2, "no advice"
 
 
@@ -47,6 +55,6 @@ def test_reason_code_is_told_and_used() -> None:
     fault = from_status(
         "listing", code_pb2.PERMISSION_DENIED, "Cloud TPU API has not been used", "SERVICE_DISABLED"
     )
-    assert fault.kind is Kind.DISABLED
+    assert fault.kind is ErrorKind.DISABLED
     assert "[SERVICE_DISABLED]" in str(fault)
     assert "gcloud services enable tpu.googleapis.com" in str(fault)

@@ -11,7 +11,9 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from mesh_transformer.cloud.pod import Access, Host, HostsRefused, Pod, command_line
+from mesh_transformer.cloud.hosts import Access, Host, HostsRefused
+from mesh_transformer.cloud.pod import Pod
+from mesh_transformer.cloud.ssh import command_line
 
 STRANGE = "100% \"of\" 'all' \\ hosts"
 
@@ -88,8 +90,8 @@ def of_another_server(line: str) -> str:
 @pytest.mark.parametrize(
     ("known", "told"),
     [
-        (lambda line: "", "its host key is not in .*: unknown hosts are refused"),
-        (of_another_server, "its host key is not the one in"),
+        (lambda line: "", "its host key is not in .*: unknown hosts are rejected"),
+        (of_another_server, "its host key differs from the one in"),
     ],
     ids=["unknown", "changed"],
 )

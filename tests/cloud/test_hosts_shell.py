@@ -13,10 +13,10 @@ from support.local_hosts import local_pod
 
 from mesh_transformer.cloud import head as heads
 from mesh_transformer.cloud import shell
+from mesh_transformer.cloud.environment import ExistingEnvironment
 from mesh_transformer.cloud.launch import (
-    STATE,
-    Existing,
-    Join,
+    STATE_FOLDER,
+    JoinOptions,
     Provisioned,
     fetch_logs,
     provision,
@@ -46,7 +46,7 @@ def read_by_bash(line: str, folder: Path) -> list[str]:
 
 def test_words_arrive_as_they_are(tmp_path: Path) -> None:
     assert read_by_bash(shell.join(*HOSTILE), tmp_path) == HOSTILE
-    paths = [shell.below(shell.Home(text, before=f"{text}="), "bin") for text in HOSTILE]
+    paths = [shell.below(shell.HomePath(text, prefix=f"{text}="), "bin") for text in HOSTILE]
     assert read_by_bash(shell.join(*paths), tmp_path) == [f"{text}=/ho me'/{text}/bin" for text in HOSTILE]
     assert list(tmp_path.iterdir()) == []
 
@@ -78,24 +78,26 @@ def test_a_launch_on_hosts_with_strange_names(
     ray.write_text(RAY)
     ray.chmod(0o755)
     (tmp_path / "token").write_text("secret")
-    join = Join("10.0.0.9:6379", str(tmp_path / "token"), (f"--labels={strange}",), {"STRANGE": strange})
+    join = JoinOptions(
+        "10.0.0.9:6379", str(tmp_path / "token"), (f"--labels={strange}",), {"STRANGE": strange}
+    )
     before = set(tmp_path.iterdir())
 
-    made = provision(pod, Existing(str(ray.parents[1])), join, checkout)
+    made = provision(pod, ExistingEnvironment(str(ray.parents[1])), join, checkout)
     try:
         asked = (home / "asked").read_text().split("\0")[:-1]
-        again = provision(pod, Existing(str(ray.parents[1])), join, checkout)
+        again = provision(pod, ExistingEnvironment(str(ray.parents[1])), join, checkout)
     finally:
         stop_ray(pod, made)
     assert asked == [
         "start", "--address=10.0.0.9:6379", "--node-ip-address=10.0.0.0", '--resources={"tpu_worker_0": 1}',
         "--disable-usage-stats", f"--labels={strange}", "--block", f"{home}/{made.code}", "token",
-        f"{home}/{STATE}/ray_token", strange,
+        f"{home}/{STATE_FOLDER}/ray_token", strange,
     ]  # fmt: skip
     assert shlex.split(made.python) == [f"{ray.parent}/python"]
     assert again.pushed == {"code": ()}
-    assert (home / STATE / "logs/ray.log").read_text().count("Ray runtime started") == 1
-    assert mode(home / STATE) == 0o700  # the token is in it
+    assert (home / STATE_FOLDER / "logs/ray.log").read_text().count("Ray runtime started") == 1
+    assert mode(home / STATE_FOLDER) == 0o700  # the token is in it
     assert set(tmp_path.iterdir()) == before
     assert not list(tmp_path.rglob("hacked"))
 
@@ -146,7 +148,7 @@ def test_a_hosts_archive_of_logs_is_not_trusted(
     (tmp_path / "prey").write_text("precious")
     scripts = tmp_path / "home" / "code" / "scripts"
     scripts.mkdir(parents=True)
-    (tmp_path / "home" / STATE).mkdir()
+    (tmp_path / "home" / STATE_FOLDER).mkdir()
     with tarfile.open(tmp_path / "evil.tar", "w") as tar:
         for info, content in entries:
             tar.addfile(info, content)
@@ -162,8 +164,8 @@ def test_logs_keep_no_special_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pod = local_pod([tmp_path / "home"], monkeypatch)
     scripts = tmp_path / "home" / "code" / "scripts"
     scripts.mkdir(parents=True)
-    (tmp_path / "home" / STATE / "logs").mkdir(parents=True)
-    log = tmp_path / "home" / STATE / "logs" / "ray.log"
+    (tmp_path / "home" / STATE_FOLDER / "logs").mkdir(parents=True)
+    log = tmp_path / "home" / STATE_FOLDER / "logs" / "ray.log"
     log.write_text("a line\n")
     log.chmod(0o4777)
     (scripts / "pod_logs.sh").symlink_to(REPO / "scripts/pod_logs.sh")

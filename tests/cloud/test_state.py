@@ -3,17 +3,23 @@
 import pytest
 from google.cloud.tpu_v2.types import cloud_tpu
 
-from mesh_transformer.cloud.tpus import Phase, phase_of
+from mesh_transformer.cloud.tpus import TpuPhase, phase_of
 
-COMING, READY, GOING, LOST, STOPPED = Phase.COMING, Phase.READY, Phase.GOING, Phase.LOST, Phase.STOPPED
+PENDING, READY, DELETING, LOST, STOPPED = (
+    TpuPhase.PENDING,
+    TpuPhase.READY,
+    TpuPhase.DELETING,
+    TpuPhase.LOST,
+    TpuPhase.STOPPED,
+)
 NODES = {
-    "STATE_UNSPECIFIED": COMING, "CREATING": COMING, "READY": READY, "RESTARTING": COMING, "REIMAGING": COMING,
-    "DELETING": GOING, "REPAIRING": COMING, "STOPPED": STOPPED, "STOPPING": STOPPED, "STARTING": COMING, "PREEMPTED": LOST,
-    "TERMINATED": LOST, "HIDING": COMING, "HIDDEN": COMING, "UNHIDING": COMING, "UNKNOWN": COMING,
+    "STATE_UNSPECIFIED": PENDING, "CREATING": PENDING, "READY": READY, "RESTARTING": PENDING, "REIMAGING": PENDING,
+    "DELETING": DELETING, "REPAIRING": PENDING, "STOPPED": STOPPED, "STOPPING": STOPPED, "STARTING": PENDING, "PREEMPTED": LOST,
+    "TERMINATED": LOST, "HIDING": PENDING, "HIDDEN": PENDING, "UNHIDING": PENDING, "UNKNOWN": PENDING,
 }  # fmt: skip
 QUEUED = {
-    "STATE_UNSPECIFIED": COMING, "CREATING": COMING, "ACCEPTED": COMING, "PROVISIONING": COMING, "FAILED": LOST,
-    "DELETING": GOING, "ACTIVE": COMING, "SUSPENDING": GOING, "SUSPENDED": LOST, "WAITING_FOR_RESOURCES": COMING,
+    "STATE_UNSPECIFIED": PENDING, "CREATING": PENDING, "ACCEPTED": PENDING, "PROVISIONING": PENDING, "FAILED": LOST,
+    "DELETING": DELETING, "ACTIVE": PENDING, "SUSPENDING": DELETING, "SUSPENDED": LOST, "WAITING_FOR_RESOURCES": PENDING,
 }  # fmt: skip
 
 
@@ -39,10 +45,10 @@ def test_the_queue_overrules_a_node_that_seems_ready(state: str) -> None:
 
 
 def test_a_ready_node_that_is_not_yet_active_in_the_queue_is_waited_for() -> None:
-    assert phase_of("READY", "HEALTHY", "PROVISIONING") is COMING
+    assert phase_of("READY", "HEALTHY", "PROVISIONING") is PENDING
 
 
 def test_spot_and_health() -> None:
     assert phase_of("STOPPED", "HEALTHY", None, spot=True) is LOST
-    assert phase_of("READY", "UNHEALTHY_MAINTENANCE", None) is COMING
+    assert phase_of("READY", "UNHEALTHY_MAINTENANCE", None) is PENDING
     assert phase_of("READY", "HEALTH_UNSPECIFIED", None) is READY

@@ -33,7 +33,7 @@ def test_life_of_a_tpu(api: TpuApi, tmp_path: Path) -> None:
     assert "4 hosts, 16 chips (4x4), 32 cores, 32 JAX devices of 16 GiB" in output
     assert "w3 (127.0.1.4), external 203.0.113.4" in output
     assert "label team=x" in output
-    assert "making TPU a (v3-32) in europe-west4-a" in progress
+    assert "creating TPU a (v3-32) in europe-west4-a" in progress
     assert tool(api, tmp_path, "create", "a", "--type", "v3-32", "--spot", "--queued")[0] == output.replace(
         "\n\n", "\n"
     )
@@ -55,7 +55,7 @@ def test_life_of_a_tpu(api: TpuApi, tmp_path: Path) -> None:
             2,
             "error: unknown TPU type 'v3-9': v3 slices by cores are v3-8, v3-32",
         ),
-        (["create", "B", "--type", "v3-8"], 2, "error: 'B' cannot name a TPU"),
+        (["create", "B", "--type", "v3-8"], 2, "error: 'B' is no valid name of a TPU"),
         (["create", "b", "--type", "v3-8", "--ssh-key", "nowhere"], 2, "ssh-keygen -t ed25519 -f nowhere"),
         (["create", "b", "--type", "v3-8", "--spot", "--reserved"], 2, "not allowed with argument"),
         (["run", "b"], 2, "error: run needs a command: python tpu_utils.py run NAME --zone Z -- COMMAND"),

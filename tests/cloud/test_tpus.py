@@ -10,17 +10,17 @@ from support.tpu_api import NODE, Refusal, TpuApi
 
 from mesh_transformer import slices
 from mesh_transformer.cloud import api as cloud_api
-from mesh_transformer.cloud.api import Kind, TpuFailed, TpuRefused
-from mesh_transformer.cloud.request import Request
-from mesh_transformer.cloud.tpus import Phase, Tpus
+from mesh_transformer.cloud.api import ErrorKind, TpuFailed, TpuRefused
+from mesh_transformer.cloud.request import TpuRequest
+from mesh_transformer.cloud.tpus import TpuPhase, Tpus
 from mesh_transformer.errors import UserError
 
 V3 = slices.parse("v3-32")
 PARENT = "projects/test/locations/europe-west4-a"
 
 
-def request(name: str = "a", **changes: object) -> Request:
-    return Request(name, V3, **changes)  # type: ignore[arg-type]
+def request(name: str = "a", **changes: object) -> TpuRequest:
+    return TpuRequest(name, V3, **changes)  # type: ignore[arg-type]
 
 
 def count(api: TpuApi, method: str) -> int:
@@ -31,7 +31,7 @@ def count(api: TpuApi, method: str) -> int:
 def test_round_trip(api: TpuApi, tpus: Tpus, queued: bool) -> None:
     assert tpus.find("a") is None
     made = tpus.create(request(queued=queued, labels={"team": "x"}), timeout_s=10)
-    assert (made.phase, made.type, made.tier) == (Phase.READY, "v3-32", "on-demand")
+    assert (made.phase, made.type, made.tier) == (TpuPhase.READY, "v3-32", "on-demand")
     assert [host.worker_id for host in made.hosts()] == [0, 1, 2, 3]
     assert made.hosts()[2].address == "127.0.1.3"
     assert made.hosts(external=True)[2].address == "203.0.113.3"
@@ -84,7 +84,11 @@ def test_create_again_is_no_second_one(api: TpuApi, tpus: Tpus) -> None:
     tpus.create(request(), timeout_s=10)
     tpus.create(request(), timeout_s=10)
     assert count(api, "CreateNode") == 1
-    for other in (Request("a", slices.parse("v3-8")), request(tier="spot"), request(runtime_version="mine")):
+    for other in (
+        TpuRequest("a", slices.parse("v3-8")),
+        request(tier="spot"),
+        request(runtime_version="mine"),
+    ):
         with pytest.raises(UserError, match="exists as v3-32, on-demand, tpu-ubuntu2204-base"):
             tpus.create(other, timeout_s=10)
 
@@ -117,32 +121,32 @@ def test_unavailable_for_good(api: TpuApi, tpus: Tpus) -> None:
     began = time.monotonic()
     with pytest.raises(TpuFailed, match="service unavailable") as failure:
         tpus.find("a")
-    assert failure.value.kind is Kind.UNAVAILABLE
+    assert failure.value.kind is ErrorKind.UNAVAILABLE
     assert 2 < time.monotonic() - began < 8
 
 
 def test_a_request_whose_answer_was_lost(api: TpuApi, tpus: Tpus) -> None:
     """The second attempt hears ALREADY_EXISTS, and waits for what the first one began."""
     api.fail("CreateNode", code_pb2.UNAVAILABLE, late=True)
-    assert tpus.create(request(), timeout_s=10).phase is Phase.READY
+    assert tpus.create(request(), timeout_s=10).phase is TpuPhase.READY
     assert count(api, "CreateNode") == 2
 
 
 @pytest.mark.parametrize(
     ("code", "reason", "kind", "words"),
     [
-        (code_pb2.PERMISSION_DENIED, "IAM_PERMISSION_DENIED", Kind.PERMISSION, "roles/tpu.admin"),
-        (code_pb2.PERMISSION_DENIED, "SERVICE_DISABLED", Kind.DISABLED, "gcloud services enable"),
-        (code_pb2.UNAUTHENTICATED, "", Kind.CREDENTIALS, "application-default login"),
-        (code_pb2.INVALID_ARGUMENT, "", Kind.BAD_REQUEST, "runtimes"),
+        (code_pb2.PERMISSION_DENIED, "IAM_PERMISSION_DENIED", ErrorKind.PERMISSION, "roles/tpu.admin"),
+        (code_pb2.PERMISSION_DENIED, "SERVICE_DISABLED", ErrorKind.DISABLED, "gcloud services enable"),
+        (code_pb2.UNAUTHENTICATED, "", ErrorKind.CREDENTIALS, "application-default login"),
+        (code_pb2.INVALID_ARGUMENT, "", ErrorKind.BAD_REQUEST, "runtimes"),
     ],
 )
-def test_refusals(api: TpuApi, tpus: Tpus, code: int, reason: str, kind: Kind, words: str) -> None:
+def test_refusals(api: TpuApi, tpus: Tpus, code: int, reason: str, kind: ErrorKind, words: str) -> None:
     api.fail("CreateNode", code, "the words of the API", reason=reason)
     with pytest.raises(TpuRefused) as refusal:
         tpus.ensure(request(), timeout_s=10)
     assert refusal.value.kind is kind
-    for part in ("making TPU a (v3-32) in europe-west4-a", "the words of the API", reason, words):
+    for part in ("creating TPU a (v3-32) in europe-west4-a", "the words of the API", reason, words):
         assert part in str(refusal.value)
     assert count(api, "CreateNode") == 1
 
@@ -151,10 +155,10 @@ def test_quota(api: TpuApi, tpus: Tpus) -> None:
     api.quota = 1
     tpus.create(request("a"), timeout_s=10)
     with pytest.raises(
-        TpuRefused, match=r"quota: Quota limit .* \[RATE_LIMIT_EXCEEDED\]. Ask for more"
+        TpuRefused, match=r"quota: Quota limit .* \[RATE_LIMIT_EXCEEDED\]. Request more"
     ) as refusal:
         tpus.ensure(request("b"), timeout_s=10)
-    assert refusal.value.kind is Kind.QUOTA
+    assert refusal.value.kind is ErrorKind.QUOTA
 
 
 def test_stockout(api: TpuApi, tpus: Tpus) -> None:
@@ -162,13 +166,13 @@ def test_stockout(api: TpuApi, tpus: Tpus) -> None:
     api.capacity["v3-32"] = 0
     with pytest.raises(TpuFailed, match="no more capacity in the zone.*try another zone") as failure:
         tpus.create(request(), timeout_s=10)
-    assert failure.value.kind is Kind.STOCKOUT
+    assert failure.value.kind is ErrorKind.STOCKOUT
     with pytest.raises(TpuFailed, match="timed out: not (ready|done) in time"):
         tpus.ensure(request(), timeout_s=1)
     assert count(api, "CreateNode") > 3
     timer = threading.Timer(0.5, lambda: api.capacity.update({"v3-32": 1}))
     timer.start()
-    assert tpus.ensure(request(), timeout_s=10).phase is Phase.READY
+    assert tpus.ensure(request(), timeout_s=10).phase is TpuPhase.READY
 
 
 def test_waiting_in_the_queue(api: TpuApi, tpus: Tpus, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,10 +181,10 @@ def test_waiting_in_the_queue(api: TpuApi, tpus: Tpus, caplog: pytest.LogCapture
     with pytest.raises(TpuFailed, match="not done in time"):
         tpus.create(request(queued=True), timeout_s=1)
     assert "queue WAITING_FOR_RESOURCES" in caplog.text
-    assert tpus.describe("a").phase is Phase.COMING
+    assert tpus.describe("a").phase is TpuPhase.PENDING
     assert [tpu.name for tpu in tpus.all()] == ["a"]
     api.capacity["v3-32"] = 1
-    assert tpus.create(request(queued=True), timeout_s=10).phase is Phase.READY
+    assert tpus.create(request(queued=True), timeout_s=10).phase is TpuPhase.READY
     assert count(api, "CreateQueuedResource") == 1
 
 
@@ -190,9 +194,9 @@ def test_a_preempted_one_is_made_again(api: TpuApi, tpus: Tpus, queued: bool, st
     wanted = request(tier="spot", queued=queued)
     tpus.ensure(wanted, timeout_s=10)
     api.preempt("a", state)
-    with pytest.raises(TpuFailed, match="delete it and make it again"):
+    with pytest.raises(TpuFailed, match="delete it and create it again"):
         tpus.create(wanted, timeout_s=10)
-    assert tpus.ensure(wanted, timeout_s=10).phase is Phase.READY
+    assert tpus.ensure(wanted, timeout_s=10).phase is TpuPhase.READY
     assert count(api, "CreateQueuedResource" if queued else "CreateNode") == 2
     assert count(api, "DeleteQueuedResource" if queued else "DeleteNode") == 1
 
@@ -200,7 +204,7 @@ def test_a_preempted_one_is_made_again(api: TpuApi, tpus: Tpus, queued: bool, st
 def test_suspended_while_we_wait(api: TpuApi, tpus: Tpus) -> None:
     """Preempted at once after it was made, twice: `ensure` goes on until one stays."""
     api.preempt_next = 2
-    assert tpus.ensure(request(tier="spot", queued=True), timeout_s=20).phase is Phase.READY
+    assert tpus.ensure(request(tier="spot", queued=True), timeout_s=20).phase is TpuPhase.READY
     assert count(api, "CreateQueuedResource") == 3
 
 
@@ -210,7 +214,7 @@ def test_failed_in_the_queue_for_the_users_reason(api: TpuApi, tpus: Tpus) -> No
     for asked in (1, 2):
         with pytest.raises(TpuRefused, match="no access to the network") as refusal:
             tpus.ensure(request(queued=True), timeout_s=10)
-        assert refusal.value.kind is Kind.PERMISSION
+        assert refusal.value.kind is ErrorKind.PERMISSION
         assert count(api, "CreateQueuedResource") == asked
 
 
@@ -235,8 +239,8 @@ def test_host_keys(api: TpuApi, tpus: Tpus) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "A"}, "cannot name a TPU"),
-        ({"name": "a-"}, "cannot name a TPU"),
+        ({"name": "A"}, "is no valid name of a TPU"),
+        ({"name": "a-"}, "is no valid name of a TPU"),
         ({"labels": {"Team": "x"}}, "label Team=x"),
         ({"valid_for_s": 5}, "--queued"),
         ({"reservation": "r", "queued": True}, "--reserved"),
@@ -246,7 +250,7 @@ def test_host_keys(api: TpuApi, tpus: Tpus) -> None:
 )
 def test_bad_requests(changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Request(**{"name": "a", "type": V3, **changes})
+        TpuRequest(**{"name": "a", "type": V3, **changes})
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1:80", "tpu.googleapis.com:443", "127.0.0.1", "127.0.0.1:x"])

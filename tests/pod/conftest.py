@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from support.hosts import PodOfHosts, why_not
 
-from mesh_transformer.cloud.pod import Access, Host, Pod
+from mesh_transformer.cloud.hosts import Access, Host
+from mesh_transformer.cloud.pod import Pod
 
 HERE = Path(__file__).parent
 

@@ -20,21 +20,21 @@ LAUNCH = """
     import json, logging, sys
     from mesh_transformer.cloud import head
     from mesh_transformer.cloud.api import Timing
-    from mesh_transformer.cloud.launch import Existing
-    from mesh_transformer.cloud.launch import Plan, launch
-    from mesh_transformer.cloud.pod import Access
-    from mesh_transformer.cloud.request import Request
+    from mesh_transformer.cloud.environment import ExistingEnvironment
+    from mesh_transformer.cloud.launch import LaunchOptions, launch
+    from mesh_transformer.cloud.hosts import Access
+    from mesh_transformer.cloud.request import TpuRequest
     from mesh_transformer.cloud.tpus import Tpus
     from mesh_transformer.slices import parse
     logging.basicConfig(level="INFO")
     key, folder, address = sys.argv[1:]
     tpus = Tpus("europe-west4-a", timing=Timing(pause_s=0.05, longest_pause_s=0.5))
     small = ("--object-store-memory=100000000",)
-    plan = Plan(
-        Existing(sys.prefix), Access("", user="root", key_file=key, connect_timeout_s=5), ("--num-cpus=1", *small),
+    plan = LaunchOptions(
+        ExistingEnvironment(sys.prefix), Access("", user="root", key_file=key, connect_timeout_s=5), ("--num-cpus=1", *small),
         tpu_timeout_s=60, ssh_timeout_s=30,
     )
-    request = Request("pod", parse("v3-32"), tier="spot", queued=True)
+    request = TpuRequest("pod", parse("v3-32"), tier="spot", queued=True)
     launched = launch(tpus, request, head.start(folder, address, arguments=small), plan)
     print(json.dumps({"seconds": launched.seconds, "pushed": launched.provisioned.pushed}))
 """
@@ -68,7 +68,7 @@ def launch(hosts: PodOfHosts, api: TpuApi) -> dict:
 def test_launch_twice_and_after_a_preemption(hosts: PodOfHosts, api: TpuApi) -> None:
     cold = launch(hosts, api)
     assert cold["pushed"]["code"] == [0, 1, 2, 3]
-    assert list(cold["seconds"]) == ["tpu", "ssh", "pack", "look", "push code", "ray"]
+    assert list(cold["seconds"]) == ["tpu", "ssh", "pack", "check", "push code", "ray"]
     node = next(iter(api.nodes.values()))
     assert node.metadata["ssh-keys"].startswith("root:ssh-ed25519 ")
 
@@ -126,5 +126,5 @@ def test_commands_on_the_hosts(hosts: PodOfHosts, api: TpuApi, tmp_path: Path) -
     finally:
         api.host_keys = keys
     assert "3 of 4 hosts failed" in errors
-    assert "its host key is not the one in" in errors
+    assert "its host key differs from the one in" in errors
     assert "Traceback" not in errors

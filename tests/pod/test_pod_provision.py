@@ -14,16 +14,16 @@ from support.hosts import DRIVER, PodOfHosts
 
 from mesh_transformer.cloud import head as heads
 from mesh_transformer.cloud.archive import code_archive
+from mesh_transformer.cloud.environment import ExistingEnvironment, NewEnvironment
+from mesh_transformer.cloud.hosts import HostsFailed
 from mesh_transformer.cloud.launch import (
-    Environment,
-    Existing,
-    Join,
+    JoinOptions,
     Provisioned,
     fetch_logs,
     provision,
     stop_ray,
 )
-from mesh_transformer.cloud.pod import HostsFailed, Pod
+from mesh_transformer.cloud.pod import Pod
 
 SMALL_NODE = ("--num-cpus=1", "--object-store-memory=100000000")
 REPO = Path(__file__).parents[2]
@@ -98,8 +98,8 @@ def driver(hosts: PodOfHosts) -> Driver:
 
 
 @pytest.fixture
-def join(driver: Driver) -> Join:
-    return Join(f"{DRIVER}:6379", driver.token_file, SMALL_NODE, {"JAX_PLATFORMS": "cpu"})
+def join(driver: Driver) -> JoinOptions:
+    return JoinOptions(f"{DRIVER}:6379", driver.token_file, SMALL_NODE, {"JAX_PLATFORMS": "cpu"})
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +109,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bring_up(pod: Pod, join: Join) -> Callable[[Path], Provisioned]:
+def bring_up(pod: Pod, join: JoinOptions) -> Callable[[Path], Provisioned]:
     """Provision with the environment of this test."""
-    return lambda root: provision(pod, Existing(sys.prefix), join, str(root))
+    return lambda root: provision(pod, ExistingEnvironment(sys.prefix), join, str(root))
 
 
 def said(pod: Pod, command: str) -> list[str]:
@@ -153,7 +153,7 @@ def test_new_code_and_a_host_that_is_down(
     hosts: PodOfHosts,
     pod: Pod,
     driver: Driver,
-    join: Join,
+    join: JoinOptions,
     bring_up: Callable[[Path], Provisioned],
     tree: Path,
 ) -> None:
@@ -162,7 +162,7 @@ def test_new_code_and_a_host_that_is_down(
     mark = tree / "mesh_transformer" / "mark.py"
     mark.write_text("value = 2\n")
     hosts.stop(3)
-    with pytest.raises(HostsFailed, match="looking at what the hosts have: 1 of 4 hosts failed\nw3 "):
+    with pytest.raises(HostsFailed, match="checking the hosts: 1 of 4 hosts failed\nw3 "):
         bring_up(tree)
     hosts.start(3)
     pod.wait_reachable(20)
@@ -176,7 +176,7 @@ def test_new_code_and_a_host_that_is_down(
 
     packed = code_archive(str(tree))
     mark.write_text("value = 3\n")
-    assert provision(pod, Existing(sys.prefix), join, str(tree), packed).code == new.code
+    assert provision(pod, ExistingEnvironment(sys.prefix), join, str(tree), packed).code == new.code
     mark.write_text("value = 2\n")
     value = driver.python(
         "import ray; ray.init(address='10.77.0.1:6379', log_to_driver=False, logging_level='ERROR')\n"
@@ -236,14 +236,14 @@ def test_head_is_found_again_and_stopped(
 
 def test_ray_that_cannot_start_says_why(pod: Pod, driver: Driver, tmp_path: Path) -> None:
     tree = small_tree(tmp_path)
-    bad = Join(f"{DRIVER}:6379", driver.token_file, ("--no-such-option",))
+    bad = JoinOptions(f"{DRIVER}:6379", driver.token_file, ("--no-such-option",))
     with pytest.raises(HostsFailed, match="No such option") as failure:
-        provision(pod, Existing(sys.prefix), bad, str(tree))
+        provision(pod, ExistingEnvironment(sys.prefix), bad, str(tree))
     assert "starting Ray: 4 of 4 hosts failed" in str(failure.value)
     assert said(pod, "pgrep -f '[p]od_ray.sh supervise' | wc -l") == ["0"] * 4
 
 
-def test_environment_is_made_once_from_the_wheelhouse(pod: Pod, join: Join, tmp_path: Path) -> None:
+def test_environment_is_made_once_from_the_wheelhouse(pod: Pod, join: JoinOptions, tmp_path: Path) -> None:
     """No host has a network: what is installed came from the driver. Ray is not in it, so that starting it fails."""
     pod = Pod(pod.hosts[1:3], pod.access)
     wheel(tmp_path / "wheels", "tinything", "1.5")
@@ -251,8 +251,8 @@ def test_environment_is_made_once_from_the_wheelhouse(pod: Pod, join: Join, tmp_
     tree = small_tree(tmp_path / "tree")
     base = os.path.join(sys.base_prefix, "bin", "python3")
 
-    def environment() -> Environment:
-        return Environment(str(tmp_path / "requirements.txt"), (), str(tmp_path / "wheels"), base)
+    def environment() -> NewEnvironment:
+        return NewEnvironment(str(tmp_path / "requirements.txt"), (), str(tmp_path / "wheels"), base)
 
     with pytest.raises(HostsFailed, match="starting Ray"):
         provision(pod, environment(), join, str(tree))
@@ -271,7 +271,7 @@ def test_environment_is_made_once_from_the_wheelhouse(pod: Pod, join: Join, tmp_
     assert said(pod, f"{made[0]}bin/python -c 'import tinything; print(tinything.version)'") == ["1.6"] * 2
 
 
-def test_an_environment_that_cannot_be_made_says_why(pod: Pod, join: Join, tmp_path: Path) -> None:
+def test_an_environment_that_cannot_be_made_says_why(pod: Pod, join: JoinOptions, tmp_path: Path) -> None:
     pod = Pod(pod.hosts[2:3], pod.access)
     (tmp_path / "wheels").mkdir()
     (tmp_path / "requirements.txt").write_text("tinything\n")
@@ -279,6 +279,6 @@ def test_an_environment_that_cannot_be_made_says_why(pod: Pod, join: Join, tmp_p
     files = (str(tmp_path / "requirements.txt"), (), str(tmp_path / "wheels"))
     base = os.path.join(sys.base_prefix, "bin", "python3")
     with pytest.raises(HostsFailed, match="No matching distribution found for tinything"):
-        provision(pod, Environment(*files, base), join, str(tree))
+        provision(pod, NewEnvironment(*files, base), join, str(tree))
     with pytest.raises(HostsFailed, match="no Python 3.99 with its venv module on pod-w2"):
-        provision(pod, Environment(*files, "3.99"), join, str(tree))
+        provision(pod, NewEnvironment(*files, "3.99"), join, str(tree))

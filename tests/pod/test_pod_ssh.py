@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from support.hosts import PodOfHosts
 
-from mesh_transformer.cloud.pod import Access, Host, HostsFailed, HostsRefused, Pod, command_line
+from mesh_transformer.cloud.hosts import Access, Host, HostsFailed, HostsRefused
+from mesh_transformer.cloud.pod import Pod
+from mesh_transformer.cloud.ssh import command_line
 from mesh_transformer.errors import UserError
 
 
@@ -75,7 +77,7 @@ def test_unknown_and_changed_host_keys_are_refused(pod: Pod, access: Access, tmp
         strict.run("touch /tmp/was_here")
     text = str(refusal.value)
     assert "2 of 4 hosts failed" in text
-    assert "w2 (10.77.0.13): its host key is not the one in" in text
+    assert "w2 (10.77.0.13): its host key differs from the one in" in text
     assert "w3 (10.77.0.14): its host key is not in" in text
     assert said(pod, "ls /tmp/was_here 2>/dev/null | wc -l") == ["1", "1", "0", "0"]
     assert known.read_text() == "\n".join(damaged) + "\n", "a key was added"
@@ -96,7 +98,7 @@ def test_the_systems_ssh_obeys_the_same_rules(pod: Pod, access: Access, tmp_path
 
 def test_a_key_that_nobody_knows(pod: Pod, access: Access, tmp_path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
-    with pytest.raises(HostsRefused, match="does not let root in with"):
+    with pytest.raises(HostsRefused, match="does not accept user root with"):
         Pod(pod.hosts, dataclasses.replace(access, key_file=str(tmp_path / "key"))).run("true")
     with pytest.raises(HostsRefused, match="ssh-keygen -t ed25519 -f"):
         Pod(pod.hosts, dataclasses.replace(access, key_file=str(tmp_path / "none"))).run("true")
@@ -134,7 +136,7 @@ def test_network_lost_in_mid_command(hosts: PodOfHosts, pod: Pod, access: Access
 
 
 def test_time_out(pod: Pod) -> None:
-    with pytest.raises(HostsFailed, match="not done after 1 s; it may still be running there"):
+    with pytest.raises(HostsFailed, match="not done after 1 s; the command may still be running there"):
         pod.run("echo begun; tail -f /dev/null", timeout_s=1)
 
 

@@ -1,4 +1,4 @@
-"""Hosts that are folders of this machine: what SSH would run there, a real shell runs here, with the folder as its home."""
+"""Hosts that are folders of this machine. A shell of this machine runs their commands, with the folder as its home."""
 
 import contextlib
 import os
@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from mesh_transformer.cloud import pod
-from mesh_transformer.cloud.pod import Access, Host, Pod
+from mesh_transformer.cloud import ssh
+from mesh_transformer.cloud.hosts import Access, Host
+from mesh_transformer.cloud.pod import Pod
 
 
 class LocalConnection:
-    """What `cloud.pod` uses of a fabric connection."""
+    """The part of a fabric connection that `cloud.pod` uses."""
 
     def __init__(self, home: Path):
         self._home = home
@@ -43,13 +44,13 @@ class LocalConnection:
 
 
 def local_pod(homes: list[Path], monkeypatch: pytest.MonkeyPatch) -> Pod:
-    """A pod with a host for each home folder, which is made."""
+    """A pod with a host for each home folder, which it creates."""
 
     @contextlib.contextmanager
     def connected(host: Host, _: Access) -> Iterator[LocalConnection]:
         yield LocalConnection(homes[host.worker_id])
 
-    monkeypatch.setattr(pod, "_connected", connected)
+    monkeypatch.setattr(ssh, "connected", connected)
     for home in homes:
         home.mkdir()
     return Pod(tuple(Host(i, f"10.0.0.{i}") for i in range(len(homes))), Access(__file__))

@@ -19,10 +19,12 @@ from mesh_transformer import files, slices
 from mesh_transformer.cloud import head
 from mesh_transformer.cloud.api import Timing, pauses
 from mesh_transformer.cloud.archive import CHECKOUT, code_archive
-from mesh_transformer.cloud.launch import Environment, Existing, Plan, Python, launch, public_keys
-from mesh_transformer.cloud.pod import Access, Pod
-from mesh_transformer.cloud.request import Request, Tier
-from mesh_transformer.cloud.tpus import Phase, Tpus
+from mesh_transformer.cloud.environment import ExistingEnvironment, HostEnvironment, NewEnvironment
+from mesh_transformer.cloud.hosts import Access
+from mesh_transformer.cloud.launch import LaunchOptions, launch, public_keys
+from mesh_transformer.cloud.pod import Pod
+from mesh_transformer.cloud.request import Tier, TpuRequest
+from mesh_transformer.cloud.tpus import TpuPhase, Tpus
 from mesh_transformer.cluster.backends.agents import AgentCluster, ProcessCluster
 from mesh_transformer.cluster.base import Hosts, Job, Process, run_name
 from mesh_transformer.cluster.driver.supervise import Display, Supervisor
@@ -55,7 +57,7 @@ NODE_ARGUMENTS = ("--num-cpus=1", *STORE_ARGUMENTS)
 # pauses between attempts to recreate a slice
 RECREATE_TIMING = Timing(pause_s=10.0, longest_pause_s=60.0)
 # states of failures.PREEMPTED_STATES
-_SLICE_STATES = {Phase.LOST: "PREEMPTED", Phase.GOING: "DELETING", Phase.STOPPED: "STOPPED"}
+_SLICE_STATES = {TpuPhase.LOST: "PREEMPTED", TpuPhase.DELETING: "DELETING", TpuPhase.STOPPED: "STOPPED"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ class ComputeTarget:
         tpu_type: such as v4-32; None: v3 with mesh.tpu_size cores, or with 8, as in the original program.
         environment: folder of an existing Python environment on the TPU's hosts.
         wheelhouse: folder on this machine with the packages for a new environment on the hosts.
-        user, ssh_key: login on the hosts; None: this user, and `cloud.pod.KEY_FILES`.
+        user, ssh_key: login on the hosts; None: this user, and `cloud.hosts.KEY_FILES`.
         ray_address: address of a Ray cluster.
         processes: number of processes on this machine.
         price: price of one chip per hour, for the cost line.
@@ -186,7 +188,7 @@ class ComputeTarget:
         # "": the API returns the hosts' keys
         access = Access("", self.user or getpass.getuser(), self.ssh_key)
         tier: Tier = "preemptible" if self.preemptible else "on-demand"
-        request = Request(str(self.tpu), kind, tier=tier, ssh_keys=public_keys(access))
+        request = TpuRequest(str(self.tpu), kind, tier=tier, ssh_keys=public_keys(access))
         tpu_slice = TpuSlice(
             str(self.zone), request, environment_of(self.environment, self.wheelhouse), access
         )
@@ -207,11 +209,11 @@ class TpuSlice(Hosts):
         UserError: the zone is invalid, or there are no credentials.
     """
 
-    def __init__(self, zone: str, request: Request, environment: Python, access: Access):
+    def __init__(self, zone: str, request: TpuRequest, environment: HostEnvironment, access: Access):
         super().__init__(count=request.type.hosts)
         self._tpus, self._request = Tpus(zone), request
         # packed now: hosts that are created later get the same code
-        self._plan = Plan(environment, access, NODE_ARGUMENTS, code=code_archive(CHECKOUT))
+        self._options = LaunchOptions(environment, access, NODE_ARGUMENTS, code=code_archive(CHECKOUT))
         # state of the Ray head on this machine, for the next driver
         self._folder = os.path.join(os.path.expanduser("~"), ".mesh_transformer", f"head-{request.name}")
         self._pod: Pod | None = None
@@ -222,11 +224,11 @@ class TpuSlice(Hosts):
         Raises:
             UserError, RunError: the cloud or a host reported an error.
         """
-        tpu = self._tpus.ensure(self._request, self._plan.tpu_timeout_s)
+        tpu = self._tpus.ensure(self._request, self._options.tpu_timeout_s)
         node = head.start(self._folder, _own_address(tpu.hosts()[0].address), arguments=STORE_ARGUMENTS)
         os.environ.update(node.environment())
         self.address = node.address
-        self._pod = launch(self._tpus, self._request, node, self._plan).pod
+        self._pod = launch(self._tpus, self._request, node, self._options).pod
 
     def slice_state(self) -> str | None:
         found = self._tpus.find(self._request.name)
@@ -250,7 +252,7 @@ class TpuSlice(Hosts):
                 time.sleep(pause_s)
 
 
-def environment_of(existing: str | None, wheelhouse: str | None) -> Python:
+def environment_of(existing: str | None, wheelhouse: str | None) -> HostEnvironment:
     """The Python environment of the hosts.
 
     Args:
@@ -258,9 +260,9 @@ def environment_of(existing: str | None, wheelhouse: str | None) -> Python:
         wheelhouse: folder on this machine with the packages for a new environment; None: a package index has them.
     """
     if existing is not None:
-        return Existing(existing)
+        return ExistingEnvironment(existing)
     extra = ("lm-eval",) if importlib.util.find_spec("lm_eval") is not None else ()
-    return Environment(os.path.join(CHECKOUT, "requirements.txt"), ("jax[tpu]", *extra), wheelhouse)
+    return NewEnvironment(os.path.join(CHECKOUT, "requirements.txt"), ("jax[tpu]", *extra), wheelhouse)
 
 
 def _own_address(host: str) -> str:
