@@ -1,4 +1,4 @@
-"""What the tests with real workers share: their devices, an uninterrupted run, a Ray cluster on loopback."""
+"""Fixtures for tests with real workers: their devices, an uninterrupted run, a Ray cluster on loopback."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def worker_environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory: pytest.TempPathFactory, worker_environment: dict[str, str]) -> Path:
-    """The folder of a run of two processes to which nothing happens."""
+    """The folder of an uninterrupted run of two processes."""
     folder = tmp_path_factory.mktemp("straight")
     write(folder)
     with driver(folder, "--processes", "2", **worker_environment, TMPDIR=str(folder)) as run:
@@ -46,7 +46,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, worker_environment: dict[
 
 @pytest.fixture
 def evaluated(straight: Path, worker_environment: dict[str, str], tmp_path: Path) -> Callable[..., float]:
-    """Evaluates the last checkpoint of `straight` by eval_harness.py with these further arguments; returns a number of its report."""
+    """Evaluates the last checkpoint of `straight` with eval_harness.py and further arguments. Returns a number of the report."""
     pytest.importorskip("lm_eval")
     tasks, report_path = write_task(tmp_path), tmp_path / "found.json"
     command = [
@@ -75,14 +75,14 @@ def evaluated(straight: Path, worker_environment: dict[str, str], tmp_path: Path
 
 
 class RayNodes(NamedTuple):
-    """A Ray cluster with two hosts; `temporary` is where their workers keep locks."""
+    """A Ray cluster with two hosts. `temporary` is the folder with the locks of their workers."""
 
     address: str
     temporary: Path
     process: subprocess.Popen[str]
 
     def ask(self, line: str) -> None:
-        """Give the cluster's process an order, and wait until it is done."""
+        """Send a command to the cluster's process, and wait until it is done."""
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "ok\n"
@@ -91,7 +91,8 @@ class RayNodes(NamedTuple):
 @pytest.fixture(scope="module")
 def ray_nodes(worker_environment: dict[str, str]) -> Iterator[RayNodes]:
     pytest.importorskip("ray")
-    folder = Path(tempfile.mkdtemp(prefix="rt"))  # short: Ray's socket names have little room
+    # a short name: Ray's socket names have a length limit
+    folder = Path(tempfile.mkdtemp(prefix="rt"))
     log = open(folder / "nodes.log", "w")  # noqa: SIM115
     process = subprocess.Popen(
         [sys.executable, str(TESTS / "support/ray_nodes.py"), "2", str(folder)],

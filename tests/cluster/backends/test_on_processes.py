@@ -1,4 +1,4 @@
-"""train.py and eval_harness.py with real workers on this machine: the numbers, the driver's death, the user's errors."""
+"""train.py and eval_harness.py with real workers on this machine: numbers, death of the driver, user errors, hangs."""
 
 import os
 import signal
@@ -31,8 +31,8 @@ def environment(worker_environment, tmp_path):
     return {**worker_environment, "TMPDIR": str(tmp_path)}
 
 
-def test_as_one_process_of_four_devices(tmp_path, straight):
-    """But for the order of float32 sums in a collective."""
+def test_the_numbers_of_one_process_with_four_devices(tmp_path, straight):
+    """Equal up to the order of float32 sums in a collective."""
     write(tmp_path)
     run_command("device_train.py", "--config", "config.json", cwd=tmp_path, devices=4)
     expected, records = metrics(tmp_path / "run"), metrics(straight)
@@ -44,8 +44,8 @@ def test_as_one_process_of_four_devices(tmp_path, straight):
 
 
 @pytest.mark.faults
-def test_streamed_batches_and_the_drivers_end(tmp_path, straight, environment):
-    """SIGTERM to the driver saves. Killed, its workers reach a step that all have batches for, save there, and end."""
+def test_streamed_batches_and_the_end_of_the_driver(tmp_path, straight, environment):
+    """After SIGTERM to the driver the run saves. After its SIGKILL the workers reach a step for which all have batches, save and end."""
     write(tmp_path, data={"read_by": "driver"})
     with driver(tmp_path, *TWO, **environment) as run:
         run.wait_for_step(20)
@@ -61,11 +61,12 @@ def test_streamed_batches_and_the_drivers_end(tmp_path, straight, environment):
     assert first < _last_saved(tmp_path) < STEPS
     with driver(tmp_path, *TWO, **environment) as run:
         run.finish()
-    assert len(same_numbers(straight, tmp_path / "run")) == STEPS  # nothing was done again
+    # no step was repeated
+    assert len(same_numbers(straight, tmp_path / "run")) == STEPS
 
 
 def _last_saved(folder):
-    """The last step of the metrics file, of which there is a checkpoint."""
+    """The last step of the metrics file, which must have a checkpoint."""
     last = metrics(folder / "run")[-1]["step"]
     assert (folder / f"run/step_{last}").exists()
     return last
@@ -77,18 +78,18 @@ def test_evaluation_gives_the_numbers_of_one_process(tmp_path, evaluated):
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "told"),
+    ("change", "code", "message"),
     [
         ("mesh.dp=8", 2, "mesh.dp 8 x mesh.fsdp 1 x mesh.tp 1 = 8 devices, found 4"),
         ("optimizer.lr=1e30", 1, "not finite"),
     ],
 )
-def test_the_users_error_stops_at_once(tmp_path, environment, change, code, told):
-    """Found by the workers, told by the driver, not tried again."""
+def test_a_user_error_ends_the_run_at_once(tmp_path, environment, change, code, message):
+    """The workers find it, the driver prints it, and there is no restart."""
     write(tmp_path)
     with driver(tmp_path, *TWO, "--set", change, **environment) as run:
         errors = run.finish(code)
-    assert told in errors.splitlines()[-1]
+    assert message in errors.splitlines()[-1]
     assert "restarting in" not in errors
     assert "Traceback" not in errors
 
@@ -101,9 +102,9 @@ def test_the_users_error_stops_at_once(tmp_path, environment, change, code, told
         ("evaluate", "mesh_transformer.runtime.evaluation.adaptor"),
     ],
 )
-def test_a_start_that_hangs_and_one_that_is_slow(tmp_path, straight, environment, phase, held_import):
-    """Workers wait without end before their mesh forms, or in an evaluation: found within 30 s. Then they wait for longer
-    than that took, and go on: they are let."""
+def test_a_hanging_start_and_a_slow_one(tmp_path, straight, environment, phase, held_import):
+    """Workers hang before their mesh forms, or in an evaluation: the driver detects it within 30 s. In the next attempt they
+    wait for longer than that and continue: the driver lets them."""
     held = tmp_path / "held"
     os.mkfifo(held)
     (tmp_path / "sitecustomize.py").write_text(HOLD_IMPORTS)
@@ -126,12 +127,13 @@ def test_a_start_that_hangs_and_one_that_is_slow(tmp_path, straight, environment
         when = _reached(held, run)
         seen = run.wait_for_line("worker crash", when)
         sys.stdout.write(
-            f"hangs in {phase}: seen after {seen - when:.1f} s: {run.line_with('worker crash', when)}\n"
+            f"hang in {phase}: detected after {seen - when:.1f} s: {run.line_with('worker crash', when)}\n"
         )
         assert "no sign of work" in run.line_with(f"in phase {phase}, step 0", when)
         assert seen - when < DETECTION_S
         _reached(held, run)
-        time.sleep(DETECTION_S)  # a while after the limit, or else this would be no slow start
+        # longer than the normal limit, so that this is a slow start
+        time.sleep(DETECTION_S)
         waiting = os.open(held, os.O_WRONLY)
         held.unlink()
         os.close(waiting)
@@ -142,7 +144,7 @@ def test_a_start_that_hangs_and_one_that_is_slow(tmp_path, straight, environment
 
 
 def _reached(held, run):
-    """When a worker came to what is held, from now on."""
+    """The time at which a worker reaches the held import."""
     reached = held.with_name("held.reached")
     deadline = time.monotonic() + 60
     while not reached.exists():
@@ -150,6 +152,7 @@ def _reached(held, run):
         assert time.monotonic() < deadline, run.text
         time.sleep(0.05)
     now = run.now
-    time.sleep(2)  # the other worker too
+    # for the other worker
+    time.sleep(2)
     reached.unlink()
     return now

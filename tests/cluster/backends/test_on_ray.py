@@ -1,4 +1,4 @@
-"""Real workers on a real Ray cluster of two hosts: whatever dies, the numbers are those of the run to which nothing happened."""
+"""Real workers on a real Ray cluster of two hosts. After every failure the numbers equal those of an uninterrupted run."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ os.rename = held
 
 @pytest.fixture
 def folder(tmp_path, ray_nodes):
-    """A run's folder; the locks of other runs are gone."""
+    """A run's folder. The locks of other runs are deleted."""
     for lock in ray_nodes.temporary.glob("mesh-transformer-*/*"):
         lock.unlink()
     write(tmp_path)
@@ -49,31 +49,32 @@ def _command(ray_nodes, *more):
 
 
 def test_workers_killed_stopped_and_hung(folder, ray_nodes, straight, worker_environment):
-    """Three faults in the middle of intervals between checkpoints, each found within 30 s."""
+    """Three faults between checkpoints, each detected within 30 s."""
     faults = [
         (50, 1, kill, ["killed by SIGKILL"]),
         (70, 0, lambda pid: os.kill(pid, signal.SIGSTOP), ["has stopped"]),
-        # where it held the interpreter's lock, no other thread of the process can say anything either
+        # if it holds the interpreter's lock, no other thread of the process can send heartbeats
         (90, 1, stop_main_thread, ["it hangs", "has stopped"]),
     ]
     with driver(folder, *_command(ray_nodes), **worker_environment) as run:
-        for step, worker_id, break_it, told in faults:
+        for step, worker_id, break_it, reasons in faults:
             run.wait_for_step(step)
             pid, when = worker_pid(ray_nodes.temporary, worker_id), run.now
             break_it(pid)
-            seen = _seen(run, when, told[0], told, f"worker {worker_id}: ")
+            seen = _detected(run, when, reasons[0], reasons, f"worker {worker_id}: ")
             again = run.wait_for_line("recovered", when)
-            sys.stdout.write(f"{told[0]}: the next step {again - seen:.1f} s later\n")
+            sys.stdout.write(f"{reasons[0]}: the next step {again - seen:.1f} s later\n")
             assert not is_running(pid)
         errors = run.finish()
     records = same_numbers(straight, folder / "run")
-    assert len(records) - STEPS >= 3  # done again after each
+    # steps are repeated after each fault
+    assert len(records) - STEPS >= 3
     assert records[-1]["train/steps_redone"] == len(records) - STEPS
     assert errors.count("recovered") == 3
 
 
-def test_hangs_outside_of_a_step(folder, ray_nodes, straight, worker_environment, monkeypatch):
-    """A worker that stops while programs are made, and a validation whose file no longer comes: each is found within 30 s."""
+def test_hangs_outside_of_steps(folder, ray_nodes, straight, worker_environment, monkeypatch):
+    """A worker that stops in its compilation, and a validation whose file cannot be read: each is detected within 30 s."""
     with monkeypatch.context() as cache:
         cache.setenv("XDG_CACHE_HOME", str(folder))
         records = cached_records(str(folder / "text.txt"), GROUPS["model"]["seq"], "bytes")
@@ -86,36 +87,36 @@ def test_hangs_outside_of_a_step(folder, ray_nodes, straight, worker_environment
         time.sleep(0.5)
         when = run.now
         stop_main_thread(worker_pid(ray_nodes.temporary, 1))
-        _seen(run, when, "a worker in its compilation", ["no sign of work", "has stopped"], "worker 1: ")
+        _detected(run, when, "a worker in its compilation", ["no sign of work", "has stopped"], "worker 1: ")
         run.wait_for_step(45)
         os.rename(held, folder / "aside")
         os.mkfifo(held)
         run.wait_for_step(59)
         when = run.now
-        _seen(run, when, "a validation", ["no sign of work"], "in phase validate, step 60")
+        _detected(run, when, "a validation", ["no sign of work"], "in phase validate, step 60")
         held.unlink()
         os.rename(folder / "aside", held)
         run.finish()
     assert same_numbers(straight, folder / "run")[-1]["train/steps_redone"] > 0
 
 
-def _seen(run, when, what, told, where=""):
-    """The crash that the driver tells of after `when`, soon enough."""
+def _detected(run, when, what, reasons, where=""):
+    """The time at which the driver logs a crash after `when`, which must be within DETECTION_S."""
     seen = run.wait_for_line("worker crash", when)
     verdict = run.line_with("worker crash", when)
     assert where in verdict
-    assert any(words in verdict for words in told), verdict
-    sys.stdout.write(f"{what}: seen after {seen - when:.1f} s: {verdict}\n")
+    assert any(reason in verdict for reason in reasons), verdict
+    sys.stdout.write(f"{what}: detected after {seen - when:.1f} s: {verdict}\n")
     assert seen - when < DETECTION_S
     return seen
 
 
 def test_driver_killed_and_started_again(folder, ray_nodes, straight, worker_environment):
-    """Soon, it goes on with the workers at work. Later, they have saved and ended. No step is lost either way."""
+    """A driver that starts soon continues with the running workers. Later, the workers have saved and ended. No step is lost."""
     command = _command(ray_nodes, "--set", "cluster.driver_timeout=9")
 
     def kill_driver(run, step):
-        """Time stands still for the run while the driver is away: worker 1 is stopped (not JAX's coordinator)."""
+        """Stop worker 1, which is not JAX's coordinator, so that the run makes no progress without a driver."""
         run.wait_for_step(step)
         pid = worker_pid(ray_nodes.temporary, 1)
         os.kill(pid, signal.SIGSTOP)
@@ -139,7 +140,7 @@ def test_driver_killed_and_started_again(folder, ray_nodes, straight, worker_env
 
 
 def test_a_host_dies_while_the_driver_streams(folder, ray_nodes, straight, worker_environment):
-    """The machine is gone for Ray, with agent and worker; another one takes its number."""
+    """Agent and worker die with the machine. Another machine gets its number."""
     with driver(folder, *_command(ray_nodes, "--set", "data.read_by=driver"), **worker_environment) as run:
         run.wait_for_step(50)
         when = run.now
@@ -151,27 +152,28 @@ def test_a_host_dies_while_the_driver_streams(folder, ray_nodes, straight, worke
         back = run.now
         again = run.wait_for_line("recovered", when)
         sys.stdout.write(
-            f"host gone: seen after {seen - when:.1f} s, the next step {again - back:.1f} s after it was back\n"
+            f"host gone: detected after {seen - when:.1f} s, the next step {again - back:.1f} s after it was back\n"
         )
         run.finish()
     assert same_numbers(straight, folder / "run")[-1]["train/steps_redone"] > 0
 
 
 def test_agents_killed_and_stopped(folder, ray_nodes, straight, worker_environment):
-    """The process between driver and worker: its worker saves and ends, or is killed with it."""
+    """The worker of a killed agent saves and ends. That of a stopped agent is killed with it."""
     faults = [
         (50, 1, kill, ["its agent has died"]),
         (90, 0, lambda pid: os.kill(pid, signal.SIGSTOP), ["has not answered"]),
     ]
     with driver(folder, *_command(ray_nodes), **worker_environment) as run:
-        for step, worker_id, break_it, told in faults:
+        for step, worker_id, break_it, reasons in faults:
             run.wait_for_step(step)
             worker = worker_pid(ray_nodes.temporary, worker_id)
             agent, when = parent(worker), run.now
             break_it(agent)
-            if worker_id == 0:  # time stands still: the run would come to its end meanwhile
+            # otherwise the run would finish before the detection
+            if worker_id == 0:
                 os.kill(worker_pid(ray_nodes.temporary, 1), signal.SIGSTOP)
-            seen = _seen(run, when, f"agent: {told[0]}", told, f"worker {worker_id}: ")
+            seen = _detected(run, when, f"agent: {reasons[0]}", reasons, f"worker {worker_id}: ")
             again = run.wait_for_line("recovered", when)
             sys.stdout.write(f"agent: the next step {again - seen:.1f} s later\n")
             assert not is_running(agent)
@@ -181,12 +183,12 @@ def test_agents_killed_and_stopped(folder, ray_nodes, straight, worker_environme
 
 
 def test_the_head_of_ray_dies_while_the_driver_streams(folder, ray_nodes, straight, worker_environment):
-    """All its nodes go with it. The driver waits for a new head at the same address, and for its nodes."""
+    """All its nodes die too. The driver waits for a new head at the same address, and for its nodes."""
     with driver(folder, *_command(ray_nodes, "--set", "data.read_by=driver"), **worker_environment) as run:
         run.wait_for_step(50)
         pids, when = [worker_pid(ray_nodes.temporary, i) for i in range(2)], run.now
         ray_nodes.ask("kill head")
-        seen = _seen(run, when, "head", ["the head of the Ray cluster"])
+        seen = _detected(run, when, "head", ["the head of the Ray cluster"])
         run.wait_for_line("waiting for hosts", when)
         assert not any(map(is_running, pids))
         ray_nodes.ask("add head")
@@ -198,8 +200,8 @@ def test_the_head_of_ray_dies_while_the_driver_streams(folder, ray_nodes, straig
 
 
 def test_a_save_hangs(folder, ray_nodes, straight, worker_environment):
-    """The rename that makes a checkpoint a finished one never returns, in a thread of worker 0: training goes on until the
-    next save."""
+    """The rename that completes a checkpoint never returns, in a thread of worker 0. Training continues until the next
+    save."""
     os.mkfifo(folder / "held")
     (folder / "sitecustomize.py").write_text(HOLD_RENAMES)
     hold = (
@@ -213,7 +215,7 @@ def test_a_save_hangs(folder, ray_nodes, straight, worker_environment):
     with driver(folder, *_command(ray_nodes, *hold), **worker_environment) as run:
         run.wait_for_step(79)
         when = run.now
-        _seen(run, when, "a save", ["no sign of work"], "in phase save, step 80")
+        _detected(run, when, "a save", ["no sign of work"], "in phase save, step 80")
         (folder / "held").unlink()
         run.finish()
     assert same_numbers(straight, folder / "run")[-1]["train/steps_redone"] == 79

@@ -1,4 +1,4 @@
-"""eval_harness.py on a Ray cluster: the numbers of one process."""
+"""eval_harness.py on a Ray cluster gives the same numbers as one process."""
 
 import pytest
 

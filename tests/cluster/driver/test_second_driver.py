@@ -1,4 +1,4 @@
-"""Two drivers of one run: the second is refused while the first lives, and takes over when it is gone."""
+"""Two drivers of one run: the second one is rejected while the first one lives, and takes over after its death."""
 
 import os
 import tempfile
@@ -18,33 +18,33 @@ from mesh_transformer.cluster.host.agent import TakenOver
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
 
-REFUSED = "another driver.* is running this run: end that one first"
+REJECTED = "another driver.* is running this run: end that one first"
 
 
 @pytest.fixture
 def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessCluster]:
-    """The cluster of a driver that has attached to its agents."""
+    """The cluster of a driver that is attached to its agents."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    made = ProcessCluster("a", 2)
-    made.attach()
-    yield made
-    made.kill()
+    cluster = ProcessCluster("a", 2)
+    cluster.attach()
+    yield cluster
+    cluster.kill()
 
 
 def of_the_same_agents(cluster: ProcessCluster) -> ProcessCluster:
-    """The cluster of another driver that has found them, as one finds Ray's by their names."""
+    """The cluster of another driver that has found the same agents, as a driver finds agents on Ray by name."""
     other = ProcessCluster("a", 2)
     other._agents = cluster._agents
     return other
 
 
-def test_agents_obey_their_driver_while_it_asks(
+def test_agents_keep_their_driver_while_it_is_in_contact(
     first: ProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agents, "TAKEOVER_TIMEOUT_S", 0.5)
     second = of_the_same_agents(first)
     began = time.monotonic()
-    with pytest.raises(UserError, match=REFUSED):
+    with pytest.raises(UserError, match=REJECTED):
         second.attach()
     assert time.monotonic() - began < agent.TAKEOVER_AFTER_S
     first.poll()
@@ -52,23 +52,24 @@ def test_agents_obey_their_driver_while_it_asks(
         second.stop()
 
 
-def test_agents_of_a_driver_that_is_gone_are_taken_over(
+def test_agents_of_a_dead_driver_are_taken_over(
     first: ProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before it has been silent for as long as that takes; then it is obeyed no more."""
+    """The takeover happens after TAKEOVER_AFTER_S without contact. Later calls of the first driver are rejected."""
     monkeypatch.setattr(agent, "TAKEOVER_AFTER_S", 1.0)
     second = of_the_same_agents(first)
     first.poll()
-    asked = time.monotonic()
+    contact_at = time.monotonic()
     second.attach()
-    assert time.monotonic() - asked >= 1.0
+    assert time.monotonic() - contact_at >= 1.0
     with pytest.raises(TakenOver, match="another driver has taken over this run"):
         first.poll()
-    first._driver = second._driver  # who ends them
+    # the fixture ends the agents through `first`
+    first._driver = second._driver
 
 
 def test_a_driver_of_processes_of_this_machine_has_a_lock(first: ProcessCluster) -> None:
-    """Agents in the driver's own process cannot tell of another one; its workers would end those of the first."""
+    """Agents in the driver's process cannot detect another driver, whose workers would end those of the first one."""
     with pytest.raises(UserError, match=rf"another driver \(process {os.getpid()}\) is running this run"):
         ProcessCluster("a", 2).attach()
     other_run = ProcessCluster("b", 1)
@@ -77,13 +78,13 @@ def test_a_driver_of_processes_of_this_machine_has_a_lock(first: ProcessCluster)
     first.kill()
     successor = ProcessCluster("a", 2)
     successor.attach()
-    with pytest.raises(UserError, match=REFUSED):
+    with pytest.raises(UserError, match=REJECTED):
         first.attach()
     successor.kill()
     first.attach()
 
 
-def test_a_second_command_is_refused(
+def test_a_second_command_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker_environment
 ) -> None:
     write(tmp_path)

@@ -1,4 +1,4 @@
-"""The original's interface on real processes: train, eval, generate, save, load."""
+"""The original program's interface on real processes: train, eval, generate, save, load."""
 
 import pytest
 from support.commands import metrics
@@ -30,7 +30,8 @@ def test_train_generate_save_load(tmp_path, monkeypatch, worker_environment):
     samples = cluster.generate(["7 bottles", [65, 66]], max_new_tokens=3, temperature=0.0, num_samples=2)
     assert [len(of_prompt) for of_prompt in samples] == [2, 2]
     assert samples[0][0]["prompt"] == "7 bottles"
-    assert samples[0][0]["tokens"] == samples[0][1]["tokens"]  # greedy
+    # temperature 0 is greedy
+    assert samples[0][0]["tokens"] == samples[0][1]["tokens"]
     assert len(samples[1][0]["tokens"]) == 3
 
     raw = load_config(
@@ -47,7 +48,7 @@ def test_train_generate_save_load(tmp_path, monkeypatch, worker_environment):
 
 
 def _evaluates(cluster, folder):
-    """The newest checkpoint's numbers are those that this process finds."""
+    """The evaluation of the newest checkpoint gives the same numbers as in this process."""
     pytest.importorskip("lm_eval")
     options = {"include_path": str(write_task(folder)), "limit": 10}
     report = cluster.eval([NAME], **options)
@@ -55,4 +56,5 @@ def _evaluates(cluster, folder):
     assert report["evaluation"]["step"] == alone["evaluation"]["step"] == 6
     found, expected = (one["results"][NAME]["byte_perplexity,none"] for one in (report, alone))
     assert found == pytest.approx(expected, rel=1e-5)
-    assert found < 257 / 1.01  # better than all bytes being as likely
+    # better than equal probabilities of all bytes
+    assert found < 257 / 1.01

@@ -1,4 +1,4 @@
-"""train.py's options: what they change, what they refuse, what --new deletes."""
+"""The options of train.py: their effects, invalid combinations, and the files that --new deletes."""
 
 import argparse
 import errno
@@ -26,7 +26,7 @@ def config(**groups):
 
 @pytest.fixture
 def old_run(tmp_path):
-    """A run's folder, and a config that names it."""
+    """A run's folder, and a config for it."""
     folder = tmp_path / "run"
     for name in ("step_5/state", "step_10", "tensorboard", "set_aside"):
         (folder / name).mkdir(parents=True)
@@ -37,7 +37,7 @@ def old_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("options", "message"),
     [
         ({"tpu": "a", "zone": "z", "processes": 2}, "give one of them"),
         ({"tpu": "a"}, "--tpu_region"),
@@ -50,9 +50,9 @@ def old_run(tmp_path):
         ({"tpu": "a", "zone": "z", "wheelhouse": "/dev"}, "--wheelhouse /dev: no folder with wheels"),
     ],
 )
-def test_a_place_that_is_none(given, told):
-    with pytest.raises(UserError, match=told):
-        ComputeTarget(**given)
+def test_invalid_compute_targets(options, message):
+    with pytest.raises(UserError, match=message):
+        ComputeTarget(**options)
 
 
 def test_env_of_the_command_line():
@@ -69,7 +69,8 @@ def test_new_with_yes_deletes_the_runs_folder_alone(old_run, tmp_path):
     folder, of_run = old_run
     ended = []
     delete_old_run(of_run, yes=True, before=lambda: ended.append(folder.exists()))
-    assert ended == [True]  # who still writes there is ended first
+    # processes that write there end first
+    assert ended == [True]
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
@@ -87,7 +88,7 @@ def test_new_asks(old_run, monkeypatch, answer, deleted):
     assert folder.exists() is not deleted
 
 
-def test_new_without_a_terminal_is_refused(old_run, monkeypatch):
+def test_new_without_a_terminal_is_rejected(old_run, monkeypatch):
     folder, of_run = old_run
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     with pytest.raises(UserError, match="--yes"):
@@ -95,7 +96,7 @@ def test_new_without_a_terminal_is_refused(old_run, monkeypatch):
     assert folder.exists()
 
 
-def test_new_deletes_no_folder_with_other_things(old_run):
+def test_new_deletes_no_folder_with_other_files(old_run):
     folder, of_run = old_run
     (folder / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match=r"thesis\.tex"):
@@ -103,7 +104,7 @@ def test_new_deletes_no_folder_with_other_things(old_run):
     assert (folder / "step_5").exists()
 
 
-def test_new_deletes_no_run_that_is_at_work(old_run, monkeypatch):
+def test_new_deletes_no_running_run(old_run, monkeypatch):
     folder, of_run = old_run
     monkeypatch.setattr(run_folder, "WAIT_S", 0.1)
     with RunLock(str(folder)), pytest.raises(UserError, match=f"in use: process {os.getpid()} "):
@@ -112,7 +113,7 @@ def test_new_deletes_no_run_that_is_at_work(old_run, monkeypatch):
 
 
 def test_new_deletes_from_a_full_disk(old_run, monkeypatch):
-    """Where no process can be noted in the lock."""
+    """The lock file cannot store the process ID there."""
     folder, of_run = old_run
 
     def full(*_):
@@ -123,7 +124,7 @@ def test_new_deletes_from_a_full_disk(old_run, monkeypatch):
     assert not folder.exists()
 
 
-def test_new_where_nothing_is(tmp_path):
+def test_new_without_a_folder(tmp_path):
     delete_old_run(config(checkpoint={"model_dir": str(tmp_path / "nowhere")}), yes=False)
 
 
@@ -154,18 +155,18 @@ def test_version_2_shards_weights_and_keeps_the_sequences_of_a_step(each, microb
         assert sequences[0] == sequences[1]
 
 
-def test_version_2_that_does_not_divide():
+def test_version_2_with_indivisible_sequences():
     before = config(mesh={"tp": 4}, data={"batch_size": None, "per_replica_batch": 1})
     with pytest.raises(UserError, match="do not divide by 4"):
         as_version(before, 2)
 
 
-def test_a_config_survives_the_way_to_a_worker():
+def test_a_worker_gets_the_same_config():
     for one in (config(), config(data={"batch_size": None, "per_replica_batch": 2}, mesh={"tp": 2})):
         assert parse_config(Job.of("train", one).config) == one
 
 
-def test_runs_have_names_of_their_own(tmp_path, monkeypatch):
+def test_names_of_runs_are_unique(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = run_name(config(checkpoint={"model_dir": "runs/a"}))
     assert here == run_name(config(checkpoint={"model_dir": str(tmp_path / "runs/a")}))
@@ -174,7 +175,7 @@ def test_runs_have_names_of_their_own(tmp_path, monkeypatch):
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-") for name in names)
 
 
-def test_no_ray_cluster_there_is_one_line(tmp_path):
+def test_a_missing_ray_cluster_gives_one_line(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model": {"layers": 1, "d_model": 16, "n_heads": 2, "n_vocab": 257}}'
     )

@@ -1,4 +1,4 @@
-"""The lock of a worker, in a folder that other users may have prepared: nothing of theirs is followed, no stranger is killed."""
+"""The lock of a worker, in a folder that another user may have prepared: no link is followed, and no other process is killed."""
 
 import contextlib
 import fcntl
@@ -29,14 +29,14 @@ sys.stdin.read()
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the locks will be; the temporary folder is the test's own."""
+    """The folder of the locks, in a temporary folder of the test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / f"mesh-transformer-{os.getuid()}"
 
 
 @contextlib.contextmanager
 def process(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that lives until its standard input ends, once it has said a line."""
+    """A process that has printed a line and runs until its standard input ends."""
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         started.stdout.readline()
@@ -51,11 +51,11 @@ def stranger() -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
 
 
 def holder(folder: Path, *of_a_worker: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    """A process that holds the lock of worker 0 of run "a", with the command line of a worker or of something else."""
+    """A process that holds the lock of worker 0 of run "a". `of_a_worker` extends its command line."""
     return process(sys.executable, "-c", HOLDER, str(folder / "a-0.lock"), *of_a_worker)
 
 
-def lives(started: subprocess.Popen[str]) -> bool:
+def is_alive(started: subprocess.Popen[str]) -> bool:
     time.sleep(0.1)
     return started.poll() is None
 
@@ -73,7 +73,7 @@ def open_to_others(folder: Path) -> str:
     return r"is open to other users \(mode 777\)"
 
 
-def anothers(folder: Path) -> str:
+def of_another_user(folder: Path) -> str:
     if os.getuid() != 0:
         pytest.skip("only root can make a folder of another user")
     folder.mkdir(mode=0o700)
@@ -81,15 +81,15 @@ def anothers(folder: Path) -> str:
     return "belongs to user 12345"
 
 
-@pytest.mark.parametrize("prepare", [a_link, open_to_others, anothers])
-def test_a_folder_of_others_is_refused(folder: Path, prepare) -> None:
-    """In one line, by workers and agents, before anything in it is touched."""
-    told = prepare(folder)
+@pytest.mark.parametrize("prepare", [a_link, open_to_others, of_another_user])
+def test_an_unsafe_folder_is_rejected(folder: Path, prepare) -> None:
+    """Workers, agents and drivers reject it with one line, and change nothing in it."""
+    message = prepare(folder)
     before = sorted(folder.parent.rglob("*"))
     for use in (lambda: host.lock_worker("a", 0), lambda: Agent(0, "a"), lambda: host.lock_driver("a")):
-        with pytest.raises(UserError, match=f"mesh-transformer-.*{told}.*TMPDIR") as refused:
+        with pytest.raises(UserError, match=f"mesh-transformer-.*{message}.*TMPDIR") as error:
             use()
-        assert "\n" not in str(refused.value)
+        assert "\n" not in str(error.value)
     assert sorted(folder.parent.rglob("*")) == before
 
 
@@ -97,7 +97,7 @@ def test_a_folder_of_others_is_refused(folder: Path, prepare) -> None:
     ("name", "use"), [("a-0.lock", lambda: host.lock_worker("a", 0)), ("a-0.log", lambda: Agent(0, "a"))]
 )
 def test_a_link_in_the_folder_is_not_followed(folder: Path, name: str, use) -> None:
-    """The file of another program that it leads to is neither cut off nor appended to."""
+    """Its target is neither truncated nor extended."""
     prey = folder.parent / "prey"
     prey.write_text("precious")
     folder.mkdir(mode=0o700)
@@ -107,7 +107,7 @@ def test_a_link_in_the_folder_is_not_followed(folder: Path, name: str, use) -> N
     assert prey.read_text() == "precious"
 
 
-def test_the_folder_and_its_files_are_the_users_alone(folder: Path) -> None:
+def test_only_the_user_can_access_the_folder(folder: Path) -> None:
     before = os.umask(0)
     try:
         os.close(host.lock_worker("a", 0))
@@ -118,8 +118,8 @@ def test_the_folder_and_its_files_are_the_users_alone(folder: Path) -> None:
     assert modes == {folder.name: 0o700, "a-0.lock": 0o600, "a-0.log": 0o600}
 
 
-def test_a_stranger_named_by_the_lock_survives(folder: Path) -> None:
-    """Whoever holds it; and nobody is killed where the number has passed on to a worker of another run."""
+def test_another_process_in_the_lock_file_is_not_killed(folder: Path) -> None:
+    """Also a process that holds the lock, and a worker of another run with the same process ID."""
     folder.mkdir(mode=0o700)
     lock = folder / "a-0.lock"
     worker_of = ("-m", host.WORKER.decode(), "5")
@@ -132,19 +132,20 @@ def test_a_stranger_named_by_the_lock_survives(folder: Path) -> None:
             lock.write_text(str(named.pid))
             with pytest.raises(OSError, match=f"is held: process {named.pid} is no worker of this run"):
                 host.lock_worker("a", 0, wait_s=0)
-            assert lives(named)
+            assert is_alive(named)
         for text in ("", "0", "1", "-1", "x", "9" * 30, str(os.getpid())):
             lock.write_text(text)
             with pytest.raises(OSError, match="is not killed"):
                 host.lock_worker("a", 0, wait_s=0)
 
 
-def test_a_worker_of_the_run_that_was_left_behind_is_killed(folder: Path) -> None:
+def test_a_previous_worker_of_the_run_is_killed(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     with holder(folder, "-m", host.WORKER.decode(), "5", "a-0") as left:
         began = time.monotonic()
         file = host.lock_worker("a", 0, wait_s=0.3)
-        assert time.monotonic() - began >= 0.3  # it had its time to save
+        # time for the previous worker to save
+        assert time.monotonic() - began >= 0.3
         assert left.wait(5) == -9
     assert (folder / "a-0.lock").read_text() == str(os.getpid())
     with open(folder / "a-0.lock") as lock, pytest.raises(BlockingIOError):
@@ -152,8 +153,8 @@ def test_a_worker_of_the_run_that_was_left_behind_is_killed(folder: Path) -> Non
     os.close(file)
 
 
-def test_a_number_that_has_passed_on_is_not_killed() -> None:
-    """A driver knows a process by its number and its start, and kills workers only; by itself and over SSH."""
+def test_a_process_with_a_reused_id_is_not_killed() -> None:
+    """A driver identifies a process by ID and start time, and kills workers only; directly and over SSH."""
     with (
         stranger() as victim,
         process(sys.executable, "-c", "print(1, flush=True); input()", host.WORKER.decode()) as worker,
@@ -166,7 +167,7 @@ def test_a_number_that_has_passed_on_is_not_killed() -> None:
                 ["bash", "-c", kill_command(*process_)], capture_output=True, text=True, check=False
             )
             assert (done.returncode, done.stderr) == (code, "")
-        assert lives(worker)
+        assert is_alive(worker)
         assert host.kill([earlier, unknown, known]) == [known.pid]
         assert worker.wait(5) == -9
         subprocess.run(["bash", "-c", kill_command(*unknown)], check=True)

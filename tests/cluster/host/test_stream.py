@@ -1,4 +1,4 @@
-"""The driver's batches on their way to a worker."""
+"""The stream of batches from the driver to a worker."""
 
 import threading
 
@@ -14,7 +14,7 @@ def batch(number):
 
 
 def taking(feed):
-    """Take one batch in a thread of its own; what comes is appended to the list."""
+    """Take one batch in another thread, which appends it to the returned list."""
     got: list[np.ndarray] = []
     thread = threading.Thread(target=lambda: got.append(next(feed)), daemon=True)
     thread.start()
@@ -22,16 +22,16 @@ def taking(feed):
 
 
 @pytest.fixture
-def told():
+def events():
     return []
 
 
 @pytest.fixture
-def feed(told):
-    return StreamedFeed(told.append, (1, 4), 8)
+def feed(events):
+    return StreamedFeed(events.append, (1, 4), 8)
 
 
-def test_it_asks_first_and_then_tells_of_each_batch(feed, told):
+def test_it_sends_a_request_and_then_an_event_for_each_batch(feed, events):
     feed.set_state({"epoch": 3})
     for number in range(RESERVED_BATCHES + 2):
         feed.put(number, batch(number), {"at": number}, number - 1)
@@ -39,14 +39,14 @@ def test_it_asks_first_and_then_tells_of_each_batch(feed, told):
     assert next(feed)[0, 0, 0] == 0
     assert feed.get_state() == {"at": 0}
     assert next(feed)[0, 0, 0] == 1
-    assert told == [
+    assert events == [
         {"kind": "feed", "rows": [1, 4], "microbatch": 8, "state": {"epoch": 3}},
         {"kind": "taken", "count": 1},
         {"kind": "taken", "count": 2},
     ]
 
 
-def test_a_batch_waits_until_all_hold_those_behind_it(feed):
+def test_a_batch_waits_until_all_workers_hold_the_later_ones(feed):
     for number in range(RESERVED_BATCHES + 1):
         feed.put(number, batch(number), {}, number - 1)
     thread, got = taking(feed)
@@ -57,7 +57,7 @@ def test_a_batch_waits_until_all_hold_those_behind_it(feed):
     assert got[0][0, 0, 0] == 0
 
 
-def test_the_last_batches_are_given_out_slowly(feed, monkeypatch):
+def test_reserved_batches_are_released_slowly(feed, monkeypatch):
     monkeypatch.setattr(stream, "RELEASE_S", 0.5)
     for number in range(RESERVED_BATCHES + 1):
         feed.put(number, batch(number), {}, number)
@@ -70,11 +70,11 @@ def test_the_last_batches_are_given_out_slowly(feed, monkeypatch):
     assert got[0][0, 0, 0] == 1
 
 
-@pytest.mark.parametrize("given", range(BUFFER_BATCHES + 1))
-def test_the_agent_knows_whether_a_worker_waits_for_the_driver(feed, given):
-    """Only then it does not hang: both ends count alike."""
-    for number in range(given):
+@pytest.mark.parametrize("sent", range(BUFFER_BATCHES + 1))
+def test_the_agent_knows_whether_a_worker_waits_for_the_driver(feed, sent):
+    """Agent and worker count batches alike. Such a wait is no hang."""
+    for number in range(sent):
         feed.put(number, batch(number), {}, number - 1)
     thread, got = taking(feed)
     thread.join(0.2)
-    assert bool(got) is may_take(given, 0)
+    assert bool(got) is may_take(sent, 0)
