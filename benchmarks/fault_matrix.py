@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from common import emit, parser, report, say
 from support.driving import Driver, same_numbers
-from support.faults import DRIVER_KILLED, EVERY, FAULTS, befall, kill_driver
+from support.faults import DRIVER_KILLED, EVERY, FAULTS, kill_driver, recover_from
 from support.hosts import PodOfHosts, why_not
 from support.pod_driver import PodDrivers, pod_drivers
 
@@ -41,7 +41,7 @@ def main() -> None:
             run.wait_for_line("training ", 0)
             emit({"launch": "again", **_breakdown(run)})
             for number, name in enumerate(arguments.faults, 1):
-                run = _befall(drivers, run, name, number, stack)
+                run = _recover(drivers, run, name, number, stack)
             run.finish(timeout_s=END_S)
         records = same_numbers(straight / "run", folder / "run")
         report(
@@ -55,15 +55,17 @@ def main() -> None:
         )
 
 
-def _befall(drivers: PodDrivers, run: Driver, name: str, number: int, stack: contextlib.ExitStack) -> Driver:
+def _recover(drivers: PodDrivers, run: Driver, name: str, number: int, stack: contextlib.ExitStack) -> Driver:
     if name == DRIVER_KILLED:
         run, recovery = kill_driver(
             drivers, run, number, lambda: stack.enter_context(drivers.start(run.folder))
         )
     else:
-        recovery = befall(drivers, run, FAULTS[name], number)
+        recovery = recover_from(drivers, run, FAULTS[name], number)
     emit(asdict(recovery))
-    say(f"{name}: detected after {recovery.seen_after_s} s, next step {recovery.next_step_after_s} s later")
+    say(
+        f"{name}: detected after {recovery.detected_after_s} s, next step {recovery.next_step_after_s} s later"
+    )
     return run
 
 

@@ -1,4 +1,4 @@
-"""A TPU API on loopback for each test, and the project's own view of it."""
+"""A server with the TPU API on loopback for each test, and a client for it."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ TIMING = Timing(call_s=10, retry_s=3, pause_s=0.02, longest_pause_s=0.1)
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[TpuApi]:
-    """The server; this process is led to it."""
+    """The server. The environment of this process selects it."""
     with TpuApi() as server:
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
@@ -22,5 +22,5 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[TpuApi]:
 
 @pytest.fixture
 def tpus(api: TpuApi) -> Tpus:
-    """The project's client, in a hurry."""
+    """The project's client, with short pauses."""
     return Tpus("europe-west4-a", timing=TIMING)

@@ -1,4 +1,4 @@
-"""What hosts get is named by its content: the same content is the same archive, any change is another."""
+"""Archives for hosts: the hash of the content is the name. Equal content gives equal archives."""
 
 import importlib.util
 import io
@@ -27,7 +27,7 @@ def tree(folder: Path) -> Path:
     return folder
 
 
-def test_what_is_in_it(tmp_path: Path) -> None:
+def test_content(tmp_path: Path) -> None:
     made = archive.code_archive(str(tree(tmp_path)))
     with tarfile.open(fileobj=io.BytesIO(made.content)) as tar:
         modes = {entry.name: entry.mode for entry in tar}
@@ -37,7 +37,7 @@ def test_what_is_in_it(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_named_by_content(tmp_path: Path) -> None:
+def test_hash_depends_on_content_only(tmp_path: Path) -> None:
     one, two = tree(tmp_path / "one"), tree(tmp_path / "two")
     os.utime(two / "train.py", (1, 1))
     (two / "notes.txt").write_text("other")
@@ -52,7 +52,7 @@ def test_named_by_content(tmp_path: Path) -> None:
     assert len(seen) == 5
 
 
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="give the root of a checkout"):
         archive.code_archive(str(tmp_path))
     with pytest.raises(UserError, match="no folder"):
@@ -62,7 +62,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         archive.pack(str(tree(tmp_path)), ["train.py", "scripts/s.sh", "configs/c.json"], archive.MAX_BYTES)
 
 
-def test_a_folder_as_it_is(tmp_path: Path) -> None:
+def test_archive_of_a_folder(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
@@ -85,15 +85,15 @@ def test_a_folder_as_it_is(tmp_path: Path) -> None:
 
 def test_environment_of_a_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment_of("/venv", None) == ExistingEnvironment("/venv")
-    for there, extra in ((object(), ("jax[tpu]", "lm-eval")), (None, ("jax[tpu]",))):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=there: there)
+    for found, extra in ((object(), ("jax[tpu]", "lm-eval")), (None, ("jax[tpu]",))):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
         made = environment_of(None, str(tmp_path))
         assert isinstance(made, NewEnvironment)
         assert (made.extra, made.wheelhouse) == (extra, str(tmp_path))
         assert "\nray" in made.requirement_lines
 
 
-def test_environment_is_named_by_all_that_goes_in(tmp_path: Path) -> None:
+def test_hash_of_an_environment_depends_on_all_inputs(tmp_path: Path) -> None:
     (tmp_path / "r.txt").write_text("numpy\n")
     (tmp_path / "wheels").mkdir()
     plain = NewEnvironment(str(tmp_path / "r.txt"))
@@ -114,7 +114,7 @@ def test_environment_is_named_by_all_that_goes_in(tmp_path: Path) -> None:
         ExistingEnvironment("venv")
 
 
-def test_pins_are_the_drivers_versions() -> None:
+def test_pins_are_the_versions_of_the_driver() -> None:
     lines = pins().splitlines()
     assert f"jax=={metadata.version('jax')}" in lines
     assert f"ray=={metadata.version('ray')}" in lines

@@ -1,4 +1,4 @@
-"""Each error of the API: its kind, its reason, what to do; exit code 2 for what the user can mend, 1 for the rest."""
+"""Errors of the API: kind, reason, advice, and exit code 2 if the user can correct them, 1 otherwise."""
 
 import pytest
 from google.api_core import exceptions
@@ -51,7 +51,7 @@ def test_kinds(error: Exception, kind: ErrorKind, family: type) -> None:
     assert len(text.split(". ")) >= 2, "no advice"
 
 
-def test_reason_code_is_told_and_used() -> None:
+def test_reason_code_is_used_and_shown() -> None:
     fault = from_status(
         "listing", code_pb2.PERMISSION_DENIED, "Cloud TPU API has not been used", "SERVICE_DISABLED"
     )

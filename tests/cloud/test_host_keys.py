@@ -1,4 +1,4 @@
-"""Unknown hosts are refused before anything is sent to them. The host is a real SSH server on loopback."""
+"""Unknown hosts are rejected before anything is sent to them. The host is a real SSH server on loopback."""
 
 import contextlib
 import shutil
@@ -19,7 +19,7 @@ STRANGE = "100% \"of\" 'all' \\ hosts"
 
 
 class Server(paramiko.ServerInterface):
-    """Lets everybody in, answers "hello" to every command, and notes who came."""
+    """Accepts every login, answers "hello" to every command, and records both."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -36,7 +36,8 @@ class Server(paramiko.ServerInterface):
 
     def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
         self.seen.append(command.decode())
-        threading.Timer(0.3, self._answer, [channel]).start()  # behind the reply to this request
+        # after the reply to this request
+        threading.Timer(0.3, self._answer, [channel]).start()
         return True
 
     def _answer(self, channel: paramiko.Channel) -> None:
@@ -46,7 +47,7 @@ class Server(paramiko.ServerInterface):
 
 
 class Running:
-    """A server at work: its port, and its public key as known_hosts has it."""
+    """A running server: its port, and the line of its public key in known_hosts."""
 
     def __init__(self, listener: socket.socket):
         self.server = Server()
@@ -57,7 +58,8 @@ class Running:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+        # until the listener is closed
+        with contextlib.suppress(OSError):
             while True:
                 transport = paramiko.Transport(self._listener.accept()[0])
                 transport.add_server_key(self._key)
@@ -73,7 +75,7 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture
 def access(running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Access:
-    """A login with a key of the test's own, to hosts of which none is known yet."""
+    """A login with a new key, without any known host."""
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     running.server.seen.clear()
     paramiko.RSAKey.generate(2048).write_private_key_file(str(tmp_path / f"key {STRANGE}"))
@@ -88,21 +90,23 @@ def of_another_server(line: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("known", "told"),
+    ("known", "message"),
     [
         (lambda line: "", "its host key is not in .*: unknown hosts are rejected"),
         (of_another_server, "its host key differs from the one in"),
     ],
     ids=["unknown", "changed"],
 )
-def test_an_unknown_or_changed_host_is_refused(running: Running, access: Access, known, told: str) -> None:
+def test_an_unknown_or_changed_host_is_rejected(
+    running: Running, access: Access, known, message: str
+) -> None:
     path = Path(access.known_hosts)
     path.write_text(known(running.line))
     before = path.read_text()
     pod = Pod((Host(0, "127.0.0.1"),), access)
-    with pytest.raises(HostsRefused, match=f"w0 \\(127.0.0.1\\): {told}"):
+    with pytest.raises(HostsRefused, match=f"w0 \\(127.0.0.1\\): {message}"):
         pod.run("secret command")
-    with pytest.raises(HostsRefused, match=told):
+    with pytest.raises(HostsRefused, match=message):
         pod.put(__file__, "target")
     if shutil.which("ssh"):
         done = _system_ssh(access)
@@ -112,8 +116,8 @@ def test_an_unknown_or_changed_host_is_refused(running: Running, access: Access,
     assert path.read_text() == before, "a key was added"
 
 
-def test_a_known_host_is_let_in(running: Running, access: Access) -> None:
-    """Else the test above would pass for any reason."""
+def test_a_known_host_is_accepted(running: Running, access: Access) -> None:
+    """A control for the test above."""
     Path(access.known_hosts).write_text(running.line)
     (outcome,) = Pod((Host(0, "127.0.0.1"),), access).run("a command")
     assert (outcome.code, outcome.output) == (0, "hello\n")

@@ -1,4 +1,4 @@
-"""What the hosts' shells are given: no value is read as anything but itself. Real shells read it."""
+"""Command lines for the shells of hosts: no value is split, expanded or executed. Real shells read them."""
 
 import io
 import os
@@ -36,7 +36,7 @@ exec sleep 600
 
 
 def read_by_bash(line: str, folder: Path) -> list[str]:
-    """The words that a shell makes of a line; its home folder has a strange name."""
+    """The words into which a shell splits a line. Its home folder has a special name."""
     command = ["bash", "-c", f"printf '%s\\0' {line}"]
     done = subprocess.run(
         command, cwd=folder, env={"HOME": "/ho me'"}, capture_output=True, text=True, check=True
@@ -44,7 +44,7 @@ def read_by_bash(line: str, folder: Path) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
-def test_words_arrive_as_they_are(tmp_path: Path) -> None:
+def test_words_arrive_unchanged(tmp_path: Path) -> None:
     assert read_by_bash(shell.join(*HOSTILE), tmp_path) == HOSTILE
     paths = [shell.below(shell.HomePath(text, prefix=f"{text}="), "bin") for text in HOSTILE]
     assert read_by_bash(shell.join(*paths), tmp_path) == [f"{text}=/ho me'/{text}/bin" for text in HOSTILE]
@@ -60,16 +60,16 @@ def test_run_takes_a_program_with_its_arguments_or_a_line(tmp_path: Path) -> Non
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> str:
-    """With nothing in it but our scripts."""
+    """A checkout with our scripts alone."""
     (tmp_path / "tree/mesh_transformer").mkdir(parents=True)
     (tmp_path / "tree/scripts").symlink_to(REPO / "scripts")
     return str(tmp_path / "tree")
 
 
-def test_a_launch_on_hosts_with_strange_names(
+def test_a_launch_with_special_characters(
     tmp_path: Path, checkout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Home, environment, variables and arguments of Ray hold what a shell would act on; nothing of it is done."""
+    """Home folder, environment, variables and arguments of Ray contain shell syntax. No shell executes it."""
     strange = "a 'b' \"c\"; touch hacked; $(touch hacked)\ntouch hacked #"
     pod = local_pod([tmp_path / "ho me; touch hacked"], monkeypatch)
     (home,) = tmp_path.glob("ho me*")
@@ -97,7 +97,8 @@ def test_a_launch_on_hosts_with_strange_names(
     assert shlex.split(made.python) == [f"{ray.parent}/python"]
     assert again.pushed == {"code": ()}
     assert (home / STATE_FOLDER / "logs/ray.log").read_text().count("Ray runtime started") == 1
-    assert mode(home / STATE_FOLDER) == 0o700  # the token is in it
+    # it contains the token
+    assert mode(home / STATE_FOLDER) == 0o700
     assert set(tmp_path.iterdir()) == before
     assert not list(tmp_path.rglob("hacked"))
 
@@ -106,8 +107,8 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_token_of_ray_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads it can run code on every host."""
+def test_only_the_user_can_read_the_token_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the token one can run code on every host."""
     monkeypatch.setattr(heads, "_script", lambda *_, **__: "ray started")
     monkeypatch.setattr(heads, "_ray", lambda: "ray")
     before = os.umask(0)
@@ -143,7 +144,7 @@ def entry(name: str, content: bytes = b"x", **fields: object) -> tuple[tarfile.T
 def test_a_hosts_archive_of_logs_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries
 ) -> None:
-    """A host that was taken over cannot write outside of the folder for its logs."""
+    """A compromised host cannot write outside of the folder for its logs."""
     pod = local_pod([tmp_path / "home"], monkeypatch)
     (tmp_path / "prey").write_text("precious")
     scripts = tmp_path / "home" / "code" / "scripts"

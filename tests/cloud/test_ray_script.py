@@ -1,4 +1,4 @@
-"""scripts/pod_ray.sh, with a stand-in for Ray: what happens to the workers of a run when their node is started anew."""
+"""scripts/pod_ray.sh with a replacement for Ray: the workers of a run when their node restarts."""
 
 import os
 import subprocess
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from mesh_transformer.cloud.launch import WORKER_LINE
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pod_ray.sh"
 
-# A node with an agent, which starts a worker in a session of its own, as the real ones do.
+# a node with an agent, which starts a worker in another session, as the real agents do
 NODE = """
 import subprocess, sys, time
 print("Ray runtime started", flush=True)
@@ -37,7 +39,8 @@ def pod_ray(tmp_path):
     def call(*arguments, **environment):
         done = subprocess.run(
             ["bash", str(SCRIPT), arguments[0], str(tmp_path / "state"), *arguments[1:]],
-            env={**os.environ, "COLUMNS": "40", **environment},  # `ps` may cut its lines
+            # `ps` must not truncate lines
+            env={**os.environ, "COLUMNS": "40", **environment},
             capture_output=True,
             text=True,
             timeout=60,
@@ -50,7 +53,7 @@ def pod_ray(tmp_path):
 
 
 def start(pod_ray, folder, *, saving_s=1):
-    """Start a node, whose worker takes a while to save. Returns the command, and the file with what the worker did."""
+    """Start a node with a worker that needs `saving_s` to save. Returns the command, and the file with the worker's actions."""
     (folder / "node.py").write_text(NODE)
     (folder / "worker.py").write_text(WORKER.format(saving_s=saving_s))
     command = ["env", "-C", str(folder), sys.executable, "node.py"]
@@ -68,28 +71,32 @@ def test_the_same_command_leaves_the_worker_alone(pod_ray, tmp_path):
     assert mark.read_text() == "began "
 
 
-def test_another_command_lets_it_save_first(pod_ray, tmp_path):
-    """As after an edit of the code."""
+def test_another_command_lets_the_worker_save_first(pod_ray, tmp_path):
+    """As after a change of the code."""
     command, mark = start(pod_ray, tmp_path)
-    said = pod_ray("start", "two", *command)
-    assert "has saved and exited" in said
+    output = pod_ray("start", "two", *command)
+    # the launch shows such lines
+    assert output.startswith(WORKER_LINE)
+    assert "has saved and exited" in output
     assert mark.read_text().startswith("began saved ")
 
 
-def test_a_stop_lets_it_save_first(pod_ray, tmp_path):
+def test_a_stop_lets_the_worker_save_first(pod_ray, tmp_path):
     _, mark = start(pod_ray, tmp_path)
     assert "has saved and exited" in pod_ray("stop")
     assert mark.read_text() == "began saved "
 
 
-def test_one_that_does_not_end_is_not_waited_for_without_end(pod_ray, tmp_path):
+def test_the_wait_for_a_worker_has_a_limit(pod_ray, tmp_path):
     _, mark = start(pod_ray, tmp_path, saving_s=8)
-    assert "has not exited after 1 s" in pod_ray("stop", MESH_TRANSFORMER_SAVE_S="1")
+    output = pod_ray("stop", MESH_TRANSFORMER_SAVE_S="1")
+    assert output.startswith(WORKER_LINE)
+    assert "has not exited after 1 s" in output
     assert mark.read_text() == "began "
 
 
-def test_a_stranger_with_the_number_of_a_dead_supervisor_survives(pod_ray, tmp_path):
-    """It leads a session of its own, as a supervisor does."""
+def test_another_process_with_the_id_of_a_dead_supervisor_survives(pod_ray, tmp_path):
+    """It leads a session, as a supervisor does."""
     stranger = subprocess.Popen(["sleep", "100"], start_new_session=True)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     first = Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]

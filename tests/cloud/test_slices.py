@@ -1,4 +1,4 @@
-"""The table of TPU types against Google's published figures, and what it says to a wrong name."""
+"""The table of TPU types against Google's published figures, and the message for a wrong name."""
 
 import pytest
 

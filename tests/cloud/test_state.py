@@ -1,4 +1,4 @@
-"""What each state of the API means; every state that the client library knows has a row."""
+"""The phase of each state of the API. Every state of the client library has a row."""
 
 import pytest
 from google.cloud.tpu_v2.types import cloud_tpu
@@ -23,7 +23,7 @@ QUEUED = {
 }  # fmt: skip
 
 
-def test_tables_are_whole() -> None:
+def test_tables_are_complete() -> None:
     assert set(NODES) == {state.name for state in cloud_tpu.Node.State}
     assert set(QUEUED) == {state.name for state in cloud_tpu.QueuedResourceState.State}
 
@@ -40,11 +40,11 @@ def test_queue_without_a_node(state: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["FAILED", "SUSPENDED", "SUSPENDING"])
-def test_the_queue_overrules_a_node_that_seems_ready(state: str) -> None:
+def test_the_queue_overrules_a_ready_node(state: str) -> None:
     assert phase_of("READY", "HEALTHY", state) is QUEUED[state]
 
 
-def test_a_ready_node_that_is_not_yet_active_in_the_queue_is_waited_for() -> None:
+def test_a_ready_node_is_pending_until_its_queued_resource_is_active() -> None:
     assert phase_of("READY", "HEALTHY", "PROVISIONING") is PENDING
 
 

@@ -19,7 +19,7 @@ def api() -> TpuApi:
 
 
 def tool(api: TpuApi, folder: Path, *arguments: str, code: int = 0) -> tuple[str, str]:
-    """Run the command; its home folder is the test's."""
+    """Run the command with the test's folder as its home folder."""
     return commands.run(
         "tpu_utils.py", *arguments, *ZONE, cwd=folder, code=code, HOME=str(folder), **api.environment()
     )

@@ -45,7 +45,7 @@ def test_round_trip(api: TpuApi, tpus: Tpus, queued: bool) -> None:
     assert tpus.all() == []
 
 
-def test_everything_asked_for_arrives(api: TpuApi, tpus: Tpus) -> None:
+def test_all_fields_of_a_request_arrive(api: TpuApi, tpus: Tpus) -> None:
     tpus.create(
         request(
             tier="spot",
@@ -80,7 +80,7 @@ def test_reservation_and_limit_in_the_queue(api: TpuApi, tpus: Tpus) -> None:
     assert entry.queueing_policy.valid_until_duration.seconds == 60
 
 
-def test_create_again_is_no_second_one(api: TpuApi, tpus: Tpus) -> None:
+def test_a_repeated_create_creates_no_second_tpu(api: TpuApi, tpus: Tpus) -> None:
     tpus.create(request(), timeout_s=10)
     tpus.create(request(), timeout_s=10)
     assert count(api, "CreateNode") == 1
@@ -93,7 +93,7 @@ def test_create_again_is_no_second_one(api: TpuApi, tpus: Tpus) -> None:
             tpus.create(other, timeout_s=10)
 
 
-def test_two_at_once_share_one(api: TpuApi, tpus: Tpus) -> None:
+def test_concurrent_creates_share_one_tpu(api: TpuApi, tpus: Tpus) -> None:
     api.delay_s = 0.3
     found = []
     threads = [
@@ -125,8 +125,8 @@ def test_unavailable_for_good(api: TpuApi, tpus: Tpus) -> None:
     assert 2 < time.monotonic() - began < 8
 
 
-def test_a_request_whose_answer_was_lost(api: TpuApi, tpus: Tpus) -> None:
-    """The second attempt hears ALREADY_EXISTS, and waits for what the first one began."""
+def test_a_request_with_a_lost_answer(api: TpuApi, tpus: Tpus) -> None:
+    """The second attempt gets ALREADY_EXISTS, and waits for the TPU of the first one."""
     api.fail("CreateNode", code_pb2.UNAVAILABLE, late=True)
     assert tpus.create(request(), timeout_s=10).phase is TpuPhase.READY
     assert count(api, "CreateNode") == 2
@@ -162,7 +162,7 @@ def test_quota(api: TpuApi, tpus: Tpus) -> None:
 
 
 def test_stockout(api: TpuApi, tpus: Tpus) -> None:
-    """`create` tells at once; `ensure` tries until there is one."""
+    """`create` fails at once; `ensure` retries until there is capacity."""
     api.capacity["v3-32"] = 0
     with pytest.raises(TpuFailed, match="no more capacity in the zone.*try another zone") as failure:
         tpus.create(request(), timeout_s=10)
@@ -190,7 +190,7 @@ def test_waiting_in_the_queue(api: TpuApi, tpus: Tpus, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("queued", [False, True])
 @pytest.mark.parametrize("state", [NODE.PREEMPTED, NODE.TERMINATED, NODE.STOPPED])
-def test_a_preempted_one_is_made_again(api: TpuApi, tpus: Tpus, queued: bool, state: NODE) -> None:
+def test_a_preempted_tpu_is_created_again(api: TpuApi, tpus: Tpus, queued: bool, state: NODE) -> None:
     wanted = request(tier="spot", queued=queued)
     tpus.ensure(wanted, timeout_s=10)
     api.preempt("a", state)
@@ -201,15 +201,15 @@ def test_a_preempted_one_is_made_again(api: TpuApi, tpus: Tpus, queued: bool, st
     assert count(api, "DeleteQueuedResource" if queued else "DeleteNode") == 1
 
 
-def test_suspended_while_we_wait(api: TpuApi, tpus: Tpus) -> None:
-    """Preempted at once after it was made, twice: `ensure` goes on until one stays."""
+def test_suspended_while_waiting(api: TpuApi, tpus: Tpus) -> None:
+    """Two TPUs are preempted right after their creation: `ensure` continues until one is ready."""
     api.preempt_next = 2
     assert tpus.ensure(request(tier="spot", queued=True), timeout_s=20).phase is TpuPhase.READY
     assert count(api, "CreateQueuedResource") == 3
 
 
-def test_failed_in_the_queue_for_the_users_reason(api: TpuApi, tpus: Tpus) -> None:
-    """It is not asked for again and again; what an earlier day left is asked for once more."""
+def test_failed_in_the_queue_because_of_the_user(api: TpuApi, tpus: Tpus) -> None:
+    """Each call requests it once: it does not repeat its own failed request, but it replaces that of an earlier call."""
     api.queue_error = Refusal(code_pb2.PERMISSION_DENIED, "no access to the network")
     for asked in (1, 2):
         with pytest.raises(TpuRefused, match="no access to the network") as refusal:
@@ -254,7 +254,7 @@ def test_bad_requests(changes: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1:80", "tpu.googleapis.com:443", "127.0.0.1", "127.0.0.1:x"])
-def test_only_this_machine_is_spoken_to_in_plain_text(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_text_to_this_machine_only(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cloud_api.ADDRESS_VARIABLE, address)
     with pytest.raises(UserError, match="an address of this machine"):
         cloud_api.connect()

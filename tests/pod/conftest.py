@@ -1,4 +1,4 @@
-"""The pod of hosts, once a file of tests: bringing it up takes less than a second, and workers of pytest-xdist take turns."""
+"""The pod of hosts, one for each test file. It starts within a second; workers of pytest-xdist take turns."""
 
 import os
 from collections.abc import Iterator
@@ -31,18 +31,18 @@ def hosts() -> Iterator[PodOfHosts]:
 
 @pytest.fixture
 def access(hosts: PodOfHosts) -> Access:
-    """A login that every host knows."""
+    """A login that every host accepts."""
     return Access(str(hosts.known_hosts), user="root", key_file=str(hosts.key_file), connect_timeout_s=5)
 
 
 @pytest.fixture
 def pod(hosts: PodOfHosts, access: Access) -> Pod:
-    """The hosts as the project sees them."""
+    """The hosts as a `Pod`."""
     return Pod(tuple(Host(i, address) for i, address in enumerate(hosts.addresses)), access)
 
 
 @pytest.fixture(autouse=True)
 def no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key but the test's."""
+    """Without an SSH agent, so that only the test's key is used."""
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     assert "SSH_AUTH_SOCK" not in os.environ

@@ -1,4 +1,4 @@
-"""The pod of hosts itself: why it cannot be here, and that a killed session leaves nothing that matters."""
+"""The pod of hosts: its requirements, and the cleanup after a killed session."""
 
 import os
 import signal
@@ -22,8 +22,8 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not().startswith("the pod of hosts needs /usr/sbin/sshd: apt-get install openssh-server")
 
 
-def test_a_killed_session_leaves_nothing_that_matters(tmp_path: Path) -> None:
-    """kill -9 of the owner ends its hosts; the next session removes its folder and its bridge."""
+def test_cleanup_after_a_killed_session(tmp_path: Path) -> None:
+    """kill -9 of the owner ends its hosts. The next session removes its folder and its bridge."""
     if why_not():
         pytest.skip(why_not())
     program = (

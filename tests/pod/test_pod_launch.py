@@ -1,4 +1,4 @@
-"""From a cloud with nothing in it to Ray on four hosts: the TPU API, its host keys, SSH, provisioning; and as a command."""
+"""From an empty cloud to Ray on four hosts: the TPU API, its host keys, SSH, provisioning; and tpu_utils.py."""
 
 import json
 import signal
@@ -42,13 +42,13 @@ LAUNCH = """
 
 @pytest.fixture(scope="module")
 def api(hosts: PodOfHosts) -> Iterator[TpuApi]:
-    """A cloud whose every TPU is our four hosts."""
+    """A cloud in which every TPU has our four hosts."""
     with TpuApi(hosts.addresses, hosts.host_keys()) as server:
         yield server
 
 
 def launch(hosts: PodOfHosts, api: TpuApi) -> dict:
-    """Launch from a driver of its own."""
+    """Launch from a new driver process."""
     variables = {**api.environment(), "PYTHONPATH": str(REPO)}
     program = [
         sys.executable,
@@ -82,7 +82,7 @@ def test_launch_twice_and_after_a_preemption(hosts: PodOfHosts, api: TpuApi) -> 
     api.preempt("pod")
     again = launch(hosts, api)
     assert api.calls.count("CreateQueuedResource") == 2
-    assert again["pushed"] == {"code": []}, "the test's hosts are the same ones: nothing was missing"
+    assert again["pushed"] == {"code": []}, "the hosts of the test are the same: nothing is missing"
 
 
 def test_commands_on_the_hosts(hosts: PodOfHosts, api: TpuApi, tmp_path: Path) -> None:
@@ -103,7 +103,8 @@ def test_commands_on_the_hosts(hosts: PodOfHosts, api: TpuApi, tmp_path: Path) -
     process = commands.start(
         "tpu_utils.py", "ssh", "tool", *ZONE, *login, "--worker", "2", cwd=tmp_path, HOME=str(tmp_path), **api.environment(),
     )  # fmt: skip
-    assert "pod-w2" not in commands.finish(process)[0]  # standard input is empty: the shell ends at once
+    # standard input is empty, so the shell ends at once
+    assert "pod-w2" not in commands.finish(process)[0]
     _, errors = tool("ssh", "tool", *ZONE, *login, "--worker", "9", code=2)
     assert "has workers 0 to 3" in errors
 

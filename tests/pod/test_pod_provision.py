@@ -1,4 +1,4 @@
-"""From four bare hosts to four Ray nodes that run our code, over real SSH; everything once."""
+"""From four empty hosts to four Ray nodes with our code, over real SSH. Each step runs once."""
 
 import json
 import os
@@ -31,7 +31,7 @@ ALL = (0, 1, 2, 3)
 
 
 def small_tree(folder: Path, **files: str) -> Path:
-    """A checkout with little in it but our own scripts."""
+    """A checkout with our scripts and a small package."""
     package = folder / "mesh_transformer"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -55,7 +55,7 @@ def wheel(folder: Path, name: str, version: str) -> None:
 
 
 class Driver:
-    """The test's own driver: a head in the driver's namespaces, and Python programs that talk to it."""
+    """The driver of the test: a head in the driver's namespaces, and Python programs that use it."""
 
     def __init__(self, hosts: PodOfHosts):
         self.hosts = hosts
@@ -82,12 +82,12 @@ class Driver:
         )
 
     def nodes(self) -> dict[str, dict[str, float]]:
-        """Address -> resources of the living nodes, as a driver sees them."""
-        said = self.python(
+        """Address -> resources of the living nodes."""
+        output = self.python(
             "import ray, json; ray.init(address='10.77.0.1:6379', log_to_driver=False, logging_level='ERROR');"
             "print(json.dumps({n['NodeManagerAddress']: n['Resources'] for n in ray.nodes() if n['Alive']}))"
         )
-        return json.loads(said.splitlines()[-1])
+        return json.loads(output.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def join(driver: Driver) -> JoinOptions:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout for tests that do not care which: Ray is started anew only where its content changes."""
+    """A checkout for several tests: Ray restarts only after a change of its content."""
     return small_tree(tmp_path_factory.mktemp("checkout"), mark="value = 1\n")
 
 
@@ -114,12 +114,12 @@ def bring_up(pod: Pod, join: JoinOptions) -> Callable[[Path], Provisioned]:
     return lambda root: provision(pod, ExistingEnvironment(sys.prefix), join, str(root))
 
 
-def said(pod: Pod, command: str) -> list[str]:
+def output_of(pod: Pod, command: str) -> list[str]:
     return [outcome.output.strip() for outcome in pod.run(command)]
 
 
 def pids(pod: Pod) -> list[str]:
-    return said(pod, "pgrep -x raylet")
+    return output_of(pod, "pgrep -x raylet")
 
 
 def wait_for(what: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -145,8 +145,11 @@ def test_launch_and_launch_again(
     assert second.pushed == {"code": ()}
     assert second.code == first.code
     assert pids(pod) == before, "Ray was started again"
-    assert said(pod, "stat -c %a .mesh_transformer") == ["700"] * 4
-    assert said(pod, "ls .mesh_transformer/*.part* .mesh_transformer/*.tar 2>/dev/null | wc -l") == ["0"] * 4
+    assert output_of(pod, "stat -c %a .mesh_transformer") == ["700"] * 4
+    assert (
+        output_of(pod, "ls .mesh_transformer/*.part* .mesh_transformer/*.tar 2>/dev/null | wc -l")
+        == ["0"] * 4
+    )
 
 
 def test_new_code_and_a_host_that_is_down(
@@ -157,7 +160,7 @@ def test_new_code_and_a_host_that_is_down(
     bring_up: Callable[[Path], Provisioned],
     tree: Path,
 ) -> None:
-    """The host is named, and a second launch does the rest: the code is changed everywhere, and Ray started with it."""
+    """The error names the host. A second launch completes the work: all hosts have the new code, and Ray restarts with it."""
     old, before = bring_up(tree), pids(pod)
     mark = tree / "mesh_transformer" / "mark.py"
     mark.write_text("value = 2\n")
@@ -169,7 +172,7 @@ def test_new_code_and_a_host_that_is_down(
     new = bring_up(tree)
     assert new.pushed == {"code": ALL}
     assert new.code != old.code
-    assert said(pod, f"cat {new.code}/mesh_transformer/mark.py") == ["value = 2"] * 4
+    assert output_of(pod, f"cat {new.code}/mesh_transformer/mark.py") == ["value = 2"] * 4
     after = pids(pod)
     assert "" not in after
     assert all(after[i] != before[i] for i in range(3)), "Ray's workers would still import the old code"
@@ -192,21 +195,24 @@ def test_new_code_and_a_host_that_is_down(
     assert bring_up(tree).pushed == {"code": (1,)}
 
 
-def test_ray_survives_the_connection_and_is_kept_up(
+def test_ray_outlives_the_connection_and_restarts(
     pod: Pod, driver: Driver, bring_up: Callable[[Path], Provisioned], tree: Path
 ) -> None:
     bring_up(tree)
     raylets = pids(pod)
-    pod.run("pkill -KILL -f '^sshd: root' || true", check=False)  # every connection, the master stays
+    # end every connection; the server itself stays
+    pod.run("pkill -KILL -f '^sshd: root' || true", check=False)
     assert pids(pod) == raylets
-    assert said(pod, "ps -o ppid= -p $(cut -d' ' -f1 .mesh_transformer/ray.pid) | tr -d ' '") == ["1"] * 4
+    assert (
+        output_of(pod, "ps -o ppid= -p $(cut -d' ' -f1 .mesh_transformer/ray.pid) | tr -d ' '") == ["1"] * 4
+    )
     pod.run("pkill -KILL -x raylet", [2])
     wait_for(lambda: (pids_2 := pod.run("pgrep -x raylet || true", [2])[0].output.strip()) not in ("", raylets[2]) and bool(pids_2))  # fmt: skip
     wait_for(lambda: "10.77.0.13" in driver.nodes())
     assert pids(pod)[0] == raylets[0]
 
 
-def test_logs_come_back(
+def test_logs_are_fetched(
     pod: Pod, bring_up: Callable[[Path], Provisioned], tree: Path, tmp_path: Path
 ) -> None:
     provisioned = bring_up(tree)
@@ -227,24 +233,24 @@ def test_head_is_found_again_and_stopped(
     assert driver.start() == f"{DRIVER}:6379"
     assert before == driver.python("import subprocess; print(subprocess.check_output(['pgrep', '-x', 'gcs_server'], text=True))")  # fmt: skip
     stop_ray(pod, provisioned)
-    assert said(pod, "pgrep -f '[r]aylet|[r]ay::|[p]od_ray.sh' | wc -l") == ["0"] * 4
+    assert output_of(pod, "pgrep -f '[r]aylet|[r]ay::|[p]od_ray.sh' | wc -l") == ["0"] * 4
     stop_ray(pod, provisioned)
     driver.python(f"from mesh_transformer.cloud import head; head.stop({str(driver.folder)!r})")
     left = driver.python("import subprocess; print(subprocess.run(['pgrep', '-a', 'gcs_server|raylet'], text=True, capture_output=True).stdout)")  # fmt: skip
     assert left == ""
 
 
-def test_ray_that_cannot_start_says_why(pod: Pod, driver: Driver, tmp_path: Path) -> None:
+def test_the_error_of_a_failed_start_of_ray_has_the_reason(pod: Pod, driver: Driver, tmp_path: Path) -> None:
     tree = small_tree(tmp_path)
     bad = JoinOptions(f"{DRIVER}:6379", driver.token_file, ("--no-such-option",))
     with pytest.raises(HostsFailed, match="No such option") as failure:
         provision(pod, ExistingEnvironment(sys.prefix), bad, str(tree))
     assert "starting Ray: 4 of 4 hosts failed" in str(failure.value)
-    assert said(pod, "pgrep -f '[p]od_ray.sh supervise' | wc -l") == ["0"] * 4
+    assert output_of(pod, "pgrep -f '[p]od_ray.sh supervise' | wc -l") == ["0"] * 4
 
 
-def test_environment_is_made_once_from_the_wheelhouse(pod: Pod, join: JoinOptions, tmp_path: Path) -> None:
-    """No host has a network: what is installed came from the driver. Ray is not in it, so that starting it fails."""
+def test_environment_is_created_once_from_the_wheelhouse(pod: Pod, join: JoinOptions, tmp_path: Path) -> None:
+    """The hosts have no internet, so all packages come from the driver. Ray is not among them, so its start fails."""
     pod = Pod(pod.hosts[1:3], pod.access)
     wheel(tmp_path / "wheels", "tinything", "1.5")
     (tmp_path / "requirements.txt").write_text("tinything\n")
@@ -256,22 +262,26 @@ def test_environment_is_made_once_from_the_wheelhouse(pod: Pod, join: JoinOption
 
     with pytest.raises(HostsFailed, match="starting Ray"):
         provision(pod, environment(), join, str(tree))
-    made = said(pod, "ls -d .mesh_transformer/environments/*/")
+    made = output_of(pod, "ls -d .mesh_transformer/environments/*/")
     assert len(set(made)) == 1
-    assert said(pod, f"{made[0]}bin/python -c 'import tinything; print(tinything.version)'") == ["1.5"] * 2
-    stamps = said(pod, "stat -c %Y%i .mesh_transformer/environments/*/.complete")
+    assert (
+        output_of(pod, f"{made[0]}bin/python -c 'import tinything; print(tinything.version)'") == ["1.5"] * 2
+    )
+    stamps = output_of(pod, "stat -c %Y%i .mesh_transformer/environments/*/.complete")
     with pytest.raises(HostsFailed, match="starting Ray"):
         provision(pod, environment(), join, str(tree))
-    assert said(pod, "stat -c %Y%i .mesh_transformer/environments/*/.complete") == stamps
+    assert output_of(pod, "stat -c %Y%i .mesh_transformer/environments/*/.complete") == stamps
 
     wheel(tmp_path / "wheels", "tinything", "1.6")
     with pytest.raises(HostsFailed, match="starting Ray"):
         provision(pod, environment(), join, str(tree))
-    made = said(pod, "ls -td .mesh_transformer/environments/*/ | head -1")
-    assert said(pod, f"{made[0]}bin/python -c 'import tinything; print(tinything.version)'") == ["1.6"] * 2
+    made = output_of(pod, "ls -td .mesh_transformer/environments/*/ | head -1")
+    assert (
+        output_of(pod, f"{made[0]}bin/python -c 'import tinything; print(tinything.version)'") == ["1.6"] * 2
+    )
 
 
-def test_an_environment_that_cannot_be_made_says_why(pod: Pod, join: JoinOptions, tmp_path: Path) -> None:
+def test_the_error_of_an_environment_has_the_reason(pod: Pod, join: JoinOptions, tmp_path: Path) -> None:
     pod = Pod(pod.hosts[2:3], pod.access)
     (tmp_path / "wheels").mkdir()
     (tmp_path / "requirements.txt").write_text("tinything\n")

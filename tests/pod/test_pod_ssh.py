@@ -1,4 +1,4 @@
-"""SSH to real servers on four hosts: output by host, failures collected, unknown hosts refused, silence noticed."""
+"""SSH to real servers on four hosts: output and failures by host, unknown hosts, lost connections."""
 
 import dataclasses
 import logging
@@ -16,24 +16,26 @@ from mesh_transformer.cloud.ssh import command_line
 from mesh_transformer.errors import UserError
 
 
-def said(pod: Pod, command: str) -> list[str]:
+def output_of(pod: Pod, command: str) -> list[str]:
     return [outcome.output.strip() for outcome in pod.run(command)]
 
 
 def test_hosts_are_distinct(pod: Pod) -> None:
-    """Name, address, home, /tmp, processes and network of each are its own."""
-    assert said(pod, "hostname") == [f"pod-w{i}" for i in range(4)]
-    assert said(pod, "ip -4 -o addr show eth0 | awk '{print $4}'") == [
+    """Each host has its own name, address, home folder, /tmp, processes and network."""
+    assert output_of(pod, "hostname") == [f"pod-w{i}" for i in range(4)]
+    assert output_of(pod, "ip -4 -o addr show eth0 | awk '{print $4}'") == [
         f"10.77.0.{11 + i}/24" for i in range(4)
     ]
     for place in ("$HOME", "/tmp", "/dev/shm"):
         pod.run(f"hostname > {place}/mark")
-        assert said(pod, f"cat {place}/mark") == [f"pod-w{i}" for i in range(4)]
-        assert len(set(said(pod, f"stat -c %d:%i {place}"))) == 4
-    assert len(set(said(pod, "readlink /proc/self/ns/net"))) == 4
-    assert len(set(said(pod, "readlink /proc/self/ns/pid"))) == 4
-    assert said(pod, "cat /proc/1/comm") == ["sshd"] * 4
-    assert said(pod, "ip route show default | wc -l") == ["0"] * 4, "a host could reach beyond the bridge"
+        assert output_of(pod, f"cat {place}/mark") == [f"pod-w{i}" for i in range(4)]
+        assert len(set(output_of(pod, f"stat -c %d:%i {place}"))) == 4
+    assert len(set(output_of(pod, "readlink /proc/self/ns/net"))) == 4
+    assert len(set(output_of(pod, "readlink /proc/self/ns/pid"))) == 4
+    assert output_of(pod, "cat /proc/1/comm") == ["sshd"] * 4
+    assert output_of(pod, "ip route show default | wc -l") == ["0"] * 4, (
+        "a host could reach beyond the bridge"
+    )
 
 
 def test_output_is_prefixed_and_codes_are_collected(pod: Pod, caplog: pytest.LogCaptureFixture) -> None:
@@ -50,26 +52,27 @@ def test_output_is_prefixed_and_codes_are_collected(pod: Pod, caplog: pytest.Log
     assert [outcome.code for outcome in pod.run("exit 7", [3, 1], check=False)] == [7, 7]
 
 
-def test_at_once(pod: Pod) -> None:
+def test_hosts_run_at_the_same_time(pod: Pod) -> None:
     began = time.monotonic()
     pod.run("sleep 2")
     assert time.monotonic() - began < 5
 
 
-def test_each_host_may_get_its_own_command(pod: Pod) -> None:
+def test_a_command_for_each_host(pod: Pod) -> None:
     outcomes = pod.run(lambda host: f"echo {host.worker_id} {host.address}", [2, 0])
     assert [outcome.output for outcome in outcomes] == ["2 10.77.0.13\n", "0 10.77.0.11\n"]
     with pytest.raises(UserError, match=r"no workers \[4\]"):
         pod.run("true", [4])
 
 
-def test_unknown_and_changed_host_keys_are_refused(pod: Pod, access: Access, tmp_path: Path) -> None:
+def test_unknown_and_changed_host_keys_are_rejected(pod: Pod, access: Access, tmp_path: Path) -> None:
     lines = Path(access.known_hosts).read_text().splitlines()
     other = lines[1].split()[2]
+    # worker 2 with the key of worker 1, worker 3 without a key
     damaged = [
         *lines[:2],
         f"{lines[2].split()[0]} ssh-ed25519 {other}",
-    ]  # worker 2 has worker 1's key, 3 none
+    ]
     known = tmp_path / "known"
     known.write_text("\n".join(damaged) + "\n")
     strict = Pod(pod.hosts, dataclasses.replace(access, known_hosts=str(known)))
@@ -79,13 +82,13 @@ def test_unknown_and_changed_host_keys_are_refused(pod: Pod, access: Access, tmp
     assert "2 of 4 hosts failed" in text
     assert "w2 (10.77.0.13): its host key differs from the one in" in text
     assert "w3 (10.77.0.14): its host key is not in" in text
-    assert said(pod, "ls /tmp/was_here 2>/dev/null | wc -l") == ["1", "1", "0", "0"]
+    assert output_of(pod, "ls /tmp/was_here 2>/dev/null | wc -l") == ["1", "1", "0", "0"]
     assert known.read_text() == "\n".join(damaged) + "\n", "a key was added"
     with pytest.raises(UserError, match="no file of known hosts"):
         Pod(pod.hosts, Access(str(tmp_path / "none"))).run("true")
 
 
-def test_the_systems_ssh_obeys_the_same_rules(pod: Pod, access: Access, tmp_path: Path) -> None:
+def test_the_systems_ssh_has_the_same_rules(pod: Pod, access: Access, tmp_path: Path) -> None:
     done = subprocess.run([*command_line(pod.hosts[1], access), "hostname"], capture_output=True, text=True, check=True)  # fmt: skip
     assert done.stdout == "pod-w1\n"
     empty = tmp_path / "known"
@@ -96,7 +99,7 @@ def test_the_systems_ssh_obeys_the_same_rules(pod: Pod, access: Access, tmp_path
     assert "Host key verification failed" in done.stderr
 
 
-def test_a_key_that_nobody_knows(pod: Pod, access: Access, tmp_path: Path) -> None:
+def test_an_unknown_key(pod: Pod, access: Access, tmp_path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
     with pytest.raises(HostsRefused, match="does not accept user root with"):
         Pod(pod.hosts, dataclasses.replace(access, key_file=str(tmp_path / "key"))).run("true")
@@ -105,7 +108,7 @@ def test_a_key_that_nobody_knows(pod: Pod, access: Access, tmp_path: Path) -> No
 
 
 def test_one_host_down(hosts: PodOfHosts, pod: Pod) -> None:
-    """The others do their part; then it comes back and is waited for."""
+    """The other hosts run the command. Then the host comes back, and `wait_reachable` returns."""
     hosts.stop(2)
     began = time.monotonic()
     with pytest.raises(HostsFailed, match="1 of 4 hosts failed\nw2 ") as failure:
@@ -116,11 +119,11 @@ def test_one_host_down(hosts: PodOfHosts, pod: Pod) -> None:
         pod.wait_reachable(timeout_s=1)
     hosts.start(2)
     pod.wait_reachable(timeout_s=20)
-    assert said(pod, "hostname")[2] == "pod-w2"
+    assert output_of(pod, "hostname")[2] == "pod-w2"
 
 
-def test_network_lost_in_mid_command(hosts: PodOfHosts, pod: Pod, access: Access) -> None:
-    """The silence of one host is noticed after `silence_s`, with its name; the others finish."""
+def test_network_lost_during_a_command(hosts: PodOfHosts, pod: Pod, access: Access) -> None:
+    """The lost connection is detected after `silence_s`; the other hosts finish."""
     quick = Pod(pod.hosts, dataclasses.replace(access, silence_s=4))
     timer = threading.Timer(1.5, lambda: hosts.link(1, up=False))
     timer.start()
@@ -144,7 +147,7 @@ def test_files(pod: Pod, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(bytes(range(256)) * 4000)
     pod.put(str(source), "target")
-    assert len(set(said(pod, "sha256sum < ~/target"))) == 1
+    assert len(set(output_of(pod, "sha256sum < ~/target"))) == 1
     pod.run("hostname >> target")
     pod.get("target", lambda host: str(tmp_path / "back" / str(host.worker_id)))
     for i in range(4):
@@ -154,13 +157,14 @@ def test_files(pod: Pod, tmp_path: Path) -> None:
 
 
 def test_kill_of_a_stopped_process(pod: Pod) -> None:
-    pids = said(pod, "setsid sleep 1000 >/dev/null 2>&1 & echo $!")
+    pids = output_of(pod, "setsid sleep 1000 >/dev/null 2>&1 & echo $!")
     pid, started = int(pids[3]), int(pod.run(f"cut -d ' ' -f 22 /proc/{pids[3]}/stat", [3])[0].output)
     pod.run("pkill -STOP -x sleep")
-    pod.kill(3, pid, started - 1)  # of a process that had the number before
-    assert said(pod, "pgrep -x sleep | wc -l") == ["1"] * 4
+    # an earlier process with the same ID
+    pod.kill(3, pid, started - 1)
+    assert output_of(pod, "pgrep -x sleep | wc -l") == ["1"] * 4
     pod.kill(3, pid, started)
-    assert said(pod, "pgrep -x sleep | wc -l") == ["1", "1", "1", "0"]
+    assert output_of(pod, "pgrep -x sleep | wc -l") == ["1", "1", "1", "0"]
     pod.kill(3, pid, started)
     with pytest.raises(UserError, match="no process to kill"):
         pod.kill(3, 1, started)

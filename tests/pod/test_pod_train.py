@@ -1,8 +1,8 @@
-"""The proof: train.py as a user launches it, on a TPU of four hosts with eight devices; and whatever dies, the same numbers.
+"""train.py as a user launches it, on a TPU of four hosts with eight devices, also after failures.
 
-Host and driver share no folder for the first run: what is trained on, tiny_shakespeare, the driver reads and streams, and
+In the first run hosts and driver share no folder. The driver reads the training data, tiny_shakespeare, and streams it;
 checkpoints, metrics and validation data are in a bucket. The run with the faults has its checkpoints in a folder that all
-mount, and reads from the bucket on each host.
+hosts mount, and each host reads the training data from the bucket.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import pytest
 from support import commands
 from support.commands import metrics
 from support.driving import same_numbers
-from support.faults import EVERY, FAULTS, Recovery, befall, kill_driver
+from support.faults import EVERY, FAULTS, Recovery, kill_driver, recover_from
 from support.hosts import PodOfHosts
 from support.pod_driver import PodDrivers, pod_drivers
 
@@ -25,8 +25,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 STEPS = 4 * EVERY
 DETECTION_S = 30
 END_S = 240
-UNTRAINED = math.log(256)  # nats a byte, if all were as likely
-LETTERS = 3.3  # of a model that knows how often each byte of tiny_shakespeare comes, and nothing else
+# nats per byte, with equal probabilities of all bytes
+UNTRAINED = math.log(256)
+# nats per byte of a model that knows only the frequency of each byte in tiny_shakespeare
+LETTERS = 3.3
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def drivers(hosts: PodOfHosts) -> Iterator[PodDrivers]:
 
 @pytest.fixture(scope="module")
 def straight(drivers: PodDrivers) -> tuple[Path, str, list[str]]:
-    """The folder of a run to which nothing happens, what its driver showed, and each host's output of its worker."""
+    """The folder of an uninterrupted run, the output of its driver, and the output of each worker."""
     folder = drivers.write("straight", STEPS, EVERY, shared=False)
     with drivers.start(folder) as run:
         shown = run.finish(timeout_s=END_S)
@@ -51,11 +53,12 @@ def straight(drivers: PodDrivers) -> tuple[Path, str, list[str]]:
 
 
 def test_the_whole_launch(straight: tuple[Path, str, list[str]], drivers: PodDrivers) -> None:
-    """From a cloud with nothing in it to a trained, evaluated and saved model."""
+    """From an empty cloud to a trained, evaluated and saved model."""
     folder, shown, logs = straight
     assert drivers.api.calls.count("CreateNode") == 1
     assert "8 x cpu in 4 process(es): dp 2 x fsdp 2 x tp 2" in shown
-    for i, log in enumerate(logs):  # what the processes' own library says: the numbers of the hosts
+    # gloo logs the number of each host
+    for i, log in enumerate(logs):
         assert set(re.findall(r"Rank (\d) is connected to 3 peer ranks", log)) == {str(i)}
     records = metrics(folder)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
@@ -68,14 +71,14 @@ def test_the_whole_launch(straight: tuple[Path, str, list[str]], drivers: PodDri
     assert stored["straight/loss.png"].startswith(b"\x89PNG")
     assert f"training {STEPS}/{STEPS}" in shown
     assert "cost: 8 chips" in shown
-    left = [path.name for path in drivers.apart.glob("straight/*")]
-    assert sorted(left) == ["config.json", "run"], "the run was to leave nothing on the driver"
+    left = [path.name for path in drivers.private.glob("straight/*")]
+    assert sorted(left) == ["config.json", "run"], "the run must leave nothing on the driver"
     for i in range(4):
         assert drivers.hosts.inside(i, "test", "-e", str(drivers.records)).returncode == 1
 
 
 def test_evaluation(straight: tuple[Path, str, list[str]], drivers: PodDrivers, texts: Path) -> None:
-    """eval_harness.py on the slice: the checkpoint in the bucket, the first questions of LAMBADA; the numbers of one process."""
+    """eval_harness.py on the slice, with the checkpoint in the bucket and the first questions of LAMBADA, equals one process."""
     pytest.importorskip("lm_eval")
     data, folder = drivers.shared / "questions", straight[0].parent
     (data / "lambada").mkdir(parents=True)
@@ -98,8 +101,8 @@ def test_evaluation(straight: tuple[Path, str, list[str]], drivers: PodDrivers, 
     assert math.log(one["perplexity,none"]) == pytest.approx(math.log(other["perplexity,none"]), rel=1e-6)
 
 
-def test_a_folder_that_each_host_has_for_itself(drivers: PodDrivers) -> None:
-    """/tmp is there on every host, but no host sees another one's checkpoints: said before anything is computed."""
+def test_a_folder_that_hosts_do_not_share(drivers: PodDrivers) -> None:
+    """Every host has its own /tmp, without the checkpoints of the others. The error comes before any computation."""
     folder = drivers.write("own", STEPS, EVERY)
     with drivers.start(folder, "--set", "checkpoint.model_dir=/tmp/run") as run:
         shown = run.finish(2, timeout_s=END_S)
@@ -111,15 +114,15 @@ def test_a_folder_that_each_host_has_for_itself(drivers: PodDrivers) -> None:
 
 
 def test_faults_in_one_run(straight: tuple[Path, str, list[str]], drivers: PodDrivers) -> None:
-    """A raylet with agent and worker, a network and the driver go, one after the other; every number is as if nothing had."""
+    """A raylet with agent and worker, a network and the driver fail, one after the other. All numbers stay the same."""
     folder = drivers.write("faults", STEPS, EVERY)
     found: list[Recovery] = []
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(drivers.start(folder))
         for number, name in enumerate(("raylet killed", "link down"), 1):
-            found.append(befall(drivers, run, FAULTS[name], number))
+            found.append(recover_from(drivers, run, FAULTS[name], number))
             sys.stdout.write(f"{found[-1]}\n")
-            assert found[-1].seen_after_s < DETECTION_S
+            assert found[-1].detected_after_s < DETECTION_S
             assert all(drivers.environment(i)["JAX_PROCESS_ID"] == str(i) for i in range(4))
         run, recovery = kill_driver(drivers, run, 3, lambda: stack.enter_context(drivers.start(folder)))
         run.finish(timeout_s=END_S)

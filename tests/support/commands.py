@@ -1,4 +1,4 @@
-"""Running the entry points as a user would: real processes, real files."""
+"""Runs the entry points as a user does: real processes, real files."""
 
 import contextlib
 import ipaddress
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).parents[2]
-TESTS = REPO / "tests"  # where a program that imports `support` starts
+# the working folder for a program that imports `support`
+TESTS = REPO / "tests"
 
-# Byte tokens of a text file; small enough to compile in seconds, with validation, accumulation and shuffling on.
+# byte tokens of a text file, with validation, accumulation and shuffling; small enough to compile in seconds
 CONFIG: dict[str, Any] = {
     "model": {"layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 257, "seq": 32, "pe_rotary_dims": 8},
     "optimizer": {
@@ -32,7 +33,7 @@ CONFIG: dict[str, Any] = {
 
 
 def write_run(folder: Path, **groups: dict[str, Any]) -> Path:
-    """A folder with a text and `config.json`: CONFIG with some values changed. Returns the config's path."""
+    """Write a text and `config.json`, which is CONFIG with changes, into a folder. Returns the path of the config."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "text.txt").write_text(
         "".join(f"{i} bottles of beer on the wall, {i * i}.\n" for i in range(500))
@@ -49,7 +50,8 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start an entry point of the project on forced CPU devices, with its output captured."""
     inherited = dict(os.environ)
-    inherited.pop("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", None)  # commands keep all that they compile
+    # commands store all programs that they compile
+    inherited.pop("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", None)
     env = {
         **inherited,
         "JAX_PLATFORMS": "cpu",
@@ -71,7 +73,7 @@ def start(
 
 
 def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 120) -> tuple[str, str]:
-    """Wait; returns standard output and standard error, which are shown if the exit code is another one."""
+    """Wait for the end. Returns standard output and standard error, and shows them if the exit code differs from `code`."""
     output, errors = process.communicate(timeout=timeout_s)
     assert process.returncode == code, (
         f"exit code {process.returncode}, not {code}\n{output}\n{errors[-4000:]}"
@@ -87,7 +89,7 @@ def run(
 
 
 def metrics(folder: Path, *, running: bool = False) -> list[dict[str, Any]]:
-    """The records of a run's metrics file; every line must be whole, but for the last one of a run that goes on."""
+    """The records of a run's metrics file. Every line must be complete, except for the last line of a `running` run."""
     text = (folder / "metrics.jsonl").read_text()
     if running:
         text = text[: text.rfind("\n") + 1]
@@ -95,7 +97,7 @@ def metrics(folder: Path, *, running: bool = False) -> list[dict[str, Any]]:
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, timeout_s: float = 90) -> None:
-    """Return as soon as the metrics file knows `step`."""
+    """Return as soon as the metrics file has a record of `step`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         path = folder / "metrics.jsonl"
@@ -107,23 +109,24 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, timeo
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """A free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def listens_at(pid: int, port: int) -> set[str]:
-    """The addresses at which a process listens on a TCP port, as the kernel tells."""
+    """The addresses at which a process listens on a TCP port, from /proc."""
     sockets = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        # a file may be closed meanwhile
+        with contextlib.suppress(FileNotFoundError):
             sockets.add(os.readlink(entry))
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            place, state, inode = (line.split()[i] for i in (1, 3, 9))
-            address, _, number = place.partition(":")
+            local, state, inode = (line.split()[i] for i in (1, 3, 9))
+            address, _, number = local.partition(":")
             if state == "0A" and int(number, 16) == port and f"socket:[{inode}]" in sockets:
                 words = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
                 listening = ipaddress.ip_address(words)

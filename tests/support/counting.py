@@ -1,4 +1,4 @@
-"""A task of the harness with data of its own: how well a model foresees texts that count bottles."""
+"""A task of lm-evaluation-harness with its own data: the likelihood of texts that count bottles."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ metric_list: [{{metric: byte_perplexity}}, {{metric: bits_per_byte}}]
 
 
 def write_task(folder: Path) -> Path:
-    """The task's file and its twenty texts; returns what --include-path takes."""
+    """Write the file of the task and its twenty texts. Returns the folder for --include-path."""
     texts = folder / "counting.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{i} bottles of beer"}) + "\n" for i in range(20)))
     tasks = folder / "tasks"

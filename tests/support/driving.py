@@ -1,4 +1,4 @@
-"""A driver under test: started as a user would, its lines read as they come, its workers found."""
+"""A driver process under test: start, output, workers, signals."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ from support.commands import REPO, metrics, write_run
 STEPS = 120
 PTRACE_SEIZE, PTRACE_INTERRUPT, WAIT_FOR_ALL = 0x4206, 0x4207, 0x40000000
 
-# Small enough that a step takes some milliseconds and compiling a few seconds; a checkpoint every 40 steps.
+# a step takes some milliseconds, and compiling a few seconds; a checkpoint every 40 steps
 GROUPS: dict[str, dict[str, Any]] = {
     "model": {"layers": 1, "d_model": 16, "n_heads": 2, "seq": 16, "pe_rotary_dims": 4},
     "optimizer": {"total_steps": STEPS, "anneal_steps": STEPS, "gradient_accumulation_steps": 1},
@@ -28,16 +28,16 @@ GROUPS: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, **groups: dict[str, Any]) -> Path:
-    """A folder with a text and config.json: GROUPS with some values changed."""
+    """Write a text and config.json, which is GROUPS with changes, into a folder. Returns the path of the config."""
     names = {**GROUPS, **groups}
     return write_run(folder, **{name: {**GROUPS.get(name, {}), **groups.get(name, {})} for name in names})
 
 
 class Driver:
-    """train.py, or another command, at work in `folder`; `lines` holds (seconds since its start, line of standard error).
+    """train.py, or another command, running in `folder`. `lines` has (seconds since the start, line of standard error).
 
     Args:
-        prefix: what to put before the command.
+        prefix: words before the command.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Driver:
         return "\n".join(f"{when:6.1f} {line}" for when, line in list(self.lines))
 
     def finish(self, code: int = 0, timeout_s: float = 120) -> str:
-        """Wait for the end; returns standard error, shown if the exit code is another one."""
+        """Wait for the end. Returns standard error, and shows it if the exit code differs from `code`."""
         self.process.wait(timeout_s)
         self._reader.join(10)
         assert self.process.returncode == code, (
@@ -84,7 +84,7 @@ class Driver:
         return self.text
 
     def wait_for_step(self, step: int, timeout_s: float = 90) -> int:
-        """Return the newest step of the metrics file as soon as that is `step` or more, written last."""
+        """Wait until the last record of the metrics file is of `step` or a later step, and return its step."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             path = self.folder / "run/metrics.jsonl"
@@ -96,11 +96,11 @@ class Driver:
         raise AssertionError(f"no step {step} within {timeout_s} s\n{self.text[-6000:]}")
 
     def line_with(self, part: str, after: float) -> str:
-        """The first line with `part` that came later than `after`."""
+        """The first line with `part` after the time `after`."""
         return next(line for when, line in list(self.lines) if when > after and part in line)
 
     def wait_for_line(self, part: str, after: float, timeout_s: float = 90) -> float:
-        """When a line with `part` came, later than `after`."""
+        """Wait for a line with `part` after the time `after`, and return its time."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for when, line in list(self.lines):
@@ -113,7 +113,7 @@ class Driver:
 
 @contextlib.contextmanager
 def driver(folder: Path, *arguments: str, **environment: str) -> Iterator[Driver]:
-    """A driver that does not outlive its test."""
+    """A driver that is killed at the end if it still runs."""
     started = Driver(folder, *arguments, **environment)
     try:
         yield started
@@ -121,11 +121,12 @@ def driver(folder: Path, *arguments: str, **environment: str) -> Iterator[Driver
         if started.process.poll() is None:
             started.process.kill()
             started.process.wait()
-        sys.stdout.write(f"{started.text}\n")  # shown where a test fails
+        # pytest shows it if the test fails
+        sys.stdout.write(f"{started.text}\n")
 
 
 def worker_pid(temporary: Path, worker_id: int) -> int:
-    """The worker process of the only run that keeps its locks under `temporary`."""
+    """The worker process of the only run with locks below `temporary`."""
     (lock,) = temporary.glob(f"mesh-transformer-*/run-*-{worker_id}.lock")
     pid = int(lock.read_text())
     assert b"mesh_transformer.cluster.host.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -133,12 +134,12 @@ def worker_pid(temporary: Path, worker_id: int) -> int:
 
 
 def parent(pid: int) -> int:
-    """The process that started another one: of a worker, its agent."""
+    """The parent of a process. The parent of a worker is its agent."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and no zombie."""
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -154,7 +155,7 @@ def wait_for_end(pid: int, timeout_s: float = 40) -> None:
 
 
 def stop_main_thread(pid: int) -> None:
-    """Stop only the main thread of a process, which no signal can: as a debugger does, until the process is killed."""
+    """Stop only the main thread of a process until the process is killed, through ptrace. A signal would stop all threads."""
     failed: list[str] = []
     stopped = threading.Event()
 
@@ -166,7 +167,8 @@ def stop_main_thread(pid: int) -> None:
                 failed.append(os.strerror(ctypes.get_errno()))
         stopped.set()
         status = 0x7F
-        while not failed and status & 0x7F == 0x7F:  # a stop; its end goes to the debugger before the parent
+        # wait while the thread is stopped; the kernel reports the end of the process here before its parent can see it
+        while not failed and status & 0x7F == 0x7F:
             _, status = os.waitpid(pid, WAIT_FOR_ALL)
 
     threading.Thread(target=debug, daemon=True).start()
@@ -179,13 +181,13 @@ def kill(pid: int) -> None:
 
 
 def same_numbers(straight: Path, other: Path) -> list[dict[str, Any]]:
-    """Every record of `other` equals that of the same step of `straight` in every bit. Returns those of `other`."""
+    """Check that every record of `other` equals the record of the same step in `straight`, bit by bit. Returns those of `other`."""
     expected = {record["step"]: record for record in metrics(straight)}
     records = metrics(other)
     assert {record["step"] for record in records} == expected.keys()
-    apart = {"train/tokens_per_sec", "train/steps_redone"}
+    different = {"train/tokens_per_sec", "train/steps_redone"}
     for record in records:
         twin = expected[record["step"]]
-        for name in (record.keys() | twin.keys()) - apart:
+        for name in (record.keys() | twin.keys()) - different:
             assert record.get(name) == twin.get(name), (record["step"], name)
     return records

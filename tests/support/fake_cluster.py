@@ -1,4 +1,4 @@
-"""A cluster without processes: what happens at each look is written down beforehand."""
+"""A cluster without processes: a table has the state of the workers at each time."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from mesh_transformer.cluster.base import Hosts, HostsMissing, Poll, Status
 
 
 class Clock:
-    """Time that passes only in sleep."""
+    """A clock that advances only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -21,12 +21,18 @@ class Clock:
 
 @dataclasses.dataclass
 class FakeCluster:
-    """Each item of `lives` is one start of the job: seconds since it -> the statuses then."""
+    """A fake `AgentCluster`.
+
+    Args:
+        lives: for each start of the job a function from the seconds since then to the statuses.
+        found: the statuses at the first `attach`.
+        missing: for each restart the number of calls of `attach` that find no hosts.
+    """
 
     lives: Sequence[Callable[[float], Sequence[Status]]]
     clock: Clock
-    found: Sequence[Status] = (Status(0), Status(1))  # by attach
-    missing: list[int] = dataclasses.field(default_factory=list)  # looks for hosts that fail after each kill
+    found: Sequence[Status] = (Status(0), Status(1))
+    missing: list[int] = dataclasses.field(default_factory=list)
     count: int = 2
     calls: list[str] = dataclasses.field(default_factory=list)
     starts: list[float] = dataclasses.field(default_factory=list)
@@ -67,14 +73,14 @@ class FakeCluster:
 
 @dataclasses.dataclass
 class FakeHosts(Hosts):
-    """A slice in the state `named`, ready again when it was recreated."""
+    """A slice in the state `state`, which `recreate` sets to READY."""
 
-    named: str | None = "READY"
+    state: str | None = "READY"
     recreated: int = 0
 
     def slice_state(self) -> str | None:
-        return self.named
+        return self.state
 
     def recreate(self) -> None:
         self.recreated += 1
-        self.named = "READY"
+        self.state = "READY"

@@ -1,4 +1,4 @@
-"""What can befall a pod, done for real, in the middle of an interval between checkpoints; and how long each took to mend."""
+"""Real faults of a pod, between two checkpoints, and the time of each recovery."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,10 @@ from support.commands import metrics
 from support.driving import Driver, stop_main_thread
 from support.pod_driver import TPU, PodDrivers
 
-EVERY = 24  # steps between checkpoints
-MIDDLE = (6, 18)  # steps behind one at which a fault comes
+# steps between checkpoints
+EVERY = 24
+# range of the steps after a checkpoint at which a fault happens
+MIDDLE = (6, 18)
 WAIT_S = 150.0
 DRIVER_KILLED = "driver killed"
 
@@ -19,29 +21,30 @@ class Fault:
     """One fault.
 
     Args:
-        strike: does it.
-        told: what the driver must say of it.
-        mend: called when the driver has seen it, where something must come back.
-        redone: whether steps are lost by it.
+        cause: causes the fault.
+        reasons: the driver must log one of them.
+        repair: called after the driver has detected the fault.
+        redone: whether steps must be repeated.
     """
 
     name: str
-    strike: Callable[[PodDrivers], None]
-    told: tuple[str, ...]
-    mend: Callable[[PodDrivers], None] = lambda drivers: None
+    cause: Callable[[PodDrivers], None]
+    reasons: tuple[str, ...]
+    repair: Callable[[PodDrivers], None] = lambda drivers: None
     redone: bool = True
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What was measured; seconds by the driver's lines."""
+    """Measurements of a recovery, from the times of the driver's lines."""
 
     fault: str
     at_step: int
-    seen_after_s: float
-    next_step_after_s: float  # after it was seen; of a driver: its workers found again, after its new start
+    detected_after_s: float
+    # after the detection; for a driver: from its new start until it has found the workers
+    next_step_after_s: float
     steps_redone: int
-    said: str
+    line: str
 
 
 def _stop_all(drivers: PodDrivers) -> None:
@@ -91,15 +94,15 @@ FAULTS = {
 }
 
 
-def befall(drivers: PodDrivers, run: Driver, fault: Fault, number: int) -> Recovery:
-    """Let a fault happen to a run in its interval `number`, 1 or more, and wait until it trains again."""
+def recover_from(drivers: PodDrivers, run: Driver, fault: Fault, number: int) -> Recovery:
+    """Cause a fault in interval `number` (1 or more) of a run, and wait until it trains again."""
     step = wait_for_middle(run, number)
     before, when = redone(run.folder), run.now
-    fault.strike(drivers)
+    fault.cause(drivers)
     seen = run.wait_for_line(" at step ", when, WAIT_S)
     line = next(line for at, line in run.lines if at == seen and " at step " in line)
-    assert any(part in line for part in fault.told), (fault.name, line)
-    fault.mend(drivers)
+    assert any(part in line for part in fault.reasons), (fault.name, line)
+    fault.repair(drivers)
     again = run.wait_for_line("recovered", seen, WAIT_S)
     run.wait_for_step(step + 1, WAIT_S)
     lost = redone(run.folder) - before
@@ -110,9 +113,9 @@ def befall(drivers: PodDrivers, run: Driver, fault: Fault, number: int) -> Recov
 def kill_driver(
     drivers: PodDrivers, run: Driver, number: int, start: Callable[[], Driver]
 ) -> tuple[Driver, Recovery]:
-    """kill -9 of the driver; `start` gives the command again. It finds the same processes at work.
+    """kill -9 of the driver. `start` starts the same command, which finds the same processes.
 
-    Worker 1 is stopped while no driver is there, so that the run does not come to its end meanwhile.
+    Worker 1 is stopped while there is no driver, so that the run does not finish meanwhile.
     """
     step, before = wait_for_middle(run, number), redone(run.folder)
     pids = [drivers.worker(i) for i in range(drivers.hosts.count)]
@@ -131,8 +134,10 @@ def kill_driver(
 
 
 def wait_for_middle(run: Driver, number: int) -> int:
-    """Return the newest step as soon as that is in the middle of an interval between checkpoints, the run's `number`-th or
-    one behind it: so there is a newer checkpoint between two faults."""
+    """Wait until the newest step is in the middle of interval `number` between checkpoints, or of a later one, and return it.
+
+    So there is a newer checkpoint between two faults.
+    """
     step = run.wait_for_step(number * EVERY + MIDDLE[0], WAIT_S)
     while not MIDDLE[0] <= step % EVERY <= MIDDLE[1]:
         step = run.wait_for_step(step + 1, WAIT_S)
@@ -140,5 +145,5 @@ def wait_for_middle(run: Driver, number: int) -> int:
 
 
 def redone(folder: Path) -> int:
-    """Steps done again so far, as the run logs them."""
+    """The number of repeated steps in the metrics file."""
     return int(metrics(folder / "run", running=True)[-1]["train/steps_redone"])

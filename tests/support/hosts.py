@@ -1,11 +1,12 @@
 """A pod of hosts on one machine: each has its own network, mounts, processes, name, home and /tmp, and an SSH server.
 
-A host is one process tree in namespaces of its own, whose process 1 is sshd; it sees this machine's files, but for /root and
-/tmp, which are its own (the Python in use stays visible there, read-only), and for the package in this checkout: the code that a
-host runs was pushed to it. All hosts are on one bridge that leads nowhere else.
-The driver, too, has process, mount and IPC namespaces of its own (its network is this machine's), so that nothing it does to
-"all Ray processes" reaches beyond. Hosts die with the process that made them. Needs root; Linux with util-linux, iproute2 and
-openssh-server.
+A host is a process tree in its own namespaces, with sshd as process 1. It sees the files of this machine, with two exceptions:
+/root and /tmp are its own (the Python in use stays visible there, read-only), and the package in this checkout is hidden, so
+a host runs only code that was pushed to it. All hosts are on one bridge without another connection.
+
+The driver has its own process, mount and IPC namespaces too, so that commands on "all Ray processes" stay inside them. Its
+network is this machine's. Hosts die with the process that created them. This module needs root, and Linux with util-linux,
+iproute2 and openssh-server.
 
     with PodOfHosts(4, tmp_path) as pod:
         subprocess.run([*pod.driver_prefix(), sys.executable, "train.py", ...])
@@ -89,7 +90,7 @@ ip link add probe1 type veth peer name probe2
 
 
 def why_not() -> str:
-    """Why there can be no pod here; empty if there can."""
+    """Why this machine cannot run a pod; empty if it can."""
     if os.geteuid() != 0:
         return "the pod of hosts needs root: run the tests as root, or in a privileged container"
     tools = ["unshare", "nsenter", "setpriv", "ip", "/usr/sbin/sshd", "ssh-keygen"]
@@ -102,10 +103,10 @@ def why_not() -> str:
 
 
 class PodOfHosts:
-    """The hosts; a context manager. One at a time on a machine: others wait for their turn.
+    """A context manager for the hosts. A machine runs one pod at a time; others wait.
 
     Args:
-        count: how many hosts.
+        count: number of hosts.
         keep: further folders below /root or /tmp that hosts must see.
     """
 
@@ -115,7 +116,8 @@ class PodOfHosts:
         self.keep = sorted({os.path.realpath(path) for path in self.keep} | {sys.prefix})
         self.addresses = tuple(f"{NETWORK}.{11 + i}" for i in range(count))
         self._unshared: dict[int, subprocess.Popen[bytes]] = {}
-        self._first: dict[int, int] = {}  # process 1 of each host, as this machine numbers it
+        # process 1 of each host, by its process ID on this machine
+        self._first: dict[int, int] = {}
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> PodOfHosts:
@@ -146,7 +148,7 @@ class PodOfHosts:
 
     @property
     def key_file(self) -> Path:
-        """The private key that every host lets in, as root."""
+        """The private key for the login as root on every host."""
         return self.folder / "key"
 
     @property
@@ -156,7 +158,7 @@ class PodOfHosts:
 
     @property
     def driver_home(self) -> Path:
-        """A home folder for the driver."""
+        """The home folder of the driver."""
         return self.folder / "driver"
 
     def host_keys(self) -> dict[str, str]:
@@ -165,7 +167,7 @@ class PodOfHosts:
         return {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in lines}
 
     def start(self, i: int) -> None:
-        """Bring host `i` up; returns when its SSH server listens. Must be called by the main thread."""
+        """Start host `i`. Returns when its SSH server listens. Only the main thread may call it."""
         with (self.folder / f"host{i}.log").open("ab") as log:
             command = [
                 *IN_NAMESPACES,
@@ -189,7 +191,7 @@ class PodOfHosts:
         self._unshared[i] = process
         first = self._first[i] = _child(process)
         inside = ["nsenter", "-t", str(first), "-n", "ip"]
-        # one MAC address for good: others remember for half a minute which one an address had
+        # a constant MAC address: others cache the one of an IP address for half a minute
         peer = ["peer", "name", "eth0", "address", f"02:00:0a:4d:00:{11 + i:02x}", "netns", str(first)]
         _sh("ip", "link", "add", f"{BRIDGE}v{i}", "type", "veth", *peer)
         _sh("ip", "link", "set", f"{BRIDGE}v{i}", "master", BRIDGE, "up")
@@ -202,26 +204,26 @@ class PodOfHosts:
         self._wait_for_sshd(i)
 
     def stop(self, i: int) -> None:
-        """End host `i` at once with all its processes, as a power cut would. Its files stay."""
+        """End host `i` at once with all its processes, like a power failure. Its files stay."""
         os.kill(self._first.pop(i), signal.SIGKILL)
         self._unshared.pop(i).wait()
         subprocess.run(["ip", "link", "del", f"{BRIDGE}v{i}"], capture_output=True, check=False)
 
     def link(self, i: int, *, up: bool) -> None:
-        """Cut the network of host `i`, or mend it."""
+        """Disconnect or connect the network of host `i`."""
         _sh("ip", "link", "set", f"{BRIDGE}v{i}", "up" if up else "down")
 
     def inside(self, i: int, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command in host `i` (-1: where the driver is), not over SSH."""
+        """Run a command in host `i` (-1: in the driver's namespaces), without SSH."""
         prefix = ["nsenter", "-t", str(self._first[i]), "-m", "-p", "-n", "-u", "-i", "--"]
         return subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
 
     def first_processes(self) -> list[int]:
-        """Process 1 of each host and of the driver, as this machine numbers them."""
+        """Process 1 of each host and of the driver, by process ID on this machine."""
         return list(self._first.values())
 
     def driver_prefix(self, **environment: str) -> list[str]:
-        """What to put before a command to run it as the driver. Killing its process leaves the command: `driver_signal`."""
+        """Words before a command that run it as the driver. To kill it, use `driver_signal`: its process is only a wrapper."""
         variables = [
             f"{name}={value}" for name, value in {"HOME": str(self.driver_home), **environment}.items()
         ]
@@ -229,7 +231,7 @@ class PodOfHosts:
 
     @staticmethod
     def driver_signal(process: subprocess.Popen[str], number: int) -> None:
-        """Send a signal to the command that was started behind `driver_prefix`."""
+        """Send a signal to a command that was started with `driver_prefix`."""
         os.kill(_child(process), number)
 
     def _start_driver(self) -> None:
@@ -267,7 +269,7 @@ class PodOfHosts:
                 return
 
     def _remove_stale(self) -> None:
-        """What a killed session left: the lock is ours, so nobody uses it."""
+        """Remove what a killed session has left. This session has the lock, so no other one uses it."""
         for path in Path(tempfile.gettempdir()).glob(f"{STALE}*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""train.py on the pod of hosts as a user launches it, with data and checkpoints in a bucket; and ways to break what it runs on."""
+"""train.py on the pod of hosts as a user launches it, with data and checkpoints in a bucket; and the faults of its machines."""
 
 import contextlib
 import json
@@ -18,10 +18,10 @@ from support.hosts import DRIVER, PodOfHosts
 from support.tpu_api import TpuApi
 
 TPU = "pod"
-PLACE = ("--tpu", TPU, "--tpu_region", "europe-west4-a", "--tpu-type", "v3-32", "--preemptible")
+TARGET_ARGUMENTS = ("--tpu", TPU, "--tpu_region", "europe-west4-a", "--tpu-type", "v3-32", "--preemptible")
 WORKER = "mesh_transformer.cluster.host.worker"
 SHAKESPEARE = commands.REPO / "data/tiny_shakespeare"
-# configs/tiny_shakespeare.json made tinier; dp 2, fsdp 2, tp 2 over the eight devices of four processes
+# a smaller configs/tiny_shakespeare.json; dp 2, fsdp 2, tp 2 over the eight devices of four processes
 CONFIG: dict[str, dict[str, Any]] = {
     "model": {"layers": 1, "d_model": 32, "n_heads": 4, "n_vocab": 257, "seq": 32, "pe_rotary_dims": 8},
     "optimizer": {"lr": 1e-2, "end_lr": 1e-3, "warmup_steps": 10},
@@ -39,30 +39,33 @@ class PodDrivers:
     """Starts drivers in the driver's namespaces.
 
     Args:
-        gcs: what gs:// is for driver and hosts; tiny_shakespeare is in its bucket `texts`.
-        shared: a folder that driver and hosts have in common. The driver's home, `apart`, no host sees; the records of
-            the training text are there too.
+        gcs: the server for gs:// paths of driver and hosts; its bucket `texts` has tiny_shakespeare.
+        shared: a folder of driver and hosts. The hosts cannot access the driver's home folder, `private`, which has the
+            records of the training text too.
     """
 
     def __init__(self, hosts: PodOfHosts, api: TpuApi, gcs: GcsServer, shared: Path):
         self.hosts, self.api, self.gcs, self.shared = hosts, api, gcs, shared
-        self.apart = hosts.driver_home
+        self.private = hosts.driver_home
         keys = hosts.driver_home / ".ssh"
         keys.mkdir(mode=0o700, exist_ok=True)
         for suffix in ("", ".pub"):
             shutil.copy(f"{hosts.key_file}{suffix}", keys / f"google_compute_engine{suffix}")
         options = ("--tokenizer", "bytes", "--seq", str(CONFIG["model"]["seq"]))
         text = str(SHAKESPEARE / "train.txt")
-        commands.run("create_finetune_tfrecords.py", text, "train", *options, cwd=self.apart)
-        (self.records,) = self.apart.glob("train_*.tfrecords")
+        commands.run("create_finetune_tfrecords.py", text, "train", *options, cwd=self.private)
+        (self.records,) = self.private.glob("train_*.tfrecords")
         gcs.put("texts", self.records.name, self.records.read_bytes())
         gcs.put("texts", "train.index", f"{self.records.name}\n".encode())
         gcs.put("texts", "val.txt", (SHAKESPEARE / "val.txt").read_bytes())
 
     def write(self, name: str, steps: int, every: int, *, shared: bool = True) -> Path:
-        """The folder of a new run: one that all hosts have, which keeps its checkpoints; the hosts read the training
-        data from the bucket. Not `shared`: the driver's own, and so are the training data, which it streams; the
-        checkpoints go to the bucket `models`, below the folder's name."""
+        """Create the folder of a new run.
+
+        A `shared` run has its checkpoints in a folder of all hosts, and the hosts read the training data from the bucket.
+        Otherwise folder and training data are the driver's, which streams the data, and the checkpoints go to the bucket
+        `models`, below the name of the folder.
+        """
         groups = {
             "optimizer": {"total_steps": steps, "anneal_steps": steps},
             "data": {"val_every": every},
@@ -71,7 +74,7 @@ class PodDrivers:
         if not shared:
             groups["data"] |= {"read_by": "driver", "train_set": str(self.records)}
             groups["checkpoint"] |= {"bucket": "models", "model_dir": name}
-        folder = (self.shared if shared else self.apart) / name
+        folder = (self.shared if shared else self.private) / name
         folder.mkdir()
         whole = {group: {**values, **groups.get(group, {})} for group, values in CONFIG.items()}
         (folder / "config.json").write_text(json.dumps(whole))
@@ -79,7 +82,7 @@ class PodDrivers:
 
     @contextlib.contextmanager
     def start(self, folder: Path, *arguments: str, program: str = "train.py") -> Iterator[Driver]:
-        """A driver, which is killed on the way out if it still runs."""
+        """A driver that is killed at the end if it still runs."""
         variables = {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
@@ -91,14 +94,15 @@ class PodDrivers:
         of_workers = [part for name, value in variables.items() for part in ("--env", f"{name}={value}")]
         own = {**self.gcs.environment(), **self.api.environment()}
         prefix = [*self.hosts.driver_prefix(**own), "env", "-C", str(folder)]
-        given = [*PLACE, "--environment", sys.prefix, *of_workers, *arguments]
+        given = [*TARGET_ARGUMENTS, "--environment", sys.prefix, *of_workers, *arguments]
         driver = Driver(folder, *given, prefix=prefix, program=program)
         try:
             yield driver
         finally:
             if driver.process.poll() is None:
                 self.kill(driver)
-            sys.stderr.write(f"{driver.text}\n")  # shown where a test fails
+            # pytest shows it if the test fails
+            sys.stderr.write(f"{driver.text}\n")
 
     def kill(self, driver: Driver) -> None:
         """kill -9."""
@@ -106,24 +110,24 @@ class PodDrivers:
         driver.process.wait(30)
 
     def worker(self, i: int) -> int:
-        """The worker process of host `i`, as that host numbers it."""
+        """The process ID of the worker of host `i`, on that host."""
         return self._only(i, "-f", WORKER)
 
     def environment(self, i: int) -> dict[str, str]:
-        """That of the worker process of host `i`."""
+        """The environment of the worker of host `i`."""
         text = self.hosts.inside(i, "cat", f"/proc/{self.worker(i)}/environ").stdout
         return dict(line.split("=", 1) for line in text.split("\0") if line)
 
     def raylet(self, i: int) -> int:
-        """The raylet of host `i`, as that host numbers it."""
+        """The process ID of the raylet of host `i`, on that host."""
         return self._only(i, "-x", "raylet")
 
     def agent(self, i: int) -> int:
-        """The agent of host `i`, as that host numbers it."""
+        """The process ID of the agent of host `i`, on that host."""
         return self._only(i, "-f", "^ray::Agent")
 
     def kill_head(self) -> None:
-        """kill -9 of what makes the driver's machine the head: the nodes of the cluster go with it, and come back."""
+        """kill -9 of the server of the Ray head. The nodes of the cluster end too, and are restarted."""
         done = self.hosts.inside(-1, "pkill", "-KILL", "-x", "gcs_server")
         assert done.returncode == 0, done.stderr
 
@@ -133,7 +137,7 @@ class PodDrivers:
         assert done.returncode == 0, done.stderr
 
     def outside(self, i: int, pid: int) -> int:
-        """A process of host `i` as this machine numbers it."""
+        """The process ID on this machine of a process of host `i`."""
         space = self.hosts.inside(i, "readlink", "/proc/self/ns/pid").stdout.strip()
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -155,10 +159,9 @@ class PodDrivers:
 
 @contextlib.contextmanager
 def pod_drivers(hosts: PodOfHosts) -> Iterator[PodDrivers]:
-    """With a cloud whose every TPU is these hosts."""
-    shared = Path(
-        tempfile.mkdtemp(prefix="mesh-transformer-pod-", dir="/var/tmp")
-    )  # hosts have their own /tmp
+    """Drivers with a cloud in which every TPU has these hosts."""
+    # hosts have their own /tmp
+    shared = Path(tempfile.mkdtemp(prefix="mesh-transformer-pod-", dir="/var/tmp"))
     try:
         with TpuApi(hosts.addresses, hosts.host_keys()) as api, GcsServer(DRIVER) as gcs:
             yield PodDrivers(hosts, api, gcs, shared)

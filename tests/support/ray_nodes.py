@@ -1,11 +1,12 @@
-"""A Ray cluster on loopback: a head, and a node for each host with its tpu_worker resource. A program of its own.
+"""A program that runs a Ray cluster on loopback: a head, and a node for each host with its tpu_worker resource.
 
-Each has an address of its own; not 127.0.0.1, which Ray takes for the machine's outer address.
+Each node has its own address. None has 127.0.0.1, which Ray replaces by the machine's external address.
 
     python ray_nodes.py COUNT FOLDER
 
-Prints its address, then obeys lines of standard input, each answered with "ok": `kill I` (SIGKILL to raylet I), `add I`,
-`kill head` (to all that is the head), `add head` (a new one at the same address, and new nodes in place of all). At the end of the input it ends what it has started, and nothing else.
+It prints its address. Then it executes the commands in standard input and answers each with "ok": `kill I` (SIGKILL to
+raylet I), `add I`, `kill head` (SIGKILL to all processes of the head), `add head` (a new head at the same address, and new
+nodes). At the end of the input it ends the processes that it has started, and no others.
 """
 
 import os

@@ -1,15 +1,15 @@
 """A loopback server that speaks the Cloud TPU API (google.cloud.tpu.v2) over plain gRPC. For tests only.
 
-Kept faithfully: nodes and queued resources with their states, long-running operations, ALREADY_EXISTS and NOT_FOUND, quota
-errors with details, stockouts as failed operations that carry words alone, guest attributes, queued resources that a
-lost node suspends. Absent: authentication, pages of a listing, updates.
+It implements nodes and queued resources with their states, long-running operations, ALREADY_EXISTS and NOT_FOUND, quota
+errors with details, stockouts as failed operations with a message only, guest attributes, and queued resources that are
+suspended when they lose their node. It does not implement authentication, pages of lists, and updates.
 
     with TpuApi() as api:
-        api.environment()                          # variables that lead tpu_utils.py and train.py here
+        api.environment()                          # variables that select this server in tpu_utils.py and train.py
         api.fail("CreateNode", UNAVAILABLE)        # the next such call fails
         api.capacity["v3-32"] = 0                  # a stockout, until it is raised
-        api.preempt("a")                           # as the cloud does it
-        api.preempt_next = 2                       # the next two queued resources, while their nodes are made
+        api.preempt("a")                           # as the cloud preempts it
+        api.preempt_next = 2                       # preempts the next two queued resources while their nodes are created
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CALLS = (
 
 @dataclass
 class Failure:
-    """What the next `times` calls of a method are answered."""
+    """The answer to the next `times` calls of a method."""
 
     method: str
     code: int
@@ -53,7 +53,7 @@ class Failure:
 
 
 class Refusal(Exception):
-    """Ends an operation, or a call, with an error."""
+    """An error that ends an operation or a call."""
 
     def __init__(self, code: int, message: str, *details: Any):
         self.status = status_pb2.Status(code=code, message=message)
@@ -65,10 +65,10 @@ class TpuApi:
     """The server.
 
     Args:
-        addresses: of the hosts of every slice, by TPU worker id; loopback addresses if there are too few.
-        host_keys: what each host publishes in its guest attributes: lines "ssh-ed25519 AAAA...", by address.
-        delay_s: how long each transition takes.
-        quota: how many nodes there may be.
+        addresses: addresses of the hosts of every slice, by TPU worker ID; loopback addresses if there are too few.
+        host_keys: the keys that each host publishes in its guest attributes: lines "ssh-ed25519 AAAA...", by address.
+        delay_s: time of each transition.
+        quota: limit for the number of nodes.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class TpuApi:
         self.addresses, self.host_keys, self.delay_s, self.quota = addresses, host_keys or {}, delay_s, quota
         self.capacity: dict[str, int] = {}
         self.preempt_next = 0
-        self.queue_error: Refusal | None = None  # queued resources end FAILED with this
+        # queued resources get the state FAILED with this error
+        self.queue_error: Refusal | None = None
         self.nodes: dict[str, cloud_tpu.Node] = {}
         self.queued: dict[str, cloud_tpu.QueuedResource] = {}
         self.calls: list[str] = []
@@ -109,7 +110,7 @@ class TpuApi:
         self._server.stop(None)
 
     def environment(self) -> dict[str, str]:
-        """What leads the project's commands here, and keeps Google's libraries off the metadata server."""
+        """Variables that select this server in the project's commands, and disable the metadata server in Google's libraries."""
         return {
             "MTJ_TPU_API": self.address,
             "GOOGLE_CLOUD_PROJECT": "test",
@@ -121,18 +122,18 @@ class TpuApi:
         self,
         method: str,
         code: int,
-        message: str = "said so",
+        message: str = "an error of the test",
         *,
         reason: str = "",
         times: int = 1,
         late: bool = False,
     ) -> None:
-        """Answer the next calls of a method with an error; if `late`, do first what they ask for."""
+        """Answer the next calls of a method with an error; if `late`, execute them first."""
         with self._lock:
             self._failures.append(Failure(method, code, message, reason, times, late))
 
     def preempt(self, name: str, state: NODE = NODE.PREEMPTED) -> None:
-        """Take a TPU away, as the cloud takes spot ones: a queued one is suspended and loses its node."""
+        """Preempt a TPU. The queued resource of a queued TPU is suspended and loses its node."""
         with self._lock:
             for full, entry in self.queued.items():
                 if full.endswith(f"/{name}"):
@@ -148,7 +149,7 @@ class TpuApi:
     def _node(self, name: str) -> cloud_tpu.Node:
         return next(node for full, node in self.nodes.items() if full.endswith(f"/{name}"))
 
-    # The calls: each is given a request and returns a response, or raises Refusal; the lock is held.
+    # The calls. Each gets a request and returns a response, or raises Refusal. The lock is held.
 
     def GetNode(self, request: Any) -> Any:
         return self._find(self.nodes, request.name)
@@ -324,9 +325,9 @@ class TpuApi:
             with self._lock:
                 self.calls.append(name)
                 try:
-                    self._fail_if_told(name, late=False)
+                    self._fail_if_requested(name, late=False)
                     made = _message(getattr(self, name)(request)).SerializeToString()
-                    self._fail_if_told(name, late=True)
+                    self._fail_if_requested(name, late=True)
                     return made
                 except Refusal as refusal:
                     _abort(context, refusal)
@@ -338,7 +339,7 @@ class TpuApi:
             with self._lock:
                 self.calls.append("GetOperation")
                 try:
-                    self._fail_if_told("GetOperation", late=False)
+                    self._fail_if_requested("GetOperation", late=False)
                     return self._find(self._operations, request.name).SerializeToString()
                 except Refusal as refusal:
                     _abort(context, refusal)
@@ -346,7 +347,7 @@ class TpuApi:
         from_string = operations_pb2.GetOperationRequest.FromString
         return grpc.unary_unary_rpc_method_handler(answer, from_string, lambda answer: answer)
 
-    def _fail_if_told(self, method: str, *, late: bool) -> None:
+    def _fail_if_requested(self, method: str, *, late: bool) -> None:
         for failure in self._failures:
             if failure.method == method and failure.late == late and failure.times:
                 failure.times -= 1
@@ -354,14 +355,14 @@ class TpuApi:
                 raise Refusal(failure.code, failure.message, *([info] if failure.reason else []))
 
     @staticmethod
-    def _find(things: dict[str, Any], name: str) -> Any:
-        if name not in things:
+    def _find(resources: dict[str, Any], name: str) -> Any:
+        if name not in resources:
             raise Refusal(code_pb2.NOT_FOUND, f"Resource '{name}' was not found")
-        return things[name]
+        return resources[name]
 
     @staticmethod
-    def _under(things: dict[str, Any], parent: str) -> list[Any]:
-        return [thing for name, thing in things.items() if name.startswith(f"{parent}/")]
+    def _under(resources: dict[str, Any], parent: str) -> list[Any]:
+        return [resource for name, resource in resources.items() if name.startswith(f"{parent}/")]
 
     @staticmethod
     def _set_queued(entry: cloud_tpu.QueuedResource, state: QUEUED) -> None:

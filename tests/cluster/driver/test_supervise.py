@@ -88,7 +88,7 @@ def test_preemptions_are_no_crashes():
 
     def preempted(seconds):
         if seconds >= 5:
-            hosts.named = "PREEMPTED"
+            hosts.state = "PREEMPTED"
         return [running(1)[0], running(1, answer_age_s=max(0.0, seconds - 5))[1]]
 
     driver, fake = supervisor([preempted] * 5 + [finishes], hosts=hosts)
