@@ -28,7 +28,7 @@ from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import read_params
 from mesh_transformer.runtime.training.feeds import open_train_feed, open_val_feed, read_train_set
 from mesh_transformer.runtime.training.observer import Observer
-from mesh_transformer.runtime.training.start import Source
+from mesh_transformer.runtime.training.start import TuningSource
 from mesh_transformer.runtime.training.trainer import Interrupt, TrainingRun
 from support.commands import metrics, write_run
 
@@ -122,7 +122,9 @@ def found(folder: Path) -> dict:
 def _train(session: Session, open_feed) -> None:
     with Interrupt() as interrupt:
         assert (
-            TrainingRun(session, Source(None, False), interrupt, Observer(), open_feed(session)).train().code
+            TrainingRun(session, TuningSource(None, False), interrupt, Observer(), open_feed(session))
+            .train()
+            .code
             == 0
         )
 

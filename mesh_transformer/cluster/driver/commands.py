@@ -15,7 +15,7 @@ from mesh_transformer.cluster.driver.compute_target import ComputeTarget
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
-from mesh_transformer.runtime.training.ending import Ending
+from mesh_transformer.runtime.training.result import TrainingResult
 from mesh_transformer.runtime.training.run_folder import RunLock
 
 # the files of a run
@@ -38,9 +38,9 @@ def train(given: argparse.Namespace) -> int:
     config = as_version(load_config(given.config_path, given.overrides), given.version)
     if given.new:
         delete_old_run(config, yes=given.yes, before=lambda: target.end_workers(config))
-    code, ended = target.run(Job.of("train", config, **source), config)
-    if ended is not None:
-        log.info("%s", Ending(**ended).told(given.config_path, given.overrides))
+    code, result = target.run(Job.of("train", config, **source), config)
+    if result is not None:
+        log.info("%s", TrainingResult(**result).summary(given.config_path, given.overrides))
     elif code:
         log.info("stopped; the same command resumes from the newest checkpoint")
     return code

@@ -204,11 +204,11 @@ def run_job(
 def _train(
     config: Config, arguments: dict[str, Any], observer: Observer, open_feed: OpenFeed
 ) -> tuple[int, Any]:
-    """`arguments` has the fields of `runtime.training.start.Source`, the result those of `Ending`."""
+    """`arguments` has the fields of `runtime.training.start.TuningSource`, the result those of `TrainingResult`."""
     from mesh_transformer.runtime.training import start, trainer
 
-    ending = trainer.train(config, start.Source(**arguments), observer, open_feed)
-    return ending.code, ending._asdict()
+    result = trainer.train(config, start.TuningSource(**arguments), observer, open_feed)
+    return result.code, result._asdict()
 
 
 def _evaluate(config: Config, arguments: dict[str, Any], observer: Observer, _: OpenFeed) -> tuple[int, Any]:

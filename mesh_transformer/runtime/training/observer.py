@@ -1,24 +1,29 @@
-"""What a run tells whoever watches it from outside its thread, such as the driver of a pod."""
+"""The interface through which a run reports its progress, for example to the driver of a pod."""
 
 from mesh_transformer.logs import Scalars
 
 
 class Observer:
-    """Nobody: what a run tells is dropped. A subclass overrides what it wants to know.
+    """Receives the progress of a run. This base class ignores it; a subclass overrides the methods that it needs.
 
-    The run's own thread makes all calls, between which it may compute for long: how long, `phase` announces.
+    The thread of the run makes all calls. The time between two calls depends on the phase.
     """
 
-    shows_progress = False  # whether the run's own progress bar would be a second one
+    # whether the observer shows the progress, so that the run needs no progress bar of its own
+    shows_progress = False
 
     def started(self, step: int, total: int, steps_redone: int) -> None:
-        """The state is there, after `step` of `total` steps; `steps_redone` counts those of all restarts."""
+        """The run has its state, after `step` of `total` steps. `steps_redone` counts the repeated steps of all restarts."""
 
     def phase(self, name: str, step: int) -> None:
-        """The run turns to `name`: start, open, data, compile, step, validate, save or finish; `step` is the one at hand."""
+        """The run enters the phase `name`: start, open, data, compile, step, validate, save or finish.
+
+        Args:
+            step: the current step.
+        """
 
     def write(self, step: int, scalars: Scalars) -> None:
-        """The numbers of a step, as they are written to the metrics file: an observer is one of the run's sinks."""
+        """The metrics of a step, as in the metrics file. An observer is one of the run's sinks."""
 
     def close(self) -> None:
-        """No more numbers come."""
+        """No more metrics follow."""

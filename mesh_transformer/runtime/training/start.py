@@ -23,7 +23,7 @@ from mesh_transformer.train.step import OptState, TrainProgram, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class TuningSource:
     """The options --tune-model-path and --fresh-opt of a fine-tuning run."""
 
     tune_model_path: str | None = None
@@ -58,7 +58,11 @@ class StartPoint(NamedTuple):
 
 
 def resume_or_start(
-    session: Session, program: TrainProgram, store: CheckpointStore, source: Source, logged: LoggedProgress
+    session: Session,
+    program: TrainProgram,
+    store: CheckpointStore,
+    source: TuningSource,
+    logged: LoggedProgress,
 ) -> StartPoint:
     """Resume the run, or start it.
 

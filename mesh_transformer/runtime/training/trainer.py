@@ -22,10 +22,10 @@ from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.evaluation.command import RunEvaluation
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.training import run_folder, start
-from mesh_transformer.runtime.training.ending import Ending
 from mesh_transformer.runtime.training.feeds import open_train_feed, open_val_feed
 from mesh_transformer.runtime.training.observer import Observer
 from mesh_transformer.runtime.training.report import MetricsReporter, plot_losses
+from mesh_transformer.runtime.training.result import TrainingResult
 from mesh_transformer.stop_signals import StopSignals
 from mesh_transformer.train.step import TrainProgram, TrainState
 
@@ -41,18 +41,18 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
     """
     logs.set_up()
     config = load_config(config_path, overrides)
-    ending = train(config, start.Source(tune_model_path, fresh_opt))
+    result = train(config, start.TuningSource(tune_model_path, fresh_opt))
     if jax.process_index() == 0:
-        log.info("%s", ending.told(config_path, overrides))
-    return ending.code
+        log.info("%s", result.summary(config_path, overrides))
+    return result.code
 
 
 def train(
     config: Config,
-    source: start.Source,
+    source: start.TuningSource,
     observer: Observer | None = None,
     open_feed: Callable[[Session], Loader] = open_train_feed,
-) -> Ending:
+) -> TrainingResult:
     """Train in this process. Joins the other processes first, if the environment defines any.
 
     Args:
@@ -68,9 +68,9 @@ def train(
         session, observer = Session.open(config), observer or Observer()
         observer.phase("open", 0)
         config.check_devices(jax.device_count())
-        ending = TrainingRun(session, source, interrupt, observer, open_feed(session)).train()
+        result = TrainingRun(session, source, interrupt, observer, open_feed(session)).train()
     log.info("%s", compiled)
-    return ending
+    return result
 
 
 class Interrupt(StopSignals):
@@ -100,7 +100,12 @@ class TrainingRun:
     """One execution of the training loop: start or resume, train, and stop at the last step or after a signal."""
 
     def __init__(
-        self, session: Session, source: start.Source, interrupt: Interrupt, observer: Observer, feed: Loader
+        self,
+        session: Session,
+        source: start.TuningSource,
+        interrupt: Interrupt,
+        observer: Observer,
+        feed: Loader,
     ):
         self.interrupt, self.observer = interrupt, observer
         self.session, self.config, self.source, self.feed = session, session.config, source, feed
@@ -112,7 +117,7 @@ class TrainingRun:
         self.lock: run_folder.RunLock | None = None
         self.next_plot = time.monotonic() + PLOT_EVERY_S
 
-    def train(self) -> Ending:
+    def train(self) -> TrainingResult:
         """Train until total_steps or a signal.
 
         Raises:
@@ -162,7 +167,7 @@ class TrainingRun:
                 f"same command again to resume. Without it, the command starts a new run"
             )
 
-    def _train(self) -> Ending:
+    def _train(self) -> TrainingResult:
         settings, total = self.config.checkpoint, self.config.optimizer.total_steps
         log.info("%s", self.session.describe())
         self.store = store = CheckpointStore(
@@ -187,7 +192,7 @@ class TrainingRun:
                 store.close()
         self._publish(last=True)
         newest = files.join(settings.root, f"step_{step}")
-        return Ending(code, start_point.step, step, total, report.val_loss, newest)
+        return TrainingResult(code, start_point.step, step, total, report.val_loss, newest)
 
     def _loop(self, start_point: start.StartPoint, report: MetricsReporter) -> tuple[int, int]:
         """The exit code, and the step after which the run ended."""

@@ -18,7 +18,7 @@ import device_train
 from mesh_transformer import logs
 from mesh_transformer.runtime import cli
 from mesh_transformer.runtime.training import run_folder
-from mesh_transformer.runtime.training.ending import Ending
+from mesh_transformer.runtime.training.result import TrainingResult
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_a_finished_run_does_nothing_more(trained):
     _, errors = run("device_train.py", "--config", "config.json", cwd=trained)
     last = errors.splitlines()[-1]
     assert (
-        "the run is complete: step 12 of 12; to train on, raise the steps: --set optimizer.total_steps=N;"
+        "the run is complete: step 12 of 12; to continue, increase the steps: --set optimizer.total_steps=N;"
         in last
     )
     assert "checkpoint run/step_12; sample: python device_sample.py --config config.json" in last
@@ -109,14 +109,14 @@ def test_another_model_of_equal_shapes_is_not_resumed(trained):
 
 
 def test_the_last_line_names_every_set_and_a_command_that_works():
-    ending = Ending(0, 0, 2000, 2000, {"a": 1.661, "b": 2.0}, "runs/x/step_2000")
-    told = ending.told("my config.json", ["checkpoint.model_dir=runs/x", "-secret", "-data.odd"])
+    result = TrainingResult(0, 0, 2000, 2000, {"a": 1.661, "b": 2.0}, "runs/x/step_2000")
+    told = result.summary("my config.json", ["checkpoint.model_dir=runs/x", "-secret", "-data.odd"])
     assert told == (
         "reached step 2,000 of 2,000, val loss 1.66 (a), 2.00 (b); checkpoint runs/x/step_2000; sample: "
         "python device_sample.py --config 'my config.json' --set checkpoint.model_dir=runs/x --ignore-keys secret,data.odd"
     )
-    stopped = ending._replace(code=143, step=1200)
-    assert stopped.told("c", []) == "saved after step 1,200 of 2,000; the same command goes on from there"
+    stopped = result._replace(code=143, step=1200)
+    assert stopped.summary("c", []) == "saved after step 1,200 of 2,000; the same command resumes from there"
 
 
 def test_the_bar_has_room(monkeypatch):

@@ -1,0 +1,48 @@
+"""The result of a training run, and its summary, which the command or the driver logs as the last line."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from mesh_transformer.config.load import is_ignored
+
+
+class TrainingResult(NamedTuple):
+    """The result of a run, as JSON values.
+
+    Args:
+        code: the exit code: 0, or 128 + the number of the signal that stopped the run.
+        start_step: the step after which the run started or resumed.
+        val_loss: the newest loss on each validation set, in nats per token. Empty without a validation.
+        checkpoint: the folder of the newest step.
+    """
+
+    code: int
+    start_step: int
+    step: int
+    total_steps: int
+    val_loss: Mapping[str, float]
+    checkpoint: str
+
+    def summary(self, config_path: str, overrides: Sequence[str]) -> str:
+        """One line with the progress, the checkpoint and a command that samples from it, with this config and `overrides`."""
+        if self.code:
+            return (
+                f"saved after step {self.step:,} of {self.total_steps:,}; the same command resumes from there"
+            )
+        given = [part for change in overrides if not is_ignored(change) for part in ("--set", change)]
+        if ignored := [change.removeprefix("-") for change in overrides if is_ignored(change)]:
+            given += ["--ignore-keys", ",".join(ignored)]
+        sample = shlex.join(["python", "device_sample.py", "--config", config_path, *given])
+        after = f"checkpoint {self.checkpoint}; sample: {sample}"
+        if self.start_step >= self.total_steps:
+            return (
+                f"the run is complete: step {self.step:,} of {self.total_steps:,}; to continue, increase the steps: "
+                f"--set optimizer.total_steps=N; {after}"
+            )
+        return f"reached step {self.step:,} of {self.total_steps:,}{self._losses()}; {after}"
+
+    def _losses(self) -> str:
+        several = len(self.val_loss) > 1
+        losses = [f"{loss:.2f}" + f" ({name})" * several for name, loss in self.val_loss.items()]
+        return f", val loss {', '.join(losses)}" if losses else ""
