@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesh_transformer.infer.requests import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, OPTIONS
-from mesh_transformer.infer.sampling import OptionVectors, PenaltyInputs, likeliest, penalise, sample
+from mesh_transformer.infer.sampling import OptionVectors, PenaltyInputs, most_likely, penalise, sample
 from mesh_transformer.models.decoder import at_position
 from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.ops.attend.cached import KVCache
@@ -97,7 +97,7 @@ class Scores(NamedTuple):
         """The scores of `tokens_P` under these logits, with `n_top` alternatives."""
         logprobs_PV = jax.nn.log_softmax(logits_PV)
         logprob_P = jnp.take_along_axis(logprobs_PV, tokens_P[:, None], axis=-1)[:, 0]
-        return cls(logprob_P, *likeliest(logprobs_PV, n_top, MAX_TOP_LOGPROBS))
+        return cls(logprob_P, *most_likely(logprobs_PV, n_top, MAX_TOP_LOGPROBS))
 
 
 class ChunkBatch(NamedTuple):

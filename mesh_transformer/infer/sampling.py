@@ -49,10 +49,10 @@ def penalise(logits_BV: jax.Array, options: OptionVectors, inputs: PenaltyInputs
         (o["repetition_penalty"] != 1) | (o["presence_penalty"] != 0) | (o["frequency_penalty"] != 0)
     )
     n_B = o["no_repeat_ngram_size"]
-    logits_BV = _when(inputs.biased_B.any(), lambda x: _biased(x, inputs), logits_BV)
-    logits_BV = _when(penalties_B.any(), lambda x: _repeated_less(x, o, inputs), logits_BV)
-    logits_BV = _when((n_B > 0).any(), lambda x: _no_repeated_ngram(x, n_B, inputs), logits_BV)
-    return _when(inputs.early_B.any(), lambda x: _no_end(x, inputs), logits_BV)
+    logits_BV = _apply_if(inputs.biased_B.any(), lambda x: _add_bias(x, inputs), logits_BV)
+    logits_BV = _apply_if(penalties_B.any(), lambda x: _apply_penalties(x, o, inputs), logits_BV)
+    logits_BV = _apply_if((n_B > 0).any(), lambda x: _exclude_repeated_ngrams(x, n_B, inputs), logits_BV)
+    return _apply_if(inputs.early_B.any(), lambda x: _exclude_stop_tokens(x, inputs), logits_BV)
 
 
 def sample(logits_BV: jax.Array, keys_B: jax.Array, options: OptionVectors) -> jax.Array:
@@ -61,7 +61,7 @@ def sample(logits_BV: jax.Array, keys_B: jax.Array, options: OptionVectors) -> j
     A temperature below LEAST_TEMPERATURE chooses the largest logit. Tokens with logit -inf or NaN are not chosen, so
     padding rows of the vocabulary are not chosen either. If all logits are -inf or NaN, the token is 0.
     """
-    o, logits_BV = options, _numbers(logits_BV)
+    o, logits_BV = options, _nan_to_neg_inf(logits_BV)
     drawn_B, greedy_B = o["temperature"] >= LEAST_TEMPERATURE, _argmax(logits_BV)
 
     def draw(logits_BV: jax.Array) -> jax.Array:
@@ -82,18 +82,18 @@ def keep_most_likely(
     """
     n_vocab = logits_BV.shape[-1]
     k_B = jnp.where(top_k_B > 0, jnp.minimum(top_k_B, n_vocab), n_vocab)
-    logits_BV = _when((min_p_B > 0).any(), lambda x: _at_least(x, min_p_B), logits_BV)
-    logits_BV = _when((k_B < n_vocab).any(), lambda x: _k_largest(x, k_B), logits_BV)
-    return _when((top_p_B < 1).any(), lambda x: _nucleus(x, top_p_B), logits_BV)
+    logits_BV = _apply_if((min_p_B > 0).any(), lambda x: _keep_min_p(x, min_p_B), logits_BV)
+    logits_BV = _apply_if((k_B < n_vocab).any(), lambda x: _keep_top_k(x, k_B), logits_BV)
+    return _apply_if((top_p_B < 1).any(), lambda x: _keep_top_p(x, top_p_B), logits_BV)
 
 
-def likeliest(logprobs_BV: jax.Array, wanted: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+def most_likely(logprobs_BV: jax.Array, n_top: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
     """The most likely tokens and their log-probabilities, (B, most) each, the most likely first.
 
     Of equal tokens, the one with the lower ID is first.
 
     Args:
-        wanted: int32 scalar, at most `most`. Only the first `wanted` columns are valid.
+        n_top: int32 scalar, at most `most`. Only the first `n_top` columns are valid.
     """
     n = logprobs_BV.shape[0]
 
@@ -105,29 +105,29 @@ def likeliest(logprobs_BV: jax.Array, wanted: jax.Array, most: int) -> tuple[jax
         return left_BV, ids_BC.at[:, i].set(id_B), values_BC.at[:, i].set(value_B)
 
     empty = logprobs_BV, jnp.zeros((n, most), jnp.int32), jnp.zeros((n, most), jnp.float32)
-    return jax.lax.fori_loop(0, wanted, one, empty)[1:]
+    return jax.lax.fori_loop(0, n_top, one, empty)[1:]
 
 
 def _argmax(x_BV: jax.Array) -> jax.Array:
     """The first index of the largest number of each row, int32. XLA for CPU vectorizes these two reductions."""
-    x_BV, n = _numbers(x_BV), x_BV.shape[-1]
+    x_BV, n = _nan_to_neg_inf(x_BV), x_BV.shape[-1]
     return jnp.where(x_BV == x_BV.max(-1, keepdims=True), jnp.arange(n, dtype=jnp.int32), n).min(-1)
 
 
-def _numbers(x: jax.Array) -> jax.Array:
+def _nan_to_neg_inf(x: jax.Array) -> jax.Array:
     """Replace NaN by -inf."""
     return jnp.where(jnp.isnan(x), -jnp.inf, x)
 
 
-def _when(flag: jax.Array, change: Callable[[jax.Array], jax.Array], logits_BV: jax.Array) -> jax.Array:
+def _apply_if(flag: jax.Array, change: Callable[[jax.Array], jax.Array], logits_BV: jax.Array) -> jax.Array:
     return jax.lax.cond(flag, change, lambda x: x, logits_BV)
 
 
-def _biased(logits_BV: jax.Array, inputs: PenaltyInputs) -> jax.Array:
+def _add_bias(logits_BV: jax.Array, inputs: PenaltyInputs) -> jax.Array:
     return jnp.where(inputs.biased_B[:, None], logits_BV + inputs.bias_NV[inputs.rows_B], logits_BV)
 
 
-def _repeated_less(logits_BV: jax.Array, o: OptionVectors, inputs: PenaltyInputs) -> jax.Array:
+def _apply_penalties(logits_BV: jax.Array, o: OptionVectors, inputs: PenaltyInputs) -> jax.Array:
     """Apply the repetition penalty (prompt and completion), then the frequency and presence penalties (completion)."""
     counts_BV = inputs.counts_NV[inputs.rows_B]
     repeated = inputs.in_prompt_NV[inputs.rows_B] | (counts_BV > 0)
@@ -138,7 +138,7 @@ def _repeated_less(logits_BV: jax.Array, o: OptionVectors, inputs: PenaltyInputs
     return logits_BV - o["presence_penalty"][:, None] * (counts_BV > 0)
 
 
-def _no_repeated_ngram(logits_BV: jax.Array, n_B: jax.Array, inputs: PenaltyInputs) -> jax.Array:
+def _exclude_repeated_ngrams(logits_BV: jax.Array, n_B: jax.Array, inputs: PenaltyInputs) -> jax.Array:
     """Exclude the tokens that would repeat an n-gram."""
     tokens_BS, length_B = inputs.tokens_NS[inputs.rows_B], inputs.length_B
     positions = jnp.arange(tokens_BS.shape[1])
@@ -155,42 +155,42 @@ def _no_repeated_ngram(logits_BV: jax.Array, n_B: jax.Array, inputs: PenaltyInpu
     return logits_BV.at[jnp.arange(len(banned))[:, None], banned].set(-jnp.inf, mode="drop")
 
 
-def _no_end(logits_BV: jax.Array, inputs: PenaltyInputs) -> jax.Array:
+def _exclude_stop_tokens(logits_BV: jax.Array, inputs: PenaltyInputs) -> jax.Array:
     ends = jnp.where(inputs.early_B[:, None] & (inputs.end_BE >= 0), inputs.end_BE, logits_BV.shape[-1])
     return logits_BV.at[jnp.arange(len(ends))[:, None], ends].set(-jnp.inf, mode="drop")
 
 
-def _at_least(logits_BV: jax.Array, min_p_B: jax.Array) -> jax.Array:
+def _keep_min_p(logits_BV: jax.Array, min_p_B: jax.Array) -> jax.Array:
     smallest = logits_BV.max(-1) + jnp.log(min_p_B)
     return jnp.where(logits_BV >= smallest[:, None], logits_BV, -jnp.inf)
 
 
-def _k_largest(logits_BV: jax.Array, k_B: jax.Array) -> jax.Array:
-    keys_BV = _ordered(logits_BV)
-    smallest_B = _largest_where(lambda key_B: (keys_BV >= key_B[:, None]).sum(-1) >= k_B, keys_BV)
+def _keep_top_k(logits_BV: jax.Array, k_B: jax.Array) -> jax.Array:
+    keys_BV = _ordered_keys(logits_BV)
+    smallest_B = _bisect(lambda key_B: (keys_BV >= key_B[:, None]).sum(-1) >= k_B, keys_BV)
     return jnp.where(keys_BV >= smallest_B[:, None], logits_BV, -jnp.inf)
 
 
-def _nucleus(logits_BV: jax.Array, top_p_B: jax.Array) -> jax.Array:
+def _keep_top_p(logits_BV: jax.Array, top_p_B: jax.Array) -> jax.Array:
     """Keep a token if the more likely tokens have a total probability below top_p."""
-    keys_BV, mass_BV = _ordered(logits_BV), jax.nn.softmax(logits_BV, axis=-1)
+    keys_BV, mass_BV = _ordered_keys(logits_BV), jax.nn.softmax(logits_BV, axis=-1)
 
     def too_low(key_B: jax.Array) -> jax.Array:
         return jnp.where(keys_BV >= key_B[:, None], mass_BV, 0).sum(-1) >= top_p_B
 
-    smallest_B = _largest_where(too_low, keys_BV)
+    smallest_B = _bisect(too_low, keys_BV)
     kept = (keys_BV >= smallest_B[:, None]) | (top_p_B >= 1)[:, None]
     return jnp.where(kept, logits_BV, -jnp.inf)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
+def _ordered_keys(x: jax.Array) -> jax.Array:
     """Map float32 numbers to int32 numbers in the same order."""
     # map -0.0 to 0.0 first; XLA would remove `x + 0.0`
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def _largest_where(holds: Callable[[jax.Array], jax.Array], keys_BV: jax.Array) -> jax.Array:
+def _bisect(holds: Callable[[jax.Array], jax.Array], keys_BV: jax.Array) -> jax.Array:
     """The largest number for which `holds` is true, between the smallest and the largest key of each row.
 
     `holds` must be true below some number and false above it. A bisection finds it in at most 32 passes over the rows,

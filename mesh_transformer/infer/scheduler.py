@@ -242,12 +242,12 @@ class Scheduler:
 
     def _fits(self, request: _Request, reused: int) -> bool:
         """Whether a prompt can join this step: as a whole, and without sharing a longer prefix with a prompt of this step."""
-        begun = [slot.request.prompt for slot in self._prefilling if slot.request is not None]
+        prefilling = [slot.request.prompt for slot in self._prefilling if slot.request is not None]
         left = sum(len(slot.tokens) - slot.cached for slot in self._prefilling)
         if left + len(request.prompt) - reused > self._engine.max_prefill_tokens:
             return False
         longest = max(
-            min(_common_length(prompt, request.prompt), len(request.prompt) - 1) for prompt in begun
+            min(_common_length(prompt, request.prompt), len(request.prompt) - 1) for prompt in prefilling
         )
         return request.params.prompt_logprobs or longest < max(self._min_copy, reused + 1)
 
@@ -289,7 +289,8 @@ class Scheduler:
                 self._prefilling.append(slot)
             elif found.first is not None:
                 self._record_token(slot, found.first, outputs)
-            else:  # max_tokens is 0
+            else:
+                # max_tokens is 0
                 outputs.setdefault(request.id, RequestOutput(request.id)).finish_reason = "length"
                 self._release(slot)
 

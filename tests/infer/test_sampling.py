@@ -7,7 +7,7 @@ import pytest
 from support.sampling_reference import kept_tokens
 
 from mesh_transformer.infer.requests import LEAST_TEMPERATURE, MAX_TEMPERATURE, OPTIONS, SamplingParams
-from mesh_transformer.infer.sampling import OptionVectors, keep_most_likely, likeliest, sample
+from mesh_transformer.infer.sampling import OptionVectors, keep_most_likely, most_likely, sample
 
 
 def _options(n: int, **asked: float) -> OptionVectors:
@@ -83,7 +83,7 @@ def test_no_draw_is_a_padding_row(row, temperature):
     for filters in ({"top_k": 2, "top_p": 0.5}, {}):
         asked = _options(n, temperature=temperature, **filters)
         assert int(jax.jit(sample)(padded, jax.random.split(jax.random.key(0), n), asked).max()) < REAL
-    ids, _ = likeliest(jax.nn.log_softmax(padded), jnp.int32(1), 1)
+    ids, _ = most_likely(jax.nn.log_softmax(padded), jnp.int32(1), 1)
     assert int(ids.max()) < REAL
 
 

@@ -306,8 +306,8 @@ class _Grid:
                     targets.extend(queries[query].continuation)
                 start += len(tree.tokens)
         self.firsts = np.cumsum([0, *counts[:-1]])
-        wanted = np.asarray([at, targets], np.int64).T
-        pairs, self.pair = np.unique(wanted, axis=0, return_inverse=True)
+        all_pairs = np.asarray([at, targets], np.int64).T
+        pairs, self.pair = np.unique(all_pairs, axis=0, return_inverse=True)
         self.at_P, first, self.p = np.unique(pairs[:, 0], return_index=True, return_inverse=True)
         self.m, self.targets = np.arange(len(pairs)) - first[self.p], pairs[:, 1]
         self.most = int(self.m.max()) + 1

@@ -72,13 +72,13 @@ class HarnessLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """See LM. The seed of a request is the number of equal requests before it, so results do not depend on batches."""
-        asked: collections.Counter[str] = collections.Counter()
+        earlier: collections.Counter[str] = collections.Counter()
         prompts = []
         for request in requests:
             context, given = request.args
-            again = f"{context}\0{sorted(given.items())}"
-            prompts.append(self._prompt(context, dict(given), seed=asked[again]))
-            asked[again] += 1
+            key = f"{context}\0{sorted(given.items())}"
+            prompts.append(self._prompt(context, dict(given), seed=earlier[key]))
+            earlier[key] += 1
         return self.model.complete(prompts)
 
     def _cleaned(self, requests: Sequence[Any]) -> Sequence[Any]:

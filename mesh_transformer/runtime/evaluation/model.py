@@ -227,16 +227,16 @@ class EvalModel:
         return [found[i] for i in range(len(keys))]
 
     def _generate(
-        self, prompts: Sequence[GenerationPrompt], wanted: list[int]
+        self, prompts: Sequence[GenerationPrompt], missing: list[int]
     ) -> Iterator[tuple[int, Answer]]:
-        engine = self._engine(min(MAX_SLOTS, len(wanted)))
-        asked = {
+        engine = self._engine(min(MAX_SLOTS, len(missing)))
+        inputs = {
             i: CompletionInput(
                 prompts[i].tokens, prompts[i].params, TextStream(self.tokenizer, prompts[i].stops)
             )
-            for i in sorted(wanted, key=lambda i: len(prompts[i].tokens))
+            for i in sorted(missing, key=lambda i: len(prompts[i].tokens))
         }
-        for i, _, text in complete(engine, asked):
+        for i, _, text in complete(engine, inputs):
             yield i, text or ""
 
     def _engine(self, slots: int) -> SlotEngine:

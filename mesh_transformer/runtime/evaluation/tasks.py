@@ -107,11 +107,11 @@ class Tasks:
                 found.setdefault(instance.request_type, []).append(instance)
         return found
 
-    def _set_fewshot(self, task: Any, wanted: int | None) -> None:
+    def _set_fewshot(self, task: Any, num_fewshot: int | None) -> None:
         """Set num_fewshot as the harness does: a task with 0 keeps it."""
         own = task.get_config("num_fewshot")
-        if own is None or (wanted is not None and own != 0):
-            task.set_config(key="num_fewshot", value=wanted or 0)
+        if own is None or (num_fewshot is not None and own != 0):
+            task.set_config(key="num_fewshot", value=num_fewshot or 0)
 
 
 def _seed() -> None:

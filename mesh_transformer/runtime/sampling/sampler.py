@@ -121,18 +121,18 @@ class CompletionInput(NamedTuple):
 
 
 def complete(
-    engine: Engine, wanted: Mapping[int, CompletionInput]
+    engine: Engine, inputs: Mapping[int, CompletionInput]
 ) -> Iterator[tuple[int, list[Token], str | None]]:
     """Compute completions, and return each one when it is finished: its key, its tokens and its text.
 
     The tokens include the stop token or the tokens of a stop text. The text does not.
     """
-    scheduler = Scheduler(engine, max_queue=len(wanted), max_steps=MAX_STEPS)
-    for key, one in wanted.items():
+    scheduler = Scheduler(engine, max_queue=len(inputs), max_steps=MAX_STEPS)
+    for key, one in inputs.items():
         scheduler.submit(key, one.prompt, one.params)
-    drawn: dict[int, list[Token]] = {key: [] for key in wanted}
+    drawn: dict[int, list[Token]] = {key: [] for key in inputs}
     for output in scheduler.run():
-        key, stream = output.request, wanted[output.request].stream
+        key, stream = output.request, inputs[output.request].stream
         for token in output.tokens:
             drawn[key].append(token)
             if stream is not None and not (output.finish_reason == "stop" and token is output.tokens[-1]):
@@ -205,11 +205,11 @@ class Sampler:
         began = time.monotonic()
         request, tokenizer = self._request, self._tokenizer
         eos = tokenizer.eot if tokenizer is not None and tokenizer.eot < self._config.model.n_vocab else None
-        wanted = {}
+        inputs = {}
         for number in range(request.num_samples):
             stream = None if tokenizer is None else TextStream(tokenizer, request.stop, context=prompt.tokens)
-            wanted[number] = CompletionInput(prompt.tokens, request.params(number, prompt.new, eos), stream)
-        done = sorted(complete(engine, wanted))
+            inputs[number] = CompletionInput(prompt.tokens, request.params(number, prompt.new, eos), stream)
+        done = sorted(complete(engine, inputs))
         seconds = round(time.monotonic() - began, 3)
         return [
             Sample(prompt.text, text, [t.id for t in tokens], [t.logprob for t in tokens], seconds)

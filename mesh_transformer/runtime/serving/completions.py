@@ -104,7 +104,7 @@ async def _start(body: CompletionRequest, model: ServedModel, job: GenerationJob
     prompts = await _prompts(body, model)
     for prompt in prompts:
         model.check_room(prompt, body.max_tokens)
-    asked = _sampling(body, model, len(prompts))
+    params = _sampling(body, model, len(prompts))
     with_logprobs = body.logprobs is not None
     echoes = await _echoes(body, model, prompts) if body.echo else [None] * len(prompts)
     choices = [
@@ -113,7 +113,7 @@ async def _start(body: CompletionRequest, model: ServedModel, job: GenerationJob
         for _ in range(body.n)
     ]
     repeated = [prompt for prompt in prompts for _ in range(body.n)]
-    job.start(zip(repeated, asked, strict=True))
+    job.start(zip(repeated, params, strict=True))
     head = {
         "id": f"cmpl-{secrets.token_hex(12)}",
         "object": "text_completion",

@@ -104,9 +104,9 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) ->
     return StartPoint(checkpoint.state, step, counters, loader)
 
 
-def _changes(noted: Any, config: Config) -> list[str]:
+def _changes(recorded: Any, config: Config) -> list[str]:
     """The options that differ from the config in the checkpoint, such as `optimizer.lr 0.01 -> 0.02`."""
-    before, now = moved(noted if isinstance(noted, dict) else {}), config.model_dump(mode="json")
+    before, now = moved(recorded if isinstance(recorded, dict) else {}), config.model_dump(mode="json")
     return [
         f"{group}.{name} {json.dumps(old[name])} -> {json.dumps(value)}"
         for group in ("model", "compute", "optimizer", "data")
@@ -116,15 +116,15 @@ def _changes(noted: Any, config: Config) -> list[str]:
     ]
 
 
-def _counters(noted: Any) -> Counters:
+def _counters(recorded: Any) -> Counters:
     try:
-        counters = Counters(**noted)
+        counters = Counters(**recorded)
         if all(type(count) is int and count >= 0 for count in counters):
             return counters
     except TypeError:
         pass
     raise UserError(
-        f"the checkpoint has the counters {str(noted)[:200]}: expected whole numbers for {', '.join(Counters._fields)}. "
+        f"the checkpoint has the counters {str(recorded)[:200]}: expected whole numbers for {', '.join(Counters._fields)}. "
         f"To use its parameters, start a run with --tune-model-path and another checkpoint.model_dir"
     )
 
@@ -179,12 +179,12 @@ def _classic_checkpoint(session: Session, program: TrainProgram, run: ClassicRun
 
 def _classic_loader(session: Session, aux: Any) -> dict[str, Any] | None:
     """The position in the training data that the original program stored with a step, in the format of our loader."""
-    data, noted = session.config.data, aux.get("train_loader") if isinstance(aux, dict) else None
+    data, recorded = session.config.data, aux.get("train_loader") if isinstance(aux, dict) else None
     if data.train_set is None:
         return None
-    if noted is None:
+    if recorded is None:
         log.warning(
             "the checkpoint has no position in the training data: reading the data from its beginning"
         )
         return None
-    return classic_position(data.train_set, noted, session.sequences_per_step)
+    return classic_position(data.train_set, recorded, session.sequences_per_step)

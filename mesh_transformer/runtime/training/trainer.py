@@ -212,7 +212,8 @@ class TrainingRun:
             if code is not None:
                 self.observer.phase("finish", step)
                 return code, step
-        self.observer.phase("finish", total)  # what is still being written
+        # the last checkpoint may still be written
+        self.observer.phase("finish", total)
         return 0, max(start_point.step, total)
 
     def _validate(self, step: int, state: TrainState, report: MetricsReporter) -> None:
