@@ -122,8 +122,8 @@ def _check_golden(engine: SlotEngine, expected: Any, prefix: str, new: int) -> N
     prompts = [
         row[len(row) - n :].tolist() for row, n in zip(contexts, lengths, strict=True)
     ]  # padded on the left
-    wanted = SamplingParams(max_tokens=new, temperature=0)
-    made = complete(engine, [(prompt, wanted) for prompt in prompts])
+    sampling = SamplingParams(max_tokens=new, temperature=0)
+    made = complete(engine, [(prompt, sampling) for prompt in prompts])
     tokens, logits = expected[f"{prefix}tokens"], expected[f"{prefix}logits"]
     logprobs = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), tokens[..., None].astype(int), -1)
     for row, completion in enumerate(made):
@@ -263,8 +263,8 @@ def test_logprobs_of_prompt_and_completion_with_alternatives() -> None:
     run, params, _ = tiny()
     engine = engine_of(run, params, slots=2, max_prefill_tokens=32)
     prompt = prompt_of(6, 40)
-    wanted = SamplingParams(max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=True)
-    (made,) = complete(engine, [(prompt, wanted)])
+    sampling = SamplingParams(max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=True)
+    (made,) = complete(engine, [(prompt, sampling)])
     tokens = np.asarray([prompt + made.ids], np.int32)
     logits, _ = run.model.apply(params, tokens)
     logprobs = np.asarray(jax.nn.log_softmax(logits))[0]
@@ -279,8 +279,8 @@ def test_logprobs_of_prompt_and_completion_with_alternatives() -> None:
 
 def test_a_prompt_alone() -> None:
     _, _, engine = tiny()
-    wanted = SamplingParams(max_tokens=0, prompt_logprobs=True)
-    engine.insert(0, [1, 2, 3], wanted, source=None, reused=0)
+    sampling = SamplingParams(max_tokens=0, prompt_logprobs=True)
+    engine.insert(0, [1, 2, 3], sampling, source=None, reused=0)
     (found,) = engine.prefill([PromptChunk(0, 0, 3)])
     assert found == PrefillResult(None, found.prompt)
     assert [token.id for token in found.prompt] == [2, 3]
@@ -356,11 +356,11 @@ def test_prompts_of_one_size_are_computed_together(monkeypatch: pytest.MonkeyPat
     calls = []
     prefill = engine._programs.prefill
 
-    def noted(params: Any, slots: Any, chunks: Any, *rest: Any, length: int, scored: bool) -> Any:
+    def recorded_prefill(params: Any, slots: Any, chunks: Any, *rest: Any, length: int, scored: bool) -> Any:
         calls.append((chunks.count_B.tolist(), length))
         return prefill(params, slots, chunks, *rest, length=length, scored=scored)
 
-    monkeypatch.setattr(engine._programs, "prefill", noted)
+    monkeypatch.setattr(engine._programs, "prefill", recorded_prefill)
     prompts = [prompt_of(seed, 20 + seed) for seed in range(3)]
     together = complete(engine, [(prompt, GREEDY) for prompt in prompts])
     assert calls == [([20, 21, 22, 0], 64)]

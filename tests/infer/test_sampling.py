@@ -10,8 +10,8 @@ from mesh_transformer.infer.requests import LEAST_TEMPERATURE, MAX_TEMPERATURE, 
 from mesh_transformer.infer.sampling import OptionVectors, keep_most_likely, most_likely, sample
 
 
-def _options(n: int, **asked: float) -> OptionVectors:
-    values = {**SamplingParams().options, **asked}
+def _options(n: int, **options: float) -> OptionVectors:
+    values = {**SamplingParams().options, **options}
     return {name: np.full(n, value, OPTIONS[name].dtype) for name, value in values.items()}
 
 
@@ -81,8 +81,8 @@ def test_no_draw_is_a_padding_row(row, temperature):
     n = 40
     padded = np.float32([[*row, -INF, -INF, -INF]] * n)
     for filters in ({"top_k": 2, "top_p": 0.5}, {}):
-        asked = _options(n, temperature=temperature, **filters)
-        assert int(jax.jit(sample)(padded, jax.random.split(jax.random.key(0), n), asked).max()) < REAL
+        options = _options(n, temperature=temperature, **filters)
+        assert int(jax.jit(sample)(padded, jax.random.split(jax.random.key(0), n), options).max()) < REAL
     ids, _ = most_likely(jax.nn.log_softmax(padded), jnp.int32(1), 1)
     assert int(ids.max()) < REAL
 

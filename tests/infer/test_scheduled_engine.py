@@ -52,11 +52,11 @@ def test_requests_that_share_prefixes_get_the_tokens_they_get_alone() -> None:
     scheduler = Scheduler(engine, max_queue=16, max_steps=4)
     together = _serve(scheduler, requests)
     assert scheduler.stats.reused_tokens > 100
-    for i, (prompt, asked) in requests.items():
-        alone = _serve(Scheduler(engine, max_queue=0), {i: (prompt, asked)})[i]  # with an empty cache
-        assert len(alone) == asked.max_tokens
+    for i, (prompt, sampling) in requests.items():
+        alone = _serve(Scheduler(engine, max_queue=0), {i: (prompt, sampling)})[i]  # with an empty cache
+        assert len(alone) == sampling.max_tokens
         cut = len(together[i])
-        assert 4 < cut < 20 if i == CANCELLED else cut == asked.max_tokens
+        assert 4 < cut < 20 if i == CANCELLED else cut == sampling.max_tokens
         assert [token.id for token in together[i]] == [token.id for token in alone[:cut]]
         np.testing.assert_allclose(
             [token.logprob for token in together[i]], [token.logprob for token in alone[:cut]], atol=2e-5

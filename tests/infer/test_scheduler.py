@@ -294,14 +294,14 @@ def test_idle():
     assert c.scheduler.idle
 
 
-def slid(prompt: list[int], asked: SamplingParams, context: int) -> tuple[list[int], str]:
+def slid(prompt: list[int], sampling: SamplingParams, context: int) -> tuple[list[int], str]:
     """The tokens and the finish reason of a completion that slides: each window alone, with at least half a context of text."""
-    text, drawn, end, seed = list(prompt), 0, "length", asked.seed
-    while drawn < asked.max_tokens and end == "length":
-        left = asked.max_tokens - drawn
+    text, drawn, end, seed = list(prompt), 0, "length", sampling.seed
+    while drawn < sampling.max_tokens and end == "length":
+        left = sampling.max_tokens - drawn
         window = text[-max(context - left, context - context // 2) :]
         new = min(left, context - len(window))
-        made = alone(window, dataclasses.replace(asked, max_tokens=new, seed=seed))
+        made = alone(window, dataclasses.replace(sampling, max_tokens=new, seed=seed))
         seed += 1
         text += [token.id for token in made.tokens]
         drawn, end = drawn + len(made.tokens), made.finish_reason
@@ -310,17 +310,17 @@ def slid(prompt: list[int], asked: SamplingParams, context: int) -> tuple[list[i
 
 @pytest.mark.parametrize("length", [5, 16, 20, 100])
 @pytest.mark.parametrize(
-    "asked", [params(1), params(9), params(70, seed=3), params(90, stop_token_ids=(31,))], ids=str
+    "sampling", [params(1), params(9), params(70, seed=3), params(90, stop_token_ids=(31,))], ids=str
 )
-def test_a_completion_that_slides(length, asked):
+def test_a_completion_that_slides(length, sampling):
     """With other requests that wait for the only slot. `on_admit` is called once."""
     c = Collector(slots=1, context=20)
     prompt = [(3 * i * i + i) % 101 for i in range(length)]
-    c.submit(0, prompt, asked, slide=True)
+    c.submit(0, prompt, sampling, slide=True)
     c.scheduler.submit(1, PROMPT[:5], params(3))
     while not c.scheduler.idle:
         c.step()
-    tokens, end = slid(prompt, asked, 20)
+    tokens, end = slid(prompt, sampling, 20)
     assert ([token.id for token in c.got[0].tokens], c.got[0].finish_reason) == (tokens, end)
     assert c.admitted == [0]
     assert c.got[1] == alone(PROMPT[:5], params(3))

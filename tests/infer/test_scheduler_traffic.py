@@ -29,7 +29,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
-        asked=st.builds(
+        sampling=st.builds(
             lambda max_tokens, min_tokens, **others: SamplingParams(
                 max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), **others
             ),
@@ -40,11 +40,11 @@ class Traffic(RuleBasedStateMachine):
             prompt_logprobs=st.sampled_from([False, False, False, True]),
         ),
     )
-    def submit(self, prompt, asked):
+    def submit(self, prompt, sampling):
         request = len(self.c.requests)
         full = len(self.waiting) >= self.max_queue + self.c.engine.slots - len(self.c.engine.in_use)
         try:
-            self.c.submit(request, prompt, asked)
+            self.c.submit(request, prompt, sampling)
         except QueueFull:
             assert full
         else:

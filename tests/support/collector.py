@@ -15,9 +15,9 @@ class Collector:
         self.got: dict[int, Completion] = {}
         self.admitted: list[int] = []
 
-    def submit(self, request: int, prompt: list[int], asked: SamplingParams, **how: bool) -> None:
-        self.scheduler.submit(request, prompt, asked, lambda: self.admitted.append(request), **how)
-        self.requests[request] = (prompt, asked)
+    def submit(self, request: int, prompt: list[int], sampling: SamplingParams, **how: bool) -> None:
+        self.scheduler.submit(request, prompt, sampling, lambda: self.admitted.append(request), **how)
+        self.requests[request] = (prompt, sampling)
 
     def step(self) -> list[int]:
         """Run one step. Returns the requests with outputs."""
@@ -34,12 +34,12 @@ class Collector:
 
     def run(self, *requests: tuple[list[int], SamplingParams]) -> None:
         """Submit requests with the next free IDs, run steps until idle, and check all completions."""
-        for prompt, asked in requests:
-            self.submit(len(self.requests), prompt, asked)
+        for prompt, sampling in requests:
+            self.submit(len(self.requests), prompt, sampling)
         while not self.scheduler.idle:
             self.step()
-        for request, asked in self.requests.items():
-            assert self.got[request] == alone(*asked)
+        for request, sampling in self.requests.items():
+            assert self.got[request] == alone(*sampling)
         assert not self.engine.in_use
 
     def calls(self, *kinds: str) -> list[tuple]:

@@ -75,6 +75,6 @@ class HarnessRequest:
     args: tuple[Any, ...]
 
 
-def asked(*args: Sequence[Any]) -> list[HarnessRequest]:
+def harness_requests(*args: Sequence[Any]) -> list[HarnessRequest]:
     """Requests with these arguments."""
     return [HarnessRequest(tuple(one)) for one in args]

@@ -4,14 +4,14 @@ import jax
 import numpy as np
 import pytest
 from support import hf_folders as hf
-from support.evaluated import asked, gpt2_model, ours
+from support.evaluated import gpt2_model, harness_requests, ours
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 from mesh_transformer.runtime.evaluation.model import AnswerCache, fingerprint
 
-PAIRS = asked(("The end", " of it"), ("The end", " of that"), ("", "Once"))
-WRITTEN = asked(("The end", {"until": ["zz"], "max_gen_toks": 4}))
+PAIRS = harness_requests(("The end", " of it"), ("The end", " of that"), ("", "Once"))
+WRITTEN = harness_requests(("The end", {"until": ["zz"], "max_gen_toks": 4}))
 
 
 def run(tokenizer, path, seed=0, stop=lambda: False):
@@ -25,17 +25,17 @@ def test_what_was_answered_is_not_computed_again(tokenizer, tmp_path):
     made, lm = run(tokenizer, path)
     scores, rolled, texts = (
         lm.loglikelihood(PAIRS),
-        lm.loglikelihood_rolling(asked(("a b c",))),
+        lm.loglikelihood_rolling(harness_requests(("a b c",))),
         lm.generate_until(WRITTEN),
     )
     assert made.counts.queries == 4
     again, lm = run(tokenizer, path)
     assert lm.loglikelihood(PAIRS) == scores
-    assert lm.loglikelihood_rolling(asked(("a b c",))) == rolled
+    assert lm.loglikelihood_rolling(harness_requests(("a b c",))) == rolled
     assert lm.generate_until(WRITTEN) == texts
     assert again.counts.queries == 0
     assert not again._engines
-    assert lm.loglikelihood([*PAIRS, *asked(("The", " end"))])[:3] == scores
+    assert lm.loglikelihood([*PAIRS, *harness_requests(("The", " end"))])[:3] == scores
     assert again.counts.queries == 1
 
 

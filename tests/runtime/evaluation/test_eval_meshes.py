@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from support import hf_folders as hf
 from support.commands import free_port
-from support.evaluated import asked, ours
+from support.evaluated import harness_requests, ours
 
 from mesh_transformer.data.tokenizer import ByteTokenizer
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 
 MODEL = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 257, "seq": 64, "pe_rotary_dims": 4}
-PAIRS = asked(
+PAIRS = harness_requests(
     *((f"{i} bottles of beer on the wall, {i}", answer) for i in range(20) for answer in (" bottles", " cans of it", ".")),
     ("", "Once"), ("many words, " * 20, "the last"),
 )  # fmt: skip
-ROLLED = asked(("some text, longer than the context of the model. " * 4,))
-WRITTEN = asked(*((f"{i} bottles", {"until": ["q"], "max_gen_toks": 8}) for i in range(3)))
+ROLLED = harness_requests(("some text, longer than the context of the model. " * 4,))
+WRITTEN = harness_requests(*((f"{i} bottles", {"until": ["q"], "max_gen_toks": 8}) for i in range(3)))
 
 
 def answers(*overrides: str, devices: int = 1, **model_options):

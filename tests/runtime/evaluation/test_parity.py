@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from support import hf_folders as hf
 from support.builders import program
-from support.evaluated import SEQ, asked, gpt2_model, ours, theirs
+from support.evaluated import SEQ, gpt2_model, harness_requests, ours, theirs
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
@@ -69,7 +69,7 @@ def test_metrics(our_model, their_lm, texts, task_files):
 
 def test_the_rolling_task_by_text(our_model, their_lm, task_files):
     requests = Tasks(["rolled"], include_path=str(task_files)).requests()["loglikelihood_rolling"]
-    requests = [*requests, *asked(("",), ("a",), ("x" * 7,))]
+    requests = [*requests, *harness_requests(("",), ("a",), ("x" * 7,))]
     our = HarnessLM(our_model).loglikelihood_rolling(requests)
     their = their_lm.loglikelihood_rolling(requests, disable_tqdm=True)
     assert max(len(our_model.tokenizer.encode(request.args[0])) for request in requests) > SEQ
@@ -80,7 +80,7 @@ def test_the_generated_texts(our_model, their_lm, task_files, monkeypatch):
     monkeypatch.setattr(their_lm, "batch_size_per_gpu", 1)  # padding on the left moves their numbers
     requests = Tasks(["written"], include_path=str(task_files), limit=16).requests()["generate_until"]
     kwargs = {"until": ["zzz"], "max_gen_toks": SEQ - 8, "do_sample": False}
-    requests = [*requests, *asked(("A long line, of which the beginning is cut. " * 9, kwargs))]
+    requests = [*requests, *harness_requests(("A long line, of which the beginning is cut. " * 9, kwargs))]
     our = HarnessLM(our_model).generate_until(requests)
     assert our == their_lm.generate_until(requests, disable_tqdm=True)
     assert len(set(our)) > len(our) // 2
@@ -89,11 +89,13 @@ def test_the_generated_texts(our_model, their_lm, task_files, monkeypatch):
 def test_greedy_continuations_are_known_as_such(our_model, their_lm):
     contexts = [f"{i} and then, in the end," for i in range(8)]
     wanted = {"until": [], "max_gen_toks": 3, "do_sample": False}
-    texts = HarnessLM(our_model).generate_until(asked(*((context, wanted) for context in contexts)))
+    texts = HarnessLM(our_model).generate_until(
+        harness_requests(*((context, wanted) for context in contexts))
+    )
     pairs = list(zip(contexts, texts, strict=True))
     pairs += [(context, text + "x") for context, text in pairs] + [(c, " the") for c in contexts]
-    our = HarnessLM(our_model).loglikelihood(asked(*pairs))
-    assert_same(our, their_lm.loglikelihood(asked(*pairs), disable_tqdm=True))
+    our = HarnessLM(our_model).loglikelihood(harness_requests(*pairs))
+    assert_same(our, their_lm.loglikelihood(harness_requests(*pairs), disable_tqdm=True))
     assert any(flag for _, flag in our)
     assert not all(flag for _, flag in our)
 
@@ -143,8 +145,8 @@ def test_golden_weights(original, texts, tmp_path, tokenizer):
 )
 def test_how_texts_become_tokens(our_model, their_lm, pair):
     assert_same(
-        HarnessLM(our_model).loglikelihood(asked(pair)),
-        their_lm.loglikelihood(asked(pair), disable_tqdm=True),
+        HarnessLM(our_model).loglikelihood(harness_requests(pair)),
+        their_lm.loglikelihood(harness_requests(pair), disable_tqdm=True),
     )
 
 
@@ -162,10 +164,10 @@ def test_left_truncation_keeps_one_token_more_than_the_context(our_model):
 def test_ftfy_cleans_what_is_scored(our_model):
     from mesh_transformer.data.cleaning import make_cleaner
 
-    broken = asked(
+    broken = harness_requests(
         ("He said \u201cit doesn\u00e2\u20ac\u2122t", " \ufb01t\u201d")
     )  # mojibake, a ligature, quotes
-    mended = asked(("He said \"it doesn't", ' fit"'))
+    mended = harness_requests(("He said \"it doesn't", ' fit"'))
     plain, cleaning = HarnessLM(our_model), HarnessLM(our_model, make_cleaner(ftfy=True, wikitext=False))
     assert cleaning.loglikelihood(broken) == plain.loglikelihood(mended)
     assert plain.loglikelihood(broken) != plain.loglikelihood(mended)
@@ -175,17 +177,17 @@ def test_a_smaller_vocabulary_than_the_tokenizers_is_refused(tokenizer):
     model = gpt2_model(n_vocab=300)
     lm = HarnessLM(ours(model, hf.random_params(model), tokenizer))
     with pytest.raises(UserError, match=r"model\.n_vocab is 300"):
-        lm.loglikelihood(asked(("The", " end")))
+        lm.loglikelihood(harness_requests(("The", " end")))
 
 
 def test_a_continuation_without_tokens_is_refused(our_model):
     with pytest.raises(UserError, match="no token"):
-        HarnessLM(our_model).loglikelihood(asked(("Word", "s")))
+        HarnessLM(our_model).loglikelihood(harness_requests(("Word", "s")))
 
 
 def test_too_many_new_tokens_are_refused(our_model):
     with pytest.raises(UserError, match="max_gen_toks"):
-        HarnessLM(our_model).generate_until(asked(("The", {"until": []})))
+        HarnessLM(our_model).generate_until(harness_requests(("The", {"until": []})))
 
 
 def test_a_task_may_set_every_sampling_option(our_model):

@@ -18,13 +18,13 @@ from mesh_transformer.runtime.sampling import sampler
 PROMPT, NEW, VOCAB = b"ab", 24, 257
 
 
-class NotingEngine(FakeEngine):
+class RecordingEngine(FakeEngine):
     """Records the parameters of its sequences."""
 
-    asked: list[SamplingParams] = []  # noqa: RUF012  (cleared for each test)
+    recorded: list[SamplingParams] = []  # noqa: RUF012  (cleared for each test)
 
     def insert(self, slot: int, prompt: Any, params: SamplingParams, **how: Any) -> None:
-        self.asked.append(params)
+        self.recorded.append(params)
         super().insert(slot, prompt, params, **how)
 
 
@@ -36,9 +36,11 @@ def sample(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(platforms, "CompileCache", lambda: None)
     monkeypatch.setattr(logs, "set_up", lambda: None)
     monkeypatch.setattr(
-        sampler, "open_engine", lambda config, source, slots, context: NotingEngine(slots=slots, vocab=VOCAB)
+        sampler,
+        "open_engine",
+        lambda config, source, slots, context: RecordingEngine(slots=slots, vocab=VOCAB),
     )
-    NotingEngine.asked.clear()
+    RecordingEngine.recorded.clear()
 
     def command(*arguments: str) -> tuple[int, list[dict[str, Any]], str]:
         given = ["--config", "config.json", "--json", "--max-new-tokens", str(NEW), *arguments]
@@ -54,8 +56,8 @@ def sample(tmp_path, monkeypatch, capsys):
 
 
 def drawn(seed: int) -> list[int]:
-    asked = SamplingParams(max_tokens=NEW, seed=seed, stop_token_ids=(256,))
-    return [token.id for token in alone(PROMPT, asked, VOCAB).tokens]
+    params = SamplingParams(max_tokens=NEW, seed=seed, stop_token_ids=(256,))
+    return [token.id for token in alone(PROMPT, params, VOCAB).tokens]
 
 
 def text(tokens: list[int]) -> str:
@@ -73,9 +75,9 @@ def test_options_reach_the_engine(sample):
         max_tokens=NEW, temperature=0.5, top_p=0, top_k=7, repetition_penalty=1.5, presence_penalty=0.25,
         frequency_penalty=-2, seed=2**32 - 1, min_p=0.125, no_repeat_ngram_size=3,
     )  # fmt: skip
-    assert NotingEngine.asked[0] == wanted
+    assert RecordingEngine.recorded[0] == wanted
     assert all(value != OPTIONS[name].default for name, value in wanted.options.items())
-    assert [params.seed for params in NotingEngine.asked] == [2**32 - 1, 0]
+    assert [params.seed for params in RecordingEngine.recorded] == [2**32 - 1, 0]
 
 
 def test_stop_texts_end_each_sample_before_them(sample):

@@ -55,11 +55,11 @@ def test_a_story_goes_on_beyond_the_context(server, monkeypatch):
     monkeypatch.setattr(ServedModel, "end_tokens", lambda self: ())
     windows, insert = [], server.engine.insert
 
-    def noting(slot, prompt, params, **how):
+    def recording(slot, prompt, params, **how):
         windows.append((list(prompt), params))
         insert(slot, prompt, params, **how)
 
-    monkeypatch.setattr(server.engine, "insert", noting)
+    monkeypatch.setattr(server.engine, "insert", recording)
     length, story = 150, "long ago " * 30
     for context in (story, "a" * 64, "a"):
         windows.clear()

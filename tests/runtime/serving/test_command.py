@@ -270,9 +270,9 @@ def test_who_may_reach_the_server_is_warned_of(tmp_path, monkeypatch, capfd, mod
     options = serving.ServeOptions(host=host, port=0, api_key_file="keys" if keys else None)
     with pytest.raises(UserError, match="nothing to serve in run with 8 slots"):
         serving.run("config.json", [], options, refuse)
-    said = capfd.readouterr().err
+    errors = capfd.readouterr().err
     for words in ("all users of this machine can read", "anyone can use this server"):
-        assert (words in said) == (words == warning)
+        assert (words in errors) == (words == warning)
 
 
 def test_keys_are_read_one_a_line(tmp_path):

@@ -69,11 +69,11 @@ def asked_of_the_engine(server) -> Iterator[list[SamplingParams]]:
     """The parameters of the sequences that the engine gets, in order."""
     seen, insert = [], server.engine.insert
 
-    def noting(slot, prompt, params, **how):
+    def recording(slot, prompt, params, **how):
         seen.append(params)
         insert(slot, prompt, params, **how)
 
-    server.engine.insert = noting
+    server.engine.insert = recording
     try:
         yield seen
     finally:

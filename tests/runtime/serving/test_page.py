@@ -46,8 +46,8 @@ def open_page(chromium: Any) -> Iterator[Any]:
         context = chromium.new_context(**options)
         contexts.append(context)
         page = context.new_page()
-        page.asked, page.faults = [], []
-        page.on("request", lambda request: page.asked.append(request.url))
+        page.requests, page.faults = [], []
+        page.on("request", lambda request: page.requests.append(request.url))
         page.on("pageerror", lambda error: page.faults.append(str(error)))
         page.goto(url)
         return page
@@ -80,7 +80,7 @@ def test_tokens_with_their_probabilities(open_page: Any) -> None:
         tip = page.locator("#tip")
         playwright.expect(tip).to_be_visible()
         assert "%" in tip.inner_text()
-        assert all(url.startswith((served.url, "data:")) for url in page.asked), page.asked
+        assert all(url.startswith((served.url, "data:")) for url in page.requests), page.requests
         assert page.faults == []
         page.click("#more")  # the completion becomes the prompt
         playwright.expect(page.locator("#text .prompt")).to_have_text("Hello" + text_of(made))

@@ -78,7 +78,7 @@ def test_what_knows_no_model_is_refused(here: Path, checkpoint: str | None, mess
 
 
 @pytest.mark.parametrize(
-    ("noted", "message"),
+    ("recorded", "message"),
     [
         ({"model": "gptj"}, "cannot be read: expected an object"),
         ({"model": {"layers": 2}}, "cannot be read: required and not given"),
@@ -88,23 +88,25 @@ def test_what_knows_no_model_is_refused(here: Path, checkpoint: str | None, mess
     ],
     ids=["text", "incomplete", "huge", "type", "no object"],
 )
-def test_a_config_that_is_none_is_one_line(here: Path, tmp_path: Path, noted: Any, message: str) -> None:
+def test_a_config_that_is_none_is_one_line(here: Path, tmp_path: Path, recorded: Any, message: str) -> None:
     path = here / "run/step_7/manifest/metadata"
     manifest = decode(json.loads(path.read_text()))
     native, classic, hf = (tmp_path / name for name in ("native/step_1", "classic/step_1", "hf"))
     (native / "manifest").mkdir(parents=True)
     (native / "state").mkdir()
-    (native / "manifest/metadata").write_text(json.dumps(encode(manifest._replace(extra={"config": noted}))))
+    (native / "manifest/metadata").write_text(
+        json.dumps(encode(manifest._replace(extra={"config": recorded})))
+    )
     (classic / "shard_0").mkdir(parents=True)
-    (classic / "model.json").write_text(json.dumps(noted))
+    (classic / "model.json").write_text(json.dumps(recorded))
     hf.mkdir()
     (hf / "model.safetensors").touch()
-    (hf / "config.json").write_text(json.dumps(noted))
+    (hf / "config.json").write_text(json.dumps(recorded))
     with pytest.raises(UserError, match=message) as wrong:
         config_for(None, [], str(native))
     assert "\n" not in str(wrong.value)
     with pytest.raises(
-        UserError, match=message if isinstance(noted, dict) else "model.json is not a JSON object"
+        UserError, match=message if isinstance(recorded, dict) else "model.json is not a JSON object"
     ):
         config_for(None, [], str(classic))
     with pytest.raises(UserError, match=r"config.json(: model_type is None| is not a JSON object)"):
@@ -144,14 +146,14 @@ COMMANDS = {
 def test_a_sample_is_the_same_with_a_config_and_without(
     here: Path, repo: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = []
+    outputs = []
     options = [*COMMANDS[command], "--set", "mesh.dp=8"]
     for config in (["--config", "config.json"], []):
         monkeypatch.setattr(sys, "argv", [command, *config, "--ckpt", "run", *options])
         runpy.run_path(str(repo / f"{command}.py"))["main"]()
-        told.append(capsys.readouterr().out)
-    assert told[0] == told[1]
-    assert re.match("a.", told[0], re.DOTALL)
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert re.match("a.", outputs[0], re.DOTALL)
 
 
 @pytest.mark.parametrize("command", ["device_sample", "device_serve", "slim_model"])

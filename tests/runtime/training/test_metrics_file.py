@@ -36,9 +36,9 @@ def test_a_broken_end_is_cut_off_and_told_in_one_line(tmp_path, caplog, broken):
     assert read_json_lines(str(path)) == [GOOD]
     cut_broken_end(str(path))
     assert path.read_bytes() == whole
-    (told,) = caplog.messages
-    assert told.startswith(f"{path} ended with a line that is not a record")
-    assert len(told) < len(str(path)) + 150
+    (message,) = caplog.messages
+    assert message.startswith(f"{path} ended with a line that is not a record")
+    assert len(message) < len(str(path)) + 150
     cut_broken_end(str(path))
     assert len(caplog.messages) == 1
 

@@ -148,9 +148,9 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(copy, small_disk):
             (disk / "begun/run.lock").unlink()
         leave(room or 0)
         _, errors = run(*command, cwd=copy, code=1)
-        told = [line for line in errors.splitlines() if not re.match(r"\d\d:\d\d:\d\d I ", line)]
-        assert len(told) == 1, errors
-        _check_full_disk(told[0], disk)
+        lines = [line for line in errors.splitlines() if not re.match(r"\d\d:\d\d:\d\d I ", line)]
+        assert len(lines) == 1, errors
+        _check_full_disk(lines[0], disk)
     (disk / "filler").unlink()
     run(*command, cwd=copy)
     last = {record["step"]: record["train/loss"] for record in metrics(disk / "begun")}
@@ -170,9 +170,9 @@ def test_a_full_disk_ends_a_job_of_two_processes(copy, small_disk):
     assert "Traceback" not in errors
 
 
-def _check_full_disk(told, disk):
-    assert told.startswith("error: disk/begun: the disk is full")
-    assert "the newest complete checkpoint is step_5. Free some space and run the same command again" in told
+def _check_full_disk(line, disk):
+    assert line.startswith("error: disk/begun: the disk is full")
+    assert "the newest complete checkpoint is step_5. Free some space and run the same command again" in line
     whole = {path.name for path in (disk / "begun").glob("step_*") if "tmp" not in path.name}
     assert whole == {"step_4", "step_5"}
 

@@ -39,9 +39,9 @@ def test_the_second_is_refused_and_told_who_is_there(tmp_path, holder, monkeypat
     monkeypatch.setattr(run_folder, "WAIT_S", 0.2)
     with pytest.raises(UserError) as refused, RunLock(str(tmp_path)):
         pass
-    told = str(refused.value)
-    assert f"{tmp_path} is in use: process {holder.pid} on host {socket.gethostname()} has used" in told
-    assert "--set checkpoint.model_dir=" in told
+    message = str(refused.value)
+    assert f"{tmp_path} is in use: process {holder.pid} on host {socket.gethostname()} has used" in message
+    assert "--set checkpoint.model_dir=" in message
 
 
 def test_the_kernel_frees_it_when_its_holder_is_killed(tmp_path, holder):

@@ -36,9 +36,9 @@ def trained(tmp_path_factory) -> Path:
         f" I reached step 12 of 12, val loss {loss:.2f}; checkpoint run/step_12; "
         f"sample: python device_sample.py --config config.json"
     )
-    told = [line.partition(" I ")[2] for line in lines if "val/loss_held" in line]
-    assert [line.partition(":")[0] for line in told] == ["step 5", "step 10", "step 12"]
-    assert told[-1].startswith(f"step 12: val/loss_held {loss:.4f}  val/accuracy_held 0.")
+    output = [line.partition(" I ")[2] for line in lines if "val/loss_held" in line]
+    assert [line.partition(":")[0] for line in output] == ["step 5", "step 10", "step 12"]
+    assert output[-1].startswith(f"step 12: val/loss_held {loss:.4f}  val/accuracy_held 0.")
     return folder
 
 
@@ -82,8 +82,8 @@ def test_a_resume_tells_what_is_no_longer_as_it_was(trained):
     changes = ["optimizer.lr=0.02", "data.val_every=6", "model.remat=full", "checkpoint.ckpt_every=7"]
     sets = [part for change in changes for part in ("--set", change)]
     _, errors = run("device_train.py", "--config", "config.json", *sets, cwd=trained)
-    (told,) = [line for line in errors.splitlines() if "changed options" in line]
-    assert told.endswith(
+    (output,) = [line for line in errors.splitlines() if "changed options" in line]
+    assert output.endswith(
         'resuming with changed options: compute.remat "auto" -> "full", optimizer.lr 0.01 -> 0.02, data.val_every 5 -> 6'
     )
 
@@ -110,8 +110,8 @@ def test_another_model_of_equal_shapes_is_not_resumed(trained):
 
 def test_the_last_line_names_every_set_and_a_command_that_works():
     result = TrainingResult(0, 0, 2000, 2000, {"a": 1.661, "b": 2.0}, "runs/x/step_2000")
-    told = result.summary("my config.json", ["checkpoint.model_dir=runs/x", "-secret", "-data.odd"])
-    assert told == (
+    output = result.summary("my config.json", ["checkpoint.model_dir=runs/x", "-secret", "-data.odd"])
+    assert output == (
         "reached step 2,000 of 2,000, val loss 1.66 (a), 2.00 (b); checkpoint runs/x/step_2000; sample: "
         "python device_sample.py --config 'my config.json' --set checkpoint.model_dir=runs/x --ignore-keys secret,data.odd"
     )
@@ -381,8 +381,8 @@ def test_classic_spelling_trains(tmp_path):
     assert [("val/loss_held" in record) for record in records] == [False, False, False, True]
     assert sorted(path.name for path in (tmp_path / "classic").glob("step_*")) == ["step_3", "step_4"]
     warnings = [line.split(" W ")[1] for line in errors.splitlines() if "classic.json: " in line]
-    told = [warning.split(": ")[1].split()[:2] for warning in warnings]
-    assert told == [["d_head", "4"], ["pe_rotary_dims", "64"]]
+    output = [warning.split(": ")[1].split()[:2] for warning in warnings]
+    assert output == [["d_head", "4"], ["pe_rotary_dims", "64"]]
 
 
 assert CONFIG["checkpoint"]["ckpt_every"] == 5  # the tests above rely on it
