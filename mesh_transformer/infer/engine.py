@@ -204,17 +204,17 @@ class SlotEngine:
         begin = {(rows, n, n, False) for n in self._sizes(later=False) for rows in (1, self._rows(n))}
         later = {(1, n, self.context, scored) for n in self._sizes(later=True) for scored in (False, True)}
         for rows, size, length, scored in sorted(begin | later):
-            given = ChunkBatch.none(rows, size), np.int32(0)
-            yield self._compiler(self._programs.prefill, *given, length=length, scored=scored)
+            arguments = ChunkBatch.none(rows, size), np.int32(0)
+            yield self._compiler(self._programs.prefill, *arguments, length=length, scored=scored)
 
     def _every_generate(self) -> Iterator[Callable[[], Any]]:
         for length in segment_ends(self.context):
             for slots in (np.zeros(1, np.int32), None)[-self.slots :]:
-                given = slots, np.int32(0), np.int32(0)
-                yield self._compiler(self._programs.generate, *given, length=length)
+                arguments = slots, np.int32(0), np.int32(0)
+                yield self._compiler(self._programs.generate, *arguments, length=length)
 
-    def _compiler(self, program: Any, *given: Any, **static: Any) -> Callable[[], Any]:
-        return lambda: program.lower(self._params, self._slots, *given, **static).compile()
+    def _compiler(self, program: Any, *arguments: Any, **static: Any) -> Callable[[], Any]:
+        return lambda: program.lower(self._params, self._slots, *arguments, **static).compile()
 
     def _bias(self, params: SamplingParams) -> Any:
         if not params.logit_bias:

@@ -75,9 +75,9 @@ class HarnessLM(TemplateLM):
         earlier: collections.Counter[str] = collections.Counter()
         prompts = []
         for request in requests:
-            context, given = request.args
-            key = f"{context}\0{sorted(given.items())}"
-            prompts.append(self._prompt(context, dict(given), seed=earlier[key]))
+            context, gen_kwargs = request.args
+            key = f"{context}\0{sorted(gen_kwargs.items())}"
+            prompts.append(self._prompt(context, dict(gen_kwargs), seed=earlier[key]))
             earlier[key] += 1
         return self.model.complete(prompts)
 
@@ -107,9 +107,9 @@ class HarnessLM(TemplateLM):
         split = len(both) - len(continuation)
         return Query(both[:split], both[split:])
 
-    def _prompt(self, context: str, given: dict[str, Any], seed: int) -> GenerationPrompt:
+    def _prompt(self, context: str, gen_kwargs: dict[str, Any], seed: int) -> GenerationPrompt:
         """A prompt, cut on the left so that the new tokens fit the model's context."""
-        options: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        options: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         stops = handle_stop_sequences(options["until"], EOT_TEXT)
         new = options["max_gen_toks"]
         room = self.max_length - new

@@ -119,7 +119,7 @@ def evaluate(config: Config, options: EvalOptions) -> Evaluation:
     began = time.monotonic()
     lm = HarnessLM(model, make_cleaner(ftfy=True, wikitext=False) if options.ftfy else None)
     results = tasks.run(lm, bootstrap=BOOTSTRAP if jax.process_index() == 0 else 0)
-    given = {name: value for name, value in dataclasses.asdict(options).items() if name != "output"}
+    options_used = {name: value for name, value in dataclasses.asdict(options).items() if name != "output"}
     report: dict[str, Any] = {
         **{name: results[name] for name in ("results", "groups", "n-shot", "n-samples") if name in results},
         "versions": {
@@ -127,7 +127,7 @@ def evaluate(config: Config, options: EvalOptions) -> Evaluation:
             **{name: importlib.metadata.version(name) for name in PACKAGES},
             "tasks": results["versions"],
         },
-        "evaluation": {**given, "checkpoint": source, "step": weights.step},
+        "evaluation": {**options_used, "checkpoint": source, "step": weights.step},
         "config": config.model_dump(mode="json"),
         "tokens": _tokens(model.counts),
         "seconds": round(time.monotonic() - began, 1),

@@ -81,13 +81,13 @@ class TextStream:
             return ""
         self._window = self._window[self._known :]
         self._known, self._known_length = len(self._window), len(self._tokenizer.decode(self._window))
-        return self._give(last=False)
+        return self._release(last=False)
 
     def finish(self) -> str:
         """The rest of the text, after the last token. Incomplete characters become U+FFFD."""
-        return self._give(last=True)
+        return self._release(last=True)
 
-    def _give(self, *, last: bool) -> str:
+    def _release(self, *, last: bool) -> str:
         """Accept the unfinished text, and return the part of the held text that cannot become a stop text."""
         new = len(self._unfinished)
         self._decoded += new
@@ -97,10 +97,10 @@ class TextStream:
         end = len(self._held) if last else self._possible_stop()
         at = self._found - len(self.text)
         self.stopped = at <= end
-        given = self._held[: min(at, end)]
+        certain = self._held[: min(at, end)]
         self._held = "" if self.stopped else self._held[end:]
-        self.text += given
-        return given
+        self.text += certain
+        return certain
 
     def _find_stops(self, new: int) -> None:
         """Find the stop text that starts first. A new one must end in the last `new` held characters.

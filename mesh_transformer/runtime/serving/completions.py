@@ -61,13 +61,13 @@ def router(model: ServedModel) -> APIRouter:
     async def complete(body: CompletionRequest, request: Request) -> Response:
         _check(body, model)
         limit = TimeLimit(model.timeout_s)
-        with contextlib.ExitStack() as held:
-            job = held.enter_context(model.loop.reserve(len(body.prompt) * body.n))
+        with contextlib.ExitStack() as stack:
+            job = stack.enter_context(model.loop.reserve(len(body.prompt) * body.n))
             answer = await unless_gone(request.receive, limit.within(_start(body, model, job)))
             if not body.stream:
                 return json_response(await unless_gone(request.receive, limit.within(answer.whole())))
             # EventStream exits the job
-            held.pop_all()
+            stack.pop_all()
         return EventStream(job, answer.events(), limit)
 
     @routes.post("/complete", response_model=ClassicResponse, responses=ERRORS)
@@ -162,8 +162,8 @@ class ResponseBuilder:
             "top_logprobs": [token.top for token in delta.tokens],
             "text_offset": [token.offset for token in delta.tokens],
         }
-        given = None if self.body.logprobs is None else logprobs
-        return {"index": index, "text": delta.text, "logprobs": given, "finish_reason": delta.finish_reason}
+        shown = None if self.body.logprobs is None else logprobs
+        return {"index": index, "text": delta.text, "logprobs": shown, "finish_reason": delta.finish_reason}
 
     def _usage(self) -> dict[str, int]:
         prompt, new = self.prompt_tokens, sum(choice.new_tokens for choice in self.choices)

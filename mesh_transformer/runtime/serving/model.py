@@ -71,9 +71,11 @@ class ServedModel:
 
     def check_room(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Raise ApiError 400 if a prompt and its completion are longer than the context."""
-        given, both, context = len(prompt), len(prompt) + max_tokens, self.loop.context
+        prompt_tokens, both, context = len(prompt), len(prompt) + max_tokens, self.loop.context
         if both > context:
-            tokens = f"the prompt has {given} tokens and max_tokens is {max_tokens}: the sum is {both}"
+            tokens = (
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: the sum is {both}"
+            )
             raise invalid(f"{tokens}, more than the context of {context} tokens", "prompt")
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

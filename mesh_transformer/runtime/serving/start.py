@@ -217,8 +217,8 @@ async def _first(*awaitables: Awaitable[object]) -> None:
     """Wait until one of the awaitables is done. Cancel the others, except those that were tasks before."""
     tasks = [asyncio.ensure_future(each) for each in awaitables]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task, given in zip(tasks, awaitables, strict=True):
-        if task is not given:
+    for task, awaitable in zip(tasks, awaitables, strict=True):
+        if task is not awaitable:
             task.cancel()
 
 

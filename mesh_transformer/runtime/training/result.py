@@ -30,10 +30,10 @@ class TrainingResult(NamedTuple):
             return (
                 f"saved after step {self.step:,} of {self.total_steps:,}; the same command resumes from there"
             )
-        given = [part for change in overrides if not is_ignored(change) for part in ("--set", change)]
+        options = [part for change in overrides if not is_ignored(change) for part in ("--set", change)]
         if ignored := [change.removeprefix("-") for change in overrides if is_ignored(change)]:
-            given += ["--ignore-keys", ",".join(ignored)]
-        sample = shlex.join(["python", "device_sample.py", "--config", config_path, *given])
+            options += ["--ignore-keys", ",".join(ignored)]
+        sample = shlex.join(["python", "device_sample.py", "--config", config_path, *options])
         after = f"checkpoint {self.checkpoint}; sample: {sample}"
         if self.start_step >= self.total_steps:
             return (
