@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices and a compile cache, set before any test module imports jax."""
+"""Eight virtual CPU devices, a compile cache and strict promotion, set before any test module imports jax."""
 
 import logging
 import os
@@ -42,12 +42,19 @@ def set_up_caches(environment: dict[str, str] | os._Environ[str]) -> None:
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
 
+def set_up_strictness(environment: dict[str, str] | os._Environ[str]) -> None:
+    """Let JAX refuse to convert dtypes and to add dimensions on its own, in commands under test too."""
+    environment.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+    environment.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+
+
 if "jax" in sys.modules:
     raise RuntimeError(
         "jax was imported before tests/conftest.py could choose the devices: which plugin did it?"
     )
 set_up_devices(os.environ)
 set_up_caches(os.environ)
+set_up_strictness(os.environ)
 # A shell's background job ignores SIGINT, and the commands under test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -218,7 +218,7 @@ class SlotPrograms:
             x_BTD, written, _ = self.model.hidden({**params, "embed": embed}, tokens_BT, view, start_B)
             logits_BV = self._logits(self.model.gathered_head(params), x_BTD)[:, 0]
             slots = slots._replace(
-                cache=self._written(written), length_N=slots.length_N.at[rows_B].add(live_B)
+                cache=self._written(written), length_N=slots.length_N.at[rows_B].add(live_B.astype(jnp.int32))
             )
             slots, new = draw(slots, rows_B, logits_BV, live_B, n_top)
             return i + 1, slots, jax.tree.map(lambda all, one: all.at[i].set(one), drawn, new)

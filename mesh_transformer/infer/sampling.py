@@ -111,7 +111,7 @@ def most_likely(logprobs_BV: jax.Array, n_top: jax.Array, most: int) -> tuple[ja
 def _argmax(x_BV: jax.Array) -> jax.Array:
     """The first index of the largest number of each row, int32. XLA for CPU vectorizes these two reductions."""
     x_BV, n = _nan_to_neg_inf(x_BV), x_BV.shape[-1]
-    return jnp.where(x_BV == x_BV.max(-1, keepdims=True), jnp.arange(n, dtype=jnp.int32), n).min(-1)
+    return jnp.where(x_BV == x_BV.max(-1, keepdims=True), jnp.arange(n, dtype=jnp.int32)[None], n).min(-1)
 
 
 def _nan_to_neg_inf(x: jax.Array) -> jax.Array:
@@ -134,14 +134,14 @@ def _apply_penalties(logits_BV: jax.Array, o: OptionVectors, inputs: PenaltyInpu
     penalty_B1 = o["repetition_penalty"][:, None]
     penalised = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
     logits_BV = jnp.where(repeated, penalised, logits_BV)
-    logits_BV = logits_BV - o["frequency_penalty"][:, None] * counts_BV
-    return logits_BV - o["presence_penalty"][:, None] * (counts_BV > 0)
+    logits_BV = logits_BV - o["frequency_penalty"][:, None] * counts_BV.astype(jnp.float32)
+    return logits_BV - o["presence_penalty"][:, None] * (counts_BV > 0).astype(jnp.float32)
 
 
 def _exclude_repeated_ngrams(logits_BV: jax.Array, n_B: jax.Array, inputs: PenaltyInputs) -> jax.Array:
     """Exclude the tokens that would repeat an n-gram."""
     tokens_BS, length_B = inputs.tokens_NS[inputs.rows_B], inputs.length_B
-    positions = jnp.arange(tokens_BS.shape[1])
+    positions = jnp.arange(tokens_BS.shape[1])[None]
 
     def same(back: jax.Array, matches_BS: jax.Array) -> jax.Array:
         """Position p matches if the token `back` before p equals the token `back` before the next one."""

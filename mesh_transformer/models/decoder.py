@@ -219,9 +219,15 @@ class Norm(hk.Module):
             start = np.sqrt(d_model)
         shape: tuple[int, ...] = () if self.norm.one_scale else (d_model,)
         axes = ("embed",) * len(shape)
-        y = y * _parameter("scale", shape, hk.initializers.Constant(start), *axes)
+
+        def parameter(name: str, init: hk.initializers.Initializer) -> jax.Array:
+            value = _parameter(name, shape, init, *axes).astype(y.dtype)
+            # not jnp.broadcast_to: what the backward pass keeps would have y's shape
+            return jax.lax.broadcast_to_rank(value, y.ndim)
+
+        y = y * parameter("scale", hk.initializers.Constant(start))
         if self.norm.offset:
-            y = y + _parameter("offset", shape, _zeros, *axes)
+            y = y + parameter("offset", _zeros)
         return y.astype(x.dtype)
 
 

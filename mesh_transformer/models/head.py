@@ -78,6 +78,7 @@ class VocabTiles:
         return jax.tree.map(add, total, gradients, self.model.stage_axes["head"])
 
     def _add(self, number: jax.Array, total: jax.Array, gradient: jax.Array, axes: Axes) -> jax.Array:
+        gradient = gradient.astype(total.dtype)
         if self.tiles == 1 or "vocab" not in axes:
             return total + gradient
         dim = axes.index("vocab")
@@ -95,13 +96,13 @@ class VocabTiles:
         d, logits_BTC = self.model.decoder, self._small.unembed(params, y_BTD)
         if d.padded_vocab == d.n_vocab:
             return logits_BTC
-        return jnp.where(self.rows(number) < d.n_vocab, logits_BTC, -jnp.inf)
+        return jnp.where(self.rows(number)[None, None] < d.n_vocab, logits_BTC, -jnp.inf)
 
     def rows(self, number: jax.Array) -> jax.Array:
         """(C,) int32: the token ids of a tile."""
         width = self.columns // self.shards
         starts = jnp.arange(self.shards) * self.tiles * width + number * width
-        return rearrange(starts[:, None] + jnp.arange(width), "shards row -> (shards row)")
+        return rearrange(starts[:, None] + jnp.arange(width)[None], "shards row -> (shards row)")
 
     def place(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The tile of each token id, and its column in that tile."""
@@ -248,7 +249,7 @@ def _scan_losses(
         number, params = tile
         logits_BtC = head.logits(params, number, x_BtD)
         normaliser, exps_BtC = normaliser.add(logits_BtC)
-        hits_BtC = head.rows(number) == targets_Bt[..., None]
+        hits_BtC = head.rows(number)[None, None] == targets_Bt[..., None]
         # A masked sum, not a gather: the logits stay sharded over the vocabulary.
         target_Bt += jnp.where(hits_BtC, logits_BtC, 0).sum(-1)
         return (normaliser, target_Bt), (exps_BtC, normaliser.largest) if keep else None
@@ -275,11 +276,11 @@ def _scan_gradients(
         total, dx_BtD = carry
         number, params, (exps_BtC, largest_Bt) = tile
         scale_Bt = softmax_Bt * jnp.exp(largest_Bt - normaliser.largest) / normaliser.total
-        hits_BtC = head.rows(number) == targets_Bt[..., None]
+        hits_BtC = head.rows(number)[None, None] == targets_Bt[..., None]
         dlogits_BtC = exps_BtC * scale_Bt[..., None] - jnp.where(hits_BtC, target_Bt[..., None], 0)
         _, pull = jax.vjp(lambda params, x: head.logits(params, number, x), params, x_BtD)
         dparams, dx = pull(dlogits_BtC)
-        return (head.add(total, number, dparams), dx_BtD + dx), None
+        return (head.add(total, number, dparams), dx_BtD + dx.astype(dx_BtD.dtype)), None
 
     start = total, jnp.zeros(x_BtD.shape, jnp.float32)
     (total, dx_BtD), _ = jax.lax.scan(step, start, (jnp.arange(head.tiles), tiles, kept))

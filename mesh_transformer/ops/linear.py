@@ -114,7 +114,7 @@ def add_bias(x_F: jax.Array, b_F: jax.Array) -> jax.Array:
 
     db = sum over tokens of dy, summed in float32. It is computed as ones @ dy: XLA for CPU is slow at column sums.
     """
-    return x_F + b_F.astype(x_F.dtype)
+    return x_F + jax.lax.broadcast_to_rank(b_F.astype(x_F.dtype), x_F.ndim)
 
 
 def _add_bias_forward(x_F: jax.Array, b_F: jax.Array) -> tuple[jax.Array, jax.Array]:

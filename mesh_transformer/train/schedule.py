@@ -61,8 +61,8 @@ def sequential(
 
     def microbatch(total: Params, batch: Batch) -> tuple[Params, tuple[Metrics, jax.Array]]:
         (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(trained, batch)
-        gradient = parts.constrain(gradient)
-        square = optax.tree.norm(optax.tree.cast(gradient, jnp.float32), squared=True)
+        gradient = optax.tree.cast(parts.constrain(gradient), jnp.float32)
+        square = optax.tree.norm(gradient, squared=True)
         return optax.tree.add(total, gradient), (metrics, square)
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)

@@ -285,7 +285,9 @@ class Optimizer:
         slots = {name: value for name, value in state.items() if name != "schedule"}
         before = jax.eval_shape(self._direction.init, params)._replace(**slots)
         clipped, _ = self._clip.update(gradients, optax.EmptyState())
-        direction, after = self._direction.update(clipped, before, params)
+        # optax mixes dtypes and ranks
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            direction, after = self._direction.update(clipped, before, params)
         matrices = map_axes(lambda axes: len([name for name in axes if name != "layers"]) > 1, self.axes)
         decayed = jax.tree.map(
             lambda u, p, matrix: u + decay * p if matrix else u, direction, params, matrices

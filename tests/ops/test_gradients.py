@@ -52,7 +52,7 @@ def test_matmul_keeps_the_dtypes_of_its_gradients():
 def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
     x, b, dy = (a.astype(dtype) for a in (normal(0, 4, 300, 7), normal(1, 7), normal(2, 4, 300, 7)))
     y, gradients = jax.vjp(add_bias, x, b)
-    np.testing.assert_array_equal(y, x + b)
+    np.testing.assert_array_equal(y, x + b[None, None])
     dx, db = gradients(dy)
     np.testing.assert_array_equal(dx, dy)
     expected = np.asarray(dy, np.float64).sum((0, 1))
@@ -66,8 +66,8 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
 def plain(q, k, v, bias, *, mask=None, window=None, softcap=None):
     """Attention as a formula, over the keys that `mask` and the window leave."""
     length = q.shape[1]
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)
-    seen = (distance >= 0) & (distance < (window or length))
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None]
+    seen = ((distance >= 0) & (distance < (window or length)))[None, None]
     logits = jnp.einsum("bthk,bshk->bhts", q, k) * SCALE
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     seen = seen if mask is None else seen & mask
@@ -109,8 +109,8 @@ def test_attention_to_packed_rows_is_attention(length, with_bias, options):
     q, k, v = (normal(i, 2, length, 3, 8) for i in range(3))
     bias = normal(3, 2, 3, length, length) if with_bias else None
     index = jnp.arange(length)
-    ends_BT = jax.random.randint(jax.random.key(4), (2, length), index + 1, length + 1)
-    mask = (index[:, None] < ends_BT[:, None])[:, None]
+    ends_BT = jax.random.randint(jax.random.key(4), (2, length), index[None] + 1, length + 1)
+    mask = (index[None, :, None] < ends_BT[:, None])[:, None]
     expected = plain(q, k, v, 0 if bias is None else bias, mask=mask, **options)
     packed = PackedView.of(ends_BT, Attention(heads=3, head_dim=8, rotary=None).cache_entries, jnp.float32)
     for triangular in (True, False):
@@ -161,15 +161,15 @@ class Head:
         }
 
     def logits(self, params, number, x_BTD):
-        logits_BTC = x_BTD @ params["w"] + params["b"]
-        return jnp.where(self.rows(number) < self.tokens, logits_BTC, -jnp.inf)
+        logits_BTC = x_BTD @ params["w"] + params["b"][None, None]
+        return jnp.where(self.rows(number)[None, None] < self.tokens, logits_BTC, -jnp.inf)
 
     def rows(self, number):
         return number * self.columns + jnp.arange(self.columns)
 
 
 def logits_of(params, x_BTD):
-    return (x_BTD @ params["w"] + params["b"])[..., :N_TOKENS]
+    return (x_BTD @ params["w"] + params["b"][None, None])[..., :N_TOKENS]
 
 
 def objective(per_token: TokenLoss) -> jax.Array:

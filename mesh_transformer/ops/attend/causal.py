@@ -114,13 +114,16 @@ def _backward(scale: float, saved: Any, dy_BTHK: jax.Array) -> tuple[Any, ...]:
     for rows, weights in zip(parts(q_BTHK.shape[1]), kept, strict=True):
         keys, dy = slice(rows.stop), dy_BTHK[:, rows]
         dweights = jnp.einsum("bthk,bhsk->bhts", dy, v_BHSK[:, :, keys], preferred_element_type=jnp.float32)
-        dlogits = weights * (dweights - (weights * dweights).sum(-1, keepdims=True))
+        weights32 = weights.astype(jnp.float32)
+        dlogits = weights32 * (dweights - (weights32 * dweights).sum(-1, keepdims=True))
         if dbias is not None:
             dbias = dbias.at[:, :, rows, keys].set(dlogits.sum(0, keepdims=True))
         dlogits = (dlogits / np.float32(1 / scale)).astype(q_BTHK.dtype)
         dq.append(jnp.einsum("bhts,bhsk->bthk", dlogits, k_BHSK[:, :, keys]))
-        dk = dk.at[:, :, keys].add(jnp.einsum("bhts,bthk->bhsk", dlogits, q_BTHK[:, rows]))
-        dv = dv.at[:, :, keys].add(jnp.einsum("bhts,bthk->bhsk", weights, dy))
+        part_dk = jnp.einsum("bhts,bthk->bhsk", dlogits, q_BTHK[:, rows])
+        part_dv = jnp.einsum("bhts,bthk->bhsk", weights, dy)
+        dk = dk.at[:, :, keys].add(part_dk.astype(dk.dtype))
+        dv = dv.at[:, :, keys].add(part_dv.astype(dv.dtype))
     dk, dv = (rearrange(x, "b h s k -> b s h k").astype(dy_BTHK.dtype) for x in (dk, dv))
     if dbias is not None:
         dbias = dbias.astype(bias_BHTS.dtype)
@@ -164,7 +167,7 @@ def attention_logits(
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     if bias_BHTS is not None:
-        logits = logits + bias_BHTS
+        logits = logits + bias_BHTS.astype(logits.dtype)
     return jnp.where(mask_B1TS, logits, _MASKED)
 
 

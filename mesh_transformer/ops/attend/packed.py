@@ -49,7 +49,8 @@ class PackedView:
         A window counts positions of a sequence, not indices of the row: tokens of other sequences stand between.
         """
         index = jnp.arange(self.ends_BT.shape[1])
-        seen = (index <= index[:, None]) & (index[:, None] < self.ends_BT[:, None])
+        keys, queries = index[None, None], index[None, :, None]
+        seen = (keys <= queries) & (queries < self.ends_BT[:, None])
         return (seen & sees(positions_BT, positions_BT, window))[:, None] if window else seen[:, None]
 
     def key_positions(self, positions_BT: jax.Array) -> jax.Array:
