@@ -323,7 +323,7 @@ def test_warming_up_leaves_nothing_to_compile(
 ) -> None:
     """The second time, the engine can serve requests after three programs, and loads the others later."""
     run, params, _ = tiny()
-    monkeypatch.setattr(ServingEngine, "_mark", lambda _: tmp_path / "mark")
+    monkeypatch.setattr(ServingEngine, "_warm_up_marker", lambda _: tmp_path / "mark")
 
     def compiled() -> collections.Counter[str]:
         names = (re.search(r"Compiling jit\((\w+)\)", record.getMessage()) for record in caplog.records)
