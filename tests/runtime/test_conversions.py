@@ -136,7 +136,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Arrays]:
 
 
 @pytest.fixture
-def load(sources: tuple[Path, Arrays], tmp_path: Path) -> Iterator[Workspace]:
+def workspace(sources: tuple[Path, Arrays], tmp_path: Path) -> Iterator[Workspace]:
     with GcsServer() as gcs:
         yield Workspace(gcs, tmp_path, sources[0])
 

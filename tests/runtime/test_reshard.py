@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"output": "new/step_8"}, [], "this is step 7, give a path that ends in step_7"),
         ({"output": "native/step_7/"}, [], "exists already"),
         ({"output": "native", "format": Format.NATIVE}, [], "native/step_7 exists already"),
-        ({"prompt": "abcdefgh"}, [BYTES], "the prompt has 8 tokens; .* over the context of 8"),
+        ({"prompt": "abcdefgh"}, [BYTES], "the prompt has 8 tokens; .* exceeds the context of 8"),
         ({"prompt": ""}, [BYTES], "the prompt is empty"),
         ({"prompt": "a"}, ["data.tokenizer=./nowhere"], "no such tokenizer folder: ./nowhere"),
         ({"prompt": "a"}, [BYTES, "mesh.dp=8"], "mesh.dp 8 x mesh.fsdp 1 x mesh.tp 2 = 16 devices, found 8"),
