@@ -27,7 +27,7 @@ TAKEOVER_AFTER_S = 5.0
 # limit for the output of the worker in one answer
 LINES_BYTES = 65536
 # the folder that contains the package
-CODE = Path(__file__).resolve().parents[2]
+CODE = Path(__file__).resolve().parents[3]
 TAIL_BYTES = 8192
 # time in which the worker can take a batch and so make room for the next one
 ROOM_WAIT_S = 1.0
