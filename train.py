@@ -1,6 +1,7 @@
 """Train on a TPU slice, on a Ray cluster or in several processes of this machine, from this driver.
 
-After any failure the run continues from its newest checkpoint, and so it does after the same command. See docs/driver.md.
+After any failure the run continues from its newest checkpoint, and so it does after the same command. See
+docs/driver.md.
 """
 
 from mesh_transformer.runtime import cli

@@ -1,4 +1,5 @@
-"""Shared code of the benchmarks: child processes that run in turn, and results as one JSON object on standard output."""
+"""Shared code of the benchmarks: child processes that run in turn, and results as one JSON object on standard
+output."""
 
 import argparse
 import json
@@ -47,8 +48,8 @@ def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def child(arguments: argparse.Namespace, **changes: Any) -> dict[str, Any]:
-    """Run this script in a child process with these arguments and changes, and return its result. The change `worker` names
-    the function that the child calls with all arguments.
+    """Run this script in a child process with these arguments and changes, and return its result. The change `worker`
+    names the function that the child calls with all arguments.
 
     Raises:
         RuntimeError: the child failed; its output is on standard error.

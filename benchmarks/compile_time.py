@@ -2,8 +2,8 @@
 
     python benchmarks/compile_time.py
 
-Each compilation runs in a process of its own, in turn, without the compile cache. Then `device_train.py` runs twice with a
-cache folder that is empty at first.
+Each compilation runs in a process of its own, in turn, without the compile cache. Then `device_train.py` runs twice
+with a cache folder that is empty at first.
 """
 
 import argparse

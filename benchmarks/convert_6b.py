@@ -1,16 +1,17 @@
-"""Memory and speed of conversions of GPT-J-6B, compared with `cp -r`: 8 classic shards to 1, to native, to Hugging Face and back.
+"""Memory and speed of conversions of GPT-J-6B, compared with `cp -r`: 8 classic shards to 1, to native, to Hugging Face
+and back.
 
     python benchmarks/convert_6b.py --folder SCRATCH [--config configs/6B_roto_256.json] [--turns 3]
 
-The benchmark writes a random slim checkpoint (12 GB for the 6B config) to SCRATCH. Each conversion runs in a process of its
-own, right after a `cp -r` of its input. Both start after a sync of the disk, and neither syncs at its end. Peak memory is
-VmHWM of the process, which counts its own pages and those of mapped files, but not the page cache. Each line of the output
-is a JSON object. This needs Linux and space for three checkpoints.
+The benchmark writes a random slim checkpoint (12 GB for the 6B config) to SCRATCH. Each conversion runs in a process of
+its own, right after a `cp -r` of its input. Both start after a sync of the disk, and neither syncs at its end. Peak
+memory is VmHWM of the process, which counts its own pages and those of mapped files, but not the page cache. Each line
+of the output is a JSON object. This needs Linux and space for three checkpoints.
 
     python benchmarks/convert_6b.py --folder SCRATCH --sample [--set compute.dtype=float32]
 
-With --sample: the peak memory of device_sample.py for 8 tokens of one prompt on CPU, minus that of a tiny model, divided by
-the size of the weights in compute.dtype.
+With --sample: the peak memory of device_sample.py for 8 tokens of one prompt on CPU, minus that of a tiny model,
+divided by the size of the weights in compute.dtype.
 """
 
 import argparse
@@ -26,7 +27,8 @@ import ml_dtypes
 import numpy as np
 from common import REPO, child, command, config_of, emit, parse, parser, peak_memory_mib
 
-# The package's checkpoints need jax. Functions import them, because a process starts with the peak memory of its parent.
+# The package's checkpoints need jax. Functions import them, because a process starts with the peak memory of its
+# parent.
 SHARDS, STEP = 8, 1
 DTYPE = ["mesh.tp=1", "mesh.dp=1", "compute.dtype=bfloat16"]
 TINY = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 512, "pe_rotary_dims": 8}
@@ -54,7 +56,8 @@ class RandomSource:
 
 
 def convert(arguments: argparse.Namespace) -> dict[str, float]:
-    """Run one conversion, or write the input of the others. Returns its seconds and the peak memory of this process in MiB."""
+    """Run one conversion, or write the input of the others. Returns its seconds and the peak memory of this process in
+    MiB."""
     began = time.perf_counter()
     from mesh_transformer.checkpoint.classic.source import ClassicSource
     from mesh_transformer.checkpoint.classic.writer import write_classic

@@ -1,10 +1,12 @@
-"""Overhead of a driver: a job of several workers with a driver that streams the data, compared with a job without a driver.
+"""Overhead of a driver: a job of several workers with a driver that streams the data, compared with a job without a
+driver.
 
     python benchmarks/driver_overhead.py [--workers 4] [--ray-address A] [--rounds 3]
 
-Without --ray-address the workers are processes of this machine, and batches reach them through pipes. With it, batches reach
-the hosts of that cluster through Ray's object store; each worker must have as many devices as XLA_FLAGS sets here. A step
-takes about a second on two cores. The results are JSON on standard output; the last line holds the medians.
+Without --ray-address the workers are processes of this machine, and batches reach them through pipes. With it, batches
+reach the hosts of that cluster through Ray's object store; each worker must have as many devices as XLA_FLAGS sets
+here. A step takes about a second on two cores. The results are JSON on standard output; the last line holds the
+medians.
 """
 
 import argparse

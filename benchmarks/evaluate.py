@@ -1,11 +1,13 @@
-"""Evaluation speed on PIQA: our adaptor of the harness and lm-eval's own `hf` model (torch), with the same weights, in turn.
+"""Evaluation speed on PIQA: our adaptor of the harness and lm-eval's own `hf` model (torch), with the same weights, in
+turn.
 
     pip install -e '.[eval,torch]'
     python benchmarks/evaluate.py --data-dir D      # D/piqa; configs/70M.json, random weights, 300 questions, 5 rounds
 
-Each run is a process of its own. Examples per second are questions (two log-likelihoods each) divided by the time of the
-harness's `loglikelihood`, with tokenization but without loading the model, after one warm-up pass. `hf` runs with several
-batch sizes; the fastest is compared. The log-likelihoods of both sides must be equal up to ROUNDING, or the exit code is 1.
+Each run is a process of its own. Examples per second are questions (two log-likelihoods each) divided by the time of
+the harness's `loglikelihood`, with tokenization but without loading the model, after one warm-up pass. `hf` runs with
+several batch sizes; the fastest is compared. The log-likelihoods of both sides must be equal up to ROUNDING, or the
+exit code is 1.
 """
 
 import argparse

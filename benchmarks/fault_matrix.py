@@ -1,4 +1,5 @@
-"""Injects every fault of docs/reliability.md into a run on a pod of local hosts; measures the time to detect and to recover from each.
+"""Injects every fault of docs/reliability.md into a run on a pod of local hosts; measures the time to detect and to
+recover from each.
 
     python benchmarks/fault_matrix.py [--faults "worker killed" ...] > matrix.json
 

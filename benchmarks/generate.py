@@ -1,14 +1,15 @@
-"""Speed of prefill and decode, compared with Hugging Face transformers (torch) and CTranslate2, with the same weights, in turn.
+"""Speed of prefill and decode, compared with Hugging Face transformers (torch) and CTranslate2, with the same weights,
+in turn.
 
     pip install torch==2.13.0 ctranslate2
     python benchmarks/generate.py                # configs/70M.json, float32, batch 1 and 8, 128 + 64 tokens, 5 rounds
     python benchmarks/generate.py --peers none --config C --ckpt D --batches 1 8 64     # such as on a GPU
 
-Each run is a process of its own. The prefill rate is prompt tokens per second until the first new token; the decode rate is
-new tokens per second after it. The memory rate is that of reading a large matrix for a product with one row. The share of
-the memory rate compares a decode step with one read of all weights. Transformers runs with its default cache, with its
-static cache, and with the static cache and torch.compile; the fastest of the three is compared. All programs must choose
-the same tokens by greedy decoding, or the exit code is 1.
+Each run is a process of its own. The prefill rate is prompt tokens per second until the first new token; the decode
+rate is new tokens per second after it. The memory rate is that of reading a large matrix for a product with one row.
+The share of the memory rate compares a decode step with one read of all weights. Transformers runs with its default
+cache, with its static cache, and with the static cache and torch.compile; the fastest of the three is compared. All
+programs must choose the same tokens by greedy decoding, or the exit code is 1.
 """
 
 import argparse

@@ -1,9 +1,11 @@
-"""Profile of a training step on CPU: time by part of the model and kind of operation, and the rate of the matrix products.
+"""Profile of a training step on CPU: time by part of the model and kind of operation, and the rate of the matrix
+products.
 
     python benchmarks/profile_step.py [--config C] [--set k=v] [--plot profile.png] [--top 15]
 
-Traces one step of the trainer's own program with JAX's profiler and looks each executed operation up in the optimized HLO.
-XLA runs independent operations on several threads at once on CPU, so that the sum of thread seconds exceeds the step time.
+Traces one step of the trainer's own program with JAX's profiler and looks each executed operation up in the optimized
+HLO. XLA runs independent operations on several threads at once on CPU, so that the sum of thread seconds exceeds the
+step time.
 """
 
 import argparse
@@ -65,7 +67,8 @@ def main() -> None:
 
 
 def trace(arguments: argparse.Namespace) -> tuple[dict[str, Operation], dict[str, list[float]], float]:
-    """Operations by name, the seconds of each of their executions in one traced step, and the seconds of an untraced step."""
+    """Operations by name, the seconds of each of their executions in one traced step, and the seconds of an untraced
+    step."""
     import jax
 
     step = OwnStep(config_of(arguments))

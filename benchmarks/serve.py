@@ -1,12 +1,14 @@
-"""Speed of the server, compared with its own engine: throughput, time to the first token, gaps between tokens, cold start.
+"""Speed of the server, compared with its own engine: throughput, time to the first token, gaps between tokens, cold
+start.
 
     python benchmarks/serve.py            # configs/70M.json, 8 slots, 32 clients, 5 rounds in turn
 
-The engine runs with the scheduler in a process of its own, with all requests queued at once. The server is device_serve.py,
-to which 32 clients send the same requests and stream the answers. Both run in turn; the ratio is that of new tokens per
-second. Then a prompt of 1,000 tokens (or as many as fit the context) joins running streams, and the gaps between their
-tokens are compared with the gaps before. The cold start is the time from the start of the process to the first token of a
-completion, with compiled programs on disk. The tokenizer has an artificial word for each token, so that each token has text.
+The engine runs with the scheduler in a process of its own, with all requests queued at once. The server is
+device_serve.py, to which 32 clients send the same requests and stream the answers. Both run in turn; the ratio is that
+of new tokens per second. Then a prompt of 1,000 tokens (or as many as fit the context) joins running streams, and the
+gaps between their tokens are compared with the gaps before. The cold start is the time from the start of the process to
+the first token of a completion, with compiled programs on disk. The tokenizer has an artificial word for each token, so
+that each token has text.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Sends mixed requests to a running server for some minutes; checks that it answers each accepted one and leaks no slot or memory.
+"""Sends mixed requests to a running server for some minutes; checks that it answers each accepted one and leaks no slot
+or memory.
 
     python benchmarks/serve_load.py --url http://127.0.0.1:5000 --minutes 10
 
-Four clients per slot send one request after the other: whole and streamed completions, with echo, log-probabilities, stops
-and several samples; /complete; invalid bodies; prompts that are too long. Some clients disconnect before or during the
-answer. Some requests have a seed, and their answer must be the same each time. The output is one JSON object on standard
-output, with numbers of requests unless the name of a figure says otherwise.
+Four clients per slot send one request after the other: whole and streamed completions, with echo, log-probabilities,
+stops and several samples; /complete; invalid bodies; prompts that are too long. Some clients disconnect before or
+during the answer. Some requests have a seed, and their answer must be the same each time. The output is one JSON object
+on standard output, with numbers of requests unless the name of a figure says otherwise.
 """
 
 import asyncio

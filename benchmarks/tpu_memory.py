@@ -1,7 +1,7 @@
 """Compiles the training step of a config for TPU slices, without a TPU, and reports memory and collectives.
 
-This needs jax[tpu], in an environment of its own (pip install -e '.[tpu]'), and about a minute per program. The output is one
-JSON object per line on standard output, and a table on standard error.
+This needs jax[tpu], in an environment of its own (pip install -e '.[tpu]'), and about a minute per program. The output
+is one JSON object per line on standard output, and a table on standard error.
 """
 
 import re

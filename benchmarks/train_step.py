@@ -3,9 +3,9 @@
     python benchmarks/train_step.py                                   # configs/70M.json on this machine, 5 rounds
     python benchmarks/train_step.py --peer none --config C --set k=v  # without a peer, such as on a GPU
 
-Each run is a process of its own: two warm-up steps, then timed steps. The peer is GPTJForCausalLM with the fused AdamW and
-without dropout, eager and compiled; the ratio is to the faster of the two. The matrix rate is that of the fastest of
-several large float32 products.
+Each run is a process of its own: two warm-up steps, then timed steps. The peer is GPTJForCausalLM with the fused AdamW
+and without dropout, eager and compiled; the ratio is to the faster of the two. The matrix rate is that of the fastest
+of several large float32 products.
 """
 
 import argparse

@@ -15,7 +15,8 @@ class UserError(ValueError):
 
 
 class CredentialsError(UserError):
-    """This machine has no credentials for a bucket, or the bucket refuses them. On a host of a cluster this may be temporary."""
+    """This machine has no credentials for a bucket, or the bucket refuses them. On a host of a cluster this may be
+    temporary."""
 
 
 class RunError(RuntimeError):

@@ -241,7 +241,8 @@ def _split_folder(path: str) -> tuple[str, str]:
 
 
 def _retry() -> Any:
-    """The retry policy for the library: a decorator that retries a call, and marks it for the watchdog while it lasts."""
+    """The retry policy for the library: a decorator that retries a call, and marks it for the watchdog while it
+    lasts."""
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     policy = DEFAULT_RETRY.with_delay(initial=RETRY_FIRST_S, maximum=RETRY_MAX_S).with_timeout(RETRY_TOTAL_S)

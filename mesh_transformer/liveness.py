@@ -1,7 +1,7 @@
 """Tells whether this process makes progress, so that the driver's watchdog can tell a long wait from a hang.
 
-A process that compiles, reads, writes or computes uses CPU time; a process that hangs uses nearly none. Two activities look
-like a hang and are recorded here: work on a device, and calls to other services, which may be retried for a while.
+A process that compiles, reads, writes or computes uses CPU time; a process that hangs uses nearly none. Two activities
+look like a hang and are recorded here: work on a device, and calls to other services, which may be retried for a while.
 """
 
 import contextlib
@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# cores in use that count as work; measured: 0.003 for a worker of which all threads wait, with JAX's heartbeats and gloo
+# cores in use that count as work; measured: 0.003 for a worker of which all threads wait, with JAX's heartbeats and
+# gloo
 MIN_CORES = 0.02
 # the average of the cores in use is over this time
 WINDOW_S = 3.0
@@ -32,7 +33,8 @@ def record_progress() -> None:
 
 @contextlib.contextmanager
 def service_call() -> Iterator[None]:
-    """Marks a call to a service, such as a bucket, that may take long to answer. The call must have its own time limit."""
+    """Marks a call to a service, such as a bucket, that may take long to answer. The call must have its own time
+    limit."""
     call = next(_numbers)
     _calls[call] = time.monotonic()
     try:

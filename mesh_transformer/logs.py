@@ -201,7 +201,8 @@ def _is_number(value: Any) -> bool:
 
 
 class TensorBoard:
-    """TensorBoard event files, written in the caller's thread: tensorboardX's thread dies if the disk is full, and its queue blocks."""
+    """TensorBoard event files, written in the caller's thread: tensorboardX's thread dies if the disk is full, and its
+    queue blocks."""
 
     def __init__(self, folder: str):
         from tensorboardX.event_file_writer import EventsWriter

@@ -36,11 +36,11 @@ _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 def start_distributed() -> None:
     """Join the other processes of the job, if the environment names a coordinator.
 
-    The variables are JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. Without them
-    this process runs alone. CPUs communicate over gloo. Call this before the first use of a device.
+    The variables are JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. Without
+    them this process runs alone. CPUs communicate over gloo. Call this before the first use of a device.
 
-    Process 0 listens only at that address, because JAX's coordinator has no authentication. If the others reach process 0
-    by an address that its machine does not have, it listens at JAX_COORDINATOR_BIND_ADDRESS instead.
+    Process 0 listens only at that address, because JAX's coordinator has no authentication. If the others reach process
+    0 by an address that its machine does not have, it listens at JAX_COORDINATOR_BIND_ADDRESS instead.
 
     Raises:
         UserError: only some of the variables are set, one is not a number, or process 0 cannot listen at the address.
@@ -129,9 +129,9 @@ def require_one_process() -> None:
 class CompileCache:
     """Keeps compiled programs on disk, so that a second start of an unchanged run compiles nothing.
 
-    The folder is JAX_COMPILATION_CACHE_DIR, or mesh-transformer/compiled in the user's cache folder. The oldest programs
-    are deleted when it exceeds JAX_COMPILATION_CACHE_MAX_SIZE bytes (default: 8 GiB). JAX compares program, flags, versions
-    and devices. JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
+    The folder is JAX_COMPILATION_CACHE_DIR, or mesh-transformer/compiled in the user's cache folder. The oldest
+    programs are deleted when it exceeds JAX_COMPILATION_CACHE_MAX_SIZE bytes (default: 8 GiB). JAX compares program,
+    flags, versions and devices. JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,8 @@ def vocab_columns(platform: str) -> int:
     return 1536 if platform == "cpu" else 1 << 16
 
 
-# HBM of one JAX device that a program can use, GiB; libtpu 0.0.42 names it when it refuses a larger program. v4-8: 4 devices.
+# HBM of one JAX device that a program can use, GiB; libtpu 0.0.42 names it when it refuses a larger program. v4-8: 4
+# devices.
 USABLE_GIB = {"v3-8": 15.48, "v4-8": 30.75, "v5e-8": 15.75, "v6e-8": 31.25}
 
 

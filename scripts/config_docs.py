@@ -31,7 +31,8 @@ def render() -> str:
 
 
 def _dimension(name: str) -> str:
-    """The row of a named dimension: its axes, its axes with each switch that changes them, and its sizes. Empty if no axis splits it."""
+    """The row of a named dimension: its axes, its axes with each switch that changes them, and its sizes. Empty if no
+    axis splits it."""
     plain = training_rules(MeshConfig())[name]
     ways = [" x ".join(plain)] if plain else []
     for switch, rules_of in SWITCHES.items():

@@ -207,7 +207,8 @@ def no_assert(tree: ast.Module, path: str) -> Iterator[str]:
 
 
 def _narrowings(function: ast.AST) -> Iterator[ast.Assert]:
-    """Each `assert name is not None` on a local variable that is not an argument: it tells mypy what the code above ensures."""
+    """Each `assert name is not None` on a local variable that is not an argument: it tells mypy what the code above
+    ensures."""
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return
     arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}

@@ -96,7 +96,8 @@ def _replace(path: str, marker: str | None) -> None:
 
 
 def _finish_move(path: str, marker: str | None) -> None:
-    """Continue a move on `gs://` from its recorded stage: delete the old folder, then move the partial one to `path`."""
+    """Continue a move on `gs://` from its recorded stage: delete the old folder, then move the partial one to
+    `path`."""
     if files.read_range(temporary_path(path, "moving"), 0, 64) == b"removing\n":
         files.remove_tree(path)
         files.replace(temporary_path(path, "moving"), b"moving\n")

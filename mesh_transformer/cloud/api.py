@@ -1,5 +1,5 @@
-"""A client of the Cloud TPU API: calls with timeouts and back-off. Errors of the API become exceptions with the reason and
-advice for the user.
+"""A client of the Cloud TPU API: calls with timeouts and back-off. Errors of the API become exceptions with the reason
+and advice for the user.
 """
 
 import enum
@@ -147,8 +147,8 @@ class Timing:
 def connect() -> Any:
     """A `TpuClient` with the credentials of this machine.
 
-    For tests, MTJ_TPU_API=ADDRESS:PORT selects a server on this machine, without encryption and credentials. Addresses of
-    other machines are rejected, so that no unencrypted data leaves this machine.
+    For tests, MTJ_TPU_API=ADDRESS:PORT selects a server on this machine, without encryption and credentials. Addresses
+    of other machines are rejected, so that no unencrypted data leaves this machine.
 
     Raises:
         UserError: MTJ_TPU_API is the address of another machine.

@@ -18,8 +18,8 @@ DISTRIBUTION = "mesh-transformer"
 class NewEnvironment:
     """A virtual environment that scripts/pod_setup.sh creates on each host, once for each content.
 
-    Every package has the version of the driver's environment. Ray needs the same Ray and Python on all machines, and the
-    hosts' jax is then the one that was tested on the driver.
+    Every package has the version of the driver's environment. Ray needs the same Ray and Python on all machines, and
+    the hosts' jax is then the one that was tested on the driver.
 
     Args:
         requirements: local file.

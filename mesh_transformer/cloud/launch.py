@@ -261,7 +261,8 @@ def _artifacts(code: Archive, environment: HostEnvironment, root: str) -> Artifa
 
 
 def _missing(pod: Pod, artifacts: Artifacts) -> dict[str, tuple[int, ...]]:
-    """For each artifact the worker IDs of the hosts that do not have it. An environment has a marker when it is complete."""
+    """For each artifact the worker IDs of the hosts that do not have it. An environment has a marker when it is
+    complete."""
     markers = {name: path if archive else f"{path}/.complete" for name, (path, archive) in artifacts.items()}
     checks = [f"{shell.join('test', '-e', HomePath(path))} || echo {name}" for name, path in markers.items()]
     make = shell.join("mkdir", "-p", "-m", "700", HomePath(STATE_FOLDER))

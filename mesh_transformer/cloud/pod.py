@@ -1,4 +1,5 @@
-"""All hosts of a TPU slice: commands and file copies over SSH on all of them at the same time, with one thread for each host.
+"""All hosts of a TPU slice: commands and file copies over SSH on all of them at the same time, with one thread for each
+host.
 
 An error on a host becomes its `Outcome`.
 """
@@ -28,7 +29,8 @@ Action = Callable[[Any, Host], Outcome]
 
 @dataclass(frozen=True)
 class Pod:
-    """All hosts of a slice. Every method works on all of them at the same time, or on those with the given worker IDs."""
+    """All hosts of a slice. Every method works on all of them at the same time, or on those with the given worker
+    IDs."""
 
     hosts: tuple[Host, ...]
     access: Access
@@ -65,7 +67,8 @@ class Pod:
         return _checked(outcomes, doing or _shortened(command)) if check else outcomes
 
     def put(self, source: str, target: str, hosts: Iterable[int] | None = None) -> None:
-        """Copy a local file to the hosts. `target` is relative to the home folder, and appears only when it is complete.
+        """Copy a local file to the hosts. `target` is relative to the home folder, and appears only when it is
+        complete.
 
         Raises:
             HostsFailed, HostsRefused: the copy to a host failed.
@@ -96,8 +99,8 @@ class Pod:
         """Send SIGKILL to a process of one host, even to a stopped one. A process that has ended is no error.
 
         Args:
-            start_ticks: its start time, in clock ticks since the host's boot (field 22 of /proc/PID/stat). A later process
-                with the same ID is not killed.
+            start_ticks: its start time, in clock ticks since the host's boot (field 22 of /proc/PID/stat). A later
+                process with the same ID is not killed.
 
         Raises:
             HostsFailed, HostsRefused: the host is unreachable, or the process belongs to another user.
@@ -173,7 +176,8 @@ class Pod:
 
 
 def kill_command(pid: int, start_ticks: int) -> str:
-    """The shell command of `Pod.kill`. A process's name may contain spaces and brackets, so it counts the fields after the name."""
+    """The shell command of `Pod.kill`. A process's name may contain spaces and brackets, so it counts the fields after
+    the name."""
     now = f"$(sed 's/.*) //' /proc/{pid}/stat 2>/dev/null | cut -d ' ' -f 20)"
     return f'[ "{now}" != {start_ticks} ] || kill -9 {pid}'
 

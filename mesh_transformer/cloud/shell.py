@@ -22,7 +22,8 @@ def join(*words: Word) -> str:
 
 
 def line_of(words: Sequence[str]) -> str:
-    """The command line of a user. One word is a line for a shell; several words are a program and its arguments, unchanged."""
+    """The command line of a user. One word is a line for a shell; several words are a program and its arguments,
+    unchanged."""
     return words[0] if len(words) == 1 else join(*words)
 
 

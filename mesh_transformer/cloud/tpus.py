@@ -1,4 +1,5 @@
-"""TPU VMs and queued resources of one project and zone: create, find, list, wait, delete. All operations may be repeated."""
+"""TPU VMs and queued resources of one project and zone: create, find, list, wait, delete. All operations may be
+repeated."""
 
 import enum
 import logging
@@ -314,7 +315,8 @@ class Tpus:
     def _give_up_or_delete(
         self, found: Tpu, doing: str, deadline: float, *, recreate: bool, created: bool
     ) -> None:
-        """Delete a lost TPU. Raise the error of a TPU that this call created and that the user must correct: it would fail again."""
+        """Delete a lost TPU. Raise the error of a TPU that this call created and that the user must correct: it would
+        fail again."""
         if found.error is not None and created and isinstance(found.error, TpuRefused):
             raise found.error
         if not recreate:

@@ -133,8 +133,8 @@ class HostsMissing(RuntimeError):
 
 @dataclasses.dataclass
 class Hosts:
-    """The machines of a cluster, for operations that Ray does not offer. This base class cannot do them: the owner of the
-    Ray cluster replaces lost hosts.
+    """The machines of a cluster, for operations that Ray does not offer. This base class cannot do them: the owner of
+    the Ray cluster replaces lost hosts.
 
     Args:
         address: address of the Ray cluster on the hosts, as `ray.init` accepts it.

@@ -1,4 +1,5 @@
-"""Translates the flat JSON config of the original mesh-transformer-jax into groups, with the meaning of its values there.
+"""Translates the flat JSON config of the original mesh-transformer-jax into groups, with the meaning of its values
+there.
 
 Version 1 of the original's model rotated `x[..., :pe_rotary_dims]` of each head. A head had d_model / n_heads dims,
 whatever `d_head` was. `bucket` and `model_dir` were only parts of a path. The trainer never read some of the keys.

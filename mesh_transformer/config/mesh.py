@@ -1,4 +1,5 @@
-"""The group `mesh`: the axes of the device mesh, the named dimensions that each axis splits, and the checks that it divides their sizes."""
+"""The group `mesh`: the axes of the device mesh, the named dimensions that each axis splits, and the checks that it
+divides their sizes."""
 
 import json
 import math
@@ -113,7 +114,8 @@ SWITCHES: dict[str, Callable[[MeshConfig], Rules]] = {
     "shard_activations": training_rules,
     "zero1": moment_rules,
 }
-"""The fields that split one more dimension, or split a dimension over one more axis, with the rules that they change."""
+"""The fields that split one more dimension, or split a dimension over one more axis, with the rules that they
+change."""
 
 
 def parts(shape: Mapping[str, int], rules: Rules, name: str) -> int:

@@ -72,7 +72,8 @@ class DataConfig(Group):
     seq: Annotated[Tokens | None, Derived("model.seq")] = None
     """length of a training sequence"""
     tokenizer: OptionalText = None
-    """`bytes`, a folder with tokenizer files, or a name on the Hugging Face hub such as gpt2; for .txt files and samples"""
+    """`bytes`, a folder with tokenizer files, or a name on the Hugging Face hub such as gpt2; for .txt files and
+    samples"""
     shuffle: Switch = False
     """shuffle files and records; false: keep the order of the index and of its files"""
     shuffle_window: Annotated[Count, Unit("records")] = 16384
@@ -82,7 +83,8 @@ class DataConfig(Group):
     restart: bool = False
     """a resumed run reads the training data from the beginning instead of from where it stopped"""
     read_by: Literal["host", "driver"] = "host"
-    """what reads train_set under train.py: each host reads its own share, or the driver reads all and streams it to the hosts"""
+    """what reads train_set under train.py: each host reads its own share, or the driver reads all and streams it to the
+    hosts"""
     seed: CountOrZero = 0
     """seed of the shuffling"""
     val_batches: Annotated[int, Strict(), Ge(0), BeforeValidator(whole), Unit("batches")] = 100
@@ -171,13 +173,14 @@ class ClusterConfig(Group):
     """How train.py watches its workers. These fields have no effect without a driver."""
 
     step_limit: Seconds = 20.0
-    """seconds by which a step may exceed the slowest recent step before it counts as hung; also the longest silence in any
-    other phase. Each hang doubles it until the run has passed that step"""
+    """seconds by which a step may exceed the slowest recent step before it counts as hung; also the longest silence in
+    any other phase. Each hang doubles it until the run has passed that step"""
     phase_limit: Seconds = 3600.0
     """seconds after which a start, a compilation, a wait for data, a validation or a save counts as hung, even while it
     makes progress"""
     max_crashes: Annotated[CountOrZero, Unit("crashes")] = 5
-    """crashes in a row without a newer checkpoint after which the driver still restarts the workers; the next ends the run"""
+    """crashes in a row without a newer checkpoint after which the driver still restarts the workers; the next ends the
+    run"""
     driver_timeout: Seconds = 20.0
     """seconds without contact from a driver after which workers save and wait for a new one"""
     driver_wait: Annotated[Count, Unit("seconds")] = 3600

@@ -19,8 +19,8 @@ _INSTEAD = "or read the data from its beginning with --set data.restart=true"
 def classic_position(source: str, stored: Any, batch: int) -> Position:
     """The position after the last batch that the original took.
 
-    If that batch was the last of its file, the position is the beginning of the next file. (The original skips the first
-    batch of that file when it resumes.)
+    If that batch was the last of its file, the position is the beginning of the next file. (The original skips the
+    first batch of that file when it resumes.)
 
     Args:
         source: the training set; its index must list the same files in the same order.

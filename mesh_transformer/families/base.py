@@ -87,7 +87,8 @@ class ConfigJson:
         return value
 
     def refuse_rest(self) -> None:
-        """Refuse a key that the family did not take, unless it is off (null, false, 0, empty) or cannot affect the model.
+        """Refuse a key that the family did not take, unless it is off (null, false, 0, empty) or cannot affect the
+        model.
 
         Raises:
             UserError: names the key.

@@ -144,7 +144,8 @@ class Config(ModelConfig):
         }
 
     def hf_tensors(self) -> list[Tensor]:
-        """See `ModelConfig`. transformers keeps q, k and v in one matrix: the rows of the first head, of the second, ..."""
+        """See `ModelConfig`. transformers keeps q, k and v in one matrix: the rows of the first head, of the second,
+        ..."""
         block, head = "gpt_neox.layers.{}.", "embed_out.weight"
         fused, sizes = block + "attention.query_key_value", {"h": self.n_heads, "part": 3}
         attention = [

@@ -156,7 +156,8 @@ class Config(ModelConfig):
         }
 
     def hf_tensors(self) -> list[Tensor]:
-        """See `ModelConfig`. The rotary pairs are the same, (0, 1), (2, 3), ...; transformers has no bias on the embedding."""
+        """See `ModelConfig`. The rotary pairs are the same, (0, 1), (2, 3), ...; transformers has no bias on the
+        embedding."""
         table, block = "transformer.wte.weight", "transformer.h.{}."
         return [
             Tensor("embed/tokens/w", table, vocab_axis=0, bias="embed/tokens/b"),

@@ -1,4 +1,5 @@
-"""A family as plain data, without jax: the parts of its decoder, and the tensors of other programs that hold its parameters.
+"""A family as plain data, without jax: the parts of its decoder, and the tensors of other programs that hold its
+parameters.
 
 A family's config returns a `Decoder`, which models/decoder.py builds. A `Tensor` is a row of the table by which foreign
 checkpoints are read and written.

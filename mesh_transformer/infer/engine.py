@@ -44,7 +44,8 @@ class SlotEngine:
         """Allocate the cache.
 
         Args:
-            params: parameters in the compute dtype, on the mesh of `placement`. "blocks" may be a tuple with one tree per layer.
+            params: parameters in the compute dtype, on the mesh of `placement`. "blocks" may be a tuple with one tree
+                per layer.
             slots: number of sequences in the cache.
             context: positions per sequence, rounded up to a whole cache segment. None: the context of the model.
             max_prefill_tokens: the largest number of prompt tokens in one call.
@@ -103,7 +104,8 @@ class SlotEngine:
         return [found[chunk] for chunk in chunks]
 
     def _groups(self, chunks: Sequence[PromptChunk]) -> Iterator[_Group]:
-        """Chunks for one program call: chunks of one size that start their prompts, if they fill more than half of the rows."""
+        """Chunks for one program call: chunks of one size that start their prompts, if they fill more than half of the
+        rows."""
         alike: dict[int, list[PromptChunk]] = {}
         for chunk in chunks:
             scored = self._requests[chunk.slot].params.prompt_logprobs
@@ -123,7 +125,8 @@ class SlotEngine:
                     yield from (_Group([chunk], 1, size, size) for chunk in part)
 
     def _sizes(self, later: bool) -> list[int]:
-        """Chunk sizes: powers of two and the largest size. For `later` chunks (not at the start, or scored) only two."""
+        """Chunk sizes: powers of two and the largest size. For `later` chunks (not at the start, or scored) only
+        two."""
         sizes = [MIN_CHUNK << i for i in range(16) if MIN_CHUNK << i < self._max_chunk]
         return [*(sizes[:1] if later else sizes), self._max_chunk]
 

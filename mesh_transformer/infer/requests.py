@@ -1,4 +1,5 @@
-"""The interface of an engine: sampling parameters, prompt chunks, tokens. No jax: the scheduler and the server import it."""
+"""The interface of an engine: sampling parameters, prompt chunks, tokens. No jax: the scheduler and the server import
+it."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -123,7 +124,8 @@ class SamplingParams(SamplingOptions):
     Sampling applies these steps, in this order, to the float32 logits of the next token:
 
     1. Add `logit_bias`.
-    2. Repetition penalty: for tokens in the prompt or the completion, divide positive logits and multiply negative logits
+    2. Repetition penalty: for tokens in the prompt or the completion, divide positive logits and multiply negative
+        logits
        (Keskar et al. 2019).
     3. For tokens in the completion, subtract the frequency penalty times their count, then the presence penalty.
     4. Exclude tokens that would repeat an n-gram. Exclude stop tokens while there are fewer than `min_tokens` tokens.
@@ -137,10 +139,12 @@ class SamplingParams(SamplingOptions):
         max_tokens: the largest number of new tokens. With 0, only the prompt is computed.
         min_tokens: while there are fewer new tokens, no token of `stop_token_ids` is sampled.
         logit_bias: pairs of a token and the number to add to its logit.
-        stop_token_ids: tokens that end the completion. The end-of-text token is one of them, unless the request ignores it.
+        stop_token_ids: tokens that end the completion. The end-of-text token is one of them, unless the request ignores
+            it.
         seed: it determines the samples, together with the prompt. Other requests of the batch have no influence.
         logprobs: how many alternatives to report with each token. The token's own log-probability is always reported.
-        prompt_logprobs: report the log-probabilities of the prompt's tokens too. The prompt then reuses no cached prefix.
+        prompt_logprobs: report the log-probabilities of the prompt's tokens too. The prompt then reuses no cached
+            prefix.
 
     Raises:
         ValueError: as in `SamplingOptions`.
@@ -185,8 +189,8 @@ class EmittedToken(NamedTuple):
     """A new token of a slot.
 
     Args:
-        finish_reason: "stop" if the token is one of stop_token_ids, "length" if it is the last of max_tokens. None if the
-            slot continues.
+        finish_reason: "stop" if the token is one of stop_token_ids, "length" if it is the last of max_tokens. None if
+            the slot continues.
     """
 
     slot: int
@@ -230,11 +234,12 @@ class Engine(Protocol):
     def insert(
         self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int
     ) -> None:
-        """Assign a free slot to a request. The positions of the prompt that are not reused must be prefilled next, in order.
+        """Assign a free slot to a request. The positions of the prompt that are not reused must be prefilled next, in
+        order.
 
         Args:
-            source: the slot whose cache holds the first `reused` positions: this one, or another one, free or in use. None
-                if `reused` is 0.
+            source: the slot whose cache holds the first `reused` positions: this one, or another one, free or in use.
+                None if `reused` is 0.
             reused: positions to take from the cache of `source`: fewer than the prompt has.
         """
 

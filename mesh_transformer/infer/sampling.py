@@ -1,7 +1,7 @@
 """Choosing the next token: the steps of `requests.SamplingParams`, on the device.
 
-A step that no sequence needs is skipped. Shapes: B sequences, each in one of N slots, S positions of a slot, V vocabulary
-rows, E stop tokens, C alternatives.
+A step that no sequence needs is skipped. Shapes: B sequences, each in one of N slots, S positions of a slot, V
+vocabulary rows, E stop tokens, C alternatives.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ OptionVectors = dict[str, jax.Array]
 
 
 class PenaltyInputs(NamedTuple):
-    """The inputs of the steps before the temperature. Large arrays hold all N slots: a step gathers its rows if it runs.
+    """The inputs of the steps before the temperature. Large arrays hold all N slots: a step gathers its rows if it
+    runs.
 
     Args:
         rows_B: int32, the slots of the sequences.
@@ -78,7 +79,8 @@ def keep_most_likely(
     """Set logits to -inf by min-p, then top-k, then top-p.
 
     Kept are the tokens with at least min_p times the largest probability, of these the k most likely, and of these the
-    smallest set with probability top_p. The most likely token is always kept, and so are tokens equal to the last kept one.
+    smallest set with probability top_p. The most likely token is always kept, and so are tokens equal to the last kept
+    one.
     """
     n_vocab = logits_BV.shape[-1]
     k_B = jnp.where(top_k_B > 0, jnp.minimum(top_k_B, n_vocab), n_vocab)

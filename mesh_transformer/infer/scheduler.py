@@ -29,8 +29,8 @@ class RequestOutput:
     Args:
         request: the ID from `submit`.
         tokens: new tokens. If `finish_reason` is "stop", the last one is the stop token.
-        prompt: the prompt's tokens that this step scored, if the request has `prompt_logprobs`. The prompt's first token
-            has no score.
+        prompt: the prompt's tokens that this step scored, if the request has `prompt_logprobs`. The prompt's first
+            token has no score.
         finish_reason: set in the last output of a request.
     """
 
@@ -96,17 +96,18 @@ class _Slot:
 class Scheduler:
     """Schedules requests on an engine: first come, first served. A prefix that is in the cache of a slot is reused.
 
-    A step computes at most `engine.max_prefill_tokens` prompt tokens: a chunk of one prompt, then whole prompts that fit in
-    the rest. A request gets its slot when its prefill starts. So requests with the same prompt find the prefix that the
-    first of them computed.
+    A step computes at most `engine.max_prefill_tokens` prompt tokens: a chunk of one prompt, then whole prompts that
+    fit in the rest. A request gets its slot when its prefill starts. So requests with the same prompt find the prefix
+    that the first of them computed.
 
-    Only one thread may use a scheduler. `step` passes on the exceptions of the engine. After one, the scheduler is unusable.
+    Only one thread may use a scheduler. `step` passes on the exceptions of the engine. After one, the scheduler is
+    unusable.
 
     Args:
         engine: the engine. Nothing else may use it.
         max_queue: how many requests may wait, in addition to those for which a slot is free.
-        max_steps: tokens per request and step while no request waits. A request that arrives meanwhile waits for the whole
-            step.
+        max_steps: tokens per request and step while no request waits. A request that arrives meanwhile waits for the
+            whole step.
         min_copy: a prefix with fewer tokens is computed again instead of copied from another slot.
     """
 
@@ -136,9 +137,9 @@ class Scheduler:
             request: an ID that no waiting or running request has.
             prompt: token IDs, at least one.
             on_admit: called in the step in which the request gets its slot.
-            slide: allow a prompt and a completion that are longer than the context together. Only the end of a long prompt is
-                used. When the context is full, the last half of it is queued as a new prompt, and the penalties count
-                its tokens as a prompt. Not supported with `prompt_logprobs`.
+            slide: allow a prompt and a completion that are longer than the context together. Only the end of a long
+                prompt is used. When the context is full, the last half of it is queued as a new prompt, and the
+                penalties count its tokens as a prompt. Not supported with `prompt_logprobs`.
 
         Raises:
             QueueFull: `max_queue` requests wait already.
@@ -241,7 +242,8 @@ class Scheduler:
         return True
 
     def _fits(self, request: _Request, reused: int) -> bool:
-        """Whether a prompt can join this step: as a whole, and without sharing a longer prefix with a prompt of this step."""
+        """Whether a prompt can join this step: as a whole, and without sharing a longer prefix with a prompt of this
+        step."""
         prefilling = [slot.request.prompt for slot in self._prefilling if slot.request is not None]
         left = sum(len(slot.tokens) - slot.cached for slot in self._prefilling)
         if left + len(request.prompt) - reused > self._engine.max_prefill_tokens:
@@ -320,7 +322,8 @@ class Scheduler:
 
 
 def _window(whole: _Request, context: int) -> _Request:
-    """The part of a request that fits the context: the end of its prompt, with room for half a context of new tokens."""
+    """The part of a request that fits the context: the end of its prompt, with room for half a context of new
+    tokens."""
     params = whole.params
     prompt = whole.prompt[-(context - min(params.max_tokens, context // 2)) :]
     now = min(params.max_tokens, context - len(prompt))

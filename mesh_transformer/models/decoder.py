@@ -3,7 +3,8 @@
 Modules name the dimensions of their parameters; the mesh decides elsewhere how these are split. Checkpoints contain the
 names of the parameters, so these names do not change.
 
-Shapes: B sequences, T positions, S keys, D residual width, H heads, K dims of a head, F feed-forward width, V vocabulary
+Shapes: B sequences, T positions, S keys, D residual width, H heads, K dims of a head, F feed-forward width, V
+    vocabulary
 rows. Parameters are float32 and are cast to the compute dtype before `apply`.
 """
 
@@ -51,7 +52,8 @@ class Context(NamedTuple):
 def embed(
     decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array
 ) -> tuple[jax.Array, Bias | None]:
-    """The residual stream before the first block, (B, T, D), and the bias of every layer's attention, if the model has one."""
+    """The residual stream before the first block, (B, T, D), and the bias of every layer's attention, if the model has
+    one."""
     d = decoder
     x_BTD = Embedding(d, name="tokens")(tokens_BT)
     if d.learned_positions:
@@ -63,8 +65,8 @@ def embed(
 def block(decoder: spec.Decoder, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
     """One layer: (B, T, D) -> (B, T or 1, D), and named sums over the tokens (none for a dense layer).
 
-    The outputs of attention and feed-forward are partial: the sum over tensor-parallel shards is made here. Where the two run
-    in parallel, one sum serves both. The biases are added after it.
+    The outputs of attention and feed-forward are partial: the sum over tensor-parallel shards is made here. Where the
+    two run in parallel, one sum serves both. The biases are added after it.
     """
     layer, out_stddev = decoder.layers[0], 2 / len(decoder.layers) / np.sqrt(decoder.d_model)
     attention = SelfAttention(layer.attention, decoder.seq, out_stddev, name="attention")
@@ -279,8 +281,8 @@ def angles(rotary: spec.Rotary, n_positions: int) -> tuple[np.ndarray, np.ndarra
 def rotate(x_BTHK: jax.Array, sin_BTR: jax.Array, cos_BTR: jax.Array, style: str) -> jax.Array:
     """Rotate pairs of the first R dims of each head by the angles of their position; see `spec.Rotary`.
 
-    `sin_BTR` and `cos_BTR` hold R / 2 values for each position; their B may be 1. The result has x's dtype; the arithmetic is
-    float32.
+    `sin_BTR` and `cos_BTR` hold R / 2 values for each position; their B may be 1. The result has x's dtype; the
+    arithmetic is float32.
     """
     rotary_dims = 2 * sin_BTR.shape[-1]
     head = x_BTHK[..., :rotary_dims].astype(jnp.float32)

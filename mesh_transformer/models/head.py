@@ -1,7 +1,7 @@
 """The unembedding matrix in tiles of the vocabulary, and the cross-entropy that is computed tile by tile.
 
-The logits of all positions and tokens never exist at once: devices may split the vocabulary, one tile of it is computed at a
-time, and the logits of a tile fit a processor's caches.
+The logits of all positions and tokens never exist at once: devices may split the vocabulary, one tile of it is computed
+at a time, and the logits of a tile fit a processor's caches.
 
 Shapes: B sequences, T positions, D residual width, V vocabulary rows, K tiles of C rows each.
 """
@@ -28,8 +28,8 @@ LEAST_COLUMNS = 1024
 class VocabTiles:
     """The unembedding matrix of a model in `tiles` tiles.
 
-    Each tile has an equal share of the rows of every tensor-parallel shard. The family's own head computes the logits of a
-    tile, as those of a model with a vocabulary of C rows.
+    Each tile has an equal share of the rows of every tensor-parallel shard. The family's own head computes the logits
+    of a tile, as those of a model with a vocabulary of C rows.
     """
 
     model: Model
@@ -38,7 +38,8 @@ class VocabTiles:
 
     @classmethod
     def of(cls, model: Model, partition: Partition, columns: int) -> VocabTiles:
-        """Tiles of at least `columns` columns in each shard; their number is a power of two that divides a shard's rows."""
+        """Tiles of at least `columns` columns in each shard; their number is a power of two that divides a shard's
+        rows."""
         rows, tiles = model.decoder.padded_vocab // partition.size("vocab"), 1
         while rows % (2 * tiles) == 0 and rows // (2 * tiles) >= max(columns, LEAST_COLUMNS):
             tiles *= 2
@@ -147,7 +148,8 @@ class Normaliser(NamedTuple):
         return cls(jnp.full(shape, -jnp.inf), jnp.zeros(shape))
 
     def add(self, logits_C: jax.Array) -> tuple[Normaliser, jax.Array]:
-        """Add (..., C) logits; return the normaliser and exp(logit - largest) of these. One logit so far must be finite."""
+        """Add (..., C) logits; return the normaliser and exp(logit - largest) of these. One logit so far must be
+        finite."""
         largest = jnp.maximum(self.largest, jax.lax.stop_gradient(logits_C.max(-1)))
         exps_C = jnp.exp(logits_C - largest[..., None])
         return Normaliser(largest, self.total * jnp.exp(self.largest - largest) + exps_C.sum(-1)), exps_C
@@ -170,10 +172,10 @@ def weighted_loss(
 ) -> tuple[jax.Array, TokenLoss]:
     """The sum over all tokens of their weight times `objective(token_loss)`, and the token losses.
 
-    The positions are computed in `chunks` equal parts, and each part tile by tile, so that only a part of the logits exists
-    at a time. Under differentiation the forward pass also computes the gradients, from the exponentials of the softmax; the
-    backward pass multiplies them by the cotangent of the sum, a scalar. The token losses are for metrics: they and the
-    weights have no gradient.
+    The positions are computed in `chunks` equal parts, and each part tile by tile, so that only a part of the logits
+    exists at a time. Under differentiation the forward pass also computes the gradients, from the exponentials of the
+    softmax; the backward pass multiplies them by the cotangent of the sum, a scalar. The token losses are for metrics:
+    they and the weights have no gradient.
 
     With L = objective(nll, log_z, shifted_log_z), p = softmax(z) and z the logits:
     dL/dz = (L_nll + L_log_z + L_shifted) p - L_nll onehot(target).
@@ -242,7 +244,8 @@ _Kept = tuple[jax.Array, jax.Array]
 def _scan_losses(
     head: VocabTiles, tiles: Any, x_BtD: jax.Array, targets_Bt: jax.Array, *, keep: bool
 ) -> tuple[TokenLoss, Normaliser, _Kept | None]:
-    """The losses of a part of the positions; their normaliser; with `keep`, the exponentials that the gradients need."""
+    """The losses of a part of the positions; their normaliser; with `keep`, the exponentials that the gradients
+    need."""
 
     def step(carry: Any, tile: Any) -> tuple[Any, Any]:
         normaliser, target_Bt = carry

@@ -1,7 +1,7 @@
 """A model of any family: parameters, the names of their dimensions, the loop over layers, and the placement on a mesh.
 
-Embedding, block and head (models/decoder.py) are separate `hk.transform`s. The parameters of all layers are stacked, and one
-compiled block serves all layers: compile time does not grow with their number.
+Embedding, block and head (models/decoder.py) are separate `hk.transform`s. The parameters of all layers are stacked,
+and one compiled block serves all layers: compile time does not grow with their number.
 
 Shapes: B sequences (or cache slots), T positions, S key positions, D residual width, V padded vocabulary rows.
 """
@@ -190,7 +190,8 @@ class Model:
         query_index_B: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, Aux]:
-        """`apply` without the head: the residual stream after the last block, (B, T, D) or (B, 1, D); the cache; the layers' sums.
+        """`apply` without the head: the residual stream after the last block, (B, T, D) or (B, 1, D); the cache; the
+        layers' sums.
 
         `positions_BT` replaces `start_B` where the positions of a row are not consecutive; it needs a cache.
         """
@@ -287,7 +288,8 @@ def _bind(
 def _unrolled(
     body: Callable[..., Any], params: Any, x_BTD: jax.Array, cache: Any, query_index_B: jax.Array | None
 ) -> tuple[jax.Array, Any, Aux]:
-    """The layers one after the other, each with its own arrays. The last computes only the queries of `query_index_B`."""
+    """The layers one after the other, each with its own arrays. The last computes only the queries of
+    `query_index_B`."""
     # layers of equal shapes are traced once
     one = jax.jit(body)
     views = [None] * len(params) if cache is None else cache.layers(len(params))
@@ -361,7 +363,8 @@ class Placement:
         )
 
     def cast(self, params: Params, axes: Params | None = None) -> Params:
-        """Inside a program: cast parameters with these dimension names (None: all) to the compute dtype, sharded as stored."""
+        """Inside a program: cast parameters with these dimension names (None: all) to the compute dtype, sharded as
+        stored."""
         axes = self.model.axes if axes is None else axes
         return constrain_tree(self.model.cast(params), self.partition, axes)
 

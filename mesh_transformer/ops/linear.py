@@ -24,8 +24,9 @@ BLOCK = 1 << 19
 class Transposed:
     """A matrix (D, F), stored as rows start .. stop - 1 of a transposed array. Not differentiable.
 
-    XLA for CPU multiplies a transposed matrix faster. The array's other rows may be matrices that multiply the same input:
-    XLA then computes one product for all of them. Elements of two bytes are stored as uint16: see `_product_of_bits`.
+    XLA for CPU multiplies a transposed matrix faster. The array's other rows may be matrices that multiply the same
+    input: XLA then computes one product for all of them. Elements of two bytes are stored as uint16: see
+        `_product_of_bits`.
     """
 
     w_FD: jax.Array
@@ -53,8 +54,9 @@ def _product(x_D: jax.Array, w_FD: jax.Array, out_dtype: jnp.dtype) -> jax.Array
 def _product_of_bits(x_D: jax.Array, bits_FD: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
     """The product with a matrix of x's dtype that is given as uint16, a block of rows at a time.
 
-    XLA for CPU multiplies bfloat16 in float32. It converts every bfloat16 matrix that a program reads, before the program
-    begins. It does not convert integers, so here only one block exists in float32, which fits the processor's cache.
+    XLA for CPU multiplies bfloat16 in float32. It converts every bfloat16 matrix that a program reads, before the
+    program begins. It does not convert integers, so here only one block exists in float32, which fits the processor's
+    cache.
     """
     rows, width = bits_FD.shape
     some = max((n for n in range(1, rows) if rows % n == 0 and n * width <= BLOCK), default=rows)
@@ -151,7 +153,8 @@ class PackedBlock:
 
     @classmethod
     def pack(cls, block: dict[str, dict[str, Any]], fuse: Sequence[Sequence[str]]) -> PackedBlock:
-        """Pack `block`, the parameters by module and name. `fuse` lists the groups of modules whose matrices are joined."""
+        """Pack `block`, the parameters by module and name. `fuse` lists the groups of modules whose matrices are
+        joined."""
         groups = [[name for name in names if name in block] for names in fuse]
         grouped = {name for names in groups for name in names}
         others = {

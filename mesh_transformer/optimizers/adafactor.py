@@ -1,7 +1,7 @@
 """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) stores the second moment of a matrix as row and column averages.
 
-Decay, epsilon and update clipping follow the paper. There is no first moment and no relative step size: the learning rate
-is absolute, as for the other optimizers (and in Zhai et al. 2021, arXiv:2106.04560).
+Decay, epsilon and update clipping follow the paper. There is no first moment and no relative step size: the learning
+rate is absolute, as for the other optimizers (and in Zhai et al. 2021, arXiv:2106.04560).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Config(OptimizerConfig):
 
     @property
     def slots(self) -> dict[str, Slot]:
-        """Row and column averages of factored matrices, full averages of other parameters. An unused slot has size 1."""
+        """Row and column averages of factored matrices, full averages of other parameters. An unused slot has size
+        1."""
         return {name: partial(self._axes, name) for name in ("v_row", "v_col", "v")}
 
     def _axes(self, slot: str, axes: Axes, shape: tuple[int, ...]) -> Axes:
@@ -51,7 +52,8 @@ class Config(OptimizerConfig):
         return (*layers, *own[:dropped], *own[dropped + 1 :])
 
     def direction(self, axes: Any) -> optax.GradientTransformation:
-        """The gradient divided by the root of the second moment, then clipped. Each layer of a stack is a matrix of its own."""
+        """The gradient divided by the root of the second moment, then clipped. Each layer of a stack is a matrix of its
+        own."""
         import jax
         import optax
         from optax import FactoredState

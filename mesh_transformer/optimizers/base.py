@@ -46,7 +46,8 @@ class OptimizerConfig(Group):
     z_loss: NonNegative = 1e-4
     """weight of the squared log-normalizer (z-loss) in the training loss"""
     z_loss_kind: Literal["classic", "log_z"] = "classic"
-    """normalizer of the z-loss: classic, log-sum-exp after the maximum is subtracted, as in the original; log_z, the true normalizer"""
+    """normalizer of the z-loss: classic, log-sum-exp after the maximum is subtracted, as in the original; log_z, the
+    true normalizer"""
     noise_scale_alpha: Annotated[Positive, Le(1)] = 0.01
     """weight of the newest step in the moving averages of the gradient noise scale"""
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -58,7 +59,8 @@ class OptimizerConfig(Group):
         raise NotImplementedError
 
     def direction(self, axes: Any) -> optax.GradientTransformation:
-        """The transformation of a gradient into a direction, without global-norm clipping, weight decay and learning rate.
+        """The transformation of a gradient into a direction, without global-norm clipping, weight decay and learning
+        rate.
 
         Its state is a NamedTuple of `count`, int32, and the slots. `axes` are the dimension names of the parameters.
         """

@@ -1,7 +1,7 @@
 """Lion (Chen et al. 2023, arXiv:2302.06675): the update is the sign of an average of gradients, with one moment.
 
-Its updates are larger than Adam's. The paper uses a learning rate 3 to 10 times smaller, and a weight decay as many times
-larger.
+Its updates are larger than Adam's. The paper uses a learning rate 3 to 10 times smaller, and a weight decay as many
+times larger.
 """
 
 from __future__ import annotations

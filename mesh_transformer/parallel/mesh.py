@@ -18,14 +18,16 @@ from mesh_transformer.errors import UserError
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
     """A mesh with the axes AXES over `devices`. Every process must have the same number of them.
 
-    The devices of one process (a host, on TPU) are assigned to the last axis first, then to the one before it, and so on,
-    in the order that JAX chooses for their torus. Then the processes follow in their order, again the last axis first. So
-    the devices of a tp group, tp being the last axis, belong to one process if tp divides the number of its devices: 8 on
-    a host of v2, v3 and v7x and on the only host of a v5e-8 or v6e-8; 4 on every other host. A larger tp group spans
+    The devices of one process (a host, on TPU) are assigned to the last axis first, then to the one before it, and so
+    on, in the order that JAX chooses for their torus. Then the processes follow in their order, again the last axis
+    first. So the devices of a tp group, tp being the last axis, belong to one process if tp divides the number of its
+    devices: 8 on a host of v2, v3 and v7x and on the only host of a v5e-8 or v6e-8; 4 on every other host. A larger tp
+        group spans
     tp / gcd(tp, devices of a process) consecutive processes.
 
     Raises:
-        UserError: the processes have different numbers of devices, or a process's devices are not whole chips that fill a box.
+        UserError: the processes have different numbers of devices, or a process's devices are not whole chips that fill
+            a box.
     """
     hosts = defaultdict(list)
     for device in devices:
@@ -50,14 +52,16 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def process_rows(sharding: NamedSharding, batch: int, process: int) -> tuple[int, ...]:
-    """The rows of a (batch, ...) array that the devices of a process hold, ascending. Other processes may hold them too."""
+    """The rows of a (batch, ...) array that the devices of a process hold, ascending. Other processes may hold them
+    too."""
     index: Mapping[Any, Any] = sharding.devices_indices_map((batch, 1))
     spans = {rows.indices(batch) for device, (rows, _) in index.items() if device.process_index == process}
     return tuple(sorted(row for span in spans for row in range(*span)))
 
 
 def _divide(devices: int, shape: MeshShape) -> MeshShape:
-    """The size of each axis within one process: as many of its devices as possible for the last axis, then for the one before."""
+    """The size of each axis within one process: as many of its devices as possible for the last axis, then for the one
+    before."""
     inner: MeshShape = {}
     for axis in reversed(AXES):
         inner[axis] = math.gcd(devices, shape[axis])

@@ -1,8 +1,8 @@
 """Named dimensions, and the rules that map the names to mesh axes.
 
 A model names the dimensions of its parameters (`with_axes`) and activations (`constrain`), and knows nothing else about
-devices. A parallel strategy is a table from names to mesh axes. Without an active `Partition` every function here is the
-identity, so that the same model runs on one CPU and on a pod.
+devices. A parallel strategy is a table from names to mesh axes. Without an active `Partition` every function here is
+the identity, so that the same model runs on one CPU and on a pod.
 """
 
 from __future__ import annotations
@@ -132,9 +132,10 @@ def constrain_tree(tree: Any, partition: Partition, axes_tree: Any) -> Any:
 def gather_weights(params: Any, axes_tree: Any) -> Any:
     """Gather the parameters that fsdp splits, just before their use; they stay split over tp.
 
-    The backward pass sums and scatters their gradients at once. It constrains them to the gathered layout and then to the
-    split one: a sum and a slice, which the compiler fuses into a reduce-scatter. So weights and gradients of at most one
-    layer are gathered at a time, and the split does not spread to activations. The identity if fsdp splits no weights.
+    The backward pass sums and scatters their gradients at once. It constrains them to the gathered layout and then to
+    the split one: a sum and a slice, which the compiler fuses into a reduce-scatter. So weights and gradients of at
+    most one layer are gathered at a time, and the split does not spread to activations. The identity if fsdp splits no
+    weights.
     """
     partition = active()
     if partition is None or not partition.splits_weights:

@@ -89,7 +89,8 @@ def parse_tuned(made: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def add_step_output(made: argparse.ArgumentParser, flag: str, format: str, *, required: bool = False) -> None:
-    """Add the options of a command that writes a checkpoint: its path (`flag`), --format (default `format`), --overwrite."""
+    """Add the options of a command that writes a checkpoint: its path (`flag`), --format (default `format`),
+    --overwrite."""
     made.add_argument(
         flag,
         dest="output",

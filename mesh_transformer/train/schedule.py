@@ -1,4 +1,5 @@
-"""The gradient of a step. A schedule is a function that chooses the order in which microbatches and layers are computed.
+"""The gradient of a step. A schedule is a function that chooses the order in which microbatches and layers are
+computed.
 
 Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions.
 """
@@ -21,8 +22,8 @@ class Batch(NamedTuple):
     tokens: jax.Array  # int32
     targets: jax.Array  # int32
     weights: jax.Array
-    """float32: the weight of each target's loss. All weights sum to A. The sum of weighted losses, divided by A, is therefore
-    the weighted mean over all tokens, however they are spread over the microbatches."""
+    """float32: the weight of each target's loss. All weights sum to A. The sum of weighted losses, divided by A, is
+    therefore the weighted mean over all tokens, however they are spread over the microbatches."""
 
     @classmethod
     def of(cls, tokens_ABT: jax.Array) -> Self:
@@ -38,15 +39,16 @@ class Parts(NamedTuple):
     transform: Callable[[Params, Params], Params]
     """The model's parameters from the trained and the frozen ones, all in the compute dtype."""
     loss: Callable[[Params, jax.Array, Aux, Batch], tuple[jax.Array, Metrics]]
-    """(parameters, residual stream after the last layer, named sums of the layers, microbatch) -> weighted loss, metrics."""
+    """(parameters, residual stream after the last layer, named sums of the layers, microbatch) -> weighted loss,
+    metrics."""
     constrain: Callable[[Params], Params]
     """A gradient of the trained parameters, sharded as the sum of gradients is."""
 
 
 Schedule = Callable[[Parts, Params, Params, Batch], tuple[Params, Metrics, jax.Array]]
-"""(parts, trained parameters, frozen parameters, batch) -> the mean gradient in float32, the mean metrics, and the squared norm
-of each microbatch's gradient, (A,). Parameters are in the compute dtype. The loss receives the named sums of each layer, and
-their cotangents flow back to that layer."""
+"""(parts, trained parameters, frozen parameters, batch) -> the mean gradient in float32, the mean metrics, and the
+squared norm of each microbatch's gradient, (A,). Parameters are in the compute dtype. The loss receives the named sums
+of each layer, and their cotangents flow back to that layer."""
 
 
 def sequential(

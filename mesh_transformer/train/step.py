@@ -20,13 +20,13 @@ from mesh_transformer.parallel.sharding import constrain_tree, map_axes, use
 from mesh_transformer.train.schedule import Batch, Metrics, Parts, Schedule, sequential
 
 OptState = dict[str, Any]
-"""The optimizer's slots by name, each a tree like the parameters', and two int32 scalars: `count` and `schedule`, the updates
-that the optimizer's direction and the learning rate's schedule have counted. Skipped steps do not count."""
+"""The optimizer's slots by name, each a tree like the parameters', and two int32 scalars: `count` and `schedule`, the
+updates that the optimizer's direction and the learning rate's schedule have counted. Skipped steps do not count."""
 
 
 class NoiseAverages(NamedTuple):
-    """Exponential averages for the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1): float32
-    scalars, NaN before the first step."""
+    """Exponential averages for the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1):
+    float32 scalars, NaN before the first step."""
 
     # of |G|^2, the squared norm of the true gradient
     g: jax.Array
@@ -55,8 +55,8 @@ def update_noise(
         big, big_square: sequences of the step, and the squared norm of its gradient.
 
     Returns:
-        The averages, and the metrics G_noise (unbiased |G|^2), S_noise (unbiased tr(Sigma)) and B_simple. B_simple is the
-        ratio of the averages: beyond a batch of so many sequences, more data in a step brings little.
+        The averages, and the metrics G_noise (unbiased |G|^2), S_noise (unbiased tr(Sigma)) and B_simple. B_simple is
+        the ratio of the averages: beyond a batch of so many sequences, more data in a step brings little.
     """
     g = (big * big_square - small * small_square) / (big - small)
     s = (small_square - big_square) / (1 / small - 1 / big)
@@ -111,8 +111,8 @@ class TrainProgram:
 
         Args:
             split: a tree like the model's parameters -> its trained and its frozen part.
-            transform: (trained, frozen) -> the model's parameters, all in the compute dtype. The gradient of the trained
-                part flows through it.
+            transform: (trained, frozen) -> the model's parameters, all in the compute dtype. The gradient of the
+                trained part flows through it.
             schedule: the order in which microbatches and layers are computed.
         """
         self.placement, self.config = placement, config
@@ -227,7 +227,8 @@ class TrainProgram:
         return weighted_loss(self._tiles, objective, chunks, head, y_BTD, batch.targets, batch.weights)
 
     def loss_chunks(self, batch: int, positions: int) -> int:
-        """The number of equal parts of `positions` whose float32 logits take at most `compute.logits_mib` of a device."""
+        """The number of equal parts of `positions` whose float32 logits take at most `compute.logits_mib` of a
+        device."""
         rows = self.partition.sharding("batch", "seq", "vocab").shard_shape(
             (batch, positions, self.model.decoder.padded_vocab)
         )
@@ -237,7 +238,8 @@ class TrainProgram:
         )
 
     def _eval_step(self, params: Params, tokens_BT: jax.Array) -> Metrics:
-        """Mean loss without z-loss, loss of the last token, and accuracy, of tokens (B, T + 1) int32. `params`: float32, all."""
+        """Mean loss without z-loss, loss of the last token, and accuracy, of tokens (B, T + 1) int32. `params`:
+        float32, all."""
         with use(self.partition):
             params = self.placement.cast(params)
             batch = Batch.of(tokens_BT)

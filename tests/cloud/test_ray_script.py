@@ -53,7 +53,8 @@ def pod_ray(tmp_path):
 
 
 def start(pod_ray, folder, *, saving_s=1):
-    """Start a node with a worker that needs `saving_s` to save. Returns the command, and the file with the worker's actions."""
+    """Start a node with a worker that needs `saving_s` to save. Returns the command, and the file with the worker's
+    actions."""
     (folder / "node.py").write_text(NODE)
     (folder / "worker.py").write_text(WORKER.format(saving_s=saving_s))
     command = ["env", "-C", str(folder), sys.executable, "node.py"]

@@ -209,7 +209,8 @@ def test_suspended_while_waiting(api: TpuApi, tpus: Tpus) -> None:
 
 
 def test_failed_in_the_queue_because_of_the_user(api: TpuApi, tpus: Tpus) -> None:
-    """Each call requests it once: it does not repeat its own failed request, but it replaces that of an earlier call."""
+    """Each call requests it once: it does not repeat its own failed request, but it replaces that of an earlier
+    call."""
     api.queue_error = Refusal(code_pb2.PERMISSION_DENIED, "no access to the network")
     for asked in (1, 2):
         with pytest.raises(TpuRefused, match="no access to the network") as refusal:

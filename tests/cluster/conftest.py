@@ -46,7 +46,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory, worker_environment: dict[
 
 @pytest.fixture
 def evaluated(straight: Path, worker_environment: dict[str, str], tmp_path: Path) -> Callable[..., float]:
-    """Evaluates the last checkpoint of `straight` with eval_harness.py and further arguments. Returns a number of the report."""
+    """Evaluates the last checkpoint of `straight` with eval_harness.py and further arguments. Returns a number of the
+    report."""
     pytest.importorskip("lm_eval")
     tasks, report_path = write_task(tmp_path), tmp_path / "found.json"
     command = [

@@ -125,7 +125,8 @@ def test_json_lines_are_utf_8(tmp_path: Path) -> None:
 
 
 def test_long_paths_and_links_are_real(tmp_path: Path) -> None:
-    """Paths and links of 4,000 characters, in both ways of writing them, attributes, and a member longer than a step."""
+    """Paths and links of 4,000 characters, in both ways of writing them, attributes, and a member longer than a
+    step."""
     long, text = "d" * 3990 + "/a.txt", b"some text. " * 3000
     for kind in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         with tarfile.open(tmp_path / "a.tar", "w", format=kind, pax_headers={"comment": "c" * 40}) as archive:

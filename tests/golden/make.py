@@ -61,7 +61,8 @@ def found(folder: Path, patterns: Iterable[str]) -> Iterator[str]:
 
 
 def one_shard(golden: Path) -> Iterator[tuple[str, bytes]]:
-    """The last leaves of the one-shard checkpoint: the parameters and the step, over 16 files as the original splits them."""
+    """The last leaves of the one-shard checkpoint: the parameters and the step, over 16 files as the original splits
+    them."""
     files = [np.load(golden / ONE_SHARD / f"{i}.npz", allow_pickle=False) for i in range(16)]
     leaves = [file[key] for file in files for key in file.files]
     parameters = (len(leaves) - 3) // 3  # beside as many first and second moments, two counts and the step

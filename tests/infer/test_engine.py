@@ -1,4 +1,5 @@
-"""The engine against the original program, against a reference in numpy, and with different requests in the other slots."""
+"""The engine against the original program, against a reference in numpy, and with different requests in the other
+slots."""
 
 import collections
 import functools

@@ -295,7 +295,8 @@ def test_idle():
 
 
 def slid(prompt: list[int], sampling: SamplingParams, context: int) -> tuple[list[int], str]:
-    """The tokens and the finish reason of a completion that slides: each window alone, with at least half a context of text."""
+    """The tokens and the finish reason of a completion that slides: each window alone, with at least half a context of
+    text."""
     text, drawn, end, seed = list(prompt), 0, "length", sampling.seed
     while drawn < sampling.max_tokens and end == "length":
         left = sampling.max_tokens - drawn

@@ -11,7 +11,8 @@ from mesh_transformer.infer.scheduler import QueueFull
 
 
 class Traffic(RuleBasedStateMachine):
-    """Random requests with few different tokens, so that they share prefixes, and random cancels. `alone` is the reference."""
+    """Random requests with few different tokens, so that they share prefixes, and random cancels. `alone` is the
+    reference."""
 
     @initialize(
         slots=st.integers(1, 4),

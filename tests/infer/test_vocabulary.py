@@ -15,7 +15,8 @@ N_VOCAB = 357  # of 384 rows
 
 @pytest.fixture(scope="module")
 def case():
-    """The head's parameters with sharp logits, positions, targets (the most likely token first), and the logits in numpy."""
+    """The head's parameters with sharp logits, positions, targets (the most likely token first), and the logits in
+    numpy."""
     made = builders.program({**builders.TINY, "model": {**builders.TINY["model"], "n_vocab": N_VOCAB}})
     head = made.model.init(jax.random.key(3))["head"]
     head["logits"]["b"] = 5 * jax.random.normal(jax.random.key(4), head["logits"]["b"].shape)

@@ -1,6 +1,7 @@
 """The mesh of every shipped config on TPU slices, and the rows of each process, with the devices as libtpu lists them.
 
-`tpu_devices.json` holds these devices (scripts/tpu_devices.py writes it), so the tests need no libtpu and compile nothing.
+`tpu_devices.json` holds these devices (scripts/tpu_devices.py writes it), so the tests need no libtpu and compile
+nothing.
 """
 
 import json

@@ -103,7 +103,8 @@ def test_the_gather_check_can_fail():
 
 
 def test_no_remat_keeps_no_gathered_weights():
-    """Without recomputation, the backward pass gathers the weights of a layer again instead of keeping those of all layers."""
+    """Without recomputation, the backward pass gathers the weights of a layer again instead of keeping those of all
+    layers."""
     none = compile_step(program(TINY, "mesh.fsdp=8", devices=8, remat="none"), 2, 8)
     stacked = [size for size in _gather_sizes(none.as_text()) if size > 64 * 256 * 2]
     assert not stacked

@@ -1,4 +1,5 @@
-"""Two and four processes with their devices anywhere in the mesh, as on a TPU slice, give the numbers of one process."""
+"""Two and four processes with their devices anywhere in the mesh, as on a TPU slice, give the numbers of one
+process."""
 
 import json
 import os

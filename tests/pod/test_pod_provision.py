@@ -160,7 +160,8 @@ def test_new_code_and_a_host_that_is_down(
     bring_up: Callable[[Path], Provisioned],
     tree: Path,
 ) -> None:
-    """The error names the host. A second launch completes the work: all hosts have the new code, and Ray restarts with it."""
+    """The error names the host. A second launch completes the work: all hosts have the new code, and Ray restarts with
+    it."""
     old, before = bring_up(tree), pids(pod)
     mark = tree / "mesh_transformer" / "mark.py"
     mark.write_text("value = 2\n")

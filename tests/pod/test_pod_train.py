@@ -1,8 +1,8 @@
 """train.py as a user launches it, on a TPU of four hosts with eight devices, also after failures.
 
 In the first run hosts and driver share no folder. The driver reads the training data, tiny_shakespeare, and streams it;
-checkpoints, metrics and validation data are in a bucket. The run with the faults has its checkpoints in a folder that all
-hosts mount, and each host reads the training data from the bucket.
+checkpoints, metrics and validation data are in a bucket. The run with the faults has its checkpoints in a folder that
+all hosts mount, and each host reads the training data from the bucket.
 """
 
 import contextlib
@@ -78,7 +78,8 @@ def test_the_whole_launch(straight: tuple[Path, str, list[str]], drivers: PodDri
 
 
 def test_evaluation(straight: tuple[Path, str, list[str]], drivers: PodDrivers, texts: Path) -> None:
-    """eval_harness.py on the slice, with the checkpoint in the bucket and the first questions of LAMBADA, equals one process."""
+    """eval_harness.py on the slice, with the checkpoint in the bucket and the first questions of LAMBADA, equals one
+    process."""
     pytest.importorskip("lm_eval")
     data, folder = drivers.shared / "questions", straight[0].parent
     (data / "lambada").mkdir(parents=True)

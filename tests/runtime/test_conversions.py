@@ -1,4 +1,5 @@
-"""Each command that writes a checkpoint, interrupted and killed during the write, repeated, and with faults of a bucket."""
+"""Each command that writes a checkpoint, interrupted and killed during the write, repeated, and with faults of a
+bucket."""
 
 import json
 import re
@@ -82,7 +83,8 @@ SLIM = Command("slim_model.py --config config.json", "run_slim/step_7", in_bfloa
 
 
 class Workspace:
-    """A working folder, and a bucket `models` with one model in all formats: run (classic, full), native (full) and hf."""
+    """A working folder, and a bucket `models` with one model in all formats: run (classic, full), native (full) and
+    hf."""
 
     def __init__(self, gcs: GcsServer, folder: Path, sources: Path) -> None:
         self.gcs, self.folder = gcs, folder
@@ -105,7 +107,8 @@ class Workspace:
         return commands.start(program, *arguments, cwd=self.folder, **self.gcs.environment())
 
     def signal_during_write(self, command: Command, number: signal.Signals, code: int) -> str:
-        """Start the command and send a signal during the write: the bucket answers no request until the signal is sent."""
+        """Start the command and send a signal during the write: the bucket answers no request until the signal is
+        sent."""
         writing, sent = threading.Event(), threading.Event()
 
         def gate() -> None:

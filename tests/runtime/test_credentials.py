@@ -63,7 +63,8 @@ def test_every_command_says_so_in_one_line(no_credentials, monkeypatch, capfd, c
 
 
 def test_nothing_to_find_them_by(tmp_path):
-    """There is no variable or file of gcloud, and no metadata server. The error comes before the texts, which are too short."""
+    """There is no variable or file of gcloud, and no metadata server. The error comes before the texts, which are too
+    short."""
     (tmp_path / "text.txt").write_text("a b c")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("GOOGLE_", "STORAGE_"))}
     child = subprocess.run(

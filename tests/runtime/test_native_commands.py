@@ -38,7 +38,8 @@ def test_a_flipped_bit_is_not_converted(tmp_path: Path) -> None:
 
 
 def classic_run(folder: Path, original: Path) -> dict[str, np.ndarray]:
-    """Write config.json and the data of the golden run, and `run`, its step 5 converted to native; return the next step."""
+    """Write config.json and the data of the golden run, and `run`, its step 5 converted to native; return the next
+    step."""
     config = json.loads((original / "configs/tiny_mp8.json").read_text())
     data = {"train_set": "text.tfrecords", "val_set": {}, "model_dir": "run", "total_steps": 6}
     (folder / "config.json").write_text(json.dumps({**config, **data}))

@@ -73,7 +73,8 @@ def start(
 
 
 def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 120) -> tuple[str, str]:
-    """Wait for the end. Returns standard output and standard error, and shows them if the exit code differs from `code`."""
+    """Wait for the end. Returns standard output and standard error, and shows them if the exit code differs from
+    `code`."""
     output, errors = process.communicate(timeout=timeout_s)
     assert process.returncode == code, (
         f"exit code {process.returncode}, not {code}\n{output}\n{errors[-4000:]}"

@@ -21,7 +21,8 @@ _NO_COMMIT = "0"
 
 
 def sampled(*factors: Iterable[Any], strength: int = 1) -> list[Any]:
-    """The whole product of the factors, for `pytest.mark.parametrize`; what this commit leaves out is marked `unsampled`.
+    """The whole product of the factors, for `pytest.mark.parametrize`; what this commit leaves out is marked
+    `unsampled`.
 
     Args:
         factors: the values of each, or a dictionary, of which the keys are taken. Their texts are the ids.

@@ -155,7 +155,8 @@ def wait_for_end(pid: int, timeout_s: float = 40) -> None:
 
 
 def stop_main_thread(pid: int) -> None:
-    """Stop only the main thread of a process until the process is killed, through ptrace. A signal would stop all threads."""
+    """Stop only the main thread of a process until the process is killed, through ptrace. A signal would stop all
+    threads."""
     failed: list[str] = []
     stopped = threading.Event()
 
@@ -181,7 +182,8 @@ def kill(pid: int) -> None:
 
 
 def same_numbers(straight: Path, other: Path) -> list[dict[str, Any]]:
-    """Check that every record of `other` equals the record of the same step in `straight`, bit by bit. Returns those of `other`."""
+    """Check that every record of `other` equals the record of the same step in `straight`, bit by bit. Returns those of
+    `other`."""
     expected = {record["step"]: record for record in metrics(straight)}
     records = metrics(other)
     assert {record["step"] for record in records} == expected.keys()

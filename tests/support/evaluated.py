@@ -50,7 +50,8 @@ def ours(
 
 
 def theirs(model: ModelConfig, params: Params, tokenizer_folder: Path, folder: Path, batch: int = 8) -> Any:
-    """The harness's `hf` model with our export of these weights. Its `computed` counts the tokens that the model reads."""
+    """The harness's `hf` model with our export of these weights. Its `computed` counts the tokens that the model
+    reads."""
     import torch
     from lm_eval.models.huggingface import HFLM
     from transformers import GPT2TokenizerFast, GPTJForCausalLM

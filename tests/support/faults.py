@@ -134,7 +134,8 @@ def kill_driver(
 
 
 def wait_for_middle(run: Driver, number: int) -> int:
-    """Wait until the newest step is in the middle of interval `number` between checkpoints, or of a later one, and return it.
+    """Wait until the newest step is in the middle of interval `number` between checkpoints, or of a later one, and
+    return it.
 
     So there is a newer checkpoint between two faults.
     """

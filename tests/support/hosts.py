@@ -1,12 +1,13 @@
 """A pod of hosts on one machine: each has its own network, mounts, processes, name, home and /tmp, and an SSH server.
 
-A host is a process tree in its own namespaces, with sshd as process 1. It sees the files of this machine, with two exceptions:
-/root and /tmp are its own (the Python in use stays visible there, read-only), and the package in this checkout is hidden, so
+A host is a process tree in its own namespaces, with sshd as process 1. It sees the files of this machine, with two
+exceptions: /root and /tmp are its own (the Python in use stays visible there, read-only), and the package in this
+    checkout is hidden, so
 a host runs only code that was pushed to it. All hosts are on one bridge without another connection.
 
-The driver has its own process, mount and IPC namespaces too, so that commands on "all Ray processes" stay inside them. Its
-network is this machine's. Hosts die with the process that created them. This module needs root, and Linux with util-linux,
-iproute2 and openssh-server.
+The driver has its own process, mount and IPC namespaces too, so that commands on "all Ray processes" stay inside them.
+Its network is this machine's. Hosts die with the process that created them. This module needs root, and Linux with
+util-linux, iproute2 and openssh-server.
 
     with PodOfHosts(4, tmp_path) as pod:
         subprocess.run([*pod.driver_prefix(), sys.executable, "train.py", ...])
@@ -223,7 +224,8 @@ class PodOfHosts:
         return list(self._first.values())
 
     def driver_prefix(self, **environment: str) -> list[str]:
-        """Words before a command that run it as the driver. To kill it, use `driver_signal`: its process is only a wrapper."""
+        """Words before a command that run it as the driver. To kill it, use `driver_signal`: its process is only a
+        wrapper."""
         variables = [
             f"{name}={value}" for name, value in {"HOME": str(self.driver_home), **environment}.items()
         ]

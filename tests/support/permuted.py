@@ -1,7 +1,8 @@
 """Trains, validates and scores once, in one process or in one of several with their devices anywhere in the mesh.
 
-As a program it is one of several processes: `permuted.py FOLDER ORDER` with the variables that `platforms.start_distributed`
-reads. ORDER lists the devices in the order of the mesh. The output is FOLDER/found_PROCESS.json.
+As a program it is one of several processes: `permuted.py FOLDER ORDER` with the variables that
+`platforms.start_distributed` reads. ORDER lists the devices in the order of the mesh. The output is
+FOLDER/found_PROCESS.json.
 """
 
 import dataclasses
@@ -64,7 +65,8 @@ class Alone(AgentCluster):
 
 
 class Streamed:
-    """Opens a feed of batches that a driver reads. Each process has its own driver, and all drivers read the same data."""
+    """Opens a feed of batches that a driver reads. Each process has its own driver, and all drivers read the same
+    data."""
 
     def __init__(self, config: Config):
         self._config, self._cluster = config, Alone()

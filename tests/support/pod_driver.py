@@ -1,4 +1,5 @@
-"""train.py on the pod of hosts as a user launches it, with data and checkpoints in a bucket; and the faults of its machines."""
+"""train.py on the pod of hosts as a user launches it, with data and checkpoints in a bucket; and the faults of its
+machines."""
 
 import contextlib
 import json
@@ -62,9 +63,9 @@ class PodDrivers:
     def write(self, name: str, steps: int, every: int, *, shared: bool = True) -> Path:
         """Create the folder of a new run.
 
-        A `shared` run has its checkpoints in a folder of all hosts, and the hosts read the training data from the bucket.
-        Otherwise folder and training data are the driver's, which streams the data, and the checkpoints go to the bucket
-        `models`, below the name of the folder.
+        A `shared` run has its checkpoints in a folder of all hosts, and the hosts read the training data from the
+        bucket. Otherwise folder and training data are the driver's, which streams the data, and the checkpoints go to
+        the bucket `models`, below the name of the folder.
         """
         groups = {
             "optimizer": {"total_steps": steps, "anneal_steps": steps},

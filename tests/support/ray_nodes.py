@@ -5,8 +5,8 @@ Each node has its own address. None has 127.0.0.1, which Ray replaces by the mac
     python ray_nodes.py COUNT FOLDER
 
 It prints its address. Then it executes the commands in standard input and answers each with "ok": `kill I` (SIGKILL to
-raylet I), `add I`, `kill head` (SIGKILL to all processes of the head), `add head` (a new head at the same address, and new
-nodes). At the end of the input it ends the processes that it has started, and no others.
+raylet I), `add I`, `kill head` (SIGKILL to all processes of the head), `add head` (a new head at the same address, and
+new nodes). At the end of the input it ends the processes that it has started, and no others.
 """
 
 import os

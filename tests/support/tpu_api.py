@@ -9,7 +9,8 @@ suspended when they lose their node. It does not implement authentication, pages
         api.fail("CreateNode", UNAVAILABLE)        # the next such call fails
         api.capacity["v3-32"] = 0                  # a stockout, until it is raised
         api.preempt("a")                           # as the cloud preempts it
-        api.preempt_next = 2                       # preempts the next two queued resources while their nodes are created
+        api.preempt_next = 2                       # preempts the next two queued resources while their nodes are
+        created
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class TpuApi:
         self._server.stop(None)
 
     def environment(self) -> dict[str, str]:
-        """Variables that select this server in the project's commands, and disable the metadata server in Google's libraries."""
+        """Variables that select this server in the project's commands, and disable the metadata server in Google's
+        libraries."""
         return {
             "MTJ_TPU_API": self.address,
             "GOOGLE_CLOUD_PROJECT": "test",

@@ -69,7 +69,8 @@ TABLES = [("embed", "tokens", "w", 0), ("head", "logits", "w", 1), ("head", "log
 
 @pytest.mark.parametrize("mesh", [[], ["mesh.tp=2", "mesh.fsdp=2", "mesh.dp=2"]], ids=["one", "dp-fsdp-tp"])
 def test_what_padding_rows_hold_enters_no_metric_and_no_update(mesh):
-    """300 of 384 rows are the vocabulary. The gradient is clipped: a norm that counts padding would change the update."""
+    """300 of 384 rows are the vocabulary. The gradient is clipped: a norm that counts padding would change the
+    update."""
     run = program(TINY, "model.n_vocab=300", "optimizer.warmup_steps=0", *mesh, devices=8 if mesh else 1)
 
     def two_steps(padding):

@@ -149,7 +149,8 @@ class HFSource:
             copy_transposed(out, self._whole(matrix)[columns, rows])
 
     def _whole(self, matrix: FileTensor) -> np.ndarray:
-        """A whole matrix. The next call reuses its memory: allocating new memory takes as long as reading the matrix."""
+        """A whole matrix. The next call reuses its memory: allocating new memory takes as long as reading the
+        matrix."""
         if self._cached is None or self._cached[0] != matrix:
             buffer = self._cached[1] if self._cached else np.empty(0, np.uint8)
             self._cached = None

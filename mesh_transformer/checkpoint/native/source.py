@@ -266,7 +266,8 @@ def root_cause(error: BaseException) -> str:
 
 
 def chunk_shape(info: TensorInfo) -> tuple[int, ...]:
-    """The shape of a chunk: a part of one matrix, at most CHUNK_BYTES. A row of chunks has at most WRITE_BLOCK_BYTES."""
+    """The shape of a chunk: a part of one matrix, at most CHUNK_BYTES. A row of chunks has at most
+    WRITE_BLOCK_BYTES."""
     shape = [1 if n < len(info.shape) - 2 else max(1, size) for n, size in enumerate(info.shape)]
     while (
         len(shape) > 1

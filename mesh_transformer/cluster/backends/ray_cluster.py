@@ -1,13 +1,13 @@
 """A cluster of Ray actors, one agent on each host. Only this module imports Ray.
 
-Host i is the node with the custom resource `tpu_worker_<i>`. If no node has such a resource, it is the node with the label
-ray.io/tpu-worker-id, which Ray sets on TPU hosts. The number is the TPU worker ID, not a rank of Ray. Agents are detached
-actors, so they outlive the driver. The next driver finds them by their names, which contain the run's name. Ray never
-restarts an agent.
+Host i is the node with the custom resource `tpu_worker_<i>`. If no node has such a resource, it is the node with the
+label ray.io/tpu-worker-id, which Ray sets on TPU hosts. The number is the TPU worker ID, not a rank of Ray. Agents are
+detached actors, so they outlive the driver. The next driver finds them by their names, which contain the run's name.
+Ray never restarts an agent.
 
 When the head dies, its nodes end within a minute. Ray ends a driver that calls the dead head, or that uses the object
-store of its own node when this node has died. So the driver checks both first, leaves that cluster, and joins the next one
-at the same address.
+store of its own node when this node has died. So the driver checks both first, leaves that cluster, and joins the next
+one at the same address.
 """
 
 import dataclasses
@@ -92,7 +92,8 @@ class RayCluster(AgentCluster):
         )
 
     def _head_failure(self) -> str | None:
-        """Why the head counts as dead: it, or the node of this machine, refuses connections or is unreachable for HEAD_TIMEOUT_S.
+        """Why the head counts as dead: it, or the node of this machine, refuses connections or is unreachable for
+        HEAD_TIMEOUT_S.
 
         None while both are reachable.
         """

@@ -29,7 +29,8 @@ def train(given: argparse.Namespace) -> int:
     """Train with the arguments of train.py. Returns the exit code of the process.
 
     Raises:
-        UserError: arguments contradict each other, or the config, the compute target, the data or a checkpoint is invalid.
+        UserError: arguments contradict each other, or the config, the compute target, the data or a checkpoint is
+            invalid.
         RunError: the loss is not finite, or the workers crash repeatedly.
     """
     target = ComputeTarget.of(given)
@@ -70,8 +71,8 @@ def evaluate(config_path: str | None, overrides: Sequence[str], target: ComputeT
 def as_version(config: Config, version: int) -> Config:
     """The config with the mesh of `version`. A step has the same number of sequences.
 
-    Version 1 splits matrices over the cores of a replica (tp). Version 2 splits weights and optimizer state over them (fsdp).
-    In version 2 each core processes whole sequences, so there are fewer and larger microbatches.
+    Version 1 splits matrices over the cores of a replica (tp). Version 2 splits weights and optimizer state over them
+    (fsdp). In version 2 each core processes whole sequences, so there are fewer and larger microbatches.
 
     Raises:
         UserError: the sequences of a step do not divide by the number of cores.

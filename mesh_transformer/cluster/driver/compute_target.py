@@ -154,7 +154,8 @@ class ComputeTarget:
             return outcome
 
     def end_workers(self, config: Config) -> None:
-        """End the workers that a previous driver of this run has left. Processes of this machine end with their driver."""
+        """End the workers that a previous driver of this run has left. Processes of this machine end with their
+        driver."""
         if self.in_this_process or self.processes is not None:
             return
         with self.open(config) as (cluster, _):

@@ -1,7 +1,7 @@
 """Classifies the state of all workers: a pure function from their statuses to a verdict.
 
-A failure is a preemption (the cloud took the machines), a crash (a worker was killed, stopped, hung or lost its host, or
-the machine had an error), or an error of the user, which would occur again.
+A failure is a preemption (the cloud took the machines), a crash (a worker was killed, stopped, hung or lost its host,
+or the machine had an error), or an error of the user, which would occur again.
 """
 
 import dataclasses
@@ -155,7 +155,8 @@ def _failed(status: Status) -> tuple[JobState, str] | None:
 
 
 def _hung(statuses: Sequence[Status], limits: Limits) -> Verdict | None:
-    """In one mesh the workers wait for each other. So the cause is the worker that is furthest behind, unless it works."""
+    """In one mesh the workers wait for each other. So the cause is the worker that is furthest behind, unless it
+    works."""
     running = sorted(
         (s for s in statuses if s.state == "running"), key=lambda s: (_progress(s), -_inactive_s(s))
     )

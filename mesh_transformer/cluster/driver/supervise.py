@@ -1,7 +1,7 @@
 """Runs a job on a cluster to its end, restarts it after failures, and shows the output of the workers.
 
-After a failure no process of the old mesh is used again. The driver ends every worker and agent, and starts new processes
-from the newest checkpoint, with process i on host i as before.
+After a failure no process of the old mesh is used again. The driver ends every worker and agent, and starts new
+processes from the newest checkpoint, with process i on host i as before.
 """
 
 import dataclasses

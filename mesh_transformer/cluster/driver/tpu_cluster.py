@@ -70,7 +70,8 @@ class TPUCluster:
         self._load = {"tune_model_path": path, "fresh_opt": fresh_opt}
 
     def save(self, path: str, form: str = "native") -> None:
-        """Write the newest checkpoint, with its optimizer state, to another path. This process copies it, tensor by tensor.
+        """Write the newest checkpoint, with its optimizer state, to another path. This process copies it, tensor by
+        tensor.
 
         Args:
             path: form "native": the parent folder of the new step_N; "classic": the folder of the step.

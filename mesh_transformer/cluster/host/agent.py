@@ -1,7 +1,7 @@
 """The agent of a run on one host. It starts the worker process, answers the driver, and watches both.
 
-An agent never computes and never imports jax, so its methods answer at once, whatever happens to the worker. It outlives
-the driver. Without contact from a driver it lets the worker save and end, and waits for the next driver.
+An agent never computes and never imports jax, so its methods answer at once, whatever happens to the worker. It
+outlives the driver. Without contact from a driver it lets the worker save and end, and waits for the next driver.
 """
 
 import multiprocessing

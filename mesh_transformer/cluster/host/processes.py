@@ -1,10 +1,10 @@
 """Locks, logs and processes of runs on a host.
 
-Locks and logs are in a folder of the user, below the temporary folder, where every user can create files and links. So the
-folder is used only if other users have no access to it, and files are opened without following links.
+Locks and logs are in a folder of the user, below the temporary folder, where every user can create files and links. So
+the folder is used only if other users have no access to it, and files are opened without following links.
 
-One worker process of a run has the lock at a time. A new one waits for the previous one, which may be saving. One driver has
-the lock at a time, if the workers are processes of its own machine.
+One worker process of a run has the lock at a time. A new one waits for the previous one, which may be saving. One
+driver has the lock at a time, if the workers are processes of its own machine.
 
 Worker and agent processes that do not answer are killed. A process ID may be reused, so every kill checks the process.
 """
@@ -76,8 +76,8 @@ def worker_name(run: str, worker_id: int) -> str:
 def lock_worker(run: str, worker_id: int, wait_s: float = LOCK_TIMEOUT_S) -> int:
     """Acquire the lock of a worker of a run until this process ends. Returns the file descriptor of the lock.
 
-    A worker of this run that still holds the lock after `wait_s` is killed, because its job has ended elsewhere. Any other
-    process is not killed.
+    A worker of this run that still holds the lock after `wait_s` is killed, because its job has ended elsewhere. Any
+    other process is not killed.
 
     Raises:
         UserError: other users can access the folder of the locks.

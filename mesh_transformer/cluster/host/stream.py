@@ -1,9 +1,9 @@
 """Training batches that the driver reads and streams to the workers.
 
-A worker may take batch n when all workers are known to hold batch n + RESERVED_BATCHES. So after the driver's death every
-worker can reach the step at which all agree to save. JAX chooses the step after the newest one that any worker has begun,
-once all processes have the notice, which takes a second or two. In that time a worker takes one of the last batches in
-RELEASE_S seconds, so that no worker gets ahead.
+A worker may take batch n when all workers are known to hold batch n + RESERVED_BATCHES. So after the driver's death
+every worker can reach the step at which all agree to save. JAX chooses the step after the newest one that any worker
+has begun, once all processes have the notice, which takes a second or two. In that time a worker takes one of the last
+batches in RELEASE_S seconds, so that no worker gets ahead.
 """
 
 from __future__ import annotations

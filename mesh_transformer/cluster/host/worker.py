@@ -2,8 +2,8 @@
 
 The table `JOBS` lists the jobs. All workers of a cluster run the same job, in one mesh.
 
-The agent sends (job, run, worker_id) first, then the arguments of `StreamedFeed.put` for each batch, and "drain" at the end
-of the run. The worker sends events:
+The agent sends (job, run, worker_id) first, then the arguments of `StreamedFeed.put` for each batch, and "drain" at the
+end of the run. The worker sends events:
 
     {"kind": "heartbeat", "at_work"}            every second
     {"kind": "start_point", "start_point"}
@@ -76,7 +76,8 @@ class Worker(Observer):
         self._draining = False
 
     def run(self, job: Job, run: str, worker_id: int) -> int:
-        """Run the job. Returns its exit code. After an error it ends the process, because the other processes may hang."""
+        """Run the job. Returns its exit code. After an error it ends the process, because the other processes may
+        hang."""
         for target in (self._listen, self._send_heartbeats):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
         try:
@@ -221,7 +222,8 @@ def _evaluate(config: Config, arguments: dict[str, Any], observer: Observer, _: 
 
 
 def _generate(config: Config, arguments: dict[str, Any], observer: Observer, _: OpenFeed) -> tuple[int, Any]:
-    """`arguments` has checkpoint, prompts (texts, or lists of token IDs) and request. The result is a list of samples for each prompt."""
+    """`arguments` has checkpoint, prompts (texts, or lists of token IDs) and request. The result is a list of samples
+    for each prompt."""
     from mesh_transformer.runtime.sampling import sampler
 
     observer.phase("generate", 0)

@@ -1,8 +1,8 @@
 """Packs queries for log-likelihoods into rows of one length. A shared prefix is stored and computed once. No jax.
 
-The model input of a query is its context and its continuation without the last token. Inputs with a common prefix form one
-tree; ops/attend/packed.py describes how a row holds trees. A row holds several trees side by side. The head scores a list of
-(token of the batch, next token) pairs.
+The model input of a query is its context and its continuation without the last token. Inputs with a common prefix form
+one tree; ops/attend/packed.py describes how a row holds trees. A row holds several trees side by side. The head scores
+a list of (token of the batch, next token) pairs.
 
 Shapes: B rows, T tokens of a row, P tokens that the head scores, M next tokens to score at each of them.
 """
@@ -66,7 +66,8 @@ class SharedPrefixes:
         self.common = [_in_common(*pair) for pair in pairs]
 
     def groups(self, longest: int, longer_than: int) -> Iterator[list[tuple[int, int]]]:
-        """Groups of queries, one group for each tree, with the number of tokens that each shares with the one before it.
+        """Groups of queries, one group for each tree, with the number of tokens that each shares with the one before
+        it.
 
         Only inputs longer than `longer_than` and at most `longest` are included. A tree has at most `longest` tokens.
         """
@@ -254,8 +255,8 @@ class _Shape:
         )
 
     def grids(self) -> Iterator[_Grid]:
-        """The batches. Rows are sorted by their number of scored tokens and dealt to the batches in alternating order, so
-        that each batch sends about as many tokens through the head."""
+        """The batches. Rows are sorted by their number of scored tokens and dealt to the batches in alternating order,
+        so that each batch sends about as many tokens through the head."""
         dealt: list[list[list[Tree]]] = [[] for _ in range(self.batches)]
         for number, row in enumerate(sorted(self.rows, key=lambda row: -sum(map(self._scored_tokens, row)))):
             turn, place = divmod(number, self.batches)

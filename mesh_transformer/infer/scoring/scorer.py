@@ -1,6 +1,7 @@
 """Log-likelihoods of continuations: the jitted programs, and a loop that keeps the device busy.
 
-Shapes: B rows, T tokens of a row, N = B * T tokens of a batch, D residual width, P tokens that the head scores, M next tokens
+Shapes: B rows, T tokens of a row, N = B * T tokens of a batch, D residual width, P tokens that the head scores, M next
+    tokens
 to score at each of them.
 """
 
@@ -19,8 +20,8 @@ from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.parallel.sharding import use
 
 Result = tuple[int, float, bool]
-"""The index of a query, its log-likelihood in nats, and whether each token of its continuation is the most likely one, so
-that greedy sampling would generate it."""
+"""The index of a query, its log-likelihood in nats, and whether each token of its continuation is the most likely one,
+so that greedy sampling would generate it."""
 
 
 class Scorer:

@@ -32,7 +32,8 @@ class Attend(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
-        """softmax(scale q k + bias) v over the keys that each query sees: (B, T, H, K) of q's dtype; softmax in float32.
+        """softmax(scale q k + bias) v over the keys that each query sees: (B, T, H, K) of q's dtype; softmax in
+        float32.
 
         Args:
             window: number of keys that a query sees, the last of them at its own position; None: all up to its own.
@@ -59,8 +60,8 @@ class Causal:
     ) -> jax.Array:
         """See `Attend`.
 
-        The queries are computed in up to four parts, each with the keys up to its last query. Four parts compute 5/8 of the
-        products and of the softmax. The backward pass keeps only the softmax weights, in q's dtype.
+        The queries are computed in up to four parts, each with the keys up to its last query. Four parts compute 5/8 of
+        the products and of the softmax. The backward pass keeps only the softmax weights, in q's dtype.
         """
         arrays = q_BTHK, k_BTHK, v_BTHK, self.bias_BHTS, window
         if softcap is not None:
@@ -146,7 +147,8 @@ def causal_mask(positions_BT: jax.Array, n_keys: int, window: int | None = None)
 
 
 def sees(positions_BT: jax.Array, keys_BS: jax.Array, window: int | None = None) -> jax.Array:
-    """(B, T, S) booleans: whether a query sees a key: at most `window` - 1 positions before its own, and none after it."""
+    """(B, T, S) booleans: whether a query sees a key: at most `window` - 1 positions before its own, and none after
+    it."""
     distance_BTS = positions_BT[:, :, None] - keys_BS[:, None]
     seen = distance_BTS >= 0
     return seen if window is None else seen & (distance_BTS < window)

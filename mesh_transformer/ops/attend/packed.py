@@ -2,9 +2,9 @@
 
 Shapes: B rows, T tokens of a row, H heads, K dims of a head.
 
-A row holds trees of tokens. A path from the root of a tree to a leaf is a sequence, such as the context of a question and
-one of its answers. Tokens stand in preorder: token t and its descendants are the row's indices t .. end - 1, and these are
-the tokens that see t.
+A row holds trees of tokens. A path from the root of a tree to a leaf is a sequence, such as the context of a question
+and one of its answers. Tokens stand in preorder: token t and its descendants are the row's indices t .. end - 1, and
+these are the tokens that see t.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from mesh_transformer.ops.attend.causal import sees
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedView:
-    """A `cached.KeyValueView` of the rows themselves: it holds no earlier positions, and knows which tokens see which."""
+    """A `cached.KeyValueView` of the rows themselves: it holds no earlier positions, and knows which tokens see
+    which."""
 
     triangular: ClassVar[bool] = True
     ends_BT: jax.Array  # int32: the row's index after the last token that sees this one; more than its own

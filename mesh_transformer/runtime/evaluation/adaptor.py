@@ -71,7 +71,8 @@ class HarnessLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        """See LM. The seed of a request is the number of equal requests before it, so results do not depend on batches."""
+        """See LM. The seed of a request is the number of equal requests before it, so results do not depend on
+        batches."""
         earlier: collections.Counter[str] = collections.Counter()
         prompts = []
         for request in requests:

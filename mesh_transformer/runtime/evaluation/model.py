@@ -52,7 +52,8 @@ class GenerationPrompt(NamedTuple):
 
 
 class AnswerCache:
-    """An SQLite file of answers by model and request. Process 0 reads and writes it, and sends the answers to the others.
+    """An SQLite file of answers by model and request. Process 0 reads and writes it, and sends the answers to the
+    others.
 
     The key of a model is a checksum of its weights, not a path. So a copy of a checkpoint finds the answers, and a
     checkpoint that was overwritten does not.

@@ -40,8 +40,8 @@ class Tasks:
     """Loaded tasks. They can run several times.
 
     Args:
-        names: names of tasks, groups or tags of the harness, or of tasks in `include_path`. Names that the original program
-            uses work too.
+        names: names of tasks, groups or tags of the harness, or of tasks in `include_path`. Names that the original
+            program uses work too.
         include_path: a folder with additional task files. They replace tasks of the harness with the same name.
         data_dir: a folder with LAMBADA and PIQA, to use instead of the Hugging Face hub.
         num_fewshot: examples before each question. None: the number that the task sets, else 0.
@@ -121,7 +121,8 @@ def _seed() -> None:
 
 
 def _manager(names: Sequence[str], include_path: str | None, data_dir: str | None) -> Any:
-    """A TaskManager that knows the tasks. If all are in the given folders, it does not index the harness's 14,000 files."""
+    """A TaskManager that knows the tasks. If all are in the given folders, it does not index the harness's 14,000
+    files."""
     from lm_eval.tasks import TaskManager
 
     # the harness warns about each task file that replaces another
@@ -161,7 +162,8 @@ def lambada(data_dir: str = "", **_: Any) -> dict[str, Any]:
 
 
 def piqa(data_dir: str = "", **_: Any) -> dict[str, Any]:
-    """The data set in `data_dir`/piqa: valid.jsonl with {"goal", "sol1", "sol2"}, and valid-labels.lst with 0 or 1 per line."""
+    """The data set in `data_dir`/piqa: valid.jsonl with {"goal", "sol1", "sol2"}, and valid-labels.lst with 0 or 1 per
+    line."""
 
     def records() -> Iterator[dict[str, Any]]:
         labels = map(int, _lines(data_dir, "piqa", "valid-labels.lst"))

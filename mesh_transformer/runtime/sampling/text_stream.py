@@ -13,16 +13,17 @@ CONTEXT = 16
 class TextStream:
     """The text of one completion, token by token.
 
-    The parts together equal one `decode` of all tokens, cut at the stop text that starts first. They do not depend on how
-    tokens divide the text, with one exception. Some tokenizers have a token for each byte of a rare character, and decode
-    it differently when invalid UTF-8 follows. Text that was returned already does not change then.
+    The parts together equal one `decode` of all tokens, cut at the stop text that starts first. They do not depend on
+    how tokens divide the text, with one exception. Some tokenizers have a token for each byte of a rare character, and
+    decode it differently when invalid UTF-8 follows. Text that was returned already does not change then.
 
     Args:
         tokenizer: the tokenizer of the tokens.
         stops: texts that end the completion. They must not be empty.
         min_tokens: ignore a stop text that is complete within this number of tokens.
         context: the tokens before the completion, or the last few of them. Some tokenizers drop a space at the start of
-            a text; with a context the space is kept. An incomplete character at the end of the context stays incomplete.
+            a text; with a context the space is kept. An incomplete character at the end of the context stays
+            incomplete.
 
     Raises:
         ValueError: a stop text is empty.
@@ -42,8 +43,8 @@ class TextStream:
         self._whole, self._lengths = frozenset(stops), sorted(set(map(len, stops)))
         self._longest = max(self._lengths, default=0)
         self._min_tokens = min_tokens
-        # Previous tokens can change the text of the next ones. So the window starts with tokens whose text is known. The
-        # new text is the text of the window after theirs.
+        # Previous tokens can change the text of the next ones. So the window starts with tokens whose text is known.
+        # The new text is the text of the window after theirs.
         self._window = list(context[-CONTEXT:])
         if tokenizer.decode(self._window).endswith(UNKNOWN):
             self._window = []
@@ -117,7 +118,8 @@ class TextStream:
         self._found = min([self._found, *found])
 
     def _possible_stop(self) -> int:
-        """The index in the held text at which a stop text may start that is still incomplete. Else the length of the text."""
+        """The index in the held text at which a stop text may start that is still incomplete. Else the length of the
+        text."""
         held = self._held
         starts = range(max(0, len(held) - self._longest + 1), len(held))
         return next((i for i in starts if self._begins_a_stop(held[i:])), len(held))

@@ -1,7 +1,7 @@
 """Access to the server, before any route.
 
-`BoundedConnection` limits the number of sockets and the time that they may idle. `AccessMiddleware` checks the API key and
-the size and time of a body, and handles CORS and HEAD.
+`BoundedConnection` limits the number of sockets and the time that they may idle. `AccessMiddleware` checks the API key
+and the size and time of a body, and handles CORS and HEAD.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class AccessMiddleware:
     """An ASGI middleware.
 
     Args:
-        keys: the API keys. A request needs one of them in the header `Authorization: Bearer KEY`. Empty: no key is needed.
+        keys: the API keys. A request needs one of them in the header `Authorization: Bearer KEY`. Empty: no key is
+            needed.
         timeout_s: the time limit of a request in seconds. A body must arrive within this time and within MAX_BODY_S.
     """
 
@@ -186,7 +187,8 @@ def _check_encoding(encoding: str) -> None:
 
 
 def _for_pages(path: str) -> bool:
-    """Whether pages of other origins may call a path: the APIs and /health. Their error responses have CORS headers too."""
+    """Whether pages of other origins may call a path: the APIs and /health. Their error responses have CORS headers
+    too."""
     return path in ("/complete", "/health") or path.startswith("/v1/")
 
 

@@ -1,4 +1,5 @@
-"""POST /v1/completions and GET /v1/models, compatible with OpenAI and vLLM; POST /complete, the original program's route."""
+"""POST /v1/completions and GET /v1/models, compatible with OpenAI and vLLM; POST /complete, the original program's
+route."""
 
 from __future__ import annotations
 

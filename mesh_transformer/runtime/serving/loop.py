@@ -52,8 +52,8 @@ class EngineLoop:
     """Runs the scheduler in its own thread. Call all methods in the thread of the asyncio loop that called `start`.
 
     A sequence is live from `reserve` until its last output is delivered or it is cancelled. At most `slots + max_queue`
-    sequences are live, so at most `max_queue` wait while all slots are in use. The thread reads its inbox in order, so the
-    scheduler drops a cancelled sequence before it gets a later one.
+    sequences are live, so at most `max_queue` wait while all slots are in use. The thread reads its inbox in order, so
+    the scheduler drops a cancelled sequence before it gets a later one.
     """
 
     def __init__(self, open_engine: Callable[[], WarmEngine], *, slots: int, max_queue: int):
@@ -82,7 +82,8 @@ class EngineLoop:
         """Reserve places for all sequences of a request. `GenerationJob.start` submits the sequences.
 
         Raises:
-            ApiError: 503 during warm-up and draining, and if the queue is full; 400 for more sequences than the queue can hold.
+            ApiError: 503 during warm-up and draining, and if the queue is full; 400 for more sequences than the queue
+                can hold.
         """
         most, live = self.slots + self.max_queue, len(self._live)
         if self.state != "ok":
@@ -101,7 +102,8 @@ class EngineLoop:
         return job
 
     def submit(self, ids: Sequence[int], sequences: Sequences, *, slide: bool) -> None:
-        """Submit sequences for the reserved places, see `Scheduler.submit`. Sequences that are cancelled already are ignored."""
+        """Submit sequences for the reserved places, see `Scheduler.submit`. Sequences that are cancelled already are
+        ignored."""
         for id, (prompt, params) in zip(ids, sequences, strict=True):
             if live := self._live.get(id):
                 admitted = partial(self._note_admitted, live)
@@ -127,7 +129,8 @@ class EngineLoop:
         return left
 
     async def stop(self, seconds: float) -> bool:
-        """End the thread after its current step. Returns False if it does not end within `seconds`, as during a compilation."""
+        """End the thread after its current step. Returns False if it does not end within `seconds`, as during a
+        compilation."""
         self._inbox.put(None)
         try:
             await asyncio.wait_for(self.ended.wait(), seconds)
@@ -264,7 +267,8 @@ class GenerationJob:
 
 
 class Metrics(Collector):
-    """The Prometheus registry of the server: the scheduler's stats at each scrape, histograms of times, process metrics."""
+    """The Prometheus registry of the server: the scheduler's stats at each scrape, histograms of times, process
+    metrics."""
 
     def __init__(self, snapshot: Callable[[], SchedulerStats]):
         self._snapshot = snapshot

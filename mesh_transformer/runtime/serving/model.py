@@ -164,8 +164,8 @@ class ChoiceBuilder:
         stops: stop texts. The choice ends before the first one.
         min_tokens: ignore a stop text that is complete within this number of tokens.
         echo: the text at the start of the choice.
-        logprobs: whether the choice lists its tokens. With `echo` it lists the prompt's tokens too, and the request must have
-            `prompt_logprobs`.
+        logprobs: whether the choice lists its tokens. With `echo` it lists the prompt's tokens too, and the request
+            must have `prompt_logprobs`.
     """
 
     def __init__(

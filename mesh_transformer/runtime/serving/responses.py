@@ -122,7 +122,8 @@ class EventStream(Response):
     """A response of server-sent events. An error is sent as an event, and [DONE] is the last event.
 
     Args:
-        job: a context manager. Its exit, at the end of the response or when the client disconnects, cancels the sequences.
+        job: a context manager. Its exit, at the end of the response or when the client disconnects, cancels the
+            sequences.
         events: complete events, `data: ...` with the empty line after it.
         limit: the time limit for sending all events.
     """

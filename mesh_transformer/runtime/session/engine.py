@@ -21,7 +21,8 @@ from mesh_transformer.runtime.session.weights import read_params
 
 
 def open_engine(config: Config, checkpoint: str, *, slots: int, context: int | None = None) -> ServingEngine:
-    """Load the parameters of a checkpoint of any format onto the config's mesh, and allocate a cache of `slots` sequences.
+    """Load the parameters of a checkpoint of any format onto the config's mesh, and allocate a cache of `slots`
+    sequences.
 
     Args:
         context: positions per slot. None: the context of the model.
@@ -63,7 +64,8 @@ class ServingEngine(SlotEngine):
             marker.touch()
 
     def _warm_up_marker(self) -> Path | None:
-        """The path of a file that exists if the compile cache holds all programs of this engine. None without a cache."""
+        """The path of a file that exists if the compile cache holds all programs of this engine. None without a
+        cache."""
         settings = jax.config.values
         folder = settings["jax_compilation_cache_dir"]
         if not folder or not settings["jax_enable_compilation_cache"]:

@@ -72,10 +72,11 @@ def read_params(session: Session, path: str, *, for_decode: bool = False) -> Wei
 
 
 def pack_for_cpu_decode(parts: Iterable[tuple[str, Params]], decoder: Decoder) -> Params:
-    """Parameters in the layout for decoding on CPU: "blocks" is a tuple of packed layers, the head's matrix is transposed.
+    """Parameters in the layout for decoding on CPU: "blocks" is a tuple of packed layers, the head's matrix is
+    transposed.
 
-    With stacked layers, XLA for CPU copies each layer at every step. The matrices of the last layer are not fused, because
-    most of them are applied to a single position of a prompt. Each part is packed before the next one is read.
+    With stacked layers, XLA for CPU copies each layer at every step. The matrices of the last layer are not fused,
+    because most of them are applied to a single position of a prompt. Each part is packed before the next one is read.
 
     Args:
         parts: the result of `load_by_layer`.

@@ -21,7 +21,8 @@ def open_train_feed(session: Session) -> Loader:
 
 
 def read_train_set(config: Config, microbatch: int, rows: Sequence[int]) -> Loader:
-    """A loader as in `open_train_feed`, for these `rows` of each microbatch. The driver of a pod reads them for its workers.
+    """A loader as in `open_train_feed`, for these `rows` of each microbatch. The driver of a pod reads them for its
+    workers.
 
     Raises:
         UserError: no training set is configured, or it cannot be read.

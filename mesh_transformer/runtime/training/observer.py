@@ -13,7 +13,8 @@ class Observer:
     shows_progress = False
 
     def started(self, step: int, total: int, steps_redone: int) -> None:
-        """The run has its state, after `step` of `total` steps. `steps_redone` counts the repeated steps of all restarts."""
+        """The run has its state, after `step` of `total` steps. `steps_redone` counts the repeated steps of all
+        restarts."""
 
     def phase(self, name: str, step: int) -> None:
         """The run enters the phase `name`: start, open, data, compile, step, validate, save or finish.

@@ -25,7 +25,8 @@ class TrainingResult(NamedTuple):
     checkpoint: str
 
     def summary(self, config_path: str, overrides: Sequence[str]) -> str:
-        """One line with the progress, the checkpoint and a command that samples from it, with this config and `overrides`."""
+        """One line with the progress, the checkpoint and a command that samples from it, with this config and
+        `overrides`."""
         if self.code:
             return (
                 f"saved after step {self.step:,} of {self.total_steps:,}; the same command resumes from there"

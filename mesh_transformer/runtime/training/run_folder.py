@@ -151,8 +151,8 @@ def check_shared(root: str) -> None:
 def claim_run_folder(root: str, folder: str) -> str:
     """Prepare `folder` for the run at `root`, which is the same folder or one in a bucket.
 
-    The bucket is authoritative. A working copy of another run, such as one that was deleted in the bucket, is removed. Local
-    metrics that do not start with the bucket's metrics are replaced by these.
+    The bucket is authoritative. A working copy of another run, such as one that was deleted in the bucket, is removed.
+    Local metrics that do not start with the bucket's metrics are replaced by these.
 
     Returns:
         An ID of the run that restarts keep, for W&B.

@@ -66,9 +66,9 @@ def resume_or_start(
 ) -> StartPoint:
     """Resume the run, or start it.
 
-    It resumes from the newest checkpoint in `store`, or from a run of the original program in the same folder. Without one, it
-    starts from the parameters of `source`, or from new ones. Steps in the metrics file after the checkpoint are counted as
-    repeated steps.
+    It resumes from the newest checkpoint in `store`, or from a run of the original program in the same folder. Without
+    one, it starts from the parameters of `source`, or from new ones. Steps in the metrics file after the checkpoint are
+    counted as repeated steps.
 
     Raises:
         UserError: a checkpoint does not fit the config, or no checkpoint can be read.

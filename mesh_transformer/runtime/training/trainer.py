@@ -76,9 +76,9 @@ def train(
 class Interrupt(StopSignals):
     """While active, SIGTERM and Ctrl-C request a save and a stop, and do not end the process.
 
-    In a job of several processes, a SIGTERM to one of them stops all, after the same step. The coordination service of JAX
-    chooses the step. In a job of one process, a second Ctrl-C ends it at once. `received` can differ between processes, but
-    `exit_code` is the same in all.
+    In a job of several processes, a SIGTERM to one of them stops all, after the same step. The coordination service of
+    JAX chooses the step. In a job of one process, a second Ctrl-C ends it at once. `received` can differ between
+    processes, but `exit_code` is the same in all.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,8 @@ class TrainingRun:
                 self.observer.started(start_point.step, total, start_point.counters.steps_redone)
                 code, step = self._loop(start_point, report)
         finally:
-            # with several processes, the running save may wait for a process whose disk is full, and `close` waits for it
+            # with several processes, the running save may wait for a process whose disk is full, and `close` waits for
+            # it
             if jax.process_count() == 1 or not is_disk_full(sys.exception()):
                 store.close()
         self._publish(last=True)

@@ -45,7 +45,8 @@ def test_the_numbers_of_one_process_with_four_devices(tmp_path, straight):
 
 @pytest.mark.faults
 def test_streamed_batches_and_the_end_of_the_driver(tmp_path, straight, environment):
-    """After SIGTERM to the driver the run saves. After its SIGKILL the workers reach a step for which all have batches, save and end."""
+    """After SIGTERM to the driver the run saves. After its SIGKILL the workers reach a step for which all have batches,
+    save and end."""
     write(tmp_path, data={"read_by": "driver"})
     with driver(tmp_path, *TWO, **environment) as run:
         run.wait_for_step(20)
@@ -103,8 +104,8 @@ def test_a_user_error_ends_the_run_at_once(tmp_path, environment, change, code, 
     ],
 )
 def test_a_hanging_start_and_a_slow_one(tmp_path, straight, environment, phase, held_import):
-    """Workers hang before their mesh forms, or in an evaluation: the driver detects it within 30 s. In the next attempt they
-    wait for longer than that and continue: the driver lets them."""
+    """Workers hang before their mesh forms, or in an evaluation: the driver detects it within 30 s. In the next attempt
+    they wait for longer than that and continue: the driver lets them."""
     held = tmp_path / "held"
     os.mkfifo(held)
     (tmp_path / "sitecustomize.py").write_text(HOLD_IMPORTS)

@@ -1,4 +1,5 @@
-"""Real workers on a real Ray cluster of two hosts. After every failure the numbers equal those of an uninterrupted run."""
+"""Real workers on a real Ray cluster of two hosts. After every failure the numbers equal those of an uninterrupted
+run."""
 
 import os
 import signal
@@ -74,7 +75,8 @@ def test_workers_killed_stopped_and_hung(folder, ray_nodes, straight, worker_env
 
 
 def test_hangs_outside_of_steps(folder, ray_nodes, straight, worker_environment, monkeypatch):
-    """A worker that stops in its compilation, and a validation whose file cannot be read: each is detected within 30 s."""
+    """A worker that stops in its compilation, and a validation whose file cannot be read: each is detected within 30
+    s."""
     with monkeypatch.context() as cache:
         cache.setenv("XDG_CACHE_HOME", str(folder))
         records = cached_records(str(folder / "text.txt"), GROUPS["model"]["seq"], "bytes")
@@ -112,7 +114,8 @@ def _detected(run, when, what, reasons, where=""):
 
 
 def test_driver_killed_and_started_again(folder, ray_nodes, straight, worker_environment):
-    """A driver that starts soon continues with the running workers. Later, the workers have saved and ended. No step is lost."""
+    """A driver that starts soon continues with the running workers. Later, the workers have saved and ended. No step is
+    lost."""
     command = _command(ray_nodes, "--set", "cluster.driver_timeout=9")
 
     def kill_driver(run, step):

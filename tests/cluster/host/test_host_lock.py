@@ -1,4 +1,5 @@
-"""The lock of a worker, in a folder that another user may have prepared: no link is followed, and no other process is killed."""
+"""The lock of a worker, in a folder that another user may have prepared: no link is followed, and no other process is
+killed."""
 
 import contextlib
 import fcntl

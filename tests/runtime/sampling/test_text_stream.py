@@ -34,7 +34,8 @@ def gpt2() -> Tokenizer:
 
 @functools.cache
 def sentencepiece() -> Tokenizer:
-    """Like Llama's tokenizer: a sign for a space starts each word, the first sign of a text is dropped, rare characters are bytes."""
+    """Like Llama's tokenizer: a sign for a space starts each word, the first sign of a text is dropped, rare characters
+    are bytes."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -87,7 +88,8 @@ def cut(text: str, stops: Sequence[str]) -> str:
 @settings(deadline=None)
 @given(text=TEXTS.filter(lambda text: "\ufffd" not in text))
 def test_characters_come_as_soon_as_they_are_whole(tokenizer, text):
-    """The reference by Python's incremental decoder: the text after each token that completes a character, and the offsets."""
+    """The reference by Python's incremental decoder: the text after each token that completes a character, and the
+    offsets."""
     tokenizer = tokenizer()
     stream, decoder = TextStream(tokenizer), codecs.getincrementaldecoder("utf-8")()
     expected = ""

@@ -51,7 +51,8 @@ def test_numbers_as_strings_and_the_other_fields(server):
 
 
 def test_a_story_goes_on_beyond_the_context(server, monkeypatch):
-    """The context is cut on the left, the window slides, and only the end-of-text token ends the completion before `length`."""
+    """The context is cut on the left, the window slides, and only the end-of-text token ends the completion before
+    `length`."""
     monkeypatch.setattr(ServedModel, "end_tokens", lambda self: ())
     windows, insert = [], server.engine.insert
 

@@ -119,7 +119,8 @@ def test_another_mesh_goes_on_with_the_same_run(copy):
 
 @pytest.fixture
 def small_disk(copy):
-    """A folder `disk` with the run `begun` on a 2 MiB file system, and a function that fills it except for some bytes."""
+    """A folder `disk` with the run `begun` on a 2 MiB file system, and a function that fills it except for some
+    bytes."""
     disk = copy / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -139,7 +140,8 @@ def small_disk(copy):
 
 
 def test_a_full_disk_is_one_line_and_costs_no_checkpoint(copy, small_disk):
-    """The disk is full during a save, during the metrics before it, or at the lock at the start. With space, the run resumes."""
+    """The disk is full during a save, during the metrics before it, or at the lock at the start. With space, the run
+    resumes."""
     disk, leave = small_disk
     command = ["device_train.py", "--config", "config.json", "--set", "checkpoint.model_dir=disk/begun"]
     command += ["--set", "logging.tensorboard=true"]
