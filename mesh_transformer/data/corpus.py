@@ -125,19 +125,19 @@ def _warn_skipped(place: str, first: list[str], count: int) -> None:
 
 
 def _text_blocks(file: IO[bytes], place: str) -> Iterator[str]:
-    text = io.TextIOWrapper(file, encoding="utf-8")
-    line = 1
-    while True:
-        try:
-            block = text.read(PIECE_CHARS)
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{place}: not UTF-8 text ({error.reason}, in line {line} or after it)"
-            ) from error
-        if not block:
-            return
-        line += block.count("\n")
-        yield block
+    with io.TextIOWrapper(file, encoding="utf-8") as text:
+        line = 1
+        while True:
+            try:
+                block = text.read(PIECE_CHARS)
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{place}: not UTF-8 text ({error.reason}, in line {line} or after it)"
+                ) from error
+            if not block:
+                return
+            line += block.count("\n")
+            yield block
 
 
 def _json_texts(file: IO[bytes], place: str) -> Iterator[str | None]:
