@@ -40,9 +40,7 @@ def main(open_engine: Callable[..., Any] | None = None) -> int:
         ),
     ]:
         described = f"{text} (default: %(default)s)"
-        parser.add_argument(
-            flag, dest=name, type=type(default), default=default, metavar=metavar, help=described
-        )
+        parser.add_argument(flag, dest=name, type=type(default), default=default, metavar=metavar, help=described)
     arguments = parser.parse_args()
     from mesh_transformer.runtime.serving import start
 

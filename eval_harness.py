@@ -20,9 +20,7 @@ def main() -> int:
         metavar="DIR",
         help="read LAMBADA and PIQA from DIR/lambada and DIR/piqa (default: from the Hugging Face hub)",
     )
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="evaluate only the first N questions of each task"
-    )
+    parser.add_argument("--limit", type=int, metavar="N", help="evaluate only the first N questions of each task")
     parser.add_argument("--num-fewshot", type=int, metavar="K", help="solved examples before each question")
     parser.add_argument(
         "--batch-tokens", type=int, default=4096, metavar="N", help="tokens per batch (default: %(default)s)"

@@ -10,9 +10,7 @@ def main() -> None:
     parser.add_argument(
         "--ckpt-step", type=int, dest="step", metavar="N", help="step of the checkpoint (default: the newest)"
     )
-    parser.add_argument(
-        "--f16", action="store_true", help="write float16, in RUN_slim_f16 (default: bfloat16)"
-    )
+    parser.add_argument("--f16", action="store_true", help="write float16, in RUN_slim_f16 (default: bfloat16)")
     cli.add_overwrite(parser)
     options = vars(parser.parse_args())
     from mesh_transformer.runtime import convert

@@ -14,9 +14,7 @@ def main() -> int:
 
     parser = cli.parser(__doc__.split("\n")[0], needs_config=True)
     ComputeTarget.add_arguments(parser)
-    parser.add_argument(
-        "--new", action="store_true", help="delete the files of this run, then start at step 0"
-    )
+    parser.add_argument("--new", action="store_true", help="delete the files of this run, then start at step 0")
     parser.add_argument("--yes", action="store_true", help="with --new: delete without asking")
     parser.add_argument(
         "--version",

@@ -21,13 +21,9 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path += [str(REPO / "tests"), str(REPO)]
 
 
-def parser(
-    description: str | None, *, config: str | None = "70M", rounds: int | None = 5
-) -> argparse.ArgumentParser:
+def parser(description: str | None, *, config: str | None = "70M", rounds: int | None = 5) -> argparse.ArgumentParser:
     """A parser with --config and --set, unless `config` is None, and with --rounds, unless `rounds` is None."""
-    made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if config is not None:
         made.add_argument("--config", default=str(REPO / f"configs/{config}.json"))
         made.add_argument("--set", action="append", default=[], dest="overrides", metavar="group.key=value")

@@ -22,9 +22,7 @@ def main() -> None:
     arguments = parse(parser(__doc__, config="125M"))
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     given = arguments.overrides
-    children = {
-        str(n): {"worker": "compile_once", "overrides": [*given, f"model.layers={n}"]} for n in LAYERS
-    }
+    children = {str(n): {"worker": "compile_once", "overrides": [*given, f"model.layers={n}"]} for n in LAYERS}
     runs = in_turn(arguments, children)
     del os.environ["JAX_ENABLE_COMPILATION_CACHE"]
     seconds = {name: medians(records)["seconds"] for name, records in runs.items()}
@@ -55,9 +53,7 @@ def starts() -> list[dict[str, float]]:
             train = command("device_train.py", "configs/tiny_shakespeare.json", changes)
             environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": f"{folder}/compiled"}
             began = time.perf_counter()
-            child = subprocess.run(
-                train, cwd=REPO, env=environment, stderr=subprocess.PIPE, text=True, check=True
-            )
+            child = subprocess.run(train, cwd=REPO, env=environment, stderr=subprocess.PIPE, text=True, check=True)
             match = re.search(r"(\d+) programs compiled, (\d+) read", child.stderr)
             if match is None:
                 raise RuntimeError(child.stderr)

@@ -45,9 +45,7 @@ class RandomSource:
 
         kind = np.dtype(ml_dtypes.bfloat16)
         self.counts = Counts(STEP)
-        self.tensors = {
-            f"params/{name}": TensorInfo(shape, kind) for name, shape in parameter_shapes(model).items()
-        }
+        self.tensors = {f"params/{name}": TensorInfo(shape, kind) for name, shape in parameter_shapes(model).items()}
         self.block = (np.random.default_rng(0).standard_normal(BLOCK, np.float32) / 64).astype(kind)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -134,9 +132,7 @@ def main() -> None:
     made = parser(__doc__, config="6B_roto_256", rounds=None)
     made.add_argument("--folder", help="a new folder for the checkpoints, deleted at the end")
     made.add_argument("--sample", action="store_true", help="measure device_sample.py instead")
-    made.add_argument(
-        "--turns", type=int, default=1, help="measurements of each conversion (default: %(default)s)"
-    )
+    made.add_argument("--turns", type=int, default=1, help="measurements of each conversion (default: %(default)s)")
     os.environ["JAX_PLATFORMS"] = "cpu"
     arguments = parse(made)
     if arguments.folder is None:

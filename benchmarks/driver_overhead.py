@@ -43,9 +43,7 @@ def main() -> None:
         for number in range(arguments.rounds):
             seconds["without"].append(_without(folder, arguments, f"plain{number}"))
             seconds["with"].append(_with(folder, arguments, f"driven{number}"))
-            common.say(
-                f"round {number + 1}: {json.dumps({name: values[-1] for name, values in seconds.items()})}"
-            )
+            common.say(f"round {number + 1}: {json.dumps({name: values[-1] for name, values in seconds.items()})}")
     plain, driven = (statistics.median(values) for values in seconds.values())
     overhead = driven - plain
     common.report(

@@ -30,9 +30,7 @@ def main() -> None:
     made.set_defaults(peers="torch")
     shared = REPO.parent / "shared/data"
     made.add_argument("--data-dir", default=str(shared), help="folder that holds piqa/")
-    made.add_argument(
-        "--tokenizer", default=str(shared / "gpt2_tokenizer"), help="folder of GPT-2's tokenizer"
-    )
+    made.add_argument("--tokenizer", default=str(shared / "gpt2_tokenizer"), help="folder of GPT-2's tokenizer")
     made.add_argument("--limit", type=int, default=300, help="number of questions (default: %(default)s)")
     made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="batch sizes of `hf`")
     arguments = parse(made)

@@ -58,15 +58,11 @@ def main() -> None:
 
 def _recover(drivers: PodDrivers, run: Driver, name: str, number: int, stack: contextlib.ExitStack) -> Driver:
     if name == DRIVER_KILLED:
-        run, recovery = kill_driver(
-            drivers, run, number, lambda: stack.enter_context(drivers.start(run.folder))
-        )
+        run, recovery = kill_driver(drivers, run, number, lambda: stack.enter_context(drivers.start(run.folder)))
     else:
         recovery = recover_from(drivers, run, FAULTS[name], number)
     emit(asdict(recovery))
-    say(
-        f"{name}: detected after {recovery.detected_after_s} s, next step {recovery.next_step_after_s} s later"
-    )
+    say(f"{name}: detected after {recovery.detected_after_s} s, next step {recovery.next_step_after_s} s later")
     return run
 
 

@@ -38,9 +38,7 @@ class Operation(NamedTuple):
 def main() -> None:
     made = parser(__doc__, rounds=None)
     made.add_argument("--plot", metavar="PNG", help="write a chart")
-    made.add_argument(
-        "--top", type=int, default=12, help="number of longest operations to list (default: %(default)s)"
-    )
+    made.add_argument("--top", type=int, default=12, help="number of longest operations to list (default: %(default)s)")
     arguments = made.parse_args()
     operations, events, seconds = trace(arguments)
     spent, flops = collections.Counter[tuple[str, str]](), collections.Counter[str]()

@@ -36,9 +36,7 @@ def main() -> None:
     common.report(summary(runs, peers, arguments))
 
 
-def summary(
-    runs: dict[str, list[dict[str, Any]]], peers: list[str], arguments: argparse.Namespace
-) -> dict[str, Any]:
+def summary(runs: dict[str, list[dict[str, Any]]], peers: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians over the rounds, and the ratios."""
     result: dict[str, Any] = {"config": arguments.config, "set": arguments.overrides}
     for name, records in runs.items():

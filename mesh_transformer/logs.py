@@ -177,9 +177,7 @@ def cut_broken_end(path: str) -> None:
         if broken:
             file.truncate(end)
             shown = broken[:60].decode("ascii", "backslashreplace")
-            log.warning(
-                "%s ended with a line that is not a record of a step; the line is removed: %s", path, shown
-            )
+            log.warning("%s ended with a line that is not a record of a step; the line is removed: %s", path, shown)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -80,9 +80,7 @@ def _check_can_listen(address: str) -> None:
             raise ValueError("an IPv6 address needs brackets: [ADDRESS]:PORT")
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"JAX_COORDINATOR_ADDRESS {address}: give HOST:PORT of process 0 ({error})"
-        ) from error
+        raise UserError(f"JAX_COORDINATOR_ADDRESS {address}: give HOST:PORT of process 0 ({error})") from error
     for family, *_, place in found:
         try:
             with socket.socket(family) as probe:
@@ -137,9 +135,7 @@ class CompileCache:
     def __init__(self) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self.requests = self.read = 0
-        self.folder = os.environ.get(
-            "JAX_COMPILATION_CACHE_DIR", os.path.join(home, "mesh-transformer", "compiled")
-        )
+        self.folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.join(home, "mesh-transformer", "compiled"))
         jax.config.update("jax_compilation_cache_dir", self.folder)
         for name, value in _CACHE_SETTINGS.items():
             if name.upper() not in os.environ:
@@ -181,9 +177,7 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
     """
     kind = slices.parse(name)
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError(
-            "compiling for TPUs needs libtpu: pip install -e '.[tpu]' in an environment of its own"
-        )
+        raise UserError("compiling for TPUs needs libtpu: pip install -e '.[tpu]' in an environment of its own")
     # otherwise libtpu asks the cloud which TPU this machine has
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # no device is opened, so that no lock is needed

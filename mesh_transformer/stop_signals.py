@@ -20,9 +20,7 @@ class StopSignals:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
-        self._before = {
-            number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

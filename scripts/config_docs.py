@@ -11,17 +11,14 @@ from mesh_transformer.config.schema import GROUPS, VARIANTS, Config
 from mesh_transformer.fields import Group
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "config.md"
-EXAMPLE = parse_config(
-    {"model": {"layers": 1, "d_model": 2, "n_heads": 1, "n_vocab": 1}, "data": {"batch_size": 1}}
-)
+EXAMPLE = parse_config({"model": {"layers": 1, "d_model": 2, "n_heads": 1, "n_vocab": 1}, "data": {"batch_size": 1}})
 
 
 def render() -> str:
     """The text of docs/config.md with new tables between its marks. The rest is written by hand."""
     text = TARGET.read_text(encoding="utf-8")
     for name, table in {
-        "dimensions": "| dimension | split over | size |\n|---|---|---|\n"
-        + "".join(map(_dimension, DIMENSIONS)),
+        "dimensions": "| dimension | split over | size |\n|---|---|---|\n" + "".join(map(_dimension, DIMENSIONS)),
         "fields": "".join(map(_table, GROUPS)),
     }.items():
         begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->\n"

@@ -49,9 +49,7 @@ def set_up_strictness(environment: dict[str, str] | os._Environ[str]) -> None:
 
 
 if "jax" in sys.modules:
-    raise RuntimeError(
-        "jax was imported before tests/conftest.py could choose the devices: which plugin did it?"
-    )
+    raise RuntimeError("jax was imported before tests/conftest.py could choose the devices: which plugin did it?")
 set_up_devices(os.environ)
 set_up_caches(os.environ)
 set_up_strictness(os.environ)
@@ -134,9 +132,7 @@ def gcs(_gcs_server: "GcsServer") -> "Iterator[GcsServer]":
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> Iterator[None]:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
     """Close with what was not run, after pytest's own summary."""
     yield
     for line in closing_lines(terminalreporter.stats.get("skipped", []), config.option.markexpr):

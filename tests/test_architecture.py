@@ -62,10 +62,7 @@ ROOMS = {
     "cluster": [{"base"}, {"host"}, {"backends"}, {"driver"}],
 }
 ROOM_RANK = {
-    (package, room): rank
-    for package, levels in ROOMS.items()
-    for rank, rooms in enumerate(levels)
-    for room in rooms
+    (package, room): rank for package, levels in ROOMS.items() for rank, rooms in enumerate(levels) for room in rooms
 }
 # these do not import each other; runtime combines them
 INDEPENDENT = {"train", "infer", "checkpoint", "data"}
@@ -116,9 +113,7 @@ def ranks(tree: ast.Module, path: str) -> Iterator[str]:
         other = pieces[1]
         if other not in RANK and other != "__version__":
             yield f"{line}: {PACKAGE}.{other} has no rank: add it to RANKS"
-        elif other != own and (
-            RANK.get(other, 0) >= RANK[own] if own not in RANKS[0] else other not in RANKS[0]
-        ):
+        elif other != own and (RANK.get(other, 0) >= RANK[own] if own not in RANKS[0] else other not in RANKS[0]):
             yield f"{line}: {own} imports {other}, which is not below it"
         if {own, other} <= INDEPENDENT and own != other:
             yield f"{line}: {own} and {other} must not import each other"
@@ -215,9 +210,7 @@ def _narrowings(function: ast.AST) -> Iterator[ast.Assert]:
     for node in ast.walk(function):
         if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
             left, operator, right = node.test.left, node.test.ops[0], node.test.comparators[0]
-            is_none_test = (
-                isinstance(operator, ast.IsNot) and isinstance(right, ast.Constant) and right.value is None
-            )
+            is_none_test = isinstance(operator, ast.IsNot) and isinstance(right, ast.Constant) and right.value is None
             if is_none_test and isinstance(left, ast.Name) and left.id not in arguments:
                 yield node
 
@@ -262,9 +255,7 @@ def test_rule_holds(checker: Checker) -> None:
 
 
 def test_files_are_short() -> None:
-    lengths = {
-        file.relative_to(ROOT): len(file.read_text(encoding="utf-8").splitlines()) for file, _ in sources()
-    }
+    lengths = {file.relative_to(ROOT): len(file.read_text(encoding="utf-8").splitlines()) for file, _ in sources()}
     assert len(lengths) > 20
     assert not {file: lines for file, lines in lengths.items() if lines > MAX_FILE_LINES}
 
@@ -414,7 +405,5 @@ def test_rule_permits(checker: Checker, path: str, source: str) -> None:
 )
 def test_import_is_light(module: str, banned: list[str]) -> None:
     code = f"import sys, {module}; print([name for name in {banned} if name in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -12,9 +12,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 def broken_links(page: Path) -> list[str]:
     """The targets of the broken links of a page."""
-    return [
-        target for target in LINK.findall(CODE.sub("", page.read_text())) if not leads_somewhere(page, target)
-    ]
+    return [target for target in LINK.findall(CODE.sub("", page.read_text())) if not leads_somewhere(page, target)]
 
 
 def leads_somewhere(page: Path, target: str) -> bool:
@@ -42,7 +40,5 @@ def test_every_link_leads_somewhere(repo: Path) -> None:
 @pytest.mark.parametrize("target", ["other.md", "#no-heading", "page.md#no-heading"])
 def test_a_broken_link_is_found(tmp_path: Path, target: str) -> None:
     page = tmp_path / "page.md"
-    page.write_text(
-        f"# A heading, of `code`\n\n[here](#a-heading-of-code) [there]({target}) `[code](none)`\n"
-    )
+    page.write_text(f"# A heading, of `code`\n\n[here](#a-heading-of-code) [there]({target}) `[code](none)`\n")
     assert broken_links(page) == [target]

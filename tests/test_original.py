@@ -91,15 +91,11 @@ def test_the_last_lines_tell_what_was_skipped(repo: Path, tmp_path: Path) -> Non
         shutil.copy(repo / "tests" / name, tests / name)
     shutil.copy(repo / "pyproject.toml", tests.parent)
     source = "import pytest\ndef test_a(shared): assert 0\ndef test_b(shared): assert 0\n"
-    (tests / "test_some.py").write_text(
-        f"{source}def test_c(): pytest.skip('no browser')\ndef test_d(): pass\n"
-    )
+    (tests / "test_some.py").write_text(f"{source}def test_c(): pytest.skip('no browser')\ndef test_d(): pass\n")
     # importing the plugins takes seconds
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest"]
-    done = subprocess.run(
-        command, cwd=tests.parent, env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, cwd=tests.parent, env=environment, capture_output=True, text=True, check=True)
     *_, shared, browser, unselected, _, count = done.stdout.splitlines()
     assert shared == f"2 skipped: {NO_SHARED}"
     assert browser == "1 skipped: no browser"

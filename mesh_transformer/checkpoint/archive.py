@@ -92,9 +92,7 @@ def read_blocks(entry: Entry, block_bytes: int) -> Iterator[bytes]:
                 compressed = inflater.unconsumed_tail
                 remaining -= len(block)
                 if remaining < 0:
-                    raise DamagedArchive(
-                        f"{entry.name}: inflates to more than its declared {entry.n_bytes} bytes"
-                    )
+                    raise DamagedArchive(f"{entry.name}: inflates to more than its declared {entry.n_bytes} bytes")
                 yield block
     except zlib.error as error:
         raise DamagedArchive(f"{entry.name}: {error}") from error
@@ -163,9 +161,7 @@ class _Handle(io.RawIOBase):
         available = max(0, self.size - self._position)
         count = available if count is None or count < 0 else min(count, available)
         if count > MAX_DIRECTORY_BYTES:
-            raise zipfile.BadZipFile(
-                f"its directory has {count} bytes, at most {MAX_DIRECTORY_BYTES} are read"
-            )
+            raise zipfile.BadZipFile(f"its directory has {count} bytes, at most {MAX_DIRECTORY_BYTES} are read")
         content = files.read_range(self.path, self._position, count)
         self._position += len(content)
         return content

@@ -50,9 +50,7 @@ def check_same_architecture(expected: ModelConfig, found: ModelConfig, where: st
     wrong = [name for name in wanted if name in stored and wanted[name] != stored[name]]
     if not wrong:
         return
-    differences = [
-        f"model.{name}: the config has {wanted[name]}, the checkpoint {stored[name]}" for name in wrong
-    ]
+    differences = [f"model.{name}: the config has {wanted[name]}, the checkpoint {stored[name]}" for name in wrong]
     sets = " ".join(f"--set model.{name}={stored[name]}" for name in wrong)
     raise UserError(
         f"{where} does not match this config:\n  "
@@ -109,9 +107,7 @@ def recorded_model(config: Any, where: str) -> ModelConfig | None:
         model = parse_config({"model": {k: recorded[k] for k in recorded if k in family.model_fields}}).model
         # older versions recorded fields of the group compute here
         if unknown := [k for k in recorded if k not in family.model_fields and ("model", k) not in MOVED]:
-            raise UserError(
-                f"this version has no {', '.join(sorted(unknown))}; a newer version may have written it"
-            )
+            raise UserError(f"this version has no {', '.join(sorted(unknown))}; a newer version may have written it")
         return model
     except UserError as error:
         raise UserError(f"{where}: the model that the checkpoint records cannot be read: {error}") from error

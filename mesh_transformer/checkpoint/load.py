@@ -177,9 +177,7 @@ class _Reader:
             del values
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards, dtype=leaf.dtype)
 
-    def _slice(
-        self, name: str, bounds: Bounds, dtype: np.dtype, layer: int | None, *, count: bool
-    ) -> np.ndarray:
+    def _slice(self, name: str, bounds: Bounds, dtype: np.dtype, layer: int | None, *, count: bool) -> np.ndarray:
         """Read a slice of a tensor, or of one layer of it, in `dtype`; `count`: add it to the checksum."""
         out = _aligned([stop - start for start, stop in bounds], dtype)
         stack = () if layer is None else ((layer, layer + 1),)
@@ -191,12 +189,8 @@ class _Reader:
             else:
                 stored = self._source.read_stored(name, index)
                 if count:
-                    self._sums[name] += self._source.manifest.checksum(
-                        stored, [start for start, _ in stored_bounds]
-                    )
-            target = tuple(
-                slice(a - first, b - first) for (a, b), (first, _) in zip(block, bounds, strict=True)
-            )
+                    self._sums[name] += self._source.manifest.checksum(stored, [start for start, _ in stored_bounds])
+            target = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(block, bounds, strict=True))
             out[target] = stored if layer is None else stored[0]
         return out
 

@@ -40,9 +40,7 @@ def new_folder(
     _recover(path, marker)
     check_free(path, overwrite=overwrite, source=source)
     if _exists(partial):
-        log.warning(
-            "an earlier run was interrupted before %s was complete: its partial output is deleted", path
-        )
+        log.warning("an earlier run was interrupted before %s was complete: its partial output is deleted", path)
         files.remove_tree(partial)
     try:
         yield partial
@@ -114,9 +112,7 @@ def _recover(path: str, marker: str | None) -> None:
     previous = temporary_path(path, "previous")
     if files.is_remote(path):
         if files.exists(temporary_path(path, "moving")):
-            log.warning(
-                "an earlier run was interrupted while it moved its result to %s: completing the move", path
-            )
+            log.warning("an earlier run was interrupted while it moved its result to %s: completing the move", path)
             _finish_move(path, marker)
     elif os.path.isdir(previous):
         if os.path.isdir(path):

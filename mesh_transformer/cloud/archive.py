@@ -62,9 +62,7 @@ class FolderArchive:
                 tar.add(os.path.join(self.folder, name), name)
 
     def _names(self) -> list[str]:
-        return sorted(
-            name for name in os.listdir(self.folder) if os.path.isfile(os.path.join(self.folder, name))
-        )
+        return sorted(name for name in os.listdir(self.folder) if os.path.isfile(os.path.join(self.folder, name)))
 
 
 def code_archive(root: str) -> Archive:

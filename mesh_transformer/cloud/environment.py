@@ -82,9 +82,5 @@ def pins() -> str:
         for distribution in metadata.distributions()
         if (name := distribution.metadata["Name"])
     }
-    lines = [
-        f"{name}=={version}\n"
-        for name, version in sorted(found)
-        if "+" not in version and name != DISTRIBUTION
-    ]
+    lines = [f"{name}=={version}\n" for name, version in sorted(found) if "+" not in version and name != DISTRIBUTION]
     return "".join(lines)

@@ -110,9 +110,7 @@ def _ray() -> str:
 def _script(verb: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
     command = ["bash", os.path.join(CHECKOUT, "scripts", "pod_ray.sh"), verb, *arguments]
     variables = {**os.environ, **(environment or {})}
-    done = subprocess.run(
-        command, env=variables, capture_output=True, text=True, timeout=START_S, check=False
-    )
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=START_S, check=False)
     if done.returncode != 0:
         raise RunError(f"the Ray head did not {verb}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()

@@ -141,9 +141,7 @@ def public_keys(access: Access) -> tuple[str, ...]:
                 keys.append(f"{access.user}:{file.read().strip()}")
         except FileNotFoundError as error:
             if access.key_file is not None:
-                raise UserError(
-                    f"no file {path}.pub: create it with `ssh-keygen -y -f {path} > {path}.pub`"
-                ) from error
+                raise UserError(f"no file {path}.pub: create it with `ssh-keygen -y -f {path} > {path}.pub`") from error
     return tuple(keys)
 
 

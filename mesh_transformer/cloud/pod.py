@@ -107,9 +107,7 @@ class Pod:
         """
         if pid <= 1:
             raise UserError(f"{pid} is no process to kill: give an ID above 1")
-        self.run(
-            kill_command(pid, start_ticks), [worker_id], timeout_s=timeout_s, doing=f"killing process {pid}"
-        )
+        self.run(kill_command(pid, start_ticks), [worker_id], timeout_s=timeout_s, doing=f"killing process {pid}")
 
     def wait_reachable(self, timeout_s: float = 300.0) -> None:
         """Return when a login works on every host. A new TPU VM is ready before its SSH server and users are.

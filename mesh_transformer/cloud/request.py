@@ -60,9 +60,7 @@ class TpuRequest:
                     "with a letter at the start"
                 )
         if not self.queued and (self.valid_for_s is not None or self.reservation is not None):
-            raise UserError(
-                f"TPU {self.name}: --reservation and --valid-for need a queued request: add --queued"
-            )
+            raise UserError(f"TPU {self.name}: --reservation and --valid-for need a queued request: add --queued")
         if self.reservation is not None and self.tier != "reserved":
             raise UserError(f"TPU {self.name}: reservation {self.reservation} needs --reserved")
         if self.queued and self.tier == "preemptible":

@@ -29,11 +29,7 @@ def line_of(words: Sequence[str]) -> str:
 
 def below(folder: Word, path: str) -> Word:
     """A path below a folder."""
-    return (
-        HomePath(f"{folder.path}/{path}", folder.prefix)
-        if isinstance(folder, HomePath)
-        else f"{folder}/{path}"
-    )
+    return HomePath(f"{folder.path}/{path}", folder.prefix) if isinstance(folder, HomePath) else f"{folder}/{path}"
 
 
 def _quoted(word: Word) -> str:

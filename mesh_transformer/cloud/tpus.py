@@ -164,9 +164,7 @@ class Tpus:
         UserError: the zone is invalid, no project is set, or there are no credentials.
     """
 
-    def __init__(
-        self, zone: str, project: str | None = None, client: Any | None = None, timing: Timing | None = None
-    ):
+    def __init__(self, zone: str, project: str | None = None, client: Any | None = None, timing: Timing | None = None):
         if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", zone):
             raise UserError(f"{zone!r} is no zone: give a zone such as europe-west4-a")
         self.zone = zone
@@ -191,9 +189,7 @@ class Tpus:
         """
         found = self.find(name)
         if found is None:
-            raise tpu_error(
-                f"TPU {name}", ErrorKind.NOT_FOUND, f"there is none in {self.zone} of {self.project}"
-            )
+            raise tpu_error(f"TPU {name}", ErrorKind.NOT_FOUND, f"there is none in {self.zone} of {self.project}")
         return found
 
     def all(self) -> list[Tpu]:
@@ -208,9 +204,7 @@ class Tpus:
             )
         nodes = {_short_name(node.name): node for node in created}
         queued = {
-            spec.node_id or _short_name(entry.name): entry
-            for entry in entries
-            for spec in entry.tpu.node_spec[:1]
+            spec.node_id or _short_name(entry.name): entry for entry in entries for spec in entry.tpu.node_spec[:1]
         }
         return [tpu_of(name, nodes.get(name), queued.get(name)) for name in sorted(nodes | queued)]
 
@@ -312,9 +306,7 @@ class Tpus:
             return False
         return True
 
-    def _give_up_or_delete(
-        self, found: Tpu, doing: str, deadline: float, *, recreate: bool, created: bool
-    ) -> None:
+    def _give_up_or_delete(self, found: Tpu, doing: str, deadline: float, *, recreate: bool, created: bool) -> None:
         """Delete a lost TPU. Raise the error of a TPU that this call created and that the user must correct: it would
         fail again."""
         if found.error is not None and created and isinstance(found.error, TpuRefused):

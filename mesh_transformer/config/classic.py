@@ -85,10 +85,7 @@ def interpret(grouped: Grouped, overridden: Callable[[str, str], bool]) -> list[
     model, checkpoint, data, mesh, logging = (grouped.setdefault(group, {}) for group in groups)
     # no two groups share the name of a field that is used below
     given = {
-        field: value
-        for group in groups
-        for field, value in grouped[group].items()
-        if not overridden(group, field)
+        field: value for group in groups for field, value in grouped[group].items() if not overridden(group, field)
     }
     notes = [*_width_of_head(model, given)]
     # the command line may choose another family, which lacks these fields

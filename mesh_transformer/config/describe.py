@@ -41,9 +41,7 @@ def _words(schema: dict[str, Any]) -> str:
     if values := _values(schema):
         return "one of " + ", ".join(values)
     # only the error for a larger number mentions INT32_MAX
-    limits = [
-        text.format(schema[key]) for key, text in LIMITS.items() if schema.get(key, INT32_MAX) != INT32_MAX
-    ]
+    limits = [text.format(schema[key]) for key, text in LIMITS.items() if schema.get(key, INT32_MAX) != INT32_MAX]
     words = TYPES[schema["type"]] + (f", {' and '.join(limits)}" if limits else "")
     return f"{words} that is not empty" if "minLength" in schema else words
 

@@ -81,9 +81,7 @@ def _apply_override(grouped: dict[str, dict[str, Any]], override: str) -> None:
 def is_set(overrides: Sequence[str], group: str, field: str) -> bool:
     """Whether an override sets this field, in either spelling. The overrides must be valid for `_apply_override`."""
     names_given = (_parts(override)[0] for override in overrides if not is_ignored(override))
-    return any(
-        names.resolve(name)[:2] == (group, field) for name in names_given if name not in classic.SWITCHES
-    )
+    return any(names.resolve(name)[:2] == (group, field) for name in names_given if name not in classic.SWITCHES)
 
 
 def is_ignored(override: str) -> bool:

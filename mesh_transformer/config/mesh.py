@@ -69,14 +69,10 @@ class MeshConfig(Group):
 
 def _advice(given: MeshShape, n_devices: int) -> str:
     defaults = {axis: MeshConfig.model_fields[axis].default for axis in given}
-    changes = [
-        f"--set mesh.{axis}={json.dumps(defaults[axis])}" for axis in given if given[axis] != defaults[axis]
-    ]
+    changes = [f"--set mesh.{axis}={json.dumps(defaults[axis])}" for axis in given if given[axis] != defaults[axis]]
     advice = f"pass {' '.join(changes)} to use the devices found"
     if n_devices == 1:
-        advice += (
-            ", or, on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=8 to create eight devices"
-        )
+        advice += ", or, on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=8 to create eight devices"
     return advice
 
 
@@ -148,9 +144,7 @@ def _check(size: Size, by_what: str, by: int, also: str) -> None:
         what += f", rounded up to {whole} by {size.multiple_field} {size.multiple},"
         change = f"{size.multiple_field} to {math.lcm(size.multiple, by)}"
     divisor = max(divisor for divisor in _divisors(whole) if divisor < by)
-    raise UserError(
-        f"{what} is not divisible by {by_what} {by}: set {change}, or {by_what} to {divisor}{also}"
-    )
+    raise UserError(f"{what} is not divisible by {by_what} {by}: set {change}, or {by_what} to {divisor}{also}")
 
 
 def _divisors(value: int) -> Iterator[int]:

@@ -161,9 +161,7 @@ def resolve(name: str, config: Mapping[str, Any] | None = None) -> tuple[str, st
     if dot or not (found := owners(group)):
         raise UserError(f"unknown key {_cut(name)}: {_advice(group, fields) or _known(GROUPS)}")
     if len(found) > 1:
-        raise UserError(
-            f"{name} is in more than one group: write {' or '.join(f'{g}.{name}' for g in found)}"
-        )
+        raise UserError(f"{name} is in more than one group: write {' or '.join(f'{g}.{name}' for g in found)}")
     return found[0], group, ""
 
 

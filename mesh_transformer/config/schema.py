@@ -250,8 +250,7 @@ VARIANTS = marks(Config, Variants)
 """The groups of which one field selects the class."""
 
 GROUPS: dict[str, Any] = {
-    name: VARIANTS[name].merged if name in VARIANTS else field.annotation
-    for name, field in Config.model_fields.items()
+    name: VARIANTS[name].merged if name in VARIANTS else field.annotation for name, field in Config.model_fields.items()
 }
 """Every group: a subclass of `Group` with all fields that it may have."""
 

@@ -115,9 +115,7 @@ def _explain(text: str, error: json.JSONDecodeError) -> str:
     if re.match(r".?,\s*[}\]]", before[-1:] + after, re.DOTALL):
         cause = TRAILING
     else:
-        cause = next(
-            cause for said, at, cause in CAUSES if error.msg.startswith(said) and re.match(at, after)
-        )
+        cause = next(cause for said, at, cause in CAUSES if error.msg.startswith(said) and re.match(at, after))
     word = re.split(r"[\s,:{}\[\]]", after, maxsplit=1)[0][:SHOWN_WORD] or after[:1]
     # an error at the first character of a line may be due to the end of the line before
     place = len(before) if cause in (TRAILING, NO_COMMA) else error.pos

@@ -60,8 +60,7 @@ class Variants:
             owners = self.having(field)
             raise UserError(
                 f"{group}.{field} is a field of {where} {' and '.join(owners)}, not of {name}: remove it "
-                f"(--set {group}.{field}=null), or set {where}={owners[0]}"
-                + did_you_mean(field, own, f"{group}.")
+                f"(--set {group}.{field}=null), or set {where}={owners[0]}" + did_you_mean(field, own, f"{group}.")
             )
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -131,9 +131,7 @@ def _text_blocks(file: IO[bytes], place: str) -> Iterator[str]:
             try:
                 block = text.read(PIECE_CHARS)
             except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{place}: not UTF-8 text ({error.reason}, in line {line} or after it)"
-                ) from error
+                raise UserError(f"{place}: not UTF-8 text ({error.reason}, in line {line} or after it)") from error
             if not block:
                 return
             line += block.count("\n")
@@ -145,9 +143,7 @@ def _json_texts(file: IO[bytes], place: str) -> Iterator[str | None]:
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES:
-            raise UserError(
-                f"{place}, line {number}: longer than {MAX_LINE_BYTES} bytes: split it into documents"
-            )
+            raise UserError(f"{place}, line {number}: longer than {MAX_LINE_BYTES} bytes: split it into documents")
         if _has_too_much_outside(line):
             raise UserError(
                 f"{place}, line {number}: more than {MAX_OUTSIDE_BYTES} bytes outside strings: remove fields other than text"
@@ -184,9 +180,7 @@ def _json_text(line: bytes, place: str) -> str | None:
             return "\n\n".join(text)
         if text is None or isinstance(text, str):
             return text
-    raise UserError(
-        f'{place}: neither a string nor {{"text": T}} where T is a string, a list of them or null'
-    )
+    raise UserError(f'{place}: neither a string nor {{"text": T}} where T is a string, a list of them or null')
 
 
 def cut(blocks: Iterable[str], separator: str | None) -> Iterator[Piece]:

@@ -35,9 +35,7 @@ def detect(head: bytes) -> Compression | None:
     for magic, kind in _MAGIC:
         if head.startswith(magic):
             return kind
-    is_zlib = (
-        len(head) >= 2 and head[0] & 0x0F == 8 and head[0] >> 4 <= 7 and (head[0] << 8 | head[1]) % 31 == 0
-    )
+    is_zlib = len(head) >= 2 and head[0] & 0x0F == 8 and head[0] >> 4 <= 7 and (head[0] << 8 | head[1]) % 31 == 0
     return "zlib" if is_zlib else None
 
 

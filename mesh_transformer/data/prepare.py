@@ -84,9 +84,7 @@ def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, 
         UserError: bad input, or less text than one sequence. Nothing is left behind.
     """
     if not name or os.path.basename(name) != name:
-        raise UserError(
-            f"the output's name {name!r} is not a plain file name: choose the folder with --output-dir"
-        )
+        raise UserError(f"the output's name {name!r} is not a plain file name: choose the folder with --output-dir")
     remote = is_remote(output_dir)
     if remote:
         check_credentials()

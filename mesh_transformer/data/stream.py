@@ -89,10 +89,7 @@ class Walk:
         epoch, place = position["epoch"], position["file"]
         # positions of older versions have no stamps
         stamps = {int(at): stamp for at, stamp in position.get("files", {}).items()}
-        if (
-            max([place, *stamps]) >= len(self._files)
-            or os.path.basename(self._path(epoch, place)) != position["name"]
-        ):
+        if max([place, *stamps]) >= len(self._files) or os.path.basename(self._path(epoch, place)) != position["name"]:
             raise UserError(
                 f"the stored data position is in {position['name']}, file {place + 1} of its data set, "
                 f"which does not fit {_some(self._files)}: restore the former data set (same files, same order), "

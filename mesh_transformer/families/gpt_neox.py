@@ -149,9 +149,7 @@ class Config(ModelConfig):
         block, head = "gpt_neox.layers.{}.", "embed_out.weight"
         fused, sizes = block + "attention.query_key_value", {"h": self.n_heads, "part": 3}
         attention = [
-            Tensor(
-                f"blocks/attention/{name}/w", fused + ".weight", "(h part k) d -> part d (h k)", part, sizes
-            )
+            Tensor(f"blocks/attention/{name}/w", fused + ".weight", "(h part k) d -> part d (h k)", part, sizes)
             for part, name in enumerate("qkv")
         ]
         if self.attention_bias:

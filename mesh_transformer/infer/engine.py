@@ -56,9 +56,7 @@ class SlotEngine:
         self.slots, self.context = slots, next(n for n in ends if n >= min(context or math.inf, ends[-1]))
         self.max_prefill_tokens, self._max_chunk = max_prefill_tokens, min(max_prefill_tokens, self.context)
         self._params, self._n_vocab = params, model.decoder.padded_vocab
-        self._programs = SlotPrograms(
-            placement, slots, self.context, stacked=not isinstance(params["blocks"], tuple)
-        )
+        self._programs = SlotPrograms(placement, slots, self.context, stacked=not isinstance(params["blocks"], tuple))
         self._slots = self._programs.empty()
         self._requests: dict[int, _Running] = {}
         self._whole = partition.sharding()

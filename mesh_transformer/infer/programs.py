@@ -176,9 +176,7 @@ class SlotPrograms:
             view = slots.cache.view(rows_B, length, write=count_B > 0)
             ends_B = jnp.maximum(count_B - 1, 0)
             query_index_B = None if scored else ends_B
-            x_BPD, written, _ = self.model.hidden(
-                params, chunks.tokens_BP, view, chunks.start_B, query_index_B
-            )
+            x_BPD, written, _ = self.model.hidden(params, chunks.tokens_BP, view, chunks.start_B, query_index_B)
             # padding rows write to an index after the last slot, which mode="drop" ignores
             to = jnp.where(count_B > 0, rows_B, self.n_slots)
             slots = slots._replace(
@@ -316,8 +314,7 @@ def draw(
     def drawn_now() -> SampledTokens:
         # options of finished slots are turned off: an option that is on in one row is computed for all rows
         options = {
-            name: jnp.where(live_B, values_N[rows_B], OPTIONS[name].off)
-            for name, values_N in slots.options.items()
+            name: jnp.where(live_B, values_N[rows_B], OPTIONS[name].off) for name, values_N in slots.options.items()
         }
         end_BE = slots.end_NE[rows_B]
         inputs = PenaltyInputs(

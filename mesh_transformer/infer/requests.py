@@ -41,9 +41,7 @@ class Option(NamedTuple):
         return "int32" if isinstance(self.default, int) else "float32"
 
 
-def _row(
-    default: Any, within: tuple[float, float], allowed: str, *, help: str, off: float | None = None
-) -> Any:
+def _row(default: Any, within: tuple[float, float], allowed: str, *, help: str, off: float | None = None) -> Any:
     off = default if off is None else off
     option = Option(default=default, within=within, allowed=allowed, help=help, off=off)
     return dataclasses.field(default=default, metadata={"option": option})
@@ -112,9 +110,7 @@ class SamplingOptions:
         return {name: getattr(self, name) for name in OPTIONS}
 
 
-OPTIONS: dict[str, Option] = {
-    field.name: field.metadata["option"] for field in dataclasses.fields(SamplingOptions)
-}
+OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(SamplingOptions)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,9 +46,7 @@ class PenaltyInputs(NamedTuple):
 def penalise(logits_BV: jax.Array, options: OptionVectors, inputs: PenaltyInputs) -> jax.Array:
     """Logits after bias, penalties and exclusions: the steps before the temperature."""
     o = options
-    penalties_B = (
-        (o["repetition_penalty"] != 1) | (o["presence_penalty"] != 0) | (o["frequency_penalty"] != 0)
-    )
+    penalties_B = (o["repetition_penalty"] != 1) | (o["presence_penalty"] != 0) | (o["frequency_penalty"] != 0)
     n_B = o["no_repeat_ngram_size"]
     logits_BV = _apply_if(inputs.biased_B.any(), lambda x: _add_bias(x, inputs), logits_BV)
     logits_BV = _apply_if(penalties_B.any(), lambda x: _apply_penalties(x, o, inputs), logits_BV)
@@ -73,9 +71,7 @@ def sample(logits_BV: jax.Array, keys_B: jax.Array, options: OptionVectors) -> j
     return jax.lax.cond(drawn_B.any(), draw, lambda _: greedy_B, logits_BV)
 
 
-def keep_most_likely(
-    logits_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array
-) -> jax.Array:
+def keep_most_likely(logits_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array) -> jax.Array:
     """Set logits to -inf by min-p, then top-k, then top-p.
 
     Kept are the tokens with at least min_p times the largest probability, of these the k most likely, and of these the

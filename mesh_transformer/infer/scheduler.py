@@ -248,9 +248,7 @@ class Scheduler:
         left = sum(len(slot.tokens) - slot.cached for slot in self._prefilling)
         if left + len(request.prompt) - reused > self._engine.max_prefill_tokens:
             return False
-        longest = max(
-            min(_common_length(prompt, request.prompt), len(request.prompt) - 1) for prompt in prefilling
-        )
+        longest = max(min(_common_length(prompt, request.prompt), len(request.prompt) - 1) for prompt in prefilling)
         return request.params.prompt_logprobs or longest < max(self._min_copy, reused + 1)
 
     def _choose_slot(self, request: _Request) -> tuple[_Slot, _Slot | None, int]:

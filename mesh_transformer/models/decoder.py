@@ -49,9 +49,7 @@ class Context(NamedTuple):
         return x_BTD if self.query_index_B is None else at_position(x_BTD, self.query_index_B)
 
 
-def embed(
-    decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array
-) -> tuple[jax.Array, Bias | None]:
+def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Bias | None]:
     """The residual stream before the first block, (B, T, D), and the bias of every layer's attention, if the model has
     one."""
     d = decoder
@@ -110,9 +108,7 @@ def at_position(x_BTD: jax.Array, index_B: jax.Array) -> jax.Array:
     return jax.vmap(lambda x_TD, index: jax.lax.dynamic_slice_in_dim(x_TD, index, 1))(x_BTD, index_B)
 
 
-def _parameter(
-    name: str, shape: tuple[int, ...], init: hk.initializers.Initializer, *axes: str | None
-) -> jax.Array:
+def _parameter(name: str, shape: tuple[int, ...], init: hk.initializers.Initializer, *axes: str | None) -> jax.Array:
     return hk.get_parameter(name, shape, jnp.float32, init=with_axes(init, *axes))
 
 
@@ -267,9 +263,7 @@ class SelfAttention(hk.Module):
 
 def angles(rotary: spec.Rotary, n_positions: int) -> tuple[np.ndarray, np.ndarray]:
     """Sines and cosines, each (n_positions, R / 2) float32, of position * base^(-2i / R)."""
-    exponents = np.arange(0, rotary.dims, 2, dtype=rotary.precision) / np.dtype(rotary.precision).type(
-        rotary.dims
-    )
+    exponents = np.arange(0, rotary.dims, 2, dtype=rotary.precision) / np.dtype(rotary.precision).type(rotary.dims)
     if rotary.precision == "float64":
         frequencies = rotary.base**-exponents
     else:

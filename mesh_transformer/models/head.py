@@ -212,9 +212,7 @@ def _weighted_loss_forward(
         x_BtD, targets_Bt, weights_Bt = xs
         per_token, normaliser, kept = _scan_losses(head, tiles, x_BtD, targets_Bt, keep=True)
         value, loss_derivatives = _objective_gradient(objective, per_token, weights_Bt)
-        total, dx_BtD = _scan_gradients(
-            head, tiles, x_BtD, targets_Bt, normaliser, kept, loss_derivatives, total
-        )
+        total, dx_BtD = _scan_gradients(head, tiles, x_BtD, targets_Bt, normaliser, kept, loss_derivatives, total)
         return total, (value, per_token, dx_BtD)
 
     total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)

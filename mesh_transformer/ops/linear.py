@@ -133,9 +133,7 @@ def _add_bias_backward(b_F: jax.Array, dy_F: jax.Array) -> tuple[jax.Array, jax.
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["others", "joined"], meta_fields=["names", "sizes"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["others", "joined"], meta_fields=["names", "sizes"])
 @dataclasses.dataclass(frozen=True)
 class PackedBlock:
     """The parameters of a block, stored for products with few rows on CPU.

@@ -72,9 +72,7 @@ def like_parameter(axes: Axes, shape: tuple[int, ...]) -> Axes:
     return axes
 
 
-def stored_as(
-    dtype: MomentsDtype, direction: optax.GradientTransformation, slots: Any
-) -> optax.GradientTransformation:
+def stored_as(dtype: MomentsDtype, direction: optax.GradientTransformation, slots: Any) -> optax.GradientTransformation:
     """A direction whose slots are stored in `dtype` between steps and are float32 during a step."""
     import optax
 

@@ -34,9 +34,7 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
         hosts[device.process_index].append(device)
     counts = {process: len(hosts[process]) for process in sorted(hosts)}
     if len(set(counts.values())) > 1:
-        raise UserError(
-            f"a mesh needs the same number of devices in every process; devices by process: {counts}"
-        )
+        raise UserError(f"a mesh needs the same number of devices in every process; devices by process: {counts}")
     first = hosts[min(hosts)]
     inner = _divide(len(first), shape)
     outer = {axis: shape[axis] // inner[axis] for axis in AXES}

@@ -74,11 +74,7 @@ def to_hf(
 
 def _default_dtype(format: Format, source: TensorSource) -> np.dtype:
     dtype = stored_dtype(source) if format is Format.HUGGING_FACE else np.dtype(np.float16)
-    reason = (
-        "the stored dtype"
-        if format is Format.HUGGING_FACE
-        else f"the default for a {format.value} checkpoint"
-    )
+    reason = "the stored dtype" if format is Format.HUGGING_FACE else f"the default for a {format.value} checkpoint"
     logs.log.info("the weights are written in %s, %s; choose another with --dtype", dtype, reason)
     return dtype
 
@@ -142,9 +138,7 @@ def check_output(output: str, format: Format, step: int) -> None:
     root, name = posixpath.split(path)
     is_step = re.fullmatch(r"step_\d+", name)
     if format is Format.NATIVE and is_step:
-        raise UserError(
-            f"{path}: for a native checkpoint give the root, {root or '.'}; step_{step} is created in it"
-        )
+        raise UserError(f"{path}: for a native checkpoint give the root, {root or '.'}; step_{step} is created in it")
     if format is Format.NATIVE:
         check_only_step(path, step)
     if format is Format.CLASSIC and is_step and name != f"step_{step}":
@@ -239,9 +233,7 @@ def reshard(
         check_shards(config.model, shards, output)
     found = find_checkpoint(checkpoint)
     if output is not None and format is Format.NATIVE and found.format is Format.NATIVE:
-        raise UserError(
-            f"{found.path} is already native and can be read on any number of devices: copy the folder"
-        )
+        raise UserError(f"{found.path} is already native and can be read on any number of devices: copy the folder")
     source = open_folder(found, config.model)
     prompt_sampler = None
     if prompt is not None:
@@ -254,16 +246,12 @@ def reshard(
         prompt_config = config_for(config_path, [*overrides, f"mesh.tp={shards}"], checkpoint)
         prompt_sampler = sampler.Sampler(prompt_config, sampler.SampleRequest(), checkpoint, [prompt])
     if output is not None:
-        checkpoint = write_step(
-            source, config.model, output, format=format, shards=shards, overwrite=overwrite
-        )
+        checkpoint = write_step(source, config.model, output, format=format, shards=shards, overwrite=overwrite)
     if prompt_sampler is not None:
         prompt_sampler.show(checkpoint)
 
 
-def _check_shards(
-    shards_out: int | None, overrides: Sequence[str], format: Format, prompt: str | None
-) -> None:
+def _check_shards(shards_out: int | None, overrides: Sequence[str], format: Format, prompt: str | None) -> None:
     if shards_out is None:
         return
     if shards_out < 1:

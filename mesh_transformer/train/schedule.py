@@ -51,9 +51,7 @@ squared norm of each microbatch's gradient, (A,). Parameters are in the compute 
 of each layer, and their cotangents flow back to that layer."""
 
 
-def sequential(
-    parts: Parts, trained: Params, frozen: Params, batch: Batch
-) -> tuple[Params, Metrics, jax.Array]:
+def sequential(parts: Parts, trained: Params, frozen: Params, batch: Batch) -> tuple[Params, Metrics, jax.Array]:
     """The `Schedule` that computes one microbatch after the other, each through all layers."""
 
     def loss(trained: Params, batch: Batch) -> tuple[jax.Array, Metrics]:

@@ -188,9 +188,7 @@ class TrainProgram:
             new = _keep_if(finite, new, state)
         return new, metrics | {"skipped": new.skipped}
 
-    def _gradients(
-        self, params: Params, frozen: Params, tokens_ABT: jax.Array
-    ) -> tuple[Params, Metrics, jax.Array]:
+    def _gradients(self, params: Params, frozen: Params, tokens_ABT: jax.Array) -> tuple[Params, Metrics, jax.Array]:
         """The results of the `Schedule`, from float32 parameters."""
         parts = Parts(
             self.model, self.transform, self._loss, lambda tree: constrain_tree(tree, self.moments, self.axes)
@@ -200,9 +198,7 @@ class TrainProgram:
 
     def _for_compute(self, params: Params, axes: Params) -> Params:
         params = self.placement.cast(params, axes)
-        return (
-            self.placement.gather(params, axes) if self.config.mesh.gather_weights == "per_step" else params
-        )
+        return self.placement.gather(params, axes) if self.config.mesh.gather_weights == "per_step" else params
 
     def _loss(self, params: Params, x_BTD: jax.Array, aux: Aux, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Weighted loss with z-loss, and metrics. The last token's loss includes the mean z-loss of its sequence."""
@@ -233,9 +229,7 @@ class TrainProgram:
             (batch, positions, self.model.decoder.padded_vocab)
         )
         needed = math.prod(rows) * 4 / 2**20 / int(self.model.compute.logits_mib)
-        return next(
-            n for n in range(1, positions + 1) if positions % n == 0 and (n >= needed or n == positions)
-        )
+        return next(n for n in range(1, positions + 1) if positions % n == 0 and (n >= needed or n == positions))
 
     def _eval_step(self, params: Params, tokens_BT: jax.Array) -> Metrics:
         """Mean loss without z-loss, loss of the last token, and accuracy, of tokens (B, T + 1) int32. `params`:
@@ -291,9 +285,7 @@ class Optimizer:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             direction, after = self._direction.update(clipped, before, params)
         matrices = map_axes(lambda axes: len([name for name in axes if name != "layers"]) > 1, self.axes)
-        decayed = jax.tree.map(
-            lambda u, p, matrix: u + decay * p if matrix else u, direction, params, matrices
-        )
+        decayed = jax.tree.map(lambda u, p, matrix: u + decay * p if matrix else u, direction, params, matrices)
         updates = optax.tree.scale(-learning_rate(self.config, schedule), decayed)
         return updates, {**after._asdict(), "schedule": schedule + 1}
 

@@ -75,9 +75,7 @@ def test_restore_falls_back_to_the_previous_step(
     assert found is not None
     assert (found.step, found.extra) == (1, {"seen": 1})
     assert_equal(found.state, state(1, width=512))
-    warnings = [
-        record.getMessage() for record in caplog.records if record.name.startswith("mesh_transformer")
-    ]
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("mesh_transformer")]
     assert len(warnings) == 1
     assert warnings[0].startswith(f"checkpoint step 2 in {root} is damaged and skipped: ")
     assert len(warnings[0].split("skipped: ")[1]) > 10

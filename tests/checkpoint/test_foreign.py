@@ -66,9 +66,7 @@ def test_fused_q_k_v_are_ordered_by_head() -> None:
         parameter = import_tensor(row, fused, (30, 30))
         for head in range(3):
             first = (3 * head + part) * 10
-            np.testing.assert_array_equal(
-                parameter[:, 10 * head : 10 * head + 10], fused[first : first + 10].T
-            )
+            np.testing.assert_array_equal(parameter[:, 10 * head : 10 * head + 10], fused[first : first + 10].T)
 
 
 def test_the_classic_format_supports_only_gpt_j() -> None:

@@ -70,9 +70,7 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
 
 
 def test_folders_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match="no checkpoint in .*absent: expected the folder of a run .* found nothing"
-    ):
+    with pytest.raises(UserError, match="no checkpoint in .*absent: expected the folder of a run .* found nothing"):
         find_checkpoint(str(tmp_path / "absent"))
     touch(*(tmp_path / f"texts/{i}.txt" for i in range(12)), tmp_path / "texts/config.json")
     with pytest.raises(UserError, match=r"found 0.txt, 1.txt, .* and 5 more"):

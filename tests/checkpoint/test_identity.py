@@ -77,9 +77,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_each_field_is_compared(name: str) -> None:
-    with pytest.raises(
-        UserError, match=f"here does not match .*\n.*model.{name}: the config has {OTHERS[name]}, the"
-    ):
+    with pytest.raises(UserError, match=f"here does not match .*\n.*model.{name}: the config has {OTHERS[name]}, the"):
         check_same_architecture(model(**{"d_head": 8, "d_ff": 256, name: OTHERS[name]}), MODEL, "here")
 
 
@@ -126,9 +124,7 @@ OPENINGS = {
     "evaluate": lambda folder: in_session(read_params, folder),
     "sample, serve": lambda folder: open_engine(config(*OTHER), folder, slots=1),
     "to_hf": lambda folder: to_hf("config.json", OTHER, folder, "new"),
-    "slim": lambda folder: slim(
-        "config.json", [*OTHER, f"checkpoint.model_dir={folder}"], step=None, f16=False
-    ),
+    "slim": lambda folder: slim("config.json", [*OTHER, f"checkpoint.model_dir={folder}"], step=None, f16=False),
     "reshard": lambda folder: reshard(
         "config.json",
         OTHER,
@@ -145,9 +141,7 @@ OPENINGS = {
 PAIRS = [
     (opening, folder)
     for opening in OPENINGS
-    for folder in {"resume": ["native"], "slim": ["native", "classic"]}.get(
-        opening, ["native", "classic", "hf"]
-    )
+    for folder in {"resume": ["native"], "slim": ["native", "classic"]}.get(opening, ["native", "classic", "hf"])
 ]
 
 
@@ -167,9 +161,7 @@ def test_a_conversion_records_the_whole_model(written: Path, folder: str) -> Non
     assert parse_config(recorded).model == MODEL
 
 
-def test_a_checkpoint_without_a_model_gives_one_warning(
-    written: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_without_a_model_gives_one_warning(written: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = str(written / "unknown")
     with caplog.at_level(logging.WARNING, "mesh_transformer"):
         for _ in range(2):
@@ -193,9 +185,7 @@ class Plain(OptimizerConfig):
 
 def test_an_optimizer_without_slots_needs_no_state_and_drops_none() -> None:
     check_optimizer(RandomSource(MODEL, full=False), Plain())
-    with pytest.raises(
-        UserError, match="holds the state of optimizer adam, the config has optimizer.name plain"
-    ):
+    with pytest.raises(UserError, match="holds the state of optimizer adam, the config has optimizer.name plain"):
         check_optimizer(RandomSource(MODEL, full=True), Plain())
     with pytest.raises(UserError, match="has no Lion moments"):
         check_optimizer(RandomSource(MODEL, full=False), lion.Config())
@@ -221,8 +211,6 @@ def test_a_model_that_cannot_be_read_is_refused(tmp_path: Path, recorded: Any, m
     source = RandomSource(MODEL, full=False)
     source.extra = {"config": {"model": recorded}}
     write_native(source, str(tmp_path))
-    with pytest.raises(
-        UserError, match=f"step_7: the model that the checkpoint records cannot be read: .*{message}"
-    ):
+    with pytest.raises(UserError, match=f"step_7: the model that the checkpoint records cannot be read: .*{message}"):
         open_source(str(tmp_path), MODEL)
     assert NativeSource(str(tmp_path / "step_7")).extra["config"] == {"model": recorded}

@@ -122,9 +122,7 @@ def test_restore_reads_a_part_of_the_tree(tmp_path: Path) -> None:
     assert deeper["params"]["scale"] == 3
 
 
-def test_another_model_is_an_error_without_a_fall_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_model_is_an_error_without_a_fall_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, 1, keep_latest=2)
     store = CheckpointStore(str(tmp_path), keep_latest=2)
     store.save(2, state(2, width=32), {})

@@ -105,9 +105,7 @@ def test_a_damaged_step_is_skipped_and_set_aside(gcs: GcsServer) -> None:
     assert found.step == 2
     assert_equal(found.state, state(20))
     prefix = "runs/a/set_aside/"
-    aside = {
-        name.removeprefix(prefix): data for name, data in gcs.objects("bucket").items() if prefix in name
-    }
+    aside = {name.removeprefix(prefix): data for name, data in gcs.objects("bucket").items() if prefix in name}
     assert aside == damaged
 
 
@@ -129,9 +127,7 @@ def test_transient_faults_are_retried(gcs: GcsServer, status: int) -> None:
     assert [fault for fault in gcs.faults if fault.times] == []
 
 
-def test_a_failed_save_raises_and_the_next_save_works(
-    gcs: GcsServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_save_raises_and_the_next_save_works(gcs: GcsServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, logger="absl")
     store = CheckpointStore(ROOT, keep_latest=1)
     store.save(1, state(1), {})

@@ -169,9 +169,7 @@ def test_the_marker_is_written_last(target):
     assert files.list_dir(target) == ["done", "part"]
 
 
-@pytest.mark.parametrize(
-    "interrupted_at", ["POST rewriteTo", "DELETE mtj-partial", "marker", "DELETE mtj-moving"]
-)
+@pytest.mark.parametrize("interrupted_at", ["POST rewriteTo", "DELETE mtj-partial", "marker", "DELETE mtj-moving"])
 def test_an_interrupted_write_to_a_bucket_is_completed_by_the_next_run(gcs, interrupted_at, monkeypatch):
     """Interrupted in the move, the deletion after it, before or after the marker: only a complete folder is marked."""
     target = "gs://bucket/parent/out"

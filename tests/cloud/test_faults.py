@@ -52,9 +52,7 @@ def test_kinds(error: Exception, kind: ErrorKind, family: type) -> None:
 
 
 def test_reason_code_is_used_and_shown() -> None:
-    fault = from_status(
-        "listing", code_pb2.PERMISSION_DENIED, "Cloud TPU API has not been used", "SERVICE_DISABLED"
-    )
+    fault = from_status("listing", code_pb2.PERMISSION_DENIED, "Cloud TPU API has not been used", "SERVICE_DISABLED")
     assert fault.kind is ErrorKind.DISABLED
     assert "[SERVICE_DISABLED]" in str(fault)
     assert "gcloud services enable tpu.googleapis.com" in str(fault)

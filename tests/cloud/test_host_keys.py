@@ -97,9 +97,7 @@ def of_another_server(line: str) -> str:
     ],
     ids=["unknown", "changed"],
 )
-def test_an_unknown_or_changed_host_is_rejected(
-    running: Running, access: Access, known, message: str
-) -> None:
+def test_an_unknown_or_changed_host_is_rejected(running: Running, access: Access, known, message: str) -> None:
     path = Path(access.known_hosts)
     path.write_text(known(running.line))
     before = path.read_text()
@@ -129,6 +127,4 @@ def test_a_known_host_is_accepted(running: Running, access: Access) -> None:
 
 def _system_ssh(access: Access) -> subprocess.CompletedProcess[str]:
     command = [*command_line(Host(0, "127.0.0.1"), access), "a command"]
-    return subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30, check=False
-    )
+    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30, check=False)

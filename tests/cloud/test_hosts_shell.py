@@ -38,9 +38,7 @@ exec sleep 600
 def read_by_bash(line: str, folder: Path) -> list[str]:
     """The words into which a shell splits a line. Its home folder has a special name."""
     command = ["bash", "-c", f"printf '%s\\0' {line}"]
-    done = subprocess.run(
-        command, cwd=folder, env={"HOME": "/ho me'"}, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, cwd=folder, env={"HOME": "/ho me'"}, capture_output=True, text=True, check=True)
     return done.stdout.split("\0")[:-1]
 
 
@@ -66,9 +64,7 @@ def checkout(tmp_path: Path) -> str:
     return str(tmp_path / "tree")
 
 
-def test_a_launch_with_special_characters(
-    tmp_path: Path, checkout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_with_special_characters(tmp_path: Path, checkout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Home folder, environment, variables and arguments of Ray contain shell syntax. No shell executes it."""
     strange = "a 'b' \"c\"; touch hacked; $(touch hacked)\ntouch hacked #"
     pod = local_pod([tmp_path / "ho me; touch hacked"], monkeypatch)
@@ -78,9 +74,7 @@ def test_a_launch_with_special_characters(
     ray.write_text(RAY)
     ray.chmod(0o755)
     (tmp_path / "token").write_text("secret")
-    join = JoinOptions(
-        "10.0.0.9:6379", str(tmp_path / "token"), (f"--labels={strange}",), {"STRANGE": strange}
-    )
+    join = JoinOptions("10.0.0.9:6379", str(tmp_path / "token"), (f"--labels={strange}",), {"STRANGE": strange})
     before = set(tmp_path.iterdir())
 
     made = provision(pod, ExistingEnvironment(str(ray.parents[1])), join, checkout)
@@ -141,9 +135,7 @@ def entry(name: str, content: bytes = b"x", **fields: object) -> tuple[tarfile.T
     ],
     ids=["path", "link", "hard link", "fifo"],
 )
-def test_a_hosts_archive_of_logs_is_not_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries
-) -> None:
+def test_a_hosts_archive_of_logs_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries) -> None:
     """A compromised host cannot write outside of the folder for its logs."""
     pod = local_pod([tmp_path / "home"], monkeypatch)
     (tmp_path / "prey").write_text("precious")

@@ -50,9 +50,7 @@ def test_both_spellings() -> None:
     assert slices.parse("v5e-16") == slices.parse(" V5LITEPOD-16")
 
 
-@pytest.mark.parametrize(
-    "name", ["v3-12", "v3-7", "v9-8", "v3", "v3-8-8", "", "v6e-3", "v4-12288", "tpu-v3-8"]
-)
+@pytest.mark.parametrize("name", ["v3-12", "v3-7", "v9-8", "v3", "v3-8-8", "", "v6e-3", "v4-12288", "tpu-v3-8"])
 def test_unknown_type(name: str) -> None:
     with pytest.raises(UserError, match="unknown TPU type") as refusal:
         slices.parse(name)

@@ -20,15 +20,11 @@ def api() -> TpuApi:
 
 def tool(api: TpuApi, folder: Path, *arguments: str, code: int = 0) -> tuple[str, str]:
     """Run the command with the test's folder as its home folder."""
-    return commands.run(
-        "tpu_utils.py", *arguments, *ZONE, cwd=folder, code=code, HOME=str(folder), **api.environment()
-    )
+    return commands.run("tpu_utils.py", *arguments, *ZONE, cwd=folder, code=code, HOME=str(folder), **api.environment())
 
 
 def test_life_of_a_tpu(api: TpuApi, tmp_path: Path) -> None:
-    output, progress = tool(
-        api, tmp_path, "create", "a", "--type", "v3-32", "--spot", "--queued", "--label", "team=x"
-    )
+    output, progress = tool(api, tmp_path, "create", "a", "--type", "v3-32", "--spot", "--queued", "--label", "team=x")
     assert "a: ready (queue ACTIVE, READY)" in output
     assert "4 hosts, 16 chips (4x4), 32 cores, 32 JAX devices of 16 GiB" in output
     assert "w3 (127.0.1.4), external 203.0.113.4" in output
@@ -89,9 +85,7 @@ def test_interrupted_while_waiting(api: TpuApi, tmp_path: Path) -> None:
     """Ctrl-C prints that the request continues; the same command waits for it again."""
     api.capacity["v3-8"] = 0
     arguments = ("create", "a", "--type", "v3-8", "--queued", *ZONE)
-    process = commands.start(
-        "tpu_utils.py", *arguments, cwd=tmp_path, HOME=str(tmp_path), **api.environment()
-    )
+    process = commands.start("tpu_utils.py", *arguments, cwd=tmp_path, HOME=str(tmp_path), **api.environment())
     while "WAITING" not in str([entry.state.state.name for entry in api.queued.values()]):
         assert process.poll() is None
         time.sleep(0.05)

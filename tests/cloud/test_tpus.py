@@ -96,9 +96,7 @@ def test_a_repeated_create_creates_no_second_tpu(api: TpuApi, tpus: Tpus) -> Non
 def test_concurrent_creates_share_one_tpu(api: TpuApi, tpus: Tpus) -> None:
     api.delay_s = 0.3
     found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(tpus.create(request(), timeout_s=10))) for _ in range(3)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(tpus.create(request(), timeout_s=10))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -154,9 +152,7 @@ def test_refusals(api: TpuApi, tpus: Tpus, code: int, reason: str, kind: ErrorKi
 def test_quota(api: TpuApi, tpus: Tpus) -> None:
     api.quota = 1
     tpus.create(request("a"), timeout_s=10)
-    with pytest.raises(
-        TpuRefused, match=r"quota: Quota limit .* \[RATE_LIMIT_EXCEEDED\]. Request more"
-    ) as refusal:
+    with pytest.raises(TpuRefused, match=r"quota: Quota limit .* \[RATE_LIMIT_EXCEEDED\]. Request more") as refusal:
         tpus.ensure(request("b"), timeout_s=10)
     assert refusal.value.kind is ErrorKind.QUOTA
 

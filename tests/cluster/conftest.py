@@ -64,9 +64,7 @@ def evaluated(straight: Path, worker_environment: dict[str, str], tmp_path: Path
 
     def evaluate(*more: str, **further: str) -> float:
         report_path.unlink(missing_ok=True)
-        output, _ = run_command(
-            "eval_harness.py", *command, *more, cwd=straight.parent, **environment, **further
-        )
+        output, _ = run_command("eval_harness.py", *command, *more, cwd=straight.parent, **environment, **further)
         assert NAME in output
         report = json.loads(report_path.read_text())
         assert report["evaluation"]["step"] == STEPS

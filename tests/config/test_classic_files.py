@@ -114,9 +114,7 @@ def test_a_warning_is_given_once(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 def test_the_last_value_of_a_repeated_key_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = json.dumps({**FLAT, "lr": 1, "val_set": {"a": "x"}})
-    text = text.replace('"lr": 1', '"lr": 1, "lr": 2, "end_lr": 0, "end_lr": 0').replace(
-        '"x"', '"x", "a": "y"'
-    )
+    text = text.replace('"lr": 1', '"lr": 1, "lr": 2, "end_lr": 0, "end_lr": 0').replace('"x"', '"x", "a": "y"')
     config = read(tmp_path, text)
     assert (config.optimizer.lr, config.data.val_set) == (2, {"a": "y"})
     messages = [record.getMessage().split(": ", 1)[1] for record in caplog.records]
@@ -210,10 +208,7 @@ def test_an_unknown_name(tmp_path: Path, raw: dict[str, Any], message: str) -> N
 def test_too_many_keys_are_refused_before_each_is_looked_up(tmp_path: Path) -> None:
     many = {f"key_{i}": 1 for i in range(5000)}
     assert refusal(tmp_path, json.dumps(many)) == "the file has 5,000 keys: a config has at most 1,000"
-    assert (
-        refusal(tmp_path, json.dumps({"model": many}))
-        == "the file has 5,001 keys: a config has at most 1,000"
-    )
+    assert refusal(tmp_path, json.dumps({"model": many})) == "the file has 5,001 keys: a config has at most 1,000"
 
 
 @pytest.mark.parametrize(

@@ -189,9 +189,7 @@ def test_the_name_selects_the_fields(name: str) -> None:
         ({}, ["optimizer.name=adafactor", "optimizer.beta1=0.5"], ["did you mean optimizer.b1?"]),
     ],
 )  # fmt: skip
-def test_a_field_of_another_class_is_refused(
-    raw: dict[str, Any], changes: list[str], parts: list[str]
-) -> None:
+def test_a_field_of_another_class_is_refused(raw: dict[str, Any], changes: list[str], parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse_config({"model": MODEL, **raw}, changes)
     for part in parts:
@@ -207,9 +205,7 @@ def test_a_group_of_one_class_names_its_missing_fields() -> None:
 
     variants = Variants("family", {"wide": Wide})
     holder = create_model("Holder", __base__=Group, model=(Annotated[Group, variants], ...))
-    assert holder.model_validate({"model": {"width": 3}}).model_dump() == {
-        "model": {"family": "wide", "width": 3}
-    }
+    assert holder.model_validate({"model": {"width": 3}}).model_dump() == {"model": {"family": "wide", "width": 3}}
     with pytest.raises(ValidationError) as caught:
         holder.model_validate({"model": {}})
     assert caught.value.errors()[0]["loc"] == ("model", "wide", "width")

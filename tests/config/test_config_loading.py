@@ -323,6 +323,4 @@ def test_moved_fields_still_load(old, new, value, caplog):
 
 
 def test_too_many_layers_are_refused() -> None:
-    assert "model.layers = 2147483647: expected a whole number" in refusal(
-        {"model": {**FLAT, "layers": 2**31 - 1}}
-    )
+    assert "model.layers = 2147483647: expected a whole number" in refusal({"model": {**FLAT, "layers": 2**31 - 1}})

@@ -34,9 +34,7 @@ def padded(data: bytes) -> bytes:
 
 def pax(values: dict[str, str], kind: bytes = tarfile.XHDTYPE) -> bytes:
     """An extended header; four digits are enough for the length of any of these."""
-    data = b"".join(
-        b"%04d %s=%s\n" % (len(k) + len(v) + 7, k.encode(), v.encode()) for k, v in values.items()
-    )
+    data = b"".join(b"%04d %s=%s\n" % (len(k) + len(v) + 7, k.encode(), v.encode()) for k, v in values.items())
     return header("x", len(data), kind) + padded(data)
 
 

@@ -13,9 +13,7 @@ from mesh_transformer.errors import UserError
 
 
 @pytest.mark.parametrize(("case", "accumulation", "batch"), [("train_2x2", 2, 2), ("train_3x1", 3, 1)])
-def test_the_batches_that_would_have_followed(
-    original: Path, case: str, accumulation: int, batch: int
-) -> None:
+def test_the_batches_that_would_have_followed(original: Path, case: str, accumulation: int, batch: int) -> None:
     folder = original / "tfrecords"
     index = str(folder / "tiny.train.index")
     states = json.loads((folder / "loader_golden.json").read_text())[f"{case}/states"]

@@ -56,9 +56,7 @@ def test_a_host_takes_any_rows(dataset, mode):
     """Not only consecutive ones, and those of another host too."""
     options = {"seq": 4, "batch": 4, **mode}
     whole = make_train_loader(str(dataset), rows=range(4), **options)
-    hosts = [
-        (rows, make_train_loader(str(dataset), rows=rows, **options)) for rows in ((0, 3), (1, 2, 3), (2,))
-    ]
+    hosts = [(rows, make_train_loader(str(dataset), rows=rows, **options)) for rows in ((0, 3), (1, 2, 3), (2,))]
     for _ in range(6):
         batch = next(whole)
         for rows, host in hosts:
@@ -165,9 +163,7 @@ def test_object_storage_gives_the_same_batches(dataset, mode, monkeypatch):
     with GcsServer() as server:
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
-        server.put(
-            "bucket", "sets/all.index", b"records/a.tfrecords\nb.tfrecords\ngs://bucket/sets/c.tfrecords\n"
-        )
+        server.put("bucket", "sets/all.index", b"records/a.tfrecords\nb.tfrecords\ngs://bucket/sets/c.tfrecords\n")
         for name, key in (("a", "records/a"), ("b", "sets/b"), ("c", "sets/c")):
             data = dataset.with_name(f"{name}.tfrecords").read_bytes()
             server.put("bucket", f"{key}.tfrecords", data)
@@ -237,9 +233,7 @@ def test_a_pass_without_a_batch(dataset):
         lambda: iter(make_val_loader(str(dataset), seq=4, batch=12, rows=range(1), repeat=False)),
         lambda: make_train_loader(str(dataset), seq=4, batch=12, rows=range(3, 4)),
     ):
-        with pytest.raises(
-            UserError, match="fills no batch: 3 record file.*longest with 11 records.*takes 12"
-        ):
+        with pytest.raises(UserError, match="fills no batch: 3 record file.*longest with 11 records.*takes 12"):
             next(make())
     across = make_train_loader(str(dataset), seq=4, batch=50, rows=range(50), batch_across_files=True)
     assert np.array(take(across, 1)).tolist() == [[[k % 22 for k in range(50)]]]
@@ -284,10 +278,7 @@ def test_text_is_tokenised_once(tmp_path, monkeypatch):
 def test_several_processes_may_fill_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "play.txt").write_text("All the world's a stage. " * 400)
-    code = (
-        "from mesh_transformer.data.prepare import cached_records\n"
-        "print(cached_records('play.txt', 16, 'bytes'))"
-    )
+    code = "from mesh_transformer.data.prepare import cached_records\nprint(cached_records('play.txt', 16, 'bytes'))"
     started = [
         subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
         for _ in range(3)

@@ -31,9 +31,7 @@ IN_ORDER = {"preserve_data_order": True}
 
 def tokens_of(source, tmp_path, seq=7, **options):
     """The written sequences as one array, and what `prepare` reported."""
-    written = prepare(
-        input_files(str(source)), "out", str(tmp_path / "records"), BYTES, Options(seq=seq, **options)
-    )
+    written = prepare(input_files(str(source)), "out", str(tmp_path / "records"), BYTES, Options(seq=seq, **options))
     rows = np.stack(list(read_records(written.path)))
     assert rows.shape == (written.sequences, seq + 1)
     assert written.tokens == rows.size
@@ -184,9 +182,7 @@ def test_files_of_other_kinds_are_named(tmp_path, caplog, archive):
     with caplog.at_level(logging.WARNING):
         tokens_of(source, tmp_path, **IN_ORDER)
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(
-        f"{source}: skipped 6 files (0.pdf, 1.pdf, 2.pdf, ...); allowed: .txt, .jsonl, .tar"
-    )
+    assert told.startswith(f"{source}: skipped 6 files (0.pdf, 1.pdf, 2.pdf, ...); allowed: .txt, .jsonl, .tar")
 
 
 def test_a_folder_is_read_in_order(tmp_path):
@@ -284,9 +280,7 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="the peak of the memory is read from /proc"
-)
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of the memory is read from /proc")
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_memory_does_not_grow_with_the_text(tmp_path, kind):
     text = "some words and more of them. " * 300
@@ -339,9 +333,7 @@ def test_command_line(tmp_path, texts):
         [*command, "--seq", "9999", "--tokenizer", "bytes"], cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(
-        "error: in.txt: 1 documents with 1301 tokens do not fill one sequence of 10000"
-    )
+    assert done.stderr.startswith("error: in.txt: 1 documents with 1301 tokens do not fill one sequence of 10000")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", path.name]
 
 

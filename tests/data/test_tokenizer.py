@@ -95,9 +95,7 @@ def tokenizer_json(**parts):
         "version": "1.0",
         "added_tokens": [{"id": 0, "content": "<|endoftext|>", **special}],
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-        **dict.fromkeys(
-            ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-        ),
+        **dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")),
         **parts,
     }
 

@@ -107,9 +107,7 @@ def merge(name: str, shards: np.ndarray) -> np.ndarray:
 def to_params(arrays: dict[str, np.ndarray], padded_vocab: int) -> dict[str, Any]:
     """Our parameter tree from whole arrays by original name; vocabulary rows are padded with zeros."""
     params: dict[str, Any] = {"embed": {}, "blocks": {}, "head": {}}
-    layers = 1 + max(
-        int(name.split("/")[0].removeprefix("layer_")) for name in arrays if name.startswith("layer_")
-    )
+    layers = 1 + max(int(name.split("/")[0].removeprefix("layer_")) for name in arrays if name.startswith("layer_"))
     for name, (stage, module, field) in _OTHER.items():
         if name in arrays:
             array = arrays[name]

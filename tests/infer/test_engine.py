@@ -78,9 +78,7 @@ def complete(
     for slot, (prompt, params) in enumerate(requests):
         engine.insert(slot, prompt, params, source=None, reused=0)
         starts = range(0, len(prompt), engine.max_prefill_tokens)
-        left += [
-            PromptChunk(slot, start, min(start + engine.max_prefill_tokens, len(prompt))) for start in starts
-        ]
+        left += [PromptChunk(slot, start, min(start + engine.max_prefill_tokens, len(prompt))) for start in starts]
     while left:
         chunks: list[PromptChunk] = []
         while left and sum(p.stop - p.start for p in [*chunks, left[0]]) <= engine.max_prefill_tokens:
@@ -120,9 +118,7 @@ def test_greedy_of_the_variants_equals_the_original(original, variant):
 
 def _check_golden(engine: SlotEngine, expected: Any, prefix: str, new: int) -> None:
     contexts, lengths = expected["gen/ctx"], expected["gen/ctx_length"]
-    prompts = [
-        row[len(row) - n :].tolist() for row, n in zip(contexts, lengths, strict=True)
-    ]  # padded on the left
+    prompts = [row[len(row) - n :].tolist() for row, n in zip(contexts, lengths, strict=True)]  # padded on the left
     sampling = SamplingParams(max_tokens=new, temperature=0)
     made = complete(engine, [(prompt, sampling) for prompt in prompts])
     tokens, logits = expected[f"{prefix}tokens"], expected[f"{prefix}logits"]
@@ -183,9 +179,7 @@ def test_each_option_equals_its_definition_whatever_else_is_in_the_batch(name: s
     """The requests in the other slots use all options, with other prompts."""
     _, _, engine = tiny()
     tokens, logprobs, finish = by_definition(name)
-    others = [
-        (prompt_of(seed, 9 + seed), CASES[other]) for seed, other in enumerate(["all filters", "2-grams"])
-    ]
+    others = [(prompt_of(seed, 9 + seed), CASES[other]) for seed, other in enumerate(["all filters", "2-grams"])]
     for requests in ([(prompt_of(1, 21), CASES[name])], [*others, (prompt_of(1, 21), CASES[name])]):
         made = complete(engine, requests)[-1]
         assert made.ids == tokens

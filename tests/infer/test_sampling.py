@@ -52,9 +52,7 @@ def test_draws_follow_the_filtered_distribution():
 def test_temperature_zero_is_greedy_beside_others_that_are_not():
     logits = np.random.default_rng(0).normal(size=(2, 100)).astype(np.float32)
     options = {**_options(2), "temperature": np.float32([0, 1])}
-    draws = {
-        tuple(np.asarray(sample(logits, jax.random.split(jax.random.key(s), 2), options))) for s in range(20)
-    }
+    draws = {tuple(np.asarray(sample(logits, jax.random.split(jax.random.key(s), 2), options))) for s in range(20)}
     assert {first for first, _ in draws} == {int(logits[0].argmax())}
     assert len({second for _, second in draws}) > 5
 

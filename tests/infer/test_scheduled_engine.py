@@ -29,9 +29,7 @@ def _requests() -> dict[int, tuple[list[int], SamplingParams]]:
     return requests
 
 
-def _serve(
-    scheduler: Scheduler, requests: dict[int, tuple[list[int], SamplingParams]]
-) -> dict[int, list[Token]]:
+def _serve(scheduler: Scheduler, requests: dict[int, tuple[list[int], SamplingParams]]) -> dict[int, list[Token]]:
     got: dict[int, list[Token]] = {i: [] for i in requests}
     for i, request in requests.items():
         scheduler.submit(i, *request)

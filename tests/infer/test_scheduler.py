@@ -51,9 +51,7 @@ def test_a_long_prompt_does_not_stop_those_that_run():
     ]
     assert [len(c.got[i].tokens) for i in (0, 1)] == [5, 2]
     c.run()
-    assert c.calls("generate") == [
-        ("generate", 4)
-    ]  # no request waits: one step for all tokens of the longer one
+    assert c.calls("generate") == [("generate", 4)]  # no request waits: one step for all tokens of the longer one
 
 
 @pytest.mark.parametrize(("max_steps", "calls"), [(8, [8, 8, 2]), (5, [5, 5, 5, 3]), (30, [18])])
@@ -341,9 +339,7 @@ def test_one_that_slides_lets_others_in():
 def test_cancelling_one_that_slides():
     c = Collector(slots=2, context=20)
     c.submit(0, PROMPT[:5], params(1000), slide=True)
-    while (
-        len(c.got.get(0, Completion([], [], None)).tokens) < 15
-    ):  # its first context is full, so it waits again
+    while len(c.got.get(0, Completion([], [], None)).tokens) < 15:  # its first context is full, so it waits again
         c.step()
     assert c.scheduler.stats.waiting == 1
     c.scheduler.cancel(0)

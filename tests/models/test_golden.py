@@ -38,9 +38,7 @@ def test_losses_equal_the_original(original, checkpoint, numbers):
         np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "variant", ["fixed_layernorm", "rotary_layernorm", "rotary_rmsnorm-bias", "t5_layernorm"]
-)
+@pytest.mark.parametrize("variant", ["fixed_layernorm", "rotary_layernorm", "rotary_rmsnorm-bias", "t5_layernorm"])
 def test_variants_equal_the_original(original, variant):
     run = program(golden.config(original / f"configs/variant_{variant}.json"), "mesh.tp=1")
     params = golden.read_variant(original / "variants" / variant, run.config.model)

@@ -19,9 +19,7 @@ TOLERANCE = 2e-5
 NEW = 8
 VARIANTS: dict[str, dict[str, Any]] = {
     # 0.45 x 14 dims is 6.3: 6 are rotated
-    "parallel": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.45}
-    },
+    "parallel": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.45}},
     "sequential": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
         "use_parallel_residual": False,
@@ -63,9 +61,7 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
     model = GPTNeoXForCausalLM(config).eval()
     with torch.no_grad():
-        for (
-            parameter
-        ) in model.parameters():  # else norms are 1 and biases 0, and one left out would not be seen
+        for parameter in model.parameters():  # else norms are 1 and biases 0, and one left out would not be seen
             parameter.add_(0.06 * torch.randn(parameter.shape))
     folder = tmp_path_factory.mktemp("neox")
     model.save_pretrained(folder)

@@ -39,9 +39,7 @@ def test_t5_buckets(original):
 
 def test_gelu_is_the_tanh_form(original):
     expected = np.load(original / FUNCTIONS)
-    np.testing.assert_allclose(
-        jax.nn.gelu(expected["gelu/x"], approximate=True), expected["gelu/y"], rtol=0, atol=1e-6
-    )
+    np.testing.assert_allclose(jax.nn.gelu(expected["gelu/x"], approximate=True), expected["gelu/y"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,7 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
     expected = np.asarray(dy, np.float64).sum((0, 1))
     assert db.dtype == dtype
     # one rounding to the dtype: 2^-8 of the value in bfloat16
-    np.testing.assert_allclose(
-        np.asarray(db, np.float64), expected, rtol=4e-3 if dtype == jnp.bfloat16 else 1e-5
-    )
+    np.testing.assert_allclose(np.asarray(db, np.float64), expected, rtol=4e-3 if dtype == jnp.bfloat16 else 1e-5)
 
 
 def plain(q, k, v, bias, *, mask=None, window=None, softcap=None):
@@ -102,9 +100,7 @@ def test_attention_in_parts_is_attention(length, with_bias, options):
 
 
 @pytest.mark.parametrize("length", [256, 192, 100])
-@pytest.mark.parametrize(
-    ("with_bias", "options"), [(True, {}), (False, {"window": 30}), (False, {"softcap": 0.5})]
-)
+@pytest.mark.parametrize(("with_bias", "options"), [(True, {}), (False, {"window": 30}), (False, {"softcap": 0.5})])
 def test_attention_to_packed_rows_is_attention(length, with_bias, options):
     q, k, v = (normal(i, 2, length, 3, 8) for i in range(3))
     bias = normal(3, 2, 3, length, length) if with_bias else None
@@ -188,9 +184,7 @@ def test_the_loss_in_parts_is_the_loss(chunks, tiles):
         return 3 * (objective(per_token) * WEIGHTS_BT).sum(), per_token
 
     (value, per_token), gradients = jax.value_and_grad(ours, (0, 1), has_aux=True)(PARAMS, X_BTD)
-    (expected, expected_tokens), expected_gradients = jax.value_and_grad(plain, (0, 1), has_aux=True)(
-        PARAMS, X_BTD
-    )
+    (expected, expected_tokens), expected_gradients = jax.value_and_grad(plain, (0, 1), has_aux=True)(PARAMS, X_BTD)
     assert_same(value, expected)
     assert_same(gradients, expected_gradients)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), per_token, expected_tokens)
@@ -211,8 +205,6 @@ def test_the_loss_in_parts_holds_only_a_part_of_the_logits():
             weights = jnp.full(targets.shape, 1 / targets.size)
             return weighted_loss(Head(1, 4096, 4096), objective, chunks, params, x, targets, weights)[0]
 
-        return (
-            jax.jit(jax.grad(loss)).lower(params, x, targets).compile().memory_analysis().temp_size_in_bytes
-        )
+        return jax.jit(jax.grad(loss)).lower(params, x, targets).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(8) < temporaries(1) / 4

@@ -22,9 +22,7 @@ from mesh_transformer.parallel.mesh import make_mesh, process_rows
 from mesh_transformer.parallel.sharding import Partition
 
 RECORDED = json.loads(Path(__file__).with_name("tpu_devices.json").read_text())
-CONFIGS = {
-    path.stem: load_config(str(path)) for path in Path(__file__).resolve().parents[2].glob("configs/*.json")
-}
+CONFIGS = {path.stem: load_config(str(path)) for path in Path(__file__).resolve().parents[2].glob("configs/*.json")}
 SHAPES = [
     mesh_shape(dp=4, tp=4),
     mesh_shape(fsdp=2, tp=8),
@@ -91,9 +89,7 @@ def test_every_shipped_config_has_a_mesh_and_every_process_its_rows(name):
         mesh = make_mesh(shape, devices)
         assert mesh.shape == shape, config_name
         assert set(mesh.devices.flat) == set(devices)
-        spanned = {
-            len({one.process_index for one in group}) for group in mesh.devices.reshape(-1, shape["tp"])
-        }
+        spanned = {len({one.process_index for one in group}) for group in mesh.devices.reshape(-1, shape["tp"])}
         assert spanned == {shape["tp"] // math.gcd(shape["tp"], per_process)}, config_name
         batch = config.microbatch(shape)
         for rows in (batch, batch * config.data.val_batch_multiplier):
@@ -145,7 +141,5 @@ def test_processes_with_different_numbers_of_devices_are_refused():
 def test_two_devices_of_one_chip_are_refused():
     """A v4 without megacore, for which JAX has no mesh."""
     devices = [Described(i, 0, (i // 2, 0, 0), i % 2, "TPU v4") for i in range(8)]
-    with pytest.raises(
-        UserError, match=r"make a mesh dp 8 x fsdp 1 x tp 1 of the 8 devices of process 0.*megacore"
-    ):
+    with pytest.raises(UserError, match=r"make a mesh dp 8 x fsdp 1 x tp 1 of the 8 devices of process 0.*megacore"):
         make_mesh(mesh_shape(dp=8), devices)

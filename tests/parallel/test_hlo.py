@@ -34,9 +34,7 @@ def test_loops_around_a_collective_are_named():
     compiled = jax.jit(program, in_shardings=(None, split)).lower(x, w).compile()
     found = collectives(compiled.as_text())
     inner = [one for one in found if len(one.loops) == 2]
-    assert [(one.kind, one.arrays, one.nbytes) for one in inner] == [
-        ("all-reduce", (Array("f32", (6, 10)),), 240)
-    ]
+    assert [(one.kind, one.arrays, one.nbytes) for one in inner] == [("all-reduce", (Array("f32", (6, 10)),), 240)]
     assert inner[0].loops[1].endswith("inner/while")
     assert any(one.loops == () for one in found)
 
@@ -45,9 +43,7 @@ def test_an_asynchronous_collective_counts_once_with_its_result():
     assert collectives(ASYNCHRONOUS) == [Collective("all-gather", (Array("bf16", (8, 4)),), ())]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "nbytes"), [("pred", 6), ("s4", 3), ("f8e4m3fn", 6), ("bf16", 12), ("c64", 48)]
-)
+@pytest.mark.parametrize(("dtype", "nbytes"), [("pred", 6), ("s4", 3), ("f8e4m3fn", 6), ("bf16", 12), ("c64", 48)])
 def test_bytes_of_an_array(dtype, nbytes):
     assert Array(dtype, (2, 3)).nbytes == nbytes
 

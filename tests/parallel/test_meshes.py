@@ -90,9 +90,7 @@ def test_matrices_and_moments_are_never_whole_at_rest(mesh):
 def test_fsdp_gathers_one_layer_at_a_time(mesh):
     gathered = _gather_sizes(_compiled(mesh).as_text())
     block = jax.tree.map(lambda p: p.shape[1:], _on(mesh).abstract_state.params["blocks"])
-    one_layer = sum(
-        np.prod(shape) for shape in jax.tree.leaves(block, is_leaf=lambda x: isinstance(x, tuple))
-    )
+    one_layer = sum(np.prod(shape) for shape in jax.tree.leaves(block, is_leaf=lambda x: isinstance(x, tuple)))
     assert gathered
     assert max(gathered) <= one_layer
 

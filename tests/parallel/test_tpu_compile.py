@@ -67,20 +67,13 @@ def _small(slice_name: str, *overrides: str) -> jax.stages.Compiled:
 
 def _bytes(tree: Any) -> int:
     """The bytes per device of a tree of `jax.ShapeDtypeStruct`."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _forward(*overrides: str):
     """The collectives of the forward loop over the layers of a small model, with tp 8."""
     found = collectives(_small(SLICE, "mesh.tp=8", *overrides).as_text())
-    return [
-        one
-        for one in found
-        if one.loops and LAYER_LOOP in one.loops[-1] and "transpose(" not in one.loops[-1]
-    ]
+    return [one for one in found if one.loops and LAYER_LOOP in one.loops[-1] and "transpose(" not in one.loops[-1]]
 
 
 def test_the_forward_pass_of_a_layer_sums_one_activation_over_tp():

@@ -30,9 +30,7 @@ def test_cleanup_after_a_killed_session(tmp_path: Path) -> None:
         "import sys, time; from support.hosts import PodOfHosts\n"
         "with PodOfHosts(2) as pod: print(pod.folder, *pod.first_processes(), flush=True); time.sleep(100)"
     )
-    owner = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=HERE.parent
-    )
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=HERE.parent)
     assert owner.stdout is not None
     name, *processes = owner.stdout.readline().split()
     assert len(processes) == 3, "two hosts and the driver"

@@ -95,9 +95,7 @@ def test_commands_on_the_hosts(hosts: PodOfHosts, api: TpuApi, tmp_path: Path) -
     tool("create", "tool", "--type", "v3-32", *ZONE, *login)
     _, errors = tool("run", "tool", *ZONE, *login, "--", "hostname; exit 0")
     assert [f"w{i}| pod-w{i}" in errors for i in range(4)] == [True] * 4
-    _, errors = tool(
-        "run", "tool", *ZONE, *login, "--worker", "1", "--", "sh", "-c", "echo $0; exit 4", code=1
-    )
+    _, errors = tool("run", "tool", *ZONE, *login, "--worker", "1", "--", "sh", "-c", "echo $0; exit 4", code=1)
     assert "w1 (10.77.0.12): exit code 4" in errors
     assert "w2" not in errors
     process = commands.start(

@@ -69,9 +69,7 @@ class Driver:
             "RAY_AUTH_TOKEN_PATH": self.token_file,
         }
         command = [*self.hosts.driver_prefix(**variables), sys.executable, "-c", program]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, cwd="/", check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd="/", check=False)
         assert done.returncode == 0, done.stdout + done.stderr[-4000:]
         return done.stdout.strip()
 
@@ -129,9 +127,7 @@ def wait_for(what: Callable[[], bool], timeout_s: float = 60) -> None:
         time.sleep(0.5)
 
 
-def test_launch_and_launch_again(
-    pod: Pod, driver: Driver, bring_up: Callable[[Path], Provisioned], tree: Path
-) -> None:
+def test_launch_and_launch_again(pod: Pod, driver: Driver, bring_up: Callable[[Path], Provisioned], tree: Path) -> None:
     first = bring_up(tree)
     assert first.pushed == {"code": ALL}
     nodes = driver.nodes()
@@ -146,10 +142,7 @@ def test_launch_and_launch_again(
     assert second.code == first.code
     assert pids(pod) == before, "Ray was started again"
     assert output_of(pod, "stat -c %a .mesh_transformer") == ["700"] * 4
-    assert (
-        output_of(pod, "ls .mesh_transformer/*.part* .mesh_transformer/*.tar 2>/dev/null | wc -l")
-        == ["0"] * 4
-    )
+    assert output_of(pod, "ls .mesh_transformer/*.part* .mesh_transformer/*.tar 2>/dev/null | wc -l") == ["0"] * 4
 
 
 def test_new_code_and_a_host_that_is_down(
@@ -204,18 +197,14 @@ def test_ray_outlives_the_connection_and_restarts(
     # end every connection; the server itself stays
     pod.run("pkill -KILL -f '^sshd: root' || true", check=False)
     assert pids(pod) == raylets
-    assert (
-        output_of(pod, "ps -o ppid= -p $(cut -d' ' -f1 .mesh_transformer/ray.pid) | tr -d ' '") == ["1"] * 4
-    )
+    assert output_of(pod, "ps -o ppid= -p $(cut -d' ' -f1 .mesh_transformer/ray.pid) | tr -d ' '") == ["1"] * 4
     pod.run("pkill -KILL -x raylet", [2])
     wait_for(lambda: (pids_2 := pod.run("pgrep -x raylet || true", [2])[0].output.strip()) not in ("", raylets[2]) and bool(pids_2))  # fmt: skip
     wait_for(lambda: "10.77.0.13" in driver.nodes())
     assert pids(pod)[0] == raylets[0]
 
 
-def test_logs_are_fetched(
-    pod: Pod, bring_up: Callable[[Path], Provisioned], tree: Path, tmp_path: Path
-) -> None:
+def test_logs_are_fetched(pod: Pod, bring_up: Callable[[Path], Provisioned], tree: Path, tmp_path: Path) -> None:
     provisioned = bring_up(tree)
     fetch_logs(pod, provisioned, str(tmp_path / "logs"))
     for i in ALL:
@@ -265,9 +254,7 @@ def test_environment_is_created_once_from_the_wheelhouse(pod: Pod, join: JoinOpt
         provision(pod, environment(), join, str(tree))
     made = output_of(pod, "ls -d .mesh_transformer/environments/*/")
     assert len(set(made)) == 1
-    assert (
-        output_of(pod, f"{made[0]}bin/python -c 'import tinything; print(tinything.version)'") == ["1.5"] * 2
-    )
+    assert output_of(pod, f"{made[0]}bin/python -c 'import tinything; print(tinything.version)'") == ["1.5"] * 2
     stamps = output_of(pod, "stat -c %Y%i .mesh_transformer/environments/*/.complete")
     with pytest.raises(HostsFailed, match="starting Ray"):
         provision(pod, environment(), join, str(tree))
@@ -277,9 +264,7 @@ def test_environment_is_created_once_from_the_wheelhouse(pod: Pod, join: JoinOpt
     with pytest.raises(HostsFailed, match="starting Ray"):
         provision(pod, environment(), join, str(tree))
     made = output_of(pod, "ls -td .mesh_transformer/environments/*/ | head -1")
-    assert (
-        output_of(pod, f"{made[0]}bin/python -c 'import tinything; print(tinything.version)'") == ["1.6"] * 2
-    )
+    assert output_of(pod, f"{made[0]}bin/python -c 'import tinything; print(tinything.version)'") == ["1.6"] * 2
 
 
 def test_the_error_of_an_environment_has_the_reason(pod: Pod, join: JoinOptions, tmp_path: Path) -> None:

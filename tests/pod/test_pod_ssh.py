@@ -23,9 +23,7 @@ def output_of(pod: Pod, command: str) -> list[str]:
 def test_hosts_are_distinct(pod: Pod) -> None:
     """Each host has its own name, address, home folder, /tmp, processes and network."""
     assert output_of(pod, "hostname") == [f"pod-w{i}" for i in range(4)]
-    assert output_of(pod, "ip -4 -o addr show eth0 | awk '{print $4}'") == [
-        f"10.77.0.{11 + i}/24" for i in range(4)
-    ]
+    assert output_of(pod, "ip -4 -o addr show eth0 | awk '{print $4}'") == [f"10.77.0.{11 + i}/24" for i in range(4)]
     for place in ("$HOME", "/tmp", "/dev/shm"):
         pod.run(f"hostname > {place}/mark")
         assert output_of(pod, f"cat {place}/mark") == [f"pod-w{i}" for i in range(4)]
@@ -33,9 +31,7 @@ def test_hosts_are_distinct(pod: Pod) -> None:
     assert len(set(output_of(pod, "readlink /proc/self/ns/net"))) == 4
     assert len(set(output_of(pod, "readlink /proc/self/ns/pid"))) == 4
     assert output_of(pod, "cat /proc/1/comm") == ["sshd"] * 4
-    assert output_of(pod, "ip route show default | wc -l") == ["0"] * 4, (
-        "a host could reach beyond the bridge"
-    )
+    assert output_of(pod, "ip route show default | wc -l") == ["0"] * 4, "a host could reach beyond the bridge"
 
 
 def test_output_is_prefixed_and_codes_are_collected(pod: Pod, caplog: pytest.LogCaptureFixture) -> None:

@@ -45,10 +45,7 @@ def straight(drivers: PodDrivers) -> tuple[Path, str, list[str]]:
         shown = run.finish(timeout_s=END_S)
     (folder / "run").mkdir()
     (folder / "run/metrics.jsonl").write_bytes(drivers.gcs.objects("models")["straight/metrics.jsonl"])
-    logs = [
-        drivers.hosts.inside(i, "bash", "-c", f"cat /tmp/mesh-transformer-0/*-{i}.log").stdout
-        for i in range(4)
-    ]
+    logs = [drivers.hosts.inside(i, "bash", "-c", f"cat /tmp/mesh-transformer-0/*-{i}.log").stdout for i in range(4)]
     return folder / "run", shown, logs
 
 

@@ -62,10 +62,7 @@ def test_slim_model_does_not_change_existing_output(run):
     (run / "run_slim/step_7").mkdir(parents=True)
     (run / "run_slim/step_7/notes").write_text("mine")
     _, errors = commands.run("slim_model.py", "--config", "config.json", cwd=run, code=2)
-    assert (
-        errors.splitlines()[-1].startswith("error: run_slim/step_7 exists already")
-        or "exists already" in errors
-    )
+    assert errors.splitlines()[-1].startswith("error: run_slim/step_7 exists already") or "exists already" in errors
     assert [path.name for path in (run / "run_slim").rglob("*")] == ["step_7", "notes"]
     commands.run("slim_model.py", "--config", "config.json", "--overwrite", cwd=run)
     assert not (run / "run_slim/step_7/notes").exists()
@@ -79,13 +76,9 @@ def test_slim_model_without_that_step(run):
 
 def test_resharding_round_trip(run):
     arguments = ["--config", "config.json", "--ckpt"]
-    commands.run(
-        "resharding_example.py", *arguments, "run", "--shards-out", "1", "--out", "one/step_7", cwd=run
-    )
+    commands.run("resharding_example.py", *arguments, "run", "--shards-out", "1", "--out", "one/step_7", cwd=run)
     assert json.loads((run / "one/meta.json").read_text())["step"] == 7
-    commands.run(
-        "resharding_example.py", *arguments, "one/step_7", "--shards-out", "2", "--out", "back", cwd=run
-    )
+    commands.run("resharding_example.py", *arguments, "one/step_7", "--shards-out", "2", "--out", "back", cwd=run)
     assert stored(run / "back") == stored(run / "run/step_7")
 
 

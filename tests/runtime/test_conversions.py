@@ -40,9 +40,7 @@ def in_bfloat16(arrays: Arrays) -> Arrays:
 def with_bias_in_table(arrays: Arrays) -> Arrays:
     """Add the bias of the embedding, which GPTJForCausalLM does not have, to the rows of its matrix."""
     table, bias = "params/embed/tokens/w", "params/embed/tokens/b"
-    added = (
-        arrays[table] + np.where(np.arange(len(arrays[table])) < MODEL.n_vocab, 1, 0)[:, None] * arrays[bias]
-    )
+    added = arrays[table] + np.where(np.arange(len(arrays[table])) < MODEL.n_vocab, 1, 0)[:, None] * arrays[bias]
     return {**parameters(arrays), table: added.astype(np.float32), bias: np.zeros_like(arrays[bias])}
 
 
@@ -96,9 +94,7 @@ class Workspace:
 
     def written(self) -> set[str]:
         """The files that a command has written, local ones and those in the bucket."""
-        local = {
-            path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()
-        }
+        local = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()}
         names = local | set(self.gcs.objects("models"))
         return {name for name in names if name.startswith(("out/", "run_slim/"))}
 

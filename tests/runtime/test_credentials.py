@@ -74,9 +74,7 @@ def test_nothing_to_find_them_by(tmp_path):
         text=True, timeout=60,
     )  # fmt: skip
     assert child.returncode == 2
-    assert child.stderr.splitlines()[-1].startswith(
-        "error: no access to gs:// paths: Your default credentials were"
-    )
+    assert child.stderr.splitlines()[-1].startswith("error: no access to gs:// paths: Your default credentials were")
 
 
 def test_credentials_that_have_expired(no_credentials, monkeypatch):
@@ -89,7 +87,5 @@ def test_credentials_that_have_expired(no_credentials, monkeypatch):
             raise RefreshError("Reauthentication is needed.", {"error": "invalid_grant"})
 
     monkeypatch.setattr("google.auth.default", lambda *_, **__: (Expired(), "project"))
-    with pytest.raises(
-        CredentialsError, match=r"Reauthentication is needed.*gcloud auth application-default login"
-    ):
+    with pytest.raises(CredentialsError, match=r"Reauthentication is needed.*gcloud auth application-default login"):
         files.exists("gs://models/run/x")

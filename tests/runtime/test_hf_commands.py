@@ -74,10 +74,7 @@ def test_a_run_is_written_in_half_precision_unless_a_dtype_is_given(folder) -> N
     """The original program's options --cpu and --debug are accepted."""
     convert.from_hf(str(folder / "hf"), str(folder / "run"), format=Format.NATIVE)
     log = to_hf(folder, "--input-ckpt", "run", "--output-path", "half", "--cpu", "--debug")
-    assert (
-        "the weights are written in float16, the default for a native checkpoint; choose another with --dtype"
-        in log
-    )
+    assert "the weights are written in float16, the default for a native checkpoint; choose another with --dtype" in log
     assert "lm_head.weight (132, 192) float16, from params/head/logits/w" in log
     half, whole = (hf.read_all(HFSource(str(folder / name))) for name in ("half", "hf"))
     for name, array in whole.items():

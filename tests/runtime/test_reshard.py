@@ -77,9 +77,7 @@ def test_refused_before_anything_is_written(
 
 def test_a_prompt_needs_as_many_devices_as_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    with pytest.raises(
-        UserError, match="2 shards needs a multiple of 2 devices, found 1: give --shards-out 1"
-    ):
+    with pytest.raises(UserError, match="2 shards needs a multiple of 2 devices, found 1: give --shards-out 1"):
         reshard(
             "config.json",
             [BYTES],
@@ -95,9 +93,7 @@ def test_a_prompt_needs_as_many_devices_as_shards(folder: Path, monkeypatch: pyt
 def test_a_round_trip_is_equal(folder: Path) -> None:
     """Classic in two shards to native and back, with moments and counts. The config sets the number of shards."""
     for checkpoint, out, format in (("run", "new", Format.NATIVE), ("new", "back/step_7", Format.CLASSIC)):
-        reshard(
-            "config.json", [], checkpoint=checkpoint, shards_out=None, output=out, format=format, prompt=None
-        )
+        reshard("config.json", [], checkpoint=checkpoint, shards_out=None, output=out, format=format, prompt=None)
     assert stored(folder / "back/step_7") == stored(folder / "run/step_7")
     assert len(stored(folder / "run/step_7")) == 2 * 81
     assert json.loads((folder / "back/meta.json").read_text()) == {

@@ -66,7 +66,4 @@ def stored(folder: Path) -> dict[str, bytes]:
 
 def values(source: TensorSource) -> dict[str, np.ndarray]:
     """Every tensor, whole."""
-    return {
-        name: source.read(name, tuple(slice(None) for _ in info.shape))
-        for name, info in source.tensors.items()
-    }
+    return {name: source.read(name, tuple(slice(None) for _ in info.shape)) for name, info in source.tensors.items()}

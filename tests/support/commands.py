@@ -35,9 +35,7 @@ CONFIG: dict[str, Any] = {
 def write_run(folder: Path, **groups: dict[str, Any]) -> Path:
     """Write a text and `config.json`, which is CONFIG with changes, into a folder. Returns the path of the config."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "text.txt").write_text(
-        "".join(f"{i} bottles of beer on the wall, {i * i}.\n" for i in range(500))
-    )
+    (folder / "text.txt").write_text("".join(f"{i} bottles of beer on the wall, {i * i}.\n" for i in range(500)))
     config = {group: {**values, **groups.get(group, {})} for group, values in CONFIG.items()}
     config |= {group: values for group, values in groups.items() if group not in CONFIG}
     path = folder / "config.json"
@@ -45,9 +43,7 @@ def write_run(folder: Path, **groups: dict[str, Any]) -> Path:
     return path
 
 
-def start(
-    program: str, *arguments: str, cwd: Path, devices: int = 1, **environment: str
-) -> subprocess.Popen[str]:
+def start(program: str, *arguments: str, cwd: Path, devices: int = 1, **environment: str) -> subprocess.Popen[str]:
     """Start an entry point of the project on forced CPU devices, with its output captured."""
     inherited = dict(os.environ)
     # commands store all programs that they compile
@@ -76,9 +72,7 @@ def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 120
     """Wait for the end. Returns standard output and standard error, and shows them if the exit code differs from
     `code`."""
     output, errors = process.communicate(timeout=timeout_s)
-    assert process.returncode == code, (
-        f"exit code {process.returncode}, not {code}\n{output}\n{errors[-4000:]}"
-    )
+    assert process.returncode == code, f"exit code {process.returncode}, not {code}\n{output}\n{errors[-4000:]}"
     return output, errors
 
 

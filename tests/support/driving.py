@@ -78,9 +78,7 @@ class Driver:
         """Wait for the end. Returns standard error, and shows it if the exit code differs from `code`."""
         self.process.wait(timeout_s)
         self._reader.join(10)
-        assert self.process.returncode == code, (
-            f"exit code {self.process.returncode}, not {code}\n{self.text[-6000:]}"
-        )
+        assert self.process.returncode == code, f"exit code {self.process.returncode}, not {code}\n{self.text[-6000:]}"
         return self.text
 
     def wait_for_step(self, step: int, timeout_s: float = 90) -> int:

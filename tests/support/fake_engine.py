@@ -72,9 +72,7 @@ def alone(prompt: Sequence[int], params: SamplingParams, vocab: int = 101) -> Co
         tokens.append(token)
         sequence.append(token.id)
     known = range(1, len(prompt)) if params.prompt_logprobs else ()
-    return Completion(
-        tokens, [report(prompt[:i], prompt[i], vocab, params.logprobs) for i in known], finish_reason
-    )
+    return Completion(tokens, [report(prompt[:i], prompt[i], vocab, params.logprobs) for i in known], finish_reason)
 
 
 @dataclasses.dataclass

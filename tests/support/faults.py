@@ -64,12 +64,8 @@ FAULTS = {
         Fault("worker killed", lambda d: d.signal(1, d.worker(1), "KILL"), ("killed by SIGKILL",)),
         Fault("worker stopped", lambda d: d.signal(3, d.worker(3), "STOP"), ("has stopped",)),
         Fault("job's thread stopped", lambda d: stop_main_thread(d.outside(1, d.worker(1))), ("it hangs",)),
-        Fault(
-            "raylet killed", lambda d: d.signal(2, d.raylet(2), "KILL"), ("its agent has died", "its host")
-        ),
-        Fault(
-            "agent killed", lambda d: d.signal(2, d.agent(2), "KILL"), ("its agent has died",), redone=False
-        ),
+        Fault("raylet killed", lambda d: d.signal(2, d.raylet(2), "KILL"), ("its agent has died", "its host")),
+        Fault("agent killed", lambda d: d.signal(2, d.agent(2), "KILL"), ("its agent has died",), redone=False),
         Fault("head of Ray killed", lambda d: d.kill_head(), ("the head of the Ray cluster",)),
         Fault(
             "link down",
@@ -110,9 +106,7 @@ def recover_from(drivers: PodDrivers, run: Driver, fault: Fault, number: int) ->
     return Recovery(fault.name, step, round(seen - when, 1), round(again - seen, 1), lost, line)
 
 
-def kill_driver(
-    drivers: PodDrivers, run: Driver, number: int, start: Callable[[], Driver]
-) -> tuple[Driver, Recovery]:
+def kill_driver(drivers: PodDrivers, run: Driver, number: int, start: Callable[[], Driver]) -> tuple[Driver, Recovery]:
     """kill -9 of the driver. `start` starts the same command, which finds the same processes.
 
     Worker 1 is stopped while there is no driver, so that the run does not finish meanwhile.
@@ -128,9 +122,7 @@ def kill_driver(
     again.wait_for_step(step + 1)
     lost = redone(run.folder) - before
     assert lost == 0
-    return again, Recovery(
-        DRIVER_KILLED, step, 0.0, round(seconds, 1), lost, "continuing with the running workers"
-    )
+    return again, Recovery(DRIVER_KILLED, step, 0.0, round(seconds, 1), lost, "continuing with the running workers")
 
 
 def wait_for_middle(run: Driver, number: int) -> int:

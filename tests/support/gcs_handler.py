@@ -190,9 +190,7 @@ class Handler(BaseHTTPRequestHandler):
         if "/copyTo/" in self.path:
             return self.answer(200, resource)
         sizes = {"totalBytesRewritten": resource["size"], "objectSize": resource["size"]}
-        return self.answer(
-            200, {"kind": "storage#rewriteResponse", "done": True, "resource": resource, **sizes}
-        )
+        return self.answer(200, {"kind": "storage#rewriteResponse", "done": True, "resource": resource, **sizes})
 
     def compose(self, bucket: str, name: str) -> None:
         request = json.loads(self.body)
@@ -203,9 +201,7 @@ class Handler(BaseHTTPRequestHandler):
     # --- buckets
 
     def bucket(self, bucket: str) -> None:
-        self.answer(
-            200, {"kind": "storage#bucket", "name": bucket, "hierarchicalNamespace": {"enabled": False}}
-        )
+        self.answer(200, {"kind": "storage#bucket", "name": bucket, "hierarchicalNamespace": {"enabled": False}})
 
     def list_objects(self, bucket: str) -> None:
         prefix, delimiter = self.query.get("prefix", ""), self.query.get("delimiter")

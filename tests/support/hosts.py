@@ -226,9 +226,7 @@ class PodOfHosts:
     def driver_prefix(self, **environment: str) -> list[str]:
         """Words before a command that run it as the driver. To kill it, use `driver_signal`: its process is only a
         wrapper."""
-        variables = [
-            f"{name}={value}" for name, value in {"HOME": str(self.driver_home), **environment}.items()
-        ]
+        variables = [f"{name}={value}" for name, value in {"HOME": str(self.driver_home), **environment}.items()]
         return ["nsenter", "-t", str(self._first[-1]), "-m", "-p", "-i", "--", "env", *variables]
 
     @staticmethod

@@ -13,9 +13,7 @@ MODES = [
 
 
 def train(index, *, rows=range(2), prefetch=2, **kwargs):
-    return make_train_loader(
-        str(index), seq=4, batch=2, accumulation=2, rows=rows, prefetch=prefetch, **kwargs
-    )
+    return make_train_loader(str(index), seq=4, batch=2, accumulation=2, rows=rows, prefetch=prefetch, **kwargs)
 
 
 def take(loader, n):

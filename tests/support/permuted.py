@@ -86,9 +86,7 @@ class Streamed:
         sharding = self._session.placement.partition.sharding("batch", None)
         rows = [process_rows(sharding, event["microbatch"], i) for i in range(jax.process_count())]
         assert event["rows"] == list(rows[jax.process_index()])
-        self._streamer = Streamer(
-            self._cluster.feed, self._config, [{**event, "rows": some} for some in rows]
-        )
+        self._streamer = Streamer(self._cluster.feed, self._config, [{**event, "rows": some} for some in rows])
 
     def close(self) -> None:
         self._streamer.stop()
@@ -124,10 +122,7 @@ def found(folder: Path) -> dict:
 def _train(session: Session, open_feed) -> None:
     with Interrupt() as interrupt:
         assert (
-            TrainingRun(session, TuningSource(None, False), interrupt, Observer(), open_feed(session))
-            .train()
-            .code
-            == 0
+            TrainingRun(session, TuningSource(None, False), interrupt, Observer(), open_feed(session)).train().code == 0
         )
 
 

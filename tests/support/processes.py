@@ -23,9 +23,7 @@ def process(
     """A server process and its URL, after its port is open."""
     if not (folder / "config.json").exists():
         write_run(folder)
-    child = start(
-        program, "--config", "config.json", "--port", "0", *arguments, cwd=folder, **PATHS, **environment
-    )
+    child = start(program, "--config", "config.json", "--port", "0", *arguments, cwd=folder, **PATHS, **environment)
     try:
         assert child.stderr is not None
         output = ""

@@ -10,9 +10,7 @@ import numpy as np
 from mesh_transformer.infer.requests import LEAST_TEMPERATURE, SamplingParams
 
 
-def complete(
-    run: Any, params: Any, prompt: list[int], wanted: SamplingParams
-) -> tuple[list[int], list[float], str]:
+def complete(run: Any, params: Any, prompt: list[int], wanted: SamplingParams) -> tuple[list[int], list[float], str]:
     """The new tokens, their log-probabilities before all sampling steps, and the finish reason."""
     tokens, logprobs = list(prompt), []
     forward = _forward(run)

@@ -82,9 +82,7 @@ class Times:
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["times"] = {name: dict(seconds) for name, seconds in self.files.items()}
         else:
-            rounded = {
-                name: {key: round(value, 2) for key, value in self.files[name].items()} for name in self.files
-            }
+            rounded = {name: {key: round(value, 2) for key, value in self.files[name].items()} for name in self.files}
             Path(self.config.getoption("--times")).write_text(json.dumps(rounded, indent=1))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -275,9 +275,7 @@ class TpuApi:
         try:
             slices.parse(node.accelerator_type)
         except UserError as error:
-            raise Refusal(
-                code_pb2.INVALID_ARGUMENT, f"Unknown accelerator type {node.accelerator_type}"
-            ) from error
+            raise Refusal(code_pb2.INVALID_ARGUMENT, f"Unknown accelerator type {node.accelerator_type}") from error
 
     def _bring_up(self, node: cloud_tpu.Node) -> cloud_tpu.Node:
         if self.capacity.get(node.accelerator_type, 1) <= 0:

@@ -66,13 +66,9 @@ def test_updates_equal_those_of_optax_layer_by_layer(name: str, fields: dict[str
     for seed in range(1, 4):
         gradient = drawn(seed)
         updates, state = jax.jit(ours.update)(gradient, state, params)
-        expected, expected_state = jax.jit(other.update)(
-            unstacked(gradient), expected_state, unstacked(params)
-        )
+        expected, expected_state = jax.jit(other.update)(unstacked(gradient), expected_state, unstacked(params))
         # norms and means of float32 in another order
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), unstacked(updates), expected
-        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), unstacked(updates), expected)
         params = optax.apply_updates(params, updates)
     assert int(state["count"]) == int(state["schedule"]) == 3
 
@@ -139,12 +135,7 @@ def test_a_frozen_part_keeps_its_values_and_has_no_slots() -> None:
     before = jax.device_get(state)
     for tokens in TOKENS:
         state, metrics = run.train_step(state, tokens)
-    assert (
-        state.opt_state["mu"].keys()
-        == state.opt_state["nu"].keys()
-        == state.params.keys()
-        == {"blocks", "head"}
-    )
+    assert state.opt_state["mu"].keys() == state.opt_state["nu"].keys() == state.params.keys() == {"blocks", "head"}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.frozen), before.frozen)
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), jax.device_get(state.params), before.params)
     assert all(jax.tree.leaves(changed))

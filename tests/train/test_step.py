@@ -42,8 +42,7 @@ def test_accumulation_is_float32_under_bfloat16_compute():
     assert metrics["train/loss"] != exact["train/loss"]
     # The mean of equal microbatches is each one's gradient. In bfloat16 twice a gradient is exact, three times is not.
     twice, thrice = (
-        _one_step("optimizer.warmup_steps=0", dtype="bfloat16", tokens=np.repeat(TOKENS[:1], n, 0))[1]
-        for n in (2, 3)
+        _one_step("optimizer.warmup_steps=0", dtype="bfloat16", tokens=np.repeat(TOKENS[:1], n, 0))[1] for n in (2, 3)
     )
     moments = [state.opt_state["mu"] for state in (thrice, twice)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max()), *moments)
@@ -114,9 +113,7 @@ def test_noise_scale_estimates_a_known_gaussian():
     for _ in range(400):
         batches = mean + sigma * rng.normal(size=(micro, small, 50)).mean(1)
         squares = np.square(batches).sum(-1).mean(), np.square(batches.mean(0)).sum()
-        _, metrics = noise.update_noise(
-            noise.NoiseAverages.empty(), 0.1, small, squares[0], micro * small, squares[1]
-        )
+        _, metrics = noise.update_noise(noise.NoiseAverages.empty(), 0.1, small, squares[0], micro * small, squares[1])
         totals += metrics["G_noise"], metrics["S_noise"]
     np.testing.assert_allclose(totals / 400, [np.square(mean).sum(), sigma**2 * 50], rtol=0.02)
 

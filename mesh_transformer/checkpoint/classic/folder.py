@@ -100,9 +100,7 @@ def inspect(folder: str) -> StepContents:
     names = files.list_dir(folder)
     numbers = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"shard_(\d{1,5})", name)))
     if not numbers:
-        raise UserError(
-            f"{folder}: expected the folders shard_0, shard_1, ..., found {names[:5] or 'nothing'}"
-        )
+        raise UserError(f"{folder}: expected the folders shard_0, shard_1, ..., found {names[:5] or 'nothing'}")
     missing = sorted(set(range(numbers[-1] + 1)) - set(numbers))
     if missing:
         raise UserError(f"{folder}: shard_{missing[0]} is missing, found {len(numbers)} shards")
@@ -110,9 +108,7 @@ def inspect(folder: str) -> StepContents:
         existing = set(files.list_dir(files.join(folder, f"shard_{number}")))
         absent = [f"{i}.npz" for i in range(FILES_PER_SHARD) if f"{i}.npz" not in existing]
         if absent:
-            raise UserError(
-                f"{folder}/shard_{number}: {', '.join(absent)} missing: the copy may be incomplete"
-            )
+            raise UserError(f"{folder}/shard_{number}: {', '.join(absent)} missing: the copy may be incomplete")
     first = NpzReader().open(shard_file(folder, 0, 0)).get("arr_0")
     full = first is not None and first.shape == () and first.dtype == np.int32
     return StepContents(len(numbers), full)

@@ -18,9 +18,7 @@ from mesh_transformer.families.spec import Split
 from mesh_transformer.logs import log
 
 OPEN_AT_ONCE = 16
-DIFFERS = (
-    "differs between shards, unlike in the original program's files: the sum or mean over the shards is read"
-)
+DIFFERS = "differs between shards, unlike in the original program's files: the sum or mean over the shards is read"
 UNUSED = "has values in unused shards, unlike in the original program's files: these values are dropped"
 
 

@@ -55,9 +55,7 @@ def write_classic(
             with contextlib.ExitStack() as stack:
                 writers = []
                 for shard in range(shards):
-                    file = stack.enter_context(
-                        files.open_binary(layout.shard_file(folder, shard, number), "wb")
-                    )
+                    file = stack.enter_context(files.open_binary(layout.shard_file(folder, shard, number), "wb"))
                     writers.append(stack.enter_context(contextlib.closing(NpzWriter(file))))
                 for leaf in arrays:
                     output_dtype = _dtype(source, leaf, dtype)

@@ -82,9 +82,7 @@ def _tensor(path: str, name: str, entry: Any, data_start: int) -> FileTensor:
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
         raise UserError(f"{path}: {name}: its shape or offsets are not whole numbers of 0 or more")
     if not isinstance(code, str) or code not in DTYPES:
-        raise UserError(
-            f"{path}: {name}: dtype {code!r:.40} is not supported: expected one of {', '.join(DTYPES)}"
-        )
+        raise UserError(f"{path}: {name}: dtype {code!r:.40} is not supported: expected one of {', '.join(DTYPES)}")
     if len(shape) > MAX_DIMENSIONS or max(shape, default=0) > MAX_BYTES:
         raise UserError(
             f"{path}: {name}: its shape has more than {MAX_DIMENSIONS} dimensions or a dimension over {MAX_BYTES}"

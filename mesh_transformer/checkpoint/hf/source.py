@@ -191,9 +191,7 @@ class HFSource:
             dtypes = {self._stored[foreign].dtype for foreign in self._names(row)}
             if len(dtypes) > 1:
                 kinds = " and ".join(sorted(map(str, dtypes)))
-                raise UserError(
-                    f"{self.where}: {row.foreign} is {kinds} in different layers: save it in one dtype"
-                )
+                raise UserError(f"{self.where}: {row.foreign} is {kinds} in different layers: save it in one dtype")
             yield name, TensorInfo(self._shapes[row.parameter], *dtypes)
             if row.bias:
                 yield f"params/{row.bias}", TensorInfo(self._shapes[row.bias], *dtypes)

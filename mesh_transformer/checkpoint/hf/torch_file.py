@@ -81,9 +81,7 @@ def read_tensors(path: str) -> dict[str, FileTensor]:
     except _UnsupportedPickleError as error:
         raise UserError(f"{path} is not a plain dictionary of tensors: {error}") from error
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path}: its pickle is damaged, with a missing or wrong value: {error!r:.200}"
-        ) from error
+        raise UserError(f"{path}: its pickle is damaged, with a missing or wrong value: {error!r:.200}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__.strip('_')}, not a dictionary of tensors")
     tensors = {name: _file_tensor(path, records, name, tensor) for name, tensor in found.items()}
@@ -122,8 +120,7 @@ def _file_tensor(path: str, records: dict[str, archive.Entry], name: str, tensor
         raise UserError(f"{path}: {name}: its storage is missing or has another size: the file is damaged")
     inner = [math.prod(tensor.shape[dim + 1 :]) for dim in range(len(tensor.shape))]
     in_order = all(
-        count == 1 or stride == step
-        for count, stride, step in zip(tensor.shape, tensor.strides, inner, strict=True)
+        count == 1 or stride == step for count, stride, step in zip(tensor.shape, tensor.strides, inner, strict=True)
     )
     if not in_order or tensor.offset + size > storage.elements:
         raise UserError(

@@ -118,9 +118,7 @@ def check_source(source: TensorSource, model: ModelConfig) -> None:
         found, expected = source.tensors.get(f"params/{row.parameter}"), shapes[row.parameter]
         if found is None or found.shape != expected:
             shape = found.shape if found else "no tensor"
-            raise UserError(
-                f"{source.where}: params/{row.parameter}: expected shape {expected}, found {shape}"
-            )
+            raise UserError(f"{source.where}: params/{row.parameter}: expected shape {expected}, found {shape}")
 
 
 def stored_dtype(source: TensorSource) -> np.dtype:

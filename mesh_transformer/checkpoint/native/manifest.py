@@ -56,9 +56,7 @@ def describe(state: Any, extra: dict[str, Any]) -> Manifest:
     """The manifest of `state`, a pytree of arrays. Waits for the arrays. All processes must call it."""
     # one tensor at a time, because XLA for CPU copies the array that it sums
     leaves = flatten(state)
-    specs = {
-        name: TensorSpec(tuple(x.shape), str(x.dtype), _device_checksum(x)) for name, x in leaves.items()
-    }
+    specs = {name: TensorSpec(tuple(x.shape), str(x.dtype), _device_checksum(x)) for name, x in leaves.items()}
     return Manifest(specs, extra)
 
 

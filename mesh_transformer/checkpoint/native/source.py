@@ -114,9 +114,7 @@ class NativeSource:
         array, checksum = self._array(stored), 0
         ranges = _ranges(index, array.shape)
         out = np.empty([len(part) for part in ranges], array.dtype.numpy_dtype)
-        for block, values in self._read_blocks(
-            stored, array, list(map(range, array.shape)) if verify else ranges
-        ):
+        for block, values in self._read_blocks(stored, array, list(map(range, array.shape)) if verify else ranges):
             if verify:
                 checksum += self.manifest.checksum(values, [part.start for part in block])
             _copy_overlap(out, ranges, block, values)
@@ -137,9 +135,7 @@ class NativeSource:
             raise DamagedCheckpoint(f"{self.where}: {name}: expected 0 or more, found {count}")
         return count
 
-    def _read_blocks(
-        self, stored: str, array: Any, ranges: Sequence[range]
-    ) -> Iterator[tuple[Index, np.ndarray]]:
+    def _read_blocks(self, stored: str, array: Any, ranges: Sequence[range]) -> Iterator[tuple[Index, np.ndarray]]:
         """The blocks of a slice, as index and values. The next block is read while the caller uses the current one."""
         limit = REMOTE_READ_BYTES if files.is_remote(self.where) else CHUNK_BYTES
         indices = blocks(ranges, _chunk(array), array.dtype.numpy_dtype.itemsize, limit)
@@ -186,9 +182,7 @@ def read_manifest(folder: str) -> Manifest:
     path = files.join(folder, "manifest", "metadata")
     size = files.size(path)
     if size > MAX_MANIFEST_BYTES:
-        raise DamagedCheckpoint(
-            f"the manifest of {folder} has {size} bytes, at most {MAX_MANIFEST_BYTES} are read"
-        )
+        raise DamagedCheckpoint(f"the manifest of {folder} has {size} bytes, at most {MAX_MANIFEST_BYTES} are read")
     try:
         manifest = manifests.decode(json.loads(files.read_range(path, 0, size)))
         return manifest._replace(tensors={_renamed(name): spec for name, spec in manifest.tensors.items()})
@@ -231,12 +225,8 @@ def _copy_overlap(out: np.ndarray, ranges: Sequence[range], block: Index, values
         for wanted, part in zip(ranges, block, strict=True)
     ]
     if all(overlap):
-        target = tuple(
-            slice(o.start - r.start, o.stop - r.start) for o, r in zip(overlap, ranges, strict=True)
-        )
-        source = tuple(
-            slice(o.start - b.start, o.stop - b.start) for o, b in zip(overlap, block, strict=True)
-        )
+        target = tuple(slice(o.start - r.start, o.stop - r.start) for o, r in zip(overlap, ranges, strict=True))
+        source = tuple(slice(o.start - b.start, o.stop - b.start) for o, b in zip(overlap, block, strict=True))
         out[target] = values[source]
 
 
@@ -269,11 +259,7 @@ def chunk_shape(info: TensorInfo) -> tuple[int, ...]:
     """The shape of a chunk: a part of one matrix, at most CHUNK_BYTES. A row of chunks has at most
     WRITE_BLOCK_BYTES."""
     shape = [1 if n < len(info.shape) - 2 else max(1, size) for n, size in enumerate(info.shape)]
-    while (
-        len(shape) > 1
-        and shape[-2] > 1
-        and shape[-2] * info.shape[-1] * info.dtype.itemsize > WRITE_BLOCK_BYTES
-    ):
+    while len(shape) > 1 and shape[-2] > 1 and shape[-2] * info.shape[-1] * info.dtype.itemsize > WRITE_BLOCK_BYTES:
         shape[-2] = -(-shape[-2] // 2)
     while max(shape, default=1) > 1 and math.prod(shape) * info.dtype.itemsize > CHUNK_BYTES:
         longest = shape.index(max(shape))

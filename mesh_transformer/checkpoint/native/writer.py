@@ -25,9 +25,7 @@ from mesh_transformer.logs import Transfer
 DATA_FILE_BYTES = 16 << 20
 
 
-def write_native(
-    source: TensorSource, root: str, *, model: ModelConfig | None = None, overwrite: bool = False
-) -> str:
+def write_native(source: TensorSource, root: str, *, model: ModelConfig | None = None, overwrite: bool = False) -> str:
     """Write `{root}/step_N`, local or `gs://`, where N is the step of `source`; return its path.
 
     If the source has an optimizer's slots, the whole training state is written (with no average of the noise scale
@@ -72,9 +70,7 @@ def _copy(source: TensorSource, name: str, array: Any, transfer: Transfer) -> in
     info, checksum, writing = source.tensors[name], 0, None
     ranges = [range(size) for size in info.shape]
     try:
-        for index in native.blocks(
-            ranges, native.chunk_shape(info), info.dtype.itemsize, native.WRITE_BLOCK_BYTES
-        ):
+        for index in native.blocks(ranges, native.chunk_shape(info), info.dtype.itemsize, native.WRITE_BLOCK_BYTES):
             block = np.ascontiguousarray(source.read(name, index))
             start = [part.start for part in index]
             checksum = (checksum + manifests.array_checksum(block, start)) % 2**32

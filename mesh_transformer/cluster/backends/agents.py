@@ -133,9 +133,7 @@ class AgentCluster(abc.ABC):
             record.events_read, record.log_offset = answer["count"], answer["offset"]
         return Poll(tuple(record.status for record in self._records), tuple(events), tuple(lines))
 
-    def feed(
-        self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held_by_all: int
-    ) -> bool:
+    def feed(self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held_by_all: int) -> bool:
         """Send batch `number` to all workers, to each its rows, with the state of the loader after this batch.
 
         Args:
@@ -183,8 +181,7 @@ class ProcessCluster(AgentCluster):
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
         calls = [
-            self._pool.submit(getattr(agent, method), *own)
-            for agent, own in zip(self._agents, arguments, strict=True)
+            self._pool.submit(getattr(agent, method), *own) for agent, own in zip(self._agents, arguments, strict=True)
         ]
         answers: list[Any] = []
         for call in calls:

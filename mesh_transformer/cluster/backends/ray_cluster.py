@@ -87,9 +87,7 @@ class RayCluster(AgentCluster):
         if (failure := self._head_failure()) is None:
             return super().poll()
         statuses = (record.status for record in self._records)
-        return Poll(
-            tuple(dataclasses.replace(s, lost=failure, answer_age_s=HEAD_TIMEOUT_S) for s in statuses)
-        )
+        return Poll(tuple(dataclasses.replace(s, lost=failure, answer_age_s=HEAD_TIMEOUT_S) for s in statuses))
 
     def _head_failure(self) -> str | None:
         """Why the head counts as dead: it, or the node of this machine, refuses connections or is unreachable for
@@ -108,9 +106,7 @@ class RayCluster(AgentCluster):
             self._head_answered = now
         return None
 
-    def feed(
-        self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held_by_all: int
-    ) -> bool:
+    def feed(self, number: int, batch: np.ndarray, rows: Sequence[Sequence[int]], state: Any, held_by_all: int) -> bool:
         return self._head_failure() is None and super().feed(number, batch, rows, state, held_by_all)
 
     def _open_agents(self) -> None:

@@ -190,9 +190,7 @@ class ComputeTarget:
         access = Access("", self.user or getpass.getuser(), self.ssh_key)
         tier: Tier = "preemptible" if self.preemptible else "on-demand"
         request = TpuRequest(str(self.tpu), kind, tier=tier, ssh_keys=public_keys(access))
-        tpu_slice = TpuSlice(
-            str(self.zone), request, environment_of(self.environment, self.wheelhouse), access
-        )
+        tpu_slice = TpuSlice(str(self.zone), request, environment_of(self.environment, self.wheelhouse), access)
         tpu_slice.launch()
         return tpu_slice
 

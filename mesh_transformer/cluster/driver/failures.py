@@ -95,9 +95,7 @@ def classify(statuses: Sequence[Status], slice_state: str | None, limits: Limits
     return failed or _hung(statuses, limits) or Verdict(JobState.RUNNING)
 
 
-def _first(
-    statuses: Sequence[Status], *rules: Callable[[Status], tuple[JobState, str] | None]
-) -> Verdict | None:
+def _first(statuses: Sequence[Status], *rules: Callable[[Status], tuple[JobState, str] | None]) -> Verdict | None:
     """The result of the first rule that applies to a worker."""
     for rule in rules:
         for status in statuses:
@@ -157,16 +155,12 @@ def _failed(status: Status) -> tuple[JobState, str] | None:
 def _hung(statuses: Sequence[Status], limits: Limits) -> Verdict | None:
     """In one mesh the workers wait for each other. So the cause is the worker that is furthest behind, unless it
     works."""
-    running = sorted(
-        (s for s in statuses if s.state == "running"), key=lambda s: (_progress(s), -_inactive_s(s))
-    )
+    running = sorted((s for s in statuses if s.state == "running"), key=lambda s: (_progress(s), -_inactive_s(s)))
     for status in running:
         limit = limits.inactivity_s(status)
         where = f"in phase {status.phase}, step {status.step}; the limit is"
         if status.event_age_s > max(limits.phase_s, limit):
-            reason = (
-                f"it hangs: {status.event_age_s:.0f} s {where} {limits.phase_s:.0f} s (cluster.phase_limit)"
-            )
+            reason = f"it hangs: {status.event_age_s:.0f} s {where} {limits.phase_s:.0f} s (cluster.phase_limit)"
             return Verdict(JobState.CRASHED, reason, status.worker_id)
         if limits.exceeded_by(status) and not any(_may_wait_for(status, other, limits) for other in running):
             inactive = f"no sign of work for {_inactive_s(status):.0f} s"

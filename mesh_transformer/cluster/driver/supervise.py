@@ -196,9 +196,7 @@ class Supervisor:
                 stoppable = {JobState.RUNNING, JobState.USER_ERROR, JobState.RUN_ERROR}
                 if verdict.state not in stoppable and self._stop.received is not None:
                     if verdict.state is not JobState.PREEMPTION_NOTICE:
-                        log.warning(
-                            "the workers could not save: %s (%s)", verdict.reason, verdict.state.value
-                        )
+                        log.warning("the workers could not save: %s (%s)", verdict.reason, verdict.state.value)
                     self._cluster.kill()
                     return 128 + self._stop.received, None
                 if verdict.state is not JobState.RUNNING:

@@ -50,9 +50,7 @@ class TPUCluster:
         """
         return self._result("evaluate", tasks=list(tasks), **options)["report"]
 
-    def generate(
-        self, prompts: Sequence[str | list[int]], checkpoint: str | None = None, **request: Any
-    ) -> Any:
+    def generate(self, prompts: Sequence[str | list[int]], checkpoint: str | None = None, **request: Any) -> Any:
         """Sample from the newest checkpoint, or from `checkpoint`.
 
         Args:

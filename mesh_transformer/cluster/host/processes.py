@@ -54,9 +54,7 @@ def open_file(name: str, flags: int) -> int:
             raise _unsafe(path, f"is open to other users (mode {found.st_mode & 0o777:o})")
         return os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
-        raise _unsafe(
-            os.path.join(path, name), f"cannot be opened, or is a link ({error.strerror})"
-        ) from error
+        raise _unsafe(os.path.join(path, name), f"cannot be opened, or is a link ({error.strerror})") from error
     finally:
         os.close(folder)
 

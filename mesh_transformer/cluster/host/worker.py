@@ -185,9 +185,7 @@ def read_in_process(session: Any) -> Any:
     return open_train_feed(session)
 
 
-def run_job(
-    job: Job, observer: Observer | None = None, open_feed: OpenFeed = read_in_process
-) -> tuple[int, Any]:
+def run_job(job: Job, observer: Observer | None = None, open_feed: OpenFeed = read_in_process) -> tuple[int, Any]:
     """Run a job in this process, on its devices.
 
     Returns:
@@ -202,9 +200,7 @@ def run_job(
     return JOBS[job.name](parse_config(job.config), job.arguments, observer or Observer(), open_feed)
 
 
-def _train(
-    config: Config, arguments: dict[str, Any], observer: Observer, open_feed: OpenFeed
-) -> tuple[int, Any]:
+def _train(config: Config, arguments: dict[str, Any], observer: Observer, open_feed: OpenFeed) -> tuple[int, Any]:
     """`arguments` has the fields of `runtime.training.start.TuningSource`, the result those of `TrainingResult`."""
     from mesh_transformer.runtime.training import start, trainer
 

@@ -233,14 +233,10 @@ def _chunk(most: int, multiple: int) -> int:
 class _Shape:
     """Rows of one length, for the inputs that fit and are longer than `longer_than`."""
 
-    def __init__(
-        self, prefixes: SharedPrefixes, length: int, longer_than: int, batch_tokens: int, multiple: int
-    ):
+    def __init__(self, prefixes: SharedPrefixes, length: int, longer_than: int, batch_tokens: int, multiple: int):
         self.prefixes, self.length = prefixes, length
         self.groups = list(prefixes.groups(length, longer_than))
-        sizes = [
-            sum(len(prefixes.inputs[query]) - shared for query, shared in group) for group in self.groups
-        ]
+        sizes = [sum(len(prefixes.inputs[query]) - shared for query, shared in group) for group in self.groups]
         self.rows = _best_fit(sizes, length)
         most = max(1, batch_tokens // length)
         self.batches = -(-len(self.rows) // most)
@@ -250,9 +246,7 @@ class _Shape:
 
     def cost(self, width: int) -> float:
         """The cost of all batches, in units of one token through the layers without attention."""
-        return (
-            self.batches * self.rows_of_batch * self.length * (1 + self.length / (4 * max(width, _MIN_WIDTH)))
-        )
+        return self.batches * self.rows_of_batch * self.length * (1 + self.length / (4 * max(width, _MIN_WIDTH)))
 
     def grids(self) -> Iterator[_Grid]:
         """The batches. Rows are sorted by their number of scored tokens and dealt to the batches in alternating order,

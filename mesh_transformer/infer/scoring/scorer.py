@@ -80,9 +80,7 @@ class Scorer:
             return log_probs(self._tiles, head, x_ND[at_P], targets_PM)
 
 
-def log_probs(
-    tiles: VocabTiles, head: Params, x_PD: jax.Array, targets_PM: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def log_probs(tiles: VocabTiles, head: Params, x_PD: jax.Array, targets_PM: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities of next tokens in nats, (P, M) float32, and whether each is the most likely token, (P, M) bool.
 
     Args:

@@ -58,9 +58,7 @@ class KVCache(NamedTuple):
     def map(self, entries: Sequence[CacheEntry], function: Any) -> KVCache:
         """The cache with function(array, names of its dimensions) in place of each array; `entries` give the names."""
         names = [(None, None, entry.name, None, None) for entry in entries]
-        return KVCache(
-            tuple(tuple(tuple(map(function, segment, names)) for segment in group) for group in self.groups)
-        )
+        return KVCache(tuple(tuple(tuple(map(function, segment, names)) for segment in group) for group in self.groups))
 
     def view(self, slots_B: jax.Array | None, length: int, write: Any = True) -> CacheView:
         """A view of some slots (None: all) and of positions 0 .. length - 1.
@@ -220,8 +218,7 @@ class CacheView:
                 at = jnp.where(inside, positions_BT - start, size)
                 where = (layer, written_B[:, None], slice(None), at)
                 segments[i] = tuple(
-                    old.at[where].set(x.astype(old.dtype), mode="drop")
-                    for old, x in zip(segment, new, strict=True)
+                    old.at[where].set(x.astype(old.dtype), mode="drop") for old, x in zip(segment, new, strict=True)
                 )
             start += size
         return dataclasses.replace(self, cache=KVCache((tuple(segments),)))

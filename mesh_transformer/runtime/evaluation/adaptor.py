@@ -126,9 +126,7 @@ class HarnessLM(TemplateLM):
         tokens = self.tok_encode(context)[-room:] or [self.prefix_token_id]
         self.model.check(tokens)
         try:
-            params = SamplingParams(
-                max_tokens=new, stop_token_ids=(self.eot_token_id,), seed=seed, **sampling
-            )
+            params = SamplingParams(max_tokens=new, stop_token_ids=(self.eot_token_id,), seed=seed, **sampling)
         except ValueError as error:
             raise UserError(f"a task's generation_kwargs: {error}") from error
         return GenerationPrompt(tokens, params, tuple(stop for stop in stops if stop))

@@ -74,9 +74,7 @@ class AnswerCache:
                 "PRIMARY KEY (model, request)) WITHOUT ROWID"
             )
         except (OSError, sqlite3.Error) as error:
-            raise UserError(
-                f"--cache {path} cannot be used ({error}): give the path of a new file"
-            ) from error
+            raise UserError(f"--cache {path} cannot be used ({error}): give the path of a new file") from error
 
     def use_model(self, params: Params, model: Model, tokenizer: Tokenizer) -> None:
         """Find and store the answers of this model from now on."""
@@ -227,14 +225,10 @@ class EvalModel:
                 self._answers.commit()
         return [found[i] for i in range(len(keys))]
 
-    def _generate(
-        self, prompts: Sequence[GenerationPrompt], missing: list[int]
-    ) -> Iterator[tuple[int, Answer]]:
+    def _generate(self, prompts: Sequence[GenerationPrompt], missing: list[int]) -> Iterator[tuple[int, Answer]]:
         engine = self._engine(min(MAX_SLOTS, len(missing)))
         inputs = {
-            i: CompletionInput(
-                prompts[i].tokens, prompts[i].params, TextStream(self.tokenizer, prompts[i].stops)
-            )
+            i: CompletionInput(prompts[i].tokens, prompts[i].params, TextStream(self.tokenizer, prompts[i].stops))
             for i in sorted(missing, key=lambda i: len(prompts[i].tokens))
         }
         for i, _, text in complete(engine, inputs):

@@ -120,9 +120,7 @@ class CompletionInput(NamedTuple):
     stream: TextStream | None
 
 
-def complete(
-    engine: Engine, inputs: Mapping[int, CompletionInput]
-) -> Iterator[tuple[int, list[Token], str | None]]:
+def complete(engine: Engine, inputs: Mapping[int, CompletionInput]) -> Iterator[tuple[int, list[Token], str | None]]:
     """Compute completions, and return each one when it is finished: its key, its tokens and its text.
 
     The tokens include the stop token or the tokens of a stop text. The text does not.
@@ -305,9 +303,7 @@ def parse_tokens(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise UserError(
-            f"--prompt-tokens {text!r}: expected token IDs separated by commas, such as 1,2,3"
-        ) from error
+        raise UserError(f"--prompt-tokens {text!r}: expected token IDs separated by commas, such as 1,2,3") from error
 
 
 def _lines() -> Iterator[str]:

@@ -126,13 +126,8 @@ class AccessMiddleware:
             more = max(0, len(body) - SMALL_BODY_BYTES) - usage.bytes
             usage.bytes += more
             self._body_bytes[usage.client] += more
-            if (
-                self._body_bytes[usage.client] > MAX_CLIENT_BODIES_BYTES
-                or self._body_bytes.total() > MAX_BODIES_BYTES
-            ):
-                raise unavailable(
-                    "too many large requests at a time: retry later", code="queue_full", retry_after_s=1
-                )
+            if self._body_bytes[usage.client] > MAX_CLIENT_BODIES_BYTES or self._body_bytes.total() > MAX_BODIES_BYTES:
+                raise unavailable("too many large requests at a time: retry later", code="queue_full", retry_after_s=1)
             if not usage.unread:
                 return bytes(body)
 
@@ -315,7 +310,9 @@ class _Timer:
 
 def _answer(status: bytes, body: Any, headers: bytes = b"") -> bytes:
     content = to_json(body).encode("ascii")
-    return (
-        b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n%s\r\n%s"
-        % (status, len(content), headers, content)
+    return b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n%s\r\n%s" % (
+        status,
+        len(content),
+        headers,
+        content,
     )

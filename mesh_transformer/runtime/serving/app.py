@@ -23,7 +23,9 @@ from mesh_transformer.runtime.serving.responses import ApiError, failed, json_re
 
 _PAGE = resources.files("mesh_transformer.runtime.serving") / "page.html"
 _SHOWN_FAULTS, _SHOWN_CHARS = 3, 100
-_UNREADABLE = "the body cannot be read as JSON: it is not UTF-8, is nested too deeply, or has a number with too many digits"
+_UNREADABLE = (
+    "the body cannot be read as JSON: it is not UTF-8, is nested too deeply, or has a number with too many digits"
+)
 
 
 def make_app(model: ServedModel, keys: Sequence[bytes]) -> ASGIApp:

@@ -178,15 +178,11 @@ def _check(body: CompletionRequest, model: ServedModel) -> None:
     if body.suffix:
         raise invalid("suffix: this model cannot insert text before a suffix; leave the field out", "suffix")
     if body.best_of not in (None, body.n):
-        raise invalid(
-            f"best_of {body.best_of} must be n ({body.n}): this server does not rank completions", "best_of"
-        )
+        raise invalid(f"best_of {body.best_of} must be n ({body.n}): this server does not rank completions", "best_of")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options need a stream: set stream to true", "stream_options")
     if (prompts := len(body.prompt)) * body.n > MAX_SEQUENCES:
-        raise invalid(
-            f"{prompts} prompts x n {body.n} must be at most {MAX_SEQUENCES}, the limit of a request", "n"
-        )
+        raise invalid(f"{prompts} prompts x n {body.n} must be at most {MAX_SEQUENCES}, the limit of a request", "n")
     model.check([[token] for token, _ in body.logit_bias], "logit_bias")
     model.check([[token] for token in body.stop_token_ids], "stop_token_ids")
 
@@ -226,9 +222,7 @@ def _sampling(body: CompletionRequest, model: ServedModel, prompts: int) -> list
     return [dataclasses.replace(params, seed=seed) for seed in seeds]
 
 
-async def _echoes(
-    body: CompletionRequest, model: ServedModel, prompts: Sequence[Sequence[int]]
-) -> list[Echo]:
+async def _echoes(body: CompletionRequest, model: ServedModel, prompts: Sequence[Sequence[int]]) -> list[Echo]:
     """For each prompt, the text at the start of its choices: the prompt as given, or the text of its tokens."""
     offsets = [[]] * len(prompts) if body.logprobs is None else await model.offsets(prompts)
     texts = body.prompt if isinstance(body.prompt[0], str) else await model.decode(prompts)

@@ -90,9 +90,7 @@ class EngineLoop:
             code = self.state.replace(" ", "_")
             raise unavailable(f"the server is {self.state}", code=code, retry_after_s=_RETRY_WARM_S)
         if sequences > most:
-            raise invalid(
-                f"{sequences} sequences (prompts x n): this server accepts at most {most} at a time"
-            )
+            raise invalid(f"{sequences} sequences (prompts x n): this server accepts at most {most} at a time")
         if live + sequences > most:
             message = f"the queue is full: {live} sequences run or wait, and at most {most} can: retry later"
             raise unavailable(message, code="queue_full", retry_after_s=_RETRY_FULL_S)

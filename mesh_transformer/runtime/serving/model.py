@@ -73,9 +73,7 @@ class ServedModel:
         """Raise ApiError 400 if a prompt and its completion are longer than the context."""
         prompt_tokens, both, context = len(prompt), len(prompt) + max_tokens, self.loop.context
         if both > context:
-            tokens = (
-                f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: the sum is {both}"
-            )
+            tokens = f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: the sum is {both}"
             raise invalid(f"{tokens}, more than the context of {context} tokens", "prompt")
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -89,9 +89,7 @@ def _as_whole(value: Any) -> Any:
 
 
 # OpenAI accepts a whole number in these other forms too, and clients send them
-TokenCount = Annotated[
-    Count, BeforeValidator(_as_whole, Count | Annotated[str, Field(pattern="^[0-9]{1,9}$")])
-]
+TokenCount = Annotated[Count, BeforeValidator(_as_whole, Count | Annotated[str, Field(pattern="^[0-9]{1,9}$")])]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Prompts = Annotated[
     Any,
@@ -105,13 +103,9 @@ Prompts = Annotated[
 ]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[Any, PlainValidator(_stops, Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)])]
-StopTokens = Annotated[
-    Any, PlainValidator(_stop_tokens, Annotated[list[int], Field(max_length=MAX_STOP_TOKENS - 1)])
-]
+StopTokens = Annotated[Any, PlainValidator(_stop_tokens, Annotated[list[int], Field(max_length=MAX_STOP_TOKENS - 1)])]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
-LogitBias = Annotated[
-    Any, PlainValidator(_logit_bias, Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)])
-]
+LogitBias = Annotated[Any, PlainValidator(_logit_bias, Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)])]
 Samples = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
 
 

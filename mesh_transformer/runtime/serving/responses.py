@@ -130,9 +130,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, job: contextlib.AbstractContextManager[Any], events: AsyncIterator[str], limit: TimeLimit
-    ):
+    def __init__(self, job: contextlib.AbstractContextManager[Any], events: AsyncIterator[str], limit: TimeLimit):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._job, self._events, self._limit = job, events, limit

@@ -235,17 +235,13 @@ def read_keys(path: str) -> list[bytes]:
     except OSError as error:
         raise UserError(f"--api-key-file {path} cannot be read: {error.strerror}") from error
     if len(content) > _MAX_KEY_FILE_BYTES:
-        raise UserError(
-            f"--api-key-file {path} is larger than {_MAX_KEY_FILE_BYTES} bytes: write one key per line"
-        )
+        raise UserError(f"--api-key-file {path} is larger than {_MAX_KEY_FILE_BYTES} bytes: write one key per line")
     keys = [line.strip() for line in content.splitlines() if line.strip()]
     if not keys:
         raise UserError(f"--api-key-file {path} is empty: write one key per line")
     for number, key in enumerate(keys, 1):
         if any(not 33 <= byte <= 126 for byte in key):
-            reason = (
-                "contains a space or a character outside ASCII, so no client can send it: use another key"
-            )
+            reason = "contains a space or a character outside ASCII, so no client can send it: use another key"
             raise UserError(f"--api-key-file {path}: key {number} {reason}")
     if mode & stat.S_IROTH:
         log.warning("all users of this machine can read --api-key-file %s: run chmod 600 on it", path)

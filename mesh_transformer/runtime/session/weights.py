@@ -44,9 +44,7 @@ def config_for(path: str | None, overrides: Sequence[str], checkpoint: str | Non
     found = find_checkpoint(checkpoint)
     recorded = recorded_config(found)
     if recorded is None:
-        raise UserError(
-            f"{found.path} does not record its config: give the config of its run with --config FILE"
-        )
+        raise UserError(f"{found.path} does not record its config: give the config of its run with --config FILE")
     return parse_config(recorded, overrides)
 
 

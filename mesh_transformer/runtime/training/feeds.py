@@ -29,9 +29,7 @@ def read_train_set(config: Config, microbatch: int, rows: Sequence[int]) -> Load
     """
     data = config.data
     if data.train_set is None:
-        raise UserError(
-            "data.train_set is not set: set it to an index file, a .tfrecords file or a .txt file"
-        )
+        raise UserError("data.train_set is not set: set it to an index file, a .tfrecords file or a .txt file")
     return make_train_loader(
         data.train_set,
         seq=config.seq,

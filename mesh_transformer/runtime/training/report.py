@@ -40,9 +40,7 @@ class MetricsReporter:
         stop: whether a step with a value that is not finite ends the run.
     """
 
-    def __init__(
-        self, sinks: Sequence[Sink], progress: Progress, tokens_per_step: int, steps_redone: int, stop: bool
-    ):
+    def __init__(self, sinks: Sequence[Sink], progress: Progress, tokens_per_step: int, steps_redone: int, stop: bool):
         self._sinks, self._progress = sinks, progress
         self._tokens_per_step, self._steps_redone, self._stop = tokens_per_step, steps_redone, stop
         self._pending: _Pending | None = None

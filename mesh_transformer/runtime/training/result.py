@@ -28,9 +28,7 @@ class TrainingResult(NamedTuple):
         """One line with the progress, the checkpoint and a command that samples from it, with this config and
         `overrides`."""
         if self.code:
-            return (
-                f"saved after step {self.step:,} of {self.total_steps:,}; the same command resumes from there"
-            )
+            return f"saved after step {self.step:,} of {self.total_steps:,}; the same command resumes from there"
         options = [part for change in overrides if not is_ignored(change) for part in ("--set", change)]
         if ignored := [change.removeprefix("-") for change in overrides if is_ignored(change)]:
             options += ["--ignore-keys", ",".join(ignored)]

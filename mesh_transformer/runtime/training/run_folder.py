@@ -89,9 +89,7 @@ class RunLock:
         except BlockingIOError:
             return False
         except OSError as error:
-            log.warning(
-                "%s cannot be locked (%s): make sure that only one run writes to it", self._folder, error
-            )
+            log.warning("%s cannot be locked (%s): make sure that only one run writes to it", self._folder, error)
         return True
 
     def _holder(self) -> dict[str, Any]:
@@ -114,9 +112,7 @@ def check_writable(folder: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UserError(
-            f"checkpoint.model_dir {folder} is not writable ({error}): use another folder"
-        ) from error
+        raise UserError(f"checkpoint.model_dir {folder} is not writable ({error}): use another folder") from error
 
 
 def check_shared(root: str) -> None:

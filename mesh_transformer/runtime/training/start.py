@@ -138,9 +138,7 @@ def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) 
         params, opt_state = read_state(program, source)
         return program.begin(params, {**opt_state, "schedule": put_scalar(0, abstract.step)}, {})
     if not fresh_opt:
-        log.info(
-            "%s has no %s moments: they start from zero", path, program.config.optimizer.name.capitalize()
-        )
+        log.info("%s has no %s moments: they start from zero", path, program.config.optimizer.name.capitalize())
     params = load_user_checkpoint(source, {"params": abstract.params})["params"]
     return program.begin(params, program.fresh_optimizer(params), {})
 
@@ -165,15 +163,11 @@ def _classic_checkpoint(session: Session, program: TrainProgram, run: ClassicRun
     """A checkpoint from a run of the original program: its parameters, optimizer state and step."""
     source = open_folder(CheckpointFolder(Format.CLASSIC, run.folder), session.config.model)
     state = program.begin(*read_state(program, source), {})
-    log.info(
-        "resuming a run of the original program: new checkpoints have the native format, its own checkpoints stay"
-    )
+    log.info("resuming a run of the original program: new checkpoints have the native format, its own checkpoints stay")
     step = source.counts.step
     skipped = max(0, step - (source.counts.schedule or 0))
     abstract = program.abstract_state
-    state = state._replace(
-        step=put_scalar(step, abstract.step), skipped=put_scalar(skipped, abstract.skipped)
-    )
+    state = state._replace(step=put_scalar(step, abstract.step), skipped=put_scalar(skipped, abstract.skipped))
     return Checkpoint(step, state, {"aux": run.aux})
 
 
@@ -183,8 +177,6 @@ def _classic_loader(session: Session, aux: Any) -> dict[str, Any] | None:
     if data.train_set is None:
         return None
     if recorded is None:
-        log.warning(
-            "the checkpoint has no position in the training data: reading the data from its beginning"
-        )
+        log.warning("the checkpoint has no position in the training data: reading the data from its beginning")
         return None
     return classic_position(data.train_set, recorded, session.sequences_per_step)

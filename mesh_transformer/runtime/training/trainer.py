@@ -145,11 +145,7 @@ class TrainingRun:
             if not is_disk_full(error):
                 raise
             steps = CheckpointStore(self.config.checkpoint.root, read_only=True).steps()
-            last = (
-                f"the newest complete checkpoint is step_{steps[-1]}"
-                if steps
-                else "there is no checkpoint yet"
-            )
+            last = f"the newest complete checkpoint is step_{steps[-1]}" if steps else "there is no checkpoint yet"
             raise RunError(
                 f"{self.folder}: the disk is full, or the quota is used up; {last}. Free some space and run the same command "
                 f"again: it resumes from there"
@@ -178,9 +174,7 @@ class TrainingRun:
             optimizer=self.config.optimizer,
         )
         try:
-            start_point = start.resume_or_start(
-                self.session, self.program, store, self.source, self._logged()
-            )
+            start_point = start.resume_or_start(self.session, self.program, store, self.source, self._logged())
             if start_point.loader_state is not None:
                 self.feed.set_state(start_point.loader_state)
             with self._open_report(start_point) as report:
@@ -229,9 +223,7 @@ class TrainingRun:
             numbers = (f"{name} {value:.4f}" for name, value in measured.items())
             log.info("step %d: %s", step, "  ".join(numbers))
 
-    def _save(
-        self, step: int, state: TrainState, start_point: start.StartPoint, report: MetricsReporter
-    ) -> None:
+    def _save(self, step: int, state: TrainState, start_point: start.StartPoint, report: MetricsReporter) -> None:
         """Save the state after `step`, after checking that the step is finite."""
         report.settle()
         self.observer.phase("save", step)
@@ -248,9 +240,7 @@ class TrainingRun:
 
     def _open_report(self, start_point: start.StartPoint) -> MetricsReporter:
         optimizer, quiet = self.config.optimizer, not self.is_first or self.observer.shows_progress
-        progress = Progress(
-            "training", optimizer.total_steps, unit="step", done=start_point.step, quiet=quiet
-        )
+        progress = Progress("training", optimizer.total_steps, unit="step", done=start_point.step, quiet=quiet)
         sinks: list[logs.Sink] = []
         if self.is_first:
             whole = self.config.model_dump(mode="json")
@@ -324,9 +314,7 @@ class Validation:
                 scalars[f"val/{metric}_{name}"] = float(np.mean([result[metric] for result in results]))
         return scalars
 
-    def _evaluate(
-        self, name: str, batches: Iterable[np.ndarray], params: Params, step: int
-    ) -> list[dict[str, float]]:
+    def _evaluate(self, name: str, batches: Iterable[np.ndarray], params: Params, step: int) -> list[dict[str, float]]:
         n = self._session.config.data.val_batches
         quiet = jax.process_index() > 0
         progress = Progress(f"validating {name} after step {step}", n, unit="batch", leave=False, quiet=quiet)

@@ -101,9 +101,7 @@ def test_tensors_are_the_parameters_of_the_model(original):
     }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reference"), [(BFLOAT16, "ckpt_slim_bf16"), (np.dtype(np.float16), None)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "reference"), [(BFLOAT16, "ckpt_slim_bf16"), (np.dtype(np.float16), None)], ids=str)
 def test_slim(original, tmp_path, dtype, reference):
     model, source = opened(original, "tiny_mp8", "mp8/ckpt_full/step_5")
     write_classic(source, model, str(tmp_path), 8, full=False, dtype=dtype)
@@ -185,9 +183,7 @@ def test_the_newest_step_of_a_root(tmp_path):
     for step in (5, 10):
         write(tmp_path / f"step_{step}", 1)
     assert open_source(str(tmp_path), model_config()).where.endswith("step_10")
-    (tmp_path / "meta.json").write_text(
-        '{"step": 5, "checkpoints": [5], "aux": {"5": {"train_loader": {"used": 3}}}}'
-    )
+    (tmp_path / "meta.json").write_text('{"step": 5, "checkpoints": [5], "aux": {"5": {"train_loader": {"used": 3}}}}')
     source = open_source(str(tmp_path), model_config())
     assert source.where.endswith("step_5")
     assert source.extra == {"aux": {"train_loader": {"used": 3}}}

@@ -116,9 +116,7 @@ def test_a_large_directory_is_not_read(folder, tmp_path):
     end = content.rindex(b"PK\x05\x06")
     huge = content[:end] + bytes(1 << 24) + content[end:]
     at = huge.rindex(b"PK\x05\x06")
-    huge = (
-        huge[: at + 12] + struct.pack("<I", at - struct.unpack_from("<I", huge, at + 16)[0]) + huge[at + 16 :]
-    )
+    huge = huge[: at + 12] + struct.pack("<I", at - struct.unpack_from("<I", huge, at + 16)[0]) + huge[at + 16 :]
     path.write_bytes(huge)
     with pytest.raises(UserError, match="its directory has"):
         ClassicSource(str(copy), model_config())

@@ -40,9 +40,7 @@ def table(layers: list[int]) -> list[str]:
 
 
 def model(layers: int):
-    return parse_config(
-        {"layers": layers, "d_model": 16, "n_heads": 4, "n_vocab": 24, "seq": 8, "pe": "rotary"}
-    ).model
+    return parse_config({"layers": layers, "d_model": 16, "n_heads": 4, "n_vocab": 24, "seq": 8, "pe": "rotary"}).model
 
 
 @pytest.mark.parametrize(("layers", "order"), [(12, LAYERS_12), (28, LAYERS_28)])

@@ -45,9 +45,7 @@ def test_another_model(tmp_path, change, expected):
 
 def test_positions_of_another_length(tmp_path):
     write(tmp_path, 2, pe="fixed")
-    assert re.search(
-        r"pos_embs\): expected \(10, 8\) of floats, found \(8, 8\)", refusal(tmp_path, pe="fixed", seq=10)
-    )
+    assert re.search(r"pos_embs\): expected \(10, 8\) of floats, found \(8, 8\)", refusal(tmp_path, pe="fixed", seq=10))
 
 
 def test_missing_files(tmp_path):
@@ -188,9 +186,7 @@ def test_float16_overflow_is_refused(tmp_path):
     config = model_config()
     source = RandomSource(config, full=False)
     source.read("params/head/logits/w", (slice(None), slice(None)))[0, 0] = 1e6
-    with pytest.raises(
-        UserError, match="projection_shard/~/linear/w has values outside the range of float16"
-    ):
+    with pytest.raises(UserError, match="projection_shard/~/linear/w has values outside the range of float16"):
         write_classic(source, config, str(tmp_path / "out"), 1, dtype=np.dtype(np.float16))
 
 

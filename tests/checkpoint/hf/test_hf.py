@@ -79,10 +79,7 @@ def test_exchanged_matrices_change_the_logits(tmp_path) -> None:
     params["blocks"]["attention/q"]["w"] = params["blocks"]["attention/k"]["w"]
     params["blocks"]["attention/k"]["w"] = attention
     x = tokens(model)
-    assert (
-        np.abs(hf.transformers_logits(tmp_path, x) - hf.model_logits(model, params, x)).max()
-        > 100 * TOLERANCE
-    )
+    assert np.abs(hf.transformers_logits(tmp_path, x) - hf.model_logits(model, params, x)).max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -95,9 +92,7 @@ def test_a_folder_of_transformers_is_read_exactly(tmp_path, dtype, shards) -> No
     found = hf.read_all(source)
     state = {name: hf.to_numpy(tensor) for name, tensor in saved.state_dict().items()}
     assert all(info.dtype == DTYPES[dtype] for info in source.tensors.values())
-    np.testing.assert_array_equal(
-        found["params/blocks/ff/in/w"][2], state["transformer.h.2.mlp.fc_in.weight"].T
-    )
+    np.testing.assert_array_equal(found["params/blocks/ff/in/w"][2], state["transformer.h.2.mlp.fc_in.weight"].T)
     np.testing.assert_array_equal(found["params/blocks/norm/offset"][1], state["transformer.h.1.ln_1.bias"])
     np.testing.assert_array_equal(found["params/embed/tokens/w"][:131], state["transformer.wte.weight"])
     assert not found["params/embed/tokens/w"][131:].any()
@@ -123,9 +118,7 @@ def test_a_round_trip_keeps_every_bit(tmp_path, dtype) -> None:
     header = read_header(str(tmp_path / "saved/model.safetensors"))
     index = json.loads((tmp_path / "written/model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == header.keys()
-    assert index["metadata"]["total_size"] == sum(
-        t.dtype.itemsize * int(np.prod(t.shape)) for t in header.values()
-    )
+    assert index["metadata"]["total_size"] == sum(t.dtype.itemsize * int(np.prod(t.shape)) for t in header.values())
 
 
 def test_negative_zeros_are_kept_if_the_bias_is_zero(tmp_path) -> None:
@@ -226,9 +219,7 @@ def test_a_matrix_over_the_limit_is_not_cached(tmp_path, monkeypatch) -> None:
     for limit, is_cached in ((model.n_vocab * 48 * 4, True), (model.n_vocab * 48 * 4 - 1, False)):
         monkeypatch.setattr(limit_name, limit)
         source = HFSource(str(tmp_path))
-        np.testing.assert_array_equal(
-            source.read("params/head/logits/w", (slice(0, 5), hf.ALL)), expected[:5]
-        )
+        np.testing.assert_array_equal(source.read("params/head/logits/w", (slice(0, 5), hf.ALL)), expected[:5])
         assert (source._cached is not None) == is_cached
 
 
@@ -245,9 +236,7 @@ def test_blocks_are_small(tmp_path, monkeypatch) -> None:
     # one of the longest rows
     assert max(written) == 192 * 4
     assert sum(written) == hf_write.n_bytes(model, np.dtype(np.float32))
-    assert (tmp_path / "blocks/model.safetensors").read_bytes() == (
-        tmp_path / "whole/model.safetensors"
-    ).read_bytes()
+    assert (tmp_path / "blocks/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
 
 
 def test_the_safetensors_library_reads_written_files(tmp_path) -> None:
@@ -267,13 +256,9 @@ def test_the_safetensors_library_reads_written_files(tmp_path) -> None:
 def test_another_model_is_refused(tmp_path) -> None:
     model = hf.model_config()
     hf.save_transformers_model(tmp_path / "saved", model)
-    with pytest.raises(
-        UserError, match=r"(?s)model.layers: the config has 4, the checkpoint 3.*pe_rotary_dims"
-    ):
+    with pytest.raises(UserError, match=r"(?s)model.layers: the config has 4, the checkpoint 3.*pe_rotary_dims"):
         HFSource(str(tmp_path / "saved"), hf.model_config(layers=4, pe_rotary_dims=8))
-    with pytest.raises(
-        UserError, match=r"params/embed/tokens/w: expected shape \(384, 48\), found \(256, 48\)"
-    ):
+    with pytest.raises(UserError, match=r"params/embed/tokens/w: expected shape \(384, 48\), found \(256, 48\)"):
         write_hf(HFSource(str(tmp_path / "saved")), hf.model_config(n_vocab=300), str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 

@@ -29,9 +29,7 @@ def test_transformers_reads_the_written_config(tmp_path) -> None:
     from transformers import AutoConfig, GenerationConfig
 
     model = hf.model_config(d_ff=50)
-    (tmp_path / "config.json").write_text(
-        json.dumps(config_json(model, np.dtype(np.float16), end_of_text=130))
-    )
+    (tmp_path / "config.json").write_text(json.dumps(config_json(model, np.dtype(np.float16), end_of_text=130)))
     config = AutoConfig.from_pretrained(tmp_path)
     assert type(config).__name__ == "GPTJConfig"
     names = (

@@ -277,9 +277,7 @@ def _check_mutation(folder: Path, tmp_path: Path, name: str, data: st.DataObject
         tracemalloc.stop()
         assert peak < LIMIT_BYTES
     expected = hf.read_all(HFSource(str(folder), MODEL))
-    changed = sum(
-        int((found[n].view(np.uint8) != array.view(np.uint8)).sum()) for n, array in expected.items()
-    )
+    changed = sum(int((found[n].view(np.uint8) != array.view(np.uint8)).sum()) for n, array in expected.items())
     start = 8 + int.from_bytes(raw[:8], "little") if name.endswith(".safetensors") else len(raw)
     assert changed <= sum(a != b for a, b in zip(raw[start:], edited[start:], strict=False))
 

@@ -56,9 +56,7 @@ def test_values_are_those_of_torch(tmp_path, dtype, shards) -> None:
             assert parameter.dtype == expected.dtype
             assert np.ascontiguousarray(parameter.T).tobytes() == np.ascontiguousarray(expected).tobytes()
     index = (slice(3, 9), slice(2, 8))
-    np.testing.assert_array_equal(
-        source.read("params/head/logits/w", index), found["params/head/logits/w"][index]
-    )
+    np.testing.assert_array_equal(source.read("params/head/logits/w", index), found["params/head/logits/w"][index])
 
 
 def test_safetensors_are_preferred(tmp_path) -> None:
@@ -78,9 +76,7 @@ class Malice:
 
 
 @pytest.mark.parametrize(("protocol", "reason"), [(2, "names"), (4, "has the instruction STACK_GLOBAL")])
-def test_a_pickle_that_calls_a_function_is_refused_without_the_call(
-    tmp_path, capsys, protocol, reason
-) -> None:
+def test_a_pickle_that_calls_a_function_is_refused_without_the_call(tmp_path, capsys, protocol, reason) -> None:
     write_bin(tmp_path)
     torch.save({"a": Malice()}, tmp_path / "pytorch_model.bin", pickle_protocol=protocol)
     with pytest.raises(UserError, match=f"is not a plain dictionary of tensors: its pickle {reason}"):
@@ -135,9 +131,7 @@ def test_files_that_are_not_archives_are_refused(tmp_path) -> None:
     state = write_bin(tmp_path)
     path = tmp_path / "pytorch_model.bin"
     torch.save(state, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(
-        UserError, match=r"in the format before torch 1.6; if so, load it with torch and save it again"
-    ):
+    with pytest.raises(UserError, match=r"in the format before torch 1.6; if so, load it with torch and save it again"):
         HFSource(str(tmp_path))
     path.write_bytes(b"")
     with pytest.raises(UserError, match="cannot be read"):
@@ -183,9 +177,7 @@ def test_a_bucket_is_read_through_faults(tmp_path, gcs, status) -> None:
 
 def test_every_kind_and_layout_that_torch_writes(tmp_path) -> None:
     kinds = [torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8]
-    state = {
-        str(kind): torch.arange(-3, 3).reshape(2, 3).to(kind) for kind in [*kinds, torch.uint8, torch.bool]
-    }
+    state = {str(kind): torch.arange(-3, 3).reshape(2, 3).to(kind) for kind in [*kinds, torch.uint8, torch.bool]}
     shared = torch.arange(24.0).reshape(4, 6)
     state |= {
         "upper": shared[1:3],
@@ -209,9 +201,7 @@ def test_a_module_with_its_versions(tmp_path) -> None:
     # the state is an OrderedDict with the attribute _metadata
     torch.save(module.state_dict(), tmp_path / "x.bin")
     found = read_tensors(str(tmp_path / "x.bin"))
-    np.testing.assert_array_equal(
-        found["0.weight"].read((slice(None),) * 2), module[0].weight.detach().numpy()
-    )
+    np.testing.assert_array_equal(found["0.weight"].read((slice(None),) * 2), module[0].weight.detach().numpy())
 
 
 TENSOR = (
@@ -293,7 +283,5 @@ def test_any_mutation_is_read_or_refused(folder, edits, tail) -> None:
     finally:
         path.write_bytes(raw)
     expected = hf.read_all(HFSource(str(folder), MODEL))
-    changed = sum(
-        int((found[n].view(np.uint8) != array.view(np.uint8)).sum()) for n, array in expected.items()
-    )
+    changed = sum(int((found[n].view(np.uint8) != array.view(np.uint8)).sum()) for n, array in expected.items())
     assert changed <= len(edits)

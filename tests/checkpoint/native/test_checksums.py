@@ -56,9 +56,7 @@ def save(state: TrainState, root: Path, writer: str) -> str:
 
 
 @pytest.mark.parametrize("writer", ["store", "conversion"])
-def test_exchanged_layers_are_detected(
-    tmp_path: Path, run: TrainProgram, state: TrainState, writer: str
-) -> None:
+def test_exchanged_layers_are_detected(tmp_path: Path, run: TrainProgram, state: TrainState, writer: str) -> None:
     folder = save(state, tmp_path, writer)
     exchange_layers(folder, "params.blocks.attention/q.w")
     wrong = "wrong checksum of params/blocks/attention/q/w"
@@ -84,9 +82,7 @@ def give_plain_checksums(folder: str) -> None:
 
 
 @pytest.mark.parametrize("writer", ["store", "conversion"])
-def test_plain_checksums_are_still_compared(
-    tmp_path: Path, run: TrainProgram, state: TrainState, writer: str
-) -> None:
+def test_plain_checksums_are_still_compared(tmp_path: Path, run: TrainProgram, state: TrainState, writer: str) -> None:
     folder = save(state, tmp_path, writer)
     give_plain_checksums(folder)
     source, expected = NativeSource(folder), as_source(state)

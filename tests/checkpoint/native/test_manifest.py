@@ -79,8 +79,7 @@ def test_the_checksums_of_parts_add_up(dtype: str, shape: tuple[int, ...]) -> No
     for kind in (manifests.WEIGHTED, manifests.PLAIN):
         manifest = manifests.Manifest({}, {}, kind)
         parts = [
-            manifest.checksum(whole[index], [part.start for part in index])
-            for index in itertools.product(*slices)
+            manifest.checksum(whole[index], [part.start for part in index]) for index in itertools.product(*slices)
         ]
         assert sum(parts) % 2**32 == manifest.checksum(whole, (0,) * whole.ndim)
 

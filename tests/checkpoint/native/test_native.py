@@ -51,8 +51,7 @@ def state(run: TrainProgram) -> TrainState:
     leaves, tree = jax.tree.flatten(fresh.opt_state)
     keys = jax.random.split(jax.random.key(4), len(leaves))
     moved = [
-        jax.random.normal(key, x.shape) if x.dtype == np.float32 else x + 5
-        for key, x in zip(keys, leaves, strict=True)
+        jax.random.normal(key, x.shape) if x.dtype == np.float32 else x + 5 for key, x in zip(keys, leaves, strict=True)
     ]
     return fresh._replace(step=fresh.step + 5, opt_state=jax.tree.unflatten(tree, moved))
 
@@ -65,9 +64,7 @@ def as_source(state: TrainState) -> ArraySource:
 
 
 def read_all(source) -> dict[str, np.ndarray]:
-    return {
-        name: source.read(name, (slice(None),) * len(info.shape)) for name, info in source.tensors.items()
-    }
+    return {name: source.read(name, (slice(None),) * len(info.shape)) for name, info in source.tensors.items()}
 
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -87,9 +84,7 @@ def test_a_saved_step_is_read_by_name(tmp_path: Path, state: TrainState) -> None
     expected = as_source(state)
     assert_same(read_all(source), expected.arrays)
     part = (slice(1, 3), slice(7, 20), slice(0, 64))
-    np.testing.assert_array_equal(
-        source.read("nu/blocks/ff/in/w", part), expected.arrays["nu/blocks/ff/in/w"][part]
-    )
+    np.testing.assert_array_equal(source.read("nu/blocks/ff/in/w", part), expected.arrays["nu/blocks/ff/in/w"][part])
 
 
 def test_a_written_step_is_restored(tmp_path: Path, run: TrainProgram, state: TrainState) -> None:
@@ -119,9 +114,7 @@ def test_parameters_in_half_precision_are_restored_in_float32_on_another_mesh(
     source = NativeSource(str(tmp_path / "step_9"))
     for result in (restore(source, wanted, part=True), load(source, wanted)):
         arrays = manifests.flatten(result)
-        assert_same(
-            {n: np.asarray(x) for n, x in arrays.items()}, {n: x.astype("f4") for n, x in params.items()}
-        )
+        assert_same({n: np.asarray(x) for n, x in arrays.items()}, {n: x.astype("f4") for n, x in params.items()})
         assert jax.tree.map(lambda x: x.sharding, result["params"]) == on.state_shardings.params
     with pytest.raises(UserError, match="opt_state/count: expected .* found nothing"):
         CheckpointStore(str(tmp_path), read_only=True).restore(on.abstract_state)

@@ -48,9 +48,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_all(folder: Path) -> dict[str, Any]:
     source = NativeSource(str(folder))
-    values = {
-        name: source.read(name, (slice(None),) * len(info.shape)) for name, info in source.tensors.items()
-    }
+    values = {name: source.read(name, (slice(None),) * len(info.shape)) for name, info in source.tensors.items()}
     return {**values, "counts": source.counts, "extra": source.extra}
 
 

@@ -52,9 +52,7 @@ def test_agents_keep_their_driver_while_it_is_in_contact(
         second.stop()
 
 
-def test_agents_of_a_dead_driver_are_taken_over(
-    first: ProcessCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_of_a_dead_driver_are_taken_over(first: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The takeover happens after TAKEOVER_AFTER_S without contact. Later calls of the first driver are rejected."""
     monkeypatch.setattr(agent, "TAKEOVER_AFTER_S", 1.0)
     second = of_the_same_agents(first)
@@ -84,9 +82,7 @@ def test_a_driver_of_processes_of_this_machine_has_a_lock(first: ProcessCluster)
     first.attach()
 
 
-def test_a_second_command_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker_environment
-) -> None:
+def test_a_second_command_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker_environment) -> None:
     write(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)

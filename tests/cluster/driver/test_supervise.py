@@ -34,9 +34,7 @@ def dies(start_step=0, code=-9):
 
     def life(seconds):
         return (
-            running(1, start_step)
-            if seconds < 5
-            else [running(1, start_step)[0], Status(1, "ended", exit_code=code)]
+            running(1, start_step) if seconds < 5 else [running(1, start_step)[0], Status(1, "ended", exit_code=code)]
         )
 
     return life
@@ -218,9 +216,7 @@ def test_slow_first_steps_are_tolerated_until_one_is_timed():
         phases = ["compile", "compile", "step"]
         if number >= len(phases):
             return finishes(seconds - 90)
-        return [
-            Status(i, "running", phase=phases[number], step=number + 1, idle_s=seconds % 30) for i in range(2)
-        ]
+        return [Status(i, "running", phase=phases[number], step=number + 1, idle_s=seconds % 30) for i in range(2)]
 
     driver, _ = supervisor([three_slow_steps] * 2)
     assert driver.run()[0] == 0

@@ -34,9 +34,7 @@ def test_train_generate_save_load(tmp_path, monkeypatch, worker_environment):
     assert samples[0][0]["tokens"] == samples[0][1]["tokens"]
     assert len(samples[1][0]["tokens"]) == 3
 
-    raw = load_config(
-        "config.json", ["checkpoint.model_dir=tuned", "optimizer.total_steps=1", "data.val_set={}"]
-    )
+    raw = load_config("config.json", ["checkpoint.model_dir=tuned", "optimizer.total_steps=1", "data.val_set={}"])
     tuned = TPUCluster(raw, ComputeTarget(processes=2))
     tuned.load(str(tmp_path / "copy"))
     assert tuned.train() == 0

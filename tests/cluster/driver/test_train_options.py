@@ -19,9 +19,7 @@ from mesh_transformer.runtime.training.run_folder import RunLock
 
 
 def config(**groups):
-    return parse_config(
-        {**CONFIG, **{name: {**CONFIG.get(name, {}), **values} for name, values in groups.items()}}
-    )
+    return parse_config({**CONFIG, **{name: {**CONFIG.get(name, {}), **values} for name, values in groups.items()}})
 
 
 @pytest.fixture
@@ -149,8 +147,7 @@ def test_version_2_shards_weights_and_keeps_the_sequences_of_a_step(each, microb
     assert (after.data.per_replica_batch, after.optimizer.gradient_accumulation_steps) == expected
     for devices in (8, 32):
         sequences = [
-            c.microbatch(c.mesh.shape(devices)) * c.optimizer.gradient_accumulation_steps
-            for c in (before, after)
+            c.microbatch(c.mesh.shape(devices)) * c.optimizer.gradient_accumulation_steps for c in (before, after)
         ]
         assert sequences[0] == sequences[1]
 
@@ -176,8 +173,6 @@ def test_names_of_runs_are_unique(tmp_path, monkeypatch):
 
 
 def test_a_missing_ray_cluster_gives_one_line(tmp_path):
-    (tmp_path / "config.json").write_text(
-        '{"model": {"layers": 1, "d_model": 16, "n_heads": 2, "n_vocab": 257}}'
-    )
+    (tmp_path / "config.json").write_text('{"model": {"layers": 1, "d_model": 16, "n_heads": 2, "n_vocab": 257}}')
     _, errors = run("train.py", "--config", "config.json", "--ray-address", "nonsense", cwd=tmp_path, code=2)
     assert errors.splitlines()[-1].startswith("error: no Ray cluster answers at nonsense")

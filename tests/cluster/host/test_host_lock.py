@@ -164,9 +164,7 @@ def test_a_process_with_a_reused_id_is_not_killed() -> None:
         earlier = known._replace(start_ticks=known.start_ticks - 1)
         assert host.kill([earlier, unknown]) == []
         for process_, code in ((earlier, 0), (known._replace(pid=2**22), 0)):
-            done = subprocess.run(
-                ["bash", "-c", kill_command(*process_)], capture_output=True, text=True, check=False
-            )
+            done = subprocess.run(["bash", "-c", kill_command(*process_)], capture_output=True, text=True, check=False)
             assert (done.returncode, done.stderr) == (code, "")
         assert is_alive(worker)
         assert host.kill([earlier, unknown, known]) == [known.pid]

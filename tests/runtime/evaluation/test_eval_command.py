@@ -40,11 +40,7 @@ def one_index_of_the_harness() -> Iterator[None]:
     index = functools.cache(lambda: build([theirs]))
 
     def shared(paths):
-        return {
-            name: entry
-            for path in paths
-            for name, entry in (index() if path == theirs else build([path])).items()
-        }
+        return {name: entry for path in paths for name, entry in (index() if path == theirs else build([path])).items()}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_index.TaskIndex, "build", staticmethod(shared))
@@ -81,9 +77,7 @@ def evaluate(folder: Path, *arguments: str, code: int = 0, devices: int = 1) -> 
 
 def test_the_loop_logs_its_tasks(trained):
     for record in metrics(trained / "run"):
-        assert ({"eval/bottles/acc", "eval/bottles/acc_norm"} <= record.keys()) == (
-            record["step"] in (5, 10, 12)
-        )
+        assert ({"eval/bottles/acc", "eval/bottles/acc_norm"} <= record.keys()) == (record["step"] in (5, 10, 12))
         assert not any("stderr" in name for name in record)
     events = [path.read_bytes() for path in (trained / "run/tensorboard").glob("events*")]
     assert any(b"eval/bottles/acc_norm" in content for content in events)
@@ -186,9 +180,7 @@ def test_bad_input_has_exit_code_2(trained):
 
 def test_a_task_that_cannot_be_loaded_stops_a_run_at_its_start(tmp_path):
     write_run(tmp_path, data={"eval_harness_tasks": ["piqa"], "eval_harness_data": "."})
-    _, errors = run(
-        "device_train.py", "--config", "config.json", cwd=tmp_path, code=2, HF_DATASETS_OFFLINE="1"
-    )
+    _, errors = run("device_train.py", "--config", "config.json", cwd=tmp_path, code=2, HF_DATASETS_OFFLINE="1")
     assert "task piqa cannot be loaded" in errors
     assert "Traceback" not in errors
     assert not (tmp_path / "run/metrics.jsonl").exists()
@@ -200,9 +192,7 @@ def test_a_request_that_cannot_be_answered_stops_a_run_at_its_start(trained, tmp
     data.write_text(json.dumps({"text": "a", "choices": ["b" * 40, "c"], "answer": 0}) + "\n")  # seq is 32
     (tmp_path / "tasks/bottles.yaml").write_text(TASK.format(file=data))
     write_run(tmp_path, data={"eval_harness_tasks": ["bottles"], "eval_harness_include": "tasks"})
-    _, errors = run(
-        "device_train.py", "--config", "config.json", cwd=tmp_path, code=2, HF_DATASETS_OFFLINE="1"
-    )
+    _, errors = run("device_train.py", "--config", "config.json", cwd=tmp_path, code=2, HF_DATASETS_OFFLINE="1")
     assert "a continuation has 40 tokens" in errors
 
 
@@ -260,9 +250,7 @@ def test_the_tasks_for_local_data_ask_what_the_harness_asks(name):
     )
     of_data = {"dataset_path", "dataset_name", "training_split", "custom_dataset", "tag", "test_split"}
     of_data |= {"should_decontaminate", "doc_to_decontamination_query"}
-    assert {k: v for k, v in ours.items() if k not in of_data} == {
-        k: v for k, v in theirs.items() if k not in of_data
-    }
+    assert {k: v for k, v in ours.items() if k not in of_data} == {k: v for k, v in theirs.items() if k not in of_data}
 
 
 def test_names_of_scalars():

@@ -62,9 +62,7 @@ def test_metrics(our_model, their_lm, texts, task_files):
     for task, metrics in expected.items():
         assert found[task].keys() == metrics.keys()
         for name, value in metrics.items():
-            assert found[task][name] == (
-                pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
-            )
+            assert found[task][name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value)
 
 
 def test_the_rolling_task_by_text(our_model, their_lm, task_files):
@@ -89,9 +87,7 @@ def test_the_generated_texts(our_model, their_lm, task_files, monkeypatch):
 def test_greedy_continuations_are_known_as_such(our_model, their_lm):
     contexts = [f"{i} and then, in the end," for i in range(8)]
     wanted = {"until": [], "max_gen_toks": 3, "do_sample": False}
-    texts = HarnessLM(our_model).generate_until(
-        harness_requests(*((context, wanted) for context in contexts))
-    )
+    texts = HarnessLM(our_model).generate_until(harness_requests(*((context, wanted) for context in contexts)))
     pairs = list(zip(contexts, texts, strict=True))
     pairs += [(context, text + "x") for context, text in pairs] + [(c, " the") for c in contexts]
     our = HarnessLM(our_model).loglikelihood(harness_requests(*pairs))
@@ -120,9 +116,7 @@ def test_golden_weights(original, texts, tmp_path, tokenizer):
     for _ in range(100):
         context = [*train[0], *random.integers(0, model.n_vocab, 20)][: random.integers(1, 80)]
         for _ in range(random.integers(1, 5)):
-            requests.append(
-                (("a", "b"), context, random.integers(0, model.n_vocab, random.integers(1, 9)).tolist())
-            )
+            requests.append((("a", "b"), context, random.integers(0, model.n_vocab, random.integers(1, 9)).tolist()))
     requests = [(texts, [int(t) for t in context], rest) for texts, context, rest in requests]
     their = theirs(model, params, texts / "gpt2_tokenizer", tmp_path / "hf")
     our = HarnessLM(ours(model, params, tokenizer))

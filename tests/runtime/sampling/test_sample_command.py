@@ -44,9 +44,7 @@ def sample(tmp_path, monkeypatch, capsys):
 
     def command(*arguments: str) -> tuple[int, list[dict[str, Any]], str]:
         given = ["--config", "config.json", "--json", "--max-new-tokens", str(NEW), *arguments]
-        monkeypatch.setattr(
-            sys, "argv", ["device_sample.py", "--set", "mesh.tp=1", "--set", "mesh.dp=8", *given]
-        )
+        monkeypatch.setattr(sys, "argv", ["device_sample.py", "--set", "mesh.tp=1", "--set", "mesh.dp=8", *given])
         with pytest.raises(SystemExit) as ended:
             cli.run(device_sample.main)
         output, errors = capsys.readouterr()

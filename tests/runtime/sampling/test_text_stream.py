@@ -225,9 +225,7 @@ def test_stops_of_any_text_in_any_tokens(tokenizer, data):
     tokenizer = tokenizer()
     letters = st.one_of(st.text("ab\n", max_size=14), TEXTS)
     parts = data.draw(st.lists(letters, min_size=1, max_size=6))
-    stops = data.draw(
-        st.lists(st.one_of(st.text("ab\n", min_size=1, max_size=5), TEXTS.filter(bool)), max_size=4)
-    )
+    stops = data.draw(st.lists(st.one_of(st.text("ab\n", min_size=1, max_size=5), TEXTS.filter(bool)), max_size=4))
     text = "".join(parts)
     tokens = [token for part in tokenizer.encode_literal(parts) for token in part]
     stream = TextStream(tokenizer, stops)
@@ -289,10 +287,7 @@ def test_a_stop_in_mid_token():
 def test_a_stop_that_ends_within_min_tokens_is_text(text, stops, min_tokens):
     """With one token per character, a stop text counts if its end is after `min_tokens` characters."""
     ends = [
-        at
-        for stop in stops
-        for at in range(len(text))
-        if text.startswith(stop, at) and at + len(stop) > min_tokens
+        at for stop in stops for at in range(len(text)) if text.startswith(stop, at) and at + len(stop) > min_tokens
     ]
     stream = TextStream(ByteTokenizer(), stops, min_tokens=min_tokens)
     assert "".join(pieces(stream, text.encode())) == text[: min(ends, default=len(text))]
@@ -301,9 +296,7 @@ def test_a_stop_that_ends_within_min_tokens_is_text(text, stops, min_tokens):
 
 def test_the_time_of_a_token_does_not_grow_with_the_stops():
     """The held text is not searched for each stop text at each token."""
-    halves = [
-        "a" * 200 + letter * (1 + i) + "a" * 200 for i in range(40) for letter in "bcdefghijklmnopqrstuvwxyz"
-    ]
+    halves = ["a" * 200 + letter * (1 + i) + "a" * 200 for i in range(40) for letter in "bcdefghijklmnopqrstuvwxyz"]
     stream = TextStream(ByteTokenizer(), [*halves[:999], "a" * 999 + "b"])
     start = time.process_time()
     assert "".join(pieces(stream, b"a" * 1100 + b"b")) == "a" * 101

@@ -40,9 +40,7 @@ def test_sigterm_finishes_open_streams_and_exits_with_0(tmp_path):
             target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
         )
         waiting.start()
-        with httpx.stream(
-            "POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=20
-        ) as stream:
+        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=20) as stream:
             lines = stream.iter_lines()
             first = next(lines)
             child.send_signal(signal.SIGTERM)

@@ -127,9 +127,7 @@ def test_the_same_seed_gives_the_same_text_whatever_else_runs(server):
 
 def test_a_stream_is_the_same_text_in_pieces(server):
     whole = server.complete(["abc", "d"], n=2, seed=1, max_tokens=30)
-    chunks = events(
-        server, prompt=["abc", "d"], n=2, seed=1, max_tokens=30, stream_options={"include_usage": True}
-    )
+    chunks = events(server, prompt=["abc", "d"], n=2, seed=1, max_tokens=30, stream_options={"include_usage": True})
     assert len(chunks) > 6
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert chunks[-1]["choices"] == []
@@ -157,9 +155,7 @@ def ascii_seed(prompt: bytes, length: int = 30) -> tuple[int, str]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_that_straddles_tokens_ends_the_text_before_it(server, stream):
     seed, text = ascii_seed(b"stop")
-    start = next(
-        i for i in range(6, len(text)) if text[i : i + 3].isascii() and text[i : i + 3].isprintable()
-    )
+    start = next(i for i in range(6, len(text)) if text[i : i + 3].isascii() and text[i : i + 3].isprintable())
     stop = text[start : start + 3]
     fields = {"prompt": "stop", "seed": seed, "max_tokens": 30, "stop": ["never there", stop]}
     if stream:
@@ -312,17 +308,13 @@ def test_offsets_count_characters_and_pieces_of_one_share_its_own(server):
 
 def test_text_that_utf8_cannot_write_is_echoed_as_json(server):
     body = b'{"prompt": "a\\ud800", "max_tokens": 1, "echo": true}'
-    response = server.client.post(
-        "/v1/completions", content=body, headers={"Content-Type": "application/json"}
-    )
+    response = server.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 200
     assert json.loads(response.text)["choices"][0]["text"].startswith("a\ud800")
 
 
 def test_ignored_and_null_fields(server):
-    answer = server.complete(
-        "a", seed=1, user="me", frobnicate=[1], temperature=None, stop=None, best_of=1, suffix=""
-    )
+    answer = server.complete("a", seed=1, user="me", frobnicate=[1], temperature=None, stop=None, best_of=1, suffix="")
     assert answer["choices"][0]["text"] == text_of(expected(b"a", seed=1))
 
 

@@ -69,9 +69,7 @@ def test_a_client_that_leaves_frees_its_slots_within_a_step(stream):
         client.close()
         wait_until(lambda: not server.engine.in_use, 2)
         steps = [call for call in server.engine.calls[calls:] if call[0] in ("generate", "prefill")]
-        assert (
-            len(steps) <= 3
-        )  # the rest of one step and, at worst, the next: each is a prefill and a generate
+        assert len(steps) <= 3  # the rest of one step and, at worst, the next: each is a prefill and a generate
         assert server.metric("requests_running") == server.metric("requests_waiting") == 0
         assert server.complete("b", seed=1)["choices"][0]["text"] == text_of(expected(b"b", seed=1))
 

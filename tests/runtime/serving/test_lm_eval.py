@@ -77,12 +77,8 @@ def tasks(tmp_path_factory) -> Any:
     return folder
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"tokenized_requests": False}, {"batch_size": 3}, {"num_concurrent": 4}]
-)
-def test_scores_and_texts_are_those_of_the_engine(
-    server, tasks, tokenizer_folder, tmp_path, monkeypatch, options
-):
+@pytest.mark.parametrize("options", [{}, {"tokenized_requests": False}, {"batch_size": 3}, {"num_concurrent": 4}])
+def test_scores_and_texts_are_those_of_the_engine(server, tasks, tokenizer_folder, tmp_path, monkeypatch, options):
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     import datasets
     from lm_eval.models.openai_completions import LocalCompletionsAPI

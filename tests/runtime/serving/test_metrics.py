@@ -15,16 +15,12 @@ def server():
 
 def test_metrics_count_tokens(server):
     before = {name: server.metric(name) for name in ("prompt_tokens_total", "generated_tokens_total")}
-    first, between = (
-        server.metric(f"time_{name}_seconds_count") for name in ("to_first_token", "between_tokens")
-    )
+    first, between = (server.metric(f"time_{name}_seconds_count") for name in ("to_first_token", "between_tokens"))
     server.complete("metrics", seed=3, max_tokens=11, ignore_eos=True)
     assert server.metric("prompt_tokens_total") == before["prompt_tokens_total"] + 7
     assert server.metric("generated_tokens_total") == before["generated_tokens_total"] + 11
     assert server.metric("time_to_first_token_seconds_count") == first + 1
-    assert (
-        server.metric("time_between_tokens_seconds_count") - between == 9
-    )  # the first output held two tokens
+    assert server.metric("time_between_tokens_seconds_count") - between == 9  # the first output held two tokens
     assert server.metric("requests_running") == server.metric("requests_waiting") == 0
     reused = server.metric("reused_prompt_tokens_total")
     server.complete("what metrics count", max_tokens=1)
@@ -57,8 +53,6 @@ def test_times_between_tokens_add_up_to_the_request():
         began = time.monotonic()
         slow.complete("a", seed=3, max_tokens=60, ignore_eos=True)
         seconds = time.monotonic() - began
-        times = [
-            slow.metric(f"{name}_seconds_sum") for name in ("time_to_first_token", "time_between_tokens")
-        ]
+        times = [slow.metric(f"{name}_seconds_sum") for name in ("time_to_first_token", "time_between_tokens")]
         assert 60 * 0.005 <= sum(times) <= seconds
         assert slow.metric("queue_seconds_sum") < times[0] < times[1]

@@ -119,9 +119,7 @@ def test_continue_asks_for_what_fits(open_page: Any, monkeypatch: pytest.MonkeyP
         page.click("#go")
         assert words_at_the_end(page).startswith("40 tokens")
         page.click("#more")  # 64 tokens fit, and there are 45
-        playwright.expect(page.locator("#status")).to_contain_text(
-            "stopped at the end of the context (64 tokens)"
-        )
+        playwright.expect(page.locator("#status")).to_contain_text("stopped at the end of the context (64 tokens)")
         assert page.locator("#status").inner_text().startswith("19 tokens, ")
         whole = page.locator("#text").text_content()
         assert len(whole) == 64

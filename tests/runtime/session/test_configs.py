@@ -58,9 +58,7 @@ def test_the_model_is_the_checkpoints_and_the_rest_default(here: Path, checkpoin
 
 
 def test_a_config_file_counts_alone(here: Path) -> None:
-    assert config_for("config.json", ["optimizer.lr=1"], "nowhere") == load_config(
-        "config.json", ["optimizer.lr=1"]
-    )
+    assert config_for("config.json", ["optimizer.lr=1"], "nowhere") == load_config("config.json", ["optimizer.lr=1"])
 
 
 @pytest.mark.parametrize(
@@ -94,9 +92,7 @@ def test_a_config_that_is_none_is_one_line(here: Path, tmp_path: Path, recorded:
     native, classic, hf = (tmp_path / name for name in ("native/step_1", "classic/step_1", "hf"))
     (native / "manifest").mkdir(parents=True)
     (native / "state").mkdir()
-    (native / "manifest/metadata").write_text(
-        json.dumps(encode(manifest._replace(extra={"config": recorded})))
-    )
+    (native / "manifest/metadata").write_text(json.dumps(encode(manifest._replace(extra={"config": recorded}))))
     (classic / "shard_0").mkdir(parents=True)
     (classic / "model.json").write_text(json.dumps(recorded))
     hf.mkdir()
@@ -105,9 +101,7 @@ def test_a_config_that_is_none_is_one_line(here: Path, tmp_path: Path, recorded:
     with pytest.raises(UserError, match=message) as wrong:
         config_for(None, [], str(native))
     assert "\n" not in str(wrong.value)
-    with pytest.raises(
-        UserError, match=message if isinstance(recorded, dict) else "model.json is not a JSON object"
-    ):
+    with pytest.raises(UserError, match=message if isinstance(recorded, dict) else "model.json is not a JSON object"):
         config_for(None, [], str(classic))
     with pytest.raises(UserError, match=r"config.json(: model_type is None| is not a JSON object)"):
         config_for(None, [], str(hf))
@@ -118,9 +112,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("checkpoint", ["run", "classic", "hf"])
-def test_a_conversion_is_the_same_with_a_config_and_without(
-    here: Path, tmp_path: Path, checkpoint: str
-) -> None:
+def test_a_conversion_is_the_same_with_a_config_and_without(here: Path, tmp_path: Path, checkpoint: str) -> None:
     for name, config in (("with", "config.json"), ("without", None)):
         to_hf(config, [], checkpoint, str(tmp_path / name))
     assert content(tmp_path / "with") == content(tmp_path / "without")

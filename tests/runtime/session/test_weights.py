@@ -47,9 +47,7 @@ def step(tmp_path: Path, state: TrainState) -> Path:
     return tmp_path / "run/step_9"
 
 
-@pytest.mark.parametrize(
-    "path", ["run/step_9", "run/step_9/", "run/../run/step_9", "run/good", "link", "step_4", "."]
-)
+@pytest.mark.parametrize("path", ["run/step_9", "run/step_9/", "run/../run/step_9", "run/good", "link", "step_4", "."])
 def test_the_very_folder_that_is_named_is_read(
     step: Path,
     session: Session,

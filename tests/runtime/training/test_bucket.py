@@ -66,7 +66,5 @@ def test_a_run_in_a_bucket_is_resumed_on_a_fresh_machine(tmp_path, bucket):
     assert "; checkpoint gs://models/run/step_4; " in errors.splitlines()[-1]
     assert _steps(bucket) == {"step_4"}
     records = metrics(first / "run")
-    assert [(record["step"], record["train/steps_redone"]) for record in records] == [
-        (i, 0) for i in range(1, 5)
-    ]
+    assert [(record["step"], record["train/steps_redone"]) for record in records] == [(i, 0) for i in range(1, 5)]
     assert bucket.objects("models")["run/metrics.jsonl"] == (first / "run/metrics.jsonl").read_bytes()

@@ -85,9 +85,7 @@ def copy(straight, tmp_path) -> Path:
 
 def test_a_damaged_newest_checkpoint_falls_back(copy):
     expected = {record["step"]: record["train/loss"] for record in metrics(copy / "run")}
-    damaged = [
-        path for path in (copy / "run/step_12").rglob("*") if path.is_file() and path.stat().st_size > 1000
-    ]
+    damaged = [path for path in (copy / "run/step_12").rglob("*") if path.is_file() and path.stat().st_size > 1000]
     assert damaged
     for path in damaged:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -123,9 +121,7 @@ def small_disk(copy):
     bytes."""
     disk = copy / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True
-    )
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here, to be filled: {mounted.stderr.strip()}")
     shutil.copytree(copy / "begun", disk / "begun")

@@ -52,9 +52,7 @@ def test_metrics_have_one_record_a_step(trained):
         assert ("val/loss_held" in record) == (record["step"] in (5, 10, 12))
     assert records[0]["train/learning_rate"] == 0
     assert records[5]["train/learning_rate"] == pytest.approx(1e-2)  # the peak, after 5 steps of warm-up
-    assert records[0]["train/loss"] == pytest.approx(
-        math.log(257), abs=0.6
-    )  # about the loss of a uniform guess
+    assert records[0]["train/loss"] == pytest.approx(math.log(257), abs=0.6)  # about the loss of a uniform guess
     assert records[-1]["train/loss"] < records[0]["train/loss"] - 1
 
 
@@ -69,10 +67,7 @@ def test_a_finished_run_does_nothing_more(trained):
     before = (trained / "run/metrics.jsonl").read_bytes()
     _, errors = run("device_train.py", "--config", "config.json", cwd=trained)
     last = errors.splitlines()[-1]
-    assert (
-        "the run is complete: step 12 of 12; to continue, increase the steps: --set optimizer.total_steps=N;"
-        in last
-    )
+    assert "the run is complete: step 12 of 12; to continue, increase the steps: --set optimizer.total_steps=N;" in last
     assert "checkpoint run/step_12; sample: python device_sample.py --config config.json" in last
     assert "changed options" not in errors
     assert (trained / "run/metrics.jsonl").read_bytes() == before
@@ -91,9 +86,7 @@ def test_a_resume_tells_what_is_no_longer_as_it_was(trained):
 def _written(folder: Path) -> list[tuple[Path, int]]:
     """All files with their times, except the lock, which each start writes."""
     return sorted(
-        (path, path.stat().st_mtime_ns)
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != run_folder.LOCK
+        (path, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file() and path.name != run_folder.LOCK
     )
 
 
@@ -138,9 +131,7 @@ def test_the_bar_has_room(monkeypatch):
 
 
 def _samples(folder: Path, *arguments: str, **options):
-    output, errors = run(
-        "device_sample.py", "--config", "config.json", "--json", *arguments, cwd=folder, **options
-    )
+    output, errors = run("device_sample.py", "--config", "config.json", "--json", *arguments, cwd=folder, **options)
     return [json.loads(line) for line in output.splitlines()], errors
 
 
@@ -177,9 +168,7 @@ def test_sampling_tokens_needs_no_tokenizer_and_greedy_takes_the_largest(trained
     assert greedy["completion"] is None
     assert greedy["prompt"] is None
     prompt = ",".join(str(byte) for byte in b"99 bottles")
-    likely, _ = _samples(
-        trained, "--prompt-tokens", prompt, "--max-new-tokens", "8", "--top-k", "1", "--seed", "9"
-    )
+    likely, _ = _samples(trained, "--prompt-tokens", prompt, "--max-new-tokens", "8", "--top-k", "1", "--seed", "9")
     assert likely[0]["tokens"] == greedy["tokens"]
 
 
@@ -214,9 +203,7 @@ def test_a_prompt_beyond_the_context(trained):
 
 def test_fine_tuning_starts_at_step_zero_with_other_weights(trained, tmp_path):
     """And with val_batches 0, there is no validation."""
-    write_run(
-        tmp_path, optimizer={"total_steps": 2}, data={"val_batches": 0, "val_set": {"held": "absent.txt"}}
-    )
+    write_run(tmp_path, optimizer={"total_steps": 2}, data={"val_batches": 0, "val_set": {"held": "absent.txt"}})
     losses = {}
     for name, extra in {"tuned": [], "fresh": ["--fresh-opt"]}.items():
         run(
@@ -350,9 +337,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(trained, tmp_p
 def test_an_update_that_is_not_finite_is_never_saved(tmp_path):
     """The loss is still finite when the parameters overflow. The checkpoint before must stay."""
     write_run(tmp_path, optimizer={"warmup_steps": 1}, checkpoint={"ckpt_every": 1, "keep_every": None})
-    _, errors = run(
-        "device_train.py", "--config", "config.json", "--set", "optimizer.lr=1e38", cwd=tmp_path, code=1
-    )
+    _, errors = run("device_train.py", "--config", "config.json", "--set", "optimizer.lr=1e38", cwd=tmp_path, code=1)
     assert "not finite" in errors
     run("device_train.py", "--config", "config.json", cwd=tmp_path)
     records = metrics(tmp_path / "run")

@@ -34,15 +34,10 @@ def golden(original: Path, name: str) -> dict[str, np.ndarray]:
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float]]:
-    return {
-        record["step"]: (record["train/loss"], record["train/last_loss"])
-        for record in metrics(folder / "run")
-    }
+    return {record["step"]: (record["train/loss"], record["train/last_loss"]) for record in metrics(folder / "run")}
 
 
-def assert_losses(
-    found: dict[int, tuple[float, float]], expected: dict[str, np.ndarray], *steps: int
-) -> None:
+def assert_losses(found: dict[int, tuple[float, float]], expected: dict[str, np.ndarray], *steps: int) -> None:
     assert list(found) == list(steps)
     for step in steps:
         theirs = (expected["loss"][step - 1], expected["last_loss"][step - 1])
