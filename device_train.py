@@ -1,6 +1,6 @@
 """Train or fine-tune on the devices of this machine, or of all processes of a job.
 
-A run whose model_dir holds a checkpoint resumes from it. See docs/finetune.md.
+A run whose model_dir holds a checkpoint resumes from it. See docs/runs.md, and docs/finetune.md for a tutorial.
 """
 
 from mesh_transformer.runtime import cli
