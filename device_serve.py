@@ -1,4 +1,4 @@
-"""Serve a model over HTTP, with OpenAI's completions API and the original's /complete."""
+"""Serve a model over HTTP, with OpenAI's APIs for completions and chats and the original's /complete."""
 
 from collections.abc import Callable
 from typing import Any

@@ -14,7 +14,7 @@ def main() -> None:
         dest="folder",
         metavar="DIR",
         help="folder with config.json and model.safetensors or pytorch_model.bin, in one file or in shards with an index; "
-        "local or gs://",
+        "local or gs://; or a model on the Hugging Face hub, hf://ORG/NAME or hf://ORG/NAME@REVISION",
     )
     cli.add_step_output(parser, "--output-path", "native", required=True)
     parser.add_argument("--shards", type=int, metavar="K", help="shards of a classic checkpoint (default: 1)")

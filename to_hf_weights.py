@@ -13,14 +13,21 @@ def main() -> None:
     parser.add_argument(
         "--dtype",
         choices=["fp16", "fp32", "bf16"],
-        help="dtype of the written weights (default: fp16; for a Hugging Face folder, the stored dtype)",
+        help="dtype of the written weights (default: that of the Hugging Face folder that the checkpoint came from, else fp16)",
     )
     parser.add_argument("--debug", action="store_true", help="log every tensor")
     parser.add_argument("--cpu", action="store_true", help="no effect: no conversion uses an accelerator")
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
-        help="tokenizer to copy into the output: a folder, or a name on the Hugging Face hub",
+        help="tokenizer to copy into the output: a folder, or a name on the Hugging Face hub (default: that of the Hugging "
+        "Face folder that the checkpoint came from)",
+    )
+    parser.add_argument(
+        "--push",
+        metavar="ORG/NAME",
+        help="upload the written folder, which must be local, to this repository on the Hugging Face hub; a new repository is "
+        "private, an existing one stays as visible as it is",
     )
     cli.add_overwrite(parser)
     options = vars(parser.parse_args())

@@ -19,7 +19,8 @@ from mesh_transformer.cloud.launch import pod_of, public_keys
 from mesh_transformer.cloud.pod import Pod
 from mesh_transformer.cloud.request import Tier, TpuRequest
 from mesh_transformer.cloud.ssh import command_line
-from mesh_transformer.cloud.tpus import DAY_S, Tpu, TpuPhase, Tpus
+from mesh_transformer.cloud.state import Tpu, TpuPhase
+from mesh_transformer.cloud.tpus import DAY_S, Tpus
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime import cli
 
@@ -38,11 +39,16 @@ def main() -> None:
         given, command = given[:at], given[at + 1 :]
     arguments = _parser().parse_args(given, argparse.Namespace(command=command))
     logs.set_up()
+    # checked before the connection, which needs credentials
+    if arguments.action is _create:
+        arguments.type = slices.parse(arguments.type)
+    if arguments.action is _run and not command:
+        raise UserError("run needs a command: python tpu_utils.py run NAME --zone Z -- COMMAND")
     arguments.action(arguments, Tpus(arguments.zone, arguments.project))
 
 
 def _create(arguments: argparse.Namespace, tpus: Tpus) -> None:
-    arguments.type, arguments.ssh_keys = slices.parse(arguments.type), public_keys(_access(arguments))
+    arguments.ssh_keys = public_keys(_access(arguments))
     arguments.labels, arguments.tags = dict(arguments.labels), tuple(arguments.tags)
     request = cli.fields(TpuRequest, arguments)
     obtain = tpus.ensure if arguments.again else tpus.create
@@ -82,8 +88,6 @@ def _ssh(arguments: argparse.Namespace, tpus: Tpus) -> None:
 
 
 def _run(arguments: argparse.Namespace, tpus: Tpus) -> None:
-    if not arguments.command:
-        raise UserError("run needs a command: python tpu_utils.py run NAME --zone Z -- COMMAND")
     pod = _pod(arguments, tpus)
     with _message_on_interrupt("the command may still be running on the hosts"):
         pod.run(shell.line_of(arguments.command), arguments.worker, timeout_s=arguments.timeout, echo=True)
@@ -172,7 +176,7 @@ _TIERS: dict[Tier, str] = {
 }
 # most are fields of `TpuRequest`
 _CREATE: list[Option] = [
-    ("--type", "type of the TPU, such as v3-32, v5e-16, v6e-8", {"required": True}),
+    ("--type", "type of the TPU, such as v3-32, v5e-16, v6e-8", {"required": True, "metavar": "TYPE"}),
     ("--queued", "request a queued resource: wait in Google's queue for capacity", _SWITCH),
     ("--valid-for", "with --queued: cancel the request after S seconds in the queue", {"type": int, "dest": "valid_for_s", "metavar": "S"}),
     ("--reservation", "with --queued --reserved: the reservation, projects/P/locations/Z/reservations/R", {}),

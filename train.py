@@ -17,6 +17,9 @@ def main() -> int:
     parser.add_argument("--new", action="store_true", help="delete the files of this run, then start at step 0")
     parser.add_argument("--yes", action="store_true", help="with --new: delete without asking")
     parser.add_argument(
+        "--no-preflight", action="store_true", help="with --tpu: do not check first whether the run fits the slice"
+    )
+    parser.add_argument(
         "--version",
         type=int,
         choices=[1, 2],

@@ -19,7 +19,7 @@ def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
     store = CheckpointStore(str(folder / "native"))
     placement = Session.open(config_of(arguments)).placement
     params = jax.jit(placement.model.init, out_shardings=placement.shardings)(jax.random.key(0))
-    store.save(1, {"step": np.int32(1), "params": params}, {})
+    store.save(1, {"step": jax.numpy.asarray(1, np.int32), "params": params}, {})
     store.close()
     if arguments.peers != "none":
         to_hf(arguments.config, arguments.overrides, str(folder / "native"), str(folder / "hf"), dtype="fp32")
@@ -31,17 +31,25 @@ def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> str:
 def load_torch(folder: str) -> Any:
     """Load the Hugging Face folder with torch, on the GPU if there is one."""
     import torch
-    from transformers import GPTJForCausalLM
+    from transformers import AutoModelForCausalLM
 
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    return GPTJForCausalLM.from_pretrained(f"{folder}/hf", dtype=dtype).to(device).eval()
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/hf", dtype=dtype).to(device).eval()
 
 
 def convert_to_ctranslate2(folder: Path) -> None:
     """Convert the Hugging Face folder to CTranslate2's format, with a vocabulary of words, which CTranslate2 needs."""
     from ctranslate2.converters import TransformersConverter
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GPTNeoXConfig, GPTNeoXForCausalLM
 
+    # CTranslate2 4.8 reads GPT-NeoX by the names of transformers 4
+    old_names = {
+        (GPTNeoXConfig, "rotary_pct"): lambda config: config.rope_parameters["partial_rotary_factor"],
+        (GPTNeoXForCausalLM, "embed_out"): lambda model: model.lm_head,
+    }
+    for (kind, name), value in old_names.items():
+        if not hasattr(kind, name):
+            setattr(kind, name, property(value))
     save_words(folder / "hf", AutoConfig.from_pretrained(folder / "hf").vocab_size)
     TransformersConverter(str(folder / "hf")).convert(str(folder / "ct2"), force=True)
 

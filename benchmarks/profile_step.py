@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import OwnStep, config_of, parser, report, say
-from support.hlo import Array, Instruction, computations
+
+from mesh_transformer.estimate.hlo import Array, Instruction, computations
 
 PARTS = ["head and loss", "attention", "layers: q, k, v, o, ff", "embedding and rest", "optimizer"]
 KINDS = ["matrix products", "element by element", "sums and maxima", "copies and transposes"]

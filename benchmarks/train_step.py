@@ -1,11 +1,14 @@
-"""Tokens per second of the trainer's own step, compared with Hugging Face GPT-J in torch, in turn.
+"""Tokens per second of the trainer's own step, compared with the same model of Hugging Face transformers in torch, in
+turn.
 
     python benchmarks/train_step.py                                   # configs/70M.json on this machine, 5 rounds
+    python benchmarks/train_step.py --config configs/llama_70M.json   # a model of another family
     python benchmarks/train_step.py --peer none --config C --set k=v  # without a peer, such as on a GPU
 
-Each run is a process of its own: two warm-up steps, then timed steps. The peer is GPTJForCausalLM with the fused AdamW
-and without dropout, eager and compiled; the ratio is to the faster of the two. The matrix rate is that of the fastest
-of several large float32 products.
+Each run is a process of its own: two warm-up steps, then timed steps. The peer is the class of transformers that the
+export names, with the fused AdamW and without dropout, eager and compiled; the ratio is to the faster of the two. The
+matrix rate is the peak of the device, or where no peak is known, the rate of the fastest of several large float32
+products.
 """
 
 import argparse
@@ -28,7 +31,8 @@ def main() -> None:
     made.add_argument(
         "--peak-tflops",
         type=float,
-        help="peak rate of a device, to compute the share of it (default: measure matrix products)",
+        help="peak rate of a device, to compute the share of it (default: that in mesh_transformer/accelerators.py, "
+        "or else the measured rate of matrix products)",
     )
     arguments = common.parse(made)
     peers = [] if arguments.peer == "none" else ["torch_eager", "torch_compiled"]
@@ -43,7 +47,8 @@ def summary(runs: dict[str, list[dict[str, Any]]], peers: list[str], arguments: 
         result[name] = common.medians(records)
         result[name]["runs"] = [round(next(iter(record.values())), 1) for record in records]
     ours = result["ours"]
-    rate = 1e12 * arguments.peak_tflops if arguments.peak_tflops else 1e9 * result["matmul"]["gflops"]
+    peak_tflops = arguments.peak_tflops or ours["peak_tflops"]
+    rate = 1e12 * peak_tflops if peak_tflops else 1e9 * result["matmul"]["gflops"]
     ours["share_of_matrix_rate"] = round(ours["tokens_per_s"] * ours["flops_per_token"] / rate, 3)
     if peers:
         best = max(peers, key=lambda name: result[name]["tokens_per_s"])
@@ -59,43 +64,40 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     """Our step, as the trainer builds it."""
     import jax
 
-    from mesh_transformer import platforms
+    from mesh_transformer import accelerators, platforms
+    from mesh_transformer.families.flops import flops_per_token
     from mesh_transformer.runtime.session.session import count_parameters
 
     config = common.config_of(arguments)
     platforms.CompileCache()
     step = common.OwnStep(config)
     seconds = _time(step, arguments.steps)
-    embedding = step.program.model.decoder.padded_vocab * config.model.d_model
-    matrices = count_parameters(step.state.params) - embedding
+    accelerator = accelerators.of_device(jax.devices()[0].device_kind)
     return {
         "tokens_per_s": step.session.tokens_per_step / seconds / jax.device_count(),
         "peak_memory_mib": common.own_peak_memory_mib(),
-        "parameters": matrices + embedding,
-        # Chowdhery et al. 2022, appendix B: forward and backward of the matrices and of the attention, not causal
-        "flops_per_token": 6 * matrices
-        + 12 * config.model.layers * config.model.n_heads * config.model.d_head * config.seq,
+        "parameters": count_parameters(step.state.params),
+        "flops_per_token": flops_per_token(config.model.decoder(), config.seq),
+        # 0: unknown
+        "peak_tflops": accelerator.peak_tflops if accelerator else 0,
     }
 
 
 def torch_step(arguments: argparse.Namespace, compiled: bool) -> dict[str, float]:
     """The same model and batch in transformers, with the loss of transformers."""
     import torch
-    from transformers import GPTJConfig, GPTJForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mesh_transformer.checkpoint.hf.writer import config_json
 
     config = common.config_of(arguments)
-    m = config.model
     torch.manual_seed(0)
-    model = GPTJForCausalLM(
-        GPTJConfig(
-            vocab_size=m.n_vocab, n_positions=m.seq, n_embd=m.d_model, n_layer=m.layers, n_head=m.n_heads,
-            n_inner=m.d_ff, rotary_dim=m.pe_rotary_dims, use_cache=False, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        )
-    ).train()  # fmt: skip
+    keys = config_json(config.model, np.dtype(np.float32)) | {"use_cache": False}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     run = torch.compile(model) if compiled else model
     batch = config.microbatch(config.mesh.shape(1))
-    tokens = torch.from_numpy(common.random_tokens(config, 1, batch)[0, :, : m.seq].astype(np.int64))
+    tokens = torch.from_numpy(common.random_tokens(config, 1, batch)[0, :, : config.seq].astype(np.int64))
 
     def step() -> None:
         run(input_ids=tokens, labels=tokens).loss.backward()

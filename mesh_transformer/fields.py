@@ -41,6 +41,13 @@ def size(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
+def _range(value: Any) -> tuple[int, int]:
+    first, last = map(size, value) if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
+    if first is None or last is None or first > last:
+        raise ValueError("not a range")
+    return first, last
+
+
 def _text(value: Any) -> Any:
     # a run may be named 2021
     if isinstance(value, int) and not isinstance(value, bool):
@@ -65,6 +72,8 @@ Rows = Annotated[Count, Unit("rows")]
 Devices = Annotated[Count, Unit("devices")]
 # unlimited: Python counts steps, and an interval that no run reaches means "never"
 Steps = Annotated[int, Strict(), Ge(1), BeforeValidator(whole), Unit("steps")]
+# the first and the last step
+StepRange = Annotated[tuple[int, int], BeforeValidator(_range), Unit("steps")]
 Sequences = Annotated[Count, Unit("sequences")]
 Mebibytes = Annotated[Count, Unit("MiB")]
 
@@ -90,12 +99,16 @@ class Size(NamedTuple):
     multiple_field: str = ""
     multiple: int = 1
 
+    @property
+    def whole(self) -> int:
+        """The size, rounded up."""
+        return -(-self.value // self.multiple) * self.multiple
+
 
 class Group(BaseModel):
     """A frozen group of fields that refuses unknown names. Null means absent."""
 
-    # the docstring below a field is its description
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -130,6 +130,21 @@ def make_folder(path: str) -> None:
         os.makedirs(path, exist_ok=True)
 
 
+def check_writable(folder: str) -> None:
+    """Refuse a local folder in which this process cannot create files. The folder need not exist.
+
+    Raises:
+        UserError: it is not writable, or it or a folder above it is a file.
+    """
+    existing = os.path.abspath(folder)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise UserError(f"{existing} is a file: choose another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{existing} is not writable: choose another folder")
+
+
 def list_dir(path: str) -> list[str]:
     """Sorted names of the files and folders in a folder; empty if the folder does not exist."""
     if not is_remote(path):
@@ -166,8 +181,14 @@ def replace(path: str, content: bytes) -> None:
 
 def _write_whole(path: str, write: Callable[[str], object]) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    write(f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)
+    partial = f"{path}.tmp"
+    try:
+        write(partial)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(partial)
+        raise
 
 
 def remove(path: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 
 from mesh_transformer import liveness
 from mesh_transformer.config import LoggingConfig
+from mesh_transformer.errors import UserError
 
 log = logging.getLogger("mesh_transformer")
 Scalars = Mapping[str, float]
@@ -98,6 +99,14 @@ class Progress:
         self._bar.close()
 
 
+def step_summary(scalars: Scalars) -> dict[str, str]:
+    """What a progress line shows of the metrics of a training step: loss, tokens/s, and the MFU if it is known."""
+    shown = {"loss": f"{scalars['train/loss']:.4f}", "tokens/s": f"{scalars['train/tokens_per_sec']:,.0f}"}
+    if "train/mfu" in scalars:
+        shown["mfu"] = f"{scalars['train/mfu']:.0%}"
+    return shown
+
+
 class Transfer:
     """Progress of a transfer of `total_bytes`: bytes done, rate and time left. Any thread may call `add`."""
 
@@ -164,7 +173,11 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
 
 
 def cut_broken_end(path: str) -> None:
-    """Remove the lines after the last record of a metrics file, with a warning."""
+    """Remove the lines after the last record of a metrics file, with a warning.
+
+    Raises:
+        UserError: the file has complete lines but no record, so it is not a metrics file.
+    """
     if not os.path.exists(path):
         return
     end, broken = 0, b""
@@ -174,6 +187,12 @@ def cut_broken_end(path: str) -> None:
                 end, broken = file.tell(), b""
             elif not broken:
                 broken = line.strip()
+        # a kill cuts a record short, and leaves no complete line
+        if broken and end == 0 and line.endswith(b"\n"):
+            raise UserError(
+                f"{path} has no record of a step, so it is not the metrics file of a run: choose another "
+                "checkpoint.model_dir, or move the file away"
+            )
         if broken:
             file.truncate(end)
             shown = broken[:60].decode("ascii", "backslashreplace")

@@ -61,6 +61,7 @@ def start_distributed() -> None:
         _check_can_listen(bind_address)
     if "cpu" in os.environ.get("JAX_PLATFORMS", ""):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        _share_compile_cache()
     jax.distributed.initialize(
         coordinator,
         count,
@@ -68,6 +69,19 @@ def start_distributed() -> None:
         coordinator_bind_address=bind_address,
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
     )
+
+
+def _share_compile_cache() -> None:
+    """Let all processes of a job on CPU read the programs that process 0 has stored.
+
+    JAX's keys contain a fingerprint of the topology. On CPU it differs between processes, and only process 0 stores
+    programs, so the others would compile all of them at each start. With the function that JAX uses for platforms
+    without a fingerprint, the keys contain the kinds of the devices instead.
+    """
+    from jax._src import cache_key
+
+    if hasattr(cache_key, "_hash_devices"):
+        cache_key._hash_accelerator_config = cache_key._hash_devices  # type: ignore[assignment]
 
 
 def _check_can_listen(address: str) -> None:
@@ -164,11 +178,6 @@ def vocab_columns(platform: str) -> int:
     return 1536 if platform == "cpu" else 1 << 16
 
 
-# HBM of one JAX device that a program can use, GiB; libtpu 0.0.42 names it when it refuses a larger program. v4-8: 4
-# devices.
-USABLE_GIB = {"v3-8": 15.48, "v4-8": 30.75, "v5e-8": 15.75, "v6e-8": 31.25}
-
-
 def slice_devices(name: str) -> Sequence[jax.Device]:
     """The devices of a TPU slice such as v3-32, as compilation targets. libtpu describes them; no TPU is needed.
 
@@ -182,6 +191,9 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # no device is opened, so that no lock is needed
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # without these, libtpu prints errors on a machine that has no TPU
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", kind.name)
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     # libtpu's name of the topology
     topology = f"{kind.generation.name.replace('v7x', 'tpu7x')}:{kind.topology}"
     options: dict[str, Any] = {}

@@ -1,6 +1,10 @@
 """Write the tables of docs/config.md from the fields of the config groups. Run it after a change of a field."""
 
-from collections.abc import Callable
+import ast
+import inspect
+from collections.abc import Iterable, Mapping
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic_core import PydanticUndefined
@@ -35,52 +39,90 @@ def _dimension(name: str) -> str:
     for switch, rules_of in SWITCHES.items():
         if (axes := rules_of(MeshConfig(**{switch: True}))[name]) and axes != plain:
             ways.append(f"{' x '.join(axes)} with `mesh.{switch}`")
+    if name == "kv_heads":
+        return f"| {name} | {'; '.join(ways)} | `model.n_kv_heads`; whole if the axis does not divide it |\n"
     fields = [
         f"`{size.field}`" + (f", rounded up by `{size.multiple_field}`" if size.multiple_field else "")
-        for size in EXAMPLE.sizes[name]
+        for size in EXAMPLE.sizes.get(name, [])
     ]
     return f"| {name} | {'; '.join(ways)} | {', '.join(fields)} |\n" if ways else ""
 
 
 def _table(name: str) -> str:
-    rows = [_row(name, field) for field in GROUPS[name].model_fields]
+    """The section of a group. A group with variants has a table of the common fields, and one for each class."""
+    variants, about = VARIANTS.get(name), Config.model_fields[name].annotation.__doc__
+    if variants is None:
+        return f"\n### {name}\n\n{about}\n\n{_rows(name, GROUPS[name], GROUPS[name].model_fields)}"
+    classes = variants.classes
+    common = [
+        field
+        for field in GROUPS[name].model_fields
+        if field != variants.tag and len(variants.having(field)) == len(classes)
+    ]
+    tag = f"- `{name}.{variants.tag}` selects the class: {', '.join(classes)}; default {next(iter(classes))}\n\n"
+    text = f"\n### {name}\n\n{about}\n\n{tag}{_rows(name, next(iter(classes.values())), common)}"
+    rows: dict[str, dict[str, str]] = {}
+    for chosen, group in classes.items():
+        own = [field for field in group.model_fields if field not in common and field != variants.tag]
+        text += f"\n#### {name}.{variants.tag} = {chosen}\n\n{_first_line(group)}\n\n"
+        rows[chosen] = {field: _row(name, group, field) for field in own}
+        if same := _shared(chosen, rows):
+            nearest, fields = same
+            text += f"As in {nearest}: {', '.join(f'`{field}`' for field in fields)}.\n\n"
+            own = [field for field in own if field not in fields]
+        if own:
+            text += _rows(name, group, own)
+    return text
+
+
+def _shared(chosen: str, rows: Mapping[str, Mapping[str, str]]) -> tuple[str, list[str]] | None:
+    """The earlier class that has most rows of a class, and these fields; None if it has fewer than three."""
+    same = {
+        earlier: [field for field, row in rows[chosen].items() if others.get(field) == row]
+        for earlier, others in rows.items()
+        if earlier != chosen
+    }
+    nearest = max(same, key=lambda earlier: len(same[earlier]), default=None)
+    return (nearest, same[nearest]) if nearest and len(same[nearest]) > 2 else None
+
+
+def _first_line(group: type[Group]) -> str:
+    return (group.__doc__ or "").partition("\n\n")[0]
+
+
+def _rows(name: str, group: type[Group], fields: Iterable[str]) -> str:
     header = "| field | allowed | unit | default | meaning | classic key |\n|---|---|---|---|---|---|\n"
-    return f"\n### {name}\n\n{Config.model_fields[name].annotation.__doc__}\n\n{header}" + "".join(rows)
+    return header + "".join(_row(name, group, field) for field in fields)
 
 
-def _row(name: str, field: str) -> str:
+def _row(name: str, group: type[Group], field: str) -> str:
     cells = (
         f"`{name}.{field}`",
-        _cell(name, field, describe.allowed),
-        _cell(name, field, describe.unit),
-        _cell(name, field, _default),
-        _only(name, field) + _cell(name, field, _meaning),
+        describe.allowed(group, field),
+        describe.unit(group, field),
+        _default(group, field),
+        _meaning(group, field),
         classic.CLASSIC_KEY.get((name, field), ""),
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
-def _cell(name: str, field: str, text: Callable[[type[Group], str], str]) -> str:
-    """The text of a field. If the classes of the group differ, one text for each class that has the field."""
-    variants = VARIANTS.get(name)
-    if variants is None or field == variants.tag:
-        return text(GROUPS[name], field)
-    texts = {owner: text(variants.classes[owner], field) for owner in variants.having(field)}
-    if len(set(texts.values())) == 1:
-        return next(iter(texts.values()))
-    return "; ".join(f"{owner}: {text}" for owner, text in texts.items())
-
-
-def _only(name: str, field: str) -> str:
-    """The classes that have a field, unless all have it."""
-    variants = VARIANTS.get(name)
-    if variants is None or len(owners := variants.having(field)) == len(variants.classes):
-        return ""
-    return f"({', '.join(owners)}) "
-
-
 def _meaning(group: type[Group], field: str) -> str:
-    return " ".join((group.model_fields[field].description or "").split())
+    """The docstring below a field, on one line."""
+    return next(texts[field] for base in group.__mro__ if field in (texts := _docstrings(base)))
+
+
+@cache
+def _docstrings(group: type) -> dict[str, str]:
+    """The docstrings below the fields that a class defines. pydantic could collect them, at each start of a command."""
+    (definition,) = ast.parse(inspect.getsource(group)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: " ".join(below.value.value.split())
+        for field, below in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }
 
 
 def _default(group: type[Group], field: str) -> str:

@@ -1,7 +1,9 @@
 """Eight virtual CPU devices, a compile cache and strict promotion, set before any test module imports jax."""
 
+import gc
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -14,6 +16,7 @@ from support.skipped import NO_SHARED, closing_lines
 
 if TYPE_CHECKING:
     from support.gcs_server import GcsServer
+    from support.hub_server import HubServer
 
 pytest_plugins = ["support.times"]
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -39,7 +42,8 @@ def set_up_caches(environment: dict[str, str] | os._Environ[str]) -> None:
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
     environment.setdefault("MPLCONFIGDIR", folder)
     environment.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(CACHE_BYTES))
-    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+    # smaller programs are ten times as many, and JAX looks at all of them for each one that it stores
+    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 
 def set_up_strictness(environment: dict[str, str] | os._Environ[str]) -> None:
@@ -48,14 +52,27 @@ def set_up_strictness(environment: dict[str, str] | os._Environ[str]) -> None:
     environment.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
 
+def set_up_seed(environment: dict[str, str] | os._Environ[str]) -> None:
+    """Draw the seed of random models anew in each run, unless it is given; workers get it with the environment."""
+    environment.setdefault("FAMILY_SEED", str(secrets.randbelow(1 << 31)))
+
+
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could choose the devices: which plugin did it?")
+# as in a command (runtime/cli.py): JAX's traces are many objects, and searches for garbage in them take time
+gc.set_threshold(5000)
 set_up_devices(os.environ)
 set_up_caches(os.environ)
 set_up_strictness(os.environ)
+set_up_seed(os.environ)
 # A shell's background job ignores SIGINT, and the commands under test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header() -> str:
+    """Say which random models this run has."""
+    return f"random models: FAMILY_SEED={os.environ['FAMILY_SEED']}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -129,6 +146,22 @@ def gcs(_gcs_server: "GcsServer") -> "Iterator[GcsServer]":
     _gcs_server.clear()
     yield _gcs_server
     _gcs_server.clear()
+
+
+@pytest.fixture(scope="session")
+def _hub_server() -> "Iterator[HubServer]":
+    from support.hub_server import HubServer
+
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def hub_server(_hub_server: "HubServer", tmp_path: Path) -> "Iterator[HubServer]":
+    """An empty loopback Hugging Face hub, which this process uses with an empty cache."""
+    _hub_server.clear()
+    with _hub_server.used(tmp_path / "hf_home"):
+        yield _hub_server
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

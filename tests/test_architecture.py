@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "mesh_transformer"
 RANKS = [
     {
+        "accelerators",
         "config",
         "families",
         "optimizers",
@@ -22,6 +23,7 @@ RANKS = [
         "logs",
         "errors",
         "files",
+        "hub",
         "liveness",
         "slices",
         "stop_signals",
@@ -30,6 +32,7 @@ RANKS = [
     {"ops"},
     {"models"},
     {"train", "infer"},
+    {"estimate"},
     {"checkpoint"},
     {"data"},
     {"runtime"},
@@ -41,7 +44,7 @@ RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 ROOMS = {
     "infer": [{"requests"}, {"sampling"}, {"programs", "scheduler"}, {"engine"}, {"scoring"}],
     "checkpoint": [
-        {"archive", "target", "tensors"},
+        {"archive", "origin", "target", "tensors"},
         {"identity"},
         {"classic", "hf", "native"},
         {"open", "load"},
@@ -52,11 +55,12 @@ ROOMS = {
         {"sampling"},
         {"convert", "evaluation", "serving"},
         {"training"},
+        {"preflight"},
     ],
     "cloud": [
         {"api", "archive", "hosts", "request", "shell"},
-        {"environment", "head", "ssh", "tpus"},
-        {"pod"},
+        {"environment", "head", "ssh", "state"},
+        {"pod", "tpus"},
         {"launch"},
     ],
     "cluster": [{"base"}, {"host"}, {"backends"}, {"driver"}],

@@ -46,11 +46,11 @@ def check_same_architecture(expected: ModelConfig, found: ModelConfig, where: st
     Raises:
         UserError: a field differs; the message names each.
     """
-    wanted, stored = expected.architecture(), found.architecture()
-    wrong = [name for name in wanted if name in stored and wanted[name] != stored[name]]
+    ours, stored = expected.architecture(), found.architecture()
+    wrong = [name for name in ours if name in stored and ours[name] != stored[name]]
     if not wrong:
         return
-    differences = [f"model.{name}: the config has {wanted[name]}, the checkpoint {stored[name]}" for name in wrong]
+    differences = [f"model.{name}: the config has {ours[name]}, the checkpoint {stored[name]}" for name in wrong]
     sets = " ".join(f"--set model.{name}={stored[name]}" for name in wrong)
     raise UserError(
         f"{where} does not match this config:\n  "

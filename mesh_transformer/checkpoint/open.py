@@ -4,12 +4,15 @@ import enum
 import re
 from typing import Any, NamedTuple
 
-from mesh_transformer import files
+from mesh_transformer import files, hub
+from mesh_transformer.checkpoint import origin
 from mesh_transformer.checkpoint.classic import folder as classic_folder
 from mesh_transformer.checkpoint.classic.source import ClassicSource
 from mesh_transformer.checkpoint.hf.source import HFSource, read_model
+from mesh_transformer.checkpoint.hf.writer import uniform_dtype
 from mesh_transformer.checkpoint.identity import check_model, recorded_model
 from mesh_transformer.checkpoint.native.source import COMMIT_MARKER, NativeSource, read_manifest
+from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError, listed
@@ -39,14 +42,21 @@ class ClassicRun(NamedTuple):
     aux: dict[str, Any]
 
 
-def find_checkpoint(path: str) -> CheckpointFolder:
-    """The checkpoint at `path`: a step folder, a run's folder (its newest step) or a Hugging Face folder.
+def find_checkpoint(path: str, *, weights: bool = True) -> CheckpointFolder:
+    """The checkpoint at `path`: a step folder, a run's folder (its newest step), a Hugging Face folder or a name on its
+    hub, hf://ORG/NAME[@REVISION].
 
     In a folder with native and classic steps the newest native step is used: a native run resumed from the classic one.
 
+    Args:
+        weights: False: from the hub, download only the files that describe the model.
+
     Raises:
-        UserError: there is no checkpoint, or its layout is not supported; the message lists the folder's contents.
+        UserError: there is no checkpoint, or its layout is not supported; the message lists the folder's contents. Or
+            the hub has no such model, or cannot be reached.
     """
+    if hub.is_name(path):
+        return CheckpointFolder(Format.HUGGING_FACE, hub.model_folder(path, weights=weights))
     path = path.rstrip("/") or "/"
     names = files.list_dir(path)
     if _is_native_step(path, names):
@@ -55,14 +65,15 @@ def find_checkpoint(path: str) -> CheckpointFolder:
         return CheckpointFolder(Format.NATIVE, files.join(path, native[-1]))
     if classic := classic_folder.find_step(path):
         return CheckpointFolder(Format.CLASSIC, classic)
-    weights = [name for name in names if _WEIGHTS.fullmatch(name)]
-    if weights and "config.json" not in names:
-        raise UserError(f"{path} holds {listed(weights)} but no config.json: put config.json into the folder")
-    if weights:
+    stored = [name for name in names if _WEIGHTS.fullmatch(name)]
+    if stored and "config.json" not in names:
+        raise UserError(f"{path} holds {listed(stored)} but no config.json: put config.json into the folder")
+    if stored:
         return CheckpointFolder(Format.HUGGING_FACE, path)
+    hint = "" if names or files.is_remote(path) else f"; a model on the Hugging Face hub is named {hub.FORM}"
     raise UserError(
         f"no checkpoint in {path}: expected the folder of a run or one of its step_N folders, a classic step_N folder "
-        f"with shard_0 in it, or a Hugging Face folder with config.json and weights; found {listed(names, most=8)}"
+        f"with shard_0 in it, or a Hugging Face folder with config.json and weights; found {listed(names, most=8)}{hint}"
     )
 
 
@@ -108,7 +119,7 @@ def check_only_step(root: str, step: int) -> None:
 
 
 def open_source(path: str, model: ModelConfig) -> TensorSource:
-    """Open the checkpoint at `path` (local or `gs://`) in any format; see `find_checkpoint`. Reads no tensor.
+    """Open the checkpoint at `path` in any format; see `find_checkpoint`. Reads no tensor.
 
     Raises:
         UserError: there is no checkpoint, or it is damaged or of another model.
@@ -124,11 +135,11 @@ def open_step(root: str, model: ModelConfig, step: int | None) -> TensorSource:
     """
     if step is None:
         return open_source(root, model)
-    names, wanted = files.list_dir(root), f"step_{step}"
-    if wanted not in names:
+    names, name = files.list_dir(root), f"step_{step}"
+    if name not in names:
         steps = classic_folder.step_numbers(names)
         raise UserError(f"no checkpoint of step {step} in {root}: available are {steps}")
-    return open_source(files.join(root, wanted), model)
+    return open_source(files.join(root, name), model)
 
 
 def open_folder(folder: CheckpointFolder, model: ModelConfig) -> TensorSource:
@@ -139,6 +150,28 @@ def open_folder(folder: CheckpointFolder, model: ModelConfig) -> TensorSource:
     source: TensorSource = NativeSource(folder.path) if native else ClassicSource(folder.path, model)
     check_model(source, model)
     return source
+
+
+def hf_files(folder: CheckpointFolder) -> str | None:
+    """The folder with config.json and the tokenizer of the Hugging Face folder that a checkpoint came from, if any."""
+    match folder.format:
+        case Format.HUGGING_FACE:
+            return folder.path
+        case Format.NATIVE if origin.FOLDER in files.list_dir(folder.path):
+            return files.join(folder.path, origin.FOLDER)
+    return None
+
+
+def origin_of(folder: CheckpointFolder, source: TensorSource) -> Origin | None:
+    """The Hugging Face folder that an open checkpoint came from, or is; None for others.
+
+    Raises:
+        UserError: a file is too large.
+    """
+    if folder.format is Format.NATIVE:
+        return origin.read_origin(folder.path, source.extra)
+    contents = origin.read_files(folder.path) if folder.format is Format.HUGGING_FACE else None
+    return None if contents is None else Origin(contents, uniform_dtype(source))
 
 
 def recorded_config(folder: CheckpointFolder) -> dict[str, Any] | None:
@@ -164,7 +197,7 @@ def recorded_config(folder: CheckpointFolder) -> dict[str, Any] | None:
     tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
     return {
         "model": model.model_dump(mode="json"),
-        "data": {"tokenizer": tokenizer} if isinstance(tokenizer, str) else None,
+        "data": {"tokenizer": tokenizer if isinstance(tokenizer, str) else None},
     }
 
 

@@ -3,6 +3,7 @@
 Orbax writes the checkpoints and `load.py` reads them.
 
     {root}/step_1000/state/      the tensors (OCDBT)
+    {root}/step_1000/hf/         if the run started from a Hugging Face folder: see origin.py
     {root}/step_1000/manifest/   shapes, dtypes, checksums and the caller's JSON: see native/manifest.py
     {root}/set_aside/step_1000/  a step that a later save moved away: damaged, or from an abandoned branch of the run
 
@@ -15,11 +16,12 @@ the folder and broadcasts the step. Each process reads the manifest and its own 
 succeeded: if one fails, all fail and fall back to the same earlier step.
 """
 
+import dataclasses
 import logging
 import os
 import re
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +38,7 @@ from mesh_transformer.checkpoint.identity import check_model, check_optimizer
 from mesh_transformer.checkpoint.load import fail_together, restore
 from mesh_transformer.checkpoint.native import manifest as manifests
 from mesh_transformer.checkpoint.native.source import CHUNK_BYTES, COMMIT_MARKER, NativeSource
+from mesh_transformer.checkpoint.origin import FOLDER, Origin
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint
 from mesh_transformer.config import ModelConfig, OptimizerConfig
 from mesh_transformer.errors import UserError, is_disk_full
@@ -43,9 +46,11 @@ from mesh_transformer.errors import UserError, is_disk_full
 log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 3600
+# Orbax lets each replica of an array write a slice of it, and compiles a program for each shape: not for small slices
+REPLICA_SLICE_BYTES = 1 << 20
 TEMPORARY = ".orbax-checkpoint-tmp"
 # the names that a save creates in the folder of a step
-STEP_FILES = {"state", "manifest", "_CHECKPOINT_METADATA", COMMIT_MARKER}
+STEP_FILES = {"state", "manifest", FOLDER, "_CHECKPOINT_METADATA", COMMIT_MARKER}
 
 
 class Checkpoint(NamedTuple):
@@ -94,8 +99,9 @@ class CheckpointStore:
         """The path of a step, which need not exist."""
         return files.join(self._root, f"step_{step}")
 
-    def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
-        """Save a pytree of arrays and the JSON `extra`; return when the arrays are copied to the host.
+    def save(self, step: int, state: Any, extra: dict[str, Any], origin: Origin | None = None) -> None:
+        """Save a pytree of arrays, the JSON `extra` and the files of `origin`; return when the arrays are copied to the
+        host.
 
         The step appears complete when the write is finished; `wait` returns then. After that, old steps that need not
         be kept are deleted. Before the write, damaged steps that `restore` skipped and finished steps with the same or
@@ -109,12 +115,14 @@ class CheckpointStore:
         manager = self._writer()
         # The folder may hold foreign files. All processes list it before the collective call in `describe`.
         foreign = files.list_dir(self.folder(step)) and not self._finished(f"step_{step}")
-        document = manifests.encode(manifests.describe(state, extra))
+        recorded = extra if origin is None else {**extra, "origin": origin.to_json()}
+        document = manifests.encode(manifests.describe(state, recorded))
         older = [old for old in manager.all_steps() if old >= step or old in self._damaged]
         self._set_aside([step, *older] if foreign else older)
         self._damaged.clear()
         tensors = ocp.args.PyTreeSave(state, save_args=jax.tree.map(_save_args, state))
-        args = ocp.args.Composite(state=tensors, manifest=ocp.args.JsonSave(document))
+        kept = {} if origin is None else {FOLDER: _SaveFiles(origin.files)}
+        args = ocp.args.Composite(state=tensors, manifest=ocp.args.JsonSave(document), **kept)
         with files.remote_call(self._root):
             manager.save(step, args=args, force=True)
 
@@ -262,8 +270,8 @@ class _StepNames:
         return getattr(self._standard, name)
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
-        found = self._standard.find_all(base_path)
-        return (step for step in found if not classic_folder.is_step(str(step.path)))
+        steps = self._standard.find_all(base_path)
+        return (step for step in steps if not classic_folder.is_step(str(step.path)))
 
 
 def _below_error(record: logging.LogRecord) -> bool:
@@ -298,6 +306,30 @@ def _save_args(leaf: Any) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if np.ndim(leaf) == 3 else ())
 
 
+class _FilesHandler(ocp.AsyncCheckpointHandler):
+    """Writes files into the folder of an item, in process 0."""
+
+    async def async_save(self, directory: Any, args: "_SaveFiles") -> list[Any]:
+        writing = self._write(directory, args.files)
+        return [ocp.future.CommitFutureAwaitingContractedSignals(writing, name="files")]
+
+    async def _write(self, directory: Any, contents: Mapping[str, bytes]) -> None:
+        for name, content in contents.items() if jax.process_index() == 0 else ():
+            (directory / name).write_bytes(content)
+
+    def save(self, directory: Any, args: "_SaveFiles") -> None:
+        raise NotImplementedError
+
+    def restore(self, directory: Any, args: Any = None) -> None:
+        raise NotImplementedError
+
+
+@ocp.args.register_with_handler(_FilesHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _SaveFiles(ocp.args.CheckpointArgs):
+    files: Mapping[str, bytes]
+
+
 def _barrier(*, key: str, timeout_ms: int) -> None:
     """Wait for the other processes of a save. Orbax also calls it while it handles the exception of a failed save."""
     # After a failure no other process reaches the barrier, and waiting would only hide the error.
@@ -321,5 +353,12 @@ def _manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.Checkpo
     )
     # gcsfs caches listings forever, even of folders that another client moves or deletes
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
-    handlers = {"state": ocp.PyTreeCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()}
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES)
+    handlers = {
+        "state": ocp.PyTreeCheckpointHandler(
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+        ),
+        "manifest": ocp.JsonCheckpointHandler(),
+        FOLDER: _FilesHandler(),
+    }
     return ocp.CheckpointManager(root, options=options, item_handlers=handlers)

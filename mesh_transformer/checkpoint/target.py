@@ -12,16 +12,21 @@ write to a path at a time.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mesh_transformer import files
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, listed
 from mesh_transformer.logs import log
 
 
 @contextlib.contextmanager
 def new_folder(
-    path: str, *, overwrite: bool = False, source: str | None = None, marker: str | None = None
+    path: str,
+    *,
+    overwrite: bool = False,
+    source: str | None = None,
+    marker: str | None = None,
+    replaceable: Callable[[str], object] = lambda _: True,
 ) -> Iterator[str]:
     """The temporary folder to write to, which does not exist yet.
 
@@ -29,16 +34,17 @@ def new_folder(
 
     Args:
         overwrite: whether to replace an existing folder.
+        replaceable: called with the path of the existing folder; whether it may be replaced. Default: any folder.
         source: the folder that is read in the block; `path` must not contain it.
         marker: the name of an empty file that is written last; for readers it marks the folder as complete.
 
     Raises:
-        UserError: `path` exists and is not an empty folder; nothing is changed.
+        UserError: as `check_free`; nothing is changed.
     """
     path = _absolute(path)
     partial = temporary_path(path, "partial")
     _recover(path, marker)
-    check_free(path, overwrite=overwrite, source=source)
+    check_free(path, overwrite=overwrite, source=source, replaceable=replaceable)
     if _exists(partial):
         log.warning("an earlier run was interrupted before %s was complete: its partial output is deleted", path)
         files.remove_tree(partial)
@@ -53,16 +59,29 @@ def new_folder(
         raise
 
 
-def check_free(path: str, *, overwrite: bool, source: str | None = None) -> None:
+def check_free(
+    path: str, *, overwrite: bool, source: str | None = None, replaceable: Callable[[str], object] = lambda _: True
+) -> None:
     """Refuse a target that exists already, or that contains the checkpoint to read.
 
     Raises:
-        UserError: `path` is a file, a non-empty folder that may not be overwritten, or a folder that contains `source`.
+        UserError: `path` is a file, a non-empty folder that may not be overwritten, or a folder that contains `source`;
+            or it cannot be created.
     """
+    if files.is_remote(path) and files.exists(temporary_path(path, "moving")):
+        # `new_folder` first completes the interrupted move, and checks again
+        return
     if not files.is_remote(path) and os.path.lexists(path) and not os.path.isdir(path):
         raise UserError(f"{path} is a file: choose a new folder")
-    if files.list_dir(path) and not overwrite:
+    names = files.list_dir(path)
+    if names and not replaceable(path):
+        raise UserError(
+            f"{path} exists already and is no checkpoint of this format, it holds {listed(names)}: choose another folder"
+        )
+    if names and not overwrite:
         raise UserError(f"{path} exists already: choose a new folder, or give --overwrite to replace it")
+    if not files.is_remote(path):
+        files.check_writable(os.path.dirname(os.path.abspath(path)))
     if source is not None and f"{_absolute(source)}/".startswith(f"{_absolute(path)}/"):
         raise UserError(f"{path} contains the checkpoint to read, {source}: choose a folder outside it")
 

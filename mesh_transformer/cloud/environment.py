@@ -77,10 +77,12 @@ def pins() -> str:
 
     Local versions (1.2+cpu) are left out, because package indexes do not have them.
     """
-    found = {
+    versions = {
         (name.lower().replace("_", "-"), distribution.version)
         for distribution in metadata.distributions()
         if (name := distribution.metadata["Name"])
     }
-    lines = [f"{name}=={version}\n" for name, version in sorted(found) if "+" not in version and name != DISTRIBUTION]
+    lines = [
+        f"{name}=={version}\n" for name, version in sorted(versions) if "+" not in version and name != DISTRIBUTION
+    ]
     return "".join(lines)

@@ -23,7 +23,8 @@ from mesh_transformer.cloud.hosts import Access, Host
 from mesh_transformer.cloud.pod import Pod
 from mesh_transformer.cloud.request import TpuRequest
 from mesh_transformer.cloud.shell import HomePath, Word, below
-from mesh_transformer.cloud.tpus import DAY_S, Tpu, TpuPhase, Tpus
+from mesh_transformer.cloud.state import Tpu, TpuPhase
+from mesh_transformer.cloud.tpus import DAY_S, Tpus
 from mesh_transformer.errors import RunError, UserError
 
 log = logging.getLogger(__name__)

@@ -131,11 +131,11 @@ class Pod:
         if worker_ids is None:
             return list(self.hosts)
         by_id = {host.worker_id: host for host in self.hosts}
-        wanted = list(worker_ids)
-        unknown = sorted(set(wanted) - set(by_id))
+        chosen = list(worker_ids)
+        unknown = sorted(set(chosen) - set(by_id))
         if unknown:
             raise UserError(f"no workers {unknown}: give some of {sorted(by_id)}")
-        return [by_id[worker_id] for worker_id in wanted]
+        return [by_id[worker_id] for worker_id in chosen]
 
     def _run_on_all(self, action: Action, worker_ids: Iterable[int] | None) -> list[Outcome]:
         """The outcomes, in the order of `_chosen`."""

@@ -1,154 +1,29 @@
 """TPU VMs and queued resources of one project and zone: create, find, list, wait, delete. All operations may be
 repeated."""
 
-import enum
 import logging
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from mesh_transformer.cloud import api
 from mesh_transformer.cloud.api import (
     ErrorKind,
     Timing,
-    TpuError,
     TpuFailed,
     TpuRefused,
     call,
     tpu_error,
     translated_errors,
 )
-from mesh_transformer.cloud.hosts import Host
 from mesh_transformer.cloud.request import TpuRequest
+from mesh_transformer.cloud.state import Tpu, TpuPhase, tpu_of
 from mesh_transformer.errors import UserError
 
 log = logging.getLogger(__name__)
 DAY_S = 24 * 3600.0
-
-
-class TpuPhase(enum.Enum):
-    """The life cycle of a TPU; each phase needs another reaction."""
-
-    # wait until it is ready
-    PENDING = "pending"
-    READY = "ready"
-    # its owner stopped it and can start it
-    STOPPED = "stopped"
-    # wait until it is deleted
-    DELETING = "deleting"
-    # preempted or failed: delete it and create another one
-    LOST = "lost"
-
-
-_NODE = {
-    "READY": TpuPhase.READY, "DELETING": TpuPhase.DELETING, "PREEMPTED": TpuPhase.LOST, "TERMINATED": TpuPhase.LOST,
-    "STOPPED": TpuPhase.STOPPED, "STOPPING": TpuPhase.STOPPED,
-}  # fmt: skip
-_QUEUED = {
-    "FAILED": TpuPhase.LOST, "SUSPENDED": TpuPhase.LOST, "SUSPENDING": TpuPhase.DELETING, "DELETING": TpuPhase.DELETING,
-    "ACTIVE": TpuPhase.READY,
-}  # fmt: skip
-_USABLE = {"HEALTH_UNSPECIFIED", "HEALTHY"}
-
-
-def phase_of(node: str | None, health: str, queued: str | None, *, spot: bool = False) -> TpuPhase:
-    """The phase of a TPU that exists.
-
-    Args:
-        node: state of its node, a name of `Node.State`; None without a node.
-        health: a name of `Node.Health`.
-        queued: state of its queued resource, a name of `QueuedResourceState.State`; None without one.
-        spot: whether it is a spot or preemptible TPU. Its state STOPPED means that Google preempted it.
-    """
-    in_queue = _QUEUED.get(queued, TpuPhase.PENDING) if queued is not None else TpuPhase.READY
-    if in_queue in (TpuPhase.LOST, TpuPhase.DELETING):
-        return in_queue
-    if node is None or in_queue is TpuPhase.PENDING:
-        return TpuPhase.PENDING
-    phase = _NODE.get(node, TpuPhase.PENDING)
-    if phase is TpuPhase.STOPPED and spot:
-        return TpuPhase.LOST
-    if phase is TpuPhase.READY and health not in _USABLE:
-        return TpuPhase.PENDING
-    return phase
-
-
-@dataclass(frozen=True)
-class Tpu:
-    """A TPU as the API describes it.
-
-    Args:
-        type: name of the type in the API.
-        state: the state in the API's words, for messages.
-        internal: internal addresses by TPU worker ID.
-        external: external addresses; "" for a host without one.
-        created: seconds since 1970; 0 if unknown.
-        queued_name: full name of its queued resource.
-        error: the error of its queued resource.
-    """
-
-    name: str
-    type: str
-    phase: TpuPhase
-    state: str
-    tier: str
-    runtime_version: str
-    internal: tuple[str, ...]
-    external: tuple[str, ...]
-    labels: dict[str, str]
-    created: float
-    queued_name: str | None
-    error: TpuError | None = None
-
-    def hosts(self, *, external: bool = False) -> tuple[Host, ...]:
-        """The hosts by TPU worker ID, with internal or external addresses."""
-        addresses = self.external if external else self.internal
-        return tuple(Host(worker_id, address) for worker_id, address in enumerate(addresses))
-
-
-def tpu_of(name: str, node: Any | None, queued: Any | None) -> Tpu:
-    """The `Tpu` of a `Node` and a `QueuedResource` of the API. One of them may be None."""
-    spec = node if node is not None else queued.tpu.node_spec[0].node  # type: ignore[union-attr]
-    tier = _tier(node, queued)
-    node_state = node.state.name if node is not None else None
-    health = node.health.name if node is not None else ""
-    queued_state = queued.state.state.name if queued is not None else None
-    words = [f"queue {queued_state}" if queued_state else "", node_state or ""]
-    words += [] if health in _USABLE else [health]
-    created = (node if node is not None else queued).create_time  # type: ignore[union-attr]
-    endpoints = list(node.network_endpoints) if node is not None else []
-    return Tpu(
-        name=name,
-        type=spec.accelerator_type,
-        phase=phase_of(node_state, health, queued_state, spot=tier in ("spot", "preemptible")),
-        state=", ".join(word for word in words if word),
-        tier=tier,
-        runtime_version=spec.runtime_version,
-        internal=tuple(endpoint.ip_address for endpoint in endpoints),
-        external=tuple(endpoint.access_config.external_ip for endpoint in endpoints),
-        labels=dict(spec.labels),
-        created=created.timestamp() if created else 0.0,
-        queued_name=queued.name if queued is not None else None,
-        error=_failure(name, queued),
-    )
-
-
-def _tier(node: Any | None, queued: Any | None) -> str:
-    if queued is not None:
-        return "spot" if "spot" in queued else "reserved" if "guaranteed" in queued else "on-demand"
-    scheduling = node.scheduling_config  # type: ignore[union-attr]
-    tiers = [tier for tier in ("spot", "preemptible", "reserved") if getattr(scheduling, tier)]
-    return tiers[0] if tiers else "on-demand"
-
-
-def _failure(name: str, queued: Any | None) -> TpuError | None:
-    if queued is None or queued.state.state.name != "FAILED":
-        return None
-    error = queued.state.failed_data.error
-    return api.from_status(f"TPU {name} in the queue", error.code, error.message or "failed without a reason")
 
 
 class Tpus:
@@ -187,10 +62,10 @@ class Tpus:
         Raises:
             TpuRefused: there is none.
         """
-        found = self.find(name)
-        if found is None:
+        tpu = self.find(name)
+        if tpu is None:
             raise tpu_error(f"TPU {name}", ErrorKind.NOT_FOUND, f"there is none in {self.zone} of {self.project}")
-        return found
+        return tpu
 
     def all(self) -> list[Tpu]:
         """All TPUs, created or queued, sorted by name."""
@@ -241,13 +116,13 @@ class Tpus:
         for host in tpu.hosts():
             fields = {"name": self._node_name(tpu.name), "worker_ids": [str(host.worker_id)]}
             answer = call(self._client.get_guest_attributes, doing, self.timing, **fields)
-            entries = [entry for found in answer.guest_attributes for entry in found.query_value.items]
+            entries = [entry for attributes in answer.guest_attributes for entry in attributes.query_value.items]
             keys[host.worker_id] = [
                 f"{entry.key} {entry.value}"
                 for entry in entries
                 if entry.key.startswith(("ssh-", "ecdsa-")) and entry.value
             ]
-        if missing := [worker_id for worker_id, found in keys.items() if not found]:
+        if missing := [worker_id for worker_id, lines in keys.items() if not lines]:
             raise TpuFailed(
                 f"TPU {tpu.name}: workers {missing} published no SSH host key: try again in a minute; if tpu_utils.py did not "
                 "create the TPU, give --known-hosts FILE with lines ADDRESS KEYTYPE KEY (docs/pod.md)",
@@ -261,23 +136,23 @@ class Tpus:
         polls = self._polls(doing, deadline)
         while True:
             pause_s = next(polls)
-            found = self.find(request.name)
-            if found is not None and found.phase is not TpuPhase.DELETING:
-                _require_same(found, request)
-            if found is None:
+            tpu = self.find(request.name)
+            if tpu is not None and tpu.phase is not TpuPhase.DELETING:
+                _require_same(tpu, request)
+            if tpu is None:
                 created = self._try_create(request, doing, deadline, recreate=recreate) or created
                 continue
-            if found.phase is TpuPhase.READY:
-                return found
-            if found.phase is TpuPhase.STOPPED:
+            if tpu.phase is TpuPhase.READY:
+                return tpu
+            if tpu.phase is TpuPhase.STOPPED:
                 raise UserError(
-                    f"TPU {found.name} is {found.state}: start it with `gcloud compute tpus tpu-vm start {found.name} --zone "
+                    f"TPU {tpu.name} is {tpu.state}: start it with `gcloud compute tpus tpu-vm start {tpu.name} --zone "
                     f"{self.zone}`, or delete it"
                 )
-            if found.phase is TpuPhase.LOST:
-                self._give_up_or_delete(found, doing, deadline, recreate=recreate, created=created)
+            if tpu.phase is TpuPhase.LOST:
+                self._give_up_or_delete(tpu, doing, deadline, recreate=recreate, created=created)
             else:
-                log.info("TPU %s: %s; next check in %.0f s", found.name, found.state, pause_s)
+                log.info("TPU %s: %s; next check in %.0f s", tpu.name, tpu.state, pause_s)
 
     def _polls(self, doing: str, deadline: float) -> Iterator[float]:
         """Yields the seconds until the next poll, then sleeps. After the deadline it raises an error."""
@@ -306,29 +181,29 @@ class Tpus:
             return False
         return True
 
-    def _give_up_or_delete(self, found: Tpu, doing: str, deadline: float, *, recreate: bool, created: bool) -> None:
+    def _give_up_or_delete(self, tpu: Tpu, doing: str, deadline: float, *, recreate: bool, created: bool) -> None:
         """Delete a lost TPU. Raise the error of a TPU that this call created and that the user must correct: it would
         fail again."""
-        if found.error is not None and created and isinstance(found.error, TpuRefused):
-            raise found.error
+        if tpu.error is not None and created and isinstance(tpu.error, TpuRefused):
+            raise tpu.error
         if not recreate:
-            raise found.error or TpuFailed(
-                f"TPU {found.name} is {found.state}: delete it and create it again, or use `create --again`",
+            raise tpu.error or TpuFailed(
+                f"TPU {tpu.name} is {tpu.state}: delete it and create it again, or use `create --again`",
                 ErrorKind.STOCKOUT,
             )
-        log.warning("TPU %s is %s: deleting it and creating it again", found.name, found.state)
-        self._delete(found.name, doing, deadline)
+        log.warning("TPU %s is %s: deleting it and creating it again", tpu.name, tpu.state)
+        self._delete(tpu.name, doing, deadline)
 
-    def _start_deletion(self, found: Tpu, doing: str, deadline: float) -> None:
-        log.info("deleting TPU %s (%s, %s)", found.name, found.type, found.state)
+    def _start_deletion(self, tpu: Tpu, doing: str, deadline: float) -> None:
+        log.info("deleting TPU %s (%s, %s)", tpu.name, tpu.type, tpu.state)
         # it may be deleted meanwhile
         with _ignoring(ErrorKind.NOT_FOUND):
-            if found.queued_name is None:
-                name = self._node_name(found.name)
+            if tpu.queued_name is None:
+                name = self._node_name(tpu.name)
                 self._run_operation(self._client.delete_node, doing, deadline, name=name)
             else:
                 # `force` deletes its node too
-                method, name = self._client.delete_queued_resource, found.queued_name
+                method, name = self._client.delete_queued_resource, tpu.queued_name
                 self._run_operation(method, doing, deadline, name=name, force=True)
 
     def _run_operation(self, method: Any, doing: str, deadline: float, **request: Any) -> None:
@@ -344,11 +219,11 @@ class Tpus:
     def _delete(self, name: str, doing: str, deadline: float) -> None:
         """Return when the TPU is deleted. A suspended queued resource without a node needs a second deletion."""
         for _ in self._polls(doing, deadline):
-            found = self.find(name)
-            if found is None:
+            tpu = self.find(name)
+            if tpu is None:
                 return
-            if found.phase is not TpuPhase.DELETING:
-                self._start_deletion(found, doing, deadline)
+            if tpu.phase is not TpuPhase.DELETING:
+                self._start_deletion(tpu, doing, deadline)
 
     def _get(self, method: Any, name: str, doing: str) -> Any | None:
         with _ignoring(ErrorKind.NOT_FOUND):
@@ -369,12 +244,13 @@ def _ignoring(kind: ErrorKind) -> Iterator[None]:
             raise
 
 
-def _require_same(found: Tpu, request: TpuRequest) -> None:
-    wanted = (request.type.name, request.tier, request.runtime())
-    there = (found.type, found.tier, found.runtime_version)
-    if wanted != there:
+def _require_same(tpu: Tpu, request: TpuRequest) -> None:
+    requested = (request.type.name, request.tier, request.runtime())
+    existing = (tpu.type, tpu.tier, tpu.runtime_version)
+    if requested != existing:
         raise UserError(
-            f"TPU {found.name} exists as {', '.join(there)}, not as {', '.join(wanted)}: use another name, or delete it first"
+            f"TPU {tpu.name} exists as {', '.join(existing)}, not as {', '.join(requested)}: use another name, or delete it "
+            "first"
         )
 
 

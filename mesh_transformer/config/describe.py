@@ -15,6 +15,7 @@ TYPES = {
     "boolean": "true or false",
     "string": "a string",
     "array": 'a list of strings, such as ["lambada", "piqa"]',
+    "range": "two whole numbers, the first 1 or more and the second not less than the first, such as [10, 13]",
     "object": 'one file, or an object that maps names to files, such as {"pile": "pile.val.index"}',
 }
 LIMITS = {
@@ -42,7 +43,8 @@ def _words(schema: dict[str, Any]) -> str:
         return "one of " + ", ".join(values)
     # only the error for a larger number mentions INT32_MAX
     limits = [text.format(schema[key]) for key, text in LIMITS.items() if schema.get(key, INT32_MAX) != INT32_MAX]
-    words = TYPES[schema["type"]] + (f", {' and '.join(limits)}" if limits else "")
+    kind = "range" if "prefixItems" in schema else schema["type"]
+    words = TYPES[kind] + (f", {' and '.join(limits)}" if limits else "")
     return f"{words} that is not empty" if "minLength" in schema else words
 
 

@@ -4,7 +4,7 @@ An override is `NAME=VALUE` (--set), or `-KEY` to ignore a key of the file (--ig
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from mesh_transformer import files
 from mesh_transformer.config import classic, names, strict_json
 from mesh_transformer.config.describe import allowed, choices, did_you_mean, schemas, short
-from mesh_transformer.config.schema import GROUPS, VARIANTS, Config, class_at
+from mesh_transformer.config.schema import GROUPS, VARIANTS, CheckpointConfig, Config, class_at
 from mesh_transformer.errors import UserError
 
 MAX_FILE_BYTES = 1 << 20
@@ -24,12 +24,16 @@ USAGE = "write --set NAME=VALUE, such as --set optimizer.total_steps=20"
 
 log = logging.getLogger(__name__)
 
+FindModel = Callable[[CheckpointConfig], dict[str, Any] | None]
+"""Returns the values of the group `model` for a file without this group; None if no checkpoint tells them."""
 
-def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
+
+def load_config(path: str, overrides: Sequence[str] = (), find_model: FindModel | None = None) -> Config:
     """Read `path` (local or gs://), apply the overrides in order, and validate.
 
     Args:
         overrides: `NAME=VALUE`, or `-KEY` to ignore a key of the file.
+        find_model: called if a file in the grouped spelling has no group `model`; the overrides apply to its result.
 
     Raises:
         UserError: the file, a key, a value or a combination of values is not usable.
@@ -40,7 +44,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
             raise UserError("the file is empty: a config is a JSON object, see the files under configs/")
         repeated: list[str] = []
         raw = strict_json.parse(text, repeated)
-        config, notes = _resolve(raw, overrides, repeated)
+        config, notes = _resolve(raw, overrides, repeated, find_model)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     for note in notes:
@@ -105,7 +109,9 @@ def _warn_once(line: str) -> None:
     log.warning("%s", line)
 
 
-def _resolve(raw: Any, overrides: Sequence[str], repeated: Sequence[str] = ()) -> tuple[Config, list[str]]:
+def _resolve(
+    raw: Any, overrides: Sequence[str], repeated: Sequence[str] = (), find_model: FindModel | None = None
+) -> tuple[Config, list[str]]:
     """The config, and a sentence for each value of a classic file that is not used as written."""
     if not isinstance(raw, dict):
         raise UserError(f"a config must be a JSON object ({{...}}), not {short(raw)}")
@@ -121,12 +127,27 @@ def _resolve(raw: Any, overrides: Sequence[str], repeated: Sequence[str] = ()) -
     notes = [f"{twice}: the last value is used" for twice in repeated]
     if flat:
         notes += classic.interpret(grouped, partial(is_set, changes))
+    elif find_model is not None and raw.get("model") is None:
+        _add_model(grouped, find_model)
     for group, variants in VARIANTS.items():
         variants.check(group, grouped.get(group, {}))
     try:
         return Config.model_validate(grouped), notes
     except ValidationError as error:
         raise UserError(_explain_all(error.errors())) from error
+
+
+def _add_model(grouped: dict[str, dict[str, Any]], find_model: FindModel) -> None:
+    try:
+        settings = CheckpointConfig.model_validate(grouped.get("checkpoint", {}))
+    except ValidationError:
+        # the validation of the whole config reports it
+        return
+    try:
+        found = find_model(settings) or {}
+    except UserError as error:
+        raise UserError(f"the group model is not given, and {error}") from error
+    grouped["model"] = {**found, **grouped.get("model", {})}
 
 
 def _groups(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -32,8 +32,14 @@ class MeshConfig(Group):
     """data-parallel replicas; the fsdp and tp devices of each replica hold all weights"""
     fsdp: Annotated[Devices, Axis("batch", "embed")] = 1
     """data-parallel shards that also split the weights and the optimizer state (FSDP, ZeRO-3)"""
-    tp: Annotated[Devices, Axis("heads", "mlp", "vocab")] = 1
+    cp: Annotated[Devices, Axis("seq", "block_seq")] = 1
+    """context parallelism: splits the positions of each sequence; the weights stay replicated"""
+    tp: Annotated[Devices, Axis("heads", "kv_heads", "mlp", "vocab")] = 1
     """tensor parallelism (Megatron): splits heads, feed-forward and vocabulary"""
+    context_mode: Literal["zigzag", "ring", "ulysses", "gather"] = "zigzag"
+    """how attention reads the positions of other devices of cp. zigzag: keys and values go around a ring, and each device
+    has an early and a late part of the sequence, so that all have the same work. ring: the same with consecutive
+    positions. ulysses: the heads are split instead of the positions. gather: each device gathers all keys and values"""
     zero1: Switch = False
     """also shard the optimizer state over dp; the weights stay replicated (ZeRO-1)"""
     shard_activations: Switch = False
@@ -61,19 +67,24 @@ class MeshConfig(Group):
         if over or (complete and left > 1):
             needs = f"= {product} devices" if complete else f"needs a multiple of {product} devices"
             raise UserError(
-                f"{' x '.join(f'mesh.{axis} {size}' for axis, size in given.items())} {needs}, found {n_devices}: "
+                f"{' x '.join(f'mesh.{axis} {given[axis]}' for axis in _changed(given))} {needs}, found {n_devices}: "
                 + _advice(given, n_devices)
             )
         return {axis: given.get(axis, left) for axis in AXES}
 
 
 def _advice(given: MeshShape, n_devices: int) -> str:
-    defaults = {axis: MeshConfig.model_fields[axis].default for axis in given}
-    changes = [f"--set mesh.{axis}={json.dumps(defaults[axis])}" for axis in given if given[axis] != defaults[axis]]
+    changes = [f"--set mesh.{axis}={json.dumps(default)}" for axis, default in _changed(given).items()]
     advice = f"pass {' '.join(changes)} to use the devices found"
     if n_devices == 1:
         advice += ", or, on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=8 to create eight devices"
     return advice
+
+
+def _changed(given: MeshShape) -> dict[str, int | None]:
+    """The axes with another size than the default, and that default."""
+    defaults = {axis: MeshConfig.model_fields[axis].default for axis in given}
+    return {axis: default for axis, default in defaults.items() if given[axis] != default}
 
 
 AXES = marks(MeshConfig, Axis)
@@ -84,9 +95,14 @@ def mesh_shape(**sizes: int) -> MeshShape:
     return dict.fromkeys(AXES, 1) | sizes
 
 
-# Parameters: layers, embed, heads, mlp, vocab. Activations: batch, seq, block_seq (the residual stream's
+def named(shape: MeshShape) -> str:
+    """The axes with more than one device, such as `dp 2 x tp 4`."""
+    return " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "one device"
+
+
+# Parameters: layers, embed, heads, kv_heads, mlp, vocab. Activations: batch, seq, block_seq (the residual stream's
 # sequence between blocks), act_embed; heads, mlp and vocab are shared with the parameters.
-DIMENSIONS = ("batch", "seq", "block_seq", "act_embed", "layers", "embed", "heads", "mlp", "vocab")
+DIMENSIONS = ("batch", "seq", "block_seq", "act_embed", "layers", "embed", "heads", "kv_heads", "mlp", "vocab")
 _RULES = {name: tuple(axis for axis, mark in AXES.items() if name in mark.splits) for name in DIMENSIONS}
 
 
@@ -101,9 +117,34 @@ def moment_rules(mesh: MeshConfig) -> Rules:
     return {**_RULES, "embed": (*_RULES["embed"], "dp")} if mesh.zero1 else _RULES
 
 
-def inference_rules() -> Rules:
-    """The rules for inference: weights as in training, every sequence on every data-parallel replica."""
-    return {**_RULES, "batch": None}
+def whole_sequence_rules(shape: MeshShape, sizes: Mapping[str, Sequence[Size]]) -> Rules:
+    """The rules for programs that do not split the positions of a sequence: sampling, serving and scoring.
+
+    The devices of cp split what tp splits, if they divide all of these sizes; else what fsdp splits of the weights; else
+    nothing.
+
+    Args:
+        sizes: of the dimensions of the model.
+    """
+    rules = {name: _without(axes, "cp") for name, axes in _RULES.items()}
+    if shape["cp"] == 1:
+        return rules
+    for axis, folded in ("tp", ("cp", "tp")), ("fsdp", ("fsdp", "cp")):
+        split = {
+            name: _replaced(axes, axis, folded) for name, axes in rules.items() if axis in axes and name != "batch"
+        }
+        by = {name: math.prod(shape[axis] for axis in axes) for name, axes in split.items()}
+        if all(size.whole % by[name] == 0 for name in split for size in sizes.get(name, ())):
+            return {**rules, **split}
+    return rules
+
+
+def _without(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
+    return _replaced(axes, axis, ())
+
+
+def _replaced(axes: tuple[str, ...], axis: str, others: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(new for old in axes for new in (others if old == axis else (old,)))
 
 
 SWITCHES: dict[str, Callable[[MeshConfig], Rules]] = {
@@ -134,8 +175,26 @@ def check_sizes(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape: Me
                 _check(size, by_what, parts(shape, rules, name), also)
 
 
-def _check(size: Size, by_what: str, by: int, also: str) -> None:
-    whole = math.ceil(size.value / size.multiple) * size.multiple
+def check_context(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape: MeshShape) -> None:
+    """Refuse a size that `mesh.context_mode` cannot split.
+
+    Raises:
+        UserError: names the field, the axes, sizes that are divisible, and a mode without this condition.
+    """
+    cp = shape["cp"]
+    if cp == 1:
+        return
+    if mesh.context_mode == "zigzag":
+        for size in sizes["seq"]:
+            _check(size, "mesh.cp", cp, ", or set mesh.context_mode=ring", times=2)
+    if mesh.context_mode == "ulysses":
+        for size in sizes["heads"]:
+            _check(size, "mesh.cp x mesh.tp", cp * shape["tp"], ", or set mesh.context_mode=zigzag")
+
+
+def _check(size: Size, by_what: str, count: int, also: str, times: int = 1) -> None:
+    """Refuse a size that `times` x `count` does not divide."""
+    whole, by = size.whole, times * count
     if whole % by == 0:
         return
     what, below, above = f"{size.field} {size.value}", whole // by * by, (whole // by + 1) * by
@@ -143,8 +202,9 @@ def _check(size: Size, by_what: str, by: int, also: str) -> None:
     if size.multiple_field:
         what += f", rounded up to {whole} by {size.multiple_field} {size.multiple},"
         change = f"{size.multiple_field} to {math.lcm(size.multiple, by)}"
-    divisor = max(divisor for divisor in _divisors(whole) if divisor < by)
-    raise UserError(f"{what} is not divisible by {by_what} {by}: set {change}, or {by_what} to {divisor}{also}")
+    divisor = max((n for n in _divisors(whole) if n < count and whole % (times * n) == 0), default=1)
+    needs = f"{times} x {by_what}" if times > 1 else by_what
+    raise UserError(f"{what} is not divisible by {needs} {count}: set {change}, or {by_what} to {divisor}{also}")
 
 
 def _divisors(value: int) -> Iterator[int]:

@@ -45,6 +45,7 @@ _ALIASES_OF = {
     "compute.dtype": "dtype precision torch_dtype",
     "compute.remat": "gradient_checkpointing activation_checkpointing checkpoint_activations",
     "mesh.tp": "mp model_parallel tensor_parallel tp_size mp_size",
+    "mesh.cp": "context_parallel context_parallel_size cp_size sequence_parallel sp ring_degree",
     "mesh.dp": "data_parallel dp_size",
     "optimizer.name": "optim optimizer_name optimizer_type optim_type",
     "optimizer.lr": "learning_rate max_lr peak_lr lr_max",

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Ge
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from mesh_transformer.config.mesh import MeshConfig, MeshShape, check_sizes, mesh_shape, parts, training_rules
+from mesh_transformer.config.mesh import (
+    MeshConfig,
+    MeshShape,
+    check_context,
+    check_sizes,
+    mesh_shape,
+    parts,
+    training_rules,
+)
 from mesh_transformer.config.variants import Variants
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
@@ -23,6 +31,7 @@ from mesh_transformer.fields import (
     Positive,
     Sequences,
     Size,
+    StepRange,
     Steps,
     Switch,
     Text,
@@ -73,14 +82,14 @@ class DataConfig(Group):
     """length of a training sequence"""
     tokenizer: OptionalText = None
     """`bytes`, a folder with tokenizer files, or a name on the Hugging Face hub such as gpt2; for .txt files and
-    samples"""
+    samples; absent: that of the checkpoint, else gpt2"""
     shuffle: Switch = False
     """shuffle files and records; false: keep the order of the index and of its files"""
     shuffle_window: Annotated[Count, Unit("records")] = 16384
     """size of the shuffle buffer"""
     batch_across_files: Switch = False
     """batches may span record files; false: an incomplete batch at the end of a file is dropped, as in the original"""
-    restart: bool = False
+    restart: Switch = False
     """a resumed run reads the training data from the beginning instead of from where it stopped"""
     read_by: Literal["host", "driver"] = "host"
     """what reads train_set under train.py: each host reads its own share, or the driver reads all and streams it to the
@@ -167,6 +176,13 @@ class LoggingConfig(Group):
     """Weights & Biases project; absent: do not log there"""
     tensorboard: Switch = True
     """write TensorBoard event files into model_dir/tensorboard"""
+    plot: Switch = True
+    """plot the losses to model_dir/loss.png during the run and at its end"""
+    profile_steps: StepRange | None = None
+    """first and last step of a trace for TensorBoard and Perfetto, which is written into model_dir/profile"""
+    op_table: Switch = False
+    """write a table of the compiled step's operations, with estimated times on a TPU or a GPU, to
+    model_dir/profile/op_table.tsv"""
 
 
 class ClusterConfig(Group):
@@ -201,7 +217,7 @@ class Config(Group):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_sizes(self.sizes, self.mesh, mesh_shape(**self.mesh.given))
+        self._check_mesh(mesh_shape(**self.mesh.given))
         if self.seq > self.model.seq:
             raise UserError(
                 f"data.seq {self.seq} exceeds model.seq {self.model.seq}: lower data.seq or raise model.seq"
@@ -242,8 +258,12 @@ class Config(Group):
             UserError: the axes do not fit these devices, or do not divide a size.
         """
         shape = self.mesh.shape(n_devices)
-        check_sizes(self.sizes, self.mesh, shape)
+        self._check_mesh(shape)
         return shape
+
+    def _check_mesh(self, shape: MeshShape) -> None:
+        check_sizes(self.sizes, self.mesh, shape)
+        check_context(self.sizes, self.mesh, shape)
 
 
 VARIANTS = marks(Config, Variants)

@@ -59,7 +59,7 @@ class Variants:
                 continue
             owners = self.having(field)
             raise UserError(
-                f"{group}.{field} is a field of {where} {' and '.join(owners)}, not of {name}: remove it "
+                f"{group}.{field} is a field of {where} {', '.join(owners)}, not of {name}: remove it "
                 f"(--set {group}.{field}=null), or set {where}={owners[0]}" + did_you_mean(field, own, f"{group}.")
             )
 

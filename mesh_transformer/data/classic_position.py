@@ -41,10 +41,10 @@ def classic_position(source: str, stored: Any, batch: int) -> Position:
         )
     place = len(used)
     with RecordReader(listed[place]) as reader:
-        wanted = (number + 1) * batch
-        while reader.number < wanted and reader.read(keep=False) is not None:
+        next_record = (number + 1) * batch
+        while reader.number < next_record and reader.read(keep=False) is not None:
             pass
-        if reader.number < wanted:
+        if reader.number < next_record:
             raise UserError(
                 f"the run had taken {number + 1} batches of {batch} sequences from {listed[place]}, which holds only "
                 f"{reader.number}: restore the former file and batch size, {_INSTEAD}"

@@ -40,14 +40,14 @@ _Example = message_factory.GetMessageClass(_pool.FindMessageTypeByName("mesh_tra
 
 
 def encode_example(tokens: np.ndarray) -> bytes:
-    """The serialised Example of `tokens`, non-negative integers (n,)."""
+    """The serialized Example of `tokens`, non-negative integers (n,)."""
     example = _Example()
     example.features.feature["text"].int64_list.value.extend(tokens.tolist())
     return example.SerializeToString()
 
 
 def decode_example(data: bytes) -> np.ndarray:
-    """The tokens of a serialised Example, int32 (n,).
+    """The tokens of a serialized Example, int32 (n,).
 
     Raises:
         UserError: `data` is no Example, or its `text` is missing, of bytes or floats, or outside 0..2**31 - 1.

@@ -5,7 +5,7 @@ Every host reads the whole stream and decodes only its own rows. The state of a 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,12 @@ class Loader(Iterator[np.ndarray], Protocol):
 
     def close(self) -> None:
         """Stop reading ahead and release the files."""
+
+
+class Batches(Protocol):
+    """Batches that can be read several times, each time from the first one."""
+
+    def __iter__(self) -> Loader: ...
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ def make_val_loader(
     n_vocab: int | None = None,
     tokenizer: str | None = None,
     prefetch: int = 2,
-) -> Iterable[np.ndarray]:
+) -> Batches:
     """Validation batches, int32 arrays (rows, seq + 1); each iteration starts with the first record.
 
     The records that fill no batch at the end of a file are dropped. Without `repeat` an iteration ends with the last

@@ -1,4 +1,4 @@
-"""Makes record files from text: tokenises documents, shuffles and joins them, and cuts sequences of equal length.
+"""Makes record files from text: tokenizes documents, shuffles and joins them, and cuts sequences of equal length.
 
 The tokens lie in a temporary file. Memory holds a few numbers for each document and sequence.
 """
@@ -21,7 +21,7 @@ from mesh_transformer.data.corpus import Piece, file_pieces
 from mesh_transformer.data.records import write_records
 from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
-from mesh_transformer.files import check_credentials, is_remote, join, open_binary, upload
+from mesh_transformer.files import check_credentials, check_writable, is_remote, join, open_binary, upload
 from mesh_transformer.logs import Progress
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Options:
         preserve_data_order: do not shuffle documents and sequences.
         min_unique_tokens: drop sequences with fewer distinct tokens.
         n_repack_epochs: passes over the documents; each pass cuts them at other places.
-        treat_eot_as_text: tokenise `<|endoftext|>` as ordinary characters; otherwise it ends a document.
+        treat_eot_as_text: tokenize `<|endoftext|>` as ordinary characters; otherwise it ends a document.
         normalize_with_ftfy: repair broken Unicode, NFKC.
         normalize_with_wikitext_detokenize: undo the spacing of the WikiText corpora.
     """
@@ -58,11 +58,9 @@ class Options:
     normalize_with_wikitext_detokenize: bool = False
 
     def __post_init__(self) -> None:
-        if self.seq < 1 or self.n_repack_epochs < 1 or self.min_unique_tokens < 0 or self.seed < 0:
-            raise UserError(
-                f"the sequence length ({self.seq}) and the repack epochs ({self.n_repack_epochs}) must be at least 1, "
-                f"the minimum of unique tokens ({self.min_unique_tokens}) and the seed ({self.seed}) at least 0"
-            )
+        for name, least in {"seq": 1, "n_repack_epochs": 1, "min_unique_tokens": 0, "seed": 0}.items():
+            if (value := getattr(self, name)) < least:
+                raise UserError(f"--{name.replace('_', '-')} {value}: must be {least} or more")
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,8 @@ def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, 
     """Write `{name}_{sequences}.tfrecords` into `output_dir` from `files` (see `input_files`).
 
     Raises:
-        UserError: bad input, or less text than one sequence. Nothing is left behind.
+        UserError: bad input, an output folder that is not writable, or less text than one sequence. Nothing is left
+            behind.
     """
     if not name or os.path.basename(name) != name:
         raise UserError(f"the output's name {name!r} is not a plain file name: choose the folder with --output-dir")
@@ -89,6 +88,7 @@ def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, 
     if remote:
         check_credentials()
     else:
+        check_writable(output_dir)
         os.makedirs(output_dir, exist_ok=True)
     with scratch_file("." if remote else output_dir) as scratch:
         written = write_corpus(files, scratch, tokenizer, options)
@@ -108,9 +108,9 @@ def cached_records(path: str, seq: int, tokenizer: str | None) -> str:
     tokens = load_tokenizer(tokenizer)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = os.path.join(base, "mesh_transformer", "datasets")
-    begun = hashlib.sha256(f"{_CACHE_FORMAT} {seq} {tokens.fingerprint}\n".encode())
+    prefix = hashlib.sha256(f"{_CACHE_FORMAT} {seq} {tokens.fingerprint}\n".encode())
     with open_binary(path) as file:
-        key = hashlib.file_digest(file, begun.copy).hexdigest()[:32]  # type: ignore[arg-type]
+        key = hashlib.file_digest(file, prefix.copy).hexdigest()[:32]  # type: ignore[arg-type]
     stem = os.path.splitext(os.path.basename(path))[0]
     target = os.path.join(folder, f"{stem}-{key}.tfrecords")
     if not os.path.isfile(target):
@@ -128,7 +128,7 @@ def write_corpus(files: list[str], path: str, tokenizer: Tokenizer, options: Opt
         UserError: bad input, or less text than one sequence.
     """
     with TokenStore(os.path.dirname(path) or ".", tokenizer.n_vocab) as store:
-        null_lines = _tokenise(files, store, tokenizer, options)
+        null_lines = _tokenize(files, store, tokenizer, options)
         length = options.seq + 1
         if store.n_tokens * options.n_repack_epochs < length:
             raise UserError(
@@ -250,7 +250,7 @@ def scratch_file(folder: str) -> Iterator[str]:
             os.remove(path)
 
 
-def _tokenise(files: list[str], store: TokenStore, tokenizer: Tokenizer, options: Options) -> int:
+def _tokenize(files: list[str], store: TokenStore, tokenizer: Tokenizer, options: Options) -> int:
     """Add the documents to `store`. Returns the number of JSON lines with null for their text."""
     null_lines = 0
     clean = make_cleaner(options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize)

@@ -57,9 +57,13 @@ class RecordReader:
     def __init__(self, path: str, number: int = 0, offset: int = 0):
         self.path, self.number, self.offset = path, number, offset
         self._file, self._size = _open(path)
-        if self._size is not None and offset > self._size:
-            raise self._damaged(f"the file has only {self._size} bytes")
-        self._skip(offset)
+        try:
+            if self._size is not None and offset > self._size:
+                raise self._damaged(f"the file has only {self._size} bytes")
+            self._skip(offset)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self

@@ -3,51 +3,61 @@
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from mesh_transformer import liveness
+from mesh_transformer import hub
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary
 
 EOT_TEXT = "<|endoftext|>"
 # replaces bytes that are not UTF-8
 UNKNOWN = "\ufffd"
+MAX_TEMPLATE_CHARS = 1 << 20
 # a token of one byte, in vocabularies of characters
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "config.json",
-)
+# config.json may name the class of the tokenizer
+_FILES = (*hub.TOKENIZER_FILES, *hub.CONFIG_FILES)
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_END_TOKENS = 15
 
 
 class Tokenizer(Protocol):
     """The interface of a tokenizer.
 
-    Ids are 0..n_vocab - 1. `eot` ends a document. Tokenizers that give the same ids have the same `fingerprint`.
+    Ids are 0..n_vocab - 1. `bos` begins a text, for some models; `eot` ends a document; each of `end_tokens` ends a completion, `eot` too. Tokenizers that
+    give the same ids have the same `fingerprint`. `chat_template` is the source of a `ChatTemplate`, if there is one,
+    and `special_names` its variables: `bos_token`, `eos_token` and so on.
     """
 
     n_vocab: int
+    bos: int | None
     eot: int
+    end_tokens: tuple[int, ...]
     fingerprint: str
+    chat_template: str | None
+    special_names: Mapping[str, str]
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`. Names of special tokens become their ids."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The ids of `text`. Names of special tokens become their ids.
+
+        Args:
+            add_special_tokens: add those that the tokenizer puts around a text, such as a start token.
+        """
 
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text. Names of special tokens are ordinary characters."""
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, without special tokens and ids outside the vocabulary."""
+    def decode(self, ids: Iterable[int], *, special_names: bool = False) -> str:
+        """The text of `ids`, without ids outside the vocabulary, and without special tokens or with their names."""
+
+    def token_name(self, token: int) -> str:
+        """The name of a token in the vocabulary; empty for an id outside of it."""
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds inside a text; perhaps a part of a character.
@@ -60,17 +70,25 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0..255, and 256 for the end of a document."""
 
     n_vocab = 257
+    bos: int | None = None
     eot = 256
+    end_tokens: tuple[int, ...] = (256,)
     fingerprint = "bytes"
+    chat_template: str | None = None
+    special_names: Mapping[str, str] = {"eos_token": EOT_TEXT}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return bytes(i for i in map(int, ids) if 0 <= i < self.eot).decode("utf-8", "replace")
+    def decode(self, ids: Iterable[int], *, special_names: bool = False) -> str:
+        known = (i for i in map(int, ids) if special_names or i != self.eot)
+        return b"".join(map(self.token_bytes, known)).decode("utf-8", "replace")
+
+    def token_name(self, token: int) -> str:
+        return f"<0x{token:02X}>" if 0 <= token < self.eot else self.token_bytes(token).decode()
 
     def token_bytes(self, token: int) -> bytes:
         if token == self.eot:
@@ -79,29 +97,40 @@ class ByteTokenizer:
 
 
 class HubTokenizer:
-    """A fast Hugging Face tokenizer. It adds no start and end tokens."""
+    """A fast Hugging Face tokenizer. It adds start and end tokens only where it is asked to.
 
-    def __init__(self, tokenizer: Any, name: str):
+    Args:
+        end_tokens: the tokens that end a completion, besides the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: Any, name: str, end_tokens: Iterable[int] = ()):
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self.n_vocab = len(tokenizer)
-        self.eot = _eot_id(self._backend, tokenizer, name)
+        self.bos, self.eot = tokenizer.bos_token_id, _eot_id(self._backend, tokenizer, name)
+        own = [self.eot] if tokenizer.eos_token_id is None else [self.eot, tokenizer.eos_token_id]
+        self.end_tokens = tuple(dict.fromkeys([*own, *end_tokens]))
+        self.chat_template = _chat_template(tokenizer, name)
+        self.special_names = tokenizer.special_tokens_map
         self.fingerprint = hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         self._backend.encode_special_tokens = False
         # `encode` would hold the interpreter lock and block all other threads
-        return self._backend.encode_batch_fast([_valid(text)], add_special_tokens=False)[0].ids
+        return self._backend.encode_batch_fast([_valid(text)], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
         self._backend.encode_special_tokens = True
         valid = [_valid(text) for text in texts]
         return [found.ids for found in self._backend.encode_batch_fast(valid, add_special_tokens=False)]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], *, special_names: bool = False) -> str:
         known = [i for i in map(int, ids) if 0 <= i < self.n_vocab]
-        return self._backend.decode(known, skip_special_tokens=True)
+        return self._backend.decode(known, skip_special_tokens=not special_names)
+
+    def token_name(self, token: int) -> str:
+        return self._backend.id_to_token(token) or "" if 0 <= token < self.n_vocab else ""
 
     def token_bytes(self, token: int) -> bytes:
         if not 0 <= token < self.n_vocab:
@@ -121,8 +150,8 @@ def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
     """The tokenizer that `spec` names.
 
     Args:
-        spec: `bytes`, a folder with tokenizer files, or a name on the Hugging Face hub; None: `folder` if it holds
-            tokenizer files, else gpt2 from the hub.
+        spec: `bytes`, a folder with tokenizer files, or a name on the Hugging Face hub, with or without hf://; None:
+            `folder` if it holds tokenizer files, else gpt2 from the hub.
         folder: a model's folder, which may hold a tokenizer.
 
     Raises:
@@ -130,9 +159,11 @@ def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
     """
     if spec == "bytes":
         return ByteTokenizer()
-    if spec is None and folder is not None and _has_tokenizer(folder):
+    if spec is None and folder is not None and has_tokenizer(folder):
         spec = folder
     spec = spec or "gpt2"
+    if hub.is_name(spec):
+        return _from_folder(_download(spec), spec)
     if is_remote(spec):
         with tempfile.TemporaryDirectory() as copy:
             _copy(spec, copy, _FILES)
@@ -151,7 +182,7 @@ def save_tokenizer(spec: str, folder: str) -> None:
         UserError: there is no such tokenizer.
     """
     source = spec if is_remote(spec) or os.path.isdir(spec) else _download(spec)
-    _copy(source, folder, [name for name in _FILES if name != "config.json"])
+    _copy(source, folder, hub.TOKENIZER_FILES)
 
 
 _WAY_OUT = (
@@ -160,7 +191,8 @@ _WAY_OUT = (
 )
 
 
-def _has_tokenizer(folder: str) -> bool:
+def has_tokenizer(folder: str) -> bool:
+    """Whether a folder, local or `gs://`, holds tokenizer files."""
     return any(exists(join(folder, name)) for name in ("tokenizer.json", "vocab.json"))
 
 
@@ -174,16 +206,10 @@ def _copy(source: str, target: str, names: Iterable[str]) -> None:
 
 def _download(name: str) -> str:
     """The folder with the tokenizer files of hub repository `name`."""
-    import huggingface_hub
-
     try:
-        with liveness.service_call():
-            return huggingface_hub.snapshot_download(name, allow_patterns=list(_FILES))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0][:200]
-        raise UserError(
-            f"tokenizer {name!r} is no folder here and could not be fetched from the Hugging Face hub ({reason}): {_WAY_OUT}"
-        ) from error
+        return hub.tokenizer_folder(name)
+    except UserError as error:
+        raise UserError(f"tokenizer {name!r} is no folder here: {error}; {_WAY_OUT}") from error
 
 
 def _from_folder(folder: str, name: str) -> HubTokenizer:
@@ -191,7 +217,7 @@ def _from_folder(folder: str, name: str) -> HubTokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 
-    if not _has_tokenizer(folder):
+    if not has_tokenizer(folder):
         raise UserError(f"{name}: no tokenizer files in this folder; {_WAY_OUT}")
     has = {file for file in _FILES if os.path.isfile(os.path.join(folder, file))}
     if has & {"tokenizer_config.json", "config.json"}:
@@ -205,7 +231,7 @@ def _from_folder(folder: str, name: str) -> HubTokenizer:
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False) or len(tokenizer) <= 1:
         raise UserError(f"{name}: its tokenizer is empty or not supported; {_WAY_OUT}")
-    found = HubTokenizer(tokenizer, name)
+    found = HubTokenizer(tokenizer, name, _end_tokens(folder, name))
     # some faults of a normalizer or a decoder appear only in use
     with _errors_explained(place), contextlib.suppress(Exception):
         found.decode(found.encode("a é"))
@@ -233,6 +259,33 @@ def _eot_id(backend: Any, tokenizer: Any, name: str) -> int:
             f"{name}: its tokenizer has no end-of-text token: add an eos_token to its tokenizer_config.json"
         )
     return int(eot)
+
+
+def _end_tokens(folder: str, name: str) -> list[int]:
+    """The ids in `eos_token_id` of generation_config.json, or of config.json if there is no such file."""
+    files = [file for file in ("generation_config.json", "config.json") if os.path.isfile(os.path.join(folder, file))]
+    if not files:
+        return []
+    place = join(name, files[0])
+    with open(os.path.join(folder, files[0]), "rb") as file:
+        content = file.read(_MAX_CONFIG_BYTES + 1)
+    try:
+        found = json.loads(content).get("eos_token_id") if len(content) <= _MAX_CONFIG_BYTES else None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{place} is not a JSON object ({error}): correct it or delete it") from error
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if len(ids) > _MAX_END_TOKENS or not all(type(id) is int and 0 <= id < 2**31 for id in ids):
+        raise UserError(f"{place}: eos_token_id must be a token ID or a list of at most {_MAX_END_TOKENS}; got {found}")
+    return ids
+
+
+def _chat_template(tokenizer: Any, name: str) -> str | None:
+    """The default chat template. A folder may have several."""
+    found = tokenizer.chat_template
+    source = found.get("default") if isinstance(found, dict) else found
+    if source is not None and not (isinstance(source, str) and len(source) <= MAX_TEMPLATE_CHARS):
+        raise UserError(f"{name}: its chat template must be a text of at most {MAX_TEMPLATE_CHARS} characters")
+    return source
 
 
 @functools.cache

@@ -1,9 +1,17 @@
 """Model families as data. A family is one file in this folder and one line here."""
 
-from mesh_transformer.families import gpt_neox, gptj
+from mesh_transformer.families import gemma, gemma2, gpt2, gpt_neo, gpt_neox, gptj, llama, mistral, qwen2, qwen3
 from mesh_transformer.families.base import ModelConfig
 
 FAMILIES: dict[str, type[ModelConfig]] = {
     "gptj": gptj.Config,
     "gpt_neox": gpt_neox.Config,
+    "gpt2": gpt2.Config,
+    "gpt_neo": gpt_neo.Config,
+    "llama": llama.Config,
+    "mistral": mistral.Config,
+    "qwen2": qwen2.Config,
+    "qwen3": qwen3.Config,
+    "gemma": gemma.Config,
+    "gemma2": gemma2.Config,
 }

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.spec import Decoder, Tensor
+from mesh_transformer.families.spec import Activation, Decoder, Tensor
 from mesh_transformer.fields import (
     INT32_MAX,
     CountOrZero,
@@ -30,6 +30,10 @@ _HARMLESS = re.compile(
     re.VERBOSE,
 )
 
+TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+# the values of config.json for the activations of feed-forward layers without a gate
+ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", **dict.fromkeys(TANH_GELUS, "gelu_tanh"), "relu": "relu"}
+
 
 class ConfigJson:
     """The keys of a config.json. A family takes the keys that it knows; `refuse_rest` checks the others."""
@@ -51,26 +55,28 @@ class ConfigJson:
             raise UserError(f"{said}: these keys mean the same, keep one")
         return value
 
-    def size(self, *names: str, default: int | None, why: str = "") -> Any:
-        """A whole number of 1 or more; None, if the default is None and the value is null.
+    def size(self, *names: str, default: int | None, null: bool = False, why: str = "") -> Any:
+        """A whole number of 1 or more; None, if the value is null and `null` allows it or the default is None.
 
         Raises:
             UserError: the value is something else.
         """
         value = self.take(*names, default=default)
-        if value is None and default is None:
+        if value is None and (null or default is None):
             return None
         if type(value) is not int or not 1 <= value <= INT32_MAX:
             raise UserError(f"{names[0]} is {value!r:.60}: expected a whole number of 1 or more{why}")
         return value
 
-    def number(self, *names: str, default: float, most: float = 1e30) -> float:
-        """A number above 0 and at most `most`.
+    def number(self, *names: str, default: float, most: float = 1e30, null: bool = False) -> Any:
+        """A number above 0 and at most `most`; None, if the value is null and `null` allows it.
 
         Raises:
             UserError: the value is something else.
         """
         value = self.take(*names, default=default)
+        if value is None and null:
+            return None
         if type(value) not in (int, float) or not 0 < value <= most:
             raise UserError(f"{names[0]} is {value!r:.60}: expected a number above 0 and at most {most:g}")
         return float(value)
@@ -110,6 +116,8 @@ class ModelConfig(Group):
     """`model_type` in config.json."""
     HF_ARCHITECTURE: ClassVar[str]
     """The class in transformers."""
+    HF_PREFIX: ClassVar[str]
+    """The first part of the names of all tensors but the head's."""
     HF_BUFFERS: ClassVar[str]
     """A regular expression for tensors in some files that are not parameters."""
     HF_END_OF_TEXT: ClassVar[int]
@@ -189,6 +197,22 @@ class ModelConfig(Group):
             raise UserError(
                 f"the Hugging Face format cannot hold this model: {'; '.join(reasons)}. Use the {instead} format"
             )
+
+    @staticmethod
+    def activation_from_hf(value: Any, key: str, known: Mapping[str, Activation]) -> Activation:
+        """The activation that a value of `key` names.
+
+        Raises:
+            UserError: it is not one of the `known` values.
+        """
+        if not isinstance(value, str) or value not in known:
+            raise UserError(f"{key} is {value!r:.60}: only {', '.join(known)} are supported")
+        return known[value]
+
+    @staticmethod
+    def activation_to_hf(activation: Activation) -> str:
+        """The first name in config.json of an activation."""
+        return next(name for name, known in ACTIVATIONS.items() if known == activation)
 
     def hf_tensors(self) -> list[Tensor]:
         """The rows for the Hugging Face format, in the order in which the model uses the parameters."""

@@ -6,11 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ConfigJson, ModelConfig
+from mesh_transformer.families.base import ACTIVATIONS, ConfigJson, ModelConfig
 from mesh_transformer.families.spec import TRANSPOSED, Attention, Decoder, Dense, Layer, Norm, Rotary, Tensor
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
-
-ACTIVATIONS = {"gelu": "gelu", **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")}
 
 
 class Config(ModelConfig):
@@ -19,6 +17,7 @@ class Config(ModelConfig):
     HF_MODEL_TYPE: ClassVar = "gpt_neox"
     HF_ARCHITECTURE: ClassVar = "GPTNeoXForCausalLM"
     HF_BUFFERS: ClassVar = r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
+    HF_PREFIX: ClassVar = "gpt_neox."
     HF_END_OF_TEXT: ClassVar = 0
 
     family: Literal["gpt_neox"] = "gpt_neox"
@@ -31,8 +30,8 @@ class Config(ModelConfig):
     """attention and feed-forward read the same residual stream; false: the feed-forward follows the attention"""
     norm_eps: Positive = 1e-5
     """epsilon that each norm adds to the variance"""
-    activation: Literal["gelu", "gelu_tanh"] = "gelu"
-    """activation of the feed-forward layer: the exact gelu, or its approximation by tanh"""
+    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
+    """activation of the feed-forward layer: the exact gelu, its approximation by tanh, or relu"""
     attention_bias: Switch = True
     """biases on q, k, v and the output of the attention"""
     tied_head: Switch = False
@@ -57,6 +56,7 @@ class Config(ModelConfig):
         layer = Layer(
             attention=Attention(
                 heads=self.n_heads,
+                kv_heads=self.n_heads,
                 head_dim=self.d_head,
                 rotary=Rotary(dims=self.rotary_dims, style="halves", base=self.rotary_base),
                 bias=self.attention_bias,
@@ -82,8 +82,6 @@ class Config(ModelConfig):
         d_model = keys.size("hidden_size", default=6144)
         n_heads = keys.size("num_attention_heads", default=64)
         activation = keys.take("hidden_act", default="gelu")
-        if not isinstance(activation, str) or activation not in ACTIVATIONS:
-            raise UserError(f"hidden_act is {activation!r:.60}: only {', '.join(ACTIVATIONS)} are supported")
         rotary = {
             "partial_rotary_factor": keys.take("rotary_pct", "partial_rotary_factor", default=0.25),
             "rope_theta": keys.take("rotary_emb_base", "rope_theta", default=10000.0),
@@ -107,7 +105,7 @@ class Config(ModelConfig):
             rotary_base=rope.number("rope_theta", default=10000.0),
             parallel_residual=keys.flag("use_parallel_residual", default=True),
             norm_eps=keys.number("layer_norm_eps", default=1e-5),
-            activation=ACTIVATIONS[activation],
+            activation=cls.activation_from_hf(activation, "hidden_act", ACTIVATIONS),
             attention_bias=keys.flag("attention_bias", default=True),
             tied_head=keys.flag("tie_word_embeddings", default=False),
         )
@@ -126,7 +124,7 @@ class Config(ModelConfig):
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.n_heads,
             "intermediate_size": self.d_ff,
-            "hidden_act": "gelu" if self.activation == "gelu" else "gelu_new",
+            "hidden_act": self.activation_to_hf(self.activation),
             "layer_norm_eps": self.norm_eps,
             "use_parallel_residual": self.parallel_residual,
             "attention_bias": self.attention_bias,

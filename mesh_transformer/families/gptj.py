@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ConfigJson, ModelConfig
+from mesh_transformer.families.base import TANH_GELUS, ConfigJson, ModelConfig
 from mesh_transformer.families.spec import (
     TRANSPOSED,
     Attention,
@@ -39,7 +39,6 @@ NORMS = {
 
 
 # three names of one formula in transformers
-TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 HF_EPSILON = 1e-5
 
 
@@ -50,6 +49,7 @@ class Config(ModelConfig):
     HF_ARCHITECTURE: ClassVar = "GPTJForCausalLM"
     # in files before 2023
     HF_BUFFERS: ClassVar = r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
+    HF_PREFIX: ClassVar = "transformer."
     # that of GPT-2's tokenizer
     HF_END_OF_TEXT: ClassVar = 50256
 
@@ -89,7 +89,10 @@ class Config(ModelConfig):
         rotary = Rotary(dims=self.pe_rotary_dims, style="pairs", precision="float64")
         layer = Layer(
             attention=Attention(
-                heads=self.n_heads, head_dim=self.d_head, rotary=rotary if self.pe == "rotary" else None
+                heads=self.n_heads,
+                kv_heads=self.n_heads,
+                head_dim=self.d_head,
+                rotary=rotary if self.pe == "rotary" else None,
             ),
             ff=Dense(d_ff=self.d_ff, activation="gelu_tanh"),
             norm=NORMS[self.norm],

@@ -6,27 +6,53 @@ checkpoints are read and written.
 """
 
 import enum
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from mesh_transformer.fields import Size
 
 TRANSPOSED = "f d -> d f"
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
     """A normalization, computed in float32.
 
-    layer: (x - mean) / standard deviation. length: x / (|x| + eps), with a scale that starts at sqrt(d_model): the
-    classic rmsnorm, or scalenorm (Nguyen and Salazar 2019) with `one_scale`.
+    layer: (x - mean) / sqrt(variance + eps). rms: x / sqrt(mean of x^2 + eps) (Zhang and Sennrich 2019,
+    arXiv:1910.07467). length: x / (|x| + eps), with a scale that starts at sqrt(d_model): the classic rmsnorm, or
+    scalenorm (Nguyen and Salazar 2019) with `one_scale`. With `plus_one` the scale is 1 + the parameter.
     """
 
-    kind: Literal["layer", "length"] = "layer"
+    kind: Literal["layer", "rms", "length"] = "layer"
     eps: float = 1e-5
     offset: bool = True
     one_scale: bool = False
+    plus_one: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """How the frequencies of rotary encoding are lowered for contexts that are longer than `original_seq`.
+
+    linear: all by `factor` (Chen et al. 2023, arXiv:2306.15595). llama3: only the low ones, those with fewer than
+    `low_freq_factor` turns in `original_seq` positions; those with more than `high_freq_factor` turns stay (Llama 3.1).
+    yarn: the same with a ramp from `beta_slow` to `beta_fast` turns, and sines and cosines are multiplied by
+    `attention_factor` (Peng et al. 2023, arXiv:2309.00071).
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_seq: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    # the ends of yarn's ramp are whole numbers of dims
+    truncate: bool = True
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +67,7 @@ class Rotary:
     style: Literal["pairs", "halves"]
     base: float = 10000.0
     precision: Literal["float32", "float64"] = "float32"
+    scaling: Scaling | None = None
 
 
 class CacheEntry(NamedTuple):
@@ -53,27 +80,47 @@ class CacheEntry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Multi-head attention; `bias` is on q, k and v, `out_bias` on the output."""
+    """Attention with `kv_heads` keys and values: heads / kv_heads queries share one (Ainslie et al. 2023,
+    arXiv:2305.13245).
+
+    `bias` is on q, k and v, `out_bias` on the output. `qk_norm` normalizes each head of q and k before the rotation. A
+    query sees the last `window` keys, up to its own; None: all.
+    """
 
     heads: int
+    kv_heads: int
     head_dim: int
     rotary: Rotary | None
+    # of the products of queries and keys; None: 1 / sqrt(head_dim)
+    scale: float | None = None
     bias: bool = False
     out_bias: bool = False
+    qk_norm: Norm | None = None
+    # the scaled products become softcap * tanh(products / softcap)
+    softcap: float | None = None
+    window: int | None = None
+
+    @property
+    def kv_name(self) -> str:
+        """The name of the dimension of the keys' and values' heads."""
+        return "heads" if self.kv_heads == self.heads else "kv_heads"
 
     @property
     def cache_entries(self) -> tuple[CacheEntry, ...]:
         """What the cache holds for each position: keys and values."""
-        entry = CacheEntry("heads", self.heads, self.head_dim)
+        entry = CacheEntry(self.kv_name, self.kv_heads, self.head_dim)
         return entry, entry
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """activation(x w_in + b) w_out + b."""
+    """activation(x w_in + b) w_out + b; gated: (activation(x w_gate + b) * (x w_in + b)) w_out + b (Shazeer 2020,
+    arXiv:2002.05202)."""
 
     d_ff: int
-    activation: Literal["gelu", "gelu_tanh"]
+    activation: Activation
+    gated: bool = False
+    bias: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +128,24 @@ class Layer:
     """Attention and feed-forward around a residual stream x.
 
     sequential: x += attention(norm(x)); x += ff(ff_norm(x)). parallel: x += attention(norm(x)) + ff(ff_norm(x)).
-    parallel_one_norm: the same with ff(norm(x)).
+    parallel_one_norm: the same with ff(norm(x)). sandwich: x += attention_post_norm(attention(norm(x)));
+    x += ff_post_norm(ff(ff_norm(x))).
     """
 
     attention: Attention
     ff: Dense
     norm: Norm
-    wiring: Literal["sequential", "parallel", "parallel_one_norm"]
+    wiring: Literal["sequential", "parallel", "parallel_one_norm", "sandwich"]
+
+    @property
+    def kind(self) -> "Layer":
+        """The layer without its window: the layers of a decoder may differ only in it."""
+        return replace(self, attention=replace(self.attention, window=None))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A whole model. All `layers` have parameters of the same shapes."""
+    """A whole model. All `layers` are of one kind."""
 
     d_model: int
     n_vocab: int
@@ -103,12 +156,30 @@ class Decoder:
     layers: tuple[Layer, ...]
     final_norm: Norm
     embed_bias: bool = False
+    # the token embeddings are multiplied by this number
+    embed_scale: float = 1.0
     learned_positions: bool = False
     # T5's, by head and bucket of distance, shared by all layers
     relative_bias: bool = False
     # the head uses the token embeddings as its weights
     tied: bool = False
     head_bias: bool = False
+    # the logits become softcap * tanh(logits / softcap)
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        assert {layer.kind for layer in self.layers} == {self.layer}
+
+    @functools.cached_property
+    def layer(self) -> Layer:
+        """The kind of all layers."""
+        return self.layers[0].kind
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; none if no layer has one."""
+        windows = tuple(layer.attention.window for layer in self.layers)
+        return windows if any(windows) else ()
 
     @property
     def padded_vocab(self) -> int:
@@ -123,8 +194,8 @@ class Decoder:
             "act_embed": width,
             "layers": [Size("model.layers", len(self.layers))],
             "embed": width,
-            "heads": [Size("model.n_heads", self.layers[0].attention.heads)],
-            "mlp": [Size("model.d_ff", self.layers[0].ff.d_ff)],
+            "heads": [Size("model.n_heads", self.layer.attention.heads)],
+            "mlp": [Size("model.d_ff", self.layer.ff.d_ff)],
             "vocab": [Size("model.n_vocab", self.n_vocab, "model.vocab_multiple", self.vocab_multiple)],
         }
 

@@ -19,10 +19,12 @@ from mesh_transformer.infer.requests import (
     Token,
 )
 from mesh_transformer.models.model import Params, Placement
-from mesh_transformer.ops.attend.cached import segment_ends
+from mesh_transformer.ops.attend.cached import ring_length, segment_ends
 
 # positions; a smaller chunk takes nearly as long, because all weights are read anyway
 MIN_CHUNK = 128
+# prompt tokens of one call
+MAX_PREFILL_TOKENS = 512
 
 
 class SlotEngine:
@@ -39,7 +41,7 @@ class SlotEngine:
         *,
         slots: int,
         context: int | None = None,
-        max_prefill_tokens: int = 512,
+        max_prefill_tokens: int = MAX_PREFILL_TOKENS,
     ):
         """Allocate the cache.
 
@@ -56,8 +58,17 @@ class SlotEngine:
         self.slots, self.context = slots, next(n for n in ends if n >= min(context or math.inf, ends[-1]))
         self.max_prefill_tokens, self._max_chunk = max_prefill_tokens, min(max_prefill_tokens, self.context)
         self._params, self._n_vocab = params, model.decoder.padded_vocab
-        self._programs = SlotPrograms(placement, slots, self.context, stacked=not isinstance(params["blocks"], tuple))
+        windows = {layer.attention.window for layer in model.decoder.layers}
+        held = {window: ring_length(self.context, window, self._max_chunk) for window in windows}
+        # the window and the positions of each kind of ring
+        self._rings = [(window, size) for window, size in held.items() if window and size < self.context]
+        # the numbers of positions that programs read: at the longest one, all rings may be full
+        self._lengths = sorted({*segment_ends(max(held.values())), self.context})
+        stacked = not isinstance(params["blocks"], tuple)
+        self._programs = SlotPrograms(placement, slots, self.context, longest_chunk=self._max_chunk, stacked=stacked)
         self._slots = self._programs.empty()
+        # for each slot, the end of the positions that were written, with the padding of chunks
+        self._ends = [0] * slots
         self._requests: dict[int, _Running] = {}
         self._whole = partition.sharding()
         new = jax.jit(blank, static_argnums=(0, 1), out_shardings=self._whole)
@@ -66,15 +77,26 @@ class SlotEngine:
     def load(self, params: Params) -> None:
         """Replace the weights by others of the same shapes and dtype, and empty all slots."""
         self._params, self._slots, self._requests = params, self._programs.empty(), {}
+        self._ends = [0] * self.slots
 
     def unload(self) -> None:
         """Free the memory of the weights and the cache. The next call must be `load`."""
         del self._params, self._slots
 
+    @property
+    def cache_bytes(self) -> int:
+        """The bytes of the cache of all slots, over all devices."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._slots.cache))
+
+    def holds(self, slot: int, length: int) -> bool:
+        """See `requests.Engine`. A ring of S positions holds the last S that were written."""
+        return all(self._ends[slot] - size <= max(0, length - window + 1) for window, size in self._rings)
+
     def insert(
         self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int
     ) -> None:
         """See `requests.Engine`."""
+        self._ends[slot] = 0 if source is None else self._ends[source]
         if source is not None and source != slot:
             self._slots = self._programs.copy_cache(self._slots, np.int32(source), np.int32(slot))
         self._requests[slot] = _Running(list(prompt), params)
@@ -141,6 +163,7 @@ class SlotEngine:
             arrays.tokens_BP[row, :count] = request.prompt[chunk.start : chunk.stop]
             arrays.targets_BP[row, : len(following)] = following
             arrays.last_B[row] = chunk.stop == len(request.prompt)
+            self._ends[chunk.slot] = max(self._ends[chunk.slot], chunk.start + group.size)
         n_top = max(request.params.logprobs or 0 for request in running)
         self._slots, drawn, scores = self._programs.prefill(
             self._params, self._slots, arrays, np.int32(n_top), length=group.length, scored=group.scored
@@ -175,7 +198,7 @@ class SlotEngine:
             np.asarray(live, np.int32) if one and self.slots > 1 else None,
             np.int32(min(steps, MAX_STEPS)),
             np.int32(n_top),
-            length=next(end for end in segment_ends(self.context) if end >= min(needed, self.context)),
+            length=next(length for length in self._lengths if length >= min(needed, self.context)),
         )
         return list(self._emitted(rows, jax.device_get(drawn)))
 
@@ -209,7 +232,7 @@ class SlotEngine:
             yield self._compiler(self._programs.prefill, *arguments, length=length, scored=scored)
 
     def _every_generate(self) -> Iterator[Callable[[], Any]]:
-        for length in segment_ends(self.context):
+        for length in self._lengths:
             for slots in (np.zeros(1, np.int32), None)[-self.slots :]:
                 arguments = slots, np.int32(0), np.int32(0)
                 yield self._compiler(self._programs.generate, *arguments, length=length)
@@ -231,6 +254,8 @@ class SlotEngine:
             slot = rows[column]
             running = self._requests[slot]
             one = jax.tree.map(lambda x, at=(step, column): x[at], drawn)
+            # the newest token is not in the cache yet
+            self._ends[slot] = max(self._ends[slot], running.length)
             token = _token(running.params, one.token_B, one.logprob_B, one.top_id_BC, one.top_logprob_BC)
             yield running.emit(slot, token, ended=bool(one.ended_B))
 

@@ -1,8 +1,7 @@
 """The state of all slots on the device, and the jitted programs that update it.
 
-Shapes: N slots, B slots of a call, S positions of a slot, P positions of a prompt chunk, I steps of a call, V
-    vocabulary rows,
-D residual width, E stop tokens, C alternatives.
+Shapes: N slots, B slots of a call, S positions of a slot, P positions of a prompt chunk, I steps of a call, V vocabulary
+rows, D residual width, E stop tokens, C alternatives.
 """
 
 from __future__ import annotations
@@ -132,19 +131,20 @@ class SlotPrograms:
     """The jitted functions of one model on one mesh. All of them donate their argument `slots`.
 
     Args:
+        longest_chunk: the largest size of a prompt chunk.
         stacked: whether the layers of the parameters are stacked arrays, not a tuple with one tree per layer.
     """
 
-    def __init__(self, placement: Placement, n_slots: int, context: int, *, stacked: bool):
+    def __init__(self, placement: Placement, n_slots: int, context: int, *, longest_chunk: int, stacked: bool):
         self.model, self.partition, self.n_slots = placement.model, placement.partition, n_slots
         whole: Any = self.partition.sharding()
 
         def none() -> Slots:
-            cache = self.model.new_cache(n_slots, context, stacked=stacked)
+            cache = self.model.new_cache(n_slots, context, longest_chunk=longest_chunk, stacked=stacked)
             return empty(cache, n_slots, context, self.model.decoder.padded_vocab)
 
         abstract = jax.eval_shape(none)
-        shardings = jax.tree.map(lambda _: whole, abstract)._replace(
+        self.shardings = shardings = jax.tree.map(lambda _: whole, abstract)._replace(
             cache=self.model.map_cache(lambda _, names: self.partition.sharding(*names), abstract.cache)
         )
         self.empty = jax.jit(none, out_shardings=shardings)

@@ -218,6 +218,7 @@ class Engine(Protocol):
     """A model with a cache of `slots` sequences of `context` positions each. The scheduler calls it.
 
     Only one thread may use it. The cache of a slot stays valid after `release`, until the next `insert` into the slot.
+    Layers with a window may forget early positions: `holds` says whether a prefix can still be reused.
 
     Args:
         max_prefill_tokens: the largest number of prompt tokens in one call of `prefill`, over all chunks.
@@ -227,6 +228,9 @@ class Engine(Protocol):
     context: int
     max_prefill_tokens: int
 
+    def holds(self, slot: int, length: int) -> bool:
+        """Whether a request can continue after the first `length` of a slot's cached positions."""
+
     def insert(
         self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int
     ) -> None:
@@ -234,8 +238,8 @@ class Engine(Protocol):
         order.
 
         Args:
-            source: the slot whose cache holds the first `reused` positions: this one, or another one, free or in use.
-                None if `reused` is 0.
+            source: the slot whose cache `holds` the first `reused` positions: this one, or another one, free or in
+                use. None if `reused` is 0.
             reused: positions to take from the cache of `source`: fewer than the prompt has.
         """
 

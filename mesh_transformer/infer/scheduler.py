@@ -50,8 +50,8 @@ class SchedulerStats(NamedTuple):
         prefilled_tokens: counter, prompt tokens that were computed.
         reused_tokens: counter, prompt tokens that came from the cache of an earlier request.
         generated_tokens: counter.
-        cached_tokens: valid positions of the cache, over all slots.
-        positions: positions of the cache, over all slots.
+        cached_tokens: computed positions, over all slots.
+        positions: positions of the context, over all slots.
     """
 
     running: int = 0
@@ -260,6 +260,7 @@ class Scheduler:
         common = [min(_common_length(slot.tokens, request.prompt), slot.cached) for slot in self._slots]
         # the first new token needs the logits of the prompt's last token, so this token is always computed
         reusable = [min(length, len(request.prompt) - 1) for length in common]
+        reusable = [length if self._engine.holds(slot, length) else 0 for slot, length in enumerate(reusable)]
         best = max(self._slots, key=lambda slot: reusable[slot.index])
         longest = reusable[best.index]
         # a slot with the longest prefix whose whole cache is reused, else the least recently used slot

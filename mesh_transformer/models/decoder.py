@@ -3,8 +3,7 @@
 Modules name the dimensions of their parameters; the mesh decides elsewhere how these are split. Checkpoints contain the
 names of the parameters, so these names do not change.
 
-Shapes: B sequences, T positions, S keys, D residual width, H heads, K dims of a head, F feed-forward width, V
-    vocabulary
+Shapes: B sequences, T positions, S keys, D residual width, H heads, K dims of a head, F feed-forward width, V vocabulary
 rows. Parameters are float32 and are cast to the compute dtype before `apply`.
 """
 
@@ -20,15 +19,18 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.families import spec
-from mesh_transformer.ops.attend.causal import Attend
+from mesh_transformer.ops.attend.causal import Attend, soft_capped
 from mesh_transformer.ops.linear import add_bias, matmul
+from mesh_transformer.ops.rotary import Rotation, rotate
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
 _zeros = hk.initializers.Constant(0.0)
 # Without jax.checkpoint the backward pass keeps five tensors of the activation's size.
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[spec.Activation, Callable[[jax.Array], jax.Array]] = {
     "gelu": jax.checkpoint(functools.partial(jax.nn.gelu, approximate=False)),
     "gelu_tanh": jax.checkpoint(functools.partial(jax.nn.gelu, approximate=True)),
+    "silu": jax.checkpoint(jax.nn.silu),
+    "relu": jax.nn.relu,
 }
 
 Bias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -38,9 +40,11 @@ Bias = Callable[[jax.Array, jax.Array], jax.Array]
 class Context(NamedTuple):
     """The inputs of a block besides the residual stream."""
 
-    # int32; B may be 1
-    positions_BT: jax.Array
     attend: Attend
+    # None: the attention has no rotary encoding
+    rotation: Rotation | None
+    # int32: the number of keys that a query sees, the last of them at its own position; None: all up to its own
+    window: jax.Array | int | None = None
     # int32 indices into T: the block returns only this position of each sequence, (B, 1, D); None: all
     query_index_B: jax.Array | None = None
 
@@ -54,9 +58,11 @@ def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) 
     one."""
     d = decoder
     x_BTD = Embedding(d, name="tokens")(tokens_BT)
+    if d.embed_scale != 1:
+        x_BTD = x_BTD * jnp.asarray(d.embed_scale, x_BTD.dtype)
     if d.learned_positions:
         x_BTD = x_BTD + PositionTable(d.seq, d.d_model, name="positions")(positions_BT)
-    heads = d.layers[0].attention.heads
+    heads = d.layer.attention.heads
     return x_BTD, RelativeBias(heads, d.seq, name="relative")() if d.relative_bias else None
 
 
@@ -66,22 +72,25 @@ def block(decoder: spec.Decoder, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Ar
     The outputs of attention and feed-forward are partial: the sum over tensor-parallel shards is made here. Where the
     two run in parallel, one sum serves both. The biases are added after it.
     """
-    layer, out_stddev = decoder.layers[0], 2 / len(decoder.layers) / np.sqrt(decoder.d_model)
-    attention = SelfAttention(layer.attention, decoder.seq, out_stddev, name="attention")
+    layer, out_stddev = decoder.layer, 2 / len(decoder.layers) / np.sqrt(decoder.d_model)
+    attention = SelfAttention(layer.attention, out_stddev, name="attention")
     ff = FeedForward(layer.ff, out_stddev, name="ff")
-    attention_bias = OutputBias(name="attention_out") if layer.attention.out_bias else lambda x_BTD: x_BTD
-    ff_bias = OutputBias(name="ff_out")
+    attention_bias = OutputBias(name="attention_out") if layer.attention.out_bias else _unchanged
+    ff_bias = OutputBias(name="ff_out") if layer.ff.bias else _unchanged
 
-    y_BTD = constrain(Norm(layer.norm, name="norm")(x_BTD), "batch", "seq", "act_embed")
+    def norm(name: str, x_BTD: jax.Array) -> jax.Array:
+        return constrain(Norm(layer.norm, name=name)(x_BTD), "batch", "seq", "act_embed")
+
+    y_BTD = norm("norm", x_BTD)
     attn_BTD, x_BTD = attention(y_BTD, ctx), ctx.queries(x_BTD)
     if layer.wiring == "parallel_one_norm":
         return x_BTD + ff_bias(attention_bias(attn_BTD + ff(ctx.queries(y_BTD)))), {}
-    ff_norm = Norm(layer.norm, name="ff_norm")
     if layer.wiring == "parallel":
-        y_BTD = constrain(ff_norm(x_BTD), "batch", "seq", "act_embed")
-        return x_BTD + ff_bias(attention_bias(attn_BTD + ff(y_BTD))), {}
-    x_BTD = x_BTD + attention_bias(attn_BTD)
-    return x_BTD + ff_bias(ff(constrain(ff_norm(x_BTD), "batch", "seq", "act_embed"))), {}
+        return x_BTD + ff_bias(attention_bias(attn_BTD + ff(norm("ff_norm", x_BTD)))), {}
+    attn_BTD, sandwich = attention_bias(attn_BTD), layer.wiring == "sandwich"
+    x_BTD = x_BTD + (norm("attention_post_norm", attn_BTD) if sandwich else attn_BTD)
+    ff_BTD = ff_bias(ff(norm("ff_norm", x_BTD)))
+    return x_BTD + (norm("ff_post_norm", ff_BTD) if sandwich else ff_BTD), {}
 
 
 def final_norm(decoder: spec.Decoder, x_BTD: jax.Array) -> jax.Array:
@@ -93,14 +102,21 @@ def unembed(decoder: spec.Decoder, y_BTD: jax.Array) -> jax.Array:
     """The logits of the final norm's output: (B, T, D) -> (B, T, V) float32."""
     d = decoder
     if d.tied:
-        return matmul(y_BTD, Embedding(d, name="tokens").table().T, jnp.float32)
-    return Linear(d.padded_vocab, ("embed", "vocab"), bias=d.head_bias, name="logits")(y_BTD, jnp.float32)
+        logits_BTV = matmul(y_BTD, Embedding(d, name="tokens").table().T, jnp.float32)
+    else:
+        head = Linear(d.padded_vocab, ("embed", "vocab"), bias=d.head_bias, name="logits")
+        logits_BTV = head(y_BTD, jnp.float32)
+    return logits_BTV if d.softcap is None else soft_capped(logits_BTV, d.softcap)
 
 
 def fusable_modules(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
     """Groups of modules of a block whose matrices multiply the same activations, so that they can be fused."""
-    one_norm = decoder.layers[0].wiring == "parallel_one_norm"
-    return [["attention/q", "attention/k", "attention/v", *(["ff/in"] if one_norm else [])]]
+    attention, ff = ["attention/q", "attention/k", "attention/v"], ["ff/gate", "ff/in"]
+    return [attention + ff] if decoder.layer.wiring == "parallel_one_norm" else [attention, ff]
+
+
+def _unchanged(x_BTD: jax.Array) -> jax.Array:
+    return x_BTD
 
 
 def at_position(x_BTD: jax.Array, index_B: jax.Array) -> jax.Array:
@@ -201,29 +217,33 @@ def t5_buckets(n_positions: int, buckets: int = 32, max_distance: int = 128) -> 
 
 
 class Norm(hk.Module):
-    """A normalisation (`spec.Norm`): (..., D) -> (..., D) of x's dtype, computed in float32."""
+    """A normalization (`spec.Norm`): (..., D) -> (..., D) of x's dtype, computed in float32; `axis` names D."""
 
-    def __init__(self, norm: spec.Norm, name: str):
+    def __init__(self, norm: spec.Norm, name: str, axis: str | None = "embed"):
         super().__init__(name)
-        self.norm = norm
+        self.norm, self.axis = norm, axis
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        d_model, x32, eps = x.shape[-1], x.astype(jnp.float32), self.norm.eps
-        if self.norm.kind == "layer":
-            centred = x32 - x32.mean(-1, keepdims=True)
-            y, start = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps), 1.0
-        else:
+        width, x32, eps = x.shape[-1], x.astype(jnp.float32), self.norm.eps
+        if self.norm.kind == "length":
             y = x32 / (jnp.sqrt(jnp.square(x32).sum(-1, keepdims=True)) + eps)
-            start = np.sqrt(d_model)
-        shape: tuple[int, ...] = () if self.norm.one_scale else (d_model,)
-        axes = ("embed",) * len(shape)
+            start = np.sqrt(width)
+        else:
+            if self.norm.kind == "layer":
+                x32 = x32 - x32.mean(-1, keepdims=True)
+            y, start = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps), 1.0
+        shape: tuple[int, ...] = () if self.norm.one_scale else (width,)
+        axes = (self.axis,) * len(shape)
 
         def parameter(name: str, init: hk.initializers.Initializer) -> jax.Array:
             value = _parameter(name, shape, init, *axes).astype(y.dtype)
             # not jnp.broadcast_to: what the backward pass keeps would have y's shape
             return jax.lax.broadcast_to_rank(value, y.ndim)
 
-        y = y * parameter("scale", hk.initializers.Constant(start))
+        if self.norm.plus_one:
+            y = y * (1 + parameter("scale", _zeros))
+        else:
+            y = y * parameter("scale", hk.initializers.Constant(start))
         if self.norm.offset:
             y = y + parameter("offset", _zeros)
         return y.astype(x.dtype)
@@ -232,71 +252,46 @@ class Norm(hk.Module):
 class SelfAttention(hk.Module):
     """Self-attention before the sum over shards and without the output bias: (B, T, D) -> (B, T or 1, D)."""
 
-    def __init__(self, attention: spec.Attention, n_positions: int, out_stddev: float, name: str):
+    def __init__(self, attention: spec.Attention, out_stddev: float, name: str):
         super().__init__(name)
         self.attention, self.out_stddev = attention, out_stddev
-        self.angles = angles(attention.rotary, n_positions) if attention.rotary else None
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        x_q, positions_q = ctx.queries(x_BTD), ctx.queries(ctx.positions_BT)
-        q, k, v = (self._heads(x, name) for name, x in (("q", x_q), ("k", x_BTD), ("v", x_BTD)))
-        q, k = self._rotated(q, positions_q), self._rotated(k, ctx.positions_BT)
-        mixed = ctx.attend(q, k, v, scale=1 / np.sqrt(self.attention.head_dim))
+        a, x_q = self.attention, ctx.queries(x_BTD)
+        q = self._heads(x_q, "q", a.heads, "heads")
+        k, v = (self._heads(x_BTD, name, a.kv_heads, a.kv_name) for name in "kv")
+        if a.qk_norm:
+            q, k = (Norm(a.qk_norm, f"{name}_norm", axis=None)(x) for name, x in (("q", q), ("k", k)))
+        if a.rotary and ctx.rotation:
+            angles_q = Rotation(*map(ctx.queries, ctx.rotation))
+            q, k = rotate(q, angles_q, a.rotary.style), rotate(k, ctx.rotation, a.rotary.style)
+        scale = 1 / np.sqrt(a.head_dim) if a.scale is None else a.scale
+        mixed = ctx.attend(q, k, v, scale=scale, window=ctx.window, softcap=a.softcap)
         mixed = constrain(mixed, "batch", "seq", "heads", None)
-        mixed = checkpoint_name(mixed, "attn_out")
         o = Linear(x_BTD.shape[-1], ("heads", "embed"), stddev=self.out_stddev, name="o")
         return o(rearrange(mixed, "b t h k -> b t (h k)"))
 
     @hk.transparent
-    def _heads(self, x_BTD: jax.Array, name: str) -> jax.Array:
+    def _heads(self, x_BTD: jax.Array, name: str, heads: int, axis: str) -> jax.Array:
         a = self.attention
-        y = Linear(a.heads * a.head_dim, ("embed", "heads"), bias=a.bias, name=name)(x_BTD)
-        return constrain(rearrange(y, "b t (h k) -> b t h k", k=a.head_dim), "batch", "seq", "heads", None)
-
-    def _rotated(self, x_BTHK: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        rotary = self.attention.rotary
-        if rotary is None or self.angles is None:
-            return x_BTHK
-        sin, cos = (jnp.asarray(table)[positions_BT] for table in self.angles)
-        return rotate(x_BTHK, sin, cos, rotary.style)
-
-
-def angles(rotary: spec.Rotary, n_positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sines and cosines, each (n_positions, R / 2) float32, of position * base^(-2i / R)."""
-    exponents = np.arange(0, rotary.dims, 2, dtype=rotary.precision) / np.dtype(rotary.precision).type(rotary.dims)
-    if rotary.precision == "float64":
-        frequencies = rotary.base**-exponents
-    else:
-        frequencies = 1 / np.float32(rotary.base) ** exponents
-    theta = np.arange(n_positions, dtype=rotary.precision)[:, None] * frequencies
-    return np.sin(theta).astype(np.float32), np.cos(theta).astype(np.float32)
-
-
-def rotate(x_BTHK: jax.Array, sin_BTR: jax.Array, cos_BTR: jax.Array, style: str) -> jax.Array:
-    """Rotate pairs of the first R dims of each head by the angles of their position; see `spec.Rotary`.
-
-    `sin_BTR` and `cos_BTR` hold R / 2 values for each position; their B may be 1. The result has x's dtype; the
-    arithmetic is float32.
-    """
-    rotary_dims = 2 * sin_BTR.shape[-1]
-    head = x_BTHK[..., :rotary_dims].astype(jnp.float32)
-    first, second = jnp.split(head, 2, axis=-1) if style == "halves" else (head[..., ::2], head[..., 1::2])
-    sin, cos = sin_BTR[:, :, None, :], cos_BTR[:, :, None, :]
-    rotated = first * cos - second * sin, second * cos + first * sin
-    join = jnp.concatenate if style == "halves" else jnp.stack
-    head = join(rotated, axis=-1).reshape(head.shape)
-    return jnp.concatenate([head.astype(x_BTHK.dtype), x_BTHK[..., rotary_dims:]], axis=-1)
+        y = Linear(heads * a.head_dim, ("embed", axis), bias=a.bias, name=name)(x_BTD)
+        return constrain(rearrange(y, "b t (h k) -> b t h k", k=a.head_dim), "batch", "seq", axis, None)
 
 
 class FeedForward(hk.Module):
-    """activation(x w_in + b) w_out, before the sum over shards and without the output bias."""
+    """The feed-forward layer (`spec.Dense`), before the sum over shards and without the output bias."""
 
     def __init__(self, ff: spec.Dense, out_stddev: float, name: str):
         super().__init__(name)
         self.ff, self.out_stddev = ff, out_stddev
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        hidden = Linear(self.ff.d_ff, ("embed", "mlp"), bias=True, name="in")(x_BTD)
-        hidden = checkpoint_name(constrain(hidden, "batch", "seq", "mlp"), "mlp_hidden")
-        out = Linear(x_BTD.shape[-1], ("mlp", "embed"), stddev=self.out_stddev, name="out")
-        return out(_ACTIVATIONS[self.ff.activation](hidden))
+        ff, activation = self.ff, _ACTIVATIONS[self.ff.activation]
+        hidden = self._hidden(x_BTD, "in")
+        hidden = activation(self._hidden(x_BTD, "gate")) * hidden if ff.gated else activation(hidden)
+        return Linear(x_BTD.shape[-1], ("mlp", "embed"), stddev=self.out_stddev, name="out")(hidden)
+
+    @hk.transparent
+    def _hidden(self, x_BTD: jax.Array, name: str) -> jax.Array:
+        hidden = Linear(self.ff.d_ff, ("embed", "mlp"), bias=self.ff.bias, name=name)(x_BTD)
+        return checkpoint_name(constrain(hidden, "batch", "seq", "mlp"), "mlp_hidden")

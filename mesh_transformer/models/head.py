@@ -51,9 +51,27 @@ class VocabTiles:
         return self.partition.size("vocab")
 
     @property
+    def position_shards(self) -> int:
+        """Number of devices that split the positions."""
+        return self.partition.size("seq")
+
+    @property
     def columns(self) -> int:
         """C, over all shards."""
         return self.model.decoder.padded_vocab // self.tiles
+
+    def tile(self, head: Params, number: jax.Array) -> Params:
+        """The parameters of tile `number`, from the head's parameters, gathered over fsdp."""
+        if self.tiles == 1:
+            return head
+        return jax.tree.map(functools.partial(self._tile, number), head, self.model.stage_axes["head"])
+
+    def _tile(self, number: jax.Array, leaf: jax.Array, axes: Axes) -> jax.Array:
+        if "vocab" not in axes:
+            return leaf
+        dim = axes.index("vocab")
+        rows = jax.lax.dynamic_index_in_dim(self._by_tile(leaf, dim), number, dim + 1, keepdims=False)
+        return rows.reshape(*leaf.shape[:dim], self.columns, *leaf.shape[dim + 1 :])
 
     def cut(self, head: Params) -> Params:
         """The head's parameters, gathered over fsdp, with a leading dimension K.
@@ -123,7 +141,7 @@ class TokenLoss(NamedTuple):
 
     # float32, nats
     nll: jax.Array
-    # float32: log of the softmax's normaliser
+    # float32: log of the softmax's normalizer
     log_z: jax.Array
     # float32: log_z minus the largest logit, as in the classic z-loss
     shifted_log_z: jax.Array
@@ -131,8 +149,8 @@ class TokenLoss(NamedTuple):
     correct: jax.Array
 
 
-class Normaliser(NamedTuple):
-    """The softmax's normaliser of each position, summed tile by tile relative to the largest logit so far.
+class Normalizer(NamedTuple):
+    """The softmax's normalizer of each position, summed tile by tile relative to the largest logit so far.
 
     Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
     """
@@ -143,16 +161,16 @@ class Normaliser(NamedTuple):
     total: jax.Array
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...]) -> Normaliser:
-        """The normaliser of no logits."""
+    def empty(cls, shape: tuple[int, ...]) -> Normalizer:
+        """The normalizer of no logits."""
         return cls(jnp.full(shape, -jnp.inf), jnp.zeros(shape))
 
-    def add(self, logits_C: jax.Array) -> tuple[Normaliser, jax.Array]:
-        """Add (..., C) logits; return the normaliser and exp(logit - largest) of these. One logit so far must be
+    def add(self, logits_C: jax.Array) -> tuple[Normalizer, jax.Array]:
+        """Add (..., C) logits; return the normalizer and exp(logit - largest) of these. One logit so far must be
         finite."""
         largest = jnp.maximum(self.largest, jax.lax.stop_gradient(logits_C.max(-1)))
         exps_C = jnp.exp(logits_C - largest[..., None])
-        return Normaliser(largest, self.total * jnp.exp(self.largest - largest) + exps_C.sum(-1)), exps_C
+        return Normalizer(largest, self.total * jnp.exp(self.largest - largest) + exps_C.sum(-1)), exps_C
 
     def token_loss(self, target: jax.Array) -> TokenLoss:
         """The losses of tokens whose logits are `target`."""
@@ -182,19 +200,18 @@ def weighted_loss(
 
     Args:
         objective: token losses -> (B, t), the term of each token.
-        chunks: a divisor of T.
+        chunks: a divisor of the positions of a device.
         params: of the head, not in tiles.
         weights_BT: float32.
     """
-    tiles = head.cut(params)
 
     def part(xs: tuple[jax.Array, ...]) -> tuple[jax.Array, TokenLoss]:
         x_BtD, targets_Bt, weights_Bt = xs
-        per_token = _scan_losses(head, tiles, x_BtD, targets_Bt, keep=False)[0]
+        per_token = _scan_losses(head, params, x_BtD, targets_Bt, keep=False)[0]
         return objective(per_token) * weights_Bt, per_token
 
-    terms, per_token = jax.lax.map(part, tuple(_split(chunks, x) for x in (x_BTD, targets_BT, weights_BT)))
-    return terms.sum(), jax.tree.map(_join, per_token)
+    terms, per_token = jax.lax.map(part, tuple(_split(head, chunks, x) for x in (x_BTD, targets_BT, weights_BT)))
+    return terms.sum(), jax.tree.map(functools.partial(_join, head), per_token)
 
 
 def _weighted_loss_forward(
@@ -206,22 +223,20 @@ def _weighted_loss_forward(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
 ) -> tuple[tuple[jax.Array, TokenLoss], tuple[Any, jax.Array]]:
-    tiles = head.cut(params)
-
     def part(total: Any, xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         x_BtD, targets_Bt, weights_Bt = xs
-        per_token, normaliser, kept = _scan_losses(head, tiles, x_BtD, targets_Bt, keep=True)
+        per_token, normalizer, kept = _scan_losses(head, params, x_BtD, targets_Bt, keep=True)
         value, loss_derivatives = _objective_gradient(objective, per_token, weights_Bt)
-        total, dx_BtD = _scan_gradients(head, tiles, x_BtD, targets_Bt, normaliser, kept, loss_derivatives, total)
+        total, dx_BtD = _scan_gradients(head, params, x_BtD, targets_Bt, normalizer, kept, loss_derivatives, total)
         return total, (value, per_token, dx_BtD)
 
     total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     if chunks == 1:
         total, (value, per_token, dx_BTD) = part(total, (x_BTD, targets_BT, weights_BT))
     else:
-        xs = tuple(_split(chunks, x) for x in (x_BTD, targets_BT, weights_BT))
+        xs = tuple(_split(head, chunks, x) for x in (x_BTD, targets_BT, weights_BT))
         total, (values, *parts) = jax.lax.scan(part, total, xs)
-        value, (per_token, dx_BTD) = values.sum(), jax.tree.map(_join, tuple(parts))
+        value, (per_token, dx_BTD) = values.sum(), jax.tree.map(functools.partial(_join, head), tuple(parts))
     total = jax.tree.map(lambda t, p: t.astype(p.dtype), total, params)
     return (value, per_token), (total, dx_BTD)
 
@@ -240,32 +255,31 @@ _Kept = tuple[jax.Array, jax.Array]
 
 
 def _scan_losses(
-    head: VocabTiles, tiles: Any, x_BtD: jax.Array, targets_Bt: jax.Array, *, keep: bool
-) -> tuple[TokenLoss, Normaliser, _Kept | None]:
-    """The losses of a part of the positions; their normaliser; with `keep`, the exponentials that the gradients
+    head: VocabTiles, params: Any, x_BtD: jax.Array, targets_Bt: jax.Array, *, keep: bool
+) -> tuple[TokenLoss, Normalizer, _Kept | None]:
+    """The losses of a part of the positions; their normalizer; with `keep`, the exponentials that the gradients
     need."""
 
-    def step(carry: Any, tile: Any) -> tuple[Any, Any]:
-        normaliser, target_Bt = carry
-        number, params = tile
-        logits_BtC = head.logits(params, number, x_BtD)
-        normaliser, exps_BtC = normaliser.add(logits_BtC)
+    def step(carry: Any, number: jax.Array) -> tuple[Any, Any]:
+        normalizer, target_Bt = carry
+        logits_BtC = head.logits(head.tile(params, number), number, x_BtD)
+        normalizer, exps_BtC = normalizer.add(logits_BtC)
         hits_BtC = head.rows(number)[None, None] == targets_Bt[..., None]
         # A masked sum, not a gather: the logits stay sharded over the vocabulary.
         target_Bt += jnp.where(hits_BtC, logits_BtC, 0).sum(-1)
-        return (normaliser, target_Bt), (exps_BtC, normaliser.largest) if keep else None
+        return (normalizer, target_Bt), (exps_BtC, normalizer.largest) if keep else None
 
-    start = Normaliser.empty(targets_Bt.shape), jnp.zeros(targets_Bt.shape)
-    (normaliser, target_Bt), kept = jax.lax.scan(step, start, (jnp.arange(head.tiles), tiles))
-    return normaliser.token_loss(target_Bt), normaliser, kept
+    start = Normalizer.empty(targets_Bt.shape), jnp.zeros(targets_Bt.shape)
+    (normalizer, target_Bt), kept = jax.lax.scan(step, start, jnp.arange(head.tiles))
+    return normalizer.token_loss(target_Bt), normalizer, kept
 
 
 def _scan_gradients(
     head: VocabTiles,
-    tiles: Any,
+    params: Any,
     x_BtD: jax.Array,
     targets_Bt: jax.Array,
-    normaliser: Normaliser,
+    normalizer: Normalizer,
     kept: _Kept | None,
     loss_derivatives: tuple[jax.Array, jax.Array],
     total: Any,
@@ -275,16 +289,16 @@ def _scan_gradients(
 
     def step(carry: Any, tile: Any) -> tuple[Any, None]:
         total, dx_BtD = carry
-        number, params, (exps_BtC, largest_Bt) = tile
-        scale_Bt = softmax_Bt * jnp.exp(largest_Bt - normaliser.largest) / normaliser.total
+        number, (exps_BtC, largest_Bt) = tile
+        scale_Bt = softmax_Bt * jnp.exp(largest_Bt - normalizer.largest) / normalizer.total
         hits_BtC = head.rows(number)[None, None] == targets_Bt[..., None]
         dlogits_BtC = exps_BtC * scale_Bt[..., None] - jnp.where(hits_BtC, target_Bt[..., None], 0)
-        _, pull = jax.vjp(lambda params, x: head.logits(params, number, x), params, x_BtD)
+        _, pull = jax.vjp(lambda params, x: head.logits(params, number, x), head.tile(params, number), x_BtD)
         dparams, dx = pull(dlogits_BtC)
         return (head.add(total, number, dparams), dx_BtD + dx.astype(dx_BtD.dtype)), None
 
     start = total, jnp.zeros(x_BtD.shape, jnp.float32)
-    (total, dx_BtD), _ = jax.lax.scan(step, start, (jnp.arange(head.tiles), tiles, kept))
+    (total, dx_BtD), _ = jax.lax.scan(step, start, (jnp.arange(head.tiles), kept))
     return total, dx_BtD.astype(x_BtD.dtype)
 
 
@@ -304,9 +318,10 @@ def _objective_gradient(
     return value, (sum(loss_derivatives), loss_derivatives[0])
 
 
-def _split(chunks: int, x_BT: jax.Array) -> jax.Array:
-    return rearrange(x_BT, "b (c t) ... -> c b t ...", c=chunks)
+def _split(head: VocabTiles, chunks: int, x_BT: jax.Array) -> jax.Array:
+    """(B, T, ...) in equal parts of the positions, each with a part of those of every device: (chunks, B, t, ...)."""
+    return rearrange(x_BT, "b (s c t) ... -> c b (s t) ...", s=head.position_shards, c=chunks)
 
 
-def _join(x_CBT: jax.Array) -> jax.Array:
-    return rearrange(x_CBT, "c b t ... -> b (c t) ...")
+def _join(head: VocabTiles, x_CBT: jax.Array) -> jax.Array:
+    return rearrange(x_CBT, "c b (s t) ... -> b (s c t) ...", s=head.position_shards)

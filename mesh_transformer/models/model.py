@@ -20,14 +20,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer import platforms
 from mesh_transformer.config import ComputeConfig, Config
-from mesh_transformer.config.mesh import MeshAxes, training_rules
+from mesh_transformer.config.mesh import MeshAxes, training_rules, whole_sequence_rules
 from mesh_transformer.families.spec import Decoder
 from mesh_transformer.models import decoder as modules
 from mesh_transformer.models.decoder import Context, at_position
-from mesh_transformer.ops.attend.cached import Cached, KeyValueView, KVCache
+from mesh_transformer.models.loops import Aux, in_runs, unrolled
+from mesh_transformer.ops.attend import context
+from mesh_transformer.ops.attend.cached import Cached, KeyValueView, KVCache, ring_length
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.ops.attend.packed import PackedView
 from mesh_transformer.ops.linear import PackedBlock
+from mesh_transformer.ops.rotary import Rotation, rotation
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.sharding import (
     Axes,
@@ -43,15 +46,14 @@ from mesh_transformer.parallel.sharding import (
 Params = dict[str, Any]
 """{"embed": ..., "blocks": ..., "head": ...}; the arrays of "blocks" have a leading layer dimension."""
 
-Aux = dict[str, jax.Array]
-"""Named sums over tokens, each with a leading layer dimension."""
-
 # The named activations of a layer that the backward pass keeps, by the value of `compute.remat`.
 KEPT = {
     "full": ["block_in"],
     "save_attn": ["block_in", "attn_out"],
     "save_matmuls": ["block_in", "attn_out", "mlp_hidden"],
 }
+# The window of a layer without one, among layers that have windows: more than any position.
+NO_WINDOW = 1 << 30
 # The name of the loop over layers in the op_name of compiled programs and in profiles.
 LAYER_LOOP = "blocks"
 
@@ -130,7 +132,7 @@ class Model:
     def _example(self) -> tuple[jax.Array, jax.Array, Context]:
         tokens = jnp.zeros((1, 1), jnp.int32)
         x_BTD = jnp.zeros((1, 1, self.decoder.d_model), jnp.float32)
-        return tokens, x_BTD, Context(tokens, Causal())
+        return tokens, x_BTD, Context(Causal(), self._rotation(tokens))
 
     def cast(self, params: Params) -> Params:
         """The parameters in the compute dtype. A step casts once, while they are sharded."""
@@ -144,19 +146,26 @@ class Model:
 
         return jax.tree.map(zero_padding, params, self.axes)
 
-    def new_cache(self, slots: int, length: int, *, stacked: bool = True) -> KVCache:
-        """An empty cache for `slots` sequences of up to `length` positions; `stacked` says whether the layers are."""
-        layers = self.decoder.layers
-        entries = layers[0].attention.cache_entries
-        return KVCache.zeros(len(layers), slots, length, entries, self.dtype, stacked=stacked)
+    def new_cache(self, slots: int, length: int, *, longest_chunk: int | None = None, stacked: bool = True) -> KVCache:
+        """An empty cache for `slots` sequences of up to `length` positions.
+
+        Args:
+            longest_chunk: the largest number of positions in one call of `apply`; None: `length`. The shorter it is,
+                the fewer positions the layers with a window keep.
+            stacked: whether the layers of the parameters are.
+        """
+        chunk = length if longest_chunk is None else longest_chunk
+        lengths = [ring_length(length, layer.attention.window, chunk) for layer in self.decoder.layers]
+        entries = self.decoder.layer.attention.cache_entries
+        return KVCache.zeros(lengths, slots, entries, self.dtype, stacked=stacked)
 
     def map_cache(self, function: Callable[[Any, Axes], Any], cache: KVCache) -> KVCache:
         """The cache with function(array, names of its dimensions) in place of each array."""
-        return cache.map(self.decoder.layers[0].attention.cache_entries, function)
+        return cache.map(self.decoder.layer.attention.cache_entries, function)
 
     def packed_view(self, ends_BT: jax.Array) -> PackedView:
         """The view that rows of packed trees use in place of a cache; `ends_BT` as in `PackedView`."""
-        return PackedView.of(ends_BT, self.decoder.layers[0].attention.cache_entries, self.dtype)
+        return PackedView.of(ends_BT, self.decoder.layer.attention.cache_entries, self.dtype)
 
     def apply(
         self,
@@ -193,18 +202,21 @@ class Model:
         """`apply` without the head: the residual stream after the last block, (B, T, D) or (B, 1, D); the cache; the
         layers' sums.
 
-        `positions_BT` replaces `start_B` where the positions of a row are not consecutive; it needs a cache.
+        `positions_BT` replaces `start_B` where the positions of a row are not consecutive; it needs a cache. Without a
+        cache, the tokens are in the order of `Partition.sequence_order`.
         """
         if positions_BT is None:
-            positions_BT = jnp.arange(tokens_BT.shape[1])[None]
+            order = context.order(tokens_BT.shape[1]) if cache is None else None
+            positions_BT = (jnp.arange(tokens_BT.shape[1]) if order is None else jnp.asarray(order))[None]
             if start_B is not None:
                 positions_BT = positions_BT + start_B[:, None]
             elif cache is not None:
                 positions_BT = jnp.broadcast_to(positions_BT, tokens_BT.shape)
         embed_params = gather_weights(params["embed"], self.stage_axes["embed"])
         x_BTD, bias = self.stages.embed.apply(embed_params, None, tokens_BT, positions_BT)
-        keys_BS = positions_BT if cache is None else cache.key_positions(positions_BT)
-        bias_BHTS = None if bias is None else bias(positions_BT, keys_BS)
+        bias_BHTS = None
+        if bias is not None:
+            bias_BHTS = bias(positions_BT, positions_BT if cache is None else cache.key_positions(positions_BT))
         x_BTD = x_BTD.astype(self.dtype)
         return self._blocks(params["blocks"], x_BTD, positions_BT, bias_BHTS, cache, query_index_B)
 
@@ -233,6 +245,15 @@ class Model:
         rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, dimension)
         return jnp.where(rows < self.decoder.n_vocab, x, value)
 
+    def _rotation(self, positions_BT: jax.Array) -> Rotation | None:
+        rotary = self.decoder.layer.attention.rotary
+        return rotation(rotary, positions_BT, self.decoder.seq) if rotary else None
+
+    def _windows(self) -> jax.Array | None:
+        """The window of each layer, int32 (L,); None if no layer has one."""
+        windows = [NO_WINDOW if window is None else window for window in self.decoder.windows]
+        return jnp.asarray(windows, jnp.int32) if windows else None
+
     def _blocks(
         self,
         params: Params,
@@ -242,26 +263,30 @@ class Model:
         cache: KeyValueView | None,
         query_index_B: jax.Array | None,
     ) -> tuple[jax.Array, Any, Aux]:
+        angles, windows_L = self._rotation(positions_BT), self._windows()
+
         def body(carry: Any, layer: Any, query_index_B: jax.Array | None = None) -> tuple[Any, Aux]:
             x_BTD, view = carry
-            block_params, index = layer
+            block_params, index, window = layer
             if isinstance(block_params, PackedBlock):
                 block_params = block_params.unpack()
             block_params = gather_weights(block_params, self.stage_axes["block"])
             x_BTD = checkpoint_name(constrain_residual(x_BTD), "block_in")
             attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B)
-            ctx = Context(positions_BT, attend, query_index_B)
+            ctx = Context(attend, angles, window, query_index_B)
             x_BTD, aux = self.stages.block.apply(block_params, None, x_BTD, ctx)
             return (x_BTD, attend.view), aux
 
         if cache is None:
-            body = rematerialise(body, self.compute.remat)
+            body = rematerialize(body, self.compute.remat)
+        unroll = self.compute.scan_unroll
         with jax.named_scope(LAYER_LOOP):
             if isinstance(params, tuple):
-                x_BTD, cache, aux = _unrolled(body, params, x_BTD, cache, query_index_B)
+                x_BTD, cache, aux = unrolled(body, params, windows_L, x_BTD, cache, query_index_B)
+            elif cache is not None and not cache.stacked:
+                x_BTD, cache, aux = in_runs(body, params, self.decoder.windows, x_BTD, cache, unroll)
             else:
-                layers = params, jnp.arange(len(self.decoder.layers))
-                unroll = self.compute.scan_unroll
+                layers = params, jnp.arange(len(self.decoder.layers)), windows_L
                 (x_BTD, cache), aux = jax.lax.scan(body, (x_BTD, cache), layers, unroll=unroll)
         if query_index_B is not None and x_BTD.shape[1] > 1:
             x_BTD = at_position(x_BTD, query_index_B)
@@ -274,10 +299,10 @@ def _bind(
     positions_BT: jax.Array,
     bias_BHTS: jax.Array | None,
     query_index_B: jax.Array | None,
-) -> Causal | Cached:
+) -> context.Whole | Cached:
     """The attention of one layer: to the sequence itself, or to the keys and values of a view."""
     if view is None:
-        return Causal(bias_BHTS)
+        return context.attention(bias_BHTS)
     if query_index_B is None:
         return Cached(view, layer, positions_BT, positions_BT, bias_BHTS)
     if bias_BHTS is not None:
@@ -285,29 +310,12 @@ def _bind(
     return Cached(view, layer, positions_BT, at_position(positions_BT, query_index_B), bias_BHTS)
 
 
-def _unrolled(
-    body: Callable[..., Any], params: Any, x_BTD: jax.Array, cache: Any, query_index_B: jax.Array | None
-) -> tuple[jax.Array, Any, Aux]:
-    """The layers one after the other, each with its own arrays. The last computes only the queries of
-    `query_index_B`."""
-    # layers of equal shapes are traced once
-    one = jax.jit(body)
-    views = [None] * len(params) if cache is None else cache.layers(len(params))
-    sums = []
-    for index, block in enumerate(params):
-        last = cache is not None and index == len(params) - 1
-        (x_BTD, views[index]), aux = one((x_BTD, views[index]), (block, 0), query_index_B if last else None)
-        sums.append(aux)
-    aux = jax.tree.map(lambda *layers: jnp.stack(layers), *sums)
-    return x_BTD, None if cache is None else cache.with_layers(views), aux
-
-
 def constrain_residual(x_BTD: jax.Array) -> jax.Array:
     """The sharding of the residual stream between blocks."""
     return constrain(x_BTD, "batch", "block_seq", "act_embed")
 
 
-def rematerialise(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
+def rematerialize(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
     """A layer whose backward pass keeps the activations of a policy (`KEPT`, or "none": all) and recomputes the rest.
 
     No policy keeps gathered weights: they would take the memory that fsdp saves.
@@ -340,7 +348,23 @@ class Placement:
         """
         model = Model(config.model.decoder(), platforms.resolve(config.compute, devices[0].platform))
         mesh = make_mesh(config.mesh.shape(len(devices)), devices)
-        return cls(model, Partition(mesh, training_rules(config.mesh)))
+        partition = Partition(mesh, training_rules(config.mesh), context_mode=config.mesh.context_mode)
+        return cls._on_partition(model, partition)
+
+    @classmethod
+    def _on_partition(cls, model: Model, partition: Partition) -> Placement:
+        kv_heads = model.decoder.layer.attention.kv_heads
+        return cls(model, partition.keep_whole("kv_heads") if kv_heads % partition.size("kv_heads") else partition)
+
+    def whole_sequences(self) -> Placement:
+        """The same model and mesh, for programs in which each device has all positions of a sequence."""
+        rules = whole_sequence_rules(dict(self.partition.mesh.shape), self.model.decoder.sizes)
+        rules = {**rules, "batch": self.partition.rules["batch"]}
+        return self._on_partition(self.model, dataclasses.replace(self.partition, rules=rules, whole=frozenset()))
+
+    def for_decoding(self) -> Placement:
+        """`whole_sequences` with every sequence on every data-parallel replica: for `infer.engine`."""
+        return self.whole_sequences().with_rules(batch=None)
 
     def with_rules(self, **rules: MeshAxes) -> Placement:
         """The same model on the same mesh with other sharding rules for some names."""

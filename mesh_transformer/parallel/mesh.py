@@ -12,6 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from mesh_transformer.config import AXES, MeshShape
+from mesh_transformer.config.mesh import named
 from mesh_transformer.errors import UserError
 
 
@@ -73,8 +74,7 @@ def _order(shape: MeshShape, devices: list[jax.Device]) -> np.ndarray:
         return mesh_utils.create_device_mesh(tuple(shape.values()), devices, allow_split_physical_axes=True)
     # JAX asserts that the devices are whole chips that fill a box
     except (AssertionError, ValueError) as error:
-        axes = " x ".join(f"{axis} {size}" for axis, size in shape.items())
         where = f"the {len(devices)} devices of process {devices[0].process_index}"
         raise UserError(
-            f"JAX cannot make a mesh {axes} of {where}, which must be whole chips that fill a box: {error}"
+            f"JAX cannot make a mesh {named(shape)} of {where}, which must be whole chips that fill a box: {error}"
         ) from error

@@ -15,6 +15,7 @@ from typing import Any
 
 import haiku as hk
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mesh_transformer.config.mesh import MeshAxes, Rules, parts
@@ -67,14 +68,19 @@ def collect_axes(function: Callable[[], Any]) -> dict[str, dict[str, Axes]]:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """A mesh and rules, which turn dimension names into shardings."""
+    """A mesh and rules, which turn dimension names into shardings; the dimensions `whole` are never split.
+
+    `context_mode` says how attention reads the positions of other devices, where `seq` is split.
+    """
 
     mesh: Mesh
     rules: Rules
+    whole: frozenset[str] = frozenset()
+    context_mode: str = "zigzag"
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """The PartitionSpec of dimensions `axes`; a dimension named None is never split."""
-        return PartitionSpec(*(None if name is None else self.rules[name] for name in axes))
+        return PartitionSpec(*(None if name is None or name in self.whole else self.rules[name] for name in axes))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
         """The sharding of an array with dimensions `axes`."""
@@ -86,11 +92,28 @@ class Partition:
 
     def with_rules(self, **rules: MeshAxes) -> Partition:
         """The same mesh with other rules for some names."""
-        return Partition(self.mesh, {**self.rules, **rules})
+        return dataclasses.replace(self, rules={**self.rules, **rules})
+
+    def keep_whole(self, name: str) -> Partition:
+        """The same without a split of dimension `name`, under any rules: no axis divides its size."""
+        return dataclasses.replace(self, whole=self.whole | {name})
 
     def size(self, name: str) -> int:
         """The number of parts into which dimension `name` is split; 1 if every device holds all of it."""
-        return parts(self.mesh.shape, self.rules, name)
+        return 1 if name in self.whole else parts(self.mesh.shape, self.rules, name)
+
+    def sequence_order(self, length: int) -> np.ndarray | None:
+        """The positions of a sequence in the order in which the devices that split it hold them, (length,) int32; None:
+        ascending.
+
+        With zigzag, device i of n holds the chunks i and 2 n - 1 - i of 2 n. Causal attention to them is the same work
+        for each device.
+        """
+        n = self.size("seq")
+        if n == 1 or self.context_mode != "zigzag":
+            return None
+        chunks = np.arange(length, dtype=np.int32).reshape(2 * n, -1)
+        return np.concatenate([chunks[[i, -1 - i]].reshape(-1) for i in range(n)])
 
     @property
     def splits_weights(self) -> bool:

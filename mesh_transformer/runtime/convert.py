@@ -9,14 +9,23 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from mesh_transformer import files, logs, platforms
-from mesh_transformer.checkpoint.classic.folder import check_shards, write_config, write_meta
+from mesh_transformer import files, hub, logs, platforms
+from mesh_transformer.checkpoint.classic.folder import check_shards, is_step, write_config, write_meta
 from mesh_transformer.checkpoint.classic.writer import write_classic
-from mesh_transformer.checkpoint.hf.source import HFSource
-from mesh_transformer.checkpoint.hf.writer import n_bytes, stored_dtype, write_hf
+from mesh_transformer.checkpoint.hf.source import read_model, weight_files
+from mesh_transformer.checkpoint.hf.writer import n_bytes, uniform_dtype, write_hf
 from mesh_transformer.checkpoint.identity import with_model
 from mesh_transformer.checkpoint.native.writer import write_native
-from mesh_transformer.checkpoint.open import Format, check_only_step, find_checkpoint, open_folder, open_step
+from mesh_transformer.checkpoint.open import (
+    CheckpointFolder,
+    Format,
+    check_only_step,
+    find_checkpoint,
+    open_folder,
+    open_step,
+    origin_of,
+)
+from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.target import check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig, is_set
@@ -37,6 +46,7 @@ def to_hf(
     *,
     dtype: str | None = None,
     tokenizer: str | None = None,
+    push: str | None = None,
     overwrite: bool = False,
     debug: bool = False,
 ) -> None:
@@ -44,8 +54,11 @@ def to_hf(
 
     Args:
         config_path: the config file; None: the checkpoint records its model.
-        dtype: a key of DTYPES; None: the stored dtype of a Hugging Face folder, else float16 as in the original.
-        tokenizer: a folder or a name on the hub, copied to the output; None: no tokenizer is copied.
+        dtype: a key of DTYPES; None: the dtype of the Hugging Face folder that the checkpoint came from, else float16
+            as in the original.
+        tokenizer: a folder or a name on the hub, copied to the output; None: that of the Hugging Face folder that the
+            checkpoint came from, if any.
+        push: a repository on the hub, to which the output is uploaded.
         overwrite: whether to replace an existing output.
         debug: whether to log every tensor.
 
@@ -53,44 +66,70 @@ def to_hf(
         UserError: an argument, the config or the checkpoint cannot be used; `output` is unchanged.
     """
     logs.set_up(logging.DEBUG if debug else logging.INFO)
+    if push is not None:
+        _check_push(push, output)
     model = config_for(config_path, overrides, checkpoint).model
     # raises UserError if transformers does not support the model
     model.to_hf()
-    check_free(output, overwrite=overwrite, source=checkpoint)
+    check_free(output, overwrite=overwrite, replaceable=weight_files)
     found = find_checkpoint(checkpoint)
     source = open_folder(found, model)
-    output_dtype = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(found.format, source)
+    origin = origin_of(found, source)
+    output_dtype = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(found.format, source, origin)
     end_of_text = _end_of_text(tokenizer, model) if tokenizer else None
+    if origin is not None and tokenizer:
+        origin = origin.without(hub.TOKENIZER_FILES)
     with (
         explain_damage(source),
-        new_folder(output, overwrite=overwrite, source=source.where) as folder,
-        Transfer("writing safetensors", n_bytes(model, output_dtype)) as transfer,
+        new_folder(output, overwrite=overwrite, source=source.where, replaceable=weight_files) as folder,
+        Transfer("writing safetensors", n_bytes(source, model, output_dtype)) as transfer,
     ):
-        write_hf(source, model, folder, dtype=output_dtype, end_of_text=end_of_text, progress=transfer.add)
+        write_hf(
+            source, model, folder, dtype=output_dtype, origin=origin, end_of_text=end_of_text, progress=transfer.add
+        )
         if tokenizer:
             save_tokenizer(tokenizer, folder)
-    logs.log.info("%s: written in %s from %s", output, output_dtype, source.where)
+    logs.log.info("%s: written from %s", output, source.where)
+    if push is not None:
+        logs.log.info("uploaded to %s", hub.push(output, push))
 
 
-def _default_dtype(format: Format, source: TensorSource) -> np.dtype:
-    dtype = stored_dtype(source) if format is Format.HUGGING_FACE else np.dtype(np.float16)
-    reason = "the stored dtype" if format is Format.HUGGING_FACE else f"the default for a {format.value} checkpoint"
-    logs.log.info("the weights are written in %s, %s; choose another with --dtype", dtype, reason)
+def _check_push(name: str, output: str) -> None:
+    if files.is_remote(output):
+        raise UserError(f"--push {name} uploads a local folder: give a local --output-path, not {output}")
+    hub.check_push(name)
+
+
+def _default_dtype(format: Format, source: TensorSource, origin: Origin | None) -> np.dtype | None:
+    """The dtype of an export without --dtype; None: each tensor in its stored dtype."""
+    dtype: np.dtype | None
+    if origin is None:
+        dtype, reason = np.dtype(np.float16), f"the default for a {format.value} checkpoint"
+    elif format is not Format.HUGGING_FACE and origin.dtype is not None:
+        dtype, reason = origin.dtype, "the dtype of the Hugging Face folder that the checkpoint came from"
+    else:
+        dtype, reason = uniform_dtype(source), "the stored dtype"
+    logs.log.info("the weights are written in %s, %s; choose another with --dtype", dtype or "several dtypes", reason)
     return dtype
 
 
 def from_hf(
     folder: str, output: str, *, format: Format | str, shards: int | None = None, overwrite: bool = False
 ) -> None:
-    """Convert a Hugging Face folder to a native or classic step; see `write_step`. The model is that of config.json.
+    """Convert a Hugging Face folder, or a model on its hub, to a native or classic step; see `write_step`.
+
+    The model is that of config.json.
 
     Raises:
         UserError: an argument or the folder cannot be used; `output` is unchanged.
     """
     logs.set_up()
-    source = HFSource(folder)
-    logs.log.info("%s: %s", folder, source.model.model_dump(exclude_defaults=True))
-    write_step(source, source.model, output, format=Format(format), shards=shards or 1, overwrite=overwrite)
+    found = find_checkpoint(folder) if hub.is_name(folder) else CheckpointFolder(Format.HUGGING_FACE, folder)
+    model = read_model(found.path)
+    logs.log.info("%s: %s", folder, model.model_dump(exclude_defaults=True))
+    source = open_folder(found, model)
+    origin = origin_of(found, source)
+    write_step(source, model, output, format=Format(format), shards=shards or 1, origin=origin, overwrite=overwrite)
 
 
 def write_step(
@@ -100,6 +139,7 @@ def write_step(
     *,
     format: Format,
     shards: int = 1,
+    origin: Origin | None = None,
     full: bool | None = None,
     dtype: np.dtype | None = None,
     overwrite: bool = False,
@@ -109,6 +149,7 @@ def write_step(
     Args:
         output: native: the root, in which step_N is created; classic: the step folder itself.
         shards, full, dtype: for a classic step, as in `write_classic`.
+        origin: for a native step, as in `write_native`.
         overwrite: whether to replace an existing step.
 
     Raises:
@@ -118,9 +159,9 @@ def write_step(
     check_output(output, format, source.counts.step)
     with explain_damage(source):
         if format is Format.NATIVE:
-            output = write_native(source, output, model=model, overwrite=overwrite)
+            output = write_native(source, output, model=model, origin=origin, overwrite=overwrite)
         else:
-            with new_folder(output, overwrite=overwrite, source=source.where) as folder:
+            with new_folder(output, overwrite=overwrite, source=source.where, replaceable=is_step) as folder:
                 write_classic(source, model, folder, shards, full=full, dtype=dtype)
                 write_config(folder, with_model({}, model)["config"])
             write_meta(output, source.counts.step, source.extra.get("aux"))
@@ -181,6 +222,10 @@ def slim(
         UserError: there is no checkpoint of that step, it does not match the config, or the output exists.
     """
     logs.set_up()
+    if checkpoint is not None and hub.is_name(checkpoint):
+        raise UserError(
+            f"{checkpoint} is no folder beside which a slim checkpoint can be written: use from_hf_weights.py --format classic"
+        )
     config = config_for(config_path, overrides, checkpoint)
     root, named = split_step(checkpoint or config.checkpoint.root)
     if None not in (named, step):
@@ -246,7 +291,15 @@ def reshard(
         prompt_config = config_for(config_path, [*overrides, f"mesh.tp={shards}"], checkpoint)
         prompt_sampler = sampler.Sampler(prompt_config, sampler.SampleRequest(), checkpoint, [prompt])
     if output is not None:
-        checkpoint = write_step(source, config.model, output, format=format, shards=shards, overwrite=overwrite)
+        checkpoint = write_step(
+            source,
+            config.model,
+            output,
+            format=format,
+            shards=shards,
+            origin=origin_of(found, source),
+            overwrite=overwrite,
+        )
     if prompt_sampler is not None:
         prompt_sampler.show(checkpoint)
 

@@ -11,13 +11,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mesh_transformer.models.model import Aux, Model, Params
+from mesh_transformer.models.loops import Aux
+from mesh_transformer.models.model import Model, Params
+from mesh_transformer.ops.attend import context
 
 Metrics = dict[str, jax.Array]
 
 
 class Batch(NamedTuple):
-    """The batch of a step, each array (A, B, T); or one microbatch, (B, T)."""
+    """The batch of a step, each array (A, B, T); or one microbatch, (B, T).
+
+    The positions are in the order of `Partition.sequence_order`.
+    """
 
     tokens: jax.Array  # int32
     targets: jax.Array  # int32
@@ -29,6 +34,9 @@ class Batch(NamedTuple):
     def of(cls, tokens_ABT: jax.Array) -> Self:
         """A batch of (A, B, T + 1) or (B, T + 1) int32 tokens, all with the same weight."""
         tokens, targets = tokens_ABT[..., :-1], tokens_ABT[..., 1:]
+        order = context.order(tokens.shape[-1])
+        if order is not None:
+            tokens, targets = tokens[..., order], targets[..., order]
         return cls(tokens, targets, jnp.full(targets.shape, 1 / (targets.shape[-1] * targets.shape[-2])))
 
 

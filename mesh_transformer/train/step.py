@@ -15,7 +15,8 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config, OptimizerConfig
 from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
-from mesh_transformer.models.model import Aux, Params, Placement
+from mesh_transformer.models.loops import Aux
+from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.parallel.sharding import constrain_tree, map_axes, use
 from mesh_transformer.train.schedule import Batch, Metrics, Parts, Schedule, sequential
 
@@ -203,7 +204,7 @@ class TrainProgram:
     def _loss(self, params: Params, x_BTD: jax.Array, aux: Aux, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Weighted loss with z-loss, and metrics. The last token's loss includes the mean z-loss of its sequence."""
         loss, per_token = self._weighted_loss(params, x_BTD, batch, self._objective)
-        last_loss = per_token.nll[:, -1] + self._z_loss(per_token).mean(-1)
+        last_loss = self._last(per_token.nll) + self._z_loss(per_token).mean(-1)
         return loss, {"train/loss": loss, "train/last_loss": last_loss.mean()}
 
     def _objective(self, per_token: TokenLoss) -> jax.Array:
@@ -222,13 +223,17 @@ class TrainProgram:
         y_BTD = self.model.final_norm(head, x_BTD)
         return weighted_loss(self._tiles, objective, chunks, head, y_BTD, batch.targets, batch.weights)
 
+    def _last(self, x_BT: jax.Array) -> jax.Array:
+        """The last position of each sequence, (B,)."""
+        order = self.partition.sequence_order(x_BT.shape[1])
+        return x_BT[:, -1 if order is None else int(order.argmax())]
+
     def loss_chunks(self, batch: int, positions: int) -> int:
-        """The number of equal parts of `positions` whose float32 logits take at most `compute.logits_mib` of a
-        device."""
+        """The number of equal parts of a device's positions whose float32 logits take at most `compute.logits_mib`."""
         rows = self.partition.sharding("batch", "seq", "vocab").shard_shape(
             (batch, positions, self.model.decoder.padded_vocab)
         )
-        needed = math.prod(rows) * 4 / 2**20 / int(self.model.compute.logits_mib)
+        needed, positions = math.prod(rows) * 4 / 2**20 / int(self.model.compute.logits_mib), rows[1]
         return next(n for n in range(1, positions + 1) if positions % n == 0 and (n >= needed or n == positions))
 
     def _eval_step(self, params: Params, tokens_BT: jax.Array) -> Metrics:
@@ -239,7 +244,7 @@ class TrainProgram:
             batch = Batch.of(tokens_BT)
             x_BTD, _, _ = self.model.hidden(params, batch.tokens)
             loss, per_token = self._weighted_loss(params, x_BTD, batch, lambda per_token: per_token.nll)
-        return {"loss": loss, "last_loss": per_token.nll[:, -1].mean(), "accuracy": per_token.correct.mean()}
+        return {"loss": loss, "last_loss": self._last(per_token.nll).mean(), "accuracy": per_token.correct.mean()}
 
 
 def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
@@ -302,11 +307,16 @@ def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
     return kept._replace(step=new.step, skipped=old.skipped + (~finite).astype(jnp.int32))
 
 
-def compile_step(program: TrainProgram, accumulation: int, batch: int) -> jax.stages.Compiled:
-    """The train step compiled ahead of time, to inspect its memory, shardings and collectives. Nothing is allocated."""
+def lower_step(program: TrainProgram, accumulation: int, batch: int) -> jax.stages.Lowered:
+    """The train step for `accumulation` microbatches of `batch` sequences, not compiled yet. Nothing is allocated."""
     tokens = jax.ShapeDtypeStruct((accumulation, batch, program.config.seq + 1), jnp.int32)
     step: Callable[..., Any] = program.train_step
-    return step.lower(program.abstract_state, tokens).compile()  # type: ignore[attr-defined]
+    return step.lower(program.abstract_state, tokens)  # type: ignore[attr-defined]
+
+
+def compile_step(program: TrainProgram, accumulation: int, batch: int) -> jax.stages.Compiled:
+    """The train step compiled ahead of time, to inspect its memory, shardings and collectives. Nothing is allocated."""
+    return lower_step(program, accumulation, batch).compile()
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:

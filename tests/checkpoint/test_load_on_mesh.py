@@ -26,7 +26,14 @@ GOLDEN = {
 }
 CHECKPOINT = "mp8/ckpt_full/step_5"
 ONE = ["mesh.tp=1"]
-MESHES = [ONE, ["mesh.tp=8"], ["mesh.fsdp=8"], ["mesh.fsdp=2", "mesh.tp=2"], ["mesh.dp=8", "mesh.zero1=true"]]
+MESHES = [
+    ONE,
+    ["mesh.tp=8"],
+    ["mesh.fsdp=8"],
+    ["mesh.fsdp=2", "mesh.tp=2"],
+    ["mesh.cp=4"],
+    ["mesh.dp=8", "mesh.zero1=true"],
+]
 
 
 def classic(original: Path, run: Any) -> ClassicSource:

@@ -16,6 +16,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
 from jax.experimental import multihost_utils
 from mesh_transformer import files
+from mesh_transformer.checkpoint.origin import Origin, read_origin
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.errors import is_disk_full
 from support.states import abstract, assert_equal, mesh, read_part, shardings, state
@@ -48,9 +49,11 @@ check(2, state(2, by_rows))
 if process == 1:
     files.open_binary = original
 
-# both save step 3 again
-store.save(3, state(30, by_columns), {})
+# both save step 3 again, with the files of a Hugging Face folder
+origin = Origin({"config.json": b"{}", "tokenizer.json": bytes(1000)}, None)
+store.save(3, state(30, by_columns), {}, origin)
 check(3, state(30, by_rows))
+assert read_origin(store.folder(3), {}) == origin
 assert os.path.isdir(os.path.join(root, "set_aside", "step_3"))
 
 # one process cannot write: it raises the error without waiting for the other, which waits at the barrier

@@ -6,7 +6,7 @@ import pytest
 from support.gcs_server import GcsServer
 
 from mesh_transformer import files
-from mesh_transformer.checkpoint.target import new_folder, temporary_path
+from mesh_transformer.checkpoint.target import check_free, new_folder, temporary_path
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer
 
@@ -138,7 +138,8 @@ def test_a_failed_move_in_a_bucket_is_completed_by_the_next_run(gcs):
     with pytest.raises(Exception, match="404"):
         write_folder(target)
     assert siblings(target) == [".out.mtj-moving", ".out.mtj-partial"]
-    # the next run first completes the move of the first result
+    # a check before the next run accepts the target; the run completes the move of the first result
+    check_free(target, overwrite=False)
     with pytest.raises(UserError, match="exists already"):
         write_folder(target)
     assert content(target) == b"new"
@@ -201,6 +202,20 @@ def test_an_interrupted_write_to_a_bucket_is_completed_by_the_next_run(gcs, inte
     assert files.list_dir(target) == ["done", "part", "zzz"]
     assert content(target) == b"new"
     assert siblings(target) == ["out"]
+
+
+def test_only_a_replaceable_folder_is_replaced(target):
+    put(target, b"mine")
+    with pytest.raises(UserError, match="no checkpoint of this format, it holds part: choose another folder"):
+        write_and_raise(target, AssertionError("the block must not begin"), overwrite=True, replaceable=lambda _: False)
+    assert content(target) == b"mine"
+
+
+@pytest.mark.parametrize("below", ["out", "out/deeper"])
+def test_a_folder_below_a_file_is_refused(tmp_path, below):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="file is a file: choose another folder"):
+        write_folder(str(tmp_path / "file" / below))
 
 
 def test_an_existing_file_is_not_replaced(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mesh_transformer import platforms, slices
+from mesh_transformer import slices
 from mesh_transformer.errors import UserError
 
 # name, hosts, chips, cores, JAX devices, topology, GiB a device, runtime version: from cloud.google.com/tpu/docs
@@ -62,9 +62,3 @@ def test_types_beyond_the_api() -> None:
     assert (kind.name, kind.hosts, kind.memory_gib_per_device) == ("tpu7x-16", 2, 96)
     with pytest.raises(UserError, match="Kubernetes"):
         _ = kind.runtime_version
-
-
-def test_slices_to_compile_for_are_in_the_table() -> None:
-    for name, usable_gib in platforms.USABLE_GIB.items():
-        assert 0 < usable_gib < slices.parse(name).memory_gib_per_device
-    assert [slices.parse(name).topology for name in platforms.USABLE_GIB] == ["2x2", "2x2x1", "2x4", "2x4"]

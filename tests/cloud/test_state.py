@@ -3,7 +3,7 @@
 import pytest
 from google.cloud.tpu_v2.types import cloud_tpu
 
-from mesh_transformer.cloud.tpus import TpuPhase, phase_of
+from mesh_transformer.cloud.state import TpuPhase, phase_of
 
 PENDING, READY, DELETING, LOST, STOPPED = (
     TpuPhase.PENDING,

@@ -12,7 +12,8 @@ from mesh_transformer import slices
 from mesh_transformer.cloud import api as cloud_api
 from mesh_transformer.cloud.api import ErrorKind, TpuFailed, TpuRefused
 from mesh_transformer.cloud.request import TpuRequest
-from mesh_transformer.cloud.tpus import TpuPhase, Tpus
+from mesh_transformer.cloud.state import TpuPhase
+from mesh_transformer.cloud.tpus import Tpus
 from mesh_transformer.errors import UserError
 
 V3 = slices.parse("v3-32")

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError, create_model
 
 from mesh_transformer.config import Config, mesh_shape, parse_config
+from mesh_transformer.config.mesh import whole_sequence_rules
 from mesh_transformer.config.variants import Variants
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import Group
@@ -33,6 +34,19 @@ def config(model: dict[str, Any] | None = None, **groups: dict[str, Any]) -> Con
             ["257", "vocab_multiple to 2, or mesh.tp to 1"],
         ),
         ({"mesh": {"fsdp": 3}}, ["model.d_model 64", "mesh.fsdp 3"]),
+        ({"mesh": {"cp": 3}}, ["data.seq 32 is not divisible by mesh.cp 3", "mesh.cp to 2"]),
+        (
+            {"mesh": {"cp": 32}},
+            ["data.seq 32 is not divisible by 2 x mesh.cp 32", "mesh.cp to 16", "context_mode=ring"],
+        ),
+        (
+            {"mesh": {"cp": 4, "tp": 4, "context_mode": "ulysses"}},
+            ["model.n_heads 8 is not divisible by mesh.cp x mesh.tp 16", "context_mode=zigzag"],
+        ),
+        (
+            {"mesh": {"cp": 16, "tp": 4, "shard_activations": True}},
+            ["data.seq 32 is not divisible by mesh.cp x mesh.tp 64", "mesh.shard_activations=false"],
+        ),
         (
             {"mesh": {"dp": 3, "zero1": True}},
             ["model.d_model 64", "mesh.dp x mesh.fsdp 3", "or set mesh.zero1=false"],
@@ -47,6 +61,7 @@ def config(model: dict[str, Any] | None = None, **groups: dict[str, Any]) -> Con
             ["folder inside", "--set checkpoint.bucket="],
         ),
         ({"checkpoint": {"bucket": "b", "model_dir": "/"}}, ["folder inside"]),
+        ({"data": {"restart": "yes"}}, ["data.restart = 'yes': expected true or false"]),
     ],
 )
 def test_combination_is_refused(groups: dict[str, Any], parts: list[str]) -> None:
@@ -74,6 +89,8 @@ def test_limits_that_are_allowed() -> None:
         ({"tp": 4}, 8, {"dp": 2, "tp": 4}),
         ({"fsdp": 2, "tp": 2}, 8, {"dp": 2, "fsdp": 2, "tp": 2}),
         ({"dp": 2, "fsdp": 4}, 8, {"dp": 2, "fsdp": 4}),
+        ({"cp": 4}, 8, {"dp": 2, "cp": 4}),
+        ({"cp": 32, "context_mode": "ring"}, 32, {"cp": 32}),
     ],
 )
 def test_mesh_shape(mesh: dict[str, int], n_devices: int, shape: dict[str, int]) -> None:
@@ -130,6 +147,7 @@ def test_microbatch() -> None:
     shape = mesh_shape(dp=2, fsdp=2, tp=2)
     assert config().microbatch(shape) == 4
     assert config(data={"per_replica_batch": 3}).microbatch(shape) == 12
+    assert config(data={"per_replica_batch": 3}).microbatch(mesh_shape(dp=2, cp=4)) == 6
     assert config(data={"batch_size": 8}).microbatch(shape) == 8
     with pytest.raises(
         UserError, match="data.batch_size 6 is not divisible by mesh.dp x mesh.fsdp 4: set it to 4 or 8"
@@ -143,6 +161,24 @@ def test_checks_that_need_the_devices() -> None:
     with pytest.raises(UserError, match="mesh.zero1=false"):
         config(mesh={"zero1": True}).check_devices(3)
     assert config(mesh={"zero1": True}).check_devices(4)["dp"] == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "embed"),
+    [
+        ({"cp": 2, "tp": 2}, ("cp", "tp"), ("fsdp",)),
+        # 8 heads
+        ({"cp": 8, "fsdp": 2, "tp": 2}, ("tp",), ("fsdp", "cp")),
+        ({"cp": 3}, ("tp",), ("fsdp",)),
+    ],
+)
+def test_cp_splits_what_it_divides_where_positions_are_whole(
+    shape: dict[str, int], heads: tuple[str, ...], embed: tuple[str, ...]
+) -> None:
+    rules = whole_sequence_rules(mesh_shape(**shape), config().sizes)
+    assert (rules["heads"], rules["mlp"], rules["vocab"]) == (heads,) * 3
+    assert rules["embed"] == embed
+    assert (rules["batch"], rules["seq"], rules["block_seq"]) == (("dp", "fsdp"), (), ())
 
 
 OPTIMIZER_OF = {
@@ -175,8 +211,8 @@ def test_the_name_selects_the_fields(name: str) -> None:
     [
         ({}, ["optimizer.name=lino"], ["optimizer.name = 'lino'", "one of adam, lion, adafactor", "mean lion?"]),
         ({"optimizer": {"name": 3}}, [], ["optimizer.name = 3", "one of adam, lion, adafactor"]),
-        ({"optimizer": {"name": "lion", "eps": 1e-8}}, [], ["optimizer.eps", "adam and adafactor, not of lion"]),
-        ({}, ["optimizer.name=adafactor", "b1=0.5"], ["optimizer.b1", "adam and lion, not of adafactor"]),
+        ({"optimizer": {"name": "lion", "eps": 1e-8}}, [], ["optimizer.eps", "adam, adafactor, not of lion"]),
+        ({}, ["optimizer.name=adafactor", "b1=0.5"], ["optimizer.b1", "adam, lion, not of adafactor"]),
         ({}, ["clipping_thresh=0.5"], ["did you mean optimizer.clipping_threshold?"]),
         ({}, ["optimizer.decay_rate=0.5"], ["name adafactor, not of adam", "or set optimizer.name=adafactor"]),
         ({}, ["optimizer.name=adafactor", "bf16_optimizer=true"], ["--set optimizer.moments_dtype=null"]),
@@ -187,6 +223,11 @@ def test_the_name_selects_the_fields(name: str) -> None:
         ({"model": {**MODEL, "family": "gpt_neox", "rotary_dim": 4}}, [], ["did you mean model.rotary_dims?"]),
         ({}, ["model.family=gpt_neox", "model.rotary_dim=4"], ["did you mean model.rotary_dims?"]),
         ({}, ["optimizer.name=adafactor", "optimizer.beta1=0.5"], ["did you mean optimizer.b1?"]),
+        ({"model": {**MODEL, "family": "gpt_neox", "window": 7}}, [], ["gpt_neo, mistral, qwen2", "not of gpt_neox"]),
+        ({"model": {**MODEL, "family": "llama", "rotary_scaling": "yarn"}}, [], ["yarn needs model.rotary_factor"]),
+        ({"model": {**MODEL, "family": "llama", "rotary_factor": 2.0}}, [], ["no effect with model.rotary_scaling none"]),
+        ({"model": {**MODEL, "family": "llama", "n_kv_heads": 3}}, [], ["not divisible by model.n_kv_heads 3"]),
+        ({"model": {**MODEL, "family": "qwen2", "window": 3}}, [], ["model.window needs model.full_layers"]),
     ],
 )  # fmt: skip
 def test_a_field_of_another_class_is_refused(raw: dict[str, Any], changes: list[str], parts: list[str]) -> None:

@@ -248,7 +248,7 @@ def test_dropped_iterators_leave_no_threads(dataset):
     assert threading.active_count() <= before
 
 
-def test_text_is_tokenised_once(tmp_path, monkeypatch):
+def test_text_is_tokenized_once(tmp_path, monkeypatch):
     from mesh_transformer.data import prepare
 
     text = "To be, or not to be. " * 20
@@ -264,7 +264,7 @@ def test_text_is_tokenised_once(tmp_path, monkeypatch):
     folder = tmp_path / "cache" / "mesh_transformer" / "datasets"
     assert len(list(folder.iterdir())) == 1
     with monkeypatch.context() as context:
-        context.setattr(prepare, "write_corpus", lambda *_: pytest.fail("tokenised again"))
+        context.setattr(prepare, "write_corpus", lambda *_: pytest.fail("tokenized again"))
         assert first() == text[:51]
     (tmp_path / "play.txt").write_text("x" + text)
     assert first() == ("x" + text)[:51]

@@ -51,7 +51,7 @@ def test_states_of_another_data_set_are_refused(dataset):
 
 @pytest.mark.parametrize("size", ["shorter", "longer", "the same"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_replaced_record_file_is_told(dataset, mode, size):
+def test_a_replaced_record_file_is_reported(dataset, mode, size):
     """Whatever the new file holds at the old position: damage, or records of its own."""
     loader = train(dataset, prefetch=0, **mode)
     take(loader, 1)

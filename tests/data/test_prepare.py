@@ -233,11 +233,13 @@ def test_other_refusals(tmp_path):
     for source, name, options, message in (
         (tmp_path / "none", "x", {}, "no such file"),
         (tmp_path, "x/y", {}, "--output-dir"),
-        (tmp_path / "a.txt", "x", {"seq": 0}, "at least 1"),
-        (tmp_path / "a.txt", "x", {"n_repack_epochs": 0}, "at least 1"),
+        (tmp_path / "a.txt", "x", {"seq": 0}, "--seq 0: must be 1 or more"),
+        (tmp_path / "a.txt", "x", {"n_repack_epochs": 0}, "--n-repack-epochs 0: must be 1 or more"),
     ):
         with pytest.raises(UserError, match=message):
             prepare(input_files(str(source)), name, str(tmp_path), BYTES, Options(**options))
+    with pytest.raises(UserError, match=r"a\.txt is a file: choose another folder"):
+        prepare([str(tmp_path / "a.txt")], "x", str(tmp_path / "a.txt/out"), BYTES, Options(seq=4))
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
@@ -296,7 +298,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("artefact", "clean"),
+    ("artifact", "clean"),
     [
         ("a well @-@ known 1 @,@ 000 and 3 @.@ 5", "a well-known 1,000 and 3.5"),
         (" = = Early life = = ", "== Early life =="),
@@ -307,8 +309,8 @@ def test_memory_does_not_grow_with_the_text(tmp_path, kind):
         ("nothing to do, really (at all).", "nothing to do, really (at all)."),
     ],
 )
-def test_wikitext(artefact, clean):
-    assert detokenize_wikitext(artefact) == clean
+def test_wikitext(artifact, clean):
+    assert detokenize_wikitext(artifact) == clean
 
 
 def test_cleaners():

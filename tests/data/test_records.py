@@ -123,6 +123,18 @@ def test_every_cut_is_noticed(tmp_path, kind):
                 read_all(path)
 
 
+@pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_an_offset_past_the_end_closes_the_file(tmp_path, monkeypatch, compress):
+    path = tmp_path / "x.tfrecords"
+    path.write_bytes(compress(written()))
+    file = path.open("rb")
+    monkeypatch.setattr(records, "open_binary", lambda _: file)
+    with pytest.raises(UserError, match=r"x\.tfrecords: record 9 at byte 100000: ") as error:
+        RecordReader(str(path), 9, 100_000)
+    # the traceback in `error` refers to the reader, so the garbage collector does not close the file
+    assert file.closed, error
+
+
 def test_the_error_names_file_record_and_offset(tmp_path):
     path = tmp_path / "x.tfrecords"
     path.write_bytes(written()[:-5])

@@ -151,14 +151,13 @@ def test_an_unreachable_hub_names_the_way_out(monkeypatch, tmp_path):
         load_tokenizer("./nowhere")
 
 
-def test_the_hub_is_asked_for_gpt2(monkeypatch, texts):
-    import huggingface_hub
-
-    asked = []
-    folder = str(texts / "gpt2_tokenizer")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or folder)
-    assert load_tokenizer(None).n_vocab == 50257
-    assert asked == ["gpt2"]
+def test_names_on_the_hub(hub_server, texts):
+    """GPT-2's is the default. Weights are not downloaded."""
+    hub_server.commit_folder("gpt2", texts / "gpt2_tokenizer")
+    hub_server.commit("org/model", hub_server.repos["gpt2"].files() | {"model.safetensors": b"weights"}, branch="v1")
+    for spec in (None, "gpt2", "hf://gpt2", "org/model@v1", "hf://org/model@v1"):
+        assert load_tokenizer(spec).encode("hello\n\nhello") == [31373, 198, 198, 31373]
+    assert "model.safetensors" not in hub_server.downloads()
 
 
 def test_nothing_is_run_from_a_folder(tmp_path, texts):

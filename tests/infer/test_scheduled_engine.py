@@ -1,10 +1,13 @@
 """The scheduler on the real engine: each request has the same tokens as alone, without a cached prefix."""
 
+from typing import Any
+
 import jax
 import numpy as np
+import pytest
+from support import families
 from support.builders import TINY, program
 
-from mesh_transformer.config.mesh import inference_rules
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.infer.requests import SamplingParams, Token
 from mesh_transformer.infer.scheduler import Scheduler
@@ -41,15 +44,19 @@ def _serve(scheduler: Scheduler, requests: dict[int, tuple[list[int], SamplingPa
     return got
 
 
-def test_requests_that_share_prefixes_get_the_tokens_they_get_alone() -> None:
+@pytest.mark.parametrize(
+    # rings of 13 positions have forgotten most prefixes
+    ("model", "reused"), [(TINY["model"], 100), (families.MODELS["gemma2"], 10)], ids=["whole", "rings"]
+)  # fmt: skip
+def test_requests_that_share_prefixes_get_the_tokens_they_get_alone(model: dict[str, Any], reused: int) -> None:
     """Chunked prompts between tokens of other requests, copied prefixes, reused slots, a cancelled request."""
-    run = program(TINY, "mesh.tp=1", "model.seq=64")
+    run = program({**TINY, "model": model}, "mesh.tp=1", "model.seq=64")
     params = run.init(jax.random.key(3)).params
-    engine = SlotEngine(run.placement.with_rules(**inference_rules()), params, slots=3, max_prefill_tokens=8)
+    engine = SlotEngine(run.placement.for_decoding(), params, slots=3, max_prefill_tokens=8)
     requests = _requests()
     scheduler = Scheduler(engine, max_queue=16, max_steps=4)
     together = _serve(scheduler, requests)
-    assert scheduler.stats.reused_tokens > 100
+    assert scheduler.stats.reused_tokens > reused
     for i, (prompt, sampling) in requests.items():
         alone = _serve(Scheduler(engine, max_queue=0), {i: (prompt, sampling)})[i]  # with an empty cache
         assert len(alone) == sampling.max_tokens

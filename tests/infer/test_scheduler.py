@@ -153,6 +153,16 @@ def test_a_short_prefix_is_not_copied_but_is_kept_in_place():
     assert c.calls("insert") == [("insert", 1, 1, 3)]
 
 
+def test_a_prefix_is_reused_while_a_ring_holds_its_window():
+    c = Collector(slots=2, context=64, ring=(6, 13))
+    c.run((PROMPT[:20], params(5)))  # 24 positions are written: 11 and later ones are held
+    c.calls()
+    c.run((PROMPT[:15] + [99], params(1)))
+    assert c.calls("insert") == [("insert", 1, None, 0)]
+    c.run((PROMPT[:16] + [99], params(1)))
+    assert c.calls("insert") == [("insert", 0, 0, 16)]
+
+
 def test_copying_from_a_slot_is_using_it():
     c = Collector(slots=3)
     c.run((PROMPT[:20], params(1)), (OTHER[:12], params(1)), ([50] * 9, params(1)))

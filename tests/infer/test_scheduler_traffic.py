@@ -20,6 +20,7 @@ class Traffic(RuleBasedStateMachine):
         max_queue=st.integers(0, 3),
         max_steps=st.integers(1, 5),
         min_copy=st.integers(1, 4),
+        ring=st.sampled_from([None, (3, 5), (4, 9)]),
     )
     def start(self, **sizes):
         self.c = Collector(context=24, vocab=7, **sizes)

@@ -52,6 +52,19 @@ def test_tiles_give_the_log_softmax(case, tiles, mesh, devices):  # fmt: skip
     np.testing.assert_array_equal(likeliest, logits_PV.argmax(-1)[:, None] == targets_PM)
 
 
+@pytest.mark.parametrize(("tiles", "tp"), [(1, 1), (4, 1), (2, 8)])
+def test_a_tile_has_the_parameters_of_its_tokens(case, tiles, tp):
+    head, *_ = case
+    raw = {**builders.TINY, "model": {**builders.TINY["model"], "n_vocab": N_VOCAB}}
+    made = builders.program(raw, f"mesh.tp={tp}", devices=tp)
+    cut = VocabTiles(made.model, made.partition, tiles)
+    for number in range(tiles):
+        tile, rows = cut.tile(head, jnp.asarray(number)), cut.rows(number)
+        np.testing.assert_array_equal(tile["logits"]["w"], head["logits"]["w"][:, rows])
+        np.testing.assert_array_equal(tile["logits"]["b"], head["logits"]["b"][rows])
+        np.testing.assert_array_equal(tile["norm"]["scale"], head["norm"]["scale"])
+
+
 @pytest.mark.parametrize(
     ("columns", "tp", "tiles"), [(1536, 1, 32), (1536, 8, 4), (1 << 16, 1, 1), (1, 1, 32), (30000, 1, 1), (25216, 1, 2)]
 )  # fmt: skip

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import families
 from support.builders import TINY, program
 from support.covering import sampled
 
 from mesh_transformer.families import FAMILIES, gptj
+from mesh_transformer.models.loops import layer_runs
 from mesh_transformer.parallel.sharding import collect_axes, map_axes
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (1, 8, 41)).astype(np.int32)
@@ -22,6 +24,41 @@ def test_the_program_does_not_grow_with_the_number_of_layers():
         return run.train_step.lower(run.abstract_state, tokens).as_text().count("\n")
 
     assert size(24) == size(2)
+
+
+def test_a_cached_program_with_rings_does_not_grow_with_the_number_of_layers():
+    """Layers with and without a ring alternate: a step of the loop computes one of each."""
+
+    def size(layers: int) -> int:
+        run = program({**TINY, "model": {**families.MODELS["gemma2"], "layers": layers}})
+        model, tokens = run.model, jnp.zeros((2, 1), jnp.int32)
+
+        def step(params, cache, start):
+            logits, view = model.apply(params, tokens, cache.view(None, 64), start)
+            return logits, view.cache
+
+        cache = jax.eval_shape(lambda: model.new_cache(2, 64, longest_chunk=4))
+        assert len(cache.groups) == 2
+        return jax.jit(step).lower(run.abstract_state.params, cache, tokens[:, 0]).as_text().count("\n")
+
+    assert size(24) == size(4)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("aaaa", [("aaaa", "a")]),
+        ("ababab", [("ababab", "ab")]),
+        ("ababa", [("abab", "ab"), ("a", "a")]),
+        ("abbb", [("a", "a"), ("bbb", "b")]),
+        ("aabaab", [("aabaab", "aab")]),
+        ("aba", [("a", "a"), ("b", "b"), ("a", "a")]),
+    ],
+)
+def test_layers_that_repeat_are_one_run(kinds, expected):
+    runs = layer_runs(kinds)
+    assert [(("".join(run.turn)) * run.repeats, "".join(run.turn)) for run in runs] == expected
+    assert [run.start for run in runs] == [sum(len(whole) for whole, _ in expected[:i]) for i in range(len(runs))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

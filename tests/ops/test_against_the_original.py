@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from mesh_transformer.families.spec import Rotary
-from mesh_transformer.models.decoder import angles, rotate, t5_buckets
+from mesh_transformer.models.decoder import t5_buckets
+from mesh_transformer.ops.rotary import rotate, rotation
 from mesh_transformer.optimizers import adam
 from mesh_transformer.train.step import learning_rate
 
@@ -15,17 +16,19 @@ FUNCTIONS = "fn_misc.npz"
 def test_rotary(original):
     expected = np.load(original / FUNCTIONS)
     x_THK = expected["rotary/x"]
-    sin, cos = angles(Rotary(dims=x_THK.shape[-1], style="pairs", precision="float64"), len(x_THK))
-    np.testing.assert_allclose(sin, expected["rotary/sin"], rtol=0, atol=1e-7)  # float64 there, float32 here
-    np.testing.assert_allclose(cos, expected["rotary/cos"], rtol=0, atol=1e-7)
-    y_BTHK = rotate(x_THK[None], sin[None], cos[None], "pairs")
+    rotary, positions_BT = Rotary(dims=x_THK.shape[-1], style="pairs", precision="float64"), np.arange(len(x_THK))[None]
+    angles = rotation(rotary, positions_BT, len(x_THK))
+    np.testing.assert_allclose(
+        angles.sin_BTR[0], expected["rotary/sin"], rtol=0, atol=1e-7
+    )  # float64 there, float32 here
+    np.testing.assert_allclose(angles.cos_BTR[0], expected["rotary/cos"], rtol=0, atol=1e-7)
+    y_BTHK = rotate(x_THK[None], angles, "pairs")
     np.testing.assert_allclose(y_BTHK[0], expected["rotary/y"], rtol=0, atol=1e-6)
 
 
 def test_rotary_leaves_the_other_dims_alone():
     x_BTHK = np.random.default_rng(0).normal(size=(1, 5, 2, 8)).astype(np.float32)
-    sin, cos = angles(Rotary(dims=4, style="pairs"), 5)
-    y_BTHK = rotate(x_BTHK, sin[None], cos[None], "pairs")
+    y_BTHK = rotate(x_BTHK, rotation(Rotary(dims=4, style="pairs"), np.arange(5)[None], 5), "pairs")
     np.testing.assert_array_equal(y_BTHK[..., 4:], x_BTHK[..., 4:])
     assert np.abs(y_BTHK[:, 1:, :, :4] - x_BTHK[:, 1:, :, :4]).max() > 0.1
 

@@ -108,7 +108,7 @@ def test_attention_to_packed_rows_is_attention(length, with_bias, options):
     ends_BT = jax.random.randint(jax.random.key(4), (2, length), index[None] + 1, length + 1)
     mask = (index[None, :, None] < ends_BT[:, None])[:, None]
     expected = plain(q, k, v, 0 if bias is None else bias, mask=mask, **options)
-    packed = PackedView.of(ends_BT, Attention(heads=3, head_dim=8, rotary=None).cache_entries, jnp.float32)
+    packed = PackedView.of(ends_BT, Attention(heads=3, kv_heads=3, head_dim=8, rotary=None).cache_entries, jnp.float32)
     for triangular in (True, False):
         view = packed if triangular else NotTriangular(packed.ends_BT, packed.kept)
         attend = Cached(view, 0, index[None], index[None], bias)
@@ -141,13 +141,14 @@ N_TOKENS = 38
 class Head:
     """A matrix with a bias, in tiles of some columns; those from `tokens` on are no tokens."""
 
+    position_shards = 1
     tiles: int
     columns: int
     tokens: int
 
-    def cut(self, params):
-        w_KDC = jnp.stack(jnp.split(params["w"], self.tiles, axis=1))
-        return {"w": w_KDC, "b": params["b"].reshape(self.tiles, -1)}
+    def tile(self, params, number):
+        rows = self.rows(number)
+        return {"w": params["w"][:, rows], "b": params["b"][rows]}
 
     def add(self, total, number, gradients):
         rows = self.rows(number)

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 from support.builders import TINY, program
-from support.hlo import collectives
 
+from mesh_transformer.estimate.hlo import collectives
 from mesh_transformer.parallel.sharding import use
 from mesh_transformer.train.step import TrainProgram, compile_step
 

@@ -48,6 +48,8 @@ def _in_processes(folder, count):
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count} {QUICK_COMPILE}",
         "XDG_CACHE_HOME": str(folder / "cache"),
+        # the compiler optimizes less here, so that most programs compile in less than the cache's default limit
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": str(count),
         "PYTHONPATH": os.pathsep.join(sys.path),

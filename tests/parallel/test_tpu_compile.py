@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.builders import TINY
-from support.hlo import collectives
 
 from mesh_transformer import platforms
+from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import Config, load_config, parse_config
-from mesh_transformer.config.mesh import inference_rules
+from mesh_transformer.estimate.hlo import collectives
 from mesh_transformer.infer.programs import SlotPrograms
 from mesh_transformer.models.model import LAYER_LOOP, Placement
 from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes
@@ -124,8 +124,8 @@ def test_the_gather_check_can_fail():
 def test_a_serving_program_sums_one_activation_a_layer_and_donates_its_cache(name):
     devices, slots = platforms.slice_devices(name), 4
     config = parse_config(SMALL, [f"mesh.tp={len(devices)}"])
-    placement = Placement.of(config, devices).with_rules(**inference_rules())
-    programs = SlotPrograms(placement, slots, config.seq, stacked=True)
+    placement = Placement.of(config, devices).for_decoding()
+    programs = SlotPrograms(placement, slots, config.seq, longest_chunk=config.seq, stacked=True)
     params, kept = placement.abstract(jnp.bfloat16), jax.eval_shape(programs.empty)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     compiled = programs.generate.lower(params, kept, None, number, number, length=config.seq).compile()
@@ -151,11 +151,11 @@ def test_the_6b_fine_tuning_step_fits_a_v3_core():
     assert config.optimizer.gradient_accumulation_steps == 16
     peak = peak_bytes(_compile(config)) / 2**30
     # parameters and moments alone take 8.4 GiB
-    assert 8.4 < peak < platforms.USABLE_GIB[SLICE]
+    assert 8.4 < peak < ACCELERATORS["v3"].usable_gib
 
 
 def test_the_compiler_refuses_two_layers_more():
-    """The compiler's limit is platforms.USABLE_GIB, and it counts the same memory as `peak_bytes`."""
+    """The compiler's limit is that of the table of accelerators, and it counts the same memory as `peak_bytes`."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"exceeds available HBM \(15\.48G\)"):
         _compile(load_config(str(CONFIG), ["model.layers=30"]))
 

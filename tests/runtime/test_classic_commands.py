@@ -58,14 +58,19 @@ def test_slim_model_of_a_native_run(run):
         assert (array == expected[name].astype(ml_dtypes.bfloat16)).all(), name
 
 
-def test_slim_model_does_not_change_existing_output(run):
-    (run / "run_slim/step_7").mkdir(parents=True)
-    (run / "run_slim/step_7/notes").write_text("mine")
-    _, errors = commands.run("slim_model.py", "--config", "config.json", cwd=run, code=2)
-    assert errors.splitlines()[-1].startswith("error: run_slim/step_7 exists already") or "exists already" in errors
-    assert [path.name for path in (run / "run_slim").rglob("*")] == ["step_7", "notes"]
+def test_slim_model_replaces_only_a_checkpoint_and_only_if_asked(run):
+    output = run / "run_slim/step_7"
+    output.mkdir(parents=True)
+    (output / "notes").write_text("mine")
+    for options in ([], ["--overwrite"]):
+        _, errors = commands.run("slim_model.py", "--config", "config.json", *options, cwd=run, code=2)
+        assert "run_slim/step_7 exists already" in errors.splitlines()[-1]
+        assert [path.name for path in (run / "run_slim").rglob("*")] == ["step_7", "notes"]
+    shutil.rmtree(run / "run_slim")
+    commands.run("slim_model.py", "--config", "config.json", cwd=run)
+    (output / "shard_0/0.npz").write_bytes(b"damaged")
     commands.run("slim_model.py", "--config", "config.json", "--overwrite", cwd=run)
-    assert not (run / "run_slim/step_7/notes").exists()
+    assert (output / "shard_0/0.npz").read_bytes() != b"damaged"
 
 
 def test_slim_model_without_that_step(run):

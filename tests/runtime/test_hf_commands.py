@@ -1,6 +1,7 @@
 """to_hf_weights.py and from_hf_weights.py, as a user runs them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,8 @@ from support import hf_folders as hf
 
 from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.hf.writer import write_hf
-from mesh_transformer.checkpoint.open import Format, open_source
-from mesh_transformer.runtime import convert
+from mesh_transformer.checkpoint.native.writer import write_native
+from mesh_transformer.checkpoint.open import open_source
 
 # some megabytes, so that the commands log their progress
 SIZES = {
@@ -72,7 +73,7 @@ def test_round_trip_of_a_folder(folder, format) -> None:
 
 def test_a_run_is_written_in_half_precision_unless_a_dtype_is_given(folder) -> None:
     """The original program's options --cpu and --debug are accepted."""
-    convert.from_hf(str(folder / "hf"), str(folder / "run"), format=Format.NATIVE)
+    write_native(HFSource(str(folder / "hf"), MODEL), str(folder / "run"), model=MODEL)
     log = to_hf(folder, "--input-ckpt", "run", "--output-path", "half", "--cpu", "--debug")
     assert "the weights are written in float16, the default for a native checkpoint; choose another with --dtype" in log
     assert "lm_head.weight (132, 192) float16, from params/head/logits/w" in log
@@ -112,10 +113,14 @@ def test_existing_output_is_not_changed(folder) -> None:
         (folder / name).mkdir(parents=True)
         (folder / name / "mine").write_text("mine")
     before = tree(folder)
-    for arguments in (["--output-path", "run"], ["--output-path", "run/step_0", "--format", "classic"]):
-        assert "--overwrite" in from_hf(folder, "--input", "hf", *arguments, code=2)
-    assert "--overwrite" in to_hf(folder, "--input-ckpt", "hf", "--output-path", "back", code=2)
+    assert "--overwrite" in from_hf(folder, "--input", "hf", "--output-path", "run", code=2)
+    classic = ["--output-path", "run/step_0", "--format", "classic"]
+    assert "holds mine" in from_hf(folder, "--input", "hf", *classic, "--overwrite", code=2)
+    assert "holds mine" in to_hf(folder, "--input-ckpt", "hf", "--output-path", "back", "--overwrite", code=2)
     assert tree(folder) == before
+    (folder / "back/mine").unlink()
+    shutil.copytree(folder / "hf", folder / "back", dirs_exist_ok=True)
+    assert "--overwrite" in to_hf(folder, "--input-ckpt", "hf", "--output-path", "back", code=2)
     to_hf(folder, "--input-ckpt", "hf", "--output-path", "back", "--overwrite")
     from_hf(folder, "--input", "hf", "--output-path", "run", "--overwrite")
     assert tree(folder / "back") == tree(folder / "hf")

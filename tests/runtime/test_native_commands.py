@@ -60,7 +60,7 @@ def test_a_converted_run_of_2021_resumes(tmp_path: Path, original: Path) -> None
     # ignored when a run resumes
     start = ["--tune-model-path", "old"]
     _, errors = run("device_train.py", "--config", "config.json", *start, cwd=tmp_path, devices=8)
-    assert "resuming this run: --tune-model-path was used at its start" in errors
+    assert "resuming this run: --tune-model-path is used at the first start only" in errors
     (record,) = metrics(tmp_path / "run")
     assert record["step"] == 6
     assert record["train/loss"] == pytest.approx(expected["loss"][0], abs=1e-5)
@@ -76,7 +76,7 @@ def test_a_classic_run_logs_that_tune_model_path_is_not_read(tmp_path: Path, ori
     (tmp_path / "old").rename(tmp_path / "run")
     arguments = ["--config", "config.json", "--set", "total_steps=5", "--tune-model-path", "nowhere"]
     _, errors = run("device_train.py", *arguments, cwd=tmp_path, devices=8)
-    assert "resuming this run: --tune-model-path was used at its start" in errors
+    assert "resuming this run: --tune-model-path is used at the first start only" in errors
     assert "the run is complete: step 5 of 5" in errors
 
 

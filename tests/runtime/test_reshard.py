@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"prompt": "abcdefgh"}, [BYTES], "the prompt has 8 tokens; .* exceeds the context of 8"),
         ({"prompt": ""}, [BYTES], "the prompt is empty"),
         ({"prompt": "a"}, ["data.tokenizer=./nowhere"], "no such tokenizer folder: ./nowhere"),
-        ({"prompt": "a"}, [BYTES, "mesh.dp=8"], "mesh.dp 8 x mesh.fsdp 1 x mesh.tp 2 = 16 devices, found 8"),
+        ({"prompt": "a"}, [BYTES, "mesh.dp=8"], "mesh.dp 8 x mesh.tp 2 = 16 devices, found 8"),
         ({"prompt": "a", "output": None, "shards_out": 3}, [BYTES], "3 shards needs a multiple of 3 devices, found 8"),
         ({"output": None}, [], "nothing to do"),
         ({"checkpoint": "elsewhere"}, [], "no checkpoint in elsewhere"),

@@ -13,14 +13,12 @@ class ArraySource:
 
     where = "memory"
 
-    def __init__(self, arrays: dict[str, np.ndarray], counts: Counts) -> None:
-        self.counts = counts
-        self.extra: dict[str, Any] = {}
-        self._arrays = arrays
+    def __init__(self, arrays: dict[str, np.ndarray], counts: Counts, extra: dict[str, Any] | None = None) -> None:
+        self.arrays, self.counts, self.extra = arrays, counts, extra or {}
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: TensorInfo(array.shape, array.dtype) for name, array in self._arrays.items()}
+        return {name: TensorInfo(array.shape, array.dtype) for name, array in self.arrays.items()}
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        return self._arrays[name][index]
+        return self.arrays[name][index]

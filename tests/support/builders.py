@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mesh_transformer.config import ComputeConfig, ModelConfig, parse_config
-from mesh_transformer.models.head import Normaliser, TokenLoss
+from mesh_transformer.models.head import Normalizer, TokenLoss
 from mesh_transformer.models.model import Model, Placement
 from mesh_transformer.train.step import TrainProgram
 
@@ -41,5 +41,5 @@ def float32_model(config: ModelConfig) -> Model:
 
 def token_loss(logits_BTV: jax.Array, targets_BT: jax.Array) -> TokenLoss:
     """Softmax cross-entropy of float32 logits; rows at -inf take no part."""
-    normaliser, _ = Normaliser.empty(targets_BT.shape).add(logits_BTV)
-    return normaliser.token_loss(jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0])
+    normalizer, _ = Normalizer.empty(targets_BT.shape).add(logits_BTV)
+    return normalizer.token_loss(jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0])

@@ -27,8 +27,8 @@ CONFIG: dict[str, Any] = {
         "val_every": 5, "val_batches": 2,
     },
     "checkpoint": {"model_dir": "run", "ckpt_every": 5, "keep_every": 5},
-    # tensorboardX imports torch where that is installed: three seconds of CPU for each process
-    "logging": {"tensorboard": False},
+    # tensorboardX imports torch where that is installed: three seconds of CPU for each process; Matplotlib takes one
+    "logging": {"tensorboard": False, "plot": False},
 }  # fmt: skip
 
 

@@ -20,16 +20,17 @@ import pytest
 _NO_COMMIT = "0"
 
 
-def sampled(*factors: Iterable[Any], strength: int = 1) -> list[Any]:
+def sampled(*factors: Iterable[Any], strength: int = 1, at_most: int | None = None) -> list[Any]:
     """The whole product of the factors, for `pytest.mark.parametrize`; what this commit leaves out is marked
     `unsampled`.
 
     Args:
         factors: the values of each, or a dictionary, of which the keys are taken. Their texts are the ids.
         strength: 1: each value of each factor is in the part; 2: each pair of values of two factors is.
+        at_most: combinations of the part that are kept, for long tests: a few commits together cover the product.
     """
     product = list(itertools.product(*factors))
-    chosen = covering(product, strength, seed=_commit())
+    chosen = covering(product, strength, seed=_commit())[:at_most]
     return [
         pytest.param(
             *values,

@@ -23,7 +23,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "optimizer": {"total_steps": STEPS, "anneal_steps": STEPS, "gradient_accumulation_steps": 1},
     "data": {"val_every": 60, "val_batches": 1},
     "checkpoint": {"ckpt_every": 40, "keep_every": None},
-    "logging": {"tensorboard": False},
+    "logging": {"tensorboard": False, "plot": False},
 }
 
 
@@ -179,13 +179,19 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def redone(folder: Path) -> int:
+    """The number of repeated steps in the metrics file."""
+    return int(metrics(folder / "run", running=True)[-1]["train/steps_redone"])
+
+
 def same_numbers(straight: Path, other: Path) -> list[dict[str, Any]]:
     """Check that every record of `other` equals the record of the same step in `straight`, bit by bit. Returns those of
     `other`."""
     expected = {record["step"]: record for record in metrics(straight)}
     records = metrics(other)
     assert {record["step"] for record in records} == expected.keys()
-    different = {"train/tokens_per_sec", "train/steps_redone"}
+    measured = {"tokens_per_sec", "tflops_per_device", "mfu", "goodput", "steps_redone"}
+    different = {f"train/{name}" for name in measured}
     for record in records:
         twin = expected[record["step"]]
         for name in (record.keys() | twin.keys()) - different:

@@ -45,7 +45,7 @@ def ours(
     """An EvalModel with these weights."""
     session = session_of(model, *overrides, devices=devices)
     made = EvalModel(session, tokenizer, **options)
-    made.load(jax.device_put(params, session.placement.shardings))
+    made.load(jax.device_put(params, session.whole_sequences.shardings))
     return made
 
 

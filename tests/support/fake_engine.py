@@ -90,6 +90,7 @@ class FakeEngine:
     Args:
         slots, context, max_prefill_tokens: see `Engine`.
         vocab: tokens are 0 to vocab - 1.
+        ring: a window, and the number of newest positions that the cache of a slot holds; None: it holds all.
         delay: seconds per `prefill` and per step of `generate`.
     """
 
@@ -100,15 +101,25 @@ class FakeEngine:
         context: int = 64,
         max_prefill_tokens: int = 8,
         vocab: int = 101,
+        ring: tuple[int, int] | None = None,
         delay: float = 0.0,
     ):
         self.slots, self.context, self.max_prefill_tokens = slots, context, max_prefill_tokens
-        self.vocab, self.delay = vocab, delay
+        self.vocab, self.ring, self.delay = vocab, ring, delay
         # the tokens of the valid positions of each slot
         self.caches: list[list[int]] = [[] for _ in range(slots)]
+        # the end of the positions that were written to each slot, or to the slot that it was copied from
+        self.ends = [0] * slots
         self.in_use: dict[int, _Sequence] = {}
         # ("insert", slot, source, reused), ("prefill", slot, start, stop), ...
         self.calls: list[tuple] = []
+
+    def holds(self, slot: int, length: int) -> bool:
+        if self.ring is None:
+            return True
+        window, size = self.ring
+        needed = range(max(0, length - window + 1), length)
+        return all(position >= self.ends[slot] - size for position in needed)
 
     def insert(
         self, slot: int, prompt: Sequence[int], params: SamplingParams, *, source: int | None, reused: int
@@ -123,8 +134,10 @@ class FakeEngine:
         if source is not None:
             assert not params.prompt_logprobs
             assert reused <= len(self.caches[source]), "a position that is not computed"
+            assert self.holds(source, reused), "a position that is forgotten"
         taken = [] if source is None else self.caches[source][:reused]
         self.caches[slot] = taken
+        self.ends[slot] = 0 if source is None else self.ends[source]
         self.in_use[slot] = _Sequence(list(prompt), params)
 
     def prefill(self, chunks: Sequence[PromptChunk]) -> list[PrefillResult]:
@@ -146,6 +159,7 @@ class FakeEngine:
             cache.append(prompt[i])
             if params.prompt_logprobs and i + 1 < len(prompt):
                 known.append(report(cache, prompt[i + 1], self.vocab, params.logprobs))
+        self.ends[slot] = max(self.ends[slot], stop)
         last = stop == len(prompt)
         sequence.finished = last and params.max_tokens == 0
         return PrefillResult(self._draw(slot) if last and params.max_tokens else None, known)
@@ -161,6 +175,7 @@ class FakeEngine:
                 time.sleep(self.delay)
             for slot in running:
                 self.caches[slot].append(self.in_use[slot].tokens[-1])
+                self.ends[slot] = max(self.ends[slot], len(self.caches[slot]))
                 emitted.append(self._draw(slot))
         return emitted
 

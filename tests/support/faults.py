@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from support.commands import metrics
-from support.driving import Driver, stop_main_thread
+from support.driving import Driver, redone, stop_main_thread
 from support.pod_driver import TPU, PodDrivers
 
 # steps between checkpoints
@@ -135,8 +133,3 @@ def wait_for_middle(run: Driver, number: int) -> int:
     while not MIDDLE[0] <= step % EVERY <= MIDDLE[1]:
         step = run.wait_for_step(step + 1, WAIT_S)
     return step
-
-
-def redone(folder: Path) -> int:
-    """The number of repeated steps in the metrics file."""
-    return int(metrics(folder / "run", running=True)[-1]["train/steps_redone"])

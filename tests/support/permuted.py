@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -39,7 +40,7 @@ GROUPS = {
     "mesh": {"dp": 2, "fsdp": 2, "tp": 2},
     "optimizer": {"total_steps": STEPS},
     "data": {"val_every": 2, "val_batch_multiplier": 2},
-    "logging": {"tensorboard": False},
+    "logging": {"tensorboard": False, "plot": False},
 }
 TEXTS = [(f"{i} bottles of beer", f" on the wall, {i * i}.") for i in range(12)]
 
@@ -121,9 +122,9 @@ def found(folder: Path) -> dict:
 
 def _train(session: Session, open_feed) -> None:
     with Interrupt() as interrupt:
-        assert (
-            TrainingRun(session, TuningSource(None, False), interrupt, Observer(), open_feed(session)).train().code == 0
-        )
+        source, feed = TuningSource(None, False), open_feed(session)
+        run = TrainingRun(session, source, interrupt, Observer(), feed, time.monotonic())
+        assert run.train().code == 0
 
 
 def _with_steps(config: Config, steps: int) -> Config:
@@ -134,7 +135,7 @@ def _with_steps(config: Config, steps: int) -> Config:
 def _check_placement(session: Session) -> None:
     """Each device holds exactly its own rows of the whole batch."""
     config, batch = session.config, session.val_batch
-    whole = next(read_train_set(config, session.microbatch, range(session.microbatch)))
+    whole = next(read_train_set(config, session.microbatch, range(session.microbatch), session.tokenizer))
     _check(session.place_batch(next(open_train_feed(session))), whole)
     mine = open_val_feed(session, "text.txt")
     whole = make_val_loader("text.txt", seq=config.seq, batch=batch, rows=range(batch), tokenizer="bytes")

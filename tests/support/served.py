@@ -50,8 +50,8 @@ class ServedEngine(FakeEngine):
 class Served:
     """A running server and a client for it."""
 
-    def __init__(self, engine: ServedEngine, service: Service, loop: EngineLoop, url: str):
-        self.engine, self.loop, self.url = engine, loop, url
+    def __init__(self, engine: ServedEngine, service: Service, model: ServedModel, url: str):
+        self.engine, self.model, self.loop, self.url = engine, model, model.loop, url
         self.client = httpx.Client(base_url=url, timeout=30)
         self._service = service
         self._home = asyncio.new_event_loop()
@@ -118,7 +118,7 @@ def serve(
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    served = Served(engine, Service(model, [key.encode() for key in keys], listener, drain_s), loop, url)
+    served = Served(engine, Service(model, [key.encode() for key in keys], listener, drain_s), model, url)
     try:
         if not held:
             wait_until(lambda: loop.state == "ok")

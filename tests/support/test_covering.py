@@ -54,3 +54,8 @@ def test_without_git_the_part_is_fixed(monkeypatch):
     monkeypatch.setattr(subprocess, "run", absent)
     assert covering._commit() == "0"
     covering._commit.cache_clear()
+
+
+def test_a_part_may_be_bounded():
+    kept = [one for one in sampled(*FACTORS, at_most=2) if len(one.marks) == 1]
+    assert len(kept) == 2

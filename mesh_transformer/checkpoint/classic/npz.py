@@ -7,6 +7,7 @@ its CRC-32; later reads take only the rows they need.
 
 import io
 import re
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -30,6 +31,9 @@ from mesh_transformer.checkpoint.tensors import (
 BLOCK_BYTES = 1 << 20
 MAX_HEADER_BYTES = 4096
 
+# numpy reads a header with ast.parse, which fails at times when two threads of Python 3.11 call it together: "AST
+# constructor recursion depth mismatch" (CPython issue 106905)
+_PARSING = threading.Lock()
 _READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 # by the dtype that numpy reads in a header; numpy writes bfloat16, which it does not know, as raw bytes
 _DTYPES = {
@@ -146,7 +150,8 @@ def _parse_header(where: str, head: IO[bytes]) -> tuple[tuple[int, ...], bool, n
     """Parse a .npy header: shape, whether in Fortran order, dtype. `head` is then positioned after it."""
     try:
         read = _READERS[np.lib.format.read_magic(head)]
-        shape, fortran, dtype = read(head, max_header_size=MAX_HEADER_BYTES)
+        with _PARSING:
+            shape, fortran, dtype = read(head, max_header_size=MAX_HEADER_BYTES)
     # numpy raises many types of exceptions for a damaged header
     except Exception as error:  # noqa: BLE001
         raise DamagedCheckpoint(f"{where}: its header is not a .npy header") from error

@@ -34,7 +34,11 @@ class ClassicSource:
         """
         self.where = folder.rstrip("/")
         self.contents = layout.inspect(self.where)
-        layout.check_shards(config, self.contents.shards, self.where)
+        shards = self.contents.shards
+        try:
+            layout.check_shards(config, shards, self.where)
+        except UserError as error:
+            raise UserError(f"{error}. If the checkpoint has a shard_{shards}, the copy is incomplete") from error
         self._shapes = parameter_shapes(config)
         self._reader = NpzReader()
         self._members = self._open(config)
@@ -79,15 +83,15 @@ class ClassicSource:
 
     def _concatenate(self, members: list[Member], axis: int, ranges: list[range], out: np.ndarray) -> None:
         """Copy the slice `ranges` of the arrays, concatenated along `axis`, into `out`."""
-        width, wanted = members[0].shape[axis], ranges[axis]
+        width, requested = members[0].shape[axis], ranges[axis]
         for shard, member in enumerate(members):
-            first, stop = max(wanted.start, shard * width), min(wanted.stop, (shard + 1) * width)
+            first, stop = max(requested.start, shard * width), min(requested.stop, (shard + 1) * width)
             if first >= stop:
                 continue
             source: list[slice] = [slice(r.start, r.stop) for r in ranges]
             source[axis] = slice(first - shard * width, stop - shard * width)
             target = [slice(None)] * len(ranges)
-            target[axis] = slice(first - wanted.start, stop - wanted.start)
+            target[axis] = slice(first - requested.start, stop - requested.start)
             self._reader.read(member, tuple(source), out[tuple(target)])
 
     def _combined(self, leaf: Leaf) -> np.ndarray:

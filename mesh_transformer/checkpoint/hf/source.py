@@ -37,7 +37,7 @@ def read_model(folder: str) -> ModelConfig:
     Raises:
         UserError: config.json is missing or unreadable, or describes an unsupported model.
     """
-    return _model(folder, _config(folder))
+    return parse_model(_config(folder), f"{folder}/config.json")
 
 
 def _config(folder: str) -> dict[str, Any]:
@@ -47,7 +47,12 @@ def _config(folder: str) -> dict[str, Any]:
     return strict_json.read_object(path)
 
 
-def _model(folder: str, config: dict[str, Any]) -> ModelConfig:
+def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
+    """The architecture that the content of a config.json describes.
+
+    Raises:
+        UserError: the model is not supported.
+    """
     families = {family.HF_MODEL_TYPE: family for family in FAMILIES.values()}
     keys = ConfigJson(config)
     model_type = keys.take("model_type", default=None)
@@ -57,9 +62,9 @@ def _model(folder: str, config: dict[str, Any]) -> ModelConfig:
         model = families[model_type].from_hf(keys)
         keys.refuse_rest()
     except ValidationError as error:
-        raise UserError(f"{folder}/config.json: {'; '.join(map(_reason, error.errors()))}") from error
+        raise UserError(f"{where}: {'; '.join(map(_reason, error.errors()))}") from error
     except UserError as error:
-        raise UserError(f"{folder}/config.json: {error}") from error
+        raise UserError(f"{where}: {error}") from error
     return model
 
 
@@ -81,12 +86,12 @@ class HFSource:
             UserError: the model is not supported or differs from `model`, or the folder is incomplete or damaged.
         """
         config = _config(folder)
-        found = _model(folder, config)
+        found = parse_model(config, f"{folder}/config.json")
         if model is not None:
             check_same_architecture(model, found, where=folder)
         self.where, self.model = folder, model or found
         self.counts, self.extra = Counts(0), dict[str, Any]()
-        self._stored = open_tensors(folder)
+        self._stored = _full_names(open_tensors(folder), self.model)
         self._cached: tuple[FileTensor, np.ndarray] | None = None
         self._lock = threading.Lock()
         self._shapes = parameter_shapes(self.model)
@@ -199,6 +204,15 @@ class HFSource:
     def _names(self, row: Tensor) -> list[str]:
         layers = range(self.model.layers if row.stacked else 1)
         return [row.foreign.format(layer) for layer in layers]
+
+
+def _full_names(stored: dict[str, FileTensor], model: ModelConfig) -> dict[str, FileTensor]:
+    """The tensors with the names of the whole model. A file of the model without its head, such as gpt2's on the hub,
+    has names without the first part."""
+    if any(name.startswith(model.HF_PREFIX) for name in stored):
+        return stored
+    whole = {row.foreign for row in model.hf_tensors()}
+    return {name if name in whole else model.HF_PREFIX + name: tensor for name, tensor in stored.items()}
 
 
 def import_tensor(row: Tensor, foreign: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -10,9 +10,10 @@ import numpy as np
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed, encode_header
-from mesh_transformer.checkpoint.hf.source import SAFETENSORS, export_tensor, foreign_shape
+from mesh_transformer.checkpoint.hf.source import SAFETENSORS, export_tensor, foreign_shape, parse_model
+from mesh_transformer.checkpoint.origin import Origin, write_files
 from mesh_transformer.checkpoint.tensors import Index, TensorSource, parameter_shapes, prefetch
-from mesh_transformer.config import ModelConfig
+from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.spec import TRANSPOSED, Tensor
 from mesh_transformer.logs import log
@@ -25,10 +26,11 @@ CAST_BYTES = 16 << 20
 
 
 class _OutputTensor(NamedTuple):
-    """A tensor to write: its name and shape, the rows of the parameters in it, and the layer."""
+    """A tensor to write: its name, shape and dtype, the rows of the parameters in it, and the layer."""
 
     name: str
     shape: tuple[int, ...]
+    dtype: np.dtype
     rows: list[Tensor]
     layer: int
 
@@ -43,6 +45,7 @@ def write_hf(
     folder: str,
     *,
     dtype: np.dtype | None = None,
+    origin: Origin | None = None,
     end_of_text: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] = lambda _: None,
@@ -50,8 +53,9 @@ def write_hf(
     """Write the parameters of `source` to a new `folder`, local or `gs://`. Holds a few blocks of tensors in memory.
 
     Args:
-        dtype: of all tensors; None: the stored dtype, or float32 if the stored dtypes differ.
-        end_of_text: the tokenizer's end-of-text token, for config.json; None: the family's.
+        dtype: of all tensors; None: the stored dtype of each.
+        origin: the folder that the checkpoint came from; its files are written too.
+        end_of_text: the tokenizer's end-of-text token, for config.json; None: the origin's, or the family's.
         shard_bytes: maximum bytes of tensors in one file; a larger tensor gets a file of its own.
         progress: called with the number of bytes of each block that was written.
 
@@ -60,23 +64,25 @@ def write_hf(
             `dtype`.
         DamagedCheckpoint: `source` cannot be read.
     """
-    dtype = dtype or stored_dtype(source)
-    config = config_json(model, dtype, end_of_text)
+    if origin is None:
+        texts = _new_texts(model, dtype or stored_dtype(source), end_of_text)
+    else:
+        texts = _kept_texts(model, dtype, origin, end_of_text)
     check_source(source, model)
     files.make_folder(folder)
-    shards = _shards(_plan(model), dtype, shard_bytes)
+    plan = _plan(source, model, dtype)
+    shards = _shards(plan, shard_bytes)
     for name, shard in shards.items():
         with files.open_binary(files.join(folder, name), "wb") as file:
-            file.write(encode_header((planned.name, planned.shape, dtype) for planned in shard))
-            for block in prefetch(_converted(source, prefetch(_blocks(source, shard, dtype)), dtype)):
+            file.write(encode_header((planned.name, planned.shape, planned.dtype) for planned in shard))
+            for block in prefetch(_converted(source, prefetch(_blocks(source, shard)))):
                 file.write(block.data.cast("B"))
                 progress(block.nbytes)
     if len(shards) > 1:
         weight_map = {planned.name: name for name, shard in shards.items() for planned in shard}
-        index = {"metadata": {"total_size": n_bytes(model, dtype)}, "weight_map": weight_map}
-        _write_json(files.join(folder, f"{SAFETENSORS}.index.json"), index)
-    _write_json(files.join(folder, "generation_config.json"), _end_of_text_ids(model, end_of_text))
-    _write_json(files.join(folder, "config.json"), config)
+        index = {"metadata": {"total_size": sum(map(_size, plan))}, "weight_map": weight_map}
+        write_files({f"{SAFETENSORS}.index.json": _json(index)}, folder)
+    write_files(texts, folder)
 
 
 def config_json(model: ModelConfig, dtype: np.dtype, end_of_text: int | None = None) -> dict[str, Any]:
@@ -107,6 +113,44 @@ def _end_of_text_ids(model: ModelConfig, end_of_text: int | None) -> dict[str, i
     return {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
 
 
+def _new_texts(model: ModelConfig, dtype: np.dtype, end_of_text: int | None) -> dict[str, bytes]:
+    """The files that are no weights, by name."""
+    ids = _json(_end_of_text_ids(model, end_of_text))
+    return {"generation_config.json": ids, "config.json": _json(config_json(model, dtype, end_of_text))}
+
+
+def _kept_texts(
+    model: ModelConfig, dtype: np.dtype | None, origin: Origin, end_of_text: int | None
+) -> dict[str, bytes]:
+    """The files of the origin by name, with the changes that the arguments need."""
+    ids = {} if end_of_text is None else _end_of_text_ids(model, end_of_text)
+    texts = dict(origin.files)
+    for name, changes in {
+        "config.json": _changes(model, dtype, origin) | ids,
+        "generation_config.json": ids,
+    }.items():
+        if changes:
+            before = strict_json.parse_object(texts[name], name) if name in texts else {}
+            texts[name] = _json(before | changes, sort_keys=False)
+    return texts
+
+
+def _changes(model: ModelConfig, dtype: np.dtype | None, origin: Origin) -> dict[str, Any]:
+    """The keys of the origin's config.json that differ for this model, stored in `dtype`; None: as in the origin."""
+    config = strict_json.parse_object(origin.files["config.json"], "config.json")
+    before, now = parse_model(config, "config.json").to_hf(), model.to_hf()
+    changes = {name: value for name, value in now.items() if before.get(name) != value}
+    if changes:
+        # raises UserError if a key has a second name in the file
+        parse_model(config | changes, "config.json")
+    if dtype is not None and dtype != origin.dtype:
+        changes |= {name: str(dtype) for name in ("dtype", "torch_dtype") if name in config}
+    if config.get("tie_word_embeddings") is True and any(row.tied for row in model.hf_tensors()):
+        # the head is a parameter of its own here
+        changes["tie_word_embeddings"] = False
+    return changes
+
+
 def check_source(source: TensorSource, model: ModelConfig) -> None:
     """Refuse a source of another model.
 
@@ -123,16 +167,26 @@ def check_source(source: TensorSource, model: ModelConfig) -> None:
 
 def stored_dtype(source: TensorSource) -> np.dtype:
     """The stored dtype of the parameters, or float32 if their dtypes differ."""
+    return uniform_dtype(source) or np.dtype(np.float32)
+
+
+def uniform_dtype(source: TensorSource) -> np.dtype | None:
+    """The stored dtype of the parameters; None if their dtypes differ."""
     dtypes = {info.dtype for name, info in source.tensors.items() if name.startswith("params/")}
-    return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def n_bytes(model: ModelConfig, dtype: np.dtype) -> int:
-    """Total size of all tensors in bytes."""
-    return sum(math.prod(planned.shape) for planned in _plan(model)) * dtype.itemsize
+def n_bytes(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> int:
+    """Total size of all tensors in bytes; the arguments are those of `write_hf`."""
+    check_source(source, model)
+    return sum(map(_size, _plan(source, model, dtype)))
 
 
-def _plan(model: ModelConfig) -> list[_OutputTensor]:
+def _size(planned: _OutputTensor) -> int:
+    return math.prod(planned.shape) * planned.dtype.itemsize
+
+
+def _plan(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> list[_OutputTensor]:
     """All tensors to write, in the order of the computation, layer by layer."""
     plan: list[_OutputTensor] = []
     for stacked, rows in itertools.groupby(model.hf_tensors(), lambda row: row.stacked):
@@ -140,18 +194,19 @@ def _plan(model: ModelConfig) -> list[_OutputTensor]:
         for row in rows:
             by_name.setdefault(row.foreign, []).append(row)
         shapes = {name: foreign_shape(members[0], model) for name, members in by_name.items()}
+        stored = {name: source.tensors[f"params/{members[0].parameter}"].dtype for name, members in by_name.items()}
         for layer in range(model.layers if stacked else 1):
             for name, members in by_name.items():
-                plan.append(_OutputTensor(name.format(layer), shapes[name], members, layer))
+                plan.append(_OutputTensor(name.format(layer), shapes[name], dtype or stored[name], members, layer))
     return plan
 
 
-def _shards(plan: list[_OutputTensor], dtype: np.dtype, limit: int) -> dict[str, list[_OutputTensor]]:
+def _shards(plan: list[_OutputTensor], limit: int) -> dict[str, list[_OutputTensor]]:
     """The tensors in each file, by the name of the file."""
     shards: list[list[_OutputTensor]] = []
     available = 0
     for planned in plan:
-        size = math.prod(planned.shape) * dtype.itemsize
+        size = _size(planned)
         if not shards or size > available:
             shards.append([])
             available = limit
@@ -162,10 +217,10 @@ def _shards(plan: list[_OutputTensor], dtype: np.dtype, limit: int) -> dict[str,
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _blocks(source: TensorSource, shard: list[_OutputTensor], dtype: np.dtype) -> Iterator[_Block]:
+def _blocks(source: TensorSource, shard: list[_OutputTensor]) -> Iterator[_Block]:
     """The tensors of a file: equal or transposed parameters in blocks of rows, others as one block per tensor."""
     for planned in shard:
-        row, shape = planned.rows[0], planned.shape
+        row, shape, dtype = planned.rows[0], planned.shape, planned.dtype
         info = source.tensors[f"params/{row.parameter}"]
         log.debug("%s %s %s, from %s", planned.name, shape, dtype, _source_names(planned))
         if row.view not in (None, TRANSPOSED):
@@ -180,9 +235,10 @@ def _blocks(source: TensorSource, shard: list[_OutputTensor], dtype: np.dtype) -
             yield planned, export_tensor(row, _read(source, row, planned.layer, index))
 
 
-def _converted(source: TensorSource, blocks: Iterator[_Block], dtype: np.dtype) -> Iterator[np.ndarray]:
-    """The blocks cast to `dtype`, in smaller blocks of rows, as unsigned integers with the same bits."""
+def _converted(source: TensorSource, blocks: Iterator[_Block]) -> Iterator[np.ndarray]:
+    """The blocks cast to their dtypes, in smaller blocks of rows, as unsigned integers with the same bits."""
     for planned, rows in blocks:
+        dtype = planned.dtype
         step = max(1, CAST_BYTES // (math.prod(rows.shape[1:]) * dtype.itemsize))
         for first in range(0, len(rows), step):
             cast = _cast(rows[first : first + step], dtype, f"{source.where}: {_source_names(planned)}")
@@ -225,5 +281,5 @@ def _cast(values: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
     return cast
 
 
-def _write_json(path: str, value: dict[str, Any]) -> None:
-    files.replace(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")
+def _json(value: dict[str, Any], *, sort_keys: bool = True) -> bytes:
+    return json.dumps(value, indent=2, sort_keys=sort_keys).encode() + b"\n"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from mesh_transformer.checkpoint.tensors import MAX_DIMENSIONS, MAX_ELEMENTS, DamagedCheckpoint
 from mesh_transformer.errors import UserError, listed
@@ -54,10 +55,10 @@ class Manifest(NamedTuple):
 
 def describe(state: Any, extra: dict[str, Any]) -> Manifest:
     """The manifest of `state`, a pytree of arrays. Waits for the arrays. All processes must call it."""
-    # one tensor at a time, because XLA for CPU copies the array that it sums
     leaves = flatten(state)
-    specs = {name: TensorSpec(tuple(x.shape), str(x.dtype), _device_checksum(x)) for name, x in leaves.items()}
-    return Manifest(specs, extra)
+    sums = _checksums(list(leaves.values()))
+    specs = (TensorSpec(tuple(x.shape), str(x.dtype), total) for x, total in zip(leaves.values(), sums, strict=True))
+    return Manifest(dict(zip(leaves, specs, strict=True)), extra)
 
 
 def encode(manifest: Manifest) -> dict[str, Any]:
@@ -138,10 +139,10 @@ def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str, any
 def _fits(name: str, expected: TensorSpec, found: TensorSpec, any_float: bool) -> bool:
     if expected.shape != found.shape or expected.dtype == found.dtype:
         return expected.shape == found.shape
-    stored, wanted = jnp.dtype(found.dtype), jnp.dtype(expected.dtype)
-    if not (jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
+    stored, requested = jnp.dtype(found.dtype), jnp.dtype(expected.dtype)
+    if not (jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(requested, jnp.floating)):
         return False
-    return any_float or (name.startswith("params/") and np.can_cast(stored, wanted))
+    return any_float or (name.startswith("params/") and np.can_cast(stored, requested))
 
 
 def verify(manifest: Manifest, sums: Mapping[str, int]) -> None:
@@ -194,7 +195,23 @@ def _weights(dimension: int, start: int, size: int) -> np.ndarray:
     return (h ^ (h >> 16)) | np.uint32(1)
 
 
-def _device_checksum(x: jax.Array) -> int:
+def _checksums(leaves: list[Any]) -> list[int]:
+    """The checksums of whole tensors. On CPU, numpy is faster than XLA and compiles nothing."""
+    # one tensor at a time, because XLA needs memory for a copy of it
+    if not all(isinstance(x, jax.Array) and all(d.platform == "cpu" for d in x.devices()) for x in leaves):
+        return [device_checksum(x) for x in leaves]
+    local = np.array([_sum_of_shards(x) for x in leaves], np.uint32)
+    return multihost_utils.process_allgather(local).reshape(-1, len(local)).sum(axis=0, dtype=np.uint32).tolist()
+
+
+def _sum_of_shards(x: jax.Array) -> int:
+    """This process's part of a checksum: the sum of its shards, and of replicated shards the sum of one replica."""
+    shards = (shard for shard in x.addressable_shards if shard.replica_id == 0)
+    sums = (array_checksum(np.asarray(shard.data), [cut.start or 0 for cut in shard.index]) for shard in shards)
+    return sum(sums) % 2**32
+
+
+def device_checksum(x: jax.Array) -> int:
     """`array_checksum` of a whole tensor, computed on its devices."""
     return int(_weighted_sum(x, [_weights(dimension, 0, size) for dimension, size in enumerate(x.shape)]))
 

@@ -150,6 +150,8 @@ class NativeSource:
         """The open zarr array of a tensor, checked against the manifest."""
         with self._lock, self._damage_errors(stored):
             if stored not in self._open_arrays:
+                if stored not in self._keys:
+                    raise DamagedCheckpoint("the folder `state` does not hold it")
                 spec = {"driver": "zarr", "kvstore": {**self._base, "path": f"{self._keys[stored]}/"}}
                 array = ts.open(spec, open=True, context=self._context).result()
                 _check(array, self.manifest.tensors[stored])
@@ -221,8 +223,8 @@ def _ranges(index: Index, shape: tuple[int, ...]) -> list[range]:
 def _copy_overlap(out: np.ndarray, ranges: Sequence[range], block: Index, values: np.ndarray) -> None:
     """Copy the overlap of `values`, the slice `block` of a tensor, into `out`, the slice `ranges` of it."""
     overlap = [
-        range(max(wanted.start, part.start), min(wanted.stop, part.stop))
-        for wanted, part in zip(ranges, block, strict=True)
+        range(max(requested.start, part.start), min(requested.stop, part.stop))
+        for requested, part in zip(ranges, block, strict=True)
     ]
     if all(overlap):
         target = tuple(slice(o.start - r.start, o.stop - r.start) for o, r in zip(overlap, ranges, strict=True))
@@ -280,6 +282,6 @@ def blocks(ranges: Sequence[range], chunk: Sequence[int], itemsize: int, limit: 
         n_chunks = n_chunks // block[dim] if block[dim] == len(grid[dim]) else 1
     for corner in itertools.product(*(numbers[::n] for numbers, n in zip(grid, block, strict=True))):
         yield tuple(
-            slice(max(wanted.start, at * size), min(wanted.stop, (at + n) * size))
-            for wanted, at, n, size in zip(ranges, corner, block, chunk, strict=True)
+            slice(max(requested.start, at * size), min(requested.stop, (at + n) * size))
+            for requested, at, n, size in zip(ranges, corner, block, chunk, strict=True)
         )

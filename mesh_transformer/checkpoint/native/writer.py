@@ -16,6 +16,7 @@ from mesh_transformer.checkpoint.identity import with_model
 from mesh_transformer.checkpoint.native import manifest as manifests
 from mesh_transformer.checkpoint.native import source as native
 from mesh_transformer.checkpoint.native.manifest import Manifest, TensorSpec
+from mesh_transformer.checkpoint.origin import FOLDER, Origin, write_files
 from mesh_transformer.checkpoint.target import new_folder
 from mesh_transformer.checkpoint.tensors import Counts, TensorInfo, TensorSource, slots
 from mesh_transformer.config import ModelConfig
@@ -25,7 +26,14 @@ from mesh_transformer.logs import Transfer
 DATA_FILE_BYTES = 16 << 20
 
 
-def write_native(source: TensorSource, root: str, *, model: ModelConfig | None = None, overwrite: bool = False) -> str:
+def write_native(
+    source: TensorSource,
+    root: str,
+    *,
+    model: ModelConfig | None = None,
+    origin: Origin | None = None,
+    overwrite: bool = False,
+) -> str:
     """Write `{root}/step_N`, local or `gs://`, where N is the step of `source`; return its path.
 
     If the source has an optimizer's slots, the whole training state is written (with no average of the noise scale
@@ -33,6 +41,7 @@ def write_native(source: TensorSource, root: str, *, model: ModelConfig | None =
 
     Args:
         model: the model to record; None: the config that `source` records.
+        origin: the Hugging Face folder that the source came from; its files are kept in the step.
 
     Raises:
         UserError: the step exists already, or the source is damaged; nothing is left behind.
@@ -41,6 +50,9 @@ def write_native(source: TensorSource, root: str, *, model: ModelConfig | None =
     with new_folder(folder, overwrite=overwrite, source=source.where, marker=native.COMMIT_MARKER) as partial:
         tensors = _write_tensors(source, files.join(partial, "state"))
         extra = source.extra if model is None else with_model(source.extra, model)
+        if origin is not None:
+            write_files(origin.files, files.join(partial, FOLDER))
+            extra = {**extra, "origin": origin.to_json()}
         document = manifests.encode(Manifest(tensors, dict(extra)))
         files.replace(files.join(partial, "manifest", "metadata"), json.dumps(document).encode())
     return folder

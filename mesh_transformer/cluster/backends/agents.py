@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.cluster.base import Event, Job, Poll, Status, Variables
-from mesh_transformer.cluster.host import processes as host
+from mesh_transformer.cluster.host import processes
 from mesh_transformer.cluster.host.agent import TAKEOVER_AFTER_S, Agent, TakenOver
 from mesh_transformer.errors import UserError
 
@@ -176,12 +176,13 @@ class ProcessCluster(AgentCluster):
     def _open_agents(self) -> None:
         if not self._agents:
             # agents in this process cannot reject another driver
-            self._lock = host.lock_driver(self._run)
+            self._lock = processes.lock_driver(self._run)
             self._agents = [Agent(i, self._run, ends_process=False) for i in range(self.count)]
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
         calls = [
-            self._pool.submit(getattr(agent, method), *own) for agent, own in zip(self._agents, arguments, strict=True)
+            self._pool.submit(getattr(agent, method), *values)
+            for agent, values in zip(self._agents, arguments, strict=True)
         ]
         answers: list[Any] = []
         for call in calls:

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mesh_transformer.cluster.backends.agents import AgentCluster, NoAnswer
 from mesh_transformer.cluster.base import Hosts, HostsMissing, Poll, Process, Variables
-from mesh_transformer.cluster.host import processes as host
+from mesh_transformer.cluster.host import processes
 from mesh_transformer.cluster.host.agent import Agent, TakenOver
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
@@ -58,13 +58,13 @@ class RayCluster(AgentCluster):
     """
 
     def __init__(self, run: str, hosts: Hosts, environment: Variables):
-        found = self._join(hosts.address)
-        if hosts.count is None and not found:
+        nodes = self._join(hosts.address)
+        if hosts.count is None and not nodes:
             raise UserError(
                 f"no node of the Ray cluster {hosts.address} has the number of a host: start each node with "
                 f"ray start --resources='{{\"{RESOURCE}0\": 1}}' (1, 2 ... on the other hosts), as docs/driver.md shows"
             )
-        super().__init__(hosts.count or max(found) + 1, {**_RAY_VARIABLES, **environment})
+        super().__init__(hosts.count or max(nodes) + 1, {**_RAY_VARIABLES, **environment})
         self._run, self._hosts = run, hosts
         self._actors: list[Any] = []
         # the processes of the agents
@@ -180,7 +180,7 @@ class RayCluster(AgentCluster):
         worker = self._records[worker_id].status.process if self._records else None
         known = [process for process in (worker, self._processes[worker_id]) if process is not None]
         if self._host_alive(worker_id):
-            task = ray.remote(host.kill).options(max_retries=0, **_on_node(self._node_ids[worker_id]))
+            task = ray.remote(processes.kill).options(max_retries=0, **_on_node(self._node_ids[worker_id]))
             try:
                 ray.get(task.remote(known), timeout=KILL_TIMEOUT_S)
                 return
@@ -222,15 +222,15 @@ def _probe(address: str, timeout_s: float) -> None:
 
 def _nodes_by_host(nodes: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """The living nodes by the number of their host."""
-    numbered, labelled = {}, {}
+    numbered, labeled = {}, {}
     for node in nodes:
         if node["Alive"]:
             for name in node["Resources"]:
                 if match := re.fullmatch(rf"{RESOURCE}(\d+)", name):
                     numbered[int(match[1])] = node
             if (label := (node.get("Labels") or {}).get(LABEL, "")).isdigit():
-                labelled[int(label)] = node
-    return numbered or labelled
+                labeled[int(label)] = node
+    return numbered or labeled
 
 
 def _find_actor(name: str) -> Any:

@@ -9,19 +9,21 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mesh_transformer import files, logs
+from mesh_transformer import files, hub, logs
 from mesh_transformer.cluster.base import Job
 from mesh_transformer.cluster.driver.compute_target import ComputeTarget
-from mesh_transformer.config import Config, load_config, parse_config
+from mesh_transformer.cluster.driver.fit import check_fit
+from mesh_transformer.config import Config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
+from mesh_transformer.runtime.training.config import training_config
 from mesh_transformer.runtime.training.result import TrainingResult
 from mesh_transformer.runtime.training.run_folder import RunLock
 
 # the files of a run
 _RUN_FILES = re.compile(
-    r"step_\d+(\.orbax-checkpoint-tmp.*)?|set_aside|metrics\.jsonl(\.tmp)?|loss\.png(\.tmp)?|run_id|run\.lock|tensorboard|wandb|"
-    r"\.shared-.*"
+    r"step_\d+(\.orbax-checkpoint-tmp.*)?|set_aside|metrics\.jsonl(\.tmp)?|loss\.png(\.tmp)?|run_id|run\.lock|"
+    r"tensorboard|profile|wandb|\.shared-.*"
 )
 
 
@@ -34,9 +36,14 @@ def train(given: argparse.Namespace) -> int:
         RunError: the loss is not finite, or the workers crash repeatedly.
     """
     target = ComputeTarget.of(given)
-    source = {"tune_model_path": given.tune_model_path, "fresh_opt": given.fresh_opt}
+    # each host looks the name up, perhaps again after a failure: all must find the same commit
+    tuned = None if given.tune_model_path is None else hub.pinned(given.tune_model_path)
+    source = {"tune_model_path": tuned, "fresh_opt": given.fresh_opt}
     logs.set_up()
-    config = as_version(load_config(given.config_path, given.overrides), given.version)
+    found = training_config(given.config_path, given.overrides, tuned, new=given.new)
+    config = as_version(found, given.version)
+    if target.tpu is not None and not given.no_preflight:
+        check_fit(config, target.slice_type(config).name)
     if given.new:
         delete_old_run(config, yes=given.yes, before=lambda: target.end_workers(config))
     code, result = target.run(Job.of("train", config, **source), config)
@@ -61,7 +68,13 @@ def evaluate(config_path: str | None, overrides: Sequence[str], target: ComputeT
 
     logs.set_up()
     config = config_for(config_path, overrides, options.checkpoint)
-    arguments = {**dataclasses.asdict(options), "tasks": list(options.tasks), "output": None}
+    checkpoint = None if options.checkpoint is None else hub.pinned(options.checkpoint)
+    arguments = {
+        **dataclasses.asdict(options),
+        "checkpoint": checkpoint,
+        "tasks": list(options.tasks),
+        "output": None,
+    }
     code, result = target.run(Job.of("evaluate", config, **arguments), config)
     if result is not None:
         command.show(command.Evaluation(**result), options.output)

@@ -24,10 +24,12 @@ from mesh_transformer.cloud.hosts import Access
 from mesh_transformer.cloud.launch import LaunchOptions, launch, public_keys
 from mesh_transformer.cloud.pod import Pod
 from mesh_transformer.cloud.request import Tier, TpuRequest
-from mesh_transformer.cloud.tpus import TpuPhase, Tpus
+from mesh_transformer.cloud.state import TpuPhase
+from mesh_transformer.cloud.tpus import Tpus
 from mesh_transformer.cluster.backends.agents import AgentCluster, ProcessCluster
 from mesh_transformer.cluster.base import Hosts, Job, Process, run_name
-from mesh_transformer.cluster.driver.supervise import Display, Supervisor
+from mesh_transformer.cluster.driver.display import Display
+from mesh_transformer.cluster.driver.supervise import Supervisor
 from mesh_transformer.cluster.host.worker import run_job
 from mesh_transformer.config import Config
 from mesh_transformer.errors import RunError, UserError
@@ -183,9 +185,17 @@ class ComputeTarget:
 
         yield RayCluster(name, hosts, self.variables), hosts
 
+    def slice_type(self, config: Config) -> slices.SliceType:
+        """The type of the slice for --tpu.
+
+        Raises:
+            UserError: there is no such type.
+        """
+        return slices.parse(self.tpu_type or f"v3-{config.mesh.tpu_size or 8}")
+
     def _slice(self, config: Config) -> Hosts:
         """The TPU slice, with Ray on its hosts."""
-        kind = slices.parse(self.tpu_type or f"v3-{config.mesh.tpu_size or 8}")
+        kind = self.slice_type(config)
         # "": the API returns the hosts' keys
         access = Access("", self.user or getpass.getuser(), self.ssh_key)
         tier: Tier = "preemptible" if self.preemptible else "on-demand"
@@ -230,8 +240,8 @@ class TpuSlice(Hosts):
         self._pod = launch(self._tpus, self._request, node, self._options).pod
 
     def slice_state(self) -> str | None:
-        found = self._tpus.find(self._request.name)
-        return "GONE" if found is None else _SLICE_STATES.get(found.phase, found.state)
+        tpu = self._tpus.find(self._request.name)
+        return "GONE" if tpu is None else _SLICE_STATES.get(tpu.phase, tpu.state)
 
     def kill(self, worker_id: int, process: Process) -> None:
         try:

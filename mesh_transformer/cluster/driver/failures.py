@@ -99,8 +99,8 @@ def _first(statuses: Sequence[Status], *rules: Callable[[Status], tuple[JobState
     """The result of the first rule that applies to a worker."""
     for rule in rules:
         for status in statuses:
-            if found := rule(status):
-                return Verdict(*found, status.worker_id)
+            if result := rule(status):
+                return Verdict(*result, status.worker_id)
     return None
 
 

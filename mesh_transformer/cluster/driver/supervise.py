@@ -1,25 +1,24 @@
-"""Runs a job on a cluster to its end, restarts it after failures, and shows the output of the workers.
+"""Runs a job on a cluster to its end, and restarts it after failures.
 
 After a failure no process of the old mesh is used again. The driver ends every worker and agent, and starts new
 processes from the newest checkpoint, with process i on host i as before.
 """
 
 import dataclasses
-import re
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from mesh_transformer.cluster.backends.agents import AgentCluster
-from mesh_transformer.cluster.base import Event, Hosts, HostsMissing, Job, Poll
+from mesh_transformer.cluster.base import Hosts, HostsMissing, Job, Poll
+from mesh_transformer.cluster.driver.display import Display
 from mesh_transformer.cluster.driver.failures import AGENT_TIMEOUT_S, JobState, Limits, Verdict, classify
 from mesh_transformer.cluster.host.agent import TakenOver
 from mesh_transformer.cluster.host.stream import Streamer
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import RunError, UserError
-from mesh_transformer.logs import Progress, log
+from mesh_transformer.logs import log
 from mesh_transformer.stop_signals import StopSignals
 
 POLL_S = 1.0
@@ -31,8 +30,6 @@ SAVE_TIMEOUT_S = 120.0
 MAX_BACKOFF_S = 60.0
 # hosts that are missing for this time are recreated: the slice may have been preempted meanwhile
 HOSTS_TIMEOUT_S = 60.0
-# the level of a line of our own log
-_LOG_LEVEL = re.compile(r"^\d\d:\d\d:\d\d ([A-Z]) ")
 
 
 class SliceState:
@@ -59,85 +56,6 @@ class SliceState:
     def _watch(self) -> None:
         while not self._closed.wait(SLICE_POLL_S):
             self.refresh()
-
-
-class Display:
-    """Shows on standard error: a progress bar, the lines of the workers, recoveries, and the cost.
-
-    Args:
-        price: price of one chip for one hour, in any currency; None: no sum is shown.
-    """
-
-    def __init__(self, price: float | None = None):
-        self._price, self._chips = price, 0
-        # when the current workers started; None while none run
-        self._workers_started_at: float | None = None
-        self._chip_hours = 0.0
-        self._bar: Progress | None = None
-        self._start_point: Event | None = None
-        self._failed_at: float | None = None
-        self._driver_started_at = time.monotonic()
-
-    def show(self, poll: Poll) -> None:
-        """Show the lines of worker 0, the other workers' lines that are no information of our own log, and the bar."""
-        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-        for worker_id, line in poll.lines:
-            level = _LOG_LEVEL.match(line)
-            if worker_id == 0 or level is None or level[1] != "I":
-                sys.stderr.write(f"{clear}[{worker_id}] {line}\n")
-        start_point = poll.statuses[0].start_point
-        if start_point is not None and start_point != self._start_point:
-            self._start_point = start_point
-            self._show_start(start_point)
-        for worker_id, event in poll.events:
-            if worker_id == 0 and event["kind"] == "metrics":
-                self._show_metrics(event["step"], event["scalars"])
-        sys.stderr.flush()
-
-    def started(self) -> None:
-        """Record that worker processes have been started."""
-        self._start_point = None
-        self._workers_started_at = time.monotonic()
-
-    def failed(self) -> None:
-        """Record that the workers have failed."""
-        self._failed_at = self._failed_at or time.monotonic()
-        self.ended()
-
-    def ended(self) -> None:
-        """Record that the workers have ended: they cost no further time."""
-        if self._workers_started_at is not None:
-            self._chip_hours += self._chips * (time.monotonic() - self._workers_started_at) / 3600
-        self._workers_started_at = None
-
-    def close(self) -> None:
-        """Close the bar and log the cost."""
-        self.ended()
-        if self._bar is not None:
-            self._bar.close()
-        if self._chips:
-            hours, used = (time.monotonic() - self._driver_started_at) / 3600, self._chip_hours
-            price = "" if self._price is None else f", {self._price * used:,.2f} at {self._price} each"
-            text = "cost: %d chips, %.3f h of this driver, %.3f chip-hours of workers%s"
-            log.info(text, self._chips, hours, used, price)
-
-    def _show_start(self, start_point: Event) -> None:
-        self._chips = start_point["chips"]
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = Progress("training", start_point["total"], unit="step", done=start_point["step"])
-        if start_point["step"] or start_point["steps_redone"]:
-            text = "resuming after step %d; %d steps repeated so far"
-            log.info(text, start_point["step"], start_point["steps_redone"])
-
-    def _show_metrics(self, step: int, scalars: dict[str, Any]) -> None:
-        if self._failed_at is not None:
-            lasted = time.monotonic() - self._failed_at
-            log.info("recovered: step %d, %.1f s after the failure was detected", step, lasted)
-            self._failed_at = None
-        if self._bar is not None:
-            loss, speed = scalars["train/loss"], scalars["train/tokens_per_sec"]
-            self._bar.update(step, loss=f"{loss:.4f}", **{"tokens/s": f"{speed:,.0f}"})
 
 
 class Supervisor:
@@ -277,7 +195,8 @@ class Supervisor:
             self._feed_requests[worker_id] = event
             if len(self._feed_requests) == self._cluster.count and self._streamer is None:
                 requests = [self._feed_requests[i] for i in range(self._cluster.count)]
-                self._streamer = Streamer(self._cluster.feed, self._config, requests)
+                source = self._job.arguments.get("tune_model_path")
+                self._streamer = Streamer(self._cluster.feed, self._config, requests, source)
 
     def _confirmed(self, verdict: Verdict) -> Verdict:
         """The verdict after some time in which the cause can appear, and in which workers that are saving can end."""

@@ -67,12 +67,13 @@ class TPUCluster:
         """Start a run without a checkpoint from this one, in any format; `fresh_opt` ignores its optimizer state."""
         self._load = {"tune_model_path": path, "fresh_opt": fresh_opt}
 
-    def save(self, path: str, form: str = "native") -> None:
+    def save(self, path: str, format: str = "native") -> None:
         """Write the newest checkpoint, with its optimizer state, to another path. This process copies it, tensor by
         tensor.
 
         Args:
-            path: form "native": the parent folder of the new step_N; "classic": the folder of the step.
+            path: the parent folder of the new step_N (native), or the folder of the step (classic).
+            format: "native" or "classic".
 
         Raises:
             UserError: there is no checkpoint, or `path` exists already.
@@ -81,7 +82,7 @@ class TPUCluster:
         from mesh_transformer.runtime.convert import write_step
 
         source = open_step(self.config.checkpoint.root, self.config.model, None)
-        write_step(source, self.config.model, path, format=Format(form), shards=self.config.mesh.tp)
+        write_step(source, self.config.model, path, format=Format(format), shards=self.config.mesh.tp)
 
     def _result(self, name: str, **arguments: Any) -> Any:
         code, result = self.target.run(Job.of(name, self.config, **arguments), self.config)

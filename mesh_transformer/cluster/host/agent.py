@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mesh_transformer.cluster.base import Event, Job, Process, Status, Variables
-from mesh_transformer.cluster.host import processes as host
+from mesh_transformer.cluster.host import processes
 from mesh_transformer.cluster.host.stream import BUFFER_BATCHES, may_take
 
 # after this time without contact from its driver an agent accepts another one
@@ -55,8 +55,8 @@ class WorkerProcess:
         self._taken, self._sent, self._wants_data = 0, 0, False
         self._event_at = self._heartbeat_at = self._work_at = self._phase_began = time.monotonic()
         self._pipe, worker_end = multiprocessing.Pipe()
-        # `host` identifies the process by this argument
-        name = host.worker_name(run, worker_id)
+        # `processes` identifies the process by this argument
+        name = processes.worker_name(run, worker_id)
         with worker_end:
             self._process = subprocess.Popen(
                 [
@@ -75,7 +75,7 @@ class WorkerProcess:
                 # Ctrl-C in the driver's terminal is for the driver alone
                 start_new_session=True,
             )
-        process = host.identify(self._process.pid)
+        process = processes.identify(self._process.pid)
         self._status = Status(worker_id, "running", process=process, job_key=job.key)
         self._send((job, run, worker_id))
         self._thread = threading.Thread(target=self._listen, name=f"worker-{worker_id}", daemon=True)
@@ -222,8 +222,8 @@ class Agent:
         # for the time before the first job, which has its own settings
         self._settings: dict[str, Any] = {"driver_timeout": 20.0, "driver_wait": 3600.0}
         self._lock = threading.Lock()
-        name = f"{host.worker_name(run, worker_id)}.log"
-        self._log = os.fdopen(host.open_file(name, os.O_RDWR | os.O_APPEND), "rb+", buffering=0)
+        name = f"{processes.worker_name(run, worker_id)}.log"
+        self._log = os.fdopen(processes.open_file(name, os.O_RDWR | os.O_APPEND), "rb+", buffering=0)
         self._closed = threading.Event()
         threading.Thread(target=self._watch_driver, name="watch-driver", daemon=True).start()
 
@@ -287,7 +287,7 @@ class Agent:
 
     def process(self) -> Process | None:
         """The process of this agent."""
-        return host.identify(os.getpid())
+        return processes.identify(os.getpid())
 
     def _worker_for(self, driver: str) -> WorkerProcess | None:
         """The worker, for a call of the driver. Raises TakenOver if the agent belongs to another driver."""

@@ -47,11 +47,11 @@ def open_file(name: str, flags: int) -> int:
     except OSError as error:
         raise _unsafe(path, f"cannot be opened, is a link, or is no folder ({error.strerror})") from error
     try:
-        found = os.fstat(folder)
-        if found.st_uid != os.getuid():
-            raise _unsafe(path, f"belongs to user {found.st_uid}")
-        if found.st_mode & 0o077:
-            raise _unsafe(path, f"is open to other users (mode {found.st_mode & 0o777:o})")
+        status = os.fstat(folder)
+        if status.st_uid != os.getuid():
+            raise _unsafe(path, f"belongs to user {status.st_uid}")
+        if status.st_mode & 0o077:
+            raise _unsafe(path, f"is open to other users (mode {status.st_mode & 0o777:o})")
         return os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
         raise _unsafe(os.path.join(path, name), f"cannot be opened, or is a link ({error.strerror})") from error

@@ -108,10 +108,17 @@ class Streamer:
     Args:
         feed: sends a batch to all workers (`AgentCluster.feed`).
         requests: the event `feed` of each worker.
+        tune_model_path: the checkpoint that the run starts from, which may have the tokenizer.
     """
 
-    def __init__(self, feed: Callable[..., bool], config: Config, requests: Sequence[dict[str, Any]]):
-        self._feed, self._config = feed, config
+    def __init__(
+        self,
+        feed: Callable[..., bool],
+        config: Config,
+        requests: Sequence[dict[str, Any]],
+        tune_model_path: str | None = None,
+    ):
+        self._feed, self._config, self._tune_model_path = feed, config, tune_model_path
         self._microbatch, self._state = requests[0]["microbatch"], requests[0]["state"]
         self._rows = [event["rows"] for event in requests]
         self._stopped = threading.Event()
@@ -126,11 +133,14 @@ class Streamer:
         self._thread.join(STOP_TIMEOUT_S)
 
     def _run(self) -> None:
+        from mesh_transformer.runtime.session.tokenizer import with_run_tokenizer
         from mesh_transformer.runtime.training.feeds import read_train_set
 
         try:
-            all_rows = range(self._microbatch)
-            with contextlib.closing(read_train_set(self._config, self._microbatch, all_rows)) as loader:
+            config, tokenizer_files = with_run_tokenizer(self._config, self._tune_model_path)
+            tokenizer = config.data.tokenizer or tokenizer_files
+            reader = read_train_set(config, self._microbatch, range(self._microbatch), tokenizer)
+            with contextlib.closing(reader) as loader:
                 if self._state is not None:
                     loader.set_state(self._state)
                 self._stream(loader)

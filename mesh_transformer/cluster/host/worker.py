@@ -30,12 +30,13 @@ from typing import Any, NoReturn
 
 from mesh_transformer import logs
 from mesh_transformer.cluster.base import ErrorCategory, Job, WorkerError
-from mesh_transformer.cluster.host import processes as host
+from mesh_transformer.cluster.host import processes
 from mesh_transformer.cluster.host.stream import StreamedFeed
 from mesh_transformer.config import Config, parse_config
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.liveness import Watch
 from mesh_transformer.logs import Scalars
+from mesh_transformer.runtime import cli
 from mesh_transformer.runtime.training.observer import Observer
 
 HEARTBEAT_S = 1.0
@@ -54,6 +55,7 @@ _SERVICE_STATUS = re.compile(
 
 def main() -> None:
     """Run the job that arrives through the inherited pipe. The first argument is the file descriptor of the pipe."""
+    cli.collect_rarely()
     # until the run installs its own handler, which saves first
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     logs.set_up()
@@ -81,7 +83,7 @@ class Worker(Observer):
         for target in (self._listen, self._send_heartbeats):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
         try:
-            self._lock = host.lock_worker(run, worker_id)
+            self._lock = processes.lock_worker(run, worker_id)
             code, result = run_job(job, self, self._open_feed)
             self._send({"kind": "result", "value": result})
             self.phase("finish", 0)

@@ -1,8 +1,7 @@
 """Log-likelihoods of continuations: the jitted programs, and a loop that keeps the device busy.
 
 Shapes: B rows, T tokens of a row, N = B * T tokens of a batch, D residual width, P tokens that the head scores, M next
-    tokens
-to score at each of them.
+tokens to score at each of them.
 """
 
 import itertools
@@ -15,7 +14,7 @@ import numpy as np
 from einops import rearrange
 
 from mesh_transformer.infer.scoring.packing import Batch, BatchPlan
-from mesh_transformer.models.head import Normaliser, VocabTiles
+from mesh_transformer.models.head import Normalizer, VocabTiles
 from mesh_transformer.models.model import Params, Placement
 from mesh_transformer.parallel.sharding import use
 
@@ -32,7 +31,7 @@ class Scorer:
     """
 
     def __init__(self, placement: Placement, *, columns: int):
-        placement = placement.with_rules(block_seq=None)
+        placement = placement.whole_sequences()
         self.model, self.partition = placement.model, placement.partition
         self.multiple = placement.size("batch")
         self._tiles = VocabTiles.of(self.model, self.partition, columns)
@@ -94,13 +93,13 @@ def log_probs(tiles: VocabTiles, head: Params, x_PD: jax.Array, targets_PM: jax.
     y_P1D = tiles.model.final_norm(first, x_PD[:, None])
 
     def step(carry: Any, tile: Any) -> tuple[Any, None]:
-        normaliser, target_PM = carry
+        normalizer, target_PM = carry
         number, params = tile
         logits_PC = tiles.logits(params, number, y_P1D)[:, 0]
         found_PM = jnp.take_along_axis(logits_PC, column_PM, axis=-1)
-        return (normaliser.add(logits_PC)[0], jnp.where(tile_PM == number, found_PM, target_PM)), None
+        return (normalizer.add(logits_PC)[0], jnp.where(tile_PM == number, found_PM, target_PM)), None
 
-    start = Normaliser.empty((len(x_PD),)), jnp.zeros(targets_PM.shape, jnp.float32)
-    (normaliser, target_PM), _ = jax.lax.scan(step, start, (jnp.arange(tiles.tiles), head))
-    largest_P1, total_P1 = normaliser.largest[:, None], normaliser.total[:, None]
+    start = Normalizer.empty((len(x_PD),)), jnp.zeros(targets_PM.shape, jnp.float32)
+    (normalizer, target_PM), _ = jax.lax.scan(step, start, (jnp.arange(tiles.tiles), head))
+    largest_P1, total_P1 = normalizer.largest[:, None], normalizer.total[:, None]
     return target_PM - largest_P1 - jnp.log(total_P1), target_PM == largest_P1

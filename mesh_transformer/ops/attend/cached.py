@@ -1,7 +1,7 @@
 """The cache of the keys and values (or other entries) of each position, and attention to it.
 
-Shapes: N slots of a cache, B slots of one call, T query positions, S positions of a segment, H heads, K dims of a
-head, L layers.
+Shapes: N slots of a cache, B slots of one call, T query positions, S positions of a segment, H heads, J heads of keys and
+values, K dims of a head, L layers.
 """
 
 from __future__ import annotations
@@ -9,56 +9,70 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
 from mesh_transformer.families.spec import CacheEntry
-from mesh_transformer.ops.attend.causal import attention_logits, causal_mask, parts
+from mesh_transformer.ops.attend.causal import attention_logits, causal_mask, fold_heads, parts, unfold_heads
 
 # Positions of the first segment.
 SHORTEST_SEGMENT = 256
 Segment = tuple[jax.Array, ...]
-"""The cache of consecutive positions: one array (L, N, H, S, K) for each `CacheEntry` of the attention."""
+"""The cache of consecutive positions: one array (L, N, J, S, K) for each `CacheEntry` of the attention."""
 
 
-class KVCache(NamedTuple):
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=["group_of"])
+@dataclasses.dataclass(frozen=True)
+class KVCache:
     """The cache of every layer, slot and position.
 
     XLA copies a slice of an array before it multiplies the slice. So that programs read whole arrays, the positions are
     divided into segments that end at 256, 512, 1024 ..., and layers that are not stacked are groups of one layer.
     A slot's entries are valid up to the position that was written last. Later entries are never read.
+
+    A group that holds fewer positions than the context is a ring buffer: position p stands at index p mod S. Only
+    layers with a window can use one (`ring_length`).
     """
 
     groups: tuple[tuple[Segment, ...], ...]
+    # L numbers: the group of each layer; the layers of a group stand in it in their order
+    group_of: tuple[int, ...]
 
     @classmethod
     def zeros(
         cls,
-        layers: int,
+        lengths: Sequence[int],
         slots: int,
-        length: int,
         entries: Sequence[CacheEntry],
         dtype: jnp.dtype,
         *,
         stacked: bool = True,
     ) -> KVCache:
-        """An empty cache; if not `stacked`, each layer has its own arrays."""
-        ends = segment_ends(length)
-        sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        """An empty cache with `lengths` positions for each layer.
 
-        def group(layers: int) -> tuple[Segment, ...]:
+        If `stacked`, the layers of one length share their arrays, else each layer has its own.
+        """
+
+        def group(layers: int, length: int) -> tuple[Segment, ...]:
+            ends = segment_ends(length)
+            sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
             shapes = [[(layers, slots, e.heads, size, e.width) for e in entries] for size in sizes]
             return tuple(tuple(jnp.zeros(shape, dtype) for shape in segment) for segment in shapes)
 
-        return cls((group(layers),) if stacked else tuple(group(1) for _ in range(layers)))
+        if not stacked:
+            return cls(tuple(group(1, length) for length in lengths), tuple(range(len(lengths))))
+        distinct = list(dict.fromkeys(lengths))
+        groups = tuple(group(lengths.count(length), length) for length in distinct)
+        return cls(groups, tuple(map(distinct.index, lengths)))
 
     def map(self, entries: Sequence[CacheEntry], function: Any) -> KVCache:
         """The cache with function(array, names of its dimensions) in place of each array; `entries` give the names."""
         names = [(None, None, entry.name, None, None) for entry in entries]
-        return KVCache(tuple(tuple(tuple(map(function, segment, names)) for segment in group) for group in self.groups))
+        groups = tuple(tuple(tuple(map(function, segment, names)) for segment in group) for group in self.groups)
+        return dataclasses.replace(self, groups=groups)
 
     def view(self, slots_B: jax.Array | None, length: int, write: Any = True) -> CacheView:
         """A view of some slots (None: all) and of positions 0 .. length - 1.
@@ -72,6 +86,20 @@ class KVCache(NamedTuple):
     def n_slots(self) -> int:
         """N."""
         return self.groups[0][0][0].shape[1]
+
+
+def _capacity(group: tuple[Segment, ...]) -> int:
+    """The positions that a group holds."""
+    return sum(segment[0].shape[3] for segment in group)
+
+
+def ring_length(context: int, window: int | None, longest_chunk: int) -> int:
+    """The positions that the cache of a layer holds for a slot: `context`, or fewer if the layer has a window.
+
+    A chunk of a prompt is written before its queries attend, and its last position must not replace a key that the
+    window of its first query holds: S >= window + chunk - 1.
+    """
+    return context if window is None else min(context, window + longest_chunk - 1)
 
 
 def segment_ends(length: int) -> list[int]:
@@ -90,20 +118,24 @@ class KeyValueView(Protocol):
     triangular: ClassVar[bool]
     """Whether the keys are at the queries' own positions, in the same order, and no query sees a later key."""
 
+    @property
+    def stacked(self) -> bool:
+        """Whether one view serves all layers, each by its index."""
+
     def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> Any:
-        """The view with the entries of one layer at these positions, (B, T, H, K) each, stored."""
+        """The view with the entries of one layer at these positions, (B, T, J, K) each, stored."""
 
     def read(self, layer: jax.Array | int) -> Sequence[Sequence[jax.Array]]:
-        """The entries of one layer: for consecutive parts of the positions, the arrays (B, H, S, K)."""
+        """The entries of one layer: for consecutive parts of the positions, the arrays (B, J, S, K)."""
 
-    def mask(self, positions_BT: jax.Array, window: int | None) -> jax.Array:
+    def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:
         """(B, 1, T, S) booleans: whether the query at each position sees each key."""
 
-    def layers(self, count: int) -> list[Any]:
-        """A view of each layer."""
+    def split(self, layers: int) -> tuple[list[Any], Sequence[int]]:
+        """Views of which each serves one or more layers by their index among these, and the view of each layer."""
 
-    def with_layers(self, views: Sequence[Any]) -> Any:
-        """The view with its layers replaced."""
+    def joined(self, views: Sequence[Any]) -> Any:
+        """The view with the views of `split` replaced."""
 
     def key_positions(self, positions_BT: jax.Array) -> jax.Array:
         """(B or 1, S): the position of each key, given the positions of the queries."""
@@ -129,15 +161,15 @@ class Cached:
     def __call__(
         self,
         q_BTHK: jax.Array,
-        k_BTHK: jax.Array,
-        v_BTHK: jax.Array,
+        k_BTJK: jax.Array,
+        v_BTJK: jax.Array,
         *,
         scale: float,
-        window: int | None = None,
+        window: jax.Array | int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
         """See `Attend`."""
-        self.view = self.view.write(self.layer, self.positions_BT, k_BTHK, v_BTHK)
+        self.view = self.view.write(self.layer, self.positions_BT, k_BTJK, v_BTJK)
         keys, mask_B1TS = self.view.read(self.layer), self.view.mask(self.query_positions_BT, window)
         attend = _attend_triangular if self.view.triangular else _attend
         return attend(q_BTHK, keys, mask_B1TS, self.bias_BHTS, scale, softcap)
@@ -174,6 +206,8 @@ def _attend(
     softcap: float | None,
 ) -> jax.Array:
     """softmax(logits) v. The division by the sum comes last, on K numbers for each query instead of S."""
+    shared = q_BTHK.shape[2] // keys[0][0].shape[1]
+    q_BTHK = fold_heads(q_BTHK, shared)
     logits_BHTS = attention_logits(q_BTHK, [k for k, _ in keys], mask_B1TS, bias_BHTS, scale, softcap)
     exp_BHTS = jnp.exp(logits_BHTS - logits_BHTS.max(-1, keepdims=True))
     total_BHT1 = exp_BHTS.sum(-1, keepdims=True)
@@ -183,7 +217,7 @@ def _attend(
         stop = start + v_BHSK.shape[2]
         mixed_BHTK += jnp.matmul(weights_BHTS[..., start:stop], v_BHSK, preferred_element_type=jnp.float32)
         start = stop
-    return rearrange((mixed_BHTK / total_BHT1).astype(q_BTHK.dtype), "b h t k -> b t h k")
+    return unfold_heads(rearrange((mixed_BHTK / total_BHT1).astype(q_BTHK.dtype), "b h t k -> b t h k"), shared)
 
 
 @functools.partial(
@@ -191,7 +225,10 @@ def _attend(
 )
 @dataclasses.dataclass(frozen=True)
 class CacheView:
-    """A `KeyValueView` of B slots of a cache and of the positions 0 .. length - 1."""
+    """A `KeyValueView` of B slots of a cache and of the positions 0 .. length - 1.
+
+    `write`, `read` and `mask` need a cache of one group. If it holds fewer than `length` positions, it is a ring.
+    """
 
     triangular: ClassVar[bool] = False
     cache: KVCache
@@ -201,9 +238,22 @@ class CacheView:
     slots_B: jax.Array | None
     length: int
 
+    @property
+    def stacked(self) -> bool:
+        """See `KeyValueView`."""
+        return len(self.cache.groups) == 1
+
+    @property
+    def capacity(self) -> int:
+        """S: the positions that the group holds."""
+        (group,) = self.cache.groups
+        return _capacity(group)
+
     def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> CacheView:
         """See `KeyValueView`. In place if the cache is donated; positions from `length` on may be dropped."""
         written_B = self.written_B
+        if self.length > self.capacity:
+            positions_BT = positions_BT % self.capacity
         # XLA for CPU turns a scatter of one element into slices, for which it copies the cache.
         if positions_BT.size == 1:
             written_B = jnp.concatenate([written_B, jnp.full_like(written_B, self.cache.n_slots)])
@@ -221,7 +271,7 @@ class CacheView:
                     old.at[where].set(x.astype(old.dtype), mode="drop") for old, x in zip(segment, new, strict=True)
                 )
             start += size
-        return dataclasses.replace(self, cache=KVCache((tuple(segments),)))
+        return self._of(tuple(segments))
 
     def read(self, layer: jax.Array | int) -> list[Segment]:
         """See `KeyValueView`."""
@@ -236,19 +286,31 @@ class CacheView:
             left -= size
         return found
 
-    def mask(self, positions_BT: jax.Array, window: int | None) -> jax.Array:
+    def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:
         """See `KeyValueView`."""
-        return causal_mask(positions_BT, self.length, window)
+        if self.length <= self.capacity:
+            return causal_mask(positions_BT, self.length, window)
+        # A query takes each index for the newest position at it that is not after the query's own. Where a later
+        # position has replaced that one, the window starts after it (`ring_length`, `SlotEngine.holds`).
+        assert window is not None
+        distance_BTS = (positions_BT[:, :, None] - jnp.arange(self.capacity)[None, None]) % self.capacity
+        return ((distance_BTS < window) & (distance_BTS <= positions_BT[:, :, None]))[:, None]
 
-    def layers(self, count: int) -> list[CacheView]:
-        """See `KeyValueView`; the cache is not stacked."""
-        assert len(self.cache.groups) == count
-        return [dataclasses.replace(self, cache=KVCache((group,))) for group in self.cache.groups]
+    def split(self, layers: int) -> tuple[list[CacheView], Sequence[int]]:
+        """See `KeyValueView`: a view of each group."""
+        assert len(self.cache.group_of) == layers
+        return [self._of(group) for group in self.cache.groups], self.cache.group_of
 
-    def with_layers(self, views: Sequence[CacheView]) -> CacheView:
+    def joined(self, views: Sequence[CacheView]) -> CacheView:
         """See `KeyValueView`."""
-        return dataclasses.replace(self, cache=KVCache(tuple(view.cache.groups[0] for view in views)))
+        groups = tuple(view.cache.groups[0] for view in views)
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, groups=groups))
 
     def key_positions(self, positions_BT: jax.Array) -> jax.Array:
-        """See `KeyValueView`."""
+        """See `KeyValueView`. Not of a ring, where they depend on the query."""
+        assert all(self.length <= _capacity(group) for group in self.cache.groups)
         return jnp.arange(self.length)[None]
+
+    def _of(self, group: tuple[Segment, ...]) -> CacheView:
+        """A view of one group."""
+        return dataclasses.replace(self, cache=KVCache((group,), (0,) * group[0][0].shape[0]))

@@ -1,6 +1,7 @@
 """Attention of whole sequences to themselves, and the logits that every kind of attention computes.
 
-Shapes: B sequences, T query positions, S key positions, H heads, K dims of a head.
+Shapes: B sequences, T query positions, S key positions, H heads, J heads of keys and values (a divisor of H), K dims of
+a head. Inside, the G = H / J queries that share keys are rows: T is then query positions times G, and H is J.
 """
 
 import dataclasses
@@ -12,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
 
 # Queries of a part. Shorter parts cost more in small operations than they save.
 _SHORTEST_PART = 64
 # A logit. It is finite, so that a query that sees no key gives a mean, not NaN.
-_MASKED = -1e10
+MASKED = -1e10
 
 
 class Attend(Protocol):
@@ -25,11 +27,11 @@ class Attend(Protocol):
     def __call__(
         self,
         q_BTHK: jax.Array,
-        k_BTHK: jax.Array,
-        v_BTHK: jax.Array,
+        k_BTJK: jax.Array,
+        v_BTJK: jax.Array,
         *,
         scale: float,
-        window: int | None = None,
+        window: jax.Array | int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
         """softmax(scale q k + bias) v over the keys that each query sees: (B, T, H, K) of q's dtype; softmax in
@@ -37,7 +39,7 @@ class Attend(Protocol):
 
         Args:
             window: number of keys that a query sees, the last of them at its own position; None: all up to its own.
-            softcap: the scaled products become softcap * tanh(products / softcap) (Gemma 2, arXiv:2408.00118).
+            softcap: the scaled products pass through `soft_capped`.
         """
 
 
@@ -47,15 +49,16 @@ class Causal:
 
     view: ClassVar = None
     bias_BHTS: jax.Array | None = None  # B is 1
+    segments_BT: jax.Array | None = None  # int32: a query sees the keys of its own segment only; None: all
 
     def __call__(
         self,
         q_BTHK: jax.Array,
-        k_BTHK: jax.Array,
-        v_BTHK: jax.Array,
+        k_BTJK: jax.Array,
+        v_BTJK: jax.Array,
         *,
         scale: float,
-        window: int | None = None,
+        window: jax.Array | int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
         """See `Attend`.
@@ -63,43 +66,49 @@ class Causal:
         The queries are computed in up to four parts, each with the keys up to its last query. Four parts compute 5/8 of
         the products and of the softmax. The backward pass keeps only the softmax weights, in q's dtype.
         """
-        arrays = q_BTHK, k_BTHK, v_BTHK, self.bias_BHTS, window
-        if softcap is not None:
-            # its derivative needs more than the softmax weights
-            return _forward(scale, *arrays, softcap=softcap)[0]
-        return _attend(scale, *arrays)
+        arrays = q_BTHK, k_BTJK, v_BTJK, self.bias_BHTS, self.segments_BT, window
+        # the derivative of the soft cap needs more than the softmax weights
+        mixed = _attend(scale, *arrays) if softcap is None else _forward(scale, *arrays, softcap=softcap)[0]
+        # the policies of compute.remat know what is kept of attention by this name
+        return checkpoint_name(mixed, "attn_out")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     scale: float,
     q_BTHK: jax.Array,
-    k_BTHK: jax.Array,
-    v_BTHK: jax.Array,
+    k_BTJK: jax.Array,
+    v_BTJK: jax.Array,
     bias_BHTS: jax.Array | None,
-    window: int | None,
+    segments_BT: jax.Array | None,
+    window: jax.Array | int | None,
 ) -> jax.Array:
-    return _forward(scale, q_BTHK, k_BTHK, v_BTHK, bias_BHTS, window)[0]
+    return _forward(scale, q_BTHK, k_BTJK, v_BTJK, bias_BHTS, segments_BT, window)[0]
 
 
 def _forward(
     scale: float,
     q_BTHK: jax.Array,
-    k_BTHK: jax.Array,
-    v_BTHK: jax.Array,
+    k_BTJK: jax.Array,
+    v_BTJK: jax.Array,
     bias_BHTS: Any,
+    segments_BT: Any,
     window: Any,
     softcap: float | None = None,
 ) -> Any:
-    k_BHSK, v_BHSK = (rearrange(x, "b s h k -> b h s k") for x in (k_BTHK, v_BTHK))
+    k_BHSK, v_BHSK = (rearrange(x, "b s h k -> b h s k") for x in (k_BTJK, v_BTJK))
+    shared = q_BTHK.shape[2] // k_BTJK.shape[2]
     mixed, kept = [], []
     for rows in parts(q_BTHK.shape[1]):
         keys = slice(rows.stop)
         mask_B1TS = causal_mask(jnp.arange(rows.start, rows.stop)[None], rows.stop, window)
+        if segments_BT is not None:
+            mask_B1TS = mask_B1TS & (segments_BT[:, rows, None] == segments_BT[:, None, keys])[:, None]
         bias = None if bias_BHTS is None else bias_BHTS[:, :, rows, keys]
-        logits = attention_logits(q_BTHK[:, rows], [k_BHSK[:, :, keys]], mask_B1TS, bias, scale, softcap)
+        q = fold_heads(q_BTHK[:, rows], shared)
+        logits = attention_logits(q, [k_BHSK[:, :, keys]], mask_B1TS, bias, scale, softcap)
         kept.append(jax.nn.softmax(logits, axis=-1).astype(q_BTHK.dtype))
-        mixed.append(jnp.einsum("bhts,bhsk->bthk", kept[-1], v_BHSK[:, :, keys]))
+        mixed.append(unfold_heads(jnp.einsum("bhts,bhsk->bthk", kept[-1], v_BHSK[:, :, keys]), shared))
     return jnp.concatenate(mixed, axis=1), (q_BTHK, k_BHSK, v_BHSK, bias_BHTS, kept)
 
 
@@ -110,28 +119,44 @@ def _backward(scale: float, saved: Any, dy_BTHK: jax.Array) -> tuple[Any, ...]:
     dbias = sum over sequences of dl,  dq = scale dl k,  dk = scale dl^T q.
     """
     q_BTHK, k_BHSK, v_BHSK, bias_BHTS, kept = saved
+    shared = q_BTHK.shape[2] // k_BHSK.shape[1]
     dq, dk, dv = [], jnp.zeros(k_BHSK.shape, jnp.float32), jnp.zeros(v_BHSK.shape, jnp.float32)
     dbias = None if bias_BHTS is None else jnp.zeros(bias_BHTS.shape, jnp.float32)
     for rows, weights in zip(parts(q_BTHK.shape[1]), kept, strict=True):
-        keys, dy = slice(rows.stop), dy_BTHK[:, rows]
+        keys, dy, q = slice(rows.stop), fold_heads(dy_BTHK[:, rows], shared), fold_heads(q_BTHK[:, rows], shared)
         dweights = jnp.einsum("bthk,bhsk->bhts", dy, v_BHSK[:, :, keys], preferred_element_type=jnp.float32)
         weights32 = weights.astype(jnp.float32)
         dlogits = weights32 * (dweights - (weights32 * dweights).sum(-1, keepdims=True))
         if dbias is not None:
             dbias = dbias.at[:, :, rows, keys].set(dlogits.sum(0, keepdims=True))
-        dlogits = (dlogits / np.float32(1 / scale)).astype(q_BTHK.dtype)
-        dq.append(jnp.einsum("bhts,bhsk->bthk", dlogits, k_BHSK[:, :, keys]))
-        part_dk = jnp.einsum("bhts,bthk->bhsk", dlogits, q_BTHK[:, rows])
+        dlogits = (dlogits / np.float32(1 / scale)).astype(q.dtype)
+        dq.append(unfold_heads(jnp.einsum("bhts,bhsk->bthk", dlogits, k_BHSK[:, :, keys]), shared))
+        part_dk = jnp.einsum("bhts,bthk->bhsk", dlogits, q)
         part_dv = jnp.einsum("bhts,bthk->bhsk", weights, dy)
         dk = dk.at[:, :, keys].add(part_dk.astype(dk.dtype))
         dv = dv.at[:, :, keys].add(part_dv.astype(dv.dtype))
     dk, dv = (rearrange(x, "b h s k -> b s h k").astype(dy_BTHK.dtype) for x in (dk, dv))
     if dbias is not None:
         dbias = dbias.astype(bias_BHTS.dtype)
-    return jnp.concatenate(dq, axis=1), dk, dv, dbias, None
+    return jnp.concatenate(dq, axis=1), dk, dv, dbias, None, None
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def fold_heads(x_BTHK: jax.Array, shared: int) -> jax.Array:
+    """Heads (J G) with G = `shared` to rows: (B, T, J G, K) -> (B, T G, J, K)."""
+    return x_BTHK if shared == 1 else rearrange(x_BTHK, "b t (j g) k -> b (t g) j k", g=shared)
+
+
+def unfold_heads(x_BTHK: jax.Array, shared: int) -> jax.Array:
+    """The inverse of `fold_heads`."""
+    return x_BTHK if shared == 1 else rearrange(x_BTHK, "b (t g) j k -> b t (j g) k", g=shared)
+
+
+def soft_capped(x: jax.Array, softcap: float) -> jax.Array:
+    """softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118)."""
+    return softcap * jnp.tanh(x / softcap)
 
 
 def parts(length: int) -> list[slice]:
@@ -141,12 +166,12 @@ def parts(length: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
-def causal_mask(positions_BT: jax.Array, n_keys: int, window: int | None = None) -> jax.Array:
+def causal_mask(positions_BT: jax.Array, n_keys: int, window: jax.Array | int | None = None) -> jax.Array:
     """(B, 1, T, S) booleans: whether a query at `positions_BT` sees each of the keys 0 .. n_keys - 1. See `sees`."""
     return sees(positions_BT, jnp.arange(n_keys)[None], window)[:, None]
 
 
-def sees(positions_BT: jax.Array, keys_BS: jax.Array, window: int | None = None) -> jax.Array:
+def sees(positions_BT: jax.Array, keys_BS: jax.Array, window: jax.Array | int | None = None) -> jax.Array:
     """(B, T, S) booleans: whether a query sees a key: at most `window` - 1 positions before its own, and none after
     it."""
     distance_BTS = positions_BT[:, :, None] - keys_BS[:, None]
@@ -162,15 +187,23 @@ def attention_logits(
     scale: float,
     softcap: float | None = None,
 ) -> jax.Array:
-    """scale q k + bias where a query sees a key: (B, H, T, S) float32. `keys` are consecutive parts of (B, H, S, K)."""
+    """scale q k + bias where a query sees a key: (B, H, T, S) float32.
+
+    Args:
+        keys: consecutive parts of (B, H, S, K).
+        mask_B1TS: for the query positions alone; G rows of T are at one position.
+    """
+    shared = q_BTHK.shape[1] // mask_B1TS.shape[2]
+    if shared > 1:
+        mask_B1TS = jnp.repeat(mask_B1TS, shared, axis=2)
     products = [_products(q_BTHK, k_BHSK) for k_BHSK in keys]
     # A division, as in the original: the product with a rounded 1 / sqrt(K) differs in the last bit.
     logits = jnp.concatenate(products, axis=-1) / np.float32(1 / scale)
     if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
+        logits = soft_capped(logits, softcap)
     if bias_BHTS is not None:
         logits = logits + bias_BHTS.astype(logits.dtype)
-    return jnp.where(mask_B1TS, logits, _MASKED)
+    return jnp.where(mask_B1TS, logits, MASKED)
 
 
 def _products(q_BTHK: jax.Array, k_BHSK: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ class PackedView:
     which."""
 
     triangular: ClassVar[bool] = True
+    stacked: ClassVar[bool] = True
     ends_BT: jax.Array  # int32: the row's index after the last token that sees this one; more than its own
     kept: tuple[jax.Array, ...]  # (B, T, H, K), of the layer that was written last
 
@@ -44,7 +45,7 @@ class PackedView:
         """The row's own keys and values, in one part."""
         return [tuple(rearrange(x, "b t h k -> b h t k") for x in self.kept)]
 
-    def mask(self, positions_BT: jax.Array, window: int | None) -> jax.Array:
+    def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:
         """(B, 1, T, T) booleans: the tokens of the row that each token sees.
 
         A window counts positions of a sequence, not indices of the row: tokens of other sequences stand between.
@@ -52,16 +53,16 @@ class PackedView:
         index = jnp.arange(self.ends_BT.shape[1])
         keys, queries = index[None, None], index[None, :, None]
         seen = (keys <= queries) & (queries < self.ends_BT[:, None])
-        return (seen & sees(positions_BT, positions_BT, window))[:, None] if window else seen[:, None]
+        return (seen if window is None else seen & sees(positions_BT, positions_BT, window))[:, None]
 
     def key_positions(self, positions_BT: jax.Array) -> jax.Array:
         """(B, T): the positions of the tokens themselves."""
         return positions_BT
 
-    def layers(self, count: int) -> list[PackedView]:
-        """See `cached.KeyValueView`."""
-        return [self] * count
+    def split(self, layers: int) -> tuple[list[PackedView], Sequence[int]]:
+        """See `cached.KeyValueView`: one view for all layers."""
+        return [self], [0] * layers
 
-    def with_layers(self, views: Sequence[PackedView]) -> PackedView:
+    def joined(self, views: Sequence[PackedView]) -> PackedView:
         """See `cached.KeyValueView`."""
-        return views[-1]
+        return views[0]

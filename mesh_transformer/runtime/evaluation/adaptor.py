@@ -36,8 +36,13 @@ class HarnessLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token before a text without context."""
+        """The token that ends a text."""
         return self._tokenizer.eot
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context: the tokenizer's start token, if it has one."""
+        return self._tokenizer.eot if self._tokenizer.bos is None else self._tokenizer.bos
 
     @property
     def max_length(self) -> int:
@@ -45,8 +50,11 @@ class HarnessLM(TemplateLM):
         return self.model.context
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text. Special tokens are never added."""
-        return self._tokenizer.encode(string)
+        """The tokens of a text. By default with the tokenizer's start token, unless the text has it, as in HFLM."""
+        if add_special_tokens is None:
+            prefix = self._tokenizer.decode([self.prefix_token_id], special_names=True)
+            add_special_tokens = not string.startswith(prefix)
+        return self._tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """See LM. The texts are cleaned first."""

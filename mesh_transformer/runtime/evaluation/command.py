@@ -28,7 +28,8 @@ from mesh_transformer.runtime.evaluation.model import (
 )
 from mesh_transformer.runtime.evaluation.tasks import DEFAULT_TASKS, Tasks, check_installed
 from mesh_transformer.runtime.session.session import Session
-from mesh_transformer.runtime.session.weights import config_for, read_params, split_step
+from mesh_transformer.runtime.session.tokenizer import open_tokenizer
+from mesh_transformer.runtime.session.weights import config_for, read_params
 
 # samples for the standard errors that have no formula, such as that of a perplexity
 BOOTSTRAP = 1000
@@ -63,6 +64,8 @@ class EvalOptions:
         ]:
             if not fits:
                 raise UserError(f"{name} {value}: must be {allowed}")
+        if self.output is not None and os.path.isdir(self.output):
+            raise UserError(f"--output {self.output} is a folder: give the path of a file")
         if self.output is not None and not os.path.isdir(os.path.dirname(self.output) or "."):
             raise UserError(f"--output {self.output}: there is no folder {os.path.dirname(self.output)}")
 
@@ -103,7 +106,7 @@ def evaluate(config: Config, options: EvalOptions) -> Evaluation:
     platforms.CompileCache()
     platforms.start_distributed()
     session = Session.open(config)
-    tokenizer = load_tokenizer(config.data.tokenizer, split_step(source)[0])
+    tokenizer = open_tokenizer(config, source)
     tasks = Tasks(
         options.tasks,
         include_path=options.include_path,
@@ -193,9 +196,9 @@ class RunEvaluation:
         )
         from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 
-        self._model = EvalModel(session, load_tokenizer(data.tokenizer), stop=stop)
+        self._model = EvalModel(session, load_tokenizer(session.tokenizer), stop=stop)
         self._lm = HarnessLM(self._model)
-        self._cast = jax.jit(session.placement.cast)
+        self._cast = jax.jit(session.whole_sequences.cast)
         dry_run = HarnessLM(DryRunModel(self._model))
         for kind, requests in self._tasks.requests().items():
             getattr(dry_run, kind)(requests)

@@ -16,7 +16,6 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer import platforms
 from mesh_transformer.checkpoint.native.manifest import describe
-from mesh_transformer.config.mesh import inference_rules
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.engine import SlotEngine
@@ -138,7 +137,7 @@ class EvalModel:
         stop: Callable[[], bool] = lambda: False,
     ):
         self.tokenizer, self.counts = tokenizer, TokenCounts()
-        self._placement, self._model = session.placement, session.placement.model
+        self._placement, self._model = session.whole_sequences, session.placement.model
         self._scorer = Scorer(self._placement, columns=platforms.vocab_columns(jax.default_backend()))
         self._batch_tokens, self._answers, self._stop = batch_tokens, answers, stop
         self._engines: dict[int, SlotEngine] = {}
@@ -236,8 +235,7 @@ class EvalModel:
 
     def _engine(self, slots: int) -> SlotEngine:
         if slots not in self._engines:
-            placement = self._placement.with_rules(**inference_rules())
-            self._engines[slots] = SlotEngine(placement, self._weights, slots=slots)
+            self._engines[slots] = SlotEngine(self._placement.for_decoding(), self._weights, slots=slots)
         else:
             self._engines[slots].load(self._weights)
         return self._engines[slots]

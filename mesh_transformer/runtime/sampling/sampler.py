@@ -15,7 +15,7 @@ import jax
 
 from mesh_transformer import logs, platforms
 from mesh_transformer.config import Config
-from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.programs import MAX_STEPS
 from mesh_transformer.infer.requests import Engine, SamplingOptions, SamplingParams, Token
@@ -23,7 +23,8 @@ from mesh_transformer.infer.scheduler import Scheduler
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.sampling.text_stream import TextStream
 from mesh_transformer.runtime.session.engine import open_engine
-from mesh_transformer.runtime.session.weights import config_for, split_step
+from mesh_transformer.runtime.session.tokenizer import open_tokenizer
+from mesh_transformer.runtime.session.weights import config_for
 
 # samples computed at a time
 MAX_SLOTS = 16
@@ -65,9 +66,8 @@ class SampleRequest(SamplingOptions):
             name, _, reason = str(error).partition(" ")
             raise UserError(f"--{name.replace('_', '-')} {reason}") from error
 
-    def params(self, number: int, max_tokens: int, eos: int | None) -> SamplingParams:
-        """The parameters of sample `number`. The token `eos` ends it."""
-        ends = () if eos is None else (eos,)
+    def params(self, number: int, max_tokens: int, ends: tuple[int, ...]) -> SamplingParams:
+        """The parameters of sample `number`. Each of the tokens `ends` ends it."""
         seed = (self.seed + number) % 2**32
         return SamplingParams(**self.options, max_tokens=max_tokens, stop_token_ids=ends, seed=seed)
 
@@ -178,7 +178,7 @@ class Sampler:
         # without a tokenizer, samples have no text
         self._tokenizer: Tokenizer | None = None
         if prompts is None or request.stop or any(isinstance(prompt, str) for prompt in prompts):
-            self._tokenizer = load_tokenizer(config.data.tokenizer, split_step(checkpoint)[0])
+            self._tokenizer = open_tokenizer(config, checkpoint)
         self._prompts = None if prompts is None else list(map(self._fit, prompts))
 
     def samples(self, checkpoint: str) -> Iterator[list[Sample]]:
@@ -202,11 +202,12 @@ class Sampler:
     def _sample(self, engine: Engine, prompt: _Prompt) -> list[Sample]:
         began = time.monotonic()
         request, tokenizer = self._request, self._tokenizer
-        eos = tokenizer.eot if tokenizer is not None and tokenizer.eot < self._config.model.n_vocab else None
+        n_vocab = self._config.model.n_vocab
+        ends = tuple(token for token in (tokenizer.end_tokens if tokenizer else ()) if token < n_vocab)
         inputs = {}
         for number in range(request.num_samples):
             stream = None if tokenizer is None else TextStream(tokenizer, request.stop, context=prompt.tokens)
-            inputs[number] = CompletionInput(prompt.tokens, request.params(number, prompt.new, eos), stream)
+            inputs[number] = CompletionInput(prompt.tokens, request.params(number, prompt.new, ends), stream)
         done = sorted(complete(engine, inputs))
         seconds = round(time.monotonic() - began, 3)
         return [
@@ -232,7 +233,7 @@ class Sampler:
         if isinstance(prompt, str):
             tokenizer = self._tokenizer
             assert tokenizer is not None
-            text, prompt = prompt, tokenizer.encode(prompt)
+            text, prompt = prompt, tokenizer.encode(prompt, add_special_tokens=True)
         if not prompt:
             raise UserError("the prompt is empty: give at least one token")
         if min(prompt) < 0 or max(prompt) >= c.n_vocab:

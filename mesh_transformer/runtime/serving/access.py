@@ -184,7 +184,7 @@ def _check_encoding(encoding: str) -> None:
 def _for_pages(path: str) -> bool:
     """Whether pages of other origins may call a path: the APIs and /health. Their error responses have CORS headers
     too."""
-    return path in ("/complete", "/health") or path.startswith("/v1/")
+    return path in ("/complete", "/tokenize", "/detokenize", "/health") or path.startswith("/v1/")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -15,10 +15,11 @@ from starlette.types import ASGIApp
 
 from mesh_transformer import __version__
 from mesh_transformer.config.describe import short
-from mesh_transformer.runtime.serving import completions
+from mesh_transformer.runtime.serving import chat, classic, completions, models, tokens
 from mesh_transformer.runtime.serving.access import AccessMiddleware
 from mesh_transformer.runtime.serving.loop import EngineLoop
 from mesh_transformer.runtime.serving.model import ServedModel
+from mesh_transformer.runtime.serving.protocol import ErrorResponse
 from mesh_transformer.runtime.serving.responses import ApiError, failed, json_response
 
 _PAGE = resources.files("mesh_transformer.runtime.serving") / "page.html"
@@ -35,7 +36,9 @@ def make_app(model: ServedModel, keys: Sequence[bytes]) -> ASGIApp:
         keys: the API keys; a request needs one of them. Empty: requests need no key.
     """
     app = FastAPI(title="mesh-transformer", version=__version__, docs_url=None, redoc_url=None)
-    app.include_router(completions.router(model))
+    for endpoint in (completions, chat, classic, tokens, models):
+        # with a default, FastAPI does not document 422; this server sends 400 instead
+        app.include_router(endpoint.router(model), responses={"default": {"model": ErrorResponse}})
     _add_state_routes(app, model.loop)
     _add_error_handlers(app)
     return AccessMiddleware(app, keys, model.timeout_s)

@@ -7,16 +7,18 @@ import copy
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from mesh_transformer.config.describe import short
+from mesh_transformer.data.chat_template import ChatTemplate, Message
 from mesh_transformer.data.tokenizer import Tokenizer
-from mesh_transformer.infer.requests import FinishReason, SamplingParams, Token
+from mesh_transformer.errors import UserError
+from mesh_transformer.infer.requests import MAX_STOP_TOKENS, FinishReason, SamplingParams, Token
 from mesh_transformer.infer.scheduler import RequestOutput
 from mesh_transformer.runtime.sampling.text_stream import TextStream, token_text
 from mesh_transformer.runtime.serving.loop import EngineLoop, GenerationJob
-from mesh_transformer.runtime.serving.responses import invalid
+from mesh_transformer.runtime.serving.responses import ApiError, invalid
 
 T = TypeVar("T")
 # replaces minus infinity and NaN, which JSON does not have; `max(LEAST_LOGPROB, nan)` is LEAST_LOGPROB
@@ -37,23 +39,56 @@ class ServedModel:
         self.loop, self.timeout_s = loop, timeout_s
         # prompts are encoded in a thread, with its own copy of the tokenizer, because tokenizers are not thread-safe
         self._encoder = copy.deepcopy(tokenizer)
-        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._thread, self._chat_thread = ThreadPoolExecutor(1, "tokenizer"), ThreadPoolExecutor(1, "chat template")
+        source = tokenizer.chat_template
+        self.chat_template = None if source is None else ChatTemplate(source, tokenizer.special_names)
         self.token_text = lru_cache(1 << 16)(lambda token: token_text(tokenizer, token))
 
-    async def encode(self, texts: Sequence[str], param: str) -> list[list[int]]:
-        """The token IDs of each text. An empty text becomes the end-of-text token.
+    async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool = True) -> list[list[int]]:
+        """The prompt of each text. A text without tokens becomes the end-of-text token.
 
         Raises:
             ApiError: 400, as in `check`.
         """
-        encoded = await self._in_thread(lambda: [self._encoder.encode(text) for text in texts])
+        encoded = await self.tokens(texts, add_special_tokens=add_special_tokens)
         prompts = [ids or [self.tokenizer.eot] for ids in encoded]
         self.check(prompts, param)
         return prompts
 
-    async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each prompt."""
-        return await self._in_thread(lambda: [self._encoder.decode(prompt) for prompt in prompts])
+    async def tokens(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """The token IDs of each text, see `Tokenizer.encode`."""
+        encode = partial(self._encoder.encode, add_special_tokens=add_special_tokens)
+        return await self._in_thread(lambda: list(map(encode, texts)))
+
+    async def decode(self, prompts: Sequence[Sequence[int]], *, special_names: bool = False) -> list[str]:
+        """The text of each prompt, without special tokens or with their names."""
+        decode = partial(self._encoder.decode, special_names=special_names)
+        return await self._in_thread(lambda: list(map(decode, prompts)))
+
+    async def render(self, messages: Sequence[Message], **how: Any) -> str:
+        """The text of a chat, see `ChatTemplate.render`.
+
+        Raises:
+            ApiError: 400, the model has no chat template, or the template refuses the messages.
+        """
+        render = partial(self.check_chat().render, messages, **how)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._chat_thread, render)
+        except UserError as error:
+            raise invalid(str(error), "messages") from error
+
+    def check_chat(self) -> ChatTemplate:
+        """The chat template. Raises ApiError 400 if the model has none."""
+        if self.chat_template is None:
+            reason = "the tokenizer of this model has no chat template"
+            raise invalid(f"{reason}: send the text as `prompt` to POST /v1/completions", "messages")
+        return self.chat_template
+
+    def check_name(self, name: str) -> None:
+        """Raise ApiError 404 if a request names another model."""
+        if name != self.name:
+            message = f"there is no model {name[:100]!r}: this server has the model {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     async def offsets(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """For each token of each prompt, the number of characters before it."""
@@ -69,21 +104,34 @@ class ServedModel:
                         param,
                     )
 
-    def check_room(self, prompt: Sequence[int], max_tokens: int) -> None:
+    def check_room(self, prompt: Sequence[int], max_tokens: int, param: str) -> None:
         """Raise ApiError 400 if a prompt and its completion are longer than the context."""
         prompt_tokens, both, context = len(prompt), len(prompt) + max_tokens, self.loop.context
         if both > context:
             tokens = f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: the sum is {both}"
-            raise invalid(f"{tokens}, more than the context of {context} tokens", "prompt")
+            raise invalid(f"{tokens}, more than the context of {context} tokens", param)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def end_tokens(self, others: tuple[int, ...] = (), *, ignore_eos: bool = False) -> tuple[int, ...]:
-        """The tokens that end a completion: the end-of-text token, if the vocabulary has it, and others."""
-        if ignore_eos or self.tokenizer.eot >= self.n_vocab:
-            return others
-        return (self.tokenizer.eot, *(token for token in others if token != self.tokenizer.eot))
+        """The tokens that end a completion: the model's own that the vocabulary has, and others.
+
+        Raises:
+            ApiError: 400, there are too many.
+        """
+        own = [] if ignore_eos else [token for token in self.tokenizer.end_tokens if token < self.n_vocab]
+        ends = tuple(dict.fromkeys([*own, *others]))
+        if len(ends) > MAX_STOP_TOKENS:
+            allowed = f"at most {MAX_STOP_TOKENS - len(own)} besides the {len(own)} end tokens of this model"
+            raise invalid(f"stop_token_ids has {len(others)} token IDs; {allowed} are allowed", "stop_token_ids")
+        return ends
+
+    def close(self) -> None:
+        """End the thread and the process of the chat template."""
+        self._chat_thread.shutdown()
+        if self.chat_template is not None:
+            self.chat_template.close()
 
 
 def _offsets(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
@@ -110,19 +158,19 @@ def sampling_params(*, spelled: Mapping[str, str] = {}, **fields: Any) -> Sampli
         raise invalid(f"{param} {reason}", param) from error
 
 
-class TokenLogprobs(NamedTuple):
-    """A token in OpenAI's `logprobs`.
+class ListedToken(NamedTuple):
+    """A token in a list of log-probabilities, in nats.
 
     Args:
         offset: the number of characters before it in the choice's text.
-        logprob: in nats. None for the first token of the prompt.
-        top: the log-probabilities of the token and its alternatives. None for the first token of the prompt.
+        logprob: None for the first token of the prompt.
+        top: the most likely tokens and their log-probabilities, the most likely first.
     """
 
-    text: str
+    id: int
     offset: int
     logprob: float | None
-    top: dict[str, float] | None
+    top: Sequence[tuple[int, float]] = ()
 
 
 class Delta(NamedTuple):
@@ -133,7 +181,7 @@ class Delta(NamedTuple):
     """
 
     text: str
-    tokens: Sequence[TokenLogprobs]
+    tokens: Sequence[ListedToken]
     finish_reason: FinishReason | None
 
     @classmethod
@@ -188,12 +236,9 @@ class ChoiceBuilder:
         text, shown = "", []
         if not self._begun:
             self._begun, text = True, self._echo
-            shown += [
-                TokenLogprobs(self._model.token_text(token), offset, None, None)
-                for token, offset in itertools.islice(self._echoed, 1)
-            ]
+            shown += [ListedToken(token, offset, None) for token, offset in itertools.islice(self._echoed, 1)]
         for token, (_, offset) in zip(output.prompt, self._echoed, strict=False):
-            shown.append(self._show(token, offset))
+            shown.append(_listed(token, offset))
         for token in output.tokens:
             self.new_tokens += 1
             # the stop token is not part of the text
@@ -204,21 +249,17 @@ class ChoiceBuilder:
                 text += self._stream.push(token.id)
                 offset = self._stream.offsets[-1]
             if self._logprobs:
-                shown.append(self._show(token, len(self._echo) + offset))
+                shown.append(_listed(token, len(self._echo) + offset))
             if self._stream.stopped:
                 return Delta(text, shown, "stop")
         if output.finish_reason == "length":
             text += self._stream.finish()
         return Delta(text, shown, "stop" if self._stream.stopped else output.finish_reason)
 
-    def _show(self, token: Token, offset: int) -> TokenLogprobs:
-        name = self._model.token_text(token.id)
-        top = {name: max(LEAST_LOGPROB, token.logprob)}
-        for other, logprob in token.top:
-            if other != token.id:
-                other_name = self._model.token_text(other)
-                top[f"token_id:{other}" if other_name in top else other_name] = max(LEAST_LOGPROB, logprob)
-        return TokenLogprobs(name, offset, top[name], top)
+
+def _listed(token: Token, offset: int) -> ListedToken:
+    top = [(other, max(LEAST_LOGPROB, logprob)) for other, logprob in token.top]
+    return ListedToken(token.id, offset, max(LEAST_LOGPROB, token.logprob), top)
 
 
 async def follow(job: GenerationJob, choices: Sequence[ChoiceBuilder]) -> AsyncIterator[tuple[int, Delta]]:

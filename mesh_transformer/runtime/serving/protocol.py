@@ -27,18 +27,19 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_tokens(value: Any) -> bool:
+def is_tokens(value: Any) -> bool:
+    """Whether a value is a list of whole numbers."""
     return isinstance(value, list) and all(map(_whole, value))
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
     """A list of prompts, from a text, a list of texts, a list of token IDs or a list of such lists."""
-    prompts = [value] if isinstance(value, str) or (value and _is_tokens(value)) else value
+    prompts = [value] if isinstance(value, str) or (value and is_tokens(value)) else value
     if not isinstance(prompts, list) or not prompts:
         raise ValueError("must be a text, a list of texts, a list of token IDs, or a list of such lists")
     if len(prompts) > MAX_SEQUENCES:
         raise ValueError(f"has {len(prompts)} prompts; at most {MAX_SEQUENCES} are allowed")
-    if not (all(isinstance(p, str) for p in prompts) or all(p and _is_tokens(p) for p in prompts)):
+    if not (all(isinstance(p, str) for p in prompts) or all(p and is_tokens(p) for p in prompts)):
         raise ValueError("must contain only texts, or only lists of token IDs, none of them empty")
     return prompts
 
@@ -53,7 +54,7 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _stop_tokens(value: Any) -> tuple[int, ...]:
-    if not _is_tokens(value):
+    if not is_tokens(value):
         raise ValueError("must be a list of token IDs")
     # the end-of-text token is one of MAX_STOP_TOKENS
     if len(value) >= MAX_STOP_TOKENS:
@@ -109,8 +110,8 @@ LogitBias = Annotated[Any, PlainValidator(_logit_bias, Annotated[dict[str, Bias]
 Samples = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
 
 
-class _Body(BaseModel, strict=True, extra="ignore", frozen=True):
-    """A request's body."""
+class Body(BaseModel, strict=True, extra="ignore", frozen=True):
+    """The body of a request."""
 
     @model_validator(mode="before")
     @classmethod
@@ -120,22 +121,20 @@ class _Body(BaseModel, strict=True, extra="ignore", frozen=True):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Additional contents of a stream."""
 
     include_usage: bool = False
 
 
 _SAMPLING: Any = {name: (_KINDS[type(option.default)], option.default) for name, option in OPTIONS.items()}
-_Sampled = create_model("_Sampled", __base__=_Body, **_SAMPLING)
+_Sampled = create_model("_Sampled", __base__=Body, **_SAMPLING)
 
 
-class CompletionRequest(_Sampled):
-    """POST /v1/completions. `SamplingParams` checks the ranges of the sampling options."""
+class SampledRequest(_Sampled):
+    """The fields of every request that generates text. `SamplingParams` checks the ranges of the sampling options."""
 
-    prompt: Prompts = END_OF_TEXT
     model: str | None = None
-    max_tokens: TokenCount = 16
     min_tokens: Count = 0
     logit_bias: LogitBias = ()
     # sample i has the seed (seed + i) mod 2**32
@@ -144,15 +143,23 @@ class CompletionRequest(_Sampled):
     stop_token_ids: StopTokens = ()
     ignore_eos: bool = False
     n: Samples = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+
+class CompletionRequest(SampledRequest):
+    """POST /v1/completions."""
+
+    prompt: Prompts = END_OF_TEXT
+    max_tokens: TokenCount = 16
     best_of: Samples | None = None
     logprobs: Count | None = None
     echo: bool = False
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     suffix: str | None = None
+    add_special_tokens: bool = True
 
 
-class ClassicRequest(_Body):
+class ClassicRequest(Body):
     """POST /complete, as in the original program. `top_p`, `temp` and `length` may be strings."""
 
     context: str
@@ -177,6 +184,11 @@ class ErrorResponse(BaseModel):
     """The body of every response with an error status."""
 
     error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 413, 415, 500, 503, 504)
+}
 
 
 class Logprobs(BaseModel):

@@ -21,9 +21,8 @@ from typing import cast
 import jax
 import uvicorn
 
-from mesh_transformer import logs, platforms
+from mesh_transformer import hub, logs, platforms
 from mesh_transformer.config import Config
-from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serving.access import BoundedConnection
@@ -31,6 +30,7 @@ from mesh_transformer.runtime.serving.app import make_app
 from mesh_transformer.runtime.serving.loop import EngineLoop, WarmEngine
 from mesh_transformer.runtime.serving.model import ServedModel
 from mesh_transformer.runtime.session import engine as serving_engine
+from mesh_transformer.runtime.session.tokenizer import open_tokenizer
 from mesh_transformer.runtime.session.weights import config_for, split_step
 
 # has the arguments of `serving_engine.open_engine`
@@ -105,15 +105,14 @@ def run(
     config = config_for(config_path, overrides, options.checkpoint)
     keys = read_keys(options.api_key_file) if options.api_key_file is not None else []
     source = options.checkpoint or config.checkpoint.root
-    tokenizer = load_tokenizer(config.data.tokenizer, split_step(source)[0])
+    tokenizer = open_tokenizer(config, source)
     listener = bind(options.host, options.port)
     if not keys and not is_loopback(listener):
         warning = "other machines can reach %s, and there is no --api-key-file: anyone can use this server"
         log.warning(warning, options.host)
     opener = functools.partial(open_engine or _open_own_engine, config, source, slots=options.slots)
     loop = EngineLoop(opener, slots=options.slots, max_queue=options.max_queue)
-    unnamed = Path(config_path).stem if config_path else Path(split_step(source)[0]).name
-    name = config.logging.name or unnamed
+    name = config.logging.name or _unnamed(config_path, source)
     model = ServedModel(name, config.model.n_vocab, tokenizer, loop, options.timeout_s)
     service = Service(model, keys, listener, options.drain_s)
     ended = asyncio.run(_until_signal(service))
@@ -133,7 +132,7 @@ class Service:
     """A server on a bound socket."""
 
     def __init__(self, model: ServedModel, keys: Sequence[bytes], listener: socket.socket, drain_s: float):
-        self._loop, self._listener, self._drain_s = model.loop, listener, drain_s
+        self._model, self._loop, self._listener, self._drain_s = model, model.loop, listener, drain_s
         most = connection_limit(model.loop.slots + model.loop.max_queue)
         self._server = _Server(
             uvicorn.Config(
@@ -175,6 +174,7 @@ class Service:
         if left := self._server.cut_off():
             log.warning("closed %d connections whose clients had not read their whole responses", left)
         await serving
+        self._model.close()
         return await stopped
 
 
@@ -268,6 +268,13 @@ def bind(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"cannot listen on {host} port {port} ({reason}): choose another with --host and --port"
         raise UserError(message) from error
+
+
+def _unnamed(config_path: str | None, checkpoint: str) -> str:
+    """The name of a model whose config has no name."""
+    if config_path:
+        return Path(config_path).stem
+    return hub.parse(checkpoint).name if hub.is_name(checkpoint) else Path(split_step(checkpoint)[0]).name
 
 
 def is_loopback(listener: socket.socket) -> bool:

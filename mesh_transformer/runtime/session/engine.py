@@ -13,7 +13,6 @@ import jax
 
 import mesh_transformer
 from mesh_transformer.config import Config
-from mesh_transformer.config.mesh import inference_rules
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.runtime.session.session import Session
@@ -31,10 +30,12 @@ def open_engine(config: Config, checkpoint: str, *, slots: int, context: int | N
         UserError: the devices do not fit the mesh, or the checkpoint does not fit the config.
     """
     session = Session.open(config)
+    placement = session.whole_sequences.for_decoding()
     weights = read_params(session, checkpoint, for_decode=True)
     log.info("parameters of step %d from %s", weights.step, checkpoint)
-    placement = session.placement.with_rules(**inference_rules())
-    return ServingEngine(placement, weights.params, slots=slots, context=context)
+    engine = ServingEngine(placement, weights.params, slots=slots, context=context)
+    log.info("cache of %.3g GB, slots: %d, context: %d", engine.cache_bytes / 1e9, slots, engine.context)
+    return engine
 
 
 class ServingEngine(SlotEngine):

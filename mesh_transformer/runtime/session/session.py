@@ -1,32 +1,57 @@
 """A config on the available devices: the mesh, the model and the shardings of its arrays."""
 
 import dataclasses
+import functools
 from typing import Any, Self
 
 import jax
 import numpy as np
 
 from mesh_transformer.config import Config, MeshShape
+from mesh_transformer.config.mesh import named
+from mesh_transformer.logs import log
 from mesh_transformer.models.model import Placement
 from mesh_transformer.parallel.mesh import process_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """A config with its mesh and its model. It compiles and allocates nothing."""
+    """A config with its mesh and its model. It compiles and allocates nothing.
+
+    Args:
+        tokenizer_files: the folder of the tokenizer of the checkpoint that the run starts from, if there is one.
+    """
 
     config: Config
     shape: MeshShape
     placement: Placement
+    tokenizer_files: str | None = None
 
     @classmethod
-    def open(cls, config: Config) -> Self:
+    def open(cls, config: Config, tokenizer_files: str | None = None) -> Self:
         """Make the mesh of all devices, and place the model on it.
 
         Raises:
             UserError: the devices do not fit the mesh.
         """
-        return cls(config, config.mesh.shape(jax.device_count()), Placement.of(config, jax.devices()))
+        shape = config.mesh.shape(jax.device_count())
+        return cls(config, shape, Placement.of(config, jax.devices()), tokenizer_files)
+
+    @functools.cached_property
+    def whole_sequences(self) -> Placement:
+        """The placement for sampling, serving and scoring, which do not split the positions of a sequence."""
+        placement = self.placement.whole_sequences()
+        if (cp := self.shape["cp"]) > 1:
+            as_before = self.placement.partition
+            what = next((name for name in ("heads", "embed") if placement.size(name) > as_before.size(name)), None)
+            split = {"heads": "heads, as mesh.tp does", "embed": "weights, as mesh.fsdp does", None: "nothing"}[what]
+            log.info("sampling and evaluation do not split positions: mesh.cp %d splits the %s", cp, split)
+        return placement
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The tokenizer of texts, for `load_tokenizer`."""
+        return self.config.data.tokenizer or self.tokenizer_files
 
     @property
     def microbatch(self) -> int:
@@ -69,11 +94,10 @@ class Session:
 
     def describe(self) -> str:
         """A line with the number of parameters, the devices, the mesh, the dtype and the tokens per step."""
-        axes = " x ".join(f"{name} {size}" for name, size in self.shape.items())
         device, model = jax.devices()[0].device_kind, self.placement.model
         return (
             f"{count_parameters(self.placement.abstract(model.dtype)):,} parameters; {jax.device_count()} x {device} "
-            f"in {jax.process_count()} process(es): {axes}; {model.dtype}; "
+            f"in {jax.process_count()} process(es): {named(self.shape)}; {model.dtype}; "
             f"{self.tokens_per_step:,} tokens per step"
         )
 

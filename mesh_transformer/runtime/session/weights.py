@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mesh_transformer import platforms
+from mesh_transformer import files, hub, platforms
 from mesh_transformer.checkpoint.load import fail_together, load, load_by_layer
-from mesh_transformer.checkpoint.open import find_checkpoint, open_source, recorded_config
+from mesh_transformer.checkpoint.open import find_checkpoint, finished_steps, open_source, recorded_config
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
@@ -30,26 +30,54 @@ class Weights(NamedTuple):
 def config_for(path: str | None, overrides: Sequence[str], checkpoint: str | None) -> Config:
     """The config of a command: the file at `path`, or the config that `checkpoint` records, with the `overrides`.
 
-    A checkpoint records the model and the tokenizer. The other options have their defaults.
+    A checkpoint records the model and the tokenizer. The other options have their defaults. A file without a group
+    `model` has the model of the checkpoint: `checkpoint`, or the run of the file.
 
     Raises:
         UserError: the file or an override is invalid. Or there is no `path`, and no checkpoint that records its config.
     """
     if path is not None:
-        return load_config(path, overrides)
+        return load_config(path, overrides, lambda settings: recorded_model_of(checkpoint or settings.root))
     if checkpoint is None:
         raise UserError(
             "no model is given: use --config FILE, or --ckpt DIR with a checkpoint that records its config, or both"
         )
-    found = find_checkpoint(checkpoint)
+    found = find_checkpoint(checkpoint, weights=False)
     recorded = recorded_config(found)
     if recorded is None:
         raise UserError(f"{found.path} does not record its config: give the config of its run with --config FILE")
     return parse_config(recorded, overrides)
 
 
+def recorded_model_of(checkpoint: str) -> dict[str, Any]:
+    """The values of the group `model` that a checkpoint records.
+
+    Raises:
+        UserError: there is no checkpoint, or it does not record its model.
+    """
+    found = find_checkpoint(checkpoint, weights=False)
+    recorded = recorded_config(found)
+    if recorded is None:
+        raise UserError(f"{found.path} does not record its model: give the config the group model")
+    return dict(recorded["model"])
+
+
+def start_checkpoint(root: str, tune_model_path: str | None) -> str | None:
+    """The checkpoint from which a run starts or resumes: its newest step that can be read, else `tune_model_path`.
+
+    Raises:
+        UserError: a step has a config that cannot be read.
+    """
+    for name in reversed(finished_steps(root)):
+        with contextlib.suppress(DamagedCheckpoint):
+            step = files.join(root, name)
+            recorded_config(find_checkpoint(step))
+            return step
+    return tune_model_path
+
+
 def read_params(session: Session, path: str, *, for_decode: bool = False) -> Weights:
-    """Load the parameters of the checkpoint at `path`, without the optimizer state.
+    """Load the parameters of the checkpoint at `path`, without the optimizer state, as `Session.whole_sequences` has them.
 
     Args:
         for_decode: use the layout that is fastest for decoding on this platform.
@@ -58,7 +86,7 @@ def read_params(session: Session, path: str, *, for_decode: bool = False) -> Wei
         UserError: there is no checkpoint, it is of another model, or it is damaged.
     """
     source, model = open_checkpoint(session, path), session.placement.model
-    abstract = session.placement.abstract(model.dtype)
+    abstract = session.whole_sequences.abstract(model.dtype)
     with explain_damage(source):
         if for_decode and jax.default_backend() == "cpu":
             parts = load_by_layer(source, abstract)
@@ -93,6 +121,8 @@ def pack_for_cpu_decode(parts: Iterable[tuple[str, Params]], decoder: Decoder) -
 
 def split_step(path: str) -> tuple[str, int | None]:
     """Split `run/step_N` into the run's folder and the step. For any other path: the path and None."""
+    if hub.is_name(path):
+        return path, None
     path = path.rstrip("/")
     match = re.fullmatch(r"(.*/)?step_(\d+)", path)
     return ((match[1] or "./").rstrip("/"), int(match[2])) if match else (path, None)

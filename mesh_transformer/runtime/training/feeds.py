@@ -1,11 +1,10 @@
 """The data of a training run: this process's rows of each batch."""
 
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+import contextlib
+from collections.abc import Sequence
 
 from mesh_transformer.config import Config
-from mesh_transformer.data.loader import Loader, make_train_loader, make_val_loader
+from mesh_transformer.data.loader import Batches, Loader, make_train_loader, make_val_loader
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.session.session import Session
 
@@ -17,12 +16,15 @@ def open_train_feed(session: Session) -> Loader:
         UserError: no training set is configured, or it cannot be read.
     """
     microbatch = session.microbatch
-    return read_train_set(session.config, microbatch, session.rows(microbatch))
+    return read_train_set(session.config, microbatch, session.rows(microbatch), session.tokenizer)
 
 
-def read_train_set(config: Config, microbatch: int, rows: Sequence[int]) -> Loader:
+def read_train_set(config: Config, microbatch: int, rows: Sequence[int], tokenizer: str | None) -> Loader:
     """A loader as in `open_train_feed`, for these `rows` of each microbatch. The driver of a pod reads them for its
     workers.
+
+    Args:
+        tokenizer: for texts, as in `load_tokenizer`.
 
     Raises:
         UserError: no training set is configured, or it cannot be read.
@@ -41,11 +43,11 @@ def read_train_set(config: Config, microbatch: int, rows: Sequence[int]) -> Load
         seed=data.seed,
         batch_across_files=data.batch_across_files,
         n_vocab=config.model.n_vocab,
-        tokenizer=data.tokenizer,
+        tokenizer=tokenizer,
     )
 
 
-def open_val_feed(session: Session, source: str) -> Iterable[np.ndarray]:
+def open_val_feed(session: Session, source: str) -> Batches:
     """Batches of a validation set, (rows, T + 1) int32 each. Each iteration starts at its beginning.
 
     Raises:
@@ -59,11 +61,12 @@ def open_val_feed(session: Session, source: str) -> Iterable[np.ndarray]:
         rows=session.rows(batch),
         repeat=False,
         n_vocab=session.config.model.n_vocab,
-        tokenizer=session.config.data.tokenizer,
+        tokenizer=session.tokenizer,
     )
-    if next(iter(feed), None) is None:
-        raise UserError(
-            f"the validation set {source} is smaller than one batch of {batch} sequences: "
-            f"lower data.val_batch_multiplier or the batch, or add data"
-        )
+    with contextlib.closing(iter(feed)) as batches:
+        if next(batches, None) is None:
+            raise UserError(
+                f"the validation set {source} is smaller than one batch of {batch} sequences: "
+                f"lower data.val_batch_multiplier or the batch, or add data"
+            )
     return feed

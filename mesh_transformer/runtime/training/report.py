@@ -10,10 +10,67 @@ from typing import Any, Self
 
 import jax
 
+from mesh_transformer import accelerators
 from mesh_transformer.errors import RunError
-from mesh_transformer.logs import Progress, Scalars, Sink, log, read_json_lines
+from mesh_transformer.families.flops import flops_per_token
+from mesh_transformer.logs import Progress, Scalars, Sink, log, read_json_lines, step_summary
+from mesh_transformer.runtime.session.session import Session
 
 _VAL_LOSS = "val/loss_"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWork:
+    """What a step computes.
+
+    Args:
+        tokens: tokens of a step, over the whole mesh.
+        tflop_per_device: model FLOPs of a step (`families.flops`) divided by the number of devices, in units of 10^12.
+        peak_tflops: the peak rate of a device, TFLOP/s; None if it is unknown.
+    """
+
+    tokens: int
+    tflop_per_device: float
+    peak_tflops: float | None
+
+    @classmethod
+    def of(cls, session: Session) -> Self:
+        """The work of a training step of `session`, and the peak rate of its devices."""
+        tokens, decoder = session.tokens_per_step, session.placement.model.decoder
+        tflop = flops_per_token(decoder, session.config.seq) * tokens / jax.device_count() / 1e12
+        accelerator = accelerators.of_device(jax.devices()[0].device_kind)
+        return cls(tokens, tflop, accelerator.peak_tflops if accelerator else None)
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Tokens per second, TFLOP/s of a device and, if the peak is known, the MFU (0 to 1) of a step of `seconds`."""
+        tflops = self.tflop_per_device / seconds
+        rates = {"train/tokens_per_sec": self.tokens / seconds, "train/tflops_per_device": tflops}
+        return rates if self.peak_tflops is None else {**rates, "train/mfu": tflops / self.peak_tflops}
+
+
+class Goodput:
+    """The share of the wall time of this process that it spent in steps that count.
+
+    A step takes the time from the end of the step before to its own end. This includes the wait for its batch, and
+    excludes validations and saves between the two. A step does not count if it is the first step of the process,
+    because its time includes the compilation, if an earlier process has logged it, or if its update is skipped.
+
+    Args:
+        began: when the process began to train, by `time.monotonic`.
+        start_step: the step after which the process starts.
+        logged_step: the newest step that an earlier process has logged.
+    """
+
+    def __init__(self, began: float, start_step: int, logged_step: int):
+        self._began = began
+        self._last_uncounted = max(start_step + 1, logged_step)
+        self._counted_s = 0.0
+
+    def add(self, step: int, seconds: float, now: float, *, updated: bool) -> float:
+        """Add a step that took `seconds` and ended at `now`. Returns the share up to now, 0 to 1."""
+        if updated and step > self._last_uncounted:
+            self._counted_s += seconds
+        return self._counted_s / max(now - self._began, 1e-9)
 
 
 @dataclasses.dataclass
@@ -36,13 +93,23 @@ class MetricsReporter:
     So the device does not wait for the host, except in `settle`, which precedes each validation and save.
 
     Args:
+        work: what each step computes.
+        goodput: gets the time of each step.
         steps_redone: the steps that all restarts together repeated. It is written with the metrics of each step.
         stop: whether a step with a value that is not finite ends the run.
     """
 
-    def __init__(self, sinks: Sequence[Sink], progress: Progress, tokens_per_step: int, steps_redone: int, stop: bool):
-        self._sinks, self._progress = sinks, progress
-        self._tokens_per_step, self._steps_redone, self._stop = tokens_per_step, steps_redone, stop
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        progress: Progress,
+        work: StepWork,
+        goodput: Goodput,
+        steps_redone: int,
+        stop: bool,
+    ):
+        self._sinks, self._progress, self._work, self._goodput = sinks, progress, work, goodput
+        self._steps_redone, self._stop = steps_redone, stop
         self._pending: _Pending | None = None
         self._ready = time.monotonic()
         # the newest loss on each validation set
@@ -62,20 +129,22 @@ class MetricsReporter:
         self.val_loss |= {name.removeprefix(_VAL_LOSS): value for name, value in losses.items()}
 
     def settle(self) -> None:
-        """Wait for the newest step and check that its metrics are finite.
+        """Wait for the newest step, on all devices of this process, and check that its metrics are finite.
 
         Raises:
             RunError: they are not, and `stop` is set.
         """
         if self._pending is None or self._pending.scalars:
             return
-        values = jax.device_get(self._pending.metrics)
+        values = jax.device_get(jax.block_until_ready(self._pending.metrics))
         now = time.monotonic()
-        rate = self._tokens_per_step / max(now - self._ready, 1e-9)
+        seconds = max(now - self._ready, 1e-9)
         self._ready = now
         finite, skipped = bool(values.pop("finite")), int(values.pop("skipped"))
         scalars = {name: float(value) for name, value in sorted(values.items())}
-        scalars |= {"train/tokens_per_sec": rate, "train/steps_redone": self._steps_redone}
+        scalars |= self._work.rates(seconds)
+        scalars["train/goodput"] = self._goodput.add(self._pending.step, seconds, now, updated=finite)
+        scalars["train/steps_redone"] = self._steps_redone
         if skipped:
             scalars["train/skipped_steps"] = skipped
         self._pending.scalars = scalars
@@ -84,7 +153,7 @@ class MetricsReporter:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude a time, such as that of a validation, from the tokens per second."""
+        """Exclude a time, such as that of a validation, from the time of the next step."""
         began = time.monotonic()
         yield
         self._ready += time.monotonic() - began
@@ -121,8 +190,7 @@ class MetricsReporter:
     def _emit(self, pending: _Pending) -> None:
         for sink in self._sinks:
             sink.write(pending.step, pending.scalars)
-        loss, rate = pending.scalars["train/loss"], pending.scalars["train/tokens_per_sec"]
-        self._progress.update(pending.step, loss=f"{loss:.4f}", **{"tokens/s": f"{rate:,.0f}"})
+        self._progress.update(pending.step, **step_summary(pending.scalars))
 
 
 def plot_losses(folder: str) -> None:

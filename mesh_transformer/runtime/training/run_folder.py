@@ -12,6 +12,7 @@ import socket
 import tempfile
 import time
 import uuid
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 
 METRICS, CURVE, RUN_ID = "metrics.jsonl", "loss.png", "run_id"
+PROFILE = "profile"
 _TENSORBOARD = "tensorboard"
 LOCK = "run.lock"
 # time for the kernel to free the lock of a process of this machine that was killed
@@ -177,6 +179,15 @@ def publish(root: str, folder: str) -> None:
             files.upload(os.path.join(folder, name), files.join(root, name))
 
 
+def publish_profile(root: str, folder: str) -> None:
+    """Copy the traces in `folder` to the bucket, if the run is in a bucket."""
+    if not files.is_remote(root):
+        return
+    for path in Path(folder, PROFILE).rglob("*"):
+        if path.is_file():
+            files.upload(str(path), files.join(root, *path.relative_to(folder).parts))
+
+
 def _id_in_bucket(root: str) -> str:
     from google.api_core.exceptions import ClientError
 
@@ -204,7 +215,8 @@ def _remove(folder: str) -> None:
     for name in (METRICS, CURVE):
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(folder, name))
-    shutil.rmtree(os.path.join(folder, _TENSORBOARD), ignore_errors=True)
+    for name in (_TENSORBOARD, PROFILE):
+        shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 
 def _restore_metrics_from_bucket(remote: str, local: str) -> None:

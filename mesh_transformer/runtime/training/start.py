@@ -7,8 +7,17 @@ from typing import Any, NamedTuple
 import jax
 
 from mesh_transformer.checkpoint.identity import check_optimizer
-from mesh_transformer.checkpoint.load import put_scalar
-from mesh_transformer.checkpoint.open import CheckpointFolder, ClassicRun, Format, classic_run, open_folder
+from mesh_transformer.checkpoint.load import fail_together, put_scalar
+from mesh_transformer.checkpoint.open import (
+    CheckpointFolder,
+    ClassicRun,
+    Format,
+    classic_run,
+    find_checkpoint,
+    open_folder,
+    origin_of,
+)
+from mesh_transformer.checkpoint.origin import Origin, read_origin
 from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.config import Config
@@ -49,12 +58,14 @@ class StartPoint(NamedTuple):
 
     Args:
         loader_state: the position in the training data. None: its beginning.
+        origin: the Hugging Face folder that the run started from, if any.
     """
 
     state: TrainState
     step: int
     counters: Counters
     loader_state: dict[str, Any] | None
+    origin: Origin | None = None
 
 
 def resume_or_start(
@@ -78,14 +89,15 @@ def resume_or_start(
         checkpoint = _classic_checkpoint(session, program, run)
     if checkpoint is not None:
         if source.tune_model_path:
-            log.info("resuming this run: --tune-model-path was used at its start")
-        return _resume(session, checkpoint, logged)
-    if source.tune_model_path:
-        state = _tuned(session, program, source.tune_model_path, source.fresh_opt)
-    else:
-        state = program.init(jax.random.key(session.config.model.seed))
+            log.info("resuming this run: --tune-model-path is used at the first start only")
+        origin = read_origin(store.folder(checkpoint.step), checkpoint.extra)
+        return _resume(session, checkpoint, logged)._replace(origin=origin)
     # steps in the metrics file without a checkpoint: the run ended before its first checkpoint
-    return StartPoint(state, 0, Counters(steps_redone=logged.steps_redone + logged.step), None)
+    counters = Counters(steps_redone=logged.steps_redone + logged.step)
+    if source.tune_model_path:
+        state, origin = _tuned(session, program, source.tune_model_path, source.fresh_opt)
+        return StartPoint(state, 0, counters, None, origin)
+    return StartPoint(program.init(jax.random.key(session.config.model.seed)), 0, counters, None)
 
 
 def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) -> StartPoint:
@@ -129,18 +141,22 @@ def _counters(recorded: Any) -> Counters:
     )
 
 
-def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) -> TrainState:
-    """The state at step 0 with the parameters of a checkpoint, and its optimizer state unless `fresh_opt` is set."""
+def _tuned(session: Session, program: TrainProgram, path: str, fresh_opt: bool) -> tuple[TrainState, Origin | None]:
+    """The state at step 0 with the parameters of a checkpoint, and its optimizer state unless `fresh_opt` is set.
+
+    Also returns the Hugging Face folder that the checkpoint is or came from.
+    """
     source = open_checkpoint(session, path)
+    origin = fail_together(lambda: origin_of(find_checkpoint(path), source))
     abstract = program.abstract_state
     log.info("starting from step %d of %s", source.counts.step, path)
     if slots(source) and not fresh_opt:
         params, opt_state = read_state(program, source)
-        return program.begin(params, {**opt_state, "schedule": put_scalar(0, abstract.step)}, {})
+        return program.begin(params, {**opt_state, "schedule": put_scalar(0, abstract.step)}, {}), origin
     if not fresh_opt:
         log.info("%s has no %s moments: they start from zero", path, program.config.optimizer.name.capitalize())
     params = load_user_checkpoint(source, {"params": abstract.params})["params"]
-    return program.begin(params, program.fresh_optimizer(params), {})
+    return program.begin(params, program.fresh_optimizer(params), {}), origin
 
 
 def read_state(program: TrainProgram, source: TensorSource) -> tuple[Params, OptState]:

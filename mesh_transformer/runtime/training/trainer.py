@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 import jax
@@ -14,17 +14,20 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer import files, logs, platforms
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.config import Config, load_config
-from mesh_transformer.data.loader import Loader
+from mesh_transformer.config import Config
+from mesh_transformer.data.loader import Batches, Loader
 from mesh_transformer.errors import RunError, UserError, is_disk_full
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.evaluation.command import RunEvaluation
 from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.runtime.session.tokenizer import with_run_tokenizer
 from mesh_transformer.runtime.training import run_folder, start
+from mesh_transformer.runtime.training.config import training_config
 from mesh_transformer.runtime.training.feeds import open_train_feed, open_val_feed
 from mesh_transformer.runtime.training.observer import Observer
-from mesh_transformer.runtime.training.report import MetricsReporter, plot_losses
+from mesh_transformer.runtime.training.profile import StepProfile, write_step_table
+from mesh_transformer.runtime.training.report import Goodput, MetricsReporter, StepWork, plot_losses
 from mesh_transformer.runtime.training.result import TrainingResult
 from mesh_transformer.stop_signals import StopSignals
 from mesh_transformer.train.step import TrainProgram, TrainState
@@ -40,7 +43,7 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
         RunError: the loss or a gradient is not finite.
     """
     logs.set_up()
-    config = load_config(config_path, overrides)
+    config = training_config(config_path, overrides, tune_model_path)
     result = train(config, start.TuningSource(tune_model_path, fresh_opt))
     if jax.process_index() == 0:
         log.info("%s", result.summary(config_path, overrides))
@@ -62,13 +65,16 @@ def train(
     Raises:
         UserError, RunError: as `run`.
     """
+    began = time.monotonic()
     compiled = platforms.CompileCache()
     platforms.start_distributed()
     with Interrupt() as interrupt:
-        session, observer = Session.open(config), observer or Observer()
+        session = Session.open(*with_run_tokenizer(config, source.tune_model_path))
+        observer = observer or Observer()
         observer.phase("open", 0)
         config.check_devices(jax.device_count())
-        result = TrainingRun(session, source, interrupt, observer, open_feed(session)).train()
+        with contextlib.closing(open_feed(session)) as feed:
+            result = TrainingRun(session, source, interrupt, observer, feed, began).train()
     log.info("%s", compiled)
     return result
 
@@ -97,7 +103,11 @@ class Interrupt(StopSignals):
 
 
 class TrainingRun:
-    """One execution of the training loop: start or resume, train, and stop at the last step or after a signal."""
+    """One execution of the training loop: start or resume, train, and stop at the last step or after a signal.
+
+    Args:
+        began: when the process began to train, by `time.monotonic`, for the goodput.
+    """
 
     def __init__(
         self,
@@ -106,8 +116,9 @@ class TrainingRun:
         interrupt: Interrupt,
         observer: Observer,
         feed: Loader,
+        began: float,
     ):
-        self.interrupt, self.observer = interrupt, observer
+        self.interrupt, self.observer, self.began = interrupt, observer, began
         self.session, self.config, self.source, self.feed = session, session.config, source, feed
         self.program = TrainProgram(session.placement, self.config)
         self.validation = Validation(session, self.program, self._stop_requested)
@@ -174,12 +185,18 @@ class TrainingRun:
             optimizer=self.config.optimizer,
         )
         try:
-            start_point = start.resume_or_start(self.session, self.program, store, self.source, self._logged())
+            logged = self._logged()
+            start_point = start.resume_or_start(self.session, self.program, store, self.source, logged)
             if start_point.loader_state is not None:
                 self.feed.set_state(start_point.loader_state)
-            with self._open_report(start_point) as report:
+            if self.config.logging.op_table:
+                self.observer.phase("compile", start_point.step + 1)
+                write_step_table(self.program)
+            report = self._open_report(start_point, logged)
+            computed = range(start_point.step + 1, total + 1)
+            with report, StepProfile(self.config, computed, report, self.observer) as profile:
                 self.observer.started(start_point.step, total, start_point.counters.steps_redone)
-                code, step = self._loop(start_point, report)
+                code, step = self._loop(start_point, report, profile)
         finally:
             # with several processes, the running save may wait for a process whose disk is full, and `close` waits for
             # it
@@ -189,16 +206,17 @@ class TrainingRun:
         newest = files.join(settings.root, f"step_{step}")
         return TrainingResult(code, start_point.step, step, total, report.val_loss, newest)
 
-    def _loop(self, start_point: start.StartPoint, report: MetricsReporter) -> tuple[int, int]:
+    def _loop(self, start_point: start.StartPoint, report: MetricsReporter, profile: StepProfile) -> tuple[int, int]:
         """The exit code, and the step after which the run ended."""
         total, data, state = self.config.optimizer.total_steps, self.config.data, start_point.state
         for step in range(start_point.step + 1, total + 1):
-            self.observer.phase("data", step)
-            tokens = self.session.place_batch(next(self.feed))
-            # the metrics of the first step are read after the dispatch of the second one
-            self.observer.phase("step" if step > start_point.step + 2 else "compile", step)
-            state, metrics = self.program.train_step(state, tokens)
-            report.push(step, metrics)
+            with profile.step(step):
+                self.observer.phase("data", step)
+                tokens = self.session.place_batch(next(self.feed))
+                # the metrics of the first step are read after the dispatch of the second one
+                self.observer.phase("step" if step > start_point.step + 2 else "compile", step)
+                state, metrics = self.program.train_step(state, tokens)
+                report.push(step, metrics)
             if step % data.val_every == 0 or step == total:
                 self._validate(step, state, report)
             code = self.interrupt.exit_code(step)
@@ -235,10 +253,10 @@ class TrainingRun:
                 "counters": start_point.counters._replace(tokens=tokens)._asdict(),
                 "config": self.config.model_dump(mode="json"),
             }
-            self.store.save(step, state, extra)
+            self.store.save(step, state, extra, start_point.origin)
             self._publish(last=False)
 
-    def _open_report(self, start_point: start.StartPoint) -> MetricsReporter:
+    def _open_report(self, start_point: start.StartPoint, logged: start.LoggedProgress) -> MetricsReporter:
         optimizer, quiet = self.config.optimizer, not self.is_first or self.observer.shows_progress
         progress = Progress("training", optimizer.total_steps, unit="step", done=start_point.step, quiet=quiet)
         sinks: list[logs.Sink] = []
@@ -246,7 +264,8 @@ class TrainingRun:
             whole = self.config.model_dump(mode="json")
             sinks = [*logs.open_sinks(self.config.logging, whole, self.folder, self.run_id), self.observer]
         redone, stop = start_point.counters.steps_redone, optimizer.nonfinite == "stop"
-        return MetricsReporter(sinks, progress, self.session.tokens_per_step, redone, stop)
+        goodput = Goodput(self.began, start_point.step, logged.step)
+        return MetricsReporter(sinks, progress, StepWork.of(self.session), goodput, redone, stop)
 
     def _logged(self) -> start.LoggedProgress:
         path = os.path.join(self.folder, run_folder.METRICS)
@@ -272,7 +291,7 @@ class TrainingRun:
         """Plot the losses, if the last plot is old enough. Copy the plot and the metrics of a run in a bucket there."""
         if not self.is_first or not os.path.exists(os.path.join(self.folder, run_folder.METRICS)):
             return
-        if last or time.monotonic() > self.next_plot:
+        if self.config.logging.plot and (last or time.monotonic() > self.next_plot):
             self._plot()
         run_folder.publish(self.config.checkpoint.root, self.folder)
 
@@ -314,17 +333,18 @@ class Validation:
                 scalars[f"val/{metric}_{name}"] = float(np.mean([result[metric] for result in results]))
         return scalars
 
-    def _evaluate(self, name: str, batches: Iterable[np.ndarray], params: Params, step: int) -> list[dict[str, float]]:
+    def _evaluate(self, name: str, feed: Batches, params: Params, step: int) -> list[dict[str, float]]:
         n = self._session.config.data.val_batches
         quiet = jax.process_index() > 0
         progress = Progress(f"validating {name} after step {step}", n, unit="batch", leave=False, quiet=quiet)
         results = []
-        for i, tokens in zip(range(1, n + 1), batches, strict=False):
-            if jax.process_count() == 1 and self._stop():
-                return []
-            results.append(self._program.eval_step(params, self._session.place_eval(tokens)))
-            # keep one batch in flight; the progress bar shows finished batches
-            jax.block_until_ready(results[-2:-1])
-            progress.update(i)
+        with contextlib.closing(iter(feed)) as batches:
+            for i, tokens in zip(range(1, n + 1), batches, strict=False):
+                if jax.process_count() == 1 and self._stop():
+                    return []
+                results.append(self._program.eval_step(params, self._session.place_eval(tokens)))
+                # keep one batch in flight; the progress bar shows finished batches
+                jax.block_until_ready(results[-2:-1])
+                progress.update(i)
         progress.close()
         return jax.device_get(results)

@@ -29,7 +29,7 @@ def refusal(folder: Path, **values) -> str:
         ({"layers": 3}, r"shard_0: expected 37 arrays \(slim\) or 111 \(full\) for model.layers 3, found 27"),
         ({"layers": 3}, r"a slim checkpoint of 2 layers has this number"),
         ({"d_model": 32}, r"shard_0/0.npz: arr_0 \(.*embedding_shard/~/linear/b\): expected \(32,\).*found \(16,\)"),
-        ({"n_heads": 1}, r"2 shards do not divide model.n_heads 1 and model.n_vocab 24: possible are 1$"),
+        ({"n_heads": 1}, r"2 shards do not divide model.n_heads 1 and model.n_vocab 24: possible are 1. If the checkpoint has a shard_2, "),
         ({"n_vocab": 25}, r"2 shards do not divide model.n_heads 4 and model.n_vocab 25"),
         ({"n_vocab": 26}, r"shard_0/0.npz: arr_1 \(.*linear/w\): expected \(13, 16\) of floats, found \(12, 16\) float32"),
         ({"norm": "rmsnorm"}, r"expected 24 arrays \(slim\) or 72 \(full\) for model.layers 2, found 27"),

@@ -235,7 +235,7 @@ def test_blocks_are_small(tmp_path, monkeypatch) -> None:
     assert max(source.read_bytes) <= 1000
     # one of the longest rows
     assert max(written) == 192 * 4
-    assert sum(written) == hf_write.n_bytes(model, np.dtype(np.float32))
+    assert sum(written) == hf_write.n_bytes(source, model, np.dtype(np.float32))
     assert (tmp_path / "blocks/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
 
 

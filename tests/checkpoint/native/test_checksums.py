@@ -12,7 +12,7 @@ from support.array_source import ArraySource
 from support.builders import TINY, program
 
 from mesh_transformer.checkpoint.load import load
-from mesh_transformer.checkpoint.native.manifest import flatten
+from mesh_transformer.checkpoint.native.manifest import array_checksum, describe, device_checksum, flatten
 from mesh_transformer.checkpoint.native.source import NativeSource, ocdbt
 from mesh_transformer.checkpoint.native.writer import write_native
 from mesh_transformer.checkpoint.store import CheckpointStore
@@ -67,6 +67,17 @@ def test_exchanged_layers_are_detected(tmp_path: Path, run: TrainProgram, state:
         load(source, {"params": run.abstract_state.params})
     with pytest.raises(UserError, match=wrong):
         CheckpointStore(str(tmp_path), read_only=True).restore(run.abstract_state)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "int32", "bfloat16", "float32"])
+def test_devices_and_numpy_compute_the_same_checksum(dtype: str) -> None:
+    """Of a tensor that is split on one dimension and replicated on the other."""
+    host = np.random.default_rng(0).integers(0, 100, (4, 6, 10)).astype(dtype)
+    mesh = jax.make_mesh((2, 2), ("split", "replicated"), devices=jax.devices()[:4])
+    array = jax.device_put(host, jax.NamedSharding(mesh, jax.P(None, "split")))
+    expected = array_checksum(host, (0, 0, 0))
+    assert device_checksum(array) == expected
+    assert describe({"x": array}, {}).tensors["x"].checksum == expected
 
 
 def give_plain_checksums(folder: str) -> None:

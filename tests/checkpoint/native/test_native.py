@@ -10,6 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from support.array_source import ArraySource
 from support.builders import TINY, program
 from support.commands import REPO
 from support.gcs_server import CUT, GcsServer
@@ -24,19 +25,6 @@ from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint, TensorInfo
 from mesh_transformer.errors import UserError
 from mesh_transformer.train.step import TrainProgram, TrainState
-
-
-class ArraySource:
-    """Arrays in memory as a checkpoint source, in their own dtypes."""
-
-    where, extra = "memory", {"config": {"a": 1}}
-
-    def __init__(self, arrays: dict[str, np.ndarray], counts: Counts):
-        self.arrays, self.counts = arrays, counts
-        self.tensors = {name: TensorInfo(x.shape, x.dtype) for name, x in arrays.items()}
-
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        return self.arrays[name][index]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +48,7 @@ def as_source(state: TrainState) -> ArraySource:
     """The state as a `TensorSource`."""
     adam = state.opt_state
     named = manifests.flatten({"params": state.params, "mu": adam["mu"], "nu": adam["nu"]})
-    return ArraySource({name: np.asarray(x) for name, x in named.items()}, Counts(5, 5, 5))
+    return ArraySource({name: np.asarray(x) for name, x in named.items()}, Counts(5, 5, 5), {"config": {"a": 1}})
 
 
 def read_all(source) -> dict[str, np.ndarray]:

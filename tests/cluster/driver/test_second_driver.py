@@ -12,8 +12,7 @@ from support.driving import driver, write
 from mesh_transformer.cluster.backends import agents
 from mesh_transformer.cluster.backends.agents import ProcessCluster
 from mesh_transformer.cluster.base import run_name
-from mesh_transformer.cluster.host import agent
-from mesh_transformer.cluster.host import processes as host
+from mesh_transformer.cluster.host import agent, processes
 from mesh_transformer.cluster.host.agent import TakenOver
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
@@ -52,7 +51,9 @@ def test_agents_keep_their_driver_while_it_is_in_contact(
         second.stop()
 
 
-def test_agents_of_a_dead_driver_are_taken_over(first: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_driver_takes_over_the_agents_of_a_dead_one(
+    first: ProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The takeover happens after TAKEOVER_AFTER_S without contact. Later calls of the first driver are rejected."""
     monkeypatch.setattr(agent, "TAKEOVER_AFTER_S", 1.0)
     second = of_the_same_agents(first)
@@ -86,7 +87,7 @@ def test_a_second_command_is_rejected(tmp_path: Path, monkeypatch: pytest.Monkey
     write(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    held = host.lock_driver(run_name(load_config("config.json")))
+    held = processes.lock_driver(run_name(load_config("config.json")))
     with driver(tmp_path, "--processes", "2", **worker_environment, TMPDIR=str(tmp_path)) as second:
         errors = second.finish(2)
     os.close(held)

@@ -26,7 +26,7 @@ def config(**groups):
 def old_run(tmp_path):
     """A run's folder, and a config for it."""
     folder = tmp_path / "run"
-    for name in ("step_5/state", "step_10", "tensorboard", "set_aside"):
+    for name in ("step_5/state", "step_10", "tensorboard", "profile", "set_aside"):
         (folder / name).mkdir(parents=True)
     for name in ("metrics.jsonl", "loss.png", "run_id"):
         (folder / name).write_text("x")

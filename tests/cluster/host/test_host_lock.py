@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mesh_transformer.cloud.pod import kill_command
-from mesh_transformer.cluster.host import processes as host
+from mesh_transformer.cluster.host import processes
 from mesh_transformer.cluster.host.agent import Agent
 from mesh_transformer.errors import UserError
 
@@ -87,7 +87,7 @@ def test_an_unsafe_folder_is_rejected(folder: Path, prepare) -> None:
     """Workers, agents and drivers reject it with one line, and change nothing in it."""
     message = prepare(folder)
     before = sorted(folder.parent.rglob("*"))
-    for use in (lambda: host.lock_worker("a", 0), lambda: Agent(0, "a"), lambda: host.lock_driver("a")):
+    for use in (lambda: processes.lock_worker("a", 0), lambda: Agent(0, "a"), lambda: processes.lock_driver("a")):
         with pytest.raises(UserError, match=f"mesh-transformer-.*{message}.*TMPDIR") as error:
             use()
         assert "\n" not in str(error.value)
@@ -95,7 +95,7 @@ def test_an_unsafe_folder_is_rejected(folder: Path, prepare) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "use"), [("a-0.lock", lambda: host.lock_worker("a", 0)), ("a-0.log", lambda: Agent(0, "a"))]
+    ("name", "use"), [("a-0.lock", lambda: processes.lock_worker("a", 0)), ("a-0.log", lambda: Agent(0, "a"))]
 )
 def test_a_link_in_the_folder_is_not_followed(folder: Path, name: str, use) -> None:
     """Its target is neither truncated nor extended."""
@@ -111,7 +111,7 @@ def test_a_link_in_the_folder_is_not_followed(folder: Path, name: str, use) -> N
 def test_only_the_user_can_access_the_folder(folder: Path) -> None:
     before = os.umask(0)
     try:
-        os.close(host.lock_worker("a", 0))
+        os.close(processes.lock_worker("a", 0))
         Agent(0, "a").close()
     finally:
         os.umask(before)
@@ -123,7 +123,7 @@ def test_another_process_in_the_lock_file_is_not_killed(folder: Path) -> None:
     """Also a process that holds the lock, and a worker of another run with the same process ID."""
     folder.mkdir(mode=0o700)
     lock = folder / "a-0.lock"
-    worker_of = ("-m", host.WORKER.decode(), "5")
+    worker_of = ("-m", processes.WORKER.decode(), "5")
     with (
         stranger() as victim,
         holder(folder) as held,
@@ -132,19 +132,19 @@ def test_another_process_in_the_lock_file_is_not_killed(folder: Path) -> None:
         for named in (victim, held, other):
             lock.write_text(str(named.pid))
             with pytest.raises(OSError, match=f"is held: process {named.pid} is no worker of this run"):
-                host.lock_worker("a", 0, wait_s=0)
+                processes.lock_worker("a", 0, wait_s=0)
             assert is_alive(named)
         for text in ("", "0", "1", "-1", "x", "9" * 30, str(os.getpid())):
             lock.write_text(text)
             with pytest.raises(OSError, match="is not killed"):
-                host.lock_worker("a", 0, wait_s=0)
+                processes.lock_worker("a", 0, wait_s=0)
 
 
 def test_a_previous_worker_of_the_run_is_killed(folder: Path) -> None:
     folder.mkdir(mode=0o700)
-    with holder(folder, "-m", host.WORKER.decode(), "5", "a-0") as left:
+    with holder(folder, "-m", processes.WORKER.decode(), "5", "a-0") as left:
         began = time.monotonic()
-        file = host.lock_worker("a", 0, wait_s=0.3)
+        file = processes.lock_worker("a", 0, wait_s=0.3)
         # time for the previous worker to save
         assert time.monotonic() - began >= 0.3
         assert left.wait(5) == -9
@@ -158,16 +158,16 @@ def test_a_process_with_a_reused_id_is_not_killed() -> None:
     """A driver identifies a process by ID and start time, and kills workers only; directly and over SSH."""
     with (
         stranger() as victim,
-        process(sys.executable, "-c", "print(1, flush=True); input()", host.WORKER.decode()) as worker,
+        process(sys.executable, "-c", "print(1, flush=True); input()", processes.WORKER.decode()) as worker,
     ):
-        known, unknown = host.identify(worker.pid), host.identify(victim.pid)
+        known, unknown = processes.identify(worker.pid), processes.identify(victim.pid)
         earlier = known._replace(start_ticks=known.start_ticks - 1)
-        assert host.kill([earlier, unknown]) == []
+        assert processes.kill([earlier, unknown]) == []
         for process_, code in ((earlier, 0), (known._replace(pid=2**22), 0)):
             done = subprocess.run(["bash", "-c", kill_command(*process_)], capture_output=True, text=True, check=False)
             assert (done.returncode, done.stderr) == (code, "")
         assert is_alive(worker)
-        assert host.kill([earlier, unknown, known]) == [known.pid]
+        assert processes.kill([earlier, unknown, known]) == [known.pid]
         assert worker.wait(5) == -9
         subprocess.run(["bash", "-c", kill_command(*unknown)], check=True)
         assert victim.wait(5) == -9

@@ -153,13 +153,14 @@ def test_lambada_and_piqa_from_a_folder_on_eight_devices(trained, texts):
         (["--tasks", "piqa", "--data-dir", "absent"], "absent"),
         (["--tasks", "a,,b"], "--tasks"),
         (["--limit", "0"], "--limit 0"),
+        (["--output", "tasks"], "--output tasks is a folder"),
         (["--batch-tokens", "0"], "--batch-tokens 0"),
         (["--output", "absent/F.json"], "absent"),
         (["--tasks", "bottles", "--include-path", "tasks", "--ckpt", "absent"], "absent"),
         (["--tasks", "bottles", "--include-path", "tasks", "--cache", "config.json"], "--cache config.json"),
     ],
 )
-def test_bad_input_is_said_in_one_line(trained, monkeypatch, arguments, message):
+def test_bad_input_is_reported_in_one_line(trained, monkeypatch, arguments, message):
     monkeypatch.chdir(trained)
     monkeypatch.setattr(sys, "argv", ["eval_harness.py", "--config", "config.json", *arguments])
     with pytest.raises(UserError) as caught:

@@ -45,7 +45,7 @@ def on_one_device():
 
 @pytest.mark.parametrize(
     "mesh",
-    [["mesh.tp=8"], ["mesh.dp=2", "mesh.tp=4"], ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.shard_activations=true"]],
+    [["mesh.tp=8"], ["mesh.dp=2", "mesh.tp=4"], ["mesh.dp=2", "mesh.cp=4"], ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.shard_activations=true"]],
 )  # fmt: skip
 def test_a_mesh_gives_the_numbers_of_one_device(on_one_device, mesh):
     assert_same(answers(*mesh, devices=8), on_one_device)

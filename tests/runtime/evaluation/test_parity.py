@@ -7,6 +7,7 @@ from support import hf_folders as hf
 from support.builders import program
 from support.evaluated import SEQ, gpt2_model, harness_requests, ours, theirs
 
+from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 from mesh_transformer.runtime.evaluation.tasks import Tasks
@@ -142,6 +143,27 @@ def test_how_texts_become_tokens(our_model, their_lm, pair):
         HarnessLM(our_model).loglikelihood(harness_requests(pair)),
         their_lm.loglikelihood(harness_requests(pair), disable_tqdm=True),
     )
+
+
+def test_a_start_token_stands_where_the_harness_puts_it(our_model, their_lm, texts, tmp_path, monkeypatch):
+    """Llama's and Gemma's tokenizers add a start token, which GPT-2's does not."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
+
+    backend = GPT2TokenizerFast.from_pretrained(texts / "gpt2_tokenizer").backend_tokenizer
+    backend.add_special_tokens(["<s>"])
+    start = backend.token_to_id("<s>")
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    both = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<|endoftext|>")
+    both.save_pretrained(tmp_path)
+    monkeypatch.setattr(our_model, "tokenizer", load_tokenizer(str(tmp_path)))
+    monkeypatch.setattr(their_lm, "tokenizer", both)
+    ours = HarnessLM(our_model)
+    assert ours.prefix_token_id == their_lm.prefix_token_id == start
+    for text in ("The end of it", "<s>The end", "", "a <s> b"):
+        assert ours.tok_encode(text) == their_lm.tok_encode(text)
+        assert ours.tok_encode(text, add_special_tokens=False) == their_lm.tok_encode(text, add_special_tokens=False)
+    assert ours.tok_encode("The end")[0] == start
 
 
 def test_left_truncation_keeps_one_token_more_than_the_context(our_model):

@@ -101,7 +101,7 @@ def test_a_stop_cuts_the_completion(server):
         ([], "JSON object"),
     ],
 )
-def test_what_is_missing_or_wrong_is_said(server, body, words):
+def test_missing_and_wrong_fields_are_reported(server, body, words):
     response = server.post(body, "/complete")
     assert words in refusal(response, 400)["message"]
     assert response.headers["access-control-allow-origin"] == "*"

@@ -222,7 +222,7 @@ def test_a_bad_argument_is_one_line_and_exit_code_2(tmp_path):
         ({"host": ""}, "cannot listen on "),
     ],
 )
-def test_what_cannot_be_served_is_said_before_the_engine_is_opened(tmp_path, monkeypatch, options, words):
+def test_what_cannot_be_served_is_reported_before_the_engine_opens(tmp_path, monkeypatch, options, words):
     write_run(tmp_path)
     (tmp_path / "empty").write_text("\n  \n")
     (tmp_path / "spaced").write_text("fine\nnot fine\n")

@@ -167,7 +167,7 @@ def test_the_bodies_of_one_client_leave_room_for_others(monkeypatch):
         assert server.post(large).status_code == 200
 
 
-def test_clients_behind_a_proxy_of_this_machine_are_told_apart(monkeypatch):
+def test_clients_behind_a_proxy_of_this_machine_are_distinguished(monkeypatch):
     monkeypatch.setattr(access, "MAX_CLIENT_BODIES_BYTES", 100_000)
     with serve() as server, connect(server.url) as first:
         request = ask(ignored="x" * 60_000, head_lines="X-Forwarded-For: 192.0.2.1\r\n")
@@ -183,10 +183,10 @@ class SlowTokenizer(ByteTokenizer):
 
     may = threading.Event()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if "q" in text:
             self.may.wait(20)
-        return super().encode(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ def test_an_engine_that_fails_ends_the_server_after_its_answers(caplog):
         assert "a device was lost" in str(server.loop.failure)
 
 
-def test_a_stream_is_told_that_the_engine_failed(caplog):
+def test_a_stream_reports_that_the_engine_failed(caplog):
     caplog.set_level(logging.CRITICAL, "uvicorn.error")
     with serve(slots=1, delay=0.02) as server:
         body = {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "stream": True}

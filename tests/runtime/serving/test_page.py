@@ -10,8 +10,10 @@ from typing import Any
 import httpx
 import pytest
 from support import fake_engine
+from support.chat_templates import CHATML, chat_folder
 from support.served import KEY, expected, serve, text_of, wait_until
 
+from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.infer.requests import Token
 from mesh_transformer.runtime.serving.model import ServedModel
 
@@ -260,6 +262,157 @@ def test_it_fits_a_phone_and_goes_by_keyboard(open_page: Any) -> None:
         words_at_the_end(page)
         page.locator("#text span[data-p]").first.tap()
         playwright.expect(page.locator("#tip")).to_be_visible()
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(str(chat_folder(tmp_path_factory.mktemp("chat"))))
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch, chat_tokenizer: Tokenizer) -> list[str]:
+    """The model's answers. It writes the one with the number of messages in the prompt, then its end token."""
+    texts = ["no message", "Four.\nYes <b>four</b>.", "no answer", "The second answer."]
+
+    def draw(tokens: Any, generated: int, params: Any, vocab: int) -> Any:
+        asked = texts[list(tokens).count(1) - 1]
+        ids = [*chat_tokenizer.encode(asked), 2]
+        return Token(ids[generated], -0.1), "stop" if generated + 1 == len(ids) else None
+
+    monkeypatch.setattr(fake_engine, "draw", draw)
+    return texts
+
+
+def messages(page: Any) -> list[str]:
+    return page.locator("#messages p").all_text_contents()
+
+
+def chat_server(tokenizer: Tokenizer, **options: Any) -> Any:
+    return serve(tokenizer=tokenizer, **{"vocab": 259, "context": 512, **options})
+
+
+def test_a_chat(open_page: Any, chat_tokenizer: Tokenizer, answers: list[str]) -> None:
+    with chat_server(chat_tokenizer) as served:
+        page = open_page(served.url)
+        playwright.expect(page.locator("#title")).to_have_text("Chat")
+        assert page.evaluate("document.activeElement.id") == "message"
+        page.keyboard.type("What is <i>2 + 2</i>?")
+        page.keyboard.press("Enter")
+        playwright.expect(page.locator("#status")).to_contain_text("tokens")
+        assert messages(page) == ["What is <i>2 + 2</i>?", answers[1]]
+        assert page.input_value("#message") == ""
+        page.fill("#message", "And now?")
+        page.click("#send")
+        playwright.expect(page.locator("#messages p")).to_have_count(4)
+        playwright.expect(page.locator("#messages p").last).to_have_text(answers[3])
+        page.reload()
+        assert messages(page) == ["What is <i>2 + 2</i>?", answers[1], "And now?", answers[3]]
+        page.click("#new")
+        assert messages(page) == []
+        assert page.locator("#messages :is(i, b)").count() == 0
+        assert all(url.startswith((served.url, "data:")) for url in page.requests), page.requests
+        assert page.faults == []
+
+
+def test_a_chat_has_a_system_message_and_the_sampling_options(
+    open_page: Any, chat_tokenizer: Tokenizer, answers: list[str]
+) -> None:
+    answers[:] = ["", "", "with a system message"]
+    with chat_server(chat_tokenizer) as served:
+        page = open_page(served.url)
+        page.fill("[name=system]", "Be short.")
+        page.fill("[name=max_tokens]", "4")
+        page.fill("#message", "Hi")
+        with page.expect_request("**/v1/chat/completions") as asked:
+            page.click("#send")
+        sent = asked.value.post_data_json
+        assert sent["messages"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+        assert (sent["max_tokens"], sent["temperature"], sent["model"]) == (4, 0.8, "tiny")
+        playwright.expect(page.locator("#messages p").last).to_have_text("with")
+
+
+def test_stop_keeps_the_part_of_an_answer(open_page: Any, chat_tokenizer: Tokenizer, answers: list[str]) -> None:
+    answers[1] = "a long answer\n" * 30
+    with chat_server(chat_tokenizer, delay=0.05) as served:
+        page = open_page(served.url)
+        page.fill("#message", "Hi")
+        page.keyboard.press("Enter")
+        playwright.expect(page.locator("#messages .assistant p")).to_contain_text("a long")
+        page.click("#halt")
+        playwright.expect(page.locator("#status")).to_have_text("stopped")
+        wait_until(lambda: served.metric("requests_running") == 0)
+        shown = messages(page)[1]
+        assert answers[1].startswith(shown)
+        assert len(shown) < len(answers[1])
+        assert page.locator("#send").is_enabled()
+
+
+def test_a_message_that_the_template_refuses_returns_to_its_field(
+    open_page: Any, tmp_path: Path, answers: list[str]
+) -> None:
+    template = "{% if messages | length > 1 %}{{ raise_exception('One message only') }}{% endif %}" + CHATML
+    with chat_server(load_tokenizer(str(chat_folder(tmp_path, template)))) as served:
+        page = open_page(served.url)
+        for text in ("One", "Two"):
+            playwright.expect(page.locator("#send")).to_be_enabled()
+            page.fill("#message", text)
+            page.click("#send")
+        playwright.expect(page.locator("#status")).to_contain_text("One message only")
+        assert page.locator("#status.bad").count() == 1
+        assert messages(page) == ["One", answers[1]]
+        assert page.input_value("#message") == "Two"
+
+
+def test_a_model_with_a_template_completes_texts_too(
+    open_page: Any, chat_tokenizer: Tokenizer, answers: list[str]
+) -> None:
+    answers[:] = [""] * 3 + ["unused"]
+    with chat_server(chat_tokenizer) as served:
+        page = open_page(served.url)
+        page.click("#other")
+        playwright.expect(page.locator("#title")).to_have_text("Completions")
+        assert page.input_value("[name=max_tokens]") == "64"
+        assert not page.locator("#message").is_visible()
+        page.reload()
+        playwright.expect(page.locator("#other")).to_have_text("Chat")
+        assert page.locator("#prompt").is_visible()
+        page.click("#other")
+        assert page.locator("#message").is_visible()
+    with serve() as plain:
+        page = open_page(plain.url)
+        playwright.expect(page.locator("#model")).to_have_text("tiny")
+        assert page.locator("#other").is_hidden()
+        assert page.locator("#prompt").is_visible()
+
+
+def test_a_key_shows_the_chat(open_page: Any, chat_tokenizer: Tokenizer) -> None:
+    with chat_server(chat_tokenizer, keys=[KEY]) as served:
+        page = open_page(served.url)
+        playwright.expect(page.locator("#status")).to_contain_text("API key")
+        page.fill("[name=key]", KEY)
+        page.keyboard.press("Tab")
+        playwright.expect(page.locator("#message")).to_be_visible()
+        playwright.expect(page.locator("#status")).to_have_text("")
+
+
+def test_a_chat_fits_a_phone(open_page: Any, chat_tokenizer: Tokenizer, answers: list[str]) -> None:
+    with chat_server(chat_tokenizer) as served:
+        page = open_page(served.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+        page.fill("#message", "x" * 100)
+        page.tap("#send")
+        playwright.expect(page.locator("#messages .assistant p")).to_have_text(answers[1])
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert page.locator("#send").bounding_box()["height"] >= 40
+        answers[3] = "line\n" * 60
+        page.fill("#message", "More")
+        page.tap("#send")
+        playwright.expect(page.locator("#status")).to_contain_text("the answer is complete")
+        playwright.expect(page.locator("#messages p")).to_have_count(4)
+        below = page.evaluate(
+            "(log => log.scrollHeight - log.scrollTop - log.clientHeight)(document.querySelector('#messages'))"
+        )
+        assert below < 2
+        assert page.locator("#messages").bounding_box()["height"] < 740
 
 
 def test_the_page_is_one_file_that_asks_nobody_else(repo: Path) -> None:

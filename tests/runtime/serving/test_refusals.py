@@ -225,11 +225,6 @@ def test_the_description_names_no_status_that_is_not_sent(server):
 
 def test_paths_and_methods_that_are_not_there(server):
     refusal(server.client.get("/v1/nothing"), 404)
-    for response in (
-        server.post({"messages": []}, "/v1/chat/completions"),
-        server.client.get("/v1/chat/completions"),
-    ):
-        assert "POST /v1/completions" in refusal(response, 404)["message"]
     other = server.post({"prompt": "a"}, "/v1/engines/davinci/completions")
     assert refusal(other, 404)["code"] == "model_not_found"
     wrong = server.client.get("/v1/completions")
@@ -254,7 +249,15 @@ def test_paths_and_methods_that_are_not_there(server):
 )
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("POST", "/v1/completions"), ("POST", "/complete"), ("GET", "/v1/models"), ("GET", "/metrics")],
+    [
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/complete"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+    ],
 )
 def test_without_a_key_nothing_is_served(locked, header, method, path):
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}

@@ -103,7 +103,7 @@ def test_a_decoder_is_never_on_the_devices_twice(
 
 
 @pytest.mark.parametrize("for_decode", [False, True], ids=["stacked", "packed"])
-def test_a_flipped_bit_is_told(step: Path, session: Session, for_decode: bool) -> None:
+def test_a_flipped_bit_is_reported(step: Path, session: Session, for_decode: bool) -> None:
     files = [path for path in (step / "state").rglob("d/*") if path.is_file()]
     biggest = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(biggest.read_bytes())

@@ -22,7 +22,7 @@ def test_a_run_in_a_bucket_is_resumed_on_a_fresh_machine(tmp_path, bucket):
     first, second = tmp_path / "first", tmp_path / "second"
     checkpoint = {"bucket": "models", "model_dir": "run", "ckpt_every": 4, "keep_every": None}
     data = {"train_set": "gs://texts/corpus.txt", "val_set": {"held": "gs://texts/corpus.txt"}}
-    write_run(first, checkpoint=checkpoint, data=data)
+    write_run(first, checkpoint=checkpoint, data=data, logging={"plot": True, "profile_steps": [6, 7]})
     bucket.put("texts", "corpus.txt", (first / "text.txt").read_bytes())
     environment = bucket.environment()
     bucket.fail(503, method="GET", times=2)
@@ -46,6 +46,10 @@ def test_a_run_in_a_bucket_is_resumed_on_a_fresh_machine(tmp_path, bucket):
     stored = bucket.objects("models")
     assert stored["run/metrics.jsonl"] == (second / "run/metrics.jsonl").read_bytes()
     assert stored["run/loss.png"].startswith(b"\x89PNG")
+    # steps 6 and 7 are of the first machine
+    (trace,) = (first / "run/profile").rglob("perfetto_trace.json.gz")
+    assert stored[trace.relative_to(first).as_posix()] == trace.read_bytes()
+    assert not (second / "run/profile").exists()
 
     output, _ = run(
         "device_sample.py", "--config", "config.json", "--prompt", "7 b", "--max-new-tokens", "3", "--json", cwd=second,
@@ -68,3 +72,4 @@ def test_a_run_in_a_bucket_is_resumed_on_a_fresh_machine(tmp_path, bucket):
     records = metrics(first / "run")
     assert [(record["step"], record["train/steps_redone"]) for record in records] == [(i, 0) for i in range(1, 5)]
     assert bucket.objects("models")["run/metrics.jsonl"] == (first / "run/metrics.jsonl").read_bytes()
+    assert not (first / "run/profile").exists()

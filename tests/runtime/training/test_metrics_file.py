@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mesh_transformer.errors import UserError
 from mesh_transformer.logs import JsonLines, cut_broken_end, read_json_lines
 
 GOOD = {"step": 7, "train/loss": 2.5, "train/grad_norm": None, "train/steps_redone": 3}
@@ -29,7 +30,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda line: line[:50].decode("ascii", "backslashreplace"))
-def test_a_broken_end_is_cut_off_and_told_in_one_line(tmp_path, caplog, broken):
+def test_a_broken_end_is_removed_with_one_warning(tmp_path, caplog, broken):
     path = tmp_path / "metrics.jsonl"
     whole = json.dumps(GOOD).encode() + b"\n"
     path.write_bytes(whole + broken + b"\n")
@@ -41,6 +42,21 @@ def test_a_broken_end_is_cut_off_and_told_in_one_line(tmp_path, caplog, broken):
     assert len(message) < len(str(path)) + 150
     cut_broken_end(str(path))
     assert len(caplog.messages) == 1
+
+
+def test_the_first_record_of_a_killed_run_is_removed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "train/lo')
+    cut_broken_end(str(path))
+    assert path.read_bytes() == b""
+
+
+def test_a_file_of_another_program_is_not_changed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"epoch": 1, "loss": 2.5}\n' * 3)
+    with pytest.raises(UserError, match=r"metrics\.jsonl has no record of a step"):
+        cut_broken_end(str(path))
+    assert path.read_text() == '{"epoch": 1, "loss": 2.5}\n' * 3
 
 
 def test_what_is_whole_stays(tmp_path, caplog):

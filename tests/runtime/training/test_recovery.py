@@ -99,14 +99,17 @@ def test_a_damaged_newest_checkpoint_falls_back(copy):
     assert redone[-1]["train/steps_redone"] == 4
 
 
-def test_another_mesh_goes_on_with_the_same_run(copy):
-    """Saved on one device, resumed on dp 2 x fsdp 2 x tp 2: float32 sums differ in their order only.
+@pytest.mark.parametrize("third", ["dp", "cp"])
+def test_another_mesh_continues_the_same_run(copy, third):
+    """Saved on one device, resumed on dp 2 x fsdp 2 x tp 2 or fsdp 2 x cp 2 x tp 2: float32 sums differ in their order
+    only.
 
     The metrics file ends with a line that is no record: the run removes it.
     """
     with (copy / "begun/metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "train/loss": ' + "[" * 100_000)
-    mesh = ["--set", "checkpoint.model_dir=begun", "--set", "mesh.fsdp=2", "--set", "mesh.tp=2"]
+    axes = ["--set", "mesh.fsdp=2", "--set", "mesh.tp=2", "--set", f"mesh.{third}=2"]
+    mesh = ["--set", "checkpoint.model_dir=begun", *axes]
     _, errors = run("device_train.py", "--config", "config.json", *mesh, cwd=copy, devices=8)
     assert errors.count("the line is removed") == 1
     one, many = metrics(copy / "run"), metrics(copy / "begun")
@@ -140,7 +143,7 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(copy, small_disk):
     resumes."""
     disk, leave = small_disk
     command = ["device_train.py", "--config", "config.json", "--set", "checkpoint.model_dir=disk/begun"]
-    command += ["--set", "logging.tensorboard=true"]
+    command += ["--set", "logging.tensorboard=true", "--set", "logging.plot=true"]
     for room in (64 << 10, 0, None):
         if room is None:
             (disk / "begun/run.lock").unlink()
@@ -163,7 +166,7 @@ def test_a_full_disk_ends_a_job_of_two_processes(copy, small_disk):
     disk, leave = small_disk
     leave(64 << 10)
     command = ["--config", "config.json", "--set", "checkpoint.model_dir=disk/begun", "--processes", "2"]
-    command += ["--set", "logging.tensorboard=true"]
+    command += ["--set", "logging.tensorboard=true", "--set", "logging.plot=true"]
     _, errors = run("train.py", *command, cwd=copy, code=1, TMPDIR=str(copy))
     _check_full_disk(errors.splitlines()[-1], disk)
     assert "restarting in" not in errors
@@ -232,7 +235,9 @@ def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path):
     assert 4 <= stopped < 16
     assert (two / f"run/step_{stopped}").exists()
     for process in start_both(free_port()):
-        finish(process)
+        _, errors = finish(process)
+        # process 1 stores no programs, and reads those of process 0
+        assert int(re.search(r"programs compiled, (\d+) read", errors)[1]) > 0
     expected, records = metrics(one / "run"), metrics(two / "run")
     assert [record["step"] for record in records] == list(range(1, 17))
     for a, b in zip(expected, records, strict=True):

@@ -35,7 +35,7 @@ def holder(tmp_path):
         child.kill()
 
 
-def test_the_second_is_refused_and_told_who_is_there(tmp_path, holder, monkeypatch):
+def test_the_second_run_is_refused_with_the_name_of_the_first(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(run_folder, "WAIT_S", 0.2)
     with pytest.raises(UserError) as refused, RunLock(str(tmp_path)):
         pass

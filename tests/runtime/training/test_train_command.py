@@ -16,16 +16,19 @@ from support.commands import CONFIG, REPO, finish, metrics, run, start, wait_for
 
 import device_train
 from mesh_transformer import logs
+from mesh_transformer.config import load_config
+from mesh_transformer.errors import UserError
 from mesh_transformer.runtime import cli
-from mesh_transformer.runtime.training import run_folder
+from mesh_transformer.runtime.training import run_folder, trainer
 from mesh_transformer.runtime.training.result import TrainingResult
+from mesh_transformer.runtime.training.start import TuningSource
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """The folder of a finished run of 12 steps."""
     folder = tmp_path_factory.mktemp("trained")
-    write_run(folder, logging={"tensorboard": True})
+    write_run(folder, logging={"tensorboard": True, "plot": True})
     output, errors = run("device_train.py", "--config", "config.json", cwd=folder)
     assert output == ""
     assert "training 12/12" in errors
@@ -73,7 +76,7 @@ def test_a_finished_run_does_nothing_more(trained):
     assert (trained / "run/metrics.jsonl").read_bytes() == before
 
 
-def test_a_resume_tells_what_is_no_longer_as_it_was(trained):
+def test_a_resume_logs_changed_options(trained):
     changes = ["optimizer.lr=0.02", "data.val_every=6", "model.remat=full", "checkpoint.ckpt_every=7"]
     sets = [part for change in changes for part in ("--set", change)]
     _, errors = run("device_train.py", "--config", "config.json", *sets, cwd=trained)
@@ -112,7 +115,8 @@ def test_the_last_line_names_every_set_and_a_command_that_works():
     assert stopped.summary("c", []) == "saved after step 1,200 of 2,000; the same command resumes from there"
 
 
-def test_the_bar_has_room(monkeypatch):
+@pytest.mark.parametrize(("mfu", "least"), [({}, 15), ({"train/mfu": 0.432}, 6)])
+def test_the_bar_has_room(monkeypatch, mfu, least):
     """On a terminal of 80 columns."""
     columns = 80
     screen = io.StringIO()
@@ -120,14 +124,16 @@ def test_the_bar_has_room(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (columns, 24))
     progress = logs.Progress("training", 2000, unit="step", done=900)
-    progress.update(1000, loss="1.6612", **{"tokens/s": "123,456"})
+    scalars = {"train/loss": 1.6612, "train/tokens_per_sec": 123_456.0, **mfu}
+    progress.update(1000, **logs.step_summary(scalars))
     progress.close()
     line = screen.getvalue().split("\r")[-1].rstrip("\n")
     assert len(line) <= columns
     assert "training 1000/2000 |" in line
     assert "loss 1.6612  tokens/s 123,456" in line
     bar = line.split("|")[1]
-    assert len(bar) >= 15
+    assert len(bar) >= least
+    assert ("mfu 43%" in line) == bool(mfu)
 
 
 def _samples(folder: Path, *arguments: str, **options):
@@ -174,7 +180,9 @@ def test_sampling_tokens_needs_no_tokenizer_and_greedy_takes_the_largest(trained
 
 def test_sampling_on_eight_devices_gives_the_same_tokens(trained, greedy):
     options = ["--prompt", "99 bottles", "--max-new-tokens", "8", "--temperature", "0"]
-    eight, _ = _samples(trained, *options, "--set", "mesh.tp=4", "--set", "mesh.fsdp=2", devices=8)
+    axes = ["--set", "mesh.tp=2", "--set", "mesh.cp=2", "--set", "mesh.fsdp=2"]
+    eight, errors = _samples(trained, *options, *axes, devices=8)
+    assert "mesh.cp 2 splits the heads, as mesh.tp does" in errors
     assert eight[0]["tokens"] == greedy["tokens"]
     np.testing.assert_allclose(eight[0]["logprobs"], greedy["logprobs"], atol=1e-5)
 
@@ -272,6 +280,21 @@ def test_every_bad_input_is_one_line(trained, run_here, arguments, message):
     assert not list(trained.glob("other/step_*"))
 
 
+def test_an_error_closes_the_training_data(trained, monkeypatch):
+    class Feed:
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.chdir(trained)
+    config = load_config("config.json", ["data.val_set.x=absent.index"])
+    feed = Feed()
+    with pytest.raises(UserError, match="absent.index"):
+        trainer.train(config, TuningSource(), open_feed=lambda _: feed)
+    assert feed.closed
+
+
 def test_a_second_run_in_one_folder_is_refused(trained, run_here, monkeypatch):
     monkeypatch.setattr(run_folder, "WAIT_S", 0.2)
     before = (trained / "run/metrics.jsonl").read_bytes()
@@ -300,7 +323,7 @@ def test_a_folder_that_is_deleted_during_the_run(trained):
     assert_one_line(errors, "gone was deleted or moved during the run")
 
 
-def test_ctrl_c_is_one_line_whatever_was_half_made(tmp_path):
+def test_ctrl_c_is_one_line_with_unfinished_objects(tmp_path):
     """Python 3.13's HTTPResponse complains of that when it is deleted."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -360,7 +383,7 @@ def test_classic_spelling_trains(tmp_path):
         "device_train.py", "--config", "classic.json", "--set", "data.tokenizer=bytes", "--ignore-keys", "step_shift",
         cwd=tmp_path, devices=8, WANDB_MODE="offline",
     )  # fmt: skip
-    assert "dp 2 x fsdp 1 x tp 4" in errors
+    assert "dp 2 x tp 4" in errors
     records = metrics(tmp_path / "classic")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert [("val/loss_held" in record) for record in records] == [False, False, False, True]

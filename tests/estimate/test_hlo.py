@@ -1,11 +1,12 @@
-"""Parsing collectives from the text of small programs with known collectives."""
+"""Reading collectives, loops and products from the text of small programs."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from support.hlo import Array, Collective, collectives
+
+from mesh_transformer.estimate.hlo import Array, Collective, Module, collectives
 
 ASYNCHRONOUS = """HloModule pair, entry_computation_layout={(bf16[2,4]{1,0})->bf16[8,4]{1,0}}
 
@@ -51,3 +52,28 @@ def test_bytes_of_an_array(dtype, nbytes):
 def test_text_without_a_computation_is_an_error():
     with pytest.raises(ValueError, match="not an HLO module"):
         collectives("nothing compiled")
+
+
+def test_trips_and_products_of_a_compiled_loop():
+    """5 turns of a product of (6, 10) and (10, 10): 2 x 6 x 10 x 10 operations each."""
+    w = jnp.ones((10, 10))
+    program = jax.jit(lambda x: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, 5)[0])
+    module = Module(program.lower(jnp.ones((6, 10))).compile().as_text())
+    (loop,) = (one for one in module.instructions.values() if one.opcode == "while")
+    assert module.trips(loop) == 5
+    assert sum(module.flops(one) for one in module.computations[loop.attribute("body") or ""]) == 1200
+
+
+CONVOLUTION = """
+ENTRY %main (a: bf16[2048,4096], b: bf16[4096,512]) -> bf16[2048,512] {
+  %a = bf16[2048,4096]{1,0} parameter(0)
+  %b = bf16[4096,512]{1,0} parameter(1)
+  ROOT %product = bf16[2048,512]{1,0} convolution(%a, %b), dim_labels=bf_io->bf
+}
+"""
+
+
+def test_a_product_of_a_tpu_program_is_a_convolution():
+    module = Module(CONVOLUTION)
+    assert module.flops(module.instructions["product"]) == 2 * 2048 * 4096 * 512
+    assert module.operand_bytes(module.instructions["product"]) == 2 * (2048 * 4096 + 4096 * 512)

@@ -1,0 +1,61 @@
+"""The table of accelerators: the rates and the usable memory of one JAX device of each kind.
+
+Sources: for TPUs Google's page on each generation (cloud.google.com/tpu/docs/v2 ... v6e, tpu7x), and for the usable
+memory the compiler of libtpu 0.0.42, which names it when it refuses a program; for GPUs NVIDIA's data sheets (H100 SXM,
+H200, A100 SXM 80 GB), bfloat16 without sparsity. A v2, v3 or v7x chip is two JAX devices, which share its links.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One kind of JAX device."""
+
+    # the generation of a TPU as in `slices`, or the name of a GPU
+    name: str
+    # how `jax.Device.device_kind` begins
+    device_kind: str
+    # products of bfloat16, TFLOP/s
+    peak_tflops: float
+    # GB/s between the memory and the device
+    memory_gb_s: float
+    # memory that a program can use, GiB
+    usable_gib: float
+    # clock of a TPU core, GHz; 0: a GPU
+    clock_ghz: float = 0.0
+    # one direction of one link between neighbouring TPU chips, GB/s; of a GPU, half of what it sends over NVLink
+    link_gb_s: float = 0.0
+    # JAX devices of a chip
+    devices_per_chip: int = 1
+    # dimensions of the torus of chips
+    torus: int = 2
+
+    @property
+    def is_tpu(self) -> bool:
+        """Whether it is a TPU."""
+        return self.clock_ghz > 0
+
+
+ACCELERATORS = {
+    accelerator.name: accelerator
+    for accelerator in (
+        Accelerator("v2", "TPU v2", 22.9, 350, 7.48, 0.70, 62, 2),
+        Accelerator("v3", "TPU v3", 61.5, 450, 15.48, 0.94, 82, 2),
+        Accelerator("v4", "TPU v4", 275, 1228, 30.75, 1.05, 45, torus=3),
+        Accelerator("v5e", "TPU v5 lite", 197, 819, 15.75, 1.5, 45),
+        Accelerator("v5p", "TPU v5", 459, 2765, 95.74, 1.75, 90, torus=3),
+        Accelerator("v6e", "TPU v6 lite", 918, 1640, 31.25, 1.75, 90),
+        Accelerator("v7x", "TPU7x", 1153, 3690, 94.75, 1.75, 90, 2, torus=3),
+        Accelerator("a100", "NVIDIA A100-SXM4-80GB", 312, 2039, 78.0, link_gb_s=150),
+        Accelerator("h100", "NVIDIA H100 80GB HBM3", 989, 3350, 78.0, link_gb_s=225),
+        Accelerator("h200", "NVIDIA H200", 989, 4800, 139.0, link_gb_s=225),
+    )
+}
+"""By name. The device kind of v5p is the beginning of v5e's: `of_device` takes the longest that matches."""
+
+
+def of_device(device_kind: str) -> Accelerator | None:
+    """The accelerator of a `jax.Device.device_kind`; None if the table does not have it, such as for a CPU."""
+    found = [one for one in ACCELERATORS.values() if device_kind.startswith(one.device_kind)]
+    return max(found, key=lambda one: len(one.device_kind), default=None)

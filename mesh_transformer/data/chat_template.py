@@ -1,0 +1,90 @@
+"""Chat templates: messages to text. A template is a Jinja program from a stranger, so a process with limits runs it."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, cast
+
+from mesh_transformer.data import template_process
+from mesh_transformer.data.template_process import TIME_S
+from mesh_transformer.errors import UserError
+
+# what Python needs to start; the other variables may be secrets
+_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ")
+# a message of a chat, as the template gets it: role, content and other fields
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer. Only one thread at a time may use it.
+
+    The process starts with the first text, and again after one that exceeded its limits. `template_process.py` has the
+    limits of time, memory and length, and the names that a template may use.
+
+    Args:
+        source: the template, in Jinja.
+        variables: what it may use besides the messages, such as `bos_token`.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any]):
+        self._source, self._variables = source, variables
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a chat, with the names of special tokens. It equals that of transformers' `apply_chat_template`.
+
+        Args:
+            messages: from the oldest to the newest.
+            add_generation_prompt: end with the beginning of the assistant's next message.
+            variables: further ones, such as `enable_thinking`.
+
+        Raises:
+            UserError: the template refuses the messages, has a fault or exceeds a limit.
+        """
+        own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        answer = self._ask({"source": self._source, "variables": {**self._variables, **(variables or {}), **own}})
+        if "error" in answer:
+            raise UserError(
+                f"the chat template of this model cannot make a prompt of these messages: {answer['error']}"
+            )
+        return answer["text"]
+
+    def close(self) -> None:
+        """End the process. The next text starts another one."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
+        process = self._process = self._running()
+        to, back = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+        # if the process has ended, there is no answer
+        with contextlib.suppress(BrokenPipeError):
+            to.write(json.dumps(request).encode() + b"\n")
+            to.flush()
+        answer = back.readline()
+        if answer.endswith(b"\n"):
+            return json.loads(answer)
+        self.close()
+        late = process.returncode == -signal.SIGPROF
+        return {"error": f"it takes longer than {TIME_S:g} s" if late else "its process ended unexpectedly"}
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        # -P: the modules beside the program do not hide those of Python
+        command = [sys.executable, "-P", template_process.__file__]
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )

@@ -1,0 +1,136 @@
+"""The program that renders chat templates. `chat_template.py` runs it as a process, which has little time and memory.
+
+It reads a JSON object per line, {"source", "variables"}, and answers each with a line, {"text"} or {"error"}. It imports
+nothing of this package, so that it starts in a tenth of a second.
+"""
+
+import functools
+import json
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Environment, Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+# of this process, with Python and Jinja
+MEMORY_BYTES = 512 << 20
+# of the processor, for one text
+TIME_S = 1.0
+TEXT_CHARS = 4 << 20
+_MESSAGE_CHARS = 1000
+# a process that breaks out of the sandbox still cannot open a file or a socket, or start a process
+_LIMITS = {
+    resource.RLIMIT_AS: MEMORY_BYTES,
+    resource.RLIMIT_NOFILE: 0,
+    resource.RLIMIT_NPROC: 0,
+    resource.RLIMIT_CORE: 0,
+}
+
+
+def environment() -> Environment:
+    """The environment of transformers' `apply_chat_template`: the same options, tags, filters and functions."""
+    extensions = [_GenerationTag, loopcontrols]
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    made.filters["tojson"] = _to_json
+    made.globals.update(raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace)
+    return made
+
+
+class _GenerationTag(Extension):
+    """{% generation %} marks the assistant's text, for training. It renders as its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Dict:
+    """`dict` without the attributes of a class."""
+
+    def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*args, **named)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """A namespace that refuses names that Python reserves."""
+
+    # not `self`: a template may use this name
+    def __init__(*args: Any, **named: Any):  # noqa: B902
+        own, *values = args
+        Namespace.__init__(own)
+        for name, value in dict(*values, **named).items():
+            own[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise SecurityError(f"a namespace has no attribute {name!r}")
+        super().__setitem__(name, value)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: Any) -> None:
+    raise TemplateError(str(message))
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+@functools.cache
+def _compiled(source: str) -> Template:
+    return environment().from_string(source)
+
+
+def render(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
+    """{"text"} of a template with these variables, or {"error"}, the reason why there is none."""
+    try:
+        text, length = [], 0
+        for piece in _compiled(source).generate(variables):
+            text.append(piece)
+            length += len(piece)
+            if length > TEXT_CHARS:
+                return {"error": f"the text has more than {TEXT_CHARS} characters"}
+        return {"text": "".join(text)}
+    except MemoryError:
+        return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
+    except Exception as error:  # noqa: BLE001  (a template can raise any exception)
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        return {"error": f"{kind}{error}"[:_MESSAGE_CHARS]}
+
+
+def main() -> None:
+    """Answer each line of the standard input. A text that takes too long ends the process by SIGPROF."""
+    # Ctrl-C in a terminal reaches all processes; the server that drains still needs this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # whatever Python and Jinja open at the first use
+    render("{{ strftime_now('%c %Z') }}{{ raise_exception('') }}", {})
+    for limit, most in _LIMITS.items():
+        resource.setrlimit(limit, (most, most))
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, TIME_S)
+        answer = render(**json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

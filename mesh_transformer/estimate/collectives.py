@@ -1,0 +1,85 @@
+"""The time of a collective on a torus of TPU chips, and the groups of devices between which it runs.
+
+Model: rings over both directions of a torus dimension. On one of n devices, an all-gather or a reduce-scatter sends
+(n - 1) / n of the whole array, an all-reduce twice as much, an all-to-all half as much (each part takes the shorter
+way). Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH".
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+from mesh_transformer.accelerators import Accelerator
+
+# parts of the array that a device sends, in units of (n - 1) / n of it
+_SENT = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 0.5, "ragged-all-to-all": 0.5}
+_SENT |= {"collective-broadcast": 1.0}
+# to start a transfer to a neighbour
+HOP_S = 2e-6
+# a group of so many chips or more is a block of the torus with rings in two, or three, dimensions at once
+PLANE_CHIPS, SPACE_CHIPS = 16, 64
+
+
+class DeviceGroup(NamedTuple):
+    """The devices between which one collective runs.
+
+    Args:
+        size: number of devices.
+        stride: difference of the numbers of neighbours: 1 for the innermost mesh axis.
+    """
+
+    size: int
+    stride: int
+
+
+def device_group(attributes: str) -> DeviceGroup:
+    """The group of an instruction, from its attribute `replica_groups`. Without one, a group of one device."""
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
+        ids = [int(number) for number in listed[1].split(",")]
+        return DeviceGroup(len(ids), ids[1] - ids[0] if len(ids) > 1 else 1)
+    if by_axes := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+        by_name = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", by_axes[1])}
+        return _of_axes(by_name, set(re.findall(r"'(\w+)'", by_axes[2])))
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        sizes = [int(number) for number in iota[2].split(",")]
+        last = int(iota[3].split(",")[-1]) if iota[3] else len(sizes) - 1
+        return DeviceGroup(int(iota[1]), math.prod(sizes[last + 1 :]))
+    # a permutation: to the next device of a ring
+    if pair := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes):
+        return DeviceGroup(2, max(abs(int(pair[2]) - int(pair[1])), 1))
+    return DeviceGroup(1, 1)
+
+
+def _of_axes(sizes: dict[str, int], chosen: set[str]) -> DeviceGroup:
+    names = list(sizes)
+    inner = [place for place, name in enumerate(names) if name in chosen and sizes[name] > 1]
+    stride = math.prod(sizes[name] for name in names[inner[-1] + 1 :]) if inner else 1
+    return DeviceGroup(math.prod(sizes[name] for name in chosen), stride)
+
+
+def collective_seconds(kind: str, n_bytes: int, group: DeviceGroup, accelerator: Accelerator) -> float:
+    """Seconds of a collective while nothing else uses the links.
+
+    Args:
+        kind: of `hlo.KINDS`.
+        n_bytes: of the whole array on one device: the larger of what it reads and what it yields.
+    """
+    if group.size <= 1 or not n_bytes:
+        return 0.0
+    rate = 1e9 * accelerator.link_gb_s
+    if kind == "collective-permute":
+        return n_bytes / rate + HOP_S / 2
+    adjacent = group.stride == 1
+    # neighbours in an innermost group are the devices of one chip, which exchange data through its memory
+    chips = max(group.size // (accelerator.devices_per_chip if adjacent else 1), 1)
+    through_memory = n_bytes / (1e9 * accelerator.memory_gb_s)
+    if chips == 1:
+        return 2 * through_memory
+    rings = 1 if not adjacent or chips < PLANE_CHIPS else 2
+    if accelerator.torus == 3 and adjacent and chips >= SPACE_CHIPS:
+        rings = 3
+    # the devices of a chip that belong to different groups use its links at the same time
+    sharing = 1 if adjacent else accelerator.devices_per_chip
+    between_chips = _SENT[kind] * (chips - 1) / chips * n_bytes * sharing / (2 * rate * rings)
+    inside_chips = 3 * through_memory if adjacent and accelerator.devices_per_chip > 1 else 0.0
+    return between_chips + inside_chips + HOP_S * chips

@@ -1,0 +1,310 @@
+"""The instructions of a compiled program, and its collectives, read from its text (`compiled.as_text()`)."""
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+
+# instructions that read, or replace, a part of their first operand; and those that do not move it
+_SLICES = ("slice", "dynamic-slice", "gather")
+_UPDATES = ("dynamic-update-slice", "scatter")
+_VIEWS = ("bitcast",)
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
+_CALLED = re.compile(
+    r"\b(?:body|condition|calls|to_apply|(?:true|false)_computation)=(%?[\w.-]+)"
+    r"|\b(?:branch|called)_computations=\{([^}]*)\}"
+)
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\]")
+_OPERAND = re.compile(r"%([\w.-]+)")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_WINDOW = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+
+
+class Array(NamedTuple):
+    """The dtype, as the program spells it ("bf16"), and the shape on one device."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, without padding."""
+        bits = re.search(r"\d+", self.dtype)
+        # pred has no number and takes a byte
+        return self.size * (int(bits[0]) if bits else 8) // 8
+
+
+class Instruction(NamedTuple):
+    """A line of a computation."""
+
+    name: str
+    # its type, such as "f32[4,8]{1,0}", or a tuple of types
+    result: str
+    opcode: str
+    # operands and attributes
+    rest: str
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """What it yields on one device."""
+        found = _ARRAY.findall(self.result)
+        return tuple(Array(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it yields on one device."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced function it comes from; empty if that is not known."""
+        name = _OP_NAME.search(self.rest)
+        return name[1] if name else ""
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of its operands."""
+        depth = 1
+        for end, character in enumerate(self.rest):
+            depth += (character in "({") - (character in ")}")
+            if depth == 0:
+                return _OPERAND.findall(self.rest[:end])
+        return []
+
+    @property
+    def called(self) -> list[str]:
+        """The names of the computations that it calls: of a `while`, condition and body."""
+        found = [one or several for one, several in _CALLED.findall(self.rest)]
+        return [name.lstrip("%") for names in found for name in names.split(", ")]
+
+    @property
+    def cycles(self) -> int | None:
+        """The compiler's own estimate of its time, in cycles of a TPU core; None: the compiler has none."""
+        found = _CYCLES.search(self.rest)
+        return int(found[1]) if found else None
+
+    @property
+    def kind(self) -> str | None:
+        """Its kind of KINDS if it is a collective or starts one, else None."""
+        opcode = self.opcode.removesuffix("-start")
+        return opcode if opcode in KINDS else None
+
+    def attribute(self, name: str) -> str | None:
+        """The word after `name=`."""
+        found = re.search(rf"\b{name}=%?([\w.-]+)", self.rest)
+        return found[1] if found else None
+
+
+class Collective(NamedTuple):
+    """One communication: several arrays where the compiler combined several into one."""
+
+    # of KINDS; an asynchronous one counts once
+    kind: str
+    # what it yields on one device
+    arrays: tuple[Array, ...]
+    # the op_names of the loops around it, outermost first
+    loops: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it yields on one device each time it runs."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+class Module:
+    """The computations of an optimized HLO module.
+
+    Args:
+        hlo: its text.
+
+    Raises:
+        ValueError: the text holds no computation: it is not an HLO module.
+    """
+
+    def __init__(self, hlo: str):
+        self.computations: dict[str, list[Instruction]] = {}
+        # the computation that runs first
+        self.entry = ""
+        body: list[Instruction] = []
+        for line in hlo.splitlines():
+            if header := _HEADER.match(line):
+                body = self.computations.setdefault(header[2], [])
+                self.entry = header[2] if header[1] else self.entry
+            elif instruction := _INSTRUCTION.match(line):
+                body.append(Instruction(*instruction.groups()))
+        if not self.computations:
+            raise ValueError("this text has no computation: it is not an HLO module")
+
+    @functools.cached_property
+    def instructions(self) -> Mapping[str, Instruction]:
+        """All instructions by name."""
+        return {one.name: one for body in self.computations.values() for one in body}
+
+    def operands(self, instruction: Instruction) -> Iterator[Instruction]:
+        """The instructions that compute its operands."""
+        return (self.instructions[name] for name in instruction.operands if name in self.instructions)
+
+    def operand_bytes(self, instruction: Instruction) -> int:
+        """Bytes of the arrays that it reads; tuples are not counted."""
+        return sum(one.nbytes for one in self.operands(instruction) if not one.result.startswith("("))
+
+    def moved_bytes(self, instruction: Instruction) -> int:
+        """Bytes that it reads and writes. The rest of an array of which it reads, or updates in place, a slice does not
+        move."""
+        if instruction.opcode != "fusion":
+            read = 0 if instruction.opcode in (*_SLICES, *_UPDATES) else self.operand_bytes(instruction)
+            return read + self._written_bytes(instruction)
+        body = self.computations.get(instruction.attribute("calls") or "", [])
+        read = sum(self._read_bytes(one, body) for one in body if one.opcode == "parameter")
+        roots = list(self.operands(body[-1])) if body and body[-1].opcode == "tuple" else body[-1:]
+        return read + sum(map(self._written_bytes, roots))
+
+    def _read_bytes(self, source: Instruction, body: list[Instruction]) -> int:
+        """Of a parameter of a fusion: slices of it, if nothing else uses it. `_written_bytes` counts these."""
+        users = [one for one in body if source.name in one.operands]
+        if not all(one.opcode in (*_SLICES, *_UPDATES, *_VIEWS) and one.operands[0] == source.name for one in users):
+            return source.nbytes
+        views = sum(self._read_bytes(one, body) for one in users if one.opcode in _VIEWS)
+        return views + sum(one.nbytes for one in users if one.opcode in _SLICES)
+
+    def _written_bytes(self, one: Instruction) -> int:
+        """Of a result; and what a slice, or the update of one, reads."""
+        while one.opcode in _VIEWS and (source := next(self.operands(one), None)) is not None:
+            one = source
+        if one.opcode in _SLICES:
+            return 2 * one.nbytes
+        if one.opcode in _UPDATES:
+            # the slice that replaces a part of the array: the second operand, and the last of a scatter
+            place = -1 if one.opcode == "scatter" else 1
+            return 2 * list(self.operands(one))[place].nbytes
+        return one.nbytes
+
+    def root(self, instruction: Instruction) -> Instruction:
+        """What a fusion yields; another instruction itself."""
+        body = self.computations.get(instruction.attribute("calls") or "", [])
+        return body[-1] if instruction.opcode == "fusion" and body else instruction
+
+    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        """The instructions that it fuses or calls, those of nested computations too."""
+        for name in instruction.called:
+            for one in self.computations.get(name, ()):
+                yield one
+                yield from self.inside(one)
+
+    def trips(self, loop: Instruction) -> int | None:
+        """How often the body of a `while` runs: what the compiler knows, else the bound in its condition; None: the text
+        does not tell it."""
+        if known := _TRIPS.search(loop.rest):
+            return int(known[1])
+        condition = self.computations.get(loop.attribute("condition") or "", [])
+        wrapped = (inner for one in condition for inner in self.inside(one))
+        bounds = {value for one in (*condition, *wrapped) if (value := _integer(one))}
+        bounds |= set() if bounds else set(self._carried_bounds(loop, condition))
+        return bounds.pop() if len(bounds) == 1 else None
+
+    def _carried_bounds(self, loop: Instruction, condition: list[Instruction]) -> Iterator[int]:
+        """The positive constants of the loop's initial state that its condition reads."""
+        initial = self.instructions.get(next(iter(loop.operands), ""))
+        if initial is None or initial.opcode != "tuple":
+            return
+        for one in condition:
+            if one.opcode == "get-tuple-element":
+                place = self.instructions.get(initial.operands[int(one.attribute("index") or 0)])
+                if place is not None and (value := _integer(place)):
+                    yield value
+
+    def flops(self, instruction: Instruction) -> int:
+        """Operations of the matrix products in an instruction: 2 for each pair of elements."""
+        return sum(map(self._product_flops, (instruction, *self.inside(instruction))))
+
+    def _product_flops(self, one: Instruction) -> int:
+        if one.opcode not in ("dot", "convolution"):
+            return 0
+        left, right = (operand.arrays[0].shape for operand in list(self.operands(one))[:2])
+        result = one.arrays[0]
+        if one.opcode == "dot":
+            contracted = _numbers(one.rest, "lhs_contracting_dims")
+            return 2 * result.size * math.prod(left[d] for d in contracted)
+        labels = _WINDOW.search(one.rest)
+        if labels is None:
+            return 0
+        of_left, of_right, of_result = labels.groups()
+        summed = left[of_left.index("f")]
+        for label in filter(str.isdigit, of_left):
+            # a dimension of the window's size that has one position in the result is summed
+            n = left[of_left.index(label)]
+            if result.shape[of_result.index(label)] == 1 and right[of_right.index(label)] == n:
+                summed *= n
+        return 2 * result.size * summed // int(one.attribute("feature_group_count") or 1)
+
+
+def computations(hlo: str) -> dict[str, list[Instruction]]:
+    """The instructions of each computation of an optimized HLO module, in the order of its text.
+
+    Raises:
+        ValueError: as in `Module`.
+    """
+    return Module(hlo).computations
+
+
+def collectives(hlo: str) -> list[Collective]:
+    """Every collective of an optimized HLO module, in the order of its text.
+
+    Raises:
+        ValueError: as in `Module`.
+    """
+    bodies = computations(hlo)
+    # computation -> who calls it, and the loop if it is one
+    callers: dict[str, tuple[str, str | None]] = {}
+    for computation, body in bodies.items():
+        for instruction in body:
+            loop = instruction.op_name if instruction.opcode == "while" else None
+            callers.update(dict.fromkeys(instruction.called, (computation, loop)))
+    return [
+        Collective(kind, instruction.arrays, _loops(computation, callers))
+        for computation, body in bodies.items()
+        for instruction in body
+        if (kind := instruction.opcode.removesuffix("-done")) in KINDS
+    ]
+
+
+def _loops(computation: str, callers: Mapping[str, tuple[str, str | None]]) -> tuple[str, ...]:
+    loops: list[str] = []
+    while computation:
+        computation, loop = callers.get(computation, ("", None))
+        if loop is not None:
+            loops.insert(0, loop)
+    return tuple(loops)
+
+
+def _integer(instruction: Instruction) -> int | None:
+    """The value of a positive integer constant."""
+    if instruction.opcode != "constant" or not re.match(r"[su]32\[\]", instruction.result):
+        return None
+    value = re.match(r"\d+", instruction.rest)
+    return int(value[0]) or None if value else None
+
+
+def _numbers(rest: str, name: str) -> list[int]:
+    found = re.search(rf"\b{name}=\{{([\d,]*)\}}", rest)
+    return [int(number) for number in found[1].split(",") if number] if found else []

@@ -1,0 +1,195 @@
+"""What a program of a config needs on a slice or a GPU that is not attached: whether it fits, exactly; its time, as a
+prediction."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mesh_transformer import platforms
+from mesh_transformer.config import Config
+from mesh_transformer.config.mesh import MeshShape
+from mesh_transformer.errors import UserError
+from mesh_transformer.estimate import serving
+from mesh_transformer.estimate.memory import bytes_per_device, training_parts
+from mesh_transformer.estimate.programs import GIB, Compiled, compile_for
+from mesh_transformer.estimate.target import Target
+from mesh_transformer.estimate.timeline import Timeline
+from mesh_transformer.families.flops import flops_per_token
+from mesh_transformer.models.model import LAYER_LOOP, Placement
+from mesh_transformer.train.step import TrainProgram, lower_step
+
+MESH_AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+"""All axes that a mesh may have, in the order in which they are reported."""
+STEP_RANGE = (0.9, 1.2)
+"""The range of a measured time, in units of the predicted one: all published runs of docs/preflight.md are inside."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One program on one mesh of one target.
+
+    Args:
+        slice: name of the slice or the GPU.
+        program: train; prefill or decode, which are calls of the server.
+        mesh: size of each axis; if the target cannot hold the mesh, of those that the config sets.
+        microbatch: sequences of a microbatch on the whole mesh; of prefill and decode, sequences of a call.
+        accumulation: microbatches of a step.
+        sequences: of a step, or of a call.
+        fits: whether the compiler accepts the program and its peak is at most the usable memory.
+        peak_gib: memory that a device needs; None if it is not known.
+        memory_gib: the largest parts of the peak.
+        step_s: predicted seconds of a step or a call; None if the program does not fit.
+        step_s_range: where a measured time is expected.
+        tokens_per_s: of the whole target.
+        mfu: model FLOPs utilization, 0 to 1 (families/flops.py).
+        parts: seconds by part of timeline.PARTS.
+        set: the arguments that change the given config to this one.
+        estimate: how the time was found: from the compiler's cycles, or by the roofline of each operation.
+        reason: why it does not fit.
+        best: whether it is the fastest that fits on its target.
+        notes: what the estimate leaves out.
+    """
+
+    slice: str
+    program: str
+    mesh: dict[str, int]
+    microbatch: int
+    accumulation: int
+    remat: str
+    sequences: int
+    fits: bool
+    peak_gib: float | None
+    usable_gib: float
+    memory_gib: dict[str, float] = field(default_factory=dict)
+    step_s: float | None = None
+    step_s_range: list[float] | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    set: list[str] = field(default_factory=list)
+    estimate: str = "cycles"
+    reason: str | None = None
+    best: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def predict_training(config: Config, target: Target, changes: Sequence[str], folder: Path | None) -> Prediction:
+    """Compile the training step of a config for a target.
+
+    Args:
+        changes: the --set arguments that make up `config`, to be reported.
+        folder: where compiled programs are kept.
+
+    Raises:
+        UserError: the compiler for the target is not installed.
+    """
+    accumulation = config.optimizer.gradient_accumulation_steps
+    try:
+        shape = config.check_devices(target.n_devices)
+        batch = config.microbatch(shape)
+    except UserError as error:
+        return _impossible(config, target, changes, str(error))
+    program = TrainProgram(Placement.of(config, target.devices()), config)
+    compiled = compile_for(lower_step(program, accumulation, batch), target, folder)
+    parts = {} if compiled.refused else training_parts(program, accumulation, batch, compiled.peak_bytes or 0)
+    tokens = accumulation * batch * config.seq
+    return _prediction(
+        _Case(config, target, list(changes), "train", shape, batch, accumulation),
+        compiled,
+        parts,
+        tokens,
+        tokens * flops_per_token(program.model.decoder, config.seq),
+    )
+
+
+def predict_serving(
+    config: Config, target: Target, changes: Sequence[str], folder: Path | None, slots: int
+) -> list[Prediction]:
+    """Compile the prefill of the longest chunk of a prompt, and the decoding of a token in each of `slots` sequences.
+
+    Both programs are those of device_serve.py for the whole context of the model.
+
+    Raises:
+        UserError: as `predict_training`.
+    """
+    try:
+        shape = config.check_devices(target.n_devices)
+    except UserError as error:
+        return [_impossible(config, target, changes, str(error))]
+    placement = Placement.of(config, target.devices()).for_decoding()
+    found = []
+    for program in serving.programs(placement, slots):
+        compiled = compile_for(program.lowered, target, folder)
+        known = {"parameters": bytes_per_device(program.params), "cache": bytes_per_device(program.cache)}
+        rest = {"activations": max((compiled.peak_bytes or 0) - sum(known.values()), 0)}
+        # a third of training's: the forward pass
+        flops = program.tokens * flops_per_token(placement.model.decoder, program.attended) / 3
+        case = _Case(config, target, list(changes), program.name, shape, program.rows, 1)
+        found.append(_prediction(case, compiled, known | rest, program.tokens, flops))
+    return found
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is predicted."""
+
+    config: Config
+    target: Target
+    changes: list[str]
+    program: str
+    shape: MeshShape
+    batch: int
+    accumulation: int
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the Prediction that do not depend on the compiler."""
+        return {
+            "slice": self.target.name,
+            "program": self.program,
+            "mesh": {axis: self.shape.get(axis, 1) for axis in MESH_AXES},
+            "microbatch": self.batch,
+            "accumulation": self.accumulation,
+            "remat": _remat(self.config),
+            "sequences": self.batch * self.accumulation,
+            "usable_gib": self.target.accelerator.usable_gib,
+            "set": self.changes,
+            "estimate": "cycles" if self.target.accelerator.is_tpu else "roofline",
+        }
+
+
+def _remat(config: Config) -> str:
+    """As it is on a TPU or a GPU."""
+    return platforms.resolve(config.compute, "tpu").remat
+
+
+def _impossible(config: Config, target: Target, changes: Sequence[str], reason: str) -> Prediction:
+    case = _Case(
+        config, target, list(changes), "train", config.mesh.given, 0, config.optimizer.gradient_accumulation_steps
+    )
+    return Prediction(**case.fields, fits=False, peak_gib=None, reason=reason)
+
+
+def _prediction(case: _Case, compiled: Compiled, parts: dict[str, int], tokens: int, flops: float) -> Prediction:
+    accelerator = case.target.accelerator
+    peak_gib = None if compiled.peak_bytes is None else compiled.peak_bytes / GIB
+    if compiled.refused is not None:
+        return Prediction(**case.fields, fits=False, peak_gib=peak_gib, reason=compiled.refused)
+    loops = {LAYER_LOOP: case.config.model.layers, **serving.LOOPS}
+    estimate = Timeline(compiled.hlo, accelerator, loops).estimate()
+    fits = peak_gib is not None and peak_gib <= accelerator.usable_gib
+    seconds = estimate.seconds
+    return Prediction(
+        **case.fields,
+        fits=fits,
+        peak_gib=peak_gib,
+        memory_gib={part: size / GIB for part, size in parts.items()},
+        step_s=seconds,
+        step_s_range=[seconds * bound for bound in STEP_RANGE],
+        tokens_per_s=tokens / seconds,
+        mfu=flops / seconds / case.target.n_devices / (1e12 * accelerator.peak_tflops),
+        parts={str(part): spent for part, spent in estimate.parts.items()},
+        reason=None if fits else f"its peak of {peak_gib:.2f} GiB exceeds {accelerator.usable_gib} GiB",
+        notes=[f"loop counted once: {name}" for name in estimate.unknown_loops],
+    )

@@ -1,0 +1,121 @@
+"""Programs compiled for devices that are not attached, and the folder that keeps them.
+
+A kept program is the optimized text and the compiler's count of its memory, so that a later version of the estimate
+reads the same program. Its name is a hash of the program before compilation, the target, and the versions of JAX and
+of the compiler.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from mesh_transformer.estimate.gpus import COMPILE_OPTIONS
+from mesh_transformer.estimate.target import Target
+from mesh_transformer.train.step import peak_bytes
+
+GIB = 2**30
+# Kept programs; the oldest are deleted. A program of 6B takes about 100 KB.
+MAX_PROGRAMS = 1000
+# The packages that make a program out of the same source.
+_COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+# "Used 19.26G of 15.48G hbm", "the total memory required for ... (512.00G) exceeds available HBM"
+_NEEDED = re.compile(r"(?:Used |\()(\d+(?:\.\d+)?)([MG])(?: of|\) exceeds)")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program that the compiler accepted, or the reason why it refused it.
+
+    Args:
+        hlo: the optimized text; empty if the program was refused.
+        peak_bytes: the memory that one device needs to run it; what the compiler names if it refuses it, or None.
+        refused: the compiler's message; None if it accepted the program.
+    """
+
+    hlo: str
+    peak_bytes: int | None
+    refused: str | None = None
+
+
+def compile_for(lowered: jax.stages.Lowered, target: Target, folder: Path | None) -> Compiled:
+    """Compile a program, or read it from `folder` if it is there. None: do not keep it.
+
+    The program must have been lowered for the devices of `target`.
+    """
+    path = None if folder is None else folder / f"{_key(lowered, target)}.json.gz"
+    if path is not None and path.exists():
+        with contextlib.suppress(OSError, ValueError, TypeError), gzip.open(path, "rt") as file:
+            found = Compiled(**json.load(file))
+            path.touch()
+            return found
+    found = _compile(lowered, {} if target.accelerator.is_tpu else COMPILE_OPTIONS)
+    if path is not None:
+        _keep(path, found)
+    return found
+
+
+def default_folder() -> Path:
+    """mesh-transformer/preflight in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home, "mesh-transformer", "preflight")
+
+
+def _compile(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> Compiled:
+    try:
+        with _without_cache():
+            compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        message = str(error).splitlines()[0]
+        needed = _NEEDED.search(str(error))
+        unit = 2**20 if needed and needed[2] == "M" else GIB
+        return Compiled("", int(float(needed[1]) * unit) if needed else None, message)
+    return Compiled(compiled.as_text() or "", peak_bytes(compiled))
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """JAX writes programs for absent devices to its cache, but cannot read them back."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    # JAX looks at the setting only once, if it is not told to look again
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
+def _key(lowered: jax.stages.Lowered, target: Target) -> str:
+    versions = {}
+    for name in _COMPILERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    identity = json.dumps([target.name, versions, flags])
+    return hashlib.sha256(f"{identity}\n{lowered.as_text()}".encode()).hexdigest()
+
+
+def _keep(path: Path, compiled: Compiled) -> None:
+    """Write a program, and delete the oldest. Without a writable folder nothing is kept."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        with gzip.open(partial, "wt") as file:
+            json.dump(asdict(compiled), file)
+        partial.replace(path)
+        programs = sorted(path.parent.glob("*.json.gz"), key=lambda kept: kept.stat().st_mtime)
+        for old in programs[:-MAX_PROGRAMS]:
+            old.unlink(missing_ok=True)

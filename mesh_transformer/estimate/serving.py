@@ -1,0 +1,56 @@
+"""The programs of the server, lowered for devices that are not attached."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mesh_transformer.infer.engine import MAX_PREFILL_TOKENS
+from mesh_transformer.infer.programs import MAX_STEPS, ChunkBatch, SlotPrograms
+from mesh_transformer.models.model import Placement
+
+LOOPS = {"jit(draw)": 1, "jit(_generate)": MAX_STEPS}
+"""The trips of loops that end with the requests: a call samples so many tokens; a search inside of sampling is one
+step."""
+
+
+class ServingProgram(NamedTuple):
+    """One program.
+
+    Args:
+        rows, tokens: sequences and tokens of a call.
+        attended: positions that a token attends to, at most.
+        params, cache: what it reads, as `jax.ShapeDtypeStruct`.
+    """
+
+    name: str
+    lowered: jax.stages.Lowered
+    rows: int
+    tokens: int
+    attended: int
+    params: Any
+    cache: Any
+
+
+def programs(placement: Placement, slots: int) -> Iterator[ServingProgram]:
+    """prefill: the last chunk of a prompt that fills the context. decode: MAX_STEPS tokens of each of `slots` sequences,
+    near the end of the context."""
+    model = placement.model
+    context = model.decoder.seq
+    size = min(MAX_PREFILL_TOKENS, context)
+    made = SlotPrograms(placement, slots, context, longest_chunk=size, stacked=True)
+    params = placement.abstract(model.dtype)
+    state = jax.eval_shape(made.empty)
+    state = jax.tree.map(lambda x, split: x.update(sharding=split), state, made.shardings)
+    whole: Any = placement.partition.sharding()
+
+    def on_device(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+
+    number = on_device(jnp.int32(0))
+    chunks = on_device(ChunkBatch.none(1, size))
+    prefill = made.prefill.lower(params, state, chunks, number, length=context, scored=False)
+    yield ServingProgram("prefill", prefill, 1, size, context, params, state.cache)
+    decode = made.generate.lower(params, state, None, number, number, length=context)
+    yield ServingProgram("decode", decode, slots, MAX_STEPS * slots, context, params, state.cache)

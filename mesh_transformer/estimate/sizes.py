@@ -1,0 +1,307 @@
+"""The arrays of a training step on one device, from the specification of a decoder: no array is traced.
+
+`parameters` lists what models/decoder.py creates. Each dimension has a name, and the rules of the mesh (config/mesh.py)
+say into how many parts it is split, so that a new mesh axis needs no change here.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mesh_transformer import platforms
+from mesh_transformer.accelerators import Accelerator
+from mesh_transformer.config import Config
+from mesh_transformer.config.mesh import MeshShape, Rules, moment_rules, parts, training_rules
+from mesh_transformer.estimate.collectives import DeviceGroup
+from mesh_transformer.families.spec import Attention, Decoder, Dense, Layer, Norm
+from mesh_transformer.ops.attend import causal
+from mesh_transformer.optimizers.base import Axes
+
+FLOAT32_BYTES = 4
+# buckets of distances in T5's relative bias (models/decoder.py)
+T5_BUCKETS = 32
+# the norms of a layer, by its wiring
+NORMS = {"parallel_one_norm": 1, "parallel": 2, "sequential": 2, "sandwich": 4}
+
+
+class Parameter(NamedTuple):
+    """A parameter of the model: names and sizes of its dimensions."""
+
+    # "embed", "blocks" or "head", as in the tree of parameters
+    stage: str
+    axes: Axes
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+def parameters(decoder: Decoder) -> list[Parameter]:
+    """All parameters of a model; those of the layers are stacked, with a leading dimension "layers"."""
+    d, layers = decoder, len(decoder.layers)
+    stacked = [(("layers", *axes), (layers, *shape)) for axes, shape in _block(d.layer, d.d_model)]
+    stages = {"embed": _embedding(d), "blocks": stacked, "head": _head(d)}
+    return [Parameter(stage, axes, shape) for stage, arrays in stages.items() for axes, shape in arrays]
+
+
+_Arrays = Iterator[tuple[Axes, tuple[int, ...]]]
+
+
+def _embedding(d: Decoder) -> _Arrays:
+    yield ("vocab", "embed"), (d.padded_vocab, d.d_model)
+    if d.embed_bias:
+        yield ("embed",), (d.d_model,)
+    if d.learned_positions:
+        yield (None, "embed"), (d.seq, d.d_model)
+    if d.relative_bias:
+        yield ("heads", None), (d.layer.attention.heads, T5_BUCKETS)
+
+
+def _head(d: Decoder) -> _Arrays:
+    yield from _norm(d.final_norm, "embed", d.d_model)
+    if not d.tied:
+        yield ("embed", "vocab"), (d.d_model, d.padded_vocab)
+        if d.head_bias:
+            yield ("vocab",), (d.padded_vocab,)
+
+
+def _block(layer: Layer, width: int) -> _Arrays:
+    for _ in range(NORMS[layer.wiring]):
+        yield from _norm(layer.norm, "embed", width)
+    yield from _attention(layer.attention, width)
+    yield from _dense(layer.ff, width)
+
+
+def _norm(norm: Norm, axis: str | None, width: int) -> _Arrays:
+    for _ in range(1 + norm.offset):
+        yield ((), ()) if norm.one_scale else ((axis,), (width,))
+
+
+def _attention(a: Attention, width: int) -> _Arrays:
+    for axis, heads in ("heads", a.heads), (a.kv_name, a.kv_heads), (a.kv_name, a.kv_heads):
+        yield ("embed", axis), (width, heads * a.head_dim)
+        if a.bias:
+            yield (axis,), (heads * a.head_dim,)
+    yield ("heads", "embed"), (a.heads * a.head_dim, width)
+    if a.out_bias:
+        yield ("embed",), (width,)
+    if a.qk_norm:
+        for _ in "qk":
+            yield from _norm(a.qk_norm, None, a.head_dim)
+
+
+def _dense(ff: Dense, width: int) -> _Arrays:
+    for _ in range(1 + ff.gated):
+        yield ("embed", "mlp"), (width, ff.d_ff)
+        if ff.bias:
+            yield ("mlp",), (ff.d_ff,)
+    yield ("mlp", "embed"), (ff.d_ff, width)
+    if ff.bias:
+        yield ("embed",), (width,)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The part of each array that one device holds, and the part of a step that it computes."""
+
+    decoder: Decoder
+    # the size of each mesh axis
+    shape: MeshShape
+    # of weights and activations; of gradients' sums and the optimizer's state
+    rules: Rules
+    moments: Rules
+    # dimensions that no axis splits, whatever the rules say
+    whole: frozenset[str]
+
+    @classmethod
+    def of(cls, config: Config, shape: MeshShape) -> "Split":
+        """The split that `models.model.Placement` makes of a config on a mesh."""
+        decoder, rules = config.model.decoder(), training_rules(config.mesh)
+        divided = decoder.layer.attention.kv_heads % parts(shape, rules, "kv_heads") == 0
+        whole = frozenset() if divided else frozenset({"kv_heads"})
+        return cls(decoder, shape, rules, moment_rules(config.mesh), whole)
+
+    def parts(self, name: str | None, rules: Rules | None = None) -> int:
+        """Devices that split a named dimension."""
+        if name is None or name in self.whole:
+            return 1
+        return parts(self.shape, self.rules if rules is None else rules, name)
+
+    def elements(self, axes: Axes, shape: tuple[int, ...], rules: Rules | None = None) -> float:
+        """Elements of an array on one device."""
+        return math.prod(shape) / math.prod(self.parts(name, rules) for name in axes)
+
+    def gathered(self, axes: Axes, shape: tuple[int, ...]) -> float:
+        """Elements of a parameter on one device after `gather_weights`."""
+        return self.elements(axes, shape) * self.parts("embed" if "embed" in axes else None)
+
+    @property
+    def layers(self) -> float:
+        """Layers that a device computes."""
+        return len(self.decoder.layers) / self.parts("layers")
+
+    @property
+    def width(self) -> int:
+        """D, the residual width, which no axis splits."""
+        return self.decoder.d_model
+
+    @property
+    def query_width(self) -> float:
+        """Dims of all heads of queries on one device."""
+        attention = self.decoder.layer.attention
+        return attention.heads * attention.head_dim / self.parts("heads")
+
+    @property
+    def key_width(self) -> float:
+        """Dims of all heads of keys on one device, as many as of values."""
+        attention = self.decoder.layer.attention
+        return attention.kv_heads * attention.head_dim / self.parts(attention.kv_name)
+
+    @property
+    def hidden_width(self) -> float:
+        """Dims of the feed-forward layer's products with its first matrices on one device: two of them if gated."""
+        return (1 + self.decoder.layer.ff.gated) * self.ff_width
+
+    @property
+    def ff_width(self) -> float:
+        """Dims of the feed-forward layer on one device."""
+        return self.decoder.layer.ff.d_ff / self.parts("mlp")
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The quantities from which memory and time follow, all of one device."""
+
+    config: Config
+    accelerator: Accelerator
+    split: Split
+    table: tuple[Parameter, ...]
+    # microbatches, and sequences of one on this device
+    accumulation: int
+    sequences: float
+    # bytes of an element of an activation
+    item_bytes: int
+    remat: str
+    logits_mib: int
+
+    @classmethod
+    def of(cls, config: Config, shape: MeshShape, accelerator: Accelerator) -> "StepSizes":
+        compute = platforms.resolve(config.compute, "tpu" if accelerator.is_tpu else "gpu")
+        split = Split.of(config, shape)
+        return cls(
+            config=config,
+            accelerator=accelerator,
+            split=split,
+            table=tuple(parameters(split.decoder)),
+            accumulation=config.optimizer.gradient_accumulation_steps,
+            sequences=config.microbatch(shape) / split.parts("batch"),
+            item_bytes=2 if compute.dtype == "bfloat16" else FLOAT32_BYTES,
+            remat=compute.remat,
+            logits_mib=int(compute.logits_mib),
+        )
+
+    @property
+    def rows(self) -> float:
+        """Tokens of a microbatch."""
+        return self.sequences * self.config.seq / self.split.parts("seq")
+
+    @property
+    def residual(self) -> float:
+        """Bytes of the residual stream between blocks."""
+        return self.rows * self.split.parts("seq") / self.split.parts("block_seq") * self.split.width * self.item_bytes
+
+    @property
+    def whole_rows(self) -> float:
+        """Bytes of an activation as wide as the residual stream, inside a block."""
+        return self.rows * self.split.width * self.item_bytes
+
+    @property
+    def heads(self) -> float:
+        """Bytes of queries, keys, values and the output of attention."""
+        return 2 * self.rows * (self.split.query_width + self.split.key_width) * self.item_bytes
+
+    @property
+    def hidden(self) -> float:
+        """Bytes of the feed-forward layer's products with its first matrices."""
+        return self.rows * self.split.hidden_width * self.item_bytes
+
+    @functools.cached_property
+    def logits(self) -> float:
+        """Logits of attention in one layer, as many as ops/attend computes."""
+        seq = self.config.seq
+        computed = sum((part.stop - part.start) * part.stop for part in causal.parts(seq))
+        return self._queries * computed
+
+    @functools.cached_property
+    def largest_logits(self) -> float:
+        """Logits of the largest part of the queries."""
+        last = causal.parts(self.config.seq)[-1]
+        return self._queries * (last.stop - last.start) * last.stop
+
+    @property
+    def _queries(self) -> float:
+        heads = self.split.decoder.layer.attention.heads / self.split.parts("heads")
+        return self.sequences * heads / self.split.parts("seq")
+
+    @property
+    def vocab_logits(self) -> float:
+        """Bytes of the float32 logits of the vocabulary."""
+        return self.rows * self.split.decoder.padded_vocab / self.split.parts("vocab") * FLOAT32_BYTES
+
+    def elements(self, *stages: str, gathered: bool = False) -> float:
+        """Elements of the parameters of these stages; `gathered` over the axes that split the weights of a layer."""
+        measure = self.split.gathered if gathered else self.split.elements
+        return sum(measure(one.axes, one.shape) for one in self.table if one.stage in stages)
+
+    @functools.cached_property
+    def layer_weights(self) -> float:
+        """Bytes of the weights of one layer, gathered, in the compute dtype."""
+        return self.elements("blocks", gathered=True) / self.split.layers * self.item_bytes
+
+    @functools.cached_property
+    def all_elements(self) -> float:
+        """Elements of all parameters."""
+        return self.elements("embed", "blocks", "head")
+
+    @functools.cached_property
+    def sum_elements(self) -> float:
+        """Elements of the sums of gradients."""
+        return sum(self.split.elements(one.axes, one.shape, self.split.moments) for one in self.table)
+
+    @functools.cached_property
+    def slot_elements(self) -> float:
+        """Elements of the optimizer's state."""
+        total = 0.0
+        for rule in self.config.optimizer.slots.values():
+            for one in self.table:
+                axes = rule(one.axes, one.shape)
+                sizes = dict(zip(one.axes, one.shape, strict=True))
+                # a dimension that only the slot leaves unnamed has size 1
+                shape = one.shape if axes == one.axes else tuple(sizes[name] if name else 1 for name in axes)
+                total += self.split.elements(axes, shape, self.split.moments)
+        return total
+
+    @functools.cached_property
+    def kept(self) -> dict[str, float]:
+        """Bytes of each activation of a layer that a policy of `compute.remat` can keep."""
+        queries, keys = self.rows * self.split.query_width, self.rows * self.split.key_width
+        return {
+            "block_in": self.residual,
+            "qkv": (queries + 2 * keys) * self.item_bytes,
+            "attn_out": queries * self.item_bytes,
+            "mlp_hidden": self.hidden,
+        }
+
+    def group(self, axes: Sequence[str] | None) -> DeviceGroup:
+        """The devices along these mesh axes."""
+        size = stride = inner = 1
+        for axis, n in reversed(self.split.shape.items()):
+            if axis in (axes or ()):
+                stride = inner if size == 1 else stride
+                size *= n
+            inner *= n
+        return DeviceGroup(size, stride)

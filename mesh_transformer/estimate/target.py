@@ -1,0 +1,58 @@
+"""The devices for which a program is compiled: a TPU slice or a GPU. They need not be attached."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from mesh_transformer import platforms, slices
+from mesh_transformer.accelerators import ACCELERATORS, Accelerator
+from mesh_transformer.errors import UserError
+from mesh_transformer.estimate import gpus
+
+GPUS = tuple(name for name, accelerator in ACCELERATORS.items() if not accelerator.is_tpu)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A slice or a GPU.
+
+    Args:
+        name: the type of the slice, such as v3-8, or the name of the GPU.
+        n_devices: JAX devices.
+        chips: what is paid for.
+    """
+
+    name: str
+    accelerator: Accelerator
+    n_devices: int
+    chips: int
+
+    def devices(self) -> Sequence[jax.Device]:
+        """The devices as targets of a compilation.
+
+        Raises:
+            UserError: the compiler for them is not installed.
+        """
+        return platforms.slice_devices(self.name) if self.accelerator.is_tpu else gpus.gpu_devices(self.name)
+
+
+def tpu_target(name: str) -> Target:
+    """The slice of a type such as v3-8 or v5e-16.
+
+    Raises:
+        UserError: the type is unknown.
+    """
+    kind = slices.parse(name)
+    return Target(name.strip().lower(), ACCELERATORS[kind.generation.name], kind.devices, kind.chips)
+
+
+def gpu_target(name: str) -> Target:
+    """One GPU of the table of accelerators.
+
+    Raises:
+        UserError: it is not in the table.
+    """
+    if name not in GPUS:
+        raise UserError(f"unknown GPU {name!r}: expected one of {', '.join(GPUS)}")
+    return Target(name, ACCELERATORS[name], 1, 1)

@@ -1,0 +1,237 @@
+"""The time of a program that was compiled for an accelerator, estimated from its optimized text.
+
+The schedule is played through: instructions run one after the other in the order of the text; a collective or a copy
+that begins with `-start` runs beside them, and `-done` waits for its end; a loop is its body times its trips. The time
+of an instruction is the compiler's own estimate of its cycles; where the compiler has none, it is the time to move its
+bytes or to multiply, whichever is longer.
+
+An estimate does not see the true clock, contention between transfers and compute, the host, or the network between
+slices: docs/preflight.md compares it with published runs.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+from mesh_transformer.accelerators import Accelerator
+from mesh_transformer.estimate.collectives import collective_seconds, device_group
+from mesh_transformer.estimate.hlo import Instruction, Module
+
+Part = Literal["products", "attention", "element-wise", "head", "optimizer", "collectives", "waiting"]
+PARTS: tuple[Part, ...] = get_args(Part)
+"""products: matrix products of the layers. attention: products of queries, keys and values, softmax, rotary encoding.
+element-wise: norms, activations, sums, copies. head: final norm, logits and loss, or sampling. optimizer: update and
+accumulation of gradients. collectives: communication beside which nothing runs. waiting: for communication and copies
+that run beside other work."""
+
+# Instructions that take no time on the device.
+_FREE = {
+    "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "iota", "add-dependency", "domain", "copy-done", "slice-done", "async-done",
+}  # fmt: skip
+# The share of the peak that a Pallas kernel of attention is assumed to reach: the compiler has no estimate of it.
+_KERNEL_SHARE = {"v4": 0.55, "v5e": 0.55, "v5p": 0.5, "v6e": 0.35, "v7x": 0.35}
+# Products of queries and keys, or of their size, that a kernel of attention computes, by a word in its name.
+_KERNEL_PRODUCTS = {"dkv": 5, "dq": 3, "fwd": 2}
+# The shares of the peak and of the memory's rate that large operations reach where the compiler has no estimates.
+_PRODUCT_SHARE, _MEMORY_SHARE = 0.75, 0.85
+
+
+class Spent(NamedTuple):
+    """The time of one instruction in one run of the program."""
+
+    part: Part
+    # how often it runs
+    runs: int
+    # of all these runs
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The predicted time of a program."""
+
+    seconds: float
+    # by the name of the instruction
+    spent: dict[str, Spent]
+    # loops whose number of trips the text does not tell: they count once
+    unknown_loops: tuple[str, ...]
+
+    @property
+    def parts(self) -> dict[Part, float]:
+        """Seconds by part; their sum is `seconds`."""
+        total: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        for one in self.spent.values():
+            total[one.part] += one.seconds
+        return total
+
+
+@dataclass
+class _Played:
+    """The time of a computation, in one run: its length, and for each instruction the count and the seconds."""
+
+    seconds: float = 0.0
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, name: str, seconds: float) -> None:
+        """An instruction that ends so much later."""
+        self.seconds += seconds
+        self.counts[name] += 1
+        self.spent[name] += seconds
+
+    def include(self, inner: "_Played", times: int = 1) -> None:
+        """A computation that runs so often."""
+        self.seconds += inner.seconds * times
+        for name, count in inner.counts.items():
+            self.counts[name] += count * times
+            self.spent[name] += inner.spent[name] * times
+
+
+class Timeline:
+    """Plays the schedule of a program.
+
+    Args:
+        hlo: the optimized text of the program.
+        loops: trips of the loops whose op_name contains a name, for those whose text does not tell them.
+    """
+
+    def __init__(self, hlo: str, accelerator: Accelerator, loops: Mapping[str, int] | None = None):
+        self.module, self.accelerator = Module(hlo), accelerator
+        self._loops = loops or {}
+        self._parts: dict[str, Part] = {}
+        self._unknown: list[str] = []
+        self._trains = "jvp(" in hlo
+
+    def estimate(self) -> Estimate:
+        """Play the program once."""
+        played = self._play(self.module.entry, ())
+        spent = {name: Spent(self._parts[name], played.counts[name], seconds) for name, seconds in played.spent.items()}
+        return Estimate(played.seconds, spent, tuple(self._unknown))
+
+    def _play(self, computation: str, loops: tuple[str, ...]) -> _Played:
+        played = _Played()
+        # when the transfers that have started end, by the name of the instruction that stands for them
+        ends: dict[str, float] = {}
+        links = _Links()
+        for one in self.module.computations.get(computation, ()):
+            if one.opcode == "while":
+                body = self._play(one.attribute("body") or "", (*loops, one.op_name))
+                played.include(body, self._trips(one))
+            elif one.opcode == "call" and one.cycles is None:
+                played.include(self._play(one.attribute("to_apply") or "", loops))
+            elif one.opcode == "conditional":
+                branches = [self._play(name, loops) for name in one.called]
+                played.include(max(branches, key=lambda branch: branch.seconds))
+            elif self._is(one, "start"):
+                ends[one.name] = links.send(*self._transfer(one), played.seconds)
+            elif self._is(one, "done"):
+                end = max((ends.get(name, 0.0) for name in one.operands[:1]), default=0.0)
+                self._add(played, one, "waiting", max(end - played.seconds, 0.0))
+            elif self._collective(one) is not None:
+                self._add(played, one, "collectives", links.send(*self._transfer(one), played.seconds) - played.seconds)
+            else:
+                source = next(iter(one.operands), "")
+                # it stands for a transfer that runs: async-update, or a tuple or bitcast of it
+                if source in ends:
+                    ends[one.name] = ends[source]
+                if one.opcode not in _FREE:
+                    self._add(played, one, self._part(one, loops), self._seconds(one))
+        return played
+
+    def _add(self, played: _Played, one: Instruction, part: Part, seconds: float) -> None:
+        if seconds:
+            self._parts[one.name] = part
+            played.add(one.name, seconds)
+
+    def _trips(self, loop: Instruction) -> int:
+        trips = self.module.trips(loop) or next((n for name, n in self._loops.items() if name in loop.op_name), None)
+        if trips is None:
+            self._unknown.append(f"{loop.name} ({loop.op_name})")
+        return trips or 1
+
+    def _is(self, one: Instruction, end: Literal["start", "done"]) -> bool:
+        """Whether an instruction starts, or waits for, a transfer beside other work. libtpu may fuse it."""
+        inner = self.module.root(one)
+        return inner.opcode.endswith(f"-{end}") or f'"AsyncCollective{end.capitalize()}"' in inner.rest
+
+    def _collective(self, one: Instruction) -> Instruction | None:
+        """The collective that an instruction is, starts or wraps."""
+        # what has an estimate computes, such as a product into which libtpu fuses a part of a running collective
+        if one.kind or one.cycles is not None or one.opcode not in ("fusion", "async-start", "custom-call"):
+            return one if one.kind else None
+        return next((inner for inner in self.module.inside(one) if inner.kind), None)
+
+    def _transfer(self, one: Instruction) -> tuple[str, float]:
+        """The way and the seconds of a collective, or of a copy that runs beside other work."""
+        collective = self._collective(one)
+        if collective is None:
+            sizes = [array.nbytes for array in one.arrays if array.shape]
+            moved = min(sizes, default=0) if one.opcode == "slice-start" else max(sizes, default=0)
+            return "copies", moved / (1e9 * self.accelerator.memory_gb_s)
+        sizes = [array.nbytes for array in collective.arrays]
+        # the result of a start is a tuple of operands, results and buffers
+        result = max(sizes, default=0) if collective.opcode.endswith("-start") else sum(sizes)
+        nbytes, kind = max(result, self.module.operand_bytes(collective)), collective.kind or ""
+        # libtpu writes a reduce-scatter as a fusion of an all-reduce and a slice of its result
+        if kind == "all-reduce" and self.module.root(one).opcode == "dynamic-slice":
+            kind = "reduce-scatter"
+        group = device_group(collective.rest)
+        return _way(collective), collective_seconds(kind, nbytes, group, self.accelerator)
+
+    def _seconds(self, one: Instruction) -> float:
+        """Of an instruction beside which nothing runs."""
+        if one.cycles is not None and self.accelerator.is_tpu:
+            return one.cycles / (1e9 * self.accelerator.clock_ghz)
+        if one.opcode == "custom-call" and "tpu_custom_call" in one.rest:
+            return self._kernel_seconds(one)
+        if one.opcode == "custom-call" and self.accelerator.is_tpu:
+            return 0.0
+        moved = self.module.moved_bytes(one) / (1e9 * self.accelerator.memory_gb_s)
+        if self.accelerator.is_tpu:
+            return moved
+        product = self.module.flops(one) / (1e12 * self.accelerator.peak_tflops)
+        return max(moved / _MEMORY_SHARE, product / _PRODUCT_SHARE)
+
+    def _kernel_seconds(self, one: Instruction) -> float:
+        """Of a kernel of causal attention: half of the pairs of queries and keys, and half a block at the diagonal."""
+        heads = max((array.shape for array in one.arrays if len(array.shape) >= 3), key=lambda s: s[-2], default=None)
+        if heads is None:
+            return 0.0
+        size, seq, block = max(array.size for array in one.arrays), heads[-2], 512
+        products = next((n for word, n in _KERNEL_PRODUCTS.items() if word in one.rest), 2)
+        flops = products * size * seq * (1 + block / seq)
+        return flops / (_KERNEL_SHARE.get(self.accelerator.name, 0.5) * 1e12 * self.accelerator.peak_tflops)
+
+    def _part(self, one: Instruction, loops: tuple[str, ...]) -> Part:
+        name = "/".join((*loops, one.op_name))
+        if "blocks" not in name:
+            if not self._trains or "jvp(" in name:
+                return "element-wise" if "(tokens)" in name or one.opcode == "copy" else "head"
+            return "optimizer"
+        pieces = name.split("/")
+        if "attention" in pieces and not {"q", "k", "v", "o"} & set(pieces):
+            return "attention"
+        return "products" if self.module.flops(one) else "element-wise"
+
+
+class _Links:
+    """The links and the copy engine of a device. What takes the same way runs one after the other."""
+
+    def __init__(self) -> None:
+        self._free: dict[str, float] = {}
+
+    def send(self, way: str, seconds: float, now: float) -> float:
+        """When a transfer ends that starts now, or as soon as its way is free."""
+        self._free[way] = max(self._free.get(way, 0.0), now) + seconds
+        return self._free[way]
+
+
+def _way(collective: Instruction) -> str:
+    """A permutation uses the links of one direction only."""
+    pair = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", collective.rest)
+    if pair is None:
+        return "links"
+    return "links up" if int(pair[2]) > int(pair[1]) else "links down"

@@ -1,0 +1,32 @@
+"""The floating-point operations that training needs, from which the model FLOPs utilization (MFU) is computed.
+
+Chowdhery et al. 2022, arXiv:2204.02311, appendix B: a token takes 6 operations for each element of a matrix (forward
+and backward pass) and 12 L T H K for the products of queries, keys and values, which are not halved for causality.
+What the backward pass recomputes does not count. A layer with a window counts the keys in the window.
+"""
+
+from mesh_transformer.families.spec import Attention, Decoder, Dense
+
+
+def flops_per_token(decoder: Decoder, seq: int) -> int:
+    """Operations that one token of a training sequence of `seq` tokens needs, forward and backward."""
+    attended = sum(
+        min(layer.attention.window or seq, seq) * layer.attention.heads * layer.attention.head_dim
+        for layer in decoder.layers
+    )
+    return 6 * matrix_elements(decoder) + 12 * attended
+
+
+def matrix_elements(decoder: Decoder) -> int:
+    """Elements of the matrices by which each token is multiplied: those of the layers and the head, without padding."""
+    width = decoder.d_model
+    layers = sum(_attention(layer.attention, width) + _dense(layer.ff, width) for layer in decoder.layers)
+    return layers + width * decoder.n_vocab
+
+
+def _attention(attention: Attention, width: int) -> int:
+    return 2 * (attention.heads + attention.kv_heads) * attention.head_dim * width
+
+
+def _dense(dense: Dense, width: int) -> int:
+    return (3 if dense.gated else 2) * dense.d_ff * width

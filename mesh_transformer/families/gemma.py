@@ -1,0 +1,74 @@
+"""Gemma (Gemma Team 2024, arXiv:2403.08295): Llama with scaled embeddings and norms around 1."""
+
+import math
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.llama import LlamaLike
+from mesh_transformer.families.spec import Activation, Attention, Decoder, Norm
+from mesh_transformer.fields import Switch
+
+
+class GemmaLike(LlamaLike):
+    """Llama with scaled and tied embeddings, norms whose scale is 1 + w, and a tanh gelu."""
+
+    ACTIVATION: ClassVar[Activation] = "gelu_tanh"
+    HF_END_OF_TEXT: ClassVar = 1
+
+    tied_head: Switch = True
+    """the head uses the token embeddings as its weights"""
+    attention_bias: Switch = False
+    """biases on q, k, v and the output of the attention"""
+
+    def norm(self) -> Norm:
+        """See `LlamaLike`."""
+        return replace(super().norm(), plus_one=True)
+
+    def attention(self) -> Attention:
+        """See `LlamaLike`."""
+        return replace(super().attention(), bias=self.attention_bias, out_bias=self.attention_bias)
+
+    def decoder(self) -> Decoder:
+        """See `ModelConfig`."""
+        return replace(super().decoder(), embed_scale=math.sqrt(self.d_model))
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `LlamaLike`."""
+        # the memory of transformers' cache
+        keys.take("cache_implementation", default=None)
+        return {**super().fields_from_hf(keys), "attention_bias": keys.flag("attention_bias", default=False)}
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        return {**super().to_hf(), "attention_bias": self.attention_bias}
+
+
+class Config(GemmaLike):
+    """Gemma: Llama with scaled and tied embeddings, norms whose scale is 1 + w, and a tanh gelu."""
+
+    HF_MODEL_TYPE: ClassVar = "gemma"
+    HF_ARCHITECTURE: ClassVar = "GemmaForCausalLM"
+    # transformers takes gelu for its tanh form here, as the first files say gelu
+    HF_ACTIVATIONS: ClassVar = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")
+    HF_DEFAULTS: ClassVar = {
+        "num_hidden_layers": 28,
+        "hidden_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "intermediate_size": 24576,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+    }
+
+    family: Literal["gemma"] = "gemma"
+    """model family: a file in mesh_transformer/families"""
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `LlamaLike`."""
+        # an older name of hidden_act, which transformers 5 ignores
+        keys.take("hidden_activation", default=None)
+        return super().fields_from_hf(keys)

@@ -1,0 +1,101 @@
+"""GPT-Neo (Black et al. 2021): GPT-2 with sliding windows and products that are not scaled."""
+
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Self
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.gpt2 import Gpt2Like
+from mesh_transformer.families.spec import TRANSPOSED, Attention, Tensor
+from mesh_transformer.fields import Tokens
+
+_TYPES = ("global", "local")
+
+
+class Config(Gpt2Like):
+    """GPT-Neo: GPT-2 with a window in every second layer, no scale of queries and keys, and no biases on them."""
+
+    HF_MODEL_TYPE: ClassVar = "gpt_neo"
+    HF_ARCHITECTURE: ClassVar = "GPTNeoForCausalLM"
+    HF_BUFFERS: ClassVar = r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)"
+
+    family: Literal["gpt_neo"] = "gpt_neo"
+    """model family: a file in mesh_transformer/families"""
+    window: Tokens = 256
+    """number of tokens that a query sees in layers with a window, the last of them its own"""
+    local_layers: Literal["odd", "none", "all"] = "odd"
+    """layers with a window: the second, fourth ... layer, none or all"""
+
+    def attention(self) -> Attention:
+        """See `Gpt2Like`."""
+        return replace(super().attention(), scale=1.0, bias=False)
+
+    def windows(self) -> list[int | None]:
+        """See `Gpt2Like`."""
+        return [self.window if kind == "local" else None for kind in _kinds(self.local_layers, self.layers)]
+
+    @classmethod
+    def from_hf(cls, keys: ConfigJson) -> Self:
+        """See `ModelConfig`."""
+        layers = keys.size("num_layers", "num_hidden_layers", default=24)
+        types = keys.take("attention_types", default=[[list(_TYPES), layers // 2]])
+        found = keys.take("attention_layers", default=None) or _expanded(types, layers)
+        known = [way for way in ("odd", "none", "all") if _kinds(way, layers) == found]
+        if not known:
+            raise UserError(
+                f"attention_types is {types!r:.100}: only global, local, or global and local in turn, for {layers} layers, "
+                "is supported"
+            )
+        return cls(
+            layers=layers,
+            d_model=keys.size("hidden_size", default=2048),
+            n_heads=keys.size("num_heads", "num_attention_heads", default=16),
+            d_ff=keys.size("intermediate_size", default=None),
+            seq=keys.size("max_position_embeddings", default=2048),
+            window=keys.size("window_size", default=256),
+            local_layers=known[0],
+            **cls.fields_from_hf(keys),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        kinds = _kinds(self.local_layers, self.layers)
+        return {
+            **super().to_hf(),
+            "num_layers": self.layers,
+            "hidden_size": self.d_model,
+            "num_heads": self.n_heads,
+            "intermediate_size": None if self.d_ff == 4 * self.d_model else self.d_ff,
+            "max_position_embeddings": self.seq,
+            "window_size": self.window,
+            "attention_types": [[kinds, 1]],
+            "attention_layers": kinds,
+            "attention_dropout": 0.0,
+            "resid_dropout": 0.0,
+            "embed_dropout": 0.0,
+        }
+
+    def hf_tensors(self) -> list[Tensor]:
+        """See `ModelConfig`."""
+        block = "transformer.h.{}.attn.attention."
+        attention = [Tensor(f"blocks/attention/{name}/w", f"{block}{name}_proj.weight", TRANSPOSED) for name in "qkv"]
+        attention.append(Tensor("blocks/attention/o/w", f"{block}out_proj.weight", TRANSPOSED))
+        attention.append(Tensor("blocks/attention_out/b", f"{block}out_proj.bias"))
+        return self.rows(attention, TRANSPOSED)
+
+
+def _kinds(way: str, layers: int) -> list[str]:
+    """The kind of attention of each layer."""
+    if way == "odd":
+        return [_TYPES[i % 2] for i in range(layers)]
+    return [_TYPES[way == "all"]] * layers
+
+
+def _expanded(types: Any, layers: int) -> list[str]:
+    """The list of `attention_layers` that `attention_types`, [[[kind, ...], times], ...], stands for; empty if it is not
+    for this number of layers."""
+    try:
+        fits = sum(len(kinds) * times for kinds, times in types) == layers
+        return [kind for kinds, times in types for kind in kinds * times] if fits else []
+    except (TypeError, ValueError):
+        return []

@@ -1,0 +1,213 @@
+"""Llama 1 to 3 (Touvron et al. 2023, Grattafiori et al. 2024), and what its descendants share with it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.rotary import RotaryConfig
+from mesh_transformer.families.spec import TRANSPOSED, Activation, Attention, Decoder, Dense, Layer, Norm, Tensor
+from mesh_transformer.fields import Derived, Heads, Positive, Switch, size
+
+# config.json: our field, their key
+_SIZES = {
+    "layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "d_head": "head_dim",
+    "d_ff": "intermediate_size",
+    "n_vocab": "vocab_size",
+    "seq": "max_position_embeddings",
+}
+
+
+class LlamaLike(RotaryConfig):
+    """Root mean square norms, rotary encoding, shared keys and values, and a gated feed-forward layer."""
+
+    # what transformers takes for keys that a config.json leaves out
+    HF_DEFAULTS: ClassVar[dict[str, Any]]
+    HF_BUFFERS: ClassVar = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    HF_PREFIX: ClassVar = "model."
+    HF_END_OF_TEXT: ClassVar = 2
+    # the value of the key for the activation that this program writes, and the other values that mean the same
+    HF_ACTIVATIONS: ClassVar[Sequence[str]] = ("silu", "swish")
+    ACTIVATION: ClassVar[Activation] = "silu"
+
+    n_kv_heads: Annotated[Heads, Derived("n_heads")] = 0
+    """heads of keys and values, each shared by n_heads / n_kv_heads query heads; mesh.tp splits them if it divides
+    their number, else each device holds all of them"""
+    norm_eps: Positive = 1e-6
+    """epsilon that each norm adds to the mean square"""
+    tied_head: Switch = False
+    """the head uses the token embeddings as its weights"""
+
+    @classmethod
+    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Derive n_kv_heads too."""
+        values = super().derive(values)
+        if n_heads := size(values.get("n_heads")):
+            values.setdefault("n_kv_heads", n_heads)
+        return values
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.n_heads % self.n_kv_heads:
+            raise UserError(
+                f"model.n_heads {self.n_heads} is not divisible by model.n_kv_heads {self.n_kv_heads}: change one of them"
+            )
+        return self
+
+    def norm(self) -> Norm:
+        """Every norm of the model."""
+        return Norm(kind="rms", eps=self.norm_eps, offset=False)
+
+    def attention(self) -> Attention:
+        """The attention of all layers, without a window."""
+        return Attention(heads=self.n_heads, kv_heads=self.n_kv_heads, head_dim=self.d_head, rotary=self.rotary())
+
+    def layer(self) -> Layer:
+        """All layers, without a window."""
+        ff = Dense(d_ff=self.d_ff, activation=self.ACTIVATION, gated=True, bias=False)
+        return Layer(attention=self.attention(), ff=ff, norm=self.norm(), wiring="sequential")
+
+    def windows(self) -> list[int | None]:
+        """The window of each layer."""
+        return [None] * self.layers
+
+    def decoder(self) -> Decoder:
+        """See `ModelConfig`."""
+        layer = self.layer()
+        return Decoder(
+            d_model=self.d_model,
+            n_vocab=self.n_vocab,
+            vocab_multiple=self.vocab_multiple,
+            seq=self.seq,
+            layers=tuple(replace(layer, attention=replace(layer.attention, window=w)) for w in self.windows()),
+            final_norm=self.norm(),
+            tied=self.tied_head,
+        )
+
+    @classmethod
+    def from_hf(cls, keys: ConfigJson) -> Self:
+        """See `ModelConfig`."""
+        return cls(**cls.fields_from_hf(keys))
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """The fields that a config.json gives. A family adds its own.
+
+        Raises:
+            UserError: as in `from_hf`.
+        """
+        defaults = cls.HF_DEFAULTS
+        # null: derived, as in transformers
+        fields = {
+            field: keys.size(key, default=defaults.get(key), null=field in ("n_kv_heads", "d_head"))
+            for field, key in _SIZES.items()
+        }
+        activation = keys.take("hidden_act", default=cls.HF_ACTIVATIONS[0])
+        if activation not in cls.HF_ACTIVATIONS:
+            raise UserError(f"hidden_act is {activation!r:.60}: only {', '.join(cls.HF_ACTIVATIONS)} is supported")
+        return {
+            **fields,
+            **cls.rotary_from_hf(keys),
+            "norm_eps": keys.number("rms_norm_eps", default=1e-6),
+            "tied_head": keys.flag("tie_word_embeddings", default=cls.model_fields["tied_head"].default),
+        }
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        if self.d_model % self.n_heads:
+            self.refuse_hf([f"{self.HF_ARCHITECTURE} requires that model.n_heads divides model.d_model"], "native")
+        return {
+            **{key: getattr(self, field) for field, key in _SIZES.items()},
+            **self.rotary_to_hf(),
+            "hidden_act": self.HF_ACTIVATIONS[0],
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.tied_head,
+            "attention_dropout": 0.0,
+        }
+
+    def norms_to_hf(self) -> dict[str, str]:
+        """The names of a layer's norms, ours and theirs."""
+        return {"norm": "input_layernorm", "ff_norm": "post_attention_layernorm"}
+
+    def hf_tensors(self) -> list[Tensor]:
+        """See `ModelConfig`."""
+        layer, head, block = self.layer(), "lm_head.weight", "model.layers.{}."
+        attention, ff = layer.attention, {"gate": "gate_proj", "in": "up_proj", "out": "down_proj"}
+        embed = Tensor(
+            "embed/tokens/w", "model.embed_tokens.weight", vocab_axis=0, copy=head if self.tied_head else None
+        )
+        rows = [embed]
+        rows += [
+            Tensor(f"blocks/{ours}/scale", f"{block}{theirs}.weight") for ours, theirs in self.norms_to_hf().items()
+        ]
+        for name in "qkvo":
+            rows.append(Tensor(f"blocks/attention/{name}/w", f"{block}self_attn.{name}_proj.weight", TRANSPOSED))
+            bias = "attention_out" if name == "o" else f"attention/{name}"
+            if attention.out_bias if name == "o" else attention.bias:
+                rows.append(Tensor(f"blocks/{bias}/b", f"{block}self_attn.{name}_proj.bias"))
+        if attention.qk_norm:
+            rows += [
+                Tensor(f"blocks/attention/{name}_norm/scale", f"{block}self_attn.{name}_norm.weight") for name in "qk"
+            ]
+        for ours, theirs in ff.items():
+            rows.append(Tensor(f"blocks/ff/{ours}/w", f"{block}mlp.{theirs}.weight", TRANSPOSED))
+            if layer.ff.bias:
+                bias = "ff_out" if ours == "out" else f"ff/{ours}"
+                rows.append(Tensor(f"blocks/{bias}/b", f"{block}mlp.{theirs}.bias"))
+        rows.append(Tensor("head/norm/scale", "model.norm.weight"))
+        if not self.tied_head:
+            rows.append(Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1))
+        return rows
+
+
+class Config(LlamaLike):
+    """Llama: root mean square norms, rotary encoding, shared keys and values, and a gated feed-forward layer."""
+
+    HF_MODEL_TYPE: ClassVar = "llama"
+    HF_ARCHITECTURE: ClassVar = "LlamaForCausalLM"
+    HF_DEFAULTS: ClassVar = {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    }
+
+    family: Literal["llama"] = "llama"
+    """model family: a file in mesh_transformer/families"""
+    attention_bias: Switch = False
+    """biases on q, k, v and the output of the attention"""
+    ff_bias: Switch = False
+    """biases on the matrices of the feed-forward layer"""
+
+    def attention(self) -> Attention:
+        """See `LlamaLike`."""
+        return replace(super().attention(), bias=self.attention_bias, out_bias=self.attention_bias)
+
+    def layer(self) -> Layer:
+        """See `LlamaLike`."""
+        layer = super().layer()
+        return replace(layer, ff=replace(layer.ff, bias=self.ff_bias))
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `LlamaLike`."""
+        # transformers ignores it
+        keys.take("pretraining_tp", default=1)
+        return {
+            **super().fields_from_hf(keys),
+            "attention_bias": keys.flag("attention_bias", default=False),
+            "ff_bias": keys.flag("mlp_bias", default=False),
+        }
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        return {**super().to_hf(), "attention_bias": self.attention_bias, "mlp_bias": self.ff_bias}

@@ -1,0 +1,41 @@
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with a sliding window."""
+
+from typing import Any, ClassVar, Literal
+
+from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.llama import LlamaLike
+from mesh_transformer.fields import Tokens
+
+
+class Config(LlamaLike):
+    """Mistral: Llama with a sliding window in every layer."""
+
+    HF_MODEL_TYPE: ClassVar = "mistral"
+    HF_ARCHITECTURE: ClassVar = "MistralForCausalLM"
+    HF_DEFAULTS: ClassVar = {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+    }
+
+    family: Literal["mistral"] = "mistral"
+    """model family: a file in mesh_transformer/families"""
+    window: Tokens | None = None
+    """number of tokens that a query sees, the last of them its own; absent: all before it"""
+
+    def windows(self) -> list[int | None]:
+        """See `LlamaLike`."""
+        return [self.window] * self.layers
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `LlamaLike`."""
+        return {**super().fields_from_hf(keys), "window": keys.size("sliding_window", default=4096, null=True)}
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        return {**super().to_hf(), "sliding_window": self.window}

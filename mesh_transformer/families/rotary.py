@@ -1,0 +1,135 @@
+"""The rotary encoding of the families after GPT-NeoX: its fields, and its keys in config.json."""
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import model_validator
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.families.base import ConfigJson, ModelConfig
+from mesh_transformer.families.spec import Rotary, Scaling
+from mesh_transformer.fields import Derived, Positive, Switch, Tokens
+
+# the fields that each kind of scaling needs, then those that it may have
+_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "none": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_seq",)),
+    "yarn": (("factor",), ("original_seq", "beta_fast", "beta_slow", "attention_factor", "truncate")),
+}
+_HF_NAMES = {"original_seq": "original_max_position_embeddings"}
+
+
+class RotaryConfig(ModelConfig):
+    """A family with rotary encoding of whole heads, which can be stretched to a longer context."""
+
+    rotary_base: Positive = 10000.0
+    """base of the rotary frequencies"""
+    rotary_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """how the rotary frequencies are lowered for a context longer than the original one: linear: all frequencies;
+    llama3 and yarn: only the low ones"""
+    rotary_factor: Positive | None = None
+    """linear, llama3, yarn: the number that divides the frequencies"""
+    rotary_original_seq: Annotated[Tokens | None, Derived("model.seq")] = None
+    """llama3, yarn: the longest context before it was stretched"""
+    rotary_low_freq_factor: Positive | None = None
+    """llama3: a frequency with fewer turns than this in the original context is divided"""
+    rotary_high_freq_factor: Positive | None = None
+    """llama3: a frequency with more turns than this in the original context stays"""
+    rotary_beta_fast: Annotated[Positive | None, Derived("32")] = None
+    """yarn: a frequency with more turns than this in the original context stays"""
+    rotary_beta_slow: Annotated[Positive | None, Derived("1")] = None
+    """yarn: a frequency with fewer turns than this in the original context is divided"""
+    rotary_attention_factor: Annotated[Positive | None, Derived("0.1 ln(rotary_factor) + 1")] = None
+    """yarn: the number that multiplies sines and cosines"""
+    rotary_truncate: Annotated[Switch | None, Derived("true")] = None
+    """yarn: the range between the two betas ends at whole dims"""
+
+    @model_validator(mode="after")
+    def _check_rotary(self) -> Self:
+        self.check_rotary("d_head", self.d_head)
+        needed, optional = _FIELDS[self.rotary_scaling]
+        for name in sorted({name for fields in _FIELDS.values() for names in fields for name in names}):
+            given = self._scaling_field(name) is not None
+            if given and name not in (*needed, *optional):
+                raise UserError(
+                    f"model.rotary_{name} has no effect with model.rotary_scaling {self.rotary_scaling}: remove it, or "
+                    f"set model.rotary_scaling to {' or '.join(kind for kind, fields in _FIELDS.items() if name in sum(fields, ()))}"
+                )
+            if not given and name in needed:
+                raise UserError(f"model.rotary_scaling {self.rotary_scaling} needs model.rotary_{name}: set it")
+        low, high = self.rotary_low_freq_factor, self.rotary_high_freq_factor
+        if low and high and low >= high:
+            raise UserError(
+                f"model.rotary_low_freq_factor {low:g} must be less than model.rotary_high_freq_factor {high:g}"
+            )
+        return self
+
+    def _scaling_field(self, name: str) -> Any:
+        return getattr(self, f"rotary_{name}")
+
+    def rotary(self) -> Rotary:
+        """The rotary encoding of all layers."""
+        return Rotary(dims=self.d_head, style="halves", base=self.rotary_base, scaling=self._scaling())
+
+    def _scaling(self) -> Scaling | None:
+        if self.rotary_scaling == "none":
+            return None
+        names = [name for names in _FIELDS[self.rotary_scaling] for name in names]
+        given = {name: value for name in names if (value := self._scaling_field(name)) is not None}
+        given.setdefault("original_seq", self.seq)
+        if self.rotary_scaling == "yarn":
+            given.setdefault("attention_factor", yarn_factor(given["factor"]))
+        return Scaling(kind=self.rotary_scaling, **given)
+
+    @staticmethod
+    def rotary_from_hf(keys: ConfigJson) -> dict[str, Any]:
+        """The rotary fields in the keys of transformers 5 (`rope_parameters`) or of earlier versions.
+
+        Raises:
+            UserError: the kind of scaling is not supported.
+        """
+        base = keys.take("rope_theta", default=None)
+        # transformers reads rope_scaling first
+        older, newer = keys.take("rope_scaling", default=None), keys.take("rope_parameters", default=None)
+        values = older or newer or {}
+        if not isinstance(values, dict):
+            raise UserError(f"rope_parameters is {values!r:.60}: expected an object")
+        rope = ConfigJson({**({} if base is None else {"rope_theta": base}), **values})
+        kind = rope.take("rope_type", "type", default="default")
+        scaling = "none" if kind == "default" else kind
+        if not isinstance(scaling, str) or scaling not in _FIELDS:
+            raise UserError(f"rope_type is {kind!r:.60}: only default, linear, llama3 and yarn are supported")
+        if rope.take("partial_rotary_factor", default=1.0) != 1:
+            raise UserError("partial_rotary_factor is not 1: this family rotates whole heads")
+        fields: dict[str, Any] = {"rotary_base": rope.number("rope_theta", default=10000.0), "rotary_scaling": scaling}
+        mscale, all_dims = (rope.take(name, default=None) for name in ("mscale", "mscale_all_dim"))
+        for name in [name for names in _FIELDS[scaling] for name in names]:
+            fields[f"rotary_{name}"] = rope.take(_HF_NAMES.get(name, name), default=None)
+        if scaling == "yarn" and fields["rotary_attention_factor"] is None and mscale and all_dims:
+            factor = fields["rotary_factor"]
+            fields["rotary_attention_factor"] = yarn_factor(factor, mscale) / yarn_factor(factor, all_dims)
+        try:
+            rope.refuse_rest()
+        except UserError as error:
+            raise UserError(f"rope_parameters: {error}") from error
+        return fields
+
+    def rotary_to_hf(self) -> dict[str, Any]:
+        """The keys of config.json for the rotary fields, for transformers 5 and for earlier versions."""
+        kind = "default" if self.rotary_scaling == "none" else self.rotary_scaling
+        values: dict[str, Any] = {"rope_type": kind}
+        for name in [name for names in _FIELDS[self.rotary_scaling] for name in names]:
+            if (value := self._scaling_field(name)) is not None:
+                values[_HF_NAMES.get(name, name)] = value
+        return {
+            "rope_parameters": {**values, "rope_theta": self.rotary_base},
+            "rope_theta": self.rotary_base,
+            "rope_scaling": None if kind == "default" else {**values, "rope_theta": self.rotary_base},
+        }
+
+
+def yarn_factor(factor: float, mscale: float = 1.0) -> float:
+    """What multiplies the sines and cosines of a context that is `factor` times as long (Peng et al. 2023, section
+    3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1

@@ -1,0 +1,222 @@
+"""Repositories of models on the Hugging Face hub, named hf://ORG/NAME or hf://ORG/NAME@REVISION.
+
+huggingface_hub downloads the files to its cache and follows its own environment variables: HF_HOME, HF_TOKEN,
+HF_ENDPOINT, HF_HUB_OFFLINE. Several processes of one host may ask for the same files: the cache locks each file, and
+one process downloads it.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from mesh_transformer import liveness
+from mesh_transformer.errors import UserError
+from mesh_transformer.logs import log
+
+PREFIX = "hf://"
+FORM = "hf://ORG/NAME or hf://ORG/NAME@REVISION, such as hf://EleutherAI/pythia-70m@step3000"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+CONFIG_FILES = ("config.json", "generation_config.json")
+# what the reader of a folder looks for (checkpoint/hf/source.py); .bin files only where there is no safetensors file
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
+_BIN = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
+_PART = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"(?P<name>(?:{_PART}/)?{_PART})(?:@(?P<revision>{_PART}(?:/{_PART})*))?", re.ASCII)
+
+
+class Repository(NamedTuple):
+    """A repository on the hub, and a branch, a tag or a commit in it; None: its main branch."""
+
+    name: str
+    revision: str | None
+
+
+def is_name(path: str) -> bool:
+    """Whether a path names a repository on the hub."""
+    return path.startswith(PREFIX)
+
+
+def parse(path: str) -> Repository:
+    """The repository that `path` names, with or without hf://.
+
+    Raises:
+        UserError: the name is malformed.
+    """
+    match = _NAME.fullmatch(path.removeprefix(PREFIX))
+    if match is None or ".." in path or "--" in match["name"]:
+        raise UserError(f"{path[:200]!r} is not a name on the Hugging Face hub: expected {FORM}")
+    return Repository(match["name"], match["revision"])
+
+
+@functools.cache
+def model_folder(path: str, *, weights: bool = True) -> str:
+    """A local folder with the files of a model: config.json, the tokenizer and, with `weights`, the weights.
+
+    Later calls in this process return the same folder, even if the repository has changed meanwhile.
+
+    Raises:
+        UserError: the name is malformed, there is no such model, it may not be read, or the hub cannot be reached.
+    """
+    folder = _description(path)
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise UserError(f"{path} has no config.json: expected a model in the format of transformers")
+    if not weights:
+        return folder
+    repository = parse(path)._replace(revision=os.path.basename(folder))
+    log.info("%s: commit %s, in %s; weights that are not there yet are downloaded", path, repository.revision, folder)
+    for patterns in (_SAFETENSORS, _BIN):
+        _download(path, repository, (*CONFIG_FILES, *patterns))
+        if any(name.endswith(os.path.splitext(patterns[0])[1]) for name in os.listdir(folder)):
+            return folder
+    raise UserError(
+        f"{path} has no weights in {folder}: expected {_SAFETENSORS[0]} or {_BIN[0]}, or shards of them with an index; without "
+        "a network they must be there already"
+    )
+
+
+def tokenizer_folder(name: str) -> str:
+    """A local folder with the tokenizer of a repository; `name` may begin with hf://.
+
+    Raises:
+        UserError: as in `model_folder`.
+    """
+    return _description(name)
+
+
+def forget() -> None:
+    """Look names up anew from now on."""
+    for function in (model_folder, _description):
+        function.cache_clear()
+
+
+def pinned(path: str) -> str:
+    """The name of a repository with the commit that its revision is now; any other path as it is.
+
+    Raises:
+        UserError: as in `model_folder`.
+    """
+    if not is_name(path):
+        return path
+    return f"{PREFIX}{parse(path).name}@{os.path.basename(_description(path))}"
+
+
+def check_push(path: str) -> None:
+    """Check that `push` to the repository `path` has a name without a revision, and a token that the hub knows.
+
+    Raises:
+        UserError: it has not, or the hub cannot be reached.
+    """
+    import huggingface_hub
+
+    if parse(path).revision is not None:
+        raise UserError(f"{path}: an upload goes to the main branch: give ORG/NAME without a revision")
+    with _explained(path), liveness.service_call():
+        huggingface_hub.HfApi().whoami()
+
+
+def push(folder: str, path: str) -> str:
+    """Upload a local folder to the main branch of the repository `path`; return its address.
+
+    A new repository is private. Weights of the repository that are not in the folder are deleted, because a reader might
+    take them for the model's.
+
+    Raises:
+        UserError: the account may not write there, or the hub cannot be reached.
+    """
+    import huggingface_hub
+
+    if not sys.stderr.isatty() and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
+        huggingface_hub.utils.disable_progress_bars()
+    api, name = huggingface_hub.HfApi(), parse(path).name
+    with _explained(path), liveness.service_call():
+        created = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=created.repo_id,
+            folder_path=folder,
+            commit_message="Upload by mesh-transformer",
+            delete_patterns=[*_SAFETENSORS, *_BIN],
+        )
+    return str(created)
+
+
+@functools.cache
+def _description(path: str) -> str:
+    """The folder with the files that are not weights. Its name is the commit."""
+    return _download(path, parse(path), (*CONFIG_FILES, *TOKENIZER_FILES))
+
+
+def _download(path: str, repository: Repository, patterns: Sequence[str]) -> str:
+    import huggingface_hub
+
+    with _explained(path), liveness.service_call():
+        return huggingface_hub.snapshot_download(
+            repository.name, revision=repository.revision, allow_patterns=list(patterns), tqdm_class=_bar()
+        )
+
+
+@functools.cache
+def _bar() -> type:
+    """The library's progress bar, which also tells the watchdog of progress. It is shown only on a terminal."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named | ({} if sys.stderr.isatty() else {"disable": True}))
+
+        def update(self, n: float | None = 1) -> Any:
+            liveness.record_progress()
+            return super().update(n)
+
+    return Bar
+
+
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Turn the library's errors into a UserError of one line that says what to do."""
+    from huggingface_hub import errors
+
+    token = "with a token of an account that may read it (hf auth login, or the environment variable HF_TOKEN)"
+    try:
+        yield
+    except errors.HFValidationError as error:
+        raise UserError(f"{path} is not a name on the Hugging Face hub: expected {FORM}") from error
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"{path} is gated: accept its conditions on its page on the hub, and run the command {token}"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(f"{path}: the repository has no such branch, tag or commit") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"{path}: no such repository on the Hugging Face hub, or a private one: check the name, or run the command {token}"
+        ) from error
+    except errors.LocalTokenNotFoundError as error:
+        raise UserError(f"{path}: no token of the Hugging Face hub: run hf auth login, or set HF_TOKEN") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise UserError(
+            f"{path} is not in this machine's cache, and the Hugging Face hub cannot be reached ({_reason(error)})"
+        ) from error
+    # errors of the network, of the server and of the disk; an upload raises RuntimeError
+    except (OSError, ValueError, RuntimeError, errors.HTTPError) as error:
+        raise UserError(f"{path}: the Hugging Face hub or its cache cannot be used ({_reason(error)})") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause of an error, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}"[:200]

@@ -1,0 +1,117 @@
+"""Attention of whole sequences whose positions are split over devices (context parallelism).
+
+`mesh.context_mode` says how a device reads the keys of other devices:
+
+- ring: keys and values go around a ring of the devices; each visit adds to the softmax (Liu et al. 2023,
+  arXiv:2310.01889). A device has consecutive positions, so that half of the blocks are masked.
+- zigzag: the same, and a device has an early and a late chunk of the sequence (`Partition.sequence_order`): every device
+  computes two unmasked blocks in each visit.
+- gather: each device gathers all keys and values.
+- ulysses: the heads are split instead of the positions (Jacobs et al. 2023, arXiv:2309.14509).
+
+All are exact. `ops.attend.ring` computes the first three.
+
+Shapes: B sequences, T positions, H heads, J heads of keys and values, K dims of a head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mesh_transformer.ops.attend.causal import Causal
+from mesh_transformer.ops.attend.ring import Plan, attend
+from mesh_transformer.parallel.sharding import Partition, active
+
+
+def order(length: int) -> np.ndarray | None:
+    """`Partition.sequence_order` of the active partition."""
+    partition = active()
+    return None if partition is None else partition.sequence_order(length)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitHeads:
+    """An `Attend` that splits the heads over the devices that elsewhere split the positions, beside those that split
+    heads anyway. The partitioner moves the arrays by all-to-all."""
+
+    view: ClassVar = None
+    partition: Partition
+    bias_BHTS: jax.Array | None = None
+    segments_BT: jax.Array | None = None
+
+    def __call__(
+        self,
+        q_BTHK: jax.Array,
+        k_BTJK: jax.Array,
+        v_BTJK: jax.Array,
+        *,
+        scale: float,
+        window: jax.Array | int | None = None,
+        softcap: float | None = None,
+    ) -> jax.Array:
+        """See `Attend`. Heads of keys are repeated until each device has whole ones."""
+        rules = self.partition.rules
+        split = self.partition.with_rules(seq=None, heads=(*(rules["heads"] or ()), *(rules["seq"] or ())))
+
+        def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x, split.sharding(*axes))
+
+        times = math.lcm(k_BTJK.shape[2], split.size("heads")) // k_BTJK.shape[2]
+        if times > 1:
+            k_BTJK, v_BTJK = (jnp.repeat(x, times, axis=2) for x in (k_BTJK, v_BTJK))
+        q_BTHK, k_BTJK, v_BTJK = (constrain(x, "batch", "seq", "heads", None) for x in (q_BTHK, k_BTJK, v_BTJK))
+        bias = None if self.bias_BHTS is None else constrain(self.bias_BHTS, None, "heads", "seq", None)
+        causal = Causal(bias, self.segments_BT)
+        mixed = causal(q_BTHK, k_BTJK, v_BTJK, scale=scale, window=window, softcap=softcap)
+        return constrain(mixed, "batch", "seq", "heads", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitPositions:
+    """An `Attend` whose queries stay where they are: keys and values travel, or are gathered."""
+
+    view: ClassVar = None
+    partition: Partition
+    bias_BHTS: jax.Array | None = None
+    segments_BT: jax.Array | None = None
+
+    def __call__(
+        self,
+        q_BTHK: jax.Array,
+        k_BTJK: jax.Array,
+        v_BTJK: jax.Array,
+        *,
+        scale: float,
+        window: jax.Array | int | None = None,
+        softcap: float | None = None,
+    ) -> jax.Array:
+        """See `Attend`."""
+        (axis,) = self.partition.rules["seq"] or ()
+        mode, mesh = self.partition.context_mode, self.partition.mesh
+        plan = Plan(mesh, axis, self.partition.size("seq"), mode, scale, softcap)
+        window = None if window is None else jnp.asarray(window, jnp.int32)
+        return attend(plan, q_BTHK, k_BTJK, v_BTJK, self.bias_BHTS, self.segments_BT, window)
+
+
+Whole = Causal | SplitHeads | SplitPositions
+"""The kinds of an `Attend` of whole sequences."""
+
+
+def attention(bias_BHTS: jax.Array | None = None, segments_BT: jax.Array | None = None) -> Whole:
+    """The attention of whole sequences to themselves, for the active partition.
+
+    Args:
+        bias_BHTS: B is 1. Rows and columns are in the order of the partition's positions.
+        segments_BT: int32: a query sees the keys of its own segment only; None: all.
+    """
+    partition = active()
+    if partition is None or partition.size("seq") == 1:
+        return Causal(bias_BHTS, segments_BT)
+    kind = SplitHeads if partition.context_mode == "ulysses" else SplitPositions
+    return kind(partition, bias_BHTS, segments_BT)

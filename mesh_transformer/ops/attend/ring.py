@@ -1,0 +1,376 @@
+"""Attention to keys and values of other devices, which go around a ring of the devices or are gathered.
+
+Each visit of keys adds to the softmax of the queries. The backward pass has queries, keys, values, output and the
+softmax's normalizer. It computes the softmax again: keys and values travel once more, and their gradients with them.
+
+Shapes: B sequences, T positions, H heads, J heads of keys and values, G = H / J queries that share keys, K dims of a
+head. Of one device: C query positions and S key positions of a chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer.ops.attend.causal import MASKED, sees, soft_capped
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What is known before the arrays."""
+
+    mesh: Mesh
+    # the mesh axis that splits the positions, and its size
+    axis: str
+    devices: int
+    mode: str
+    scale: float
+    softcap: float | None
+
+    def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` of the arrays of one device; the partitioner splits all other dimensions."""
+        function = functools.partial(function, self)
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={self.axis}, check_vma=True
+        )
+
+    def empty(self, shape: Sequence[int], value: float = 0.0) -> jax.Array:
+        """A float32 array that differs between devices later."""
+        return jax.lax.pcast(jnp.full(shape, value, jnp.float32), self.axis, to="varying")
+
+    def send(self, tree: Any) -> Any:
+        """The arrays of the previous device of the ring."""
+        ring = [(i, (i + 1) % self.devices) for i in range(self.devices)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, ring), tree)
+
+    def chunks(self, x: Any, dimension: int) -> list[Any]:
+        """The chunks of an array of one device, earliest first: with zigzag two, else one."""
+        if x is None:
+            return [None, None][: self.count]
+        return jnp.split(x, self.count, axis=dimension)
+
+    @property
+    def count(self) -> int:
+        """The number of chunks of a device."""
+        return 2 if self.mode == "zigzag" else 1
+
+    def positions(self, device: jax.Array, chunk: int, size: int) -> jax.Array:
+        """The positions of a chunk of a device, (size,) int32."""
+        number = 2 * self.devices - 1 - device if chunk else device
+        return number * size + jnp.arange(size)
+
+
+class _Queries(NamedTuple):
+    """A chunk of queries."""
+
+    q_BCJGK: jax.Array
+    positions_C: jax.Array
+    segments_BC: jax.Array | None
+    # all columns
+    bias_BJGCT: jax.Array | None
+
+
+class _Backward(NamedTuple):
+    """A chunk of queries, the gradient of their output, and what the forward pass kept of them."""
+
+    query: _Queries
+    dy_BCJGK: jax.Array
+    log_z_BJGC: jax.Array
+    # the sum over K of output and gradient
+    delta_BJGC: jax.Array
+
+
+class _Sent(NamedTuple):
+    """A chunk of keys as it is sent."""
+
+    k_BSJK: jax.Array
+    v_BSJK: jax.Array
+    segments_BS: jax.Array | None
+
+
+class _Keys(NamedTuple):
+    """A chunk of keys whose device is known."""
+
+    k_BSJK: jax.Array
+    v_BSJK: jax.Array
+    segments_BS: jax.Array | None
+    positions_S: jax.Array
+    # the first column of the bias
+    column: jax.Array
+
+
+class _Softmax(NamedTuple):
+    """The softmax of a chunk of queries over the keys so far, float32."""
+
+    numerator_BJGCK: jax.Array
+    largest_BJGC: jax.Array
+    total_BJGC: jax.Array
+
+
+class _QueryGradients(NamedTuple):
+    dq_BCJGK: jax.Array
+    dbias_BJGCT: jax.Array | None
+
+
+class _KeyGradients(NamedTuple):
+    dk_BSJK: jax.Array
+    dv_BSJK: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: Any, window: Any) -> jax.Array:
+    """The output of attention, (B, T, H, K) of q's dtype.
+
+    Args:
+        q, k, v: (B, T, H, K), (B, T, J, K), (B, T, J, K); positions in the order of `Partition.sequence_order`.
+        bias: (1, H, T, T) or None; its rows and columns are in the same order.
+        segments: (B, T) int32 or None: a query sees the keys of its own segment only.
+        window: int32 scalar or None, as in `causal.Attend`.
+    """
+    return _forward(plan, q, k, v, bias, segments, window)[0]
+
+
+def _specs(plan: Plan) -> tuple[P, ...]:
+    """The splits of q, k, v, the bias, the segments and the window."""
+    rows = P(None, plan.axis)
+    return rows, rows, rows, P(None, None, plan.axis), rows, P()
+
+
+def _forward(plan: Plan, *arrays: Any) -> tuple[jax.Array, Any]:
+    run = plan.map(_forward_of_device, _specs(plan), (P(None, plan.axis), P(None, None, None, plan.axis)))
+    # the policies of compute.remat know what is kept of attention by this name
+    mixed, log_z = (checkpoint_name(x, "attn_out") for x in run(*arrays))
+    return mixed, (*arrays, mixed, log_z)
+
+
+def _backward(plan: Plan, saved: Any, dy_BTHK: jax.Array) -> tuple[Any, ...]:
+    specs = _specs(plan)
+    rows = P(None, plan.axis)
+    run = plan.map(_backward_of_device, (*specs, rows, P(None, None, None, plan.axis), rows), specs[:4])
+    return *run(*saved, dy_BTHK), None, None
+
+
+attend.defvjp(_forward, _backward)
+
+
+def _forward_of_device(plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: Any, window: Any) -> Any:
+    """The output (B, C, H, K) and the logarithm of the softmax's normalizer, (B, J, G, C) float32."""
+    queries = _queries(plan, q, k.shape[2], bias, segments)
+    start = [
+        _Softmax(
+            plan.empty((*_rows(one), one.q_BCJGK.shape[-1])), plan.empty(_rows(one), -jnp.inf), plan.empty(_rows(one))
+        )
+        for one in queries
+    ]
+
+    def block(query: _Queries, key: _Keys, masked: bool, softmax: _Softmax, _: None) -> tuple[_Softmax, None]:
+        logits = _logits(query, key, _products(plan, query, key), masked, window)
+        largest = jnp.maximum(softmax.largest_BJGC, logits.max(-1))
+        exps, rescale = jnp.exp(logits - largest[..., None]), jnp.exp(softmax.largest_BJGC - largest)
+        mixed = _product("bjgcs,bsjk->bjgck", exps.astype(key.v_BSJK.dtype), key.v_BSJK)
+        numerator = softmax.numerator_BJGCK * rescale[..., None] + mixed
+        return _Softmax(numerator, largest, softmax.total_BJGC * rescale + exps.sum(-1)), None
+
+    def visit(state: Any, device: Any, keys: list[_Sent], _: Any) -> Any:
+        return _visit(plan, block, device, queries, keys, state, [None] * len(keys))
+
+    state, _ = _all_visits(plan, visit, start, _keys(plan, k, v, segments), [None] * plan.count)
+    mixed = [one.numerator_BJGCK / one.total_BJGC[..., None] for one in state]
+    log_z = [one.largest_BJGC + jnp.log(one.total_BJGC) for one in state]
+    rows = [rearrange(x, "b j g c k -> b c (j g) k").astype(q.dtype) for x in mixed]
+    return jnp.concatenate(rows, axis=1), jnp.concatenate(log_z, axis=3)
+
+
+def _backward_of_device(
+    plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: Any, window: Any, mixed: Any, log_z: Any, dy: Any
+) -> Any:
+    """The gradients of q, k, v and the bias, as in `ops.attend.causal`, with the softmax from its normalizer."""
+    queries = _queries(plan, q, k.shape[2], bias, segments)
+    delta = (dy.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1)
+    delta = rearrange(delta, "b t (j g) -> b j g t", j=k.shape[2])
+    dys = plan.chunks(rearrange(dy, "b t (j g) k -> b t j g k", j=k.shape[2]), 1)
+    kept = zip(dys, plan.chunks(log_z, 3), plan.chunks(delta, 3), strict=True)
+    saved = [_Backward(query, *more) for query, more in zip(queries, kept, strict=True)]
+
+    def block(rows: _Backward, key: _Keys, masked: bool, dquery: _QueryGradients, dkey: _KeyGradients) -> Any:
+        query = rows.query
+        products = _products(plan, query, key)
+        logits = _logits(query, key, products, masked, window)
+        weights = jnp.exp(logits - rows.log_z_BJGC[..., None])
+        dweights = _product("bcjgk,bsjk->bjgcs", rows.dy_BCJGK, key.v_BSJK)
+        dlogits = weights * (dweights - rows.delta_BJGC[..., None])
+        dbias = _add_columns(dquery.dbias_BJGCT, key.column, dlogits)
+        if plan.softcap is not None:
+            dlogits = dlogits * (1 - jnp.square(products / plan.softcap))
+        dlogits = (dlogits / np.float32(1 / plan.scale)).astype(q.dtype)
+        dq = dquery.dq_BCJGK + _product("bjgcs,bsjk->bcjgk", dlogits, key.k_BSJK)
+        dk = dkey.dk_BSJK + _product("bjgcs,bcjgk->bsjk", dlogits, query.q_BCJGK)
+        dv = dkey.dv_BSJK + _product("bjgcs,bcjgk->bsjk", weights.astype(q.dtype), rows.dy_BCJGK)
+        return _QueryGradients(dq, dbias), _KeyGradients(dk, dv)
+
+    def visit(state: Any, device: Any, keys: list[_Sent], gradients: Any) -> Any:
+        return _visit(plan, block, device, saved, keys, state, gradients)
+
+    keys = _keys(plan, k, v, segments)
+    start = [
+        _QueryGradients(
+            plan.empty(one.q_BCJGK.shape), None if one.bias_BJGCT is None else plan.empty(one.bias_BJGCT.shape)
+        )
+        for one in queries
+    ]
+    none = [_KeyGradients(plan.empty(one.k_BSJK.shape), plan.empty(one.v_BSJK.shape)) for one in keys]
+    dqueries, dkeys = _all_visits(plan, visit, start, keys, none)
+    dq = jnp.concatenate([rearrange(one.dq_BCJGK, "b c j g k -> b c (j g) k") for one in dqueries], axis=1)
+    dk, dv = (jnp.concatenate(parts, axis=1) for parts in zip(*dkeys, strict=True))
+    dbias = None
+    if bias is not None:
+        rows = [rearrange(one.dbias_BJGCT, "b j g c t -> b (j g) c t") for one in dqueries]
+        dbias = jnp.concatenate(rows, axis=2).astype(bias.dtype)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias
+
+
+def _queries(plan: Plan, q_BTHK: Any, j: int, bias_BHTS: Any, segments_BT: Any) -> list[_Queries]:
+    """The chunks of a device's queries."""
+    device = jax.lax.axis_index(plan.axis)
+    q = rearrange(q_BTHK, "b t (j g) k -> b t j g k", j=j)
+    bias = None if bias_BHTS is None else rearrange(bias_BHTS, "b (j g) t s -> b j g t s", j=j)
+    chunks = zip(plan.chunks(q, 1), plan.chunks(segments_BT, 1), plan.chunks(bias, 3), strict=True)
+    return [
+        _Queries(q, plan.positions(device, number, q.shape[1]), segments, bias)
+        for number, (q, segments, bias) in enumerate(chunks)
+    ]
+
+
+def _keys(plan: Plan, *arrays: Any) -> list[_Sent]:
+    """The chunks of a device's keys, values and segments."""
+    return [_Sent(*chunk) for chunk in zip(*(plan.chunks(x, 1) for x in arrays), strict=True)]
+
+
+def _rows(query: _Queries) -> tuple[int, ...]:
+    """The shape (B, J, G, C)."""
+    b, c, j, g, _ = query.q_BCJGK.shape
+    return b, j, g, c
+
+
+def _all_visits(plan: Plan, visit: Any, state: Any, keys: list[_Sent], gradients: Any) -> tuple[Any, Any]:
+    """`state` and the gradients of the device's own keys after the keys of all devices were visited.
+
+    `visit(state, device, keys, gradients)` adds the keys of `device`, None for the own ones, to the state, and returns
+    it with the gradients of these keys. What is sent does not depend on the visit, so that both overlap: the next keys
+    before a visit, and the gradients of the last visit.
+    """
+    own, n = jax.lax.axis_index(plan.axis), plan.devices
+    if plan.mode == "gather":
+        return _gathered_visit(plan, visit, state, keys, gradients)
+
+    def later(carry: Any, step: Any) -> tuple[Any, None]:
+        state, keys, gradients = carry
+        following, gradients = plan.send(keys), plan.send(gradients)
+        state, gradients = visit(state, (own - step) % n, keys, gradients)
+        return (state, following, gradients), None
+
+    following = plan.send(keys)
+    state, gradients = visit(state, None, keys, gradients)
+    # without the barrier the first two visits, which no loop separates, may need memory at the same time
+    carry = jax.lax.optimization_barrier((state, following, gradients))
+    if n > 2:
+        carry, _ = jax.lax.scan(later, carry, jnp.arange(1, n - 1))
+    state, keys, gradients = carry
+    state, gradients = visit(state, (own + 1) % n, keys, plan.send(gradients))
+    return state, plan.send(gradients)
+
+
+def _gathered_visit(plan: Plan, visit: Any, state: Any, keys: list[_Sent], gradients: Any) -> tuple[Any, Any]:
+    """One visit of the keys of all devices. The sum of their gradients returns to the device."""
+    whole = [jax.tree.map(lambda x: jax.lax.all_gather(x, plan.axis, axis=1, tiled=True), one) for one in keys]
+    zeros = jax.tree.map(lambda x: plan.empty((x.shape[0], plan.devices * x.shape[1], *x.shape[2:])), gradients)
+    state, summed = visit(state, None, whole, zeros)
+    return state, jax.tree.map(lambda x: jax.lax.psum_scatter(x, plan.axis, scatter_dimension=1, tiled=True), summed)
+
+
+def _visit(
+    plan: Plan, block: Any, device: Any, queries: list[Any], keys: list[Any], states: list[Any], gradients: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Add the keys of `device` (None: the own) to the states of the queries and to the gradients of these keys.
+
+    With zigzag, the late queries see all early keys of any device. Of an earlier device, the early queries see the early
+    keys; of a later one, the late queries see the late keys. Both are one block, whose inputs are selected, so that all
+    devices compute the same.
+    """
+    own = jax.lax.axis_index(plan.axis)
+    keys = [_placed(plan, own if device is None else device, number, sent) for number, sent in enumerate(keys)]
+    states, gradients = list(states), list(gradients)
+
+    def add(row: int, column: int, masked: bool) -> None:
+        states[row], gradients[column] = block(queries[row], keys[column], masked, states[row], gradients[column])
+
+    if plan.count == 1:
+        add(0, 0, masked=True)
+        return states, gradients
+    add(1, 0, masked=False)
+    if device is None:
+        add(0, 0, masked=True)
+        add(1, 1, masked=True)
+        return states, gradients
+    earlier = device < own
+
+    def pick(pair: Sequence[Any]) -> Any:
+        return jax.tree.map(functools.partial(jnp.where, earlier), *pair)
+
+    def put(old: Sequence[Any], new: Any) -> list[Any]:
+        return [pick((new, old[0])), pick((old[1], new))]
+
+    state, gradient = block(pick(queries), pick(keys), False, pick(states), pick(gradients))
+    return put(states, state), put(gradients, gradient)
+
+
+def _placed(plan: Plan, device: jax.Array, number: int, sent: _Sent) -> _Keys:
+    """A chunk of keys with its positions and its place in the order of `Partition.sequence_order`."""
+    size = sent.k_BSJK.shape[1]
+    if plan.mode == "gather":
+        return _Keys(*sent, jnp.arange(size), jnp.zeros((), jnp.int32))
+    return _Keys(*sent, plan.positions(device, number, size), (plan.count * device + number) * size)
+
+
+def _product(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)
+
+
+def _products(plan: Plan, query: _Queries, key: _Keys) -> jax.Array:
+    """scale q k, with the soft cap, (B, J, G, C, S) float32."""
+    # a division, as in `attention_logits`
+    products = _product("bcjgk,bsjk->bjgcs", query.q_BCJGK, key.k_BSJK) / np.float32(1 / plan.scale)
+    return products if plan.softcap is None else soft_capped(products, plan.softcap)
+
+
+def _logits(query: _Queries, key: _Keys, products: jax.Array, masked: bool, window: jax.Array | None) -> jax.Array:
+    """The products with the bias, where a query sees a key. Without `masked`, it sees all of its window and segment."""
+    if query.bias_BJGCT is not None:
+        size = key.k_BSJK.shape[1]
+        products = products + jax.lax.dynamic_slice_in_dim(query.bias_BJGCT, key.column, size, 4).astype(jnp.float32)
+    if masked or window is not None:
+        seen = sees(query.positions_C[None], key.positions_S[None], window)[:, None, None]
+        products = jnp.where(seen, products, MASKED)
+    if query.segments_BC is not None and key.segments_BS is not None:
+        same = (query.segments_BC[:, :, None] == key.segments_BS[:, None])[:, None, None]
+        products = jnp.where(same, products, MASKED)
+    return products
+
+
+def _add_columns(total_BJGCT: Any, column: Any, dlogits_BJGCS: jax.Array) -> Any:
+    """The bias's gradient plus the sum over sequences of `dlogits`, whose first column is `column`."""
+    if total_BJGCT is None:
+        return None
+    old = jax.lax.dynamic_slice_in_dim(total_BJGCT, column, dlogits_BJGCS.shape[4], 4)
+    new = old + dlogits_BJGCS.sum(0, keepdims=True)
+    return jax.lax.dynamic_update_slice_in_dim(total_BJGCT, new, column, 4)

@@ -1,0 +1,86 @@
+"""Rotary position encoding (Su et al. 2021, arXiv:2104.09864) and its extensions to longer contexts.
+
+Shapes: B sequences, T positions, H heads, K dims of a head, R rotated dims.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mesh_transformer.families import spec
+
+
+class Rotation(NamedTuple):
+    """The angles of each position: sines and cosines, float32 (B, T, R / 2). B may be 1."""
+
+    sin_BTR: jax.Array
+    cos_BTR: jax.Array
+
+
+def rotation(rotary: spec.Rotary, positions_BT: jax.Array, n_positions: int) -> Rotation:
+    """The angles position * frequency of int32 positions below `n_positions`.
+
+    In float32 they are computed from the positions, as transformers does. In float64, as the original GPT-J has them,
+    they are looked up in tables.
+    """
+    if rotary.precision == "float64":
+        theta = np.arange(n_positions, dtype=np.float64)[:, None] * frequencies(rotary)
+        sin, cos = (jnp.asarray(table.astype(np.float32)) for table in (np.sin(theta), np.cos(theta)))
+        return Rotation(sin[positions_BT], cos[positions_BT])
+    theta_BTR = positions_BT[..., None].astype(jnp.float32) * jnp.asarray(frequencies(rotary))[None, None]
+    factor = rotary.scaling.attention_factor if rotary.scaling else 1.0
+    return Rotation(jnp.sin(theta_BTR) * factor, jnp.cos(theta_BTR) * factor)
+
+
+def rotate(x_BTHK: jax.Array, angles: Rotation, style: str) -> jax.Array:
+    """Rotate pairs of the first R dims of each head by the angles of their position; see `spec.Rotary`.
+
+    The result has x's dtype; the arithmetic is float32.
+    """
+    rotary_dims = 2 * angles.sin_BTR.shape[-1]
+    head = x_BTHK[..., :rotary_dims].astype(jnp.float32)
+    first, second = jnp.split(head, 2, axis=-1) if style == "halves" else (head[..., ::2], head[..., 1::2])
+    sin, cos = angles.sin_BTR[:, :, None, :], angles.cos_BTR[:, :, None, :]
+    rotated = first * cos - second * sin, second * cos + first * sin
+    join = jnp.concatenate if style == "halves" else jnp.stack
+    head = join(rotated, axis=-1).reshape(head.shape)
+    return jnp.concatenate([head.astype(x_BTHK.dtype), x_BTHK[..., rotary_dims:]], axis=-1)
+
+
+def frequencies(rotary: spec.Rotary) -> np.ndarray:
+    """The angle of each pair for one position, (R / 2,) of the rotary's precision: base^(-2i / R), scaled."""
+    exponents = np.arange(0, rotary.dims, 2, dtype=rotary.precision) / np.dtype(rotary.precision).type(rotary.dims)
+    if rotary.precision == "float64":
+        return rotary.base**-exponents
+    plain = 1 / np.float32(rotary.base) ** exponents
+    scaling = rotary.scaling
+    if scaling is None:
+        return plain
+    lowered = plain / np.float32(scaling.factor)
+    return (lowered + _kept_share(rotary, scaling, plain) * (plain - lowered)).astype(np.float32)
+
+
+def _kept_share(rotary: spec.Rotary, scaling: spec.Scaling, frequencies_R: np.ndarray) -> np.ndarray | float:
+    """How much of each frequency stays: 1 keeps it, 0 divides it by the factor."""
+    if scaling.kind == "linear":
+        return 0.0
+    if scaling.kind == "llama3":
+        turns = scaling.original_seq * frequencies_R / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return np.clip((turns - low) / (high - low), 0, 1)
+    first, last = (_pair_with_turns(rotary, scaling, turns) for turns in (scaling.beta_fast, scaling.beta_slow))
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary.dims - 1)
+    # the ramp of one point has a width too
+    width = last - first if last != first else 0.001
+    return 1 - np.clip((np.arange(rotary.dims // 2, dtype=np.float32) - first) / width, 0, 1)
+
+
+def _pair_with_turns(rotary: spec.Rotary, scaling: spec.Scaling, turns: float) -> float:
+    """The index of the pair, not a whole number, that makes `turns` turns in the original context."""
+    length = scaling.original_seq / (turns * 2 * math.pi)
+    return rotary.dims * math.log(length) / (2 * math.log(rotary.base))

@@ -1,0 +1,129 @@
+"""preflight.py: compile a config for slices and GPUs, report memory and time, propose a better config."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+
+from mesh_transformer import logs
+from mesh_transformer.config import Config
+from mesh_transformer.errors import UserError
+from mesh_transformer.estimate.prediction import Prediction, predict_serving, predict_training
+from mesh_transformer.estimate.programs import default_folder
+from mesh_transformer.estimate.search import remedies, search
+from mesh_transformer.estimate.target import Target, gpu_target, tpu_target
+from mesh_transformer.logs import log
+from mesh_transformer.runtime.preflight import report
+from mesh_transformer.runtime.training.config import training_config
+
+# A config and the --set arguments that distinguish it from the given one.
+Case = tuple[Config, Sequence[str]]
+DEFAULT_SLICES = ("v3-8", "v4-8", "v5e-8", "v6e-8")
+
+
+@dataclass(frozen=True)
+class PreflightOptions:
+    """The options of preflight.py."""
+
+    tune_model_path: str | None
+    tpu: Sequence[str]
+    gpu: Sequence[str]
+    search: bool
+    serve: bool
+    slots: int
+    # programs compiled for each target of a search
+    compile: int
+    # steps that days and money are for; None: optimizer.total_steps
+    steps: int | None
+    # of a chip for an hour
+    price: float | None
+    json: bool
+    plot: str
+
+
+def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -> int:
+    """Run preflight.py. Returns 0 if something fits each target, else 1.
+
+    Raises:
+        UserError: an option or the config cannot be used, or a compiler is not installed.
+    """
+    logs.set_up()
+    _check(options)
+    # programs are compiled for devices that are not attached: those of this machine stay free
+    jax.config.update("jax_platforms", "cpu")
+    config = training_config(config_path, overrides, options.tune_model_path)
+    targets = [*map(tpu_target, options.tpu), *map(gpu_target, options.gpu)]
+    targets = targets or [tpu_target(name) for name in DEFAULT_SLICES]
+    plan = [(target, _cases(config, target, options)) for target in targets]
+    total = sum(len(cases) for _, cases in plan) * (2 if options.serve else 1)
+    costs = report.Costs(options.steps or config.optimizer.total_steps, options.price)
+    progress = logs.Progress("compiling", total, unit="program")
+    found: list[list[Prediction]] = []
+    done = 0
+    for target, cases in plan:
+        rows = []
+        for row in _predictions(cases, target, options):
+            rows.append(row)
+            done = min(done + 1, total)
+            progress.update(done, slice=target.name, result=report.verdict(row))
+        found.append(_mark_best(rows))
+        if options.json:
+            for row in found[-1]:
+                report.print_json(row, target, costs)
+    progress.close()
+    if not options.json:
+        report.print_table(found, targets, costs)
+    for target, rows in zip(targets, found, strict=True):
+        if not any(row.fits for row in rows):
+            log.warning("%s", report.advice(target, rows, _remedies(config, target)))
+    if options.plot:
+        report.plot(found, options.plot)
+    return 0 if all(any(row.fits for row in rows) for rows in found) else 1
+
+
+def _check(options: PreflightOptions) -> None:
+    bounds = {"--compile": options.compile, "--slots": options.slots, "--steps": options.steps}
+    for option, value in bounds.items():
+        if value is not None and value < 1:
+            raise UserError(f"{option} {value}: expected a whole number, 1 or more")
+    if options.price is not None and not (math.isfinite(options.price) and options.price >= 0):
+        raise UserError(f"--price {options.price}: expected the price of a chip for an hour, 0 or more")
+    if options.search and options.serve:
+        raise UserError("--search finds the fastest training step: use it without --serve")
+    if options.plot and not Path(options.plot).resolve().parent.is_dir():
+        raise UserError(f"--plot {options.plot}: the folder does not exist")
+
+
+def _cases(config: Config, target: Target, options: PreflightOptions) -> list[Case]:
+    """The given config, or with --search the fastest by the closed form, else those that need the least memory."""
+    if not options.search:
+        return [(config, ())]
+    try:
+        found = search(config, target.n_devices, target.accelerator, options.compile)
+    except UserError as error:
+        # the row of the given config says why it does not fit
+        log.warning("%s: %s", target.name, error)
+        return [(config, ())]
+    return [(one.config, one.overrides) for one in found.best or found.misses]
+
+
+def _predictions(cases: Sequence[Case], target: Target, options: PreflightOptions) -> Iterator[Prediction]:
+    folder = default_folder()
+    for config, changes in cases:
+        if options.serve:
+            yield from predict_serving(config, target, changes, folder, options.slots)
+        else:
+            yield predict_training(config, target, changes, folder)
+
+
+def _remedies(config: Config, target: Target) -> list[str]:
+    return remedies(config, target.n_devices, target.accelerator) if target.accelerator.is_tpu else []
+
+
+def _mark_best(rows: Sequence[Prediction]) -> list[Prediction]:
+    # the time of a prompt is not to be compared with that of a token
+    fitting = [row for row in rows if row.fits and row.program != "prefill"]
+    best = max(fitting, key=lambda row: row.tokens_per_s or 0.0, default=None)
+    return [replace(row, best=row is best) for row in rows]

@@ -1,0 +1,160 @@
+"""The output of preflight.py: a table, lines of JSON, a picture, and what to change if nothing fits."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mesh_transformer.estimate.prediction import Prediction
+from mesh_transformer.estimate.target import Target
+from mesh_transformer.estimate.timeline import PARTS
+
+_HEAD = (
+    "slice",
+    "mesh",
+    "microbatch x acc.",
+    "remat",
+    "fits",
+    "peak GiB",
+    "step",
+    "range",
+    "tokens/s",
+    "MFU",
+    "days",
+    "cost",
+)
+# parts of the memory and the time, from the table of Okabe and Ito 2008 for all kinds of color vision
+_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
+
+
+class Costs(NamedTuple):
+    """A run of so many steps, at a price of a chip for an hour; None: no price is given."""
+
+    steps: int
+    price: float | None
+
+    def days(self, row: Prediction) -> float | None:
+        """Days of the run, without compilation, checkpoints and stops."""
+        return None if row.step_s is None or row.program != "train" else self.steps * row.step_s / 86400
+
+    def money(self, row: Prediction, target: Target) -> float | None:
+        """In the unit of the price."""
+        days = self.days(row)
+        return None if days is None or self.price is None else 24 * days * target.chips * self.price
+
+
+def verdict(row: Prediction) -> str:
+    """A few words for the progress line."""
+    return f"fits, {row.tokens_per_s:,.0f} tokens/s" if row.fits else "does not fit"
+
+
+def print_json(row: Prediction, target: Target, costs: Costs) -> None:
+    """One object on one line of standard output."""
+    extra = {"days": costs.days(row), "cost": costs.money(row, target)}
+    sys.stdout.write(json.dumps({**_rounded(dataclasses.asdict(row)), **_rounded(extra)}) + "\n")
+    sys.stdout.flush()
+
+
+def print_table(found: Sequence[Sequence[Prediction]], targets: Sequence[Target], costs: Costs) -> None:
+    """A row for each prediction, and the parts of time and memory of the best of each target."""
+    lines = [_HEAD, *(_line(row, target, costs) for target, rows in zip(targets, found, strict=True) for row in rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(_HEAD))]
+    out = sys.stdout.write
+    for line in lines:
+        out("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")
+    for row in (row for rows in found for row in rows):
+        if row.reason:
+            out(f"\n{row.slice} {_mesh(row)}: {row.reason}\n")
+        elif row.best or row.program != "train":
+            out(f"\n{row.slice} {row.program}, GiB of a device: {_parts(row.memory_gib, '.2f')}\n")
+            out(f"{row.slice} {row.program}, predicted seconds: {_parts(row.parts, '.3f')}\n")
+        if row.best and row.set:
+            out(f"{row.slice}, to use it: {' '.join(f'--set {argument}' for argument in row.set)}\n")
+        for note in row.notes:
+            out(f"{row.slice} {row.program}: {note}\n")
+    out("\nMemory is the compiler's own count. Times are predictions (docs/preflight.md).\n")
+    sys.stdout.flush()
+
+
+def advice(target: Target, rows: Sequence[Prediction], remedies: Sequence[str]) -> str:
+    """The nearest miss of a target that nothing fits, and what would make it fit."""
+    known = [row for row in rows if row.peak_gib is not None]
+    text = f"{target.name}: nothing fits"
+    if known:
+        nearest = min(known, key=lambda row: row.peak_gib or 0.0)
+        text += f"; the nearest, {_mesh(nearest)}, needs {nearest.peak_gib:.2f} of {nearest.usable_gib} GiB"
+    else:
+        text += f"; {rows[0].reason}"
+    return text + (f". It would fit with {', or '.join(remedies)}" if remedies else "")
+
+
+def plot(found: Sequence[Sequence[Prediction]], path: str) -> None:
+    """Write a picture of memory and time by part to `path`."""
+    from matplotlib.figure import Figure
+
+    rows = [row for rows in found for row in rows][::-1]
+    figure = Figure(figsize=(12, 2.2 + 0.5 * len(rows)), layout="constrained")
+    memory, time = figure.subplots(1, 2)
+    labels = [f"{row.slice} {row.program}{' *' * row.best}\n{_mesh(row)}, {row.remat}" for row in rows]
+    names = list(dict.fromkeys(name for row in rows for name in row.memory_gib))
+    _bars(memory, labels, [row.memory_gib for row in rows], names)
+    for place, row in enumerate(rows):
+        memory.plot([row.usable_gib] * 2, [place - 0.45, place + 0.45], color="black")
+        if row.reason:
+            memory.text(0, place, " does not fit", va="center")
+    memory.set(xlabel="GiB of a device (black line: usable)", title="Memory, exact")
+    _bars(time, labels, [row.parts for row in rows], PARTS)
+    time.set(xlabel="seconds of a step or a call", title="Time, predicted", yticklabels=[])
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _bars(axes: Any, labels: Sequence[str], values: Sequence[dict[str, float]], names: Sequence[str]) -> None:
+    left = [0.0] * len(labels)
+    for name, color in zip(names, _COLORS, strict=False):
+        widths = [row.get(name, 0.0) for row in values]
+        axes.barh(range(len(labels)), widths, left=left, color=color, label=name)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(labels)), labels)
+    axes.margins(x=0.05)
+    axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=4)
+
+
+def _line(row: Prediction, target: Target, costs: Costs) -> tuple[str, ...]:
+    days, money = costs.days(row), costs.money(row, target)
+    peak = "?" if row.peak_gib is None else f"{row.peak_gib:.2f}"
+    name = row.slice if row.program == "train" else f"{row.slice} {row.program}"
+    shape = (f"{name}{' *' * row.best}", _mesh(row), f"{row.microbatch} x {row.accumulation}", row.remat)
+    memory = ("yes" if row.fits else "no", f"{peak} of {row.usable_gib}")
+    if row.step_s is None or row.step_s_range is None:
+        return (*shape, *memory, *[""] * 6)
+    low, high = map(_seconds, row.step_s_range)
+    mark = " (roofline)" if row.estimate == "roofline" else ""
+    speed = (f"{_seconds(row.step_s)}{mark}", f"{low} to {high}", f"{row.tokens_per_s:,.0f}", f"{row.mfu:.1%}")
+    return (*shape, *memory, *speed, "" if days is None else f"{days:.3g}", "" if money is None else f"{money:,.0f}")
+
+
+def _mesh(row: Prediction) -> str:
+    """The axes that split something, such as `fsdp 4 tp 2`."""
+    return (
+        " ".join(f"{axis} {size}" for axis, size in row.mesh.items() if size > 1)
+        or "one device" * bool(row.mesh)
+        or "-"
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _parts(parts: dict[str, float], form: str) -> str:
+    return ", ".join(f"{name} {value:{form}}" for name, value in parts.items() if f"{value:{form}}".strip("0."))
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list) else value

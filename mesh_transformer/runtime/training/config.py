@@ -1,0 +1,29 @@
+"""The config of a training command, whose file may leave the model to a checkpoint."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mesh_transformer.config import CheckpointConfig, Config, load_config
+
+
+def training_config(path: str, overrides: Sequence[str], tune_model_path: str | None, *, new: bool = False) -> Config:
+    """The config in the file at `path`, with the `overrides`.
+
+    If the file has no group `model`, the model is that of the newest checkpoint of the run, or else of the checkpoint
+    at `tune_model_path`.
+
+    Args:
+        new: the run starts anew, whatever checkpoints it has.
+
+    Raises:
+        UserError: the config is invalid, or the checkpoint cannot be read or does not record its model.
+    """
+
+    def find_model(settings: CheckpointConfig) -> dict[str, Any] | None:
+        # a driver whose config has the model needs no jax
+        from mesh_transformer.runtime.session.weights import recorded_model_of, start_checkpoint
+
+        checkpoint = tune_model_path if new else start_checkpoint(settings.root, tune_model_path)
+        return None if checkpoint is None else recorded_model_of(checkpoint)
+
+    return load_config(path, overrides, find_model)

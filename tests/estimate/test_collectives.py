@@ -1,0 +1,60 @@
+"""The ring model of collectives, by hand, and the groups of devices in the text of a program."""
+
+import pytest
+
+from mesh_transformer.accelerators import ACCELERATORS
+from mesh_transformer.estimate.collectives import HOP_S, DeviceGroup, collective_seconds, device_group
+
+MEBIBYTE = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("attributes", "size", "stride"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add", 4, 1),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", 2, 4),
+        ("replica_groups=[2,4]<=[8]", 4, 1),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", 2, 4),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=8] {'axis_1'}", 8, 1),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=8] {'axis_0'}", 4, 8),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=8] {'axis_0','axis_1'}", 32, 1),
+        ("source_target_pairs={{0,1},{1,2},{2,0}}", 2, 1),
+        ("to_apply=%add", 1, 1),
+    ],
+)
+def test_groups(attributes, size, stride):
+    assert device_group(attributes) == DeviceGroup(size, stride)
+
+
+def test_a_ring_over_both_directions():
+    """v5e, 8 chips in a row: an all-gather of 1 MiB receives 7/8 of it over two links of 45 GB/s."""
+    v5e = ACCELERATORS["v5e"]
+    gather = collective_seconds("all-gather", MEBIBYTE, DeviceGroup(8, 1), v5e)
+    assert gather == pytest.approx(7 / 8 * MEBIBYTE / 90e9 + 8 * HOP_S)
+    reduce = collective_seconds("all-reduce", MEBIBYTE, DeviceGroup(8, 1), v5e)
+    assert reduce - 8 * HOP_S == pytest.approx(2 * (gather - 8 * HOP_S))
+
+
+def test_the_two_cores_of_a_chip_share_its_links():
+    """v3: the four chips of an inner group of 8 cores; an outer group of 4 cores has half the rate."""
+    v3 = ACCELERATORS["v3"]
+    hops = 4 * HOP_S
+    inner = collective_seconds("all-gather", MEBIBYTE, DeviceGroup(8, 1), v3) - hops - 3 * MEBIBYTE / 450e9
+    outer = collective_seconds("all-gather", MEBIBYTE, DeviceGroup(4, 8), v3) - hops
+    assert inner == pytest.approx(3 / 4 * MEBIBYTE / 164e9)
+    assert outer == pytest.approx(2 * inner)
+    one_chip = collective_seconds("all-gather", MEBIBYTE, DeviceGroup(2, 1), v3)
+    assert one_chip == pytest.approx(2 * MEBIBYTE / 450e9)
+
+
+def test_a_block_of_the_torus_has_rings_in_several_dimensions():
+    v4, large = ACCELERATORS["v4"], 1 << 30
+    line, plane, space = (
+        collective_seconds("all-gather", large, DeviceGroup(n, 1), v4) - n * HOP_S for n in (8, 16, 64)
+    )
+    assert plane == pytest.approx(line / 2 * (15 / 16) / (7 / 8))
+    assert space == pytest.approx(line / 3 * (63 / 64) / (7 / 8))
+
+
+def test_one_device_sends_nothing():
+    assert collective_seconds("all-reduce", MEBIBYTE, DeviceGroup(1, 1), ACCELERATORS["v4"]) == 0

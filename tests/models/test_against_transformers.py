@@ -1,0 +1,101 @@
+"""Each family against transformers: logits, greedy tokens with a cache, one device and four, and the export."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from support import hf_folders as hf
+from support import hf_models
+from support.builders import program
+from support.covering import sampled
+
+from mesh_transformer.checkpoint.hf.source import HFSource, open_tensors
+from mesh_transformer.checkpoint.hf.writer import write_hf
+from mesh_transformer.checkpoint.load import load
+from mesh_transformer.parallel.sharding import use
+
+# float32 on both sides; logits are up to about 6, and the two programs differ by some 2e-6
+TOLERANCE = 2e-5
+# tokens of the prompt in one call; the prompt is three of them and one token more
+CHUNK = 20
+MESHES = {"one": (1, []), "tp2-fsdp2": (4, ["mesh.tp=2", "mesh.fsdp=2"])}
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, hf_models.Theirs] = {}
+
+    def get(name: str) -> hf_models.Theirs:
+        if name not in made:
+            made[name] = hf_models.make(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "mesh"), sampled(hf_models.VARIANTS, MESHES, at_most=8))
+def test_logits_and_greedy_tokens_are_theirs(theirs, name, mesh) -> None:
+    expected = theirs(name)
+    prompt, new = expected.prompt.astype(np.int32), expected.tokens.shape[1]
+    source, (devices, axes) = HFSource(str(expected.folder)), MESHES[mesh]
+    run = program({"model": source.model.model_dump()}, *axes, devices=devices)
+    model, length = run.placement.model, prompt.shape[1] + new
+    params = load(source, {"params": run.placement.abstract(np.float32)})["params"]
+
+    @jax.jit
+    def step(params: Any, tokens: Any, cache: Any, start: Any) -> tuple[Any, Any]:
+        logits, view = model.apply(params, tokens, cache.view(None, length), start)
+        return logits, view.cache
+
+    with use(run.placement.partition):
+        logits, _ = jax.jit(model.apply)(params, prompt)
+        np.testing.assert_allclose(logits[..., : hf_models.VOCAB], expected.logits, rtol=0, atol=TOLERANCE)
+        # layers with a window keep the positions of a ring, which the prompt fills more than once
+        cache, found = model.new_cache(2, length, longest_chunk=CHUNK), []
+        for start in range(0, prompt.shape[1], CHUNK):
+            logits, cache = step(params, prompt[:, start : start + CHUNK], cache, np.full(2, start, np.int32))
+            chunk = expected.logits[:, start : start + CHUNK]
+            np.testing.assert_allclose(logits[..., : hf_models.VOCAB], chunk, rtol=0, atol=TOLERANCE)
+        for position in range(prompt.shape[1], length):
+            found.append(np.asarray(logits[:, -1].argmax(-1)))
+            logits, cache = step(params, found[-1][:, None], cache, np.full(2, position, np.int32))
+    np.testing.assert_array_equal(np.stack(found, 1), expected.tokens)
+
+
+@pytest.mark.parametrize("name", hf_models.VARIANTS)
+def test_the_export_is_their_folder(theirs, name, tmp_path: Path) -> None:
+    expected = theirs(name)
+    source = HFSource(str(expected.folder))
+    write_hf(source, source.model, str(tmp_path))
+    ours, stored = open_tensors(str(tmp_path)), open_tensors(str(expected.folder))
+    assert ours.keys() == stored.keys()
+    for tensor_name, tensor in stored.items():
+        whole = tuple(slice(None) for _ in tensor.shape)
+        np.testing.assert_array_equal(ours[tensor_name].read(whole), tensor.read(whole), err_msg=tensor_name)
+    np.testing.assert_array_equal(hf.transformers_logits(tmp_path, expected.prompt), expected.logits)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2"])
+def test_slices_of_a_fused_matrix_are_those_of_the_whole(theirs, name) -> None:
+    source = HFSource(str(theirs(name).folder))
+    for tensor_name, array in hf.read_all(source).items():
+        if "attention" in tensor_name:
+            index = tuple(slice(n // 3, n - n // 4) for n in array.shape)
+            np.testing.assert_array_equal(source.read(tensor_name, index), array[index], err_msg=tensor_name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3_tied"])
+def test_a_file_of_the_model_without_its_head_is_read(theirs, name, tmp_path: Path) -> None:
+    """gpt2's file on the hub has such names."""
+    from transformers import AutoModelForCausalLM
+
+    folder = theirs(name).folder
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    model.base_model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    found, expected = (hf.read_all(HFSource(str(path))) for path in (tmp_path, folder))
+    assert found.keys() == expected.keys()
+    for tensor_name, array in expected.items():
+        np.testing.assert_array_equal(found[tensor_name], array, err_msg=tensor_name)

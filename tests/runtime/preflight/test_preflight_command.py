@@ -1,0 +1,164 @@
+"""preflight.py: its arguments; and, where libtpu is installed, whole runs on a small model."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.builders import TINY
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.runtime.preflight import command
+from mesh_transformer.runtime.preflight.command import PreflightOptions
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: nothing was compiled for a TPU (CONTRIBUTING.md says how to make an environment)",
+)
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture
+def messages() -> list[str]:
+    """What each run wrote to standard error."""
+    return []
+
+
+@pytest.fixture
+def preflight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, messages: list[str]
+) -> Callable[..., Any]:
+    """Runs the command on a tiny model. Returns the exit code and the rows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY))
+
+    def run(*overrides: str, **options: Any) -> tuple[int, Rows]:
+        defaults: dict[str, Any] = {"tune_model_path": None, "tpu": [], "gpu": [], "search": False, "serve": False}
+        defaults |= {"slots": 8, "compile": 4, "steps": None, "price": None, "json": True, "plot": ""}
+        code = command.run(str(config), overrides, PreflightOptions(**{**defaults, **options}))
+        printed = capsys.readouterr()
+        messages.append(printed.err)
+        return code, [json.loads(line) for line in printed.out.splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tpu": ["v3-7"]}, "unknown TPU type 'v3-7'"),
+        ({"tpu": ["h200"]}, "unknown TPU type 'h200'"),
+        ({"gpu": ["b200"]}, "unknown GPU 'b200': expected one of a100, h100, h200"),
+        ({"compile": 0}, "--compile 0: expected a whole number, 1 or more"),
+        ({"steps": -1}, "--steps -1"),
+        ({"slots": 0}, "--slots 0"),
+        ({"price": float("nan")}, "--price nan: expected the price of a chip for an hour"),
+        ({"plot": "no/such/folder.png"}, "--plot no/such/folder.png: the folder does not exist"),
+        ({"search": True, "serve": True}, "--search finds the fastest training step"),
+    ],
+)
+def test_bad_options(preflight, options, message):
+    with pytest.raises(UserError, match=message):
+        preflight(**options)
+
+
+def test_bad_config(preflight):
+    with pytest.raises(UserError, match=r"mesh\.tq"):
+        preflight("mesh.tq=2")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_without_the_compiler(preflight):
+    with pytest.raises(UserError, match=r"compiling for TPUs needs libtpu: pip install -e '\.\[tpu\]'"):
+        preflight("mesh.tp=8", tpu=["v3-8"])
+
+
+@needs_libtpu
+@pytest.mark.tpu
+def test_rows_for_slices(preflight, tmp_path):
+    """One slice has a row with a time, on the other the mesh is impossible; the second run compiles nothing."""
+    arguments = ["mesh.tp=8", "model.n_heads=8", "model.d_head=16"]
+    code, (fits, impossible) = preflight(*arguments, tpu=["v3-8", "v4-8"], plot="a.png", steps=1000, price=1.5)
+    assert code == 1
+    assert fits["fits"]
+    assert fits["best"]
+    assert 0 < fits["peak_gib"] < fits["usable_gib"] == 15.48
+    assert sum(fits["memory_gib"].values()) == pytest.approx(fits["peak_gib"], rel=1e-3)
+    assert sum(fits["parts"].values()) == pytest.approx(fits["step_s"], rel=1e-3)
+    assert fits["step_s_range"][0] < fits["step_s"] < fits["step_s_range"][1]
+    assert fits["tokens_per_s"] == pytest.approx(fits["sequences"] * TINY["model"]["seq"] / fits["step_s"], rel=1e-3)
+    assert 0 < fits["mfu"] < 1
+    assert fits["cost"] == pytest.approx(24 * fits["days"] * 4 * 1.5, rel=1e-3)
+    assert not impossible["fits"]
+    assert "needs a multiple of 8 devices, found 4" in impossible["reason"]
+    assert (tmp_path / "a.png").exists()
+    kept = {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*.json.gz")}
+    assert len(kept) == 1
+    _, (again,) = preflight(*arguments, tpu=["v3-8"], steps=1000, price=1.5)
+    assert again == fits
+    assert {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*.json.gz")} == kept
+
+
+@needs_libtpu
+@pytest.mark.tpu
+def test_search(preflight):
+    """The best of the compiled programs comes with the arguments that give it, and with them the same prediction."""
+    code, rows = preflight(tpu=["v5e-8"], search=True, compile=2)
+    assert code == 0
+    (best,) = (row for row in rows if row["best"])
+    assert len(rows) == 2
+    assert {row["sequences"] for row in rows} == {16}
+    again, (same,) = preflight(*best["set"], tpu=["v5e-8"])
+    assert again == 0
+    assert {**same, "set": None} == {**best, "set": None}
+
+
+@needs_libtpu
+@pytest.mark.tpu
+def test_serving(preflight):
+    code, (prefill, decode) = preflight("mesh.tp=2", tpu=["v4-8"], serve=True, slots=4)
+    assert code == 0
+    assert (prefill["program"], decode["program"], decode["sequences"]) == ("prefill", "decode", 4)
+    assert (prefill["best"], decode["best"]) == (False, True)
+    assert decode["memory_gib"]["cache"] > 0
+    assert decode["tokens_per_s"] < prefill["tokens_per_s"]
+
+
+@needs_libtpu
+@pytest.mark.tpu
+def test_nothing_fits(preflight, messages):
+    """A model of 100B on 8 GiB: the compiler refuses it, and the advice names a way out."""
+    large = ["model.d_model=16384", "model.n_heads=64", "model.d_head=256", "model.layers=2", "mesh.tp=8"]
+    code, (row,) = preflight(*large, "model.n_vocab=50400", tpu=["v2-8"])
+    assert code == 1
+    assert not row["fits"]
+    assert row["step_s"] is None
+    assert row["peak_gib"] > row["usable_gib"]
+    assert "v2-8: nothing fits; the nearest, tp 8, needs" in messages[-1]
+    assert "It would fit with" in messages[-1]
+
+
+@pytest.mark.skipif(
+    not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)),
+    reason="JAX's CUDA plugin is not installed (pip install -e '.[gpu-target]'): nothing was compiled for a GPU",
+)
+def test_a_gpu(preflight):
+    # smaller products have no kernel without autotuning
+    code, (row,) = preflight("model.d_model=256", "model.n_heads=4", "model.seq=128", gpu=["h200"])
+    assert code == 0
+    assert (row["slice"], row["estimate"], row["usable_gib"]) == ("h200", "roofline", 139.0)
+    assert sum(row["parts"].values()) == pytest.approx(row["step_s"], rel=1e-3)
+    assert 0 < row["mfu"] < 1
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)),
+    reason="JAX's CUDA plugin is installed",
+)
+def test_without_the_compiler_for_gpus(preflight):
+    with pytest.raises(UserError, match=r"needs JAX's CUDA plugin: pip install -e '\.\[gpu-target\]'"):
+        preflight(gpu=["h200"])

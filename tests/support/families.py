@@ -1,0 +1,35 @@
+"""Small models of all families, with windows and shared keys that short prompts exercise."""
+
+from typing import Any
+
+_SIZES = {"layers": 3, "d_model": 64, "n_heads": 8, "n_vocab": 512, "seq": 64}
+_SHARED = {"n_kv_heads": 2, "d_head": 10, "d_ff": 96}
+# the group `model` of a config, by name
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"family": "gpt_neox", **_SIZES},
+    "gpt2": {"family": "gpt2", **_SIZES},
+    "gpt_neo": {"family": "gpt_neo", **_SIZES, "window": 7},
+    "llama": {
+        "family": "llama",
+        **_SIZES,
+        **_SHARED,
+        "rotary_scaling": "llama3",
+        "rotary_factor": 4.0,
+        "rotary_low_freq_factor": 1.0,
+        "rotary_high_freq_factor": 4.0,
+        "rotary_original_seq": 16,
+    },
+    "mistral": {"family": "mistral", **_SIZES, **_SHARED, "window": 9},
+    "qwen2": {"family": "qwen2", **_SIZES, **_SHARED, "window": 5, "full_layers": 1, "tied_head": True},
+    "qwen3": {"family": "qwen3", **_SIZES, **_SHARED, "n_kv_heads": 4},
+    "gemma": {"family": "gemma", **_SIZES, **_SHARED, "n_kv_heads": 1},
+    "gemma2": {
+        "family": "gemma2",
+        **_SIZES,
+        **_SHARED,
+        "window": 6,
+        "query_scale_dims": 30,
+        "attention_softcap": 20.0,
+        "softcap": 10.0,
+    },
+}

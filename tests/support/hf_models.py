@@ -1,0 +1,166 @@
+"""Random transformers models of every family, small and of odd sizes, and what they answer."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# tests/conftest.py draws it anew in each run and prints it; the same number gives the same weights and prompts
+SEED = int(os.environ["FAMILY_SEED"])
+VOCAB, SEQ, PROMPT, NEW = 307, 160, 61, 8
+# the distance from the likeliest token to the next one, in a greedy completion: above any difference of two programs
+LEAST_MARGIN = 2e-3
+_BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 84,
+    "intermediate_size": 118,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": SEQ,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40}
+
+
+def _rope(kind: str = "default", theta: float = 1e4, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **values}}
+
+
+_LLAMA3 = _rope(
+    "llama3", 5e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=40
+)
+_GPT2 = {"vocab_size": VOCAB, "n_positions": SEQ, "n_embd": 84, "n_layer": 3, "n_head": 6, "n_inner": 118}
+_GPT_NEO = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": SEQ,
+    "hidden_size": 84,
+    "num_layers": 4,
+    "num_heads": 6,
+    "intermediate_size": 118,
+    "window_size": 7,
+}
+# by name: the family of transformers, and the keys of its config
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    # 0.45 x 14 dims is 6.3: 6 are rotated
+    "gpt_neox": ("GPTNeoX", {**_BASE, **_rope(partial_rotary_factor=0.45)}),
+    "gpt_neox_sequential": (
+        "GPTNeoX",
+        {
+            **_BASE,
+            **_rope(theta=500.0, partial_rotary_factor=1.0),
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_new",
+            "layer_norm_eps": 1e-3,
+        },
+    ),
+    "gpt_neox_tied": (
+        "GPTNeoX",
+        {**_BASE, **_rope(partial_rotary_factor=0.6), "attention_bias": False, "tie_word_embeddings": True},
+    ),
+    "gpt2": ("GPT2", _GPT2),
+    "gpt2_untied": ("GPT2", {**_GPT2, "tie_word_embeddings": False, "activation_function": "gelu"}),
+    "gpt_neo": ("GPTNeo", {**_GPT_NEO, "attention_types": [[["global", "local"], 2]]}),
+    "gptj": ("GPTJ", {**_GPT2, "rotary_dim": 10}),
+    "llama2": ("Llama", {**_BASE, **_rope()}),
+    "llama3_tied": (
+        "Llama",
+        {**_BASE, **_LLAMA3, "num_key_value_heads": 2, "head_dim": 22, "tie_word_embeddings": True},
+    ),
+    "llama_linear_biases": (
+        "Llama",
+        {
+            **_BASE,
+            **_rope("linear", factor=2.5),
+            "num_key_value_heads": 3,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "llama_yarn": ("Llama", {**_BASE, "rope_parameters": _YARN, "num_key_value_heads": 2}),
+    "mistral": ("Mistral", {**_BASE, **_rope(), "num_key_value_heads": 2, "head_dim": 14, "sliding_window": 7}),
+    "qwen2": (
+        "Qwen2",
+        {
+            **_BASE,
+            "rope_parameters": {**_YARN, "truncate": False, "mscale": 0.7, "mscale_all_dim": 0.9},
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3": ("Qwen3", {**_BASE, **_rope(theta=1e6), "num_key_value_heads": 2, "head_dim": 18}),
+    "gemma": ("Gemma", {**_BASE, **_rope(), "num_key_value_heads": 1, "head_dim": 22}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **_BASE,
+            **_rope(),
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 2,
+            "head_dim": 22,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 30,
+        },
+    ),
+}
+
+
+class Theirs(NamedTuple):
+    """A folder of transformers, and what its model answers.
+
+    Args:
+        prompt: int64 (2, PROMPT), longer than every window and original context.
+        logits: float32 (2, PROMPT, VOCAB).
+        tokens: int64 (2, NEW), the greedy tokens after the prompt.
+    """
+
+    folder: Path
+    prompt: np.ndarray
+    logits: np.ndarray
+    tokens: np.ndarray
+
+
+def save(name: str, folder: Path) -> Any:
+    """Save a random model of a variant to `folder`.
+
+    Noise moves all weights away from their start: norms are not 1 and biases not 0, so that one left out would show.
+    """
+    import torch
+    import transformers
+
+    family, keys = VARIANTS[name]
+    torch.manual_seed(SEED)
+    config = getattr(transformers, f"{family}Config")(**keys, attn_implementation="eager")
+    model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.06 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return model
+
+
+def make(name: str, folder: Path) -> Theirs:
+    """Save a random model of a variant to `folder`, and let it answer a prompt."""
+    import torch
+
+    model, random = save(name, folder), np.random.default_rng(SEED)
+    with torch.no_grad():
+        while True:
+            prompt = random.integers(1, VOCAB, (2, PROMPT))
+            answer = model.generate(
+                torch.tensor(prompt),
+                max_new_tokens=NEW,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            first, second = torch.stack(answer.logits).topk(2).values.unbind(-1)
+            if (first - second).min() > LEAST_MARGIN:
+                logits = model(torch.tensor(prompt)).logits.numpy()
+                return Theirs(folder, prompt, logits, answer.sequences[:, PROMPT:].numpy())
