@@ -24,7 +24,10 @@ TEXTS = {
         "--ignore-keys KEY,... ignore these keys of the config file",
     ),
     "eval_harness": DRIVER,
-    "device_train": ("start with fresh optimizer state instead of loading it",),
+    "device_train": (
+        "start with fresh optimizer state instead of loading it",
+        "--plan-mesh [SLICE] do not train: print which host and device holds what",
+    ),
     "tpu_utils create": ("--user USER login name on the hosts (default: your login name on this machine)",),
 }
 

@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gptj": {**TINY["model"], **CUT},
     "gptj_t5": {**TINY["model"], **CUT, "pe": "t5"},
     "gptj_learned": {**TINY["model"], **CUT, "pe": "fixed"},
-    **{name: {**MODELS[name], **CUT} for name in ("gpt_neox", "qwen2", "gemma2")},
+    **{name: {**MODELS[name], **CUT} for name in ("gpt_neox", "qwen2", "gemma2", "mistral")},
 }
 STEPS, ROWS = 20, 4
 # few tokens, so that the gradients of all sequences have much in common: the noise scale is then well conditioned

@@ -1,0 +1,64 @@
+"""What each device of a mesh holds: its part of each named dimension."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from mesh_transformer.config import MeshShape
+from mesh_transformer.parallel.sharding import Partition
+
+Spans = tuple[range, ...]
+"""Indices, ascending, as ranges of consecutive ones."""
+
+
+class Holding(NamedTuple):
+    """What one device holds."""
+
+    device: jax.Device
+    # its index on each mesh axis
+    place: MeshShape
+    # the indices of each dimension
+    parts: dict[str, Spans]
+
+
+def holdings(partition: Partition, sizes: Mapping[str, int]) -> list[Holding]:
+    """What each device of the mesh holds of dimensions of these sizes, in the order of the mesh. Nothing is compiled.
+
+    Indices of `seq` and `block_seq` are positions of tokens, in whatever order the devices hold them.
+
+    Args:
+        sizes: of each named dimension; its axes must divide it.
+    """
+    mesh = partition.mesh
+    parts: dict[jax.Device, dict[str, Spans]] = defaultdict(dict)
+    for name, size in sizes.items():
+        order = partition.sequence_order(size) if name in ("seq", "block_seq") else None
+        known: dict[tuple[int, int, int], Spans] = {}
+        for device, (index,) in partition.sharding(name).devices_indices_map((size,)).items():
+            part = index.indices(size)
+            if part not in known:
+                known[part] = spans(range(*part) if order is None else order[index].tolist())
+            parts[device][name] = known[part]
+    return [
+        Holding(device, dict(zip(mesh.axis_names, place, strict=True)), parts[device])
+        for place, device in np.ndenumerate(mesh.devices)
+    ]
+
+
+def spans(indices: Iterable[int]) -> Spans:
+    """Indices as ascending ranges of consecutive ones."""
+    return merged(range(index, index + 1) for index in indices)
+
+
+def merged(ranges: Iterable[range]) -> Spans:
+    """The indices of all ranges, as ascending ranges with gaps between them."""
+    found: list[range] = []
+    for one in sorted(ranges, key=lambda one: one.start):
+        if found and one.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, one.stop))
+        else:
+            found.append(one)
+    return tuple(found)

@@ -1,0 +1,251 @@
+"""device_train.py --plan-mesh: which host and device holds what, as a table and as a picture. Nothing is compiled."""
+
+import colorsys
+import math
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from mesh_transformer import logs, platforms
+from mesh_transformer.config import Config, MeshShape
+from mesh_transformer.config.mesh import named
+from mesh_transformer.estimate.memory import bytes_per_device
+from mesh_transformer.logs import log
+from mesh_transformer.models.model import Placement
+from mesh_transformer.parallel.holdings import Holding, Spans, holdings, merged, spans
+from mesh_transformer.runtime.training import run_folder
+from mesh_transformer.runtime.training.config import training_config
+from mesh_transformer.train.step import TrainProgram
+
+PICTURE = "mesh.png"
+# The columns of the named dimensions, with what a column counts.
+_COLUMNS = {
+    "layers": ("layers", "layers"),
+    "batch": ("rows", "sequences of a microbatch"),
+    "seq": ("positions", "positions of a sequence"),
+    "block_seq": ("between blocks", "positions of the activations between blocks"),
+    "heads": ("heads", "heads of attention"),
+    "kv_heads": ("key heads", "heads of keys and values"),
+    "mlp": ("ff", "columns of the feed-forward"),
+    "vocab": ("vocab", "rows of the vocabulary"),
+    "embed": ("weights", "columns of the weights, of the model's width"),
+    "moments": ("state", "columns of the optimizer state, of the model's width"),
+}
+# A column that says the same as another one is left out.
+_SAME = {"block_seq": "seq", "kv_heads": "heads", "moments": "embed"}
+# More devices than this get a line for each host, and no text in the picture.
+MANY = 64
+# Between the hosts of the picture, in units of a device.
+_GAP = 0.3
+
+
+class MeshPlan(NamedTuple):
+    """What the devices of a training run hold.
+
+    Args:
+        shape: the size of each mesh axis.
+        sizes: of the named dimensions, for one microbatch.
+        held: by device; a dimension without an axis is in it too.
+        parameter_bytes, state_bytes: float32 parameters and optimizer state of one device, which are equal for all.
+    """
+
+    shape: MeshShape
+    sizes: dict[str, int]
+    held: list[Holding]
+    parameter_bytes: int
+    state_bytes: int
+
+    @classmethod
+    def of(cls, config: Config, devices: Sequence[jax.Device]) -> Self:
+        """The plan of a config on these devices, which need not be attached.
+
+        Raises:
+            UserError: the devices do not fit the mesh, or an axis does not divide a size.
+        """
+        shape = config.check_devices(len(devices))
+        batch = config.microbatch(shape)
+        program = TrainProgram(Placement.of(config, devices), config)
+        sizes = {name: given[0].whole for name, given in config.sizes.items() if given}
+        sizes |= {"batch": batch, "kv_heads": program.model.decoder.layer.attention.kv_heads}
+        held = holdings(program.partition, sizes)
+        for one, state in zip(held, holdings(program.moments, {"embed": sizes["embed"]}), strict=True):
+            one.parts["moments"] = state.parts["embed"]
+        state = program.abstract_state
+        return cls(shape, sizes, held, bytes_per_device(state.params), bytes_per_device(state.opt_state))
+
+    @property
+    def hosts(self) -> dict[int, list[Holding]]:
+        """The devices of each process."""
+        by_host: dict[int, list[Holding]] = defaultdict(list)
+        for one in sorted(self.held, key=lambda one: (one.device.process_index, one.device.id)):
+            by_host[one.device.process_index].append(one)
+        return dict(by_host)
+
+    @property
+    def axes(self) -> list[str]:
+        """The axes with more than one device, outermost first."""
+        return [axis for axis, size in self.shape.items() if size > 1]
+
+    @property
+    def split(self) -> list[str]:
+        """The dimensions of _COLUMNS of which devices hold different parts."""
+        return [name for name in _COLUMNS if self._is_split(name) and not self._repeats(name)]
+
+    def _is_split(self, name: str) -> bool:
+        return len({one.parts[name] for one in self.held}) > 1
+
+    def _repeats(self, name: str) -> bool:
+        other = _SAME.get(name)
+        return other is not None and self._groups(name) == self._groups(other)
+
+    def _groups(self, name: str) -> list[int]:
+        """The devices that hold the same part, as the index of the first of them, by device."""
+        parts = [one.parts[name] for one in self.held]
+        return [parts.index(part) for part in parts]
+
+    def crosses_hosts(self, axis: str) -> bool:
+        """Whether devices that differ in this axis only belong to different processes."""
+        groups = defaultdict(set)
+        for one in self.held:
+            groups[tuple((name, at) for name, at in one.place.items() if name != axis)].add(one.device.process_index)
+        return any(len(group) > 1 for group in groups.values())
+
+
+def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None, slice_name: str = "") -> int:
+    """Run device_train.py --plan-mesh. Returns 0.
+
+    Args:
+        slice_name: a TPU slice that need not be attached; empty: the devices of this job.
+
+    Raises:
+        UserError: the config or the devices cannot be used, or model_dir is not writable.
+    """
+    logs.set_up()
+    if slice_name:
+        # the devices of this machine stay free
+        jax.config.update("jax_platforms", "cpu")
+    config = training_config(config_path, overrides, tune_model_path)
+    if not slice_name:
+        platforms.start_distributed()
+    plan = MeshPlan.of(config, platforms.slice_devices(slice_name) if slice_name else jax.devices())
+    if slice_name or jax.process_index() == 0:
+        folder = config.checkpoint.model_dir
+        run_folder.check_writable(folder)
+        sys.stdout.write("\n".join(lines(plan)) + "\n")
+        sys.stdout.flush()
+        path = os.path.join(folder, PICTURE)
+        draw(plan, path)
+        log.info("picture of the mesh written to %s", path)
+    return 0
+
+
+def lines(plan: MeshPlan) -> list[str]:
+    """The table: a line for each device, or for each host of many devices."""
+    kind = plan.held[0].device.device_kind
+    across = [axis for axis in plan.axes if plan.crosses_hosts(axis)]
+    inside = [axis for axis in plan.axes if axis not in across]
+    found = [
+        f"{named(plan.shape)}: {len(plan.held)} x {kind}, {len(plan.hosts)} host(s)",
+        f"Axes inside a host: {', '.join(inside) or 'none'}; across hosts: {', '.join(across) or 'none'}.",
+        f"Each device: {_mib(plan.parameter_bytes)} of parameters (float32), {_mib(plan.state_bytes)} of optimizer state.",
+        *_explained(plan),
+        *(["A line is a host: it says what its devices hold together."] if len(plan.held) > MANY else []),
+        "",
+    ]
+    rows = [["host", "devices", *plan.axes, *(_COLUMNS[name][0] for name in plan.split)]]
+    for host, devices in plan.hosts.items():
+        groups = [devices] if len(plan.held) > MANY else [[one] for one in devices]
+        rows += [[str(host), *_row(plan, group)] for group in groups]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return found + [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _explained(plan: MeshPlan) -> list[str]:
+    """What the columns count, and what each device holds all of."""
+    found = [
+        f"{_COLUMNS[name][0]}: {_COLUMNS[name][1]} ({plan.sizes['embed' if name == 'moments' else name]:,})"
+        for name in plan.split
+    ]
+    whole = [
+        f"{plan.sizes[name]:,} {_COLUMNS[name][1]}"
+        for name in ("layers", "batch", "seq", "heads")
+        if name not in plan.split
+    ]
+    return [*found, *([f"Each device holds all of: {', '.join(whole)}."] if whole else [])]
+
+
+def _row(plan: MeshPlan, group: Sequence[Holding]) -> list[str]:
+    """The cells of devices that share a line: what they hold together."""
+    return [
+        _text(spans(one.device.id for one in group)),
+        *(_text(spans(one.place[axis] for one in group)) for axis in plan.axes),
+        *(_text(_union(one.parts[name] for one in group)) for name in plan.split),
+    ]
+
+
+def _union(parts: Iterable[Spans]) -> Spans:
+    return merged(span for part in set(parts) for span in part)
+
+
+def _text(found: Spans) -> str:
+    """Such as `0-15, 48-63`: both ends belong to the range."""
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in found)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def draw(plan: MeshPlan, path: str) -> None:
+    """Write a picture of the hosts and their devices to `path`, as PNG."""
+    from matplotlib.figure import Figure
+
+    hosts, many = plan.hosts, len(plan.held) > MANY
+    in_host = max(map(len, hosts.values()))
+    wide, high = min(in_host, 4), -(-in_host // 4)
+    per_row = math.ceil((len(hosts) / 2) ** 0.5)
+    # units of the picture: a device is 1 x 1, with a gap beside and above each host
+    width, height = (wide + _GAP) * per_row - _GAP, (high + _GAP) * -(-len(hosts) // per_row)
+    inches = (0.5, 0.35) if many else (1.7, 0.2 + 0.13 * (1 + len(plan.split)))
+    figure = Figure(figsize=(max(inches[0] * width + 0.3, 5), inches[1] * height + 0.7), layout="constrained")
+    axes = figure.subplots()
+    for number, (host, devices) in enumerate(hosts.items()):
+        left, top = number % per_row * (wide + _GAP), number // per_row * (high + _GAP) + _GAP
+        axes.text(left, top - 0.05, f"host {host}", fontsize=6 if many else 8)
+        for index, one in enumerate(devices):
+            _draw_device(axes, plan, one, (left + index % wide, top + index // wide), brief=many)
+    axes.set(xlim=(-0.02, width + 0.02), ylim=(height + 0.02, 0))
+    axes.axis("off")
+    axes.set_title(f"{named(plan.shape)}\n{_legend(plan.axes, many)}", fontsize=9)
+    partial = path + ".tmp"
+    figure.savefig(partial, dpi=110, format="png")
+    os.replace(partial, path)
+
+
+def _legend(axes: Sequence[str], numbers: bool) -> str:
+    found = [f"{what}: {axis}" for what, axis in zip(("color", "lightness"), axes, strict=False)]
+    return "; ".join([*found, *([f"numbers: {', '.join(axes)}"] if numbers else [])])
+
+
+def _draw_device(axes: Any, plan: MeshPlan, one: Holding, at: tuple[float, float], *, brief: bool) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle(at, 0.96, 0.96, facecolor=_color(plan, one.place), edgecolor="black", linewidth=0.5))
+    place = " ".join(f"{axis} {one.place[axis]}" for axis in plan.axes)
+    held = [f"{_COLUMNS[name][0]} {_text(one.parts[name])}" for name in plan.split]
+    text = "\n".join([f"device {one.device.id}: {place}", *held])
+    if brief:
+        text = ", ".join(str(one.place[axis]) for axis in plan.axes)
+    axes.text(at[0] + 0.04, at[1] + 0.06, text, fontsize=5 if brief else 7, va="top", clip_on=True)
+
+
+def _color(plan: MeshPlan, place: Mapping[str, int]) -> tuple[float, float, float]:
+    """The hue of the outermost axis, and the lightness of the next one."""
+    hue, shade, *_ = [*(place[axis] / plan.shape[axis] for axis in plan.axes), 0.0, 0.0]
+    return colorsys.hls_to_rgb(hue, 0.88 - 0.3 * shade, 0.7)
