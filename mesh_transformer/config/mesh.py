@@ -4,7 +4,9 @@ divides their sizes."""
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import Derived, Devices, Group, Size, Switch, marks
@@ -44,10 +46,27 @@ class MeshConfig(Group):
     """also shard the optimizer state over dp; the weights stay replicated (ZeRO-1)"""
     shard_activations: Switch = False
     """split the sequence dimension of the activations between blocks over tp (sequence parallelism)"""
+    overlap_tp: Literal["auto"] | Switch = "auto"
+    """send the activations that shard_activations splits in parts around a ring, while other parts are multiplied. true
+    implies shard_activations; auto: false"""
     gather_weights: Literal["per_layer", "per_step"] = "per_layer"
     """when fsdp gathers the weights: per layer (least memory) or per step (classic early_collect)"""
     tpu_size: Devices | None = None
     """cores of the slice that train.py --tpu creates; ignored elsewhere"""
+
+    @classmethod
+    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Split the activations if their communication is to overlap."""
+        return {"shard_activations": True, **values} if values.get("overlap_tp") is True else values
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.overlap_tp is True and not self.shard_activations:
+            raise UserError(
+                "mesh.overlap_tp true needs mesh.shard_activations true: remove mesh.shard_activations, or set "
+                "mesh.overlap_tp=false"
+            )
+        return self
 
     @property
     def given(self) -> MeshShape:
@@ -170,9 +189,24 @@ def check_sizes(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape: Me
         rules, without = rules_of(mesh), rules_of(mesh.model_copy(update={switch: False}))
         for name, given in sizes.items():
             also = f", or set mesh.{switch}=false" if rules[name] != without[name] else ""
+            if also and switch == "shard_activations" and mesh.overlap_tp is True:
+                also += " and mesh.overlap_tp=false"
             by_what = " x ".join(f"mesh.{axis}" for axis in sorted(rules[name] or (), key=list(shape).index))
             for size in given:
                 _check(size, by_what, parts(shape, rules, name), also)
+
+
+def check_overlap(mesh: MeshConfig, shape: MeshShape) -> None:
+    """Refuse `mesh.overlap_tp` without tensor parallelism.
+
+    Raises:
+        UserError: says what to set.
+    """
+    if mesh.overlap_tp is True and shape["tp"] == 1:
+        raise UserError(
+            "mesh.overlap_tp true needs mesh.tp over 1, and mesh.tp is 1: set mesh.tp, or mesh.overlap_tp=auto and "
+            "mesh.shard_activations=false"
+        )
 
 
 def check_context(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape: MeshShape) -> None:

@@ -10,6 +10,7 @@ from mesh_transformer.config.mesh import (
     MeshConfig,
     MeshShape,
     check_context,
+    check_overlap,
     check_sizes,
     mesh_shape,
     parts,
@@ -264,6 +265,7 @@ class Config(Group):
     def _check_mesh(self, shape: MeshShape) -> None:
         check_sizes(self.sizes, self.mesh, shape)
         check_context(self.sizes, self.mesh, shape)
+        check_overlap(self.mesh, shape)
 
 
 VARIANTS = marks(Config, Variants)

@@ -230,8 +230,9 @@ class _Links:
 
 
 def _way(collective: Instruction) -> str:
-    """A permutation uses the links of one direction only."""
-    pair = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", collective.rest)
-    if pair is None:
+    """A permutation uses the links of one direction only: up if most devices send to one with a higher number."""
+    pairs = re.search(r"source_target_pairs=\{([\d,{}]+)\}", collective.rest)
+    if pairs is None:
         return "links"
-    return "links up" if int(pair[2]) > int(pair[1]) else "links down"
+    ups = [int(target) > int(source) for source, target in re.findall(r"\{(\d+),(\d+)\}", pairs[1] + "}")]
+    return "links up" if 2 * sum(ups) >= len(ups) else "links down"

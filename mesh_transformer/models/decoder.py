@@ -3,9 +3,11 @@
 Modules name the dimensions of their parameters; the mesh decides elsewhere how these are split. Checkpoints contain the
 names of the parameters, so these names do not change.
 
-Shapes: B sequences, T positions, S keys, D residual width, H heads, K dims of a head, F feed-forward width, V vocabulary
-rows. Parameters are float32 and are cast to the compute dtype before `apply`.
+Shapes: B sequences, T positions, S keys, D residual width, H heads, J heads of keys and values, K dims of a head, F
+feed-forward width, V vocabulary rows. Parameters are float32 and are cast to the compute dtype before `apply`.
 """
+
+from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ from mesh_transformer.families import spec
 from mesh_transformer.ops.attend.causal import Attend, soft_capped
 from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.ops.rotary import Rotation, rotate
+from mesh_transformer.ops.tensor_parallel import column, row
 from mesh_transformer.parallel.sharding import constrain, with_axes
 
 _zeros = hk.initializers.Constant(0.0)
@@ -52,6 +55,15 @@ class Context(NamedTuple):
         """The positions of (B, T, ...) that the block returns: all, or one, (B, 1, ...)."""
         return x_BTD if self.query_index_B is None else at_position(x_BTD, self.query_index_B)
 
+    def columns(
+        self, x_BTD: jax.Array, linears: Sequence[Linear], everywhere: Sequence[Linear] = ()
+    ) -> list[jax.Array]:
+        """Linear maps of the positions that the block returns, those in `everywhere` of all positions."""
+        if self.query_index_B is None:
+            return columns(x_BTD, linears)
+        queries = self.queries(x_BTD)
+        return [columns(x_BTD if linear in everywhere else queries, [linear])[0] for linear in linears]
+
 
 def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Bias | None]:
     """The residual stream before the first block, (B, T, D), and the bias of every layer's attention, if the model has
@@ -69,27 +81,28 @@ def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) 
 def block(decoder: spec.Decoder, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
     """One layer: (B, T, D) -> (B, T or 1, D), and named sums over the tokens (none for a dense layer).
 
-    The outputs of attention and feed-forward are partial: the sum over tensor-parallel shards is made here. Where the
-    two run in parallel, one sum serves both. The biases are added after it.
+    Matrices that multiply the same input are in one call of `column`. `row` sums the products of the tensor-parallel
+    shards: where attention and feed-forward run in parallel, one sum serves both. The biases are added after it.
     """
     layer, out_stddev = decoder.layer, 2 / len(decoder.layers) / np.sqrt(decoder.d_model)
-    attention = SelfAttention(layer.attention, out_stddev, name="attention")
-    ff = FeedForward(layer.ff, out_stddev, name="ff")
+    attention = SelfAttention(layer.attention, decoder.d_model, out_stddev, name="attention")
+    ff = FeedForward(layer.ff, decoder.d_model, out_stddev, name="ff")
     attention_bias = OutputBias(name="attention_out") if layer.attention.out_bias else _unchanged
     ff_bias = OutputBias(name="ff_out") if layer.ff.bias else _unchanged
 
     def norm(name: str, x_BTD: jax.Array) -> jax.Array:
-        return constrain(Norm(layer.norm, name=name)(x_BTD), "batch", "seq", "act_embed")
+        return constrain(Norm(layer.norm, name=name)(x_BTD), "batch", "block_seq", "act_embed")
 
-    y_BTD = norm("norm", x_BTD)
-    attn_BTD, x_BTD = attention(y_BTD, ctx), ctx.queries(x_BTD)
-    if layer.wiring == "parallel_one_norm":
-        return x_BTD + ff_bias(attention_bias(attn_BTD + ff(ctx.queries(y_BTD)))), {}
-    if layer.wiring == "parallel":
-        return x_BTD + ff_bias(attention_bias(attn_BTD + ff(norm("ff_norm", x_BTD)))), {}
-    attn_BTD, sandwich = attention_bias(attn_BTD), layer.wiring == "sandwich"
+    also = ff.inputs if layer.wiring == "parallel_one_norm" else []
+    q, k, v, *hidden = ctx.columns(norm("norm", x_BTD), [*attention.inputs, *also], attention.inputs[1:])
+    mixed, x_BTD = attention(q, k, v, ctx), ctx.queries(x_BTD)
+    if layer.wiring in ("parallel", "parallel_one_norm"):
+        hidden = hidden or columns(norm("ff_norm", x_BTD), ff.inputs)
+        both = row([mixed, ff(*hidden)], [attention.out.w, ff.out.w])
+        return x_BTD + ff_bias(attention_bias(both)), {}
+    attn_BTD, sandwich = attention_bias(row([mixed], [attention.out.w])), layer.wiring == "sandwich"
     x_BTD = x_BTD + (norm("attention_post_norm", attn_BTD) if sandwich else attn_BTD)
-    ff_BTD = ff_bias(ff(norm("ff_norm", x_BTD)))
+    ff_BTD = ff_bias(row([ff(*columns(norm("ff_norm", x_BTD), ff.inputs))], [ff.out.w]))
     return x_BTD + (norm("ff_post_norm", ff_BTD) if sandwich else ff_BTD), {}
 
 
@@ -104,7 +117,7 @@ def unembed(decoder: spec.Decoder, y_BTD: jax.Array) -> jax.Array:
     if d.tied:
         logits_BTV = matmul(y_BTD, Embedding(d, name="tokens").table().T, jnp.float32)
     else:
-        head = Linear(d.padded_vocab, ("embed", "vocab"), bias=d.head_bias, name="logits")
+        head = Linear(d.d_model, d.padded_vocab, ("embed", "vocab"), bias=d.head_bias, name="logits")
         logits_BTV = head(y_BTD, jnp.float32)
     return logits_BTV if d.softcap is None else soft_capped(logits_BTV, d.softcap)
 
@@ -129,19 +142,39 @@ def _parameter(name: str, shape: tuple[int, ...], init: hk.initializers.Initiali
 
 
 class Linear(hk.Module):
-    """x @ w (+ b): (..., D_in) -> (..., D_out). w is truncated normal with `stddev`, by default 1 / sqrt(D_in)."""
+    """x @ w (+ b): (..., D_in) -> (..., D_out). w is truncated normal with `stddev`, by default 1 / sqrt(D_in).
+
+    The products of a block are made elsewhere, from `w` (`columns`, `row`).
+    """
 
     def __init__(
-        self, d_out: int, axes: tuple[str, str], *, bias: bool = False, stddev: float | None = None, name: str
+        self,
+        d_in: int,
+        d_out: int,
+        axes: tuple[str, str],
+        *,
+        bias: bool = False,
+        stddev: float | None = None,
+        name: str,
     ):
         super().__init__(name)
-        self.d_out, self.axes, self.bias, self.stddev = d_out, axes, bias, stddev
+        init = hk.initializers.TruncatedNormal(stddev or 1 / np.sqrt(d_in))
+        self.axes = axes
+        self.w = _parameter("w", (d_in, d_out), init, *axes)
+        self.b = _parameter("b", (d_out,), _zeros, axes[1]) if bias else None
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-        d_in = x.shape[-1]
-        init = hk.initializers.TruncatedNormal(self.stddev or 1 / np.sqrt(d_in))
-        y = matmul(x, _parameter("w", (d_in, self.d_out), init, *self.axes), out_dtype or x.dtype)
-        return add_bias(y, _parameter("b", (self.d_out,), _zeros, self.axes[1])) if self.bias else y
+        return self.biased(matmul(x, self.w, out_dtype or x.dtype))
+
+    def biased(self, y: jax.Array) -> jax.Array:
+        """y + b, of a product y with w; y itself without a bias."""
+        return y if self.b is None else add_bias(y, self.b)
+
+
+def columns(x_BTD: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
+    """Linear maps of one input, whose outputs devices split."""
+    products = column(x_BTD, [linear.w for linear in linears], [linear.axes[1] for linear in linears])
+    return [linear.biased(y) for linear, y in zip(linears, products, strict=True)]
 
 
 class OutputBias(hk.Module):
@@ -249,49 +282,56 @@ class Norm(hk.Module):
         return y.astype(x.dtype)
 
 
-class SelfAttention(hk.Module):
-    """Self-attention before the sum over shards and without the output bias: (B, T, D) -> (B, T or 1, D)."""
+class SelfAttention:
+    """Self-attention between its products. Those of `inputs`, q (B, T or 1, H K), k and v (B, T, J K) -> the input of
+    `out`, (B, T or 1, H K)."""
 
-    def __init__(self, attention: spec.Attention, out_stddev: float, name: str):
-        super().__init__(name)
-        self.attention, self.out_stddev = attention, out_stddev
+    def __init__(self, attention: spec.Attention, d_model: int, out_stddev: float, name: str):
+        a, self.attention, self.name = attention, attention, name
+        maps = ("q", a.heads, "heads"), ("k", a.kv_heads, a.kv_name), ("v", a.kv_heads, a.kv_name)
+        # all modules in one scope: Haiku would number a second scope of the same name
+        with hk.name_scope(name):
+            self.inputs = [
+                Linear(d_model, heads * a.head_dim, ("embed", axis), bias=a.bias, name=name)
+                for name, heads, axis in maps
+            ]
+            self.out = Linear(a.heads * a.head_dim, d_model, ("heads", "embed"), stddev=out_stddev, name="o")
+            self.qk_norms = [Norm(a.qk_norm, f"{name}_norm", axis=None) for name in "qk"] if a.qk_norm else []
 
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        a, x_q = self.attention, ctx.queries(x_BTD)
-        q = self._heads(x_q, "q", a.heads, "heads")
-        k, v = (self._heads(x_BTD, name, a.kv_heads, a.kv_name) for name in "kv")
-        if a.qk_norm:
-            q, k = (Norm(a.qk_norm, f"{name}_norm", axis=None)(x) for name, x in (("q", q), ("k", k)))
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Context) -> jax.Array:
+        # the name in profiles
+        with jax.named_scope(self.name):
+            return self._mixed(q, k, v, ctx)
+
+    def _mixed(self, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Context) -> jax.Array:
+        a = self.attention
+        q, k, v = self._heads(q, "heads"), self._heads(k, a.kv_name), self._heads(v, a.kv_name)
+        if self.qk_norms:
+            q, k = (norm(x) for norm, x in zip(self.qk_norms, (q, k), strict=True))
         if a.rotary and ctx.rotation:
             angles_q = Rotation(*map(ctx.queries, ctx.rotation))
             q, k = rotate(q, angles_q, a.rotary.style), rotate(k, ctx.rotation, a.rotary.style)
         scale = 1 / np.sqrt(a.head_dim) if a.scale is None else a.scale
         mixed = ctx.attend(q, k, v, scale=scale, window=ctx.window, softcap=a.softcap)
-        mixed = constrain(mixed, "batch", "seq", "heads", None)
-        o = Linear(x_BTD.shape[-1], ("heads", "embed"), stddev=self.out_stddev, name="o")
-        return o(rearrange(mixed, "b t h k -> b t (h k)"))
+        return rearrange(constrain(mixed, "batch", "seq", "heads", None), "b t h k -> b t (h k)")
 
-    @hk.transparent
-    def _heads(self, x_BTD: jax.Array, name: str, heads: int, axis: str) -> jax.Array:
-        a = self.attention
-        y = Linear(heads * a.head_dim, ("embed", axis), bias=a.bias, name=name)(x_BTD)
-        return constrain(rearrange(y, "b t (h k) -> b t h k", k=a.head_dim), "batch", "seq", axis, None)
+    def _heads(self, y: jax.Array, axis: str) -> jax.Array:
+        return constrain(rearrange(y, "b t (h k) -> b t h k", k=self.attention.head_dim), "batch", "seq", axis, None)
 
 
-class FeedForward(hk.Module):
-    """The feed-forward layer (`spec.Dense`), before the sum over shards and without the output bias."""
+class FeedForward:
+    """The feed-forward layer (`spec.Dense`) between its products: those of `inputs` -> the input of `out`, all
+    (B, T, F)."""
 
-    def __init__(self, ff: spec.Dense, out_stddev: float, name: str):
-        super().__init__(name)
-        self.ff, self.out_stddev = ff, out_stddev
+    def __init__(self, ff: spec.Dense, d_model: int, out_stddev: float, name: str):
+        self.ff, self.name = ff, name
+        with hk.name_scope(name):
+            names = ("in", "gate") if ff.gated else ("in",)
+            self.inputs = [Linear(d_model, ff.d_ff, ("embed", "mlp"), bias=ff.bias, name=name) for name in names]
+            self.out = Linear(ff.d_ff, d_model, ("mlp", "embed"), stddev=out_stddev, name="out")
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        ff, activation = self.ff, _ACTIVATIONS[self.ff.activation]
-        hidden = self._hidden(x_BTD, "in")
-        hidden = activation(self._hidden(x_BTD, "gate")) * hidden if ff.gated else activation(hidden)
-        return Linear(x_BTD.shape[-1], ("mlp", "embed"), stddev=self.out_stddev, name="out")(hidden)
-
-    @hk.transparent
-    def _hidden(self, x_BTD: jax.Array, name: str) -> jax.Array:
-        hidden = Linear(self.ff.d_ff, ("embed", "mlp"), bias=self.ff.bias, name=name)(x_BTD)
-        return checkpoint_name(constrain(hidden, "batch", "seq", "mlp"), "mlp_hidden")
+    def __call__(self, *products: jax.Array) -> jax.Array:
+        activation = _ACTIVATIONS[self.ff.activation]
+        with jax.named_scope(self.name):
+            hidden, *gate = (checkpoint_name(constrain(y, "batch", "seq", "mlp"), "mlp_hidden") for y in products)
+            return activation(*gate) * hidden if gate else activation(hidden)

@@ -86,13 +86,16 @@ def _matmul_backward(
 ) -> tuple[jax.Array, jax.Array]:
     x_D, w_DF = saved
     dy_F = dy_F.astype(x_D.dtype)
-    dx_D = jnp.einsum("...f,df->...d", dy_F, w_DF)
-    tokens = rearrange(x_D, "... d -> (...) d"), rearrange(dy_F, "... f -> (...) f")
-    dw_DF = jax.lax.platform_dependent(*tokens, cpu=_weight_gradient_cpu, default=_weight_gradient)
-    return dx_D, dw_DF
+    return jnp.einsum("...f,df->...d", dy_F, w_DF), weight_gradient(x_D, dy_F)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def weight_gradient(x_D: jax.Array, dy_F: jax.Array) -> jax.Array:
+    """The gradient of w in y = x w: (..., D), (..., F) -> (D, F), of x's dtype."""
+    tokens = rearrange(x_D, "... d -> (...) d"), rearrange(dy_F, "... f -> (...) f")
+    return jax.lax.platform_dependent(*tokens, cpu=_weight_gradient_cpu, default=_weight_gradient)
 
 
 def _weight_gradient(x_ND: jax.Array, dy_NF: jax.Array) -> jax.Array:

@@ -70,13 +70,15 @@ def collect_axes(function: Callable[[], Any]) -> dict[str, dict[str, Axes]]:
 class Partition:
     """A mesh and rules, which turn dimension names into shardings; the dimensions `whole` are never split.
 
-    `context_mode` says how attention reads the positions of other devices, where `seq` is split.
+    `context_mode` says how attention reads the positions of other devices, where `seq` is split. `overlap_tp` says
+    whether the communication of `ops.tensor_parallel` overlaps with its products.
     """
 
     mesh: Mesh
     rules: Rules
     whole: frozenset[str] = frozenset()
     context_mode: str = "zigzag"
+    overlap_tp: bool = False
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """The PartitionSpec of dimensions `axes`; a dimension named None is never split."""

@@ -48,6 +48,16 @@ def config(model: dict[str, Any] | None = None, **groups: dict[str, Any]) -> Con
             ["data.seq 32 is not divisible by mesh.cp x mesh.tp 64", "mesh.shard_activations=false"],
         ),
         (
+            {"mesh": {"cp": 16, "tp": 4, "overlap_tp": True}},
+            ["data.seq 32 is not divisible", "mesh.shard_activations=false and mesh.overlap_tp=false"],
+        ),
+        ({"mesh": {"overlap_tp": True}}, ["mesh.overlap_tp true needs mesh.tp over 1", "mesh.overlap_tp=auto"]),
+        (
+            {"mesh": {"tp": 4, "overlap_tp": True, "shard_activations": False}},
+            ["needs mesh.shard_activations true", "or set mesh.overlap_tp=false"],
+        ),
+        ({"mesh": {"overlap_tp": "ring"}}, ["mesh.overlap_tp = 'ring'", "auto", "true or false"]),
+        (
             {"mesh": {"dp": 3, "zero1": True}},
             ["model.d_model 64", "mesh.dp x mesh.fsdp 3", "or set mesh.zero1=false"],
         ),

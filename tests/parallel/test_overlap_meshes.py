@@ -1,0 +1,29 @@
+"""Training with tensor parallelism that splits the positions between products, against the same run on one device:
+with overlapped communication (mesh.overlap_tp) and with a gather and a scatter."""
+
+import pytest
+from support.covering import sampled
+from support.parity import SMALL, assert_equals_one_device
+
+MESHES = {
+    "tp8": ["mesh.tp=8"],
+    "dp2_tp4": ["mesh.dp=2", "mesh.tp=4"],
+    "cp2_tp4": ["mesh.cp=2", "mesh.tp=4"],
+    "fsdp2_tp4": ["mesh.fsdp=2", "mesh.tp=4"],
+    "dp2_cp2_tp2_zero1": ["mesh.dp=2", "mesh.cp=2", "mesh.tp=2", "mesh.zero1=true"],
+}
+# qwen2 has fewer heads of keys than tp 4 and 8, and biases; gemma2 norms after its products; all wirings are among them
+FAMILIES = ["gptj", "gpt_neox", "qwen2", "qwen3", "gemma2"]
+REMAT = ["none", "full", "save_attn", "save_matmuls"]
+
+
+@pytest.mark.parametrize(("family", "mesh", "remat"), sampled(FAMILIES, MESHES, REMAT, at_most=2))
+def test_training_equals_one_device(family: str, mesh: str, remat: str) -> None:
+    run = assert_equals_one_device(SMALL[family], *MESHES[mesh], "mesh.overlap_tp=true", remat=remat)
+    assert run.partition.overlap_tp
+
+
+@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, at_most=1))
+def test_training_with_one_gather_and_one_scatter_equals_one_device(family: str, mesh: str) -> None:
+    axes = [*MESHES[mesh], "mesh.shard_activations=true", "mesh.overlap_tp=false"]
+    assert not assert_equals_one_device(SMALL[family], *axes).partition.overlap_tp

@@ -1,0 +1,78 @@
+"""A short training run on a mesh, compared with the same run on one device."""
+
+import functools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from mesh_transformer.train.step import TrainProgram
+from support.builders import TINY, program
+from support.families import MODELS
+
+_CUT = {"layers": 2, "seq": 40, "n_vocab": 1024}
+# the group `model` of a config, by name: 40 positions, 8 heads
+SMALL: dict[str, dict[str, Any]] = {
+    "gptj": {**TINY["model"], **_CUT},
+    "gptj_t5": {**TINY["model"], **_CUT, "pe": "t5"},
+    "gptj_learned": {**TINY["model"], **_CUT, "pe": "fixed"},
+    **{name: {**model, **_CUT} for name, model in MODELS.items()},
+}
+STEPS, ROWS = 20, 4
+# few tokens, so that the gradients of all sequences have much in common: the noise scale is then well conditioned
+_TOKENS = np.random.default_rng(0).integers(0, 16, (STEPS, 2, ROWS, 41)).astype(np.int32)
+# float32 sums in another order; the gradient noise scale is a difference of two nearly equal numbers
+CLOSE, CLOSE_NOISE = 1e-5, 1e-4
+_EXACT = ("train/loss", "train/last_loss", "train/grad_norm", "train/param_norm")
+_NOISE = ("noise/G_noise", "noise/S_noise", "noise/B_simple")
+
+
+def small_program(model: dict[str, Any], *overrides: str, devices: int = 1, remat: str = "none") -> TrainProgram:
+    """The program of a model of SMALL, with several chunks of the loss on each device."""
+    optimizer = {**TINY["optimizer"], "lr": 1e-3, "anneal_steps": STEPS}
+    raw = {"model": model, "optimizer": optimizer, "data": {"batch_size": ROWS}, "compute": {"logits_mib": 1}}
+    return program(raw, *overrides, devices=devices, remat=remat)
+
+
+def trained(run: TrainProgram) -> Any:
+    """The initial parameters, Adam's first moment after one step, which is the gradient times a number, the metrics of
+    all steps, and the validation's."""
+    state = run.init(jax.random.key(1))
+    params = jax.device_get(state.params)
+    gradient, steps = None, []
+    for tokens in _TOKENS:
+        state, metrics = run.train_step(state, tokens)
+        steps.append(jax.device_get(metrics))
+        gradient = jax.device_get(state.opt_state["mu"]) if gradient is None else gradient
+    return params, gradient, steps, jax.device_get(run.eval_step(state.params, _TOKENS[0, 0]))
+
+
+@functools.cache
+def _on_one_device(model: str) -> Any:
+    return trained(small_program(json.loads(model)))
+
+
+def assert_equals_one_device(
+    model: dict[str, Any], *overrides: str, devices: int = 8, remat: str = "none"
+) -> TrainProgram:
+    """Train 20 steps on a mesh and on one device; compare parameters, gradients, metrics and validation. Returns the
+    program on the mesh."""
+    run = small_program(model, *overrides, devices=devices, remat=remat)
+    params, gradient, steps, validation = trained(run)
+    one_params, one_gradient, one_steps, one_validation = _on_one_device(json.dumps(model))
+    jax.tree.map(np.testing.assert_array_equal, params, one_params)
+    jax.tree.map(
+        lambda ours, one: np.testing.assert_allclose(ours, one, rtol=0, atol=CLOSE * np.abs(one).max()),
+        gradient,
+        one_gradient,
+    )
+    for name in _EXACT:
+        np.testing.assert_allclose([m[name] for m in steps], [m[name] for m in one_steps], rtol=CLOSE, err_msg=name)
+    for name in _NOISE:
+        ours, one = ([m[name] for m in all_steps] for all_steps in (steps, one_steps))
+        # single values can be near zero
+        np.testing.assert_allclose(ours, one, rtol=0, atol=CLOSE_NOISE * np.abs(one).max(), err_msg=name)
+    for name, value in one_validation.items():
+        np.testing.assert_allclose(validation[name], value, rtol=CLOSE, err_msg=name)
+    return run
