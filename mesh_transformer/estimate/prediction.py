@@ -22,7 +22,8 @@ from mesh_transformer.train.step import TrainProgram, lower_step
 MESH_AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 """All axes that a mesh may have, in the order in which they are reported."""
 STEP_RANGE = (0.9, 1.2)
-"""The range of a measured time, in units of the predicted one: all published runs of docs/preflight.md are inside."""
+"""The range of a measured time, in units of the predicted one: the published runs of docs/preflight.md with the same
+kind of attention are inside."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 # Queries of a part. Shorter parts cost more in small operations than they save.
 _SHORTEST_PART = 64
+# The name of the operations that a fused kernel of attention would replace, in the op_name of compiled programs.
+ATTEND = "attend"
 # A logit. It is finite, so that a query that sees no key gives a mean, not NaN.
 MASKED = -1e10
 
@@ -67,8 +69,9 @@ class Causal:
         the products and of the softmax. The backward pass keeps only the softmax weights, in q's dtype.
         """
         arrays = q_BTHK, k_BTJK, v_BTJK, self.bias_BHTS, self.segments_BT, window
-        # the derivative of the soft cap needs more than the softmax weights
-        mixed = _attend(scale, *arrays) if softcap is None else _forward(scale, *arrays, softcap=softcap)[0]
+        with jax.named_scope(ATTEND):
+            # the derivative of the soft cap needs more than the softmax weights
+            mixed = _attend(scale, *arrays) if softcap is None else _forward(scale, *arrays, softcap=softcap)[0]
         # the policies of compute.remat know what is kept of attention by this name
         return checkpoint_name(mixed, "attn_out")
 
