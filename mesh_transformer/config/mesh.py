@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.fields import Derived, Devices, Group, Size, Switch, marks
+from mesh_transformer.fields import Count, Derived, Devices, Group, Size, Switch, Unit, marks
 
 MeshShape = dict[str, int]
 """The size of each mesh axis, in the order of AXES."""
@@ -30,6 +30,8 @@ class MeshConfig(Group):
     """The device mesh."""
 
     # The axes, outermost first. The devices of a host are assigned to the last axis first.
+    pp: Annotated[Devices, Axis("layers")] = 1
+    """pipeline parallelism: splits the layers into stages; the microbatches of a step go from stage to stage"""
     dp: Annotated[Devices | None, Axis("batch"), Derived("devices / the other axes")] = None
     """data-parallel replicas; the fsdp and tp devices of each replica hold all weights"""
     fsdp: Annotated[Devices, Axis("batch", "embed")] = 1
@@ -42,6 +44,11 @@ class MeshConfig(Group):
     """how attention reads the positions of other devices of cp. zigzag: keys and values go around a ring, and each device
     has an early and a late part of the sequence, so that all have the same work. ring: the same with consecutive
     positions. ulysses: the heads are split instead of the positions. gather: each device gathers all keys and values"""
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """the order of the microbatches in the stages of pp. 1f1b: each stage has consecutive layers. interleaved: each stage
+    has mesh.rounds groups of consecutive layers, so that it waits less and sends more"""
+    rounds: Annotated[Count, Unit("groups of layers")] = 2
+    """groups of consecutive layers in each stage of pp, with mesh.schedule interleaved"""
     zero1: Switch = False
     """also shard the optimizer state over dp; the weights stay replicated (ZeRO-1)"""
     shard_activations: Switch = False
@@ -67,6 +74,11 @@ class MeshConfig(Group):
                 "mesh.overlap_tp=false"
             )
         return self
+
+    @property
+    def rounds_of_layers(self) -> int:
+        """The groups of consecutive layers in each stage of pp."""
+        return self.rounds if self.schedule == "interleaved" else 1
 
     @property
     def given(self) -> MeshShape:
@@ -137,18 +149,18 @@ def moment_rules(mesh: MeshConfig) -> Rules:
 
 
 def whole_sequence_rules(shape: MeshShape, sizes: Mapping[str, Sequence[Size]]) -> Rules:
-    """The rules for programs that do not split the positions of a sequence: sampling, serving and scoring.
+    """The rules for programs that split neither the positions of a sequence nor the layers: sampling, serving and scoring.
 
-    The devices of cp split what tp splits, if they divide all of these sizes; else what fsdp splits of the weights; else
+    The devices of pp and cp split what tp splits, if they divide all of these sizes; else what fsdp splits of the weights; else
     nothing.
 
     Args:
         sizes: of the dimensions of the model.
     """
-    rules = {name: _without(axes, "cp") for name, axes in _RULES.items()}
-    if shape["cp"] == 1:
+    rules = {name: _without(_without(axes, "cp"), "pp") for name, axes in _RULES.items()}
+    if shape["cp"] == shape["pp"] == 1:
         return rules
-    for axis, folded in ("tp", ("cp", "tp")), ("fsdp", ("fsdp", "cp")):
+    for axis, folded in ("tp", ("pp", "cp", "tp")), ("fsdp", ("fsdp", "pp", "cp")):
         split = {
             name: _replaced(axes, axis, folded) for name, axes in rules.items() if axis in axes and name != "batch"
         }
@@ -224,6 +236,35 @@ def check_context(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape: 
     if mesh.context_mode == "ulysses":
         for size in sizes["heads"]:
             _check(size, "mesh.cp x mesh.tp", cp * shape["tp"], ", or set mesh.context_mode=zigzag")
+
+
+def check_pipeline(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape: MeshShape, microbatches: int) -> None:
+    """Refuse a size that `mesh.schedule` cannot split.
+
+    Args:
+        microbatches: of a step: optimizer.gradient_accumulation_steps.
+
+    Raises:
+        UserError: names the field, the axes, and what is divisible.
+    """
+    pp, rounds = shape["pp"], mesh.rounds_of_layers
+    if pp == 1:
+        return
+    if rounds > 1:
+        for size in sizes["layers"]:
+            _check(size, "mesh.pp", pp, ", or set mesh.schedule=1f1b", times=rounds)
+        if microbatches % pp:
+            raise UserError(
+                f"optimizer.gradient_accumulation_steps {microbatches} is not divisible by mesh.pp {pp}, which "
+                f"mesh.schedule interleaved needs: set it to {-(-microbatches // pp) * pp}, or set mesh.schedule=1f1b"
+            )
+    # each stage computes the loss of a part of the positions that a device has
+    shards = parts(shape, training_rules(mesh), "block_seq")
+    by_what = " x ".join(
+        ["mesh.pp", *(f"mesh.{axis}" for axis in training_rules(mesh)["block_seq"] or () if shape[axis] > 1)]
+    )
+    for size in sizes["seq"]:
+        _check(size, by_what, pp * shards, "")
 
 
 def _check(size: Size, by_what: str, count: int, also: str, times: int = 1) -> None:

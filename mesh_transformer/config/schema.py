@@ -11,6 +11,7 @@ from mesh_transformer.config.mesh import (
     MeshShape,
     check_context,
     check_overlap,
+    check_pipeline,
     check_sizes,
     mesh_shape,
     parts,
@@ -266,6 +267,12 @@ class Config(Group):
         check_sizes(self.sizes, self.mesh, shape)
         check_context(self.sizes, self.mesh, shape)
         check_overlap(self.mesh, shape)
+        check_pipeline(self.sizes, self.mesh, shape, self.optimizer.gradient_accumulation_steps)
+        if shape["pp"] > 1 and self.compute.remat not in ("auto", "full"):
+            raise UserError(
+                f"compute.remat {self.compute.remat} does not work with mesh.pp {shape['pp']}, which keeps the input of "
+                "each block and recomputes the rest: set compute.remat=full, or mesh.pp=1"
+            )
 
 
 VARIANTS = marks(Config, Variants)

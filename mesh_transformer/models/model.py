@@ -132,7 +132,7 @@ class Model:
     def _example(self) -> tuple[jax.Array, jax.Array, Context]:
         tokens = jnp.zeros((1, 1), jnp.int32)
         x_BTD = jnp.zeros((1, 1, self.decoder.d_model), jnp.float32)
-        return tokens, x_BTD, Context(Causal(), self._rotation(tokens))
+        return tokens, x_BTD, Context(Causal(), self.rotation(tokens))
 
     def cast(self, params: Params) -> Params:
         """The parameters in the compute dtype. A step casts once, while they are sharded."""
@@ -206,19 +206,43 @@ class Model:
         cache, the tokens are in the order of `Partition.sequence_order`.
         """
         if positions_BT is None:
-            order = context.order(tokens_BT.shape[1]) if cache is None else None
-            positions_BT = (jnp.arange(tokens_BT.shape[1]) if order is None else jnp.asarray(order))[None]
+            length = tokens_BT.shape[1]
+            positions_BT = self.positions(length) if cache is None else jnp.arange(length)[None]
             if start_B is not None:
                 positions_BT = positions_BT + start_B[:, None]
             elif cache is not None:
                 positions_BT = jnp.broadcast_to(positions_BT, tokens_BT.shape)
-        embed_params = gather_weights(params["embed"], self.stage_axes["embed"])
-        x_BTD, bias = self.stages.embed.apply(embed_params, None, tokens_BT, positions_BT)
-        bias_BHTS = None
-        if bias is not None:
-            bias_BHTS = bias(positions_BT, positions_BT if cache is None else cache.key_positions(positions_BT))
-        x_BTD = x_BTD.astype(self.dtype)
+        keys_BS = None if cache is None else cache.key_positions(positions_BT)
+        x_BTD, bias_BHTS = self.embed(params["embed"], tokens_BT, positions_BT, keys_BS)
         return self._blocks(params["blocks"], x_BTD, positions_BT, bias_BHTS, cache, query_index_B)
+
+    def positions(self, length: int) -> jax.Array:
+        """The positions of whole sequences, int32 (1, T), in the order of `Partition.sequence_order`."""
+        order = context.order(length)
+        return (jnp.arange(length) if order is None else jnp.asarray(order))[None]
+
+    def embed(
+        self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, keys_BS: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The residual stream before the first block, (B, T, D), and what every layer adds to the logits of its
+        attention, (B, H, T, S), if anything.
+
+        Args:
+            params: those of "embed".
+            keys_BS: int32: positions of the keys; None: those of the tokens.
+        """
+        params = gather_weights(params, self.stage_axes["embed"])
+        x_BTD, bias = self.stages.embed.apply(params, None, tokens_BT, positions_BT)
+        bias_BHTS = bias and bias(positions_BT, positions_BT if keys_BS is None else keys_BS)
+        return x_BTD.astype(self.dtype), bias_BHTS
+
+    def layer(self, params: Params | PackedBlock, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Aux]:
+        """One layer, from its own parameters: (B, T, D) -> (B, T or 1, D), and named sums."""
+        if isinstance(params, PackedBlock):
+            params = params.unpack()
+        params = gather_weights(params, self.stage_axes["block"])
+        x_BTD = checkpoint_name(constrain_residual(x_BTD), "block_in")
+        return self.stages.block.apply(params, None, x_BTD, ctx)
 
     def gathered_head(self, params: Params) -> Params:
         """The head's parameters for `logits`: gathered over fsdp, with the embedding's table if it is tied."""
@@ -245,11 +269,12 @@ class Model:
         rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, dimension)
         return jnp.where(rows < self.decoder.n_vocab, x, value)
 
-    def _rotation(self, positions_BT: jax.Array) -> Rotation | None:
+    def rotation(self, positions_BT: jax.Array) -> Rotation | None:
+        """The rotary angles of the positions; None for a model without rotary encoding."""
         rotary = self.decoder.layer.attention.rotary
         return rotation(rotary, positions_BT, self.decoder.seq) if rotary else None
 
-    def _windows(self) -> jax.Array | None:
+    def windows(self) -> jax.Array | None:
         """The window of each layer, int32 (L,); None if no layer has one."""
         windows = [NO_WINDOW if window is None else window for window in self.decoder.windows]
         return jnp.asarray(windows, jnp.int32) if windows else None
@@ -263,18 +288,13 @@ class Model:
         cache: KeyValueView | None,
         query_index_B: jax.Array | None,
     ) -> tuple[jax.Array, Any, Aux]:
-        angles, windows_L = self._rotation(positions_BT), self._windows()
+        angles, windows_L = self.rotation(positions_BT), self.windows()
 
         def body(carry: Any, layer: Any, query_index_B: jax.Array | None = None) -> tuple[Any, Aux]:
             x_BTD, view = carry
             block_params, index, window = layer
-            if isinstance(block_params, PackedBlock):
-                block_params = block_params.unpack()
-            block_params = gather_weights(block_params, self.stage_axes["block"])
-            x_BTD = checkpoint_name(constrain_residual(x_BTD), "block_in")
             attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B)
-            ctx = Context(attend, angles, window, query_index_B)
-            x_BTD, aux = self.stages.block.apply(block_params, None, x_BTD, ctx)
+            x_BTD, aux = self.layer(block_params, x_BTD, Context(attend, angles, window, query_index_B))
             return (x_BTD, attend.view), aux
 
         if cache is None:

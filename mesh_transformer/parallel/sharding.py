@@ -16,7 +16,7 @@ from typing import Any
 import haiku as hk
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mesh_transformer.config.mesh import MeshAxes, Rules, parts
 
@@ -81,12 +81,27 @@ class Partition:
     overlap_tp: bool = False
 
     def spec(self, axes: Axes) -> PartitionSpec:
-        """The PartitionSpec of dimensions `axes`; a dimension named None is never split."""
-        return PartitionSpec(*(None if name is None or name in self.whole else self.rules[name] for name in axes))
+        """The PartitionSpec of dimensions `axes`; a dimension named None is never split.
+
+        Inside a `shard_map`, an array has only a device's part of what its axes split: they are left out.
+        """
+        taken = jax.sharding.get_abstract_mesh().manual_axes
+
+        def split(name: str | None) -> MeshAxes:
+            over = None if name is None or name in self.whole else self.rules[name]
+            return over and (tuple(axis for axis in over if axis not in taken) or None)
+
+        return PartitionSpec(*map(split, axes))
+
+    @property
+    def current_mesh(self) -> Mesh | AbstractMesh:
+        """The mesh; inside a `shard_map`, the mesh that knows which axes are taken."""
+        around = jax.sharding.get_abstract_mesh()
+        return around if around.manual_axes else self.mesh
 
     def sharding(self, *axes: str | None) -> NamedSharding:
         """The sharding of an array with dimensions `axes`."""
-        return NamedSharding(self.mesh, self.spec(axes))
+        return NamedSharding(self.current_mesh, self.spec(axes))
 
     def shardings(self, axes_tree: Any) -> Any:
         """The shardings of a tree of dimension names."""

@@ -1,5 +1,5 @@
-"""The gradient of a step. A schedule is a function that chooses the order in which microbatches and layers are
-computed.
+"""The gradient of a step and the loss of an evaluation. A schedule chooses the order in which microbatches and layers
+are computed.
 
 Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions.
 """
@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mesh_transformer.models.head import TokenLoss
 from mesh_transformer.models.loops import Aux
 from mesh_transformer.models.model import Model, Params
 from mesh_transformer.ops.attend import context
+from mesh_transformer.parallel.sharding import Partition, constrain_tree
 
 Metrics = dict[str, jax.Array]
 
@@ -46,26 +48,36 @@ class Parts(NamedTuple):
     model: Model
     transform: Callable[[Params, Params], Params]
     """The model's parameters from the trained and the frozen ones, all in the compute dtype."""
-    loss: Callable[[Params, jax.Array, Aux, Batch], tuple[jax.Array, Metrics]]
-    """(parameters, residual stream after the last layer, named sums of the layers, microbatch) -> weighted loss,
-    metrics."""
-    constrain: Callable[[Params], Params]
-    """A gradient of the trained parameters, sharded as the sum of gradients is."""
+    loss: Callable[[Params, jax.Array, Aux, Batch], tuple[jax.Array, TokenLoss]]
+    """(parameters, residual stream after the last layer, named sums of the layers, batch) -> weighted loss, losses of
+    the tokens. The weighted losses of parts of the positions add up to that of all."""
+    metrics: Callable[[jax.Array, TokenLoss], Metrics]
+    """The results of `loss` for a whole microbatch -> metrics."""
+    sums: Partition
+    """The partition of the sum of gradients."""
+    axes: Params
+    """The dimension names of the trained parameters."""
+
+    def constrain(self, gradient: Params) -> Params:
+        """A gradient of the trained parameters, sharded as the sum of gradients is."""
+        return constrain_tree(gradient, self.sums, self.axes)
 
 
-Schedule = Callable[[Parts, Params, Params, Batch], tuple[Params, Metrics, jax.Array]]
-"""(parts, trained parameters, frozen parameters, batch) -> the mean gradient in float32, the mean metrics, and the
-squared norm of each microbatch's gradient, (A,). Parameters are in the compute dtype. The loss receives the named sums
-of each layer, and their cotangents flow back to that layer."""
+class Schedule(NamedTuple):
+    """The order in which microbatches and layers are computed."""
+
+    gradients: Callable[[Parts, Params, Params, Batch], tuple[Params, Metrics, jax.Array]]
+    """(parts, trained parameters, frozen parameters, batch (A, B, T)) -> the mean gradient in float32, the mean metrics,
+    and the squared norm of each microbatch's gradient, (A,). Parameters are in the compute dtype. The loss receives the
+    named sums of each layer, and their cotangents flow back to that layer."""
+    loss: Callable[[Parts, Params, Batch], tuple[jax.Array, TokenLoss]]
+    """(parts, the model's parameters in the compute dtype, batch (B, T)) -> the results of `Parts.loss`."""
 
 
-def sequential(parts: Parts, trained: Params, frozen: Params, batch: Batch) -> tuple[Params, Metrics, jax.Array]:
-    """The `Schedule` that computes one microbatch after the other, each through all layers."""
-
+def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Batch) -> tuple[Params, Metrics, jax.Array]:
     def loss(trained: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        params = parts.transform(trained, frozen)
-        x_BTD, _, aux = parts.model.hidden(params, batch.tokens)
-        return parts.loss(params, x_BTD, aux, batch)
+        value, per_token = _loss(parts, parts.transform(trained, frozen), batch)
+        return value, parts.metrics(value, per_token)
 
     def microbatch(total: Params, batch: Batch) -> tuple[Params, tuple[Metrics, jax.Array]]:
         (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(trained, batch)
@@ -80,3 +92,12 @@ def sequential(parts: Parts, trained: Params, frozen: Params, batch: Batch) -> t
         return total, metrics, square[None]
     total, (metrics, squares) = jax.lax.scan(microbatch, zeros, batch)
     return optax.tree.scale(1 / count, total), jax.tree.map(lambda m: m.mean(0), metrics), squares
+
+
+def _loss(parts: Parts, params: Params, batch: Batch) -> tuple[jax.Array, TokenLoss]:
+    x_BTD, _, aux = parts.model.hidden(params, batch.tokens)
+    return parts.loss(params, x_BTD, aux, batch)
+
+
+sequential = Schedule(_gradients, _loss)
+"""One microbatch after the other, each through all layers."""

@@ -3,6 +3,7 @@
 Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -17,7 +18,8 @@ from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.loops import Aux
 from mesh_transformer.models.model import Params, Placement
-from mesh_transformer.parallel.sharding import constrain_tree, map_axes, use
+from mesh_transformer.parallel.sharding import map_axes, use
+from mesh_transformer.train import pipeline
 from mesh_transformer.train.schedule import Batch, Metrics, Parts, Schedule, sequential
 
 OptState = dict[str, Any]
@@ -106,7 +108,7 @@ class TrainProgram:
         *,
         split: Callable[[Params], tuple[Params, Params]] = all_trained,
         transform: Callable[[Params, Params], Params] = side_by_side,
-        schedule: Schedule = sequential,
+        schedule: Schedule | None = None,
     ):
         """Prepare the functions. Nothing is compiled.
 
@@ -114,11 +116,12 @@ class TrainProgram:
             split: a tree like the model's parameters -> its trained and its frozen part.
             transform: (trained, frozen) -> the model's parameters, all in the compute dtype. The gradient of the
                 trained part flows through it.
-            schedule: the order in which microbatches and layers are computed.
+            schedule: the order in which microbatches and layers are computed; None: that of the config.
         """
         self.placement, self.config = placement, config
-        self.split, self.transform, self.schedule = split, transform, schedule
         self.model, self.partition = placement.model, placement.partition
+        self.split, self.transform = split, transform
+        self.schedule = schedule or self._schedule()
         self.moments = self.partition.with_rules(**moment_rules(config.mesh))
         self._tiles = self._vocab_tiles()
         self.axes, self.frozen_axes = split(self.model.axes)
@@ -142,6 +145,9 @@ class TrainProgram:
         self.eval_step = jax.jit(
             self._eval_step, in_shardings=(placement.shardings, self.eval_sharding), out_shardings=whole
         )
+
+    def _schedule(self) -> Schedule:
+        return pipeline.schedule(self.config.mesh.rounds_of_layers) if self.placement.size("layers") > 1 else sequential
 
     def _vocab_tiles(self) -> VocabTiles:
         """The tiles of the loss: one tile where devices split the vocabulary, since each then has only a part of it."""
@@ -190,22 +196,31 @@ class TrainProgram:
         return new, metrics | {"skipped": new.skipped}
 
     def _gradients(self, params: Params, frozen: Params, tokens_ABT: jax.Array) -> tuple[Params, Metrics, jax.Array]:
-        """The results of the `Schedule`, from float32 parameters."""
-        parts = Parts(
-            self.model, self.transform, self._loss, lambda tree: constrain_tree(tree, self.moments, self.axes)
-        )
+        """The results of `Schedule.gradients`, from float32 parameters."""
         params, frozen = self._for_compute(params, self.axes), self._for_compute(frozen, self.frozen_axes)
-        return self.schedule(parts, params, frozen, Batch.of(tokens_ABT))
+        return self.schedule.gradients(self._parts(self._objective), params, frozen, Batch.of(tokens_ABT))
+
+    def _parts(self, objective: Callable[[TokenLoss], jax.Array]) -> Parts:
+        loss = functools.partial(self._loss, objective)
+        return Parts(self.model, self.transform, loss, self._metrics, self.moments, self.axes)
 
     def _for_compute(self, params: Params, axes: Params) -> Params:
         params = self.placement.cast(params, axes)
         return self.placement.gather(params, axes) if self.config.mesh.gather_weights == "per_step" else params
 
-    def _loss(self, params: Params, x_BTD: jax.Array, aux: Aux, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """Weighted loss with z-loss, and metrics. The last token's loss includes the mean z-loss of its sequence."""
-        loss, per_token = self._weighted_loss(params, x_BTD, batch, self._objective)
-        last_loss = self._last(per_token.nll) + self._z_loss(per_token).mean(-1)
-        return loss, {"train/loss": loss, "train/last_loss": last_loss.mean()}
+    def _loss(
+        self,
+        objective: Callable[[TokenLoss], jax.Array],
+        params: Params,
+        x_BTD: jax.Array,
+        aux: Aux,
+        batch: Batch,
+    ) -> tuple[jax.Array, TokenLoss]:
+        """`Parts.loss` with this term of each token."""
+        chunks = self.loss_chunks(*x_BTD.shape[:2])
+        head = self.model.gathered_head(params)
+        y_BTD = self.model.final_norm(head, x_BTD)
+        return weighted_loss(self._tiles, objective, chunks, head, y_BTD, batch.targets, batch.weights)
 
     def _objective(self, per_token: TokenLoss) -> jax.Array:
         return per_token.nll + self._z_loss(per_token)
@@ -215,13 +230,10 @@ class TrainProgram:
         log_z = per_token.shifted_log_z if optimizer.z_loss_kind == "classic" else per_token.log_z
         return optimizer.z_loss * jnp.square(log_z)
 
-    def _weighted_loss(
-        self, params: Params, x_BTD: jax.Array, batch: Batch, objective: Callable[[TokenLoss], jax.Array]
-    ) -> tuple[jax.Array, TokenLoss]:
-        chunks = self.loss_chunks(*x_BTD.shape[:2])
-        head = self.model.gathered_head(params)
-        y_BTD = self.model.final_norm(head, x_BTD)
-        return weighted_loss(self._tiles, objective, chunks, head, y_BTD, batch.targets, batch.weights)
+    def _metrics(self, loss: jax.Array, per_token: TokenLoss) -> Metrics:
+        """The metrics of a microbatch. The last token's loss includes the mean z-loss of its sequence."""
+        last_loss = self._last(per_token.nll) + self._z_loss(per_token).mean(-1)
+        return {"train/loss": loss, "train/last_loss": last_loss.mean()}
 
     def _last(self, x_BT: jax.Array) -> jax.Array:
         """The last position of each sequence, (B,)."""
@@ -230,9 +242,8 @@ class TrainProgram:
 
     def loss_chunks(self, batch: int, positions: int) -> int:
         """The number of equal parts of a device's positions whose float32 logits take at most `compute.logits_mib`."""
-        rows = self.partition.sharding("batch", "seq", "vocab").shard_shape(
-            (batch, positions, self.model.decoder.padded_vocab)
-        )
+        sizes = {"batch": batch, "seq": positions, "vocab": self.model.decoder.padded_vocab}
+        rows = [size // self.partition.size(name) for name, size in sizes.items()]
         needed, positions = math.prod(rows) * 4 / 2**20 / int(self.model.compute.logits_mib), rows[1]
         return next(n for n in range(1, positions + 1) if positions % n == 0 and (n >= needed or n == positions))
 
@@ -241,9 +252,8 @@ class TrainProgram:
         float32, all."""
         with use(self.partition):
             params = self.placement.cast(params)
-            batch = Batch.of(tokens_BT)
-            x_BTD, _, _ = self.model.hidden(params, batch.tokens)
-            loss, per_token = self._weighted_loss(params, x_BTD, batch, lambda per_token: per_token.nll)
+            parts = self._parts(lambda per_token: per_token.nll)
+            loss, per_token = self.schedule.loss(parts, params, Batch.of(tokens_BT))
         return {"loss": loss, "last_loss": self._last(per_token.nll).mean(), "accuracy": per_token.correct.mean()}
 
 

@@ -93,7 +93,7 @@ class SplitPositions:
     ) -> jax.Array:
         """See `Attend`."""
         (axis,) = self.partition.rules["seq"] or ()
-        mode, mesh = self.partition.context_mode, self.partition.mesh
+        mode, mesh = self.partition.context_mode, self.partition.current_mesh
         plan = Plan(mesh, axis, self.partition.size("seq"), mode, scale, softcap)
         window = None if window is None else jnp.asarray(window, jnp.int32)
         return attend(plan, q_BTHK, k_BTJK, v_BTJK, self.bias_BHTS, self.segments_BT, window)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.ops.attend.causal import MASKED, sees, soft_capped
@@ -29,7 +29,7 @@ from mesh_transformer.ops.attend.causal import MASKED, sees, soft_capped
 class Plan:
     """What is known before the arrays."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     # the mesh axis that splits the positions, and its size
     axis: str
     devices: int
