@@ -178,6 +178,17 @@ def vocab_columns(platform: str) -> int:
     return 1536 if platform == "cpu" else 1 << 16
 
 
+def compiler_options(devices: Sequence[jax.Device]) -> dict[str, bool] | None:
+    """The options of XLA for a program on these devices; None: the defaults.
+
+    On several CPU devices, independent parts of a program run at the same time. With XLA's default order two devices
+    then begin two collectives in different orders, in about one of a hundred steps, and wait for each other for ever.
+    """
+    if devices[0].platform != "cpu" or len(devices) == 1:
+        return None
+    return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+
+
 def slice_devices(name: str) -> Sequence[jax.Device]:
     """The devices of a TPU slice such as v3-32, as compilation targets. libtpu describes them; no TPU is needed.
 

@@ -15,6 +15,7 @@ import optax
 from mesh_transformer import platforms
 from mesh_transformer.config import Config, OptimizerConfig
 from mesh_transformer.config.mesh import moment_rules
+from mesh_transformer.errors import UserError
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.loops import Aux
 from mesh_transformer.models.model import Params, Placement
@@ -117,6 +118,9 @@ class TrainProgram:
             transform: (trained, frozen) -> the model's parameters, all in the compute dtype. The gradient of the
                 trained part flows through it.
             schedule: the order in which microbatches and layers are computed; None: that of the config.
+
+        Raises:
+            UserError: mesh.pp is over 1, and `split` or `transform` is given.
         """
         self.placement, self.config = placement, config
         self.model, self.partition = placement.model, placement.partition
@@ -136,18 +140,29 @@ class TrainProgram:
         self.init = jax.jit(self._init, out_shardings=self.state_shardings)
         self.begin = jax.jit(_begin, out_shardings=self.state_shardings, donate_argnums=(0, 1, 2))
         self.fresh_optimizer = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)
+        options = platforms.compiler_options(self.partition.mesh.devices.flatten().tolist())
         self.train_step = jax.jit(
             self._train_step,
+            compiler_options=options,
             in_shardings=(self.state_shardings, self.batch_sharding),
             out_shardings=(self.state_shardings, whole),
             donate_argnums=0,
         )
         self.eval_step = jax.jit(
-            self._eval_step, in_shardings=(placement.shardings, self.eval_sharding), out_shardings=whole
+            self._eval_step,
+            compiler_options=options,
+            in_shardings=(placement.shardings, self.eval_sharding),
+            out_shardings=whole,
         )
 
     def _schedule(self) -> Schedule:
-        return pipeline.schedule(self.config.mesh.rounds_of_layers) if self.placement.size("layers") > 1 else sequential
+        if self.placement.size("layers") == 1:
+            return sequential
+        if (self.split, self.transform) != (all_trained, side_by_side):
+            raise UserError(
+                "mesh.pp trains all parameters of the model as they are: set mesh.pp=1 to freeze or change some"
+            )
+        return pipeline.schedule(self.config.mesh.rounds_of_layers)
 
     def _vocab_tiles(self) -> VocabTiles:
         """The tiles of the loss: one tile where devices split the vocabulary, since each then has only a part of it."""

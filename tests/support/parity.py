@@ -21,16 +21,18 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 STEPS, ROWS = 20, 4
 # few tokens, so that the gradients of all sequences have much in common: the noise scale is then well conditioned
-_TOKENS = np.random.default_rng(0).integers(0, 16, (STEPS, 2, ROWS, 41)).astype(np.int32)
+_TOKENS = np.random.default_rng(0).integers(0, 16, (STEPS, 6, ROWS, 41)).astype(np.int32)
 # float32 sums in another order; the gradient noise scale is a difference of two nearly equal numbers
 CLOSE, CLOSE_NOISE = 1e-5, 1e-4
 _EXACT = ("train/loss", "train/last_loss", "train/grad_norm", "train/param_norm")
 _NOISE = ("noise/G_noise", "noise/S_noise", "noise/B_simple")
 
 
-def small_program(model: dict[str, Any], *overrides: str, devices: int = 1, remat: str = "none") -> TrainProgram:
+def small_program(
+    model: dict[str, Any], *overrides: str, devices: int = 1, remat: str = "none", microbatches: int = 2
+) -> TrainProgram:
     """The program of a model of SMALL, with several chunks of the loss on each device."""
-    optimizer = {**TINY["optimizer"], "lr": 1e-3, "anneal_steps": STEPS}
+    optimizer = {**TINY["optimizer"], "lr": 1e-3, "anneal_steps": STEPS, "gradient_accumulation_steps": microbatches}
     raw = {"model": model, "optimizer": optimizer, "data": {"batch_size": ROWS}, "compute": {"logits_mib": 1}}
     return program(raw, *overrides, devices=devices, remat=remat)
 
@@ -41,7 +43,7 @@ def trained(run: TrainProgram) -> Any:
     state = run.init(jax.random.key(1))
     params = jax.device_get(state.params)
     gradient, steps = None, []
-    for tokens in _TOKENS:
+    for tokens in _TOKENS[:, : run.config.optimizer.gradient_accumulation_steps]:
         state, metrics = run.train_step(state, tokens)
         steps.append(jax.device_get(metrics))
         gradient = jax.device_get(state.opt_state["mu"]) if gradient is None else gradient
@@ -49,18 +51,18 @@ def trained(run: TrainProgram) -> Any:
 
 
 @functools.cache
-def _on_one_device(model: str) -> Any:
-    return trained(small_program(json.loads(model)))
+def _on_one_device(model: str, microbatches: int) -> Any:
+    return trained(small_program(json.loads(model), microbatches=microbatches))
 
 
 def assert_equals_one_device(
-    model: dict[str, Any], *overrides: str, devices: int = 8, remat: str = "none"
+    model: dict[str, Any], *overrides: str, devices: int = 8, remat: str = "none", microbatches: int = 2
 ) -> TrainProgram:
     """Train 20 steps on a mesh and on one device; compare parameters, gradients, metrics and validation. Returns the
     program on the mesh."""
-    run = small_program(model, *overrides, devices=devices, remat=remat)
+    run = small_program(model, *overrides, devices=devices, remat=remat, microbatches=microbatches)
     params, gradient, steps, validation = trained(run)
-    one_params, one_gradient, one_steps, one_validation = _on_one_device(json.dumps(model))
+    one_params, one_gradient, one_steps, one_validation = _on_one_device(json.dumps(model), microbatches)
     jax.tree.map(np.testing.assert_array_equal, params, one_params)
     jax.tree.map(
         lambda ours, one: np.testing.assert_allclose(ours, one, rtol=0, atol=CLOSE * np.abs(one).max()),

@@ -39,13 +39,18 @@ class Session:
 
     @functools.cached_property
     def whole_sequences(self) -> Placement:
-        """The placement for sampling, serving and scoring, which do not split the positions of a sequence."""
-        placement = self.placement.whole_sequences()
-        if (cp := self.shape["cp"]) > 1:
+        """The placement for sampling, serving and scoring, which split neither the positions of a sequence nor the
+        layers."""
+        placement, axes = self.placement.whole_sequences(), [axis for axis in ("pp", "cp") if self.shape[axis] > 1]
+        if axes:
             as_before = self.placement.partition
             what = next((name for name in ("heads", "embed") if placement.size(name) > as_before.size(name)), None)
             split = {"heads": "heads, as mesh.tp does", "embed": "weights, as mesh.fsdp does", None: "nothing"}[what]
-            log.info("sampling and evaluation do not split positions: mesh.cp %d splits the %s", cp, split)
+            log.info(
+                "sampling and evaluation split neither layers nor positions: %s splits the %s",
+                " x ".join(f"mesh.{axis} {self.shape[axis]}" for axis in axes),
+                split,
+            )
         return placement
 
     @property

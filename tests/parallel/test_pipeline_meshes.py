@@ -1,0 +1,32 @@
+"""Training with layers that are split into stages (mesh.pp), against the same run on one device."""
+
+import pytest
+from support.covering import sampled
+from support.parity import SMALL, assert_equals_one_device
+
+MESHES = {
+    "pp4": ["mesh.pp=4"],
+    "pp2_fsdp2_tp2": ["mesh.pp=2", "mesh.fsdp=2", "mesh.tp=2"],
+    "pp2_dp2_tp2_zero1": ["mesh.pp=2", "mesh.dp=2", "mesh.tp=2", "mesh.zero1=true"],
+    "pp2_cp2_tp2": ["mesh.pp=2", "mesh.cp=2", "mesh.tp=2", "mesh.shard_activations=true"],
+    "pp2_cp2_fsdp2_ulysses": ["mesh.pp=2", "mesh.cp=2", "mesh.fsdp=2", "mesh.context_mode=ulysses"],
+    "pp4_cp2": ["mesh.pp=4", "mesh.cp=2"],
+    "pp2_dp2_tp2_overlap": ["mesh.pp=2", "mesh.dp=2", "mesh.tp=2", "mesh.overlap_tp=true"],
+    "pp2_cp2_tp2_overlap": ["mesh.pp=2", "mesh.cp=2", "mesh.tp=2", "mesh.overlap_tp=true"],
+    "interleaved_pp2_tp2": ["mesh.pp=2", "mesh.tp=2", "mesh.schedule=interleaved"],
+    "interleaved_pp2_fsdp2_per_step": [
+        "mesh.pp=2",
+        "mesh.fsdp=2",
+        "mesh.schedule=interleaved",
+        "mesh.gather_weights=per_step",
+    ],
+}
+DEVICES = {"pp4": 4, "interleaved_pp2_tp2": 4, "interleaved_pp2_fsdp2_per_step": 4}
+# qwen2: grouped heads, windows in some layers, a table that embedding and head share
+FAMILIES = ["gptj", "gptj_t5", "gptj_learned", "gpt_neox", "qwen2", "gemma2"]
+
+
+@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, at_most=2))
+def test_training_equals_one_device(family: str, mesh: str) -> None:
+    model = {**SMALL[family], "layers": 4}
+    assert_equals_one_device(model, *MESHES[mesh], devices=DEVICES.get(mesh, 8), remat="full", microbatches=6)
