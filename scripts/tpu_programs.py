@@ -13,7 +13,7 @@ import jax
 from mesh_transformer.config import load_config
 from mesh_transformer.estimate.hlo import Module
 from mesh_transformer.estimate.target import tpu_target
-from mesh_transformer.models.model import Placement
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.train.step import TrainProgram, compile_step
 
 ROOT = Path(__file__).resolve().parents[1]

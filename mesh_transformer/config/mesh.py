@@ -158,9 +158,10 @@ def whole_sequence_rules(shape: MeshShape, sizes: Mapping[str, Sequence[Size]]) 
         sizes: of the dimensions of the model.
     """
     rules = {name: _without(_without(axes, "cp"), "pp") for name, axes in _RULES.items()}
-    if shape["cp"] == shape["pp"] == 1:
+    free = tuple(axis for axis in ("pp", "cp") if shape[axis] > 1)
+    if not free:
         return rules
-    for axis, folded in ("tp", ("pp", "cp", "tp")), ("fsdp", ("fsdp", "pp", "cp")):
+    for axis, folded in ("tp", (*free, "tp")), ("fsdp", ("fsdp", *free)):
         split = {
             name: _replaced(axes, axis, folded) for name, axes in rules.items() if axis in axes and name != "batch"
         }

@@ -16,7 +16,8 @@ from mesh_transformer.estimate.programs import GIB, Compiled, compile_for
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.estimate.timeline import Timeline
 from mesh_transformer.families.flops import flops_per_token
-from mesh_transformer.models.model import LAYER_LOOP, Placement
+from mesh_transformer.models.model import LAYER_LOOP
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.train.step import TrainProgram, lower_step
 
 MESH_AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")

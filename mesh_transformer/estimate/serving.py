@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from mesh_transformer.infer.engine import MAX_PREFILL_TOKENS
 from mesh_transformer.infer.programs import MAX_STEPS, ChunkBatch, SlotPrograms
-from mesh_transformer.models.model import Placement
+from mesh_transformer.models.placement import Placement
 
 LOOPS = {"jit(draw)": 1, "jit(_generate)": MAX_STEPS}
 """The trips of loops that end with the requests: a call samples so many tokens; a search inside of sampling is one

@@ -18,7 +18,8 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
-from mesh_transformer.models.model import Params, Placement
+from mesh_transformer.models.model import Params
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend.cached import ring_length, segment_ends
 
 # positions; a smaller chunk takes nearly as long, because all weights are read anyway

@@ -1,4 +1,4 @@
-"""A model of any family: parameters, the names of their dimensions, the loop over layers, and the placement on a mesh.
+"""A model of any family: parameters, the names of their dimensions, and the loop over layers.
 
 Embedding, block and head (models/decoder.py) are separate `hk.transform`s. The parameters of all layers are stacked,
 and one compiled block serves all layers: compile time does not grow with their number.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -18,9 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer import platforms
-from mesh_transformer.config import ComputeConfig, Config
-from mesh_transformer.config.mesh import MeshAxes, training_rules, whole_sequence_rules
+from mesh_transformer.config import ComputeConfig
 from mesh_transformer.families.spec import Decoder
 from mesh_transformer.models import decoder as modules
 from mesh_transformer.models.decoder import Context, at_position
@@ -31,14 +29,11 @@ from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.ops.attend.packed import PackedView
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.ops.rotary import Rotation, rotation
-from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.sharding import (
     Axes,
-    Partition,
     active,
     collect_axes,
     constrain,
-    constrain_tree,
     gather_weights,
     map_axes,
 )
@@ -350,6 +345,7 @@ def rematerialize(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
 
 def _everything_but_constrained(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name != "sharding_constraint"
+<<<<<<< HEAD
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -418,3 +414,5 @@ class Placement:
     def gather(self, params: Params, axes: Params) -> Params:
         """Inside a program: gather all parameters with these dimension names over fsdp at once."""
         return constrain_tree(params, self.partition.with_rules(embed=None), axes)
+=======
+>>>>>>> 1290fe0 (Placement has its own file; docs of mesh.pp)

@@ -1,6 +1,6 @@
 """Pipeline parallelism: what a stage computes in each tick, and what the stages send to each other.
 
-The devices of the mesh axis `pp` are stages. A stage has one group of consecutive layers (1F1B, Narayanan et al. 2019,
+The devices of the mesh axis that splits the layers are stages. A stage has one group of consecutive layers (1F1B, Narayanan et al. 2019,
 arXiv:1806.03377), or `rounds` of them, so that a microbatch goes around the stages several times (interleaved 1F1B,
 Narayanan et al. 2021, arXiv:2104.04473): group c of the layers is on stage c mod p, in round c div p.
 
@@ -21,8 +21,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.parallel.sharding import Partition
-
-AXIS = "pp"
 
 
 class Item(NamedTuple):
@@ -102,9 +100,20 @@ class Stages:
     count: int
 
     @property
+    def axis(self) -> str:
+        """The mesh axis that splits the layers."""
+        (axis,) = self.partition.rules["layers"] or ()
+        return axis
+
+    @property
+    def folded(self) -> P:
+        """The split of what `fold` returns."""
+        return P(None, self.axis)
+
+    @property
     def index(self) -> jax.Array:
         """This stage."""
-        return jax.lax.axis_index(AXIS)
+        return jax.lax.axis_index(self.axis)
 
     @property
     def last(self) -> int:
@@ -122,24 +131,26 @@ class Stages:
             mesh=self.partition.current_mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names={AXIS},
+            axis_names={self.axis},
             check_vma=False,
         )
 
     def send(self, x: jax.Array, by: int) -> jax.Array:
         """The array of the stage that is `by` stages before this one, in a ring."""
-        return jax.lax.ppermute(x, AXIS, [(i, (i + by) % self.count) for i in range(self.count)])
+        return jax.lax.ppermute(x, self.axis, [(i, (i + by) % self.count) for i in range(self.count)])
 
     def sum(self, tree: Any) -> Any:
         """The sum over all stages, float32."""
-        return jax.lax.psum(tree, AXIS)
+        return jax.lax.psum(tree, self.axis)
 
     def share_of_last(self, x_BT: jax.Array) -> jax.Array:
         """This stage's share of the positions of the last stage's array: (B, T, ...) -> (B, T / p, ...).
 
         An all-to-all, not a masked sum: XLA for CPU cannot sum bfloat16 over some axes of a mesh.
         """
-        return self._joined(jax.lax.all_to_all(self._cut(x_BT), AXIS, split_axis=2, concat_axis=0, tiled=False)[-1])
+        return self._joined(
+            jax.lax.all_to_all(self._cut(x_BT), self.axis, split_axis=2, concat_axis=0, tiled=False)[-1]
+        )
 
     def share(self, x_BT: jax.Array) -> jax.Array:
         """This stage's share of the positions of an array that all stages have: (B, T, ...) -> (B, T / p, ...)."""
@@ -149,7 +160,7 @@ class Stages:
         """The positions of all stages' shares: (B, T / p, ...) -> (B, T, ...)."""
         b, t, *rest = x_BT.shape
         shards = self.partition.size("block_seq")
-        gathered = jax.lax.all_gather(x_BT.reshape(b, shards, t // shards, *rest), AXIS, axis=2, tiled=True)
+        gathered = jax.lax.all_gather(x_BT.reshape(b, shards, t // shards, *rest), self.axis, axis=2, tiled=True)
         return gathered.reshape(b, t * self.count, *rest)
 
     def _cut(self, x_BT: jax.Array) -> jax.Array:
@@ -170,7 +181,3 @@ def fold(stack: Any, rounds: int) -> Any:
 def unfold(stack: Any) -> Any:
     """The inverse of `fold`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stack)
-
-
-FOLDED = P(None, AXIS)
-"""The split of what `fold` returns."""

@@ -29,7 +29,7 @@ from mesh_transformer.models.decoder import Context
 from mesh_transformer.models.head import TokenLoss
 from mesh_transformer.models.model import LAYER_LOOP, Params
 from mesh_transformer.ops.attend import context
-from mesh_transformer.parallel.pipeline import FOLDED, Item, Stages, Ticks, fold, unfold
+from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, fold, unfold
 from mesh_transformer.parallel.sharding import active, constrain, constrain_tree, gather_weights
 from mesh_transformer.train.schedule import Batch, Metrics, Parts, Schedule
 
@@ -72,7 +72,7 @@ def _gradients(
     def run(tables: Params, layers: _Layers, batch: Batch) -> Any:
         return _Backward(_Forward(parts, stages, ticks, tables, layers, batch)).results()
 
-    run = stages.run(run, (P(), FOLDED, P()), (P(), FOLDED, P(), P(), P()))
+    run = stages.run(run, (P(), stages.folded, P()), (P(), stages.folded, P(), P(), P()))
     summed, blocks, losses, per_token, squares = run(tables, _layers(rounds, parts, params), batch)
     total = parts.constrain({**summed, "blocks": unfold(blocks)})
     metrics = jax.vmap(parts.metrics)(losses, per_token)
@@ -92,7 +92,7 @@ def _loss(rounds: int, parts: Parts, params: Params, batch: Batch) -> tuple[jax.
     def run(tables: Params, layers: _Layers, batch: Batch) -> tuple[jax.Array, TokenLoss]:
         return _Forward(parts, stages, ticks, tables, layers, batch).losses()
 
-    run = stages.run(run, (P(), FOLDED, P()), (P(), P()))
+    run = stages.run(run, (P(), stages.folded, P()), (P(), P()))
     losses, per_token = run(tables, _layers(rounds, parts, params), jax.tree.map(cut, batch))
     return losses.sum(), jax.tree.map(join, per_token)
 

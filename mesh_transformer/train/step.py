@@ -18,7 +18,8 @@ from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.loops import Aux
-from mesh_transformer.models.model import Params, Placement
+from mesh_transformer.models.model import Params
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.sharding import map_axes, use
 from mesh_transformer.train import pipeline
 from mesh_transformer.train.schedule import Batch, Metrics, Parts, Schedule, sequential

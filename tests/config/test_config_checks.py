@@ -182,7 +182,7 @@ def test_checks_that_need_the_devices() -> None:
         ({"cp": 3}, ("tp",), ("fsdp",)),
     ],
 )
-def test_cp_splits_what_it_divides_where_positions_are_whole(
+def test_pp_and_cp_split_what_they_divide_where_sequences_are_whole(
     shape: dict[str, int], heads: tuple[str, ...], embed: tuple[str, ...]
 ) -> None:
     rules = whole_sequence_rules(mesh_shape(**shape), config().sizes)

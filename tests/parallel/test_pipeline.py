@@ -10,7 +10,7 @@ from support.builders import TINY, program
 
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.models.model import Placement
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.pipeline import Ticks
 from mesh_transformer.train.step import TrainProgram, all_trained, compile_step, side_by_side
 

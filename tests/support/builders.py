@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from mesh_transformer.config import ComputeConfig, ModelConfig, parse_config
 from mesh_transformer.models.head import Normalizer, TokenLoss
-from mesh_transformer.models.model import Model, Placement
+from mesh_transformer.models.model import Model
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.train.step import TrainProgram
 
 TINY: dict[str, Any] = {

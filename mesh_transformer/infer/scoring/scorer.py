@@ -15,7 +15,8 @@ from einops import rearrange
 
 from mesh_transformer.infer.scoring.packing import Batch, BatchPlan
 from mesh_transformer.models.head import Normalizer, VocabTiles
-from mesh_transformer.models.model import Params, Placement
+from mesh_transformer.models.model import Params
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.sharding import use
 
 Result = tuple[int, float, bool]

@@ -10,7 +10,7 @@ import numpy as np
 from mesh_transformer.config import Config, MeshShape
 from mesh_transformer.config.mesh import named
 from mesh_transformer.logs import log
-from mesh_transformer.models.model import Placement
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.mesh import process_rows
 
 

@@ -15,7 +15,7 @@ from mesh_transformer.config import Config, MeshShape
 from mesh_transformer.config.mesh import named
 from mesh_transformer.estimate.memory import bytes_per_device
 from mesh_transformer.logs import log
-from mesh_transformer.models.model import Placement
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.holdings import Holding, Spans, holdings, merged, spans
 from mesh_transformer.runtime.training import run_folder
 from mesh_transformer.runtime.training.config import training_config

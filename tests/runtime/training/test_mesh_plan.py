@@ -13,7 +13,7 @@ from support.builders import TINY
 import device_train
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.models.model import Placement
+from mesh_transformer.models.placement import Placement
 from mesh_transformer.runtime.training import mesh_plan
 from mesh_transformer.runtime.training.mesh_plan import MeshPlan
 from mesh_transformer.train.step import TrainProgram

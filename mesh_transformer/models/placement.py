@@ -1,0 +1,81 @@
+"""A model on a mesh: where each parameter is, and the placements for training and for decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from mesh_transformer import platforms
+from mesh_transformer.config import Config
+from mesh_transformer.config.mesh import MeshAxes, training_rules, whole_sequence_rules
+from mesh_transformer.models.model import Model, Params
+from mesh_transformer.parallel.mesh import make_mesh
+from mesh_transformer.parallel.sharding import Partition, constrain_tree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """A model on a mesh: every compiled program is made from one. It allocates nothing."""
+
+    model: Model
+    partition: Partition
+
+    @classmethod
+    def of(cls, config: Config, devices: Sequence[jax.Device]) -> Placement:
+        """The model and the mesh of a config, split as in training.
+
+        Raises:
+            UserError: the devices do not fit the mesh.
+        """
+        model = Model(config.model.decoder(), platforms.resolve(config.compute, devices[0].platform))
+        mesh = make_mesh(config.mesh.shape(len(devices)), devices)
+        partition = Partition(mesh, training_rules(config.mesh), context_mode=config.mesh.context_mode)
+        return cls._on_partition(model, partition)
+
+    @classmethod
+    def _on_partition(cls, model: Model, partition: Partition) -> Placement:
+        kv_heads = model.decoder.layer.attention.kv_heads
+        return cls(model, partition.keep_whole("kv_heads") if kv_heads % partition.size("kv_heads") else partition)
+
+    def whole_sequences(self) -> Placement:
+        """The same model and mesh, for programs in which each device has all positions of a sequence."""
+        rules = whole_sequence_rules(dict(self.partition.mesh.shape), self.model.decoder.sizes)
+        rules = {**rules, "batch": self.partition.rules["batch"]}
+        return self._on_partition(self.model, dataclasses.replace(self.partition, rules=rules, whole=frozenset()))
+
+    def for_decoding(self) -> Placement:
+        """`whole_sequences` with every sequence on every data-parallel replica: for `infer.engine`."""
+        return self.whole_sequences().with_rules(batch=None)
+
+    def with_rules(self, **rules: MeshAxes) -> Placement:
+        """The same model on the same mesh with other sharding rules for some names."""
+        return Placement(self.model, self.partition.with_rules(**rules))
+
+    def size(self, name: str) -> int:
+        """Devices that split a named dimension."""
+        return self.partition.size(name)
+
+    @property
+    def shardings(self) -> Params:
+        """The sharding of each parameter."""
+        return self.partition.shardings(self.model.axes)
+
+    def abstract(self, dtype: jnp.dtype) -> Params:
+        """The parameters as `jax.ShapeDtypeStruct` of this dtype with their shardings."""
+        shapes = jax.eval_shape(self.model.init, jax.random.key(0))
+        return jax.tree.map(
+            lambda x, split: jax.ShapeDtypeStruct(x.shape, dtype, sharding=split), shapes, self.shardings
+        )
+
+    def cast(self, params: Params, axes: Params | None = None) -> Params:
+        """Inside a program: cast parameters with these dimension names (None: all) to the compute dtype, sharded as
+        stored."""
+        axes = self.model.axes if axes is None else axes
+        return constrain_tree(self.model.cast(params), self.partition, axes)
+
+    def gather(self, params: Params, axes: Params) -> Params:
+        """Inside a program: gather all parameters with these dimension names over fsdp at once."""
+        return constrain_tree(params, self.partition.with_rules(embed=None), axes)
