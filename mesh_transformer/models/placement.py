@@ -32,7 +32,10 @@ class Placement:
         """
         model = Model(config.model.decoder(), platforms.resolve(config.compute, devices[0].platform))
         mesh = make_mesh(config.mesh.shape(len(devices)), devices)
-        partition = Partition(mesh, training_rules(config.mesh), context_mode=config.mesh.context_mode)
+        overlap = config.mesh.overlap_tp is True
+        partition = Partition(
+            mesh, training_rules(config.mesh), context_mode=config.mesh.context_mode, overlap_tp=overlap
+        )
         return cls._on_partition(model, partition)
 
     @classmethod

@@ -53,7 +53,7 @@ class Group:
         """`function` of the arrays of one device; the partitioner splits all other dimensions."""
         return jax.shard_map(
             functools.partial(function, self),
-            mesh=self.partition.mesh,
+            mesh=self.partition.current_mesh,
             in_specs=in_specs,
             out_specs=out_specs,
             axis_names={self.axis},
