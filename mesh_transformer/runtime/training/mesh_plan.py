@@ -1,12 +1,14 @@
 """device_train.py --plan-mesh: which host and device holds what, as a table and as a picture. Nothing is compiled."""
 
 import colorsys
+import dataclasses
+import functools
 import math
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 
@@ -22,7 +24,7 @@ from mesh_transformer.runtime.training.config import training_config
 from mesh_transformer.train.step import TrainProgram
 
 PICTURE = "mesh.png"
-# The columns of the named dimensions, with what a column counts.
+# The columns of the named dimensions, with what a column counts. A dimension that is not here goes by its name.
 _COLUMNS = {
     "layers": ("layers", "layers"),
     "batch": ("rows", "sequences of a microbatch"),
@@ -43,7 +45,8 @@ MANY = 64
 _GAP = 0.3
 
 
-class MeshPlan(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class MeshPlan:
     """What the devices of a training run hold.
 
     Args:
@@ -77,7 +80,7 @@ class MeshPlan(NamedTuple):
         state = program.abstract_state
         return cls(shape, sizes, held, bytes_per_device(state.params), bytes_per_device(state.opt_state))
 
-    @property
+    @functools.cached_property
     def hosts(self) -> dict[int, list[Holding]]:
         """The devices of each process."""
         by_host: dict[int, list[Holding]] = defaultdict(list)
@@ -85,27 +88,28 @@ class MeshPlan(NamedTuple):
             by_host[one.device.process_index].append(one)
         return dict(by_host)
 
-    @property
+    @functools.cached_property
     def axes(self) -> list[str]:
         """The axes with more than one device, outermost first."""
         return [axis for axis, size in self.shape.items() if size > 1]
 
-    @property
-    def split(self) -> list[str]:
-        """The dimensions of _COLUMNS of which devices hold different parts."""
-        return [name for name in _COLUMNS if self._is_split(name) and not self._repeats(name)]
+    @functools.cached_property
+    def split(self) -> dict[str, tuple[str, str]]:
+        """The columns of the dimensions of which devices hold different parts."""
+        columns = _COLUMNS | {name: (name, name) for name in self.sizes if name not in _COLUMNS}
+        return {name: column for name, column in columns.items() if self._is_split(name) and not self._repeats(name)}
 
     def _is_split(self, name: str) -> bool:
-        return len({one.parts[name] for one in self.held}) > 1
+        return len(set(self._groups(name))) > 1
 
     def _repeats(self, name: str) -> bool:
         other = _SAME.get(name)
         return other is not None and self._groups(name) == self._groups(other)
 
     def _groups(self, name: str) -> list[int]:
-        """The devices that hold the same part, as the index of the first of them, by device."""
-        parts = [one.parts[name] for one in self.held]
-        return [parts.index(part) for part in parts]
+        """For each device, the first one that holds the same part, as an index of `held`."""
+        first: dict[Spans, int] = {}
+        return [first.setdefault(one.parts[name], index) for index, one in enumerate(self.held)]
 
     def crosses_hosts(self, axis: str) -> bool:
         """Whether devices that differ in this axis only belong to different processes."""
@@ -156,7 +160,7 @@ def lines(plan: MeshPlan) -> list[str]:
         *(["A line is a host: it says what its devices hold together."] if len(plan.held) > MANY else []),
         "",
     ]
-    rows = [["host", "devices", *plan.axes, *(_COLUMNS[name][0] for name in plan.split)]]
+    rows = [["host", "devices", *plan.axes, *(title for title, _ in plan.split.values())]]
     for host, devices in plan.hosts.items():
         groups = [devices] if len(plan.held) > MANY else [[one] for one in devices]
         rows += [[str(host), *_row(plan, group)] for group in groups]
@@ -169,8 +173,8 @@ def lines(plan: MeshPlan) -> list[str]:
 def _explained(plan: MeshPlan) -> list[str]:
     """What the columns count, and what each device holds all of."""
     found = [
-        f"{_COLUMNS[name][0]}: {_COLUMNS[name][1]} ({plan.sizes['embed' if name == 'moments' else name]:,})"
-        for name in plan.split
+        f"{title}: {text} ({plan.sizes['embed' if name == 'moments' else name]:,})"
+        for name, (title, text) in plan.split.items()
     ]
     whole = [
         f"{plan.sizes[name]:,} {_COLUMNS[name][1]}"
@@ -238,7 +242,7 @@ def _draw_device(axes: Any, plan: MeshPlan, one: Holding, at: tuple[float, float
 
     axes.add_patch(Rectangle(at, 0.96, 0.96, facecolor=_color(plan, one.place), edgecolor="black", linewidth=0.5))
     place = " ".join(f"{axis} {one.place[axis]}" for axis in plan.axes)
-    held = [f"{_COLUMNS[name][0]} {_text(one.parts[name])}" for name in plan.split]
+    held = [f"{title} {_text(one.parts[name])}" for name, (title, _) in plan.split.items()]
     text = "\n".join([f"device {one.device.id}: {place}", *held])
     if brief:
         text = ", ".join(str(one.place[axis]) for axis in plan.axes)

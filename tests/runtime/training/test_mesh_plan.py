@@ -113,12 +113,17 @@ class _Host:
 
 def _on_a_pod(hosts: int) -> MeshPlan:
     """fsdp over hosts, tp over the four devices of a host."""
-    parts = {name: (range(4),) for name in mesh_plan._COLUMNS}
+    parts = {name: (range(4),) for name in (*mesh_plan._COLUMNS, "experts")}
     held = [
         mesh_plan.Holding(
             _Host(4 * host + index, host),  # type: ignore[arg-type]
             {"fsdp": host, "tp": index},
-            {**parts, "batch": (range(host, host + 1),), "heads": (range(index, index + 1),)},
+            {
+                **parts,
+                "batch": (range(host, host + 1),),
+                "heads": (range(index, index + 1),),
+                "experts": (range(index, index + 1),),
+            },
         )
         for host in range(hosts)
         for index in range(4)
@@ -132,6 +137,8 @@ def test_many_devices_get_a_line_for_each_host(tmp_path: Path) -> None:
     assert len(rows) == 32
     assert rows[5]["devices"] == "20-23"
     assert (rows[5]["fsdp"], rows[5]["tp"], rows[5]["rows"], rows[5]["heads"]) == ("5", "0-3", "5", "0-3")
+    # a dimension that the table of columns does not have
+    assert rows[5]["experts"] == "0-3"
     text = "\n".join(mesh_plan.lines(plan))
     assert "Axes inside a host: tp; across hosts: fsdp." in text
     assert "1.00 MiB of parameters (float32), 3.00 GiB of optimizer state" in text
