@@ -27,6 +27,7 @@ PICTURE = "mesh.png"
 # The columns of the named dimensions, with what a column counts. A dimension that is not here goes by its name.
 _COLUMNS = {
     "layers": ("layers", "layers"),
+    "computed": ("computed", "layers that it computes, with weights from the devices that keep them"),
     "batch": ("rows", "sequences of a microbatch"),
     "seq": ("positions", "positions of a sequence"),
     "block_seq": ("between blocks", "positions of the activations between blocks"),
@@ -75,8 +76,13 @@ class MeshPlan:
         sizes = {name: given[0].whole for name, given in config.sizes.items() if given}
         sizes |= {"batch": batch, "kv_heads": program.model.decoder.layer.attention.kv_heads}
         held = holdings(program.partition, sizes)
+        sizes["moments"] = sizes["embed"]
         for one, state in zip(held, holdings(program.moments, {"embed": sizes["embed"]}), strict=True):
             one.parts["moments"] = state.parts["embed"]
+        if shape["pp"] > 1 and (rounds := config.mesh.rounds_of_layers) > 1:
+            sizes["computed"] = sizes["layers"]
+            for one in held:
+                one.parts["computed"] = _computed(one.parts["layers"], sizes["layers"], rounds)
         state = program.abstract_state
         return cls(shape, sizes, held, bytes_per_device(state.params), bytes_per_device(state.opt_state))
 
@@ -96,7 +102,7 @@ class MeshPlan:
     @functools.cached_property
     def split(self) -> dict[str, tuple[str, str]]:
         """The columns of the dimensions of which devices hold different parts."""
-        columns = _COLUMNS | {name: (name, name) for name in self.sizes if name not in _COLUMNS}
+        columns = {name: _COLUMNS.get(name, (name, name)) for name in (*_COLUMNS, *self.sizes) if name in self.sizes}
         return {name: column for name, column in columns.items() if self._is_split(name) and not self._repeats(name)}
 
     def _is_split(self, name: str) -> bool:
@@ -117,6 +123,16 @@ class MeshPlan:
         for one in self.held:
             groups[tuple((name, at) for name, at in one.place.items() if name != axis)].add(one.device.process_index)
         return any(len(group) > 1 for group in groups.values())
+
+
+def _computed(kept: Spans, layers: int, rounds: int) -> Spans:
+    """The layers that a stage computes: in each round a share of a group of consecutive layers.
+
+    Args:
+        kept: the layers whose parameters it keeps.
+    """
+    groups = range(0, layers, layers // rounds)
+    return merged(range(first + span.start // rounds, first + span.stop // rounds) for first in groups for span in kept)
 
 
 def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None, slice_name: str = "") -> int:
@@ -172,10 +188,7 @@ def lines(plan: MeshPlan) -> list[str]:
 
 def _explained(plan: MeshPlan) -> list[str]:
     """What the columns count, and what each device holds all of."""
-    found = [
-        f"{title}: {text} ({plan.sizes['embed' if name == 'moments' else name]:,})"
-        for name, (title, text) in plan.split.items()
-    ]
+    found = [f"{title}: {text} ({plan.sizes[name]:,})" for name, (title, text) in plan.split.items()]
     whole = [
         f"{plan.sizes[name]:,} {_COLUMNS[name][1]}"
         for name in ("layers", "batch", "seq", "heads")

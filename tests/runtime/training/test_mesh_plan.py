@@ -89,6 +89,19 @@ def test_what_says_the_same_is_left_out() -> None:
     assert [row["between blocks"] for row in switched[:4]] == ["0-9", "10-19", "20-29", "30-39"]
 
 
+def test_a_stage_of_several_rounds_computes_other_layers_than_it_keeps() -> None:
+    """With two rounds, the first of two stages has the first and the third quarter of the layers (Narayanan et al. 2021,
+    arXiv:2104.04473, figure 4)."""
+    layers, pipeline = "model.layers=8", ["mesh.pp=2", "mesh.tp=4"]
+    rows = _table(_plan(layers, *pipeline, "mesh.schedule=interleaved", "mesh.rounds=2"))[::4]
+    assert [row["layers"] for row in rows] == ["0-3", "4-7"]
+    assert [row["computed"] for row in rows] == ["0-1, 4-5", "2-3, 6-7"]
+    assert [(row["layers"], "computed" in row) for row in _table(_plan(layers, *pipeline))[::4]] == [
+        ("0-3", False),
+        ("4-7", False),
+    ]
+
+
 def test_the_bytes_are_those_of_the_arrays_of_a_device() -> None:
     plan = _plan("mesh.fsdp=2", "mesh.tp=4")
     config = parse_config(TINY, ["mesh.fsdp=2", "mesh.tp=4"])
