@@ -131,6 +131,17 @@ class Collective(NamedTuple):
         return sum(array.nbytes for array in self.arrays)
 
 
+class Overlap(NamedTuple):
+    """What a program runs between the start and the end of a collective. Nothing: both are 0, as where it is one
+    instruction."""
+
+    collective: Collective
+    # matrix products, alone or fused, and loops with products
+    products: int
+    # the compiler's estimates of the time of all instructions, in cycles of a TPU core
+    cycles: int
+
+
 class Module:
     """The computations of an optimized HLO module.
 
@@ -273,19 +284,39 @@ def collectives(hlo: str) -> list[Collective]:
     Raises:
         ValueError: as in `Module`.
     """
-    bodies = computations(hlo)
+    return [one.collective for one in overlaps(hlo)]
+
+
+def overlaps(hlo: str) -> list[Overlap]:
+    """Every collective of an optimized HLO module with what lies between its start and its end, in the order of its
+    text. That is the order in which a scheduled program runs.
+
+    Raises:
+        ValueError: as in `Module`.
+    """
+    module = Module(hlo)
+    bodies = module.computations
     # computation -> who calls it, and the loop if it is one
     callers: dict[str, tuple[str, str | None]] = {}
     for computation, body in bodies.items():
         for instruction in body:
             loop = instruction.op_name if instruction.opcode == "while" else None
             callers.update(dict.fromkeys(instruction.called, (computation, loop)))
-    return [
-        Collective(kind, instruction.arrays, _loops(computation, callers))
-        for computation, body in bodies.items()
-        for instruction in body
-        if (kind := instruction.opcode.removesuffix("-done")) in KINDS
-    ]
+    found = []
+    for computation, body in bodies.items():
+        places = {instruction.name: place for place, instruction in enumerate(body)}
+        for place, instruction in enumerate(body):
+            if (kind := instruction.opcode.removesuffix("-done")) in KINDS:
+                collective = Collective(kind, instruction.arrays, _loops(computation, callers))
+                between = body[_start(instruction, places, place) + 1 : place]
+                products = sum(module.flops(one) > 0 for one in between)
+                found.append(Overlap(collective, products, sum(one.cycles or 0 for one in between)))
+    return found
+
+
+def _start(end: Instruction, places: Mapping[str, int], place: int) -> int:
+    """The place of the instruction that starts a collective: its own, if it is one instruction."""
+    return places.get(next(iter(end.operands), ""), place) if end.opcode.endswith("-done") else place
 
 
 def _loops(computation: str, callers: Mapping[str, tuple[str, str | None]]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mesh_transformer.estimate.hlo import Array, Collective, Module, collectives
+from mesh_transformer.estimate.hlo import Array, Collective, Module, Overlap, collectives, overlaps
 
 ASYNCHRONOUS = """HloModule pair, entry_computation_layout={(bf16[2,4]{1,0})->bf16[8,4]{1,0}}
 
@@ -16,6 +16,32 @@ ENTRY %main (p: bf16[2,4]) -> bf16[8,4] {
   ROOT %done = bf16[8,4]{1,0:T(8,128)(2,1)} all-gather-done(%start)
 }
 """
+
+
+OVERLAPPED = """HloModule ring, is_scheduled=true
+
+%fused (q: bf16[8,8]) -> bf16[8,8] {
+  %q = bf16[8,8]{1,0} parameter(0)
+  ROOT %dot = bf16[8,8]{1,0} dot(%q, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (p: bf16[8,8]) -> bf16[8,8] {
+  %p = bf16[8,8]{1,0} parameter(0)
+  %up = (bf16[8,8]{1,0}, bf16[8,8]{1,0}) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
+  %product = bf16[8,8]{1,0} fusion(%p), kind=kOutput, calls=%fused, backend_config={"estimated_cycles":"1000"}
+  %arrived = bf16[8,8]{1,0} collective-permute-done(%up)
+  %down = (bf16[8,8]{1,0}, bf16[8,8]{1,0}) collective-permute-start(%arrived), source_target_pairs={{0,1},{1,0}}
+  %sum = bf16[8,8]{1,0} add(%p, %product), backend_config={"estimated_cycles":"20"}
+  %back = bf16[8,8]{1,0} collective-permute-done(%down)
+  ROOT %total = bf16[8,8]{1,0} all-reduce(%back), replica_groups={{0,1}}, to_apply=%fused
+}
+"""
+
+
+def test_what_runs_beside_a_collective():
+    array = (Array("bf16", (8, 8)),)
+    permute, total = Collective("collective-permute", array, ()), Collective("all-reduce", array, ())
+    assert overlaps(OVERLAPPED) == [Overlap(permute, 1, 1000), Overlap(permute, 0, 20), Overlap(total, 0, 0)]
 
 
 def test_loops_around_a_collective_are_named():

@@ -65,6 +65,21 @@ def test_the_second_transfer_waits_for_the_links():
     assert found.seconds == pytest.approx(3000 * CYCLE + 2 * GATHER)
 
 
+@pytest.mark.parametrize(("back", "seconds"), [("{{0,3},{1,0},{2,1},{3,2}}", 1), ("{{0,1},{1,2},{2,3},{3,0}}", 2)])
+def test_permutes_in_both_directions_of_a_ring_run_at_the_same_time(back, seconds):
+    """Each device sends to the next one and, with the first `back`, also to the one before."""
+    permute = (
+        "  %{0} = (bf16[1048576]{{0}}, bf16[1048576]{{0}}) collective-permute-start(%p), source_target_pairs={1}\n"
+    )
+    done = "  %{0} = bf16[1048576]{{0}} collective-permute-done(%{1})\n"
+    program = "HloModule ring, is_scheduled=true\n\nENTRY %main (p: bf16[1048576]) -> bf16[1048576] {\n"
+    program += "  %p = bf16[1048576]{0} parameter(0)\n"
+    program += permute.format("up", "{{0,1},{1,2},{2,3},{3,0}}") + permute.format("down", back)
+    program += done.format("arrived", "up") + "  ROOT" + done.format("last", "down")[1:] + "}\n"
+    one = collective_seconds("collective-permute", 1 << 21, DeviceGroup(4, 1), V5E)
+    assert Timeline(program, V5E).estimate().seconds == pytest.approx(seconds * one)
+
+
 def test_a_loop_of_unknown_length_is_named():
     program = PROGRAM.replace("constant(3)", "parameter(1)").replace("UPDATE", "1000")
     found = Timeline(program, V5E).estimate()
