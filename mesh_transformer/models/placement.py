@@ -31,11 +31,10 @@ class Placement:
             UserError: the devices do not fit the mesh.
         """
         model = Model(config.model.decoder(), platforms.resolve(config.compute, devices[0].platform))
-        mesh = make_mesh(config.mesh.shape(len(devices)), devices)
-        overlap = config.mesh.overlap_tp is True
-        partition = Partition(
-            mesh, training_rules(config.mesh), context_mode=config.mesh.context_mode, overlap_tp=overlap
-        )
+        shape, rules = config.mesh.shape(len(devices)), training_rules(config.mesh)
+        overlap = platforms.overlaps_tp(config.mesh, devices[0].device_kind)
+        mode = config.mesh.context_mode
+        partition = Partition(make_mesh(shape, devices), rules, context_mode=mode, overlap_tp=overlap)
         return cls._on_partition(model, partition)
 
     @classmethod

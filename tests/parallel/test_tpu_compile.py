@@ -20,7 +20,7 @@ from support.builders import TINY
 from mesh_transformer import platforms
 from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import Config, load_config, parse_config
-from mesh_transformer.estimate.hlo import collectives
+from mesh_transformer.estimate.hlo import collectives, overlaps
 from mesh_transformer.infer.programs import SlotPrograms
 from mesh_transformer.models.model import LAYER_LOOP
 from mesh_transformer.models.placement import Placement
@@ -86,6 +86,24 @@ def test_the_forward_pass_of_a_layer_sums_one_activation_over_tp():
 def test_the_collective_check_can_fail():
     """Sequence parallelism replaces the sum by a gather and a scatter, and the check detects it."""
     assert {one.kind for one in _forward("mesh.shard_activations=true")} != {"all-reduce"}
+
+
+@pytest.mark.parametrize("name", ["v5e-8", "v4-8"])
+def test_overlapped_permutes_run_during_products(name):
+    """The activations of a layer travel only in permutes, and products lie between start and end of most of them."""
+    tp = 4 if name == "v4-8" else 8
+    wide = ("model.d_model=1024", "model.seq=1024", "model.layers=2", "data.batch_size=4")
+    found = overlaps(_small(name, f"mesh.tp={tp}", "mesh.overlap_tp=true", *wide).as_text())
+    activation = 4 * 1024 * 1024 * 2 // tp
+    large = [
+        one
+        for one in found
+        if any(LAYER_LOOP in loop for loop in one.collective.loops) and one.collective.nbytes >= activation
+    ]
+    assert {one.collective.kind for one in large} == {"collective-permute"}
+    # forward: a gather and a scatter; backward: the gather again, the gradients of both
+    assert len(large) == 5 * (tp - 1)
+    assert sum(one.products > 0 for one in large) >= 4 * (tp - 1)
 
 
 @pytest.mark.parametrize("name", MESHES)
