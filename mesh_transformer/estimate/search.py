@@ -165,7 +165,10 @@ def _changes(
         mesh = {("mesh", axis): shape[axis] for axis in SEARCHED if axis in config.mesh.given}
         replicas = parts(shape, training_rules(config.mesh), "batch")
         own, rest = divmod(total, replicas)
-        switches = (False, True) if shape["tp"] > 1 else (config.mesh.shard_activations,)
+        switches: Sequence[bool] = (False, True) if shape["tp"] > 1 else (config.mesh.shard_activations,)
+        if config.mesh.overlap_tp is True:
+            # it needs both
+            switches = (True,) if shape["tp"] > 1 else ()
         sizes = () if rest else _microbatches(own, largest or own)
         for size, switch, policy in itertools.product(sizes, switches, policies):
             yield {

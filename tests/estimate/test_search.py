@@ -48,6 +48,13 @@ def test_the_settings_make_the_config(repo):
     assert same.config == _load(repo)
 
 
+def test_overlap_keeps_what_it_needs(repo):
+    found = candidates(_load(repo, "mesh.overlap_tp=true"), 8, ACCELERATORS["v5e"])
+    assert {one.config.mesh.tp for one in found} == {2, 4, 8}
+    for one in found[::9]:
+        assert _load(repo, "mesh.overlap_tp=true", *one.overrides) == one.config
+
+
 @pytest.mark.parametrize("given", ["data.batch_size=8", "data.per_replica_batch=2"])
 def test_the_batch_stays_in_the_field_that_the_config_uses(given):
     raw, overrides = {**SMALL, "data": {}}, [given, "mesh.dp=4", "mesh.tp=2"]
