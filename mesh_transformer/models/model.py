@@ -207,7 +207,7 @@ class Model:
                 positions_BT = positions_BT + start_B[:, None]
             elif cache is not None:
                 positions_BT = jnp.broadcast_to(positions_BT, tokens_BT.shape)
-        keys_BS = None if cache is None else cache.key_positions(positions_BT)
+        keys_BS = None if cache is None or not self.decoder.relative_bias else cache.key_positions(positions_BT)
         x_BTD, bias_BHTS = self.embed(params["embed"], tokens_BT, positions_BT, keys_BS)
         return self._blocks(params["blocks"], x_BTD, positions_BT, bias_BHTS, cache, query_index_B)
 
