@@ -193,3 +193,21 @@ def test_the_recorded_devices_are_those_of_libtpu():
     describe = runpy.run_path(str(REPO / "scripts/tpu_devices.py"))["describe"]
     for name, devices in recorded.items():
         assert describe(name) == devices, name
+
+
+def test_a_pipeline_sends_activations_and_gathers_no_weights():
+    """Inside its loops, a step with stages sends activations from stage to stage, and parts of them to the head."""
+    compiled = _small(
+        "v4-8",
+        "mesh.pp=2",
+        "mesh.tp=2",
+        "model.layers=4",
+        "optimizer.gradient_accumulation_steps=4",
+        "data.batch_size=2",
+    )
+    activation = 2 * 128 * 256
+    found = [one for one in collectives(compiled.as_text()) if one.loops and LAYER_LOOP not in one.loops[-1]]
+    sent = [array.size for one in found if one.kind == "collective-permute" for array in one.arrays]
+    assert sent.count(activation) >= 2
+    gathered = [array.size for one in found if one.kind == "all-gather" for array in one.arrays]
+    assert max(gathered) <= activation

@@ -67,6 +67,39 @@ def test_streamed_batches_and_the_end_of_the_driver(tmp_path, straight, environm
     assert len(same_numbers(straight, tmp_path / "run")) == STEPS
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("mesh", "read_by"),
+    [({"pp": 2, "fsdp": 2, "tp": 2}, "host"), ({"cp": 2, "tp": 4}, "driver")],
+    ids=["pp", "cp"],
+)
+def test_processes_that_read_the_same_rows(tmp_path, environment, mesh, read_by):
+    """Two processes of four devices differ in pp or cp alone. One is killed; the run equals that of one device."""
+    groups = {
+        "model": {"layers": 2, "n_heads": 4},
+        "optimizer": {"total_steps": 24, "gradient_accumulation_steps": 2},
+        "data": {"batch_size": 4, "read_by": read_by, "val_every": 12},
+        "checkpoint": {"ckpt_every": 8},
+    }
+    write(tmp_path / "one", **groups)
+    run_command("device_train.py", "--config", "config.json", cwd=tmp_path / "one")
+    write(tmp_path, **groups, mesh=mesh)
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    with driver(tmp_path, *TWO, **environment) as run:
+        run.wait_for_step(10)
+        kill(worker_pid(tmp_path, 1))
+        assert run.finish().count("worker crash") == 1
+    expected = {record["step"]: record for record in metrics(tmp_path / "one/run")}
+    records = metrics(tmp_path / "run")
+    # some steps are repeated
+    assert {record["step"] for record in records} == set(range(1, 25))
+    for record in records:
+        one = expected[record["step"]]
+        names = [n for n in one if n in ("train/loss", "train/last_loss", "train/grad_norm", "val/loss_held")]
+        # the order of float32 sums
+        assert {n: record[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=1e-5)
+
+
 def _last_saved(folder):
     """The last step of the metrics file, which must have a checkpoint."""
     last = metrics(folder / "run")[-1]["step"]
