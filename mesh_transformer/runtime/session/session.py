@@ -12,6 +12,7 @@ from mesh_transformer.config.mesh import named
 from mesh_transformer.logs import log
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.mesh import process_rows
+from mesh_transformer.parallel.pipeline import Ticks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +97,20 @@ class Session:
     def tokens_per_step(self) -> int:
         """Tokens in one training step, over the whole mesh."""
         return self.sequences_per_step * self.config.seq
+
+    def warn_of_idle_stages(self) -> None:
+        """Log a warning if the stages of mesh.pp wait for most of the time, because a step has few microbatches."""
+        microbatches, stages = self.config.optimizer.gradient_accumulation_steps, self.shape["pp"]
+        ticks = Ticks(stages, self.config.mesh.rounds_of_layers, microbatches)
+        if jax.process_index() == 0 and microbatches < stages:
+            log.warning(
+                "mesh.pp %d and optimizer.gradient_accumulation_steps %d: a stage waits for %.0f%% of the time; set the "
+                "steps to %d or more",
+                stages,
+                microbatches,
+                100 * ticks.bubble,
+                4 * stages,
+            )
 
     def describe(self) -> str:
         """A line with the number of parameters, the devices, the mesh, the dtype and the tokens per step."""

@@ -177,6 +177,7 @@ class TrainingRun:
     def _train(self) -> TrainingResult:
         settings, total = self.config.checkpoint, self.config.optimizer.total_steps
         log.info("%s", self.session.describe())
+        self.session.warn_of_idle_stages()
         self.store = store = CheckpointStore(
             settings.root,
             keep_every=settings.keep_every,
