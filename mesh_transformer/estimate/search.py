@@ -57,8 +57,14 @@ def search(config: Config, n_devices: int, accelerator: Accelerator, count: int 
     is such a candidate; or the nearest misses.
 
     Raises:
-        UserError: no mesh of these devices divides the sizes of the config, or they are several GPUs.
+        UserError: no mesh of these devices divides the sizes of the config, they are several GPUs, or the config has an
+            axis that the search does not model.
     """
+    if others := {axis: size for axis, size in config.mesh.given.items() if axis not in SEARCHED and size > 1}:
+        raise UserError(
+            f"the search does not model {' and '.join(f'mesh.{axis}' for axis in others)}: set "
+            f"{' '.join(f'--set mesh.{axis}=1' for axis in others)}, or leave out --search"
+        )
     found = candidates(config, n_devices, accelerator)
     if not found:
         raise UserError(
@@ -184,6 +190,8 @@ def _changes(
 def _meshes(config: Config, n_devices: int, accelerator: Accelerator) -> Iterator[MeshShape]:
     """Every shape of the axes that the search changes, beside the config's other axes."""
     others = {axis: size for axis, size in config.mesh.given.items() if axis not in SEARCHED}
+    if any(size > 1 for size in others.values()):
+        return
     devices, rest = divmod(n_devices, math.prod(others.values()))
     if rest:
         return

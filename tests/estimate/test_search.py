@@ -160,3 +160,9 @@ def test_a_search_takes_less_than_a_second(repo):
     before = time.process_time()
     search(config, 8, ACCELERATORS["v3"])
     assert time.process_time() - before < 1
+
+
+def test_axes_that_the_search_does_not_model_are_refused(repo):
+    with pytest.raises(UserError, match=r"does not model mesh\.pp and mesh\.cp: set --set mesh\.pp=1 --set mesh\.cp=1"):
+        _search(repo, "v3-32", "mesh.pp=4", "mesh.cp=2")
+    assert not candidates(_load(repo, "mesh.pp=2"), 8, ACCELERATORS["v3"])
