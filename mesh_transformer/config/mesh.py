@@ -33,7 +33,7 @@ class MeshConfig(Group):
     pp: Annotated[Devices, Axis("layers")] = 1
     """pipeline parallelism: splits the layers into stages; the microbatches of a step go from stage to stage"""
     dp: Annotated[Devices | None, Axis("batch"), Derived("devices / the other axes")] = None
-    """data-parallel replicas; the fsdp and tp devices of each replica hold all weights"""
+    """data-parallel replicas; the devices of each replica together hold all weights"""
     fsdp: Annotated[Devices, Axis("batch", "embed")] = 1
     """data-parallel shards that also split the weights and the optimizer state (FSDP, ZeRO-3)"""
     cp: Annotated[Devices, Axis("seq", "block_seq")] = 1
@@ -150,10 +150,11 @@ def moment_rules(mesh: MeshConfig) -> Rules:
 
 
 def whole_sequence_rules(shape: MeshShape, sizes: Mapping[str, Sequence[Size]]) -> Rules:
-    """The rules for programs that split neither the positions of a sequence nor the layers: sampling, serving and scoring.
+    """The rules for programs that split neither the positions of a sequence nor the layers: sampling, serving and
+    scoring.
 
-    The devices of pp and cp split what tp splits, if they divide all of these sizes; else what fsdp splits of the weights; else
-    nothing.
+    The devices of pp and cp split what tp splits, if they divide all of these sizes; else what fsdp splits of the
+    weights; else nothing.
 
     Args:
         sizes: of the dimensions of the model.

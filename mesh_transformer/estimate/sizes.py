@@ -119,7 +119,7 @@ class Split:
 
     @classmethod
     def of(cls, config: Config, shape: MeshShape) -> "Split":
-        """The split that `models.model.Placement` makes of a config on a mesh."""
+        """The split that `models.placement.Placement` makes of a config on a mesh."""
         decoder, rules = config.model.decoder(), training_rules(config.mesh)
         divided = decoder.layer.attention.kv_heads % parts(shape, rules, "kv_heads") == 0
         whole = frozenset() if divided else frozenset({"kv_heads"})

@@ -1,8 +1,9 @@
 """Pipeline parallelism: what a stage computes in each tick, and what the stages send to each other.
 
-The devices of the mesh axis that splits the layers are stages. A stage has one group of consecutive layers (1F1B, Narayanan et al. 2019,
-arXiv:1806.03377), or `rounds` of them, so that a microbatch goes around the stages several times (interleaved 1F1B,
-Narayanan et al. 2021, arXiv:2104.04473): group c of the layers is on stage c mod p, in round c div p.
+The devices of the mesh axis that splits the layers are stages. A stage has one group of consecutive layers (1F1B,
+Narayanan et al. 2019, arXiv:1806.03377), or `rounds` of them, so that a microbatch goes around the stages several times
+(interleaved 1F1B, Narayanan et al. 2021, arXiv:2104.04473): group c of the layers is on stage c mod p, in round c div
+p.
 
 Time is in ticks, the same on all stages. In a tick a stage computes one group forward for one microbatch, and one group
 backward for another. Nothing branches on the stage: an idle stage computes with values that are not used.

@@ -140,6 +140,7 @@ def test_few_microbatches_are_warned_of(microbatches: int, warns: bool, caplog: 
     changes = ["mesh.pp=2", f"optimizer.gradient_accumulation_steps={microbatches}"]
     Session.open(parse_config({**TINY, "model": MODEL}, changes)).warn_of_idle_stages()
     message = (
-        "mesh.pp 2 with 1 microbatches: a stage waits for 50% of the time; set optimizer.gradient_accumulation_steps"
+        "optimizer.gradient_accumulation_steps 1 is less than mesh.pp 2: a stage waits for 50% of the time; set it to "
+        "8 or more"
     )
     assert (message in caplog.text) == warns

@@ -104,10 +104,10 @@ class Session:
         ticks = Ticks(stages, self.config.mesh.rounds_of_layers, microbatches)
         if jax.process_index() == 0 and microbatches < stages:
             log.warning(
-                "mesh.pp %d and optimizer.gradient_accumulation_steps %d: a stage waits for %.0f%% of the time; set the "
-                "steps to %d or more",
-                stages,
+                "optimizer.gradient_accumulation_steps %d is less than mesh.pp %d: a stage waits for %.0f%% of the time; "
+                "set it to %d or more",
                 microbatches,
+                stages,
                 100 * ticks.bubble,
                 4 * stages,
             )
