@@ -40,7 +40,7 @@ def allowed(group: type[Group], name: str) -> str:
 
 def _words(schema: dict[str, Any]) -> str:
     if values := _values(schema):
-        return "one of " + ", ".join(values)
+        return values[0] if len(values) == 1 else "one of " + ", ".join(values)
     # only the error for a larger number mentions INT32_MAX
     limits = [text.format(schema[key]) for key, text in LIMITS.items() if schema.get(key, INT32_MAX) != INT32_MAX]
     kind = "range" if "prefixItems" in schema else schema["type"]

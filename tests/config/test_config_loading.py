@@ -168,7 +168,7 @@ def test_overrides_apply_in_order_on_top_of_the_file() -> None:
         ("optimizer.b1=1", ["under 1"]),
         ("noise_scale_alpha=1.5", ["at most 1"]),
         ("mesh.zero1=1", ["mesh.zero1 = 1", "true or false"]),
-        ("logits_mib=0", ["logits_mib = 0: expected one of auto or a whole number, 1 or more"]),
+        ("logits_mib=0", ["logits_mib = 0: expected auto or a whole number, 1 or more"]),
         ("mesh.zero1=yes", ["mesh.zero1 = 'yes'", "true or false"]),
         ("model.pe=rotari", ["one of rotary, fixed, t5", "did you mean rotary?"]),
         ("norm=layernorm-desync", ["did you mean layernorm?"]),
