@@ -36,7 +36,7 @@ def main() -> None:
 def pipeline(arguments: argparse.Namespace) -> dict[str, Any]:
     """The median seconds of a step by schedule and microbatches, in turn, and the predicted seconds.
 
-    The prediction has one constant, the time of a tick with one round, which is that of 1f1b with the most microbatches.
+    The prediction has one constant, the time of a tick with one round: that of 1f1b with the most microbatches.
     """
     _force_devices(STAGES)
     from mesh_transformer.parallel.pipeline import Ticks
@@ -75,7 +75,7 @@ def pipeline(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def context(_: argparse.Namespace) -> dict[str, Any]:
-    """MiB of the temporaries of a device by mode and devices, with equally many positions on each device. Nothing runs."""
+    """MiB of the temporaries of a device by mode and devices, with equal positions on each device. Nothing runs."""
     _force_devices(max(CP))
     import jax
 

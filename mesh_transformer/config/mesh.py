@@ -41,12 +41,12 @@ class MeshConfig(Group):
     tp: Annotated[Devices, Axis("heads", "kv_heads", "mlp", "vocab")] = 1
     """tensor parallelism (Megatron): splits heads, feed-forward and vocabulary"""
     context_mode: Literal["zigzag", "ring", "ulysses", "gather"] = "zigzag"
-    """how attention reads the positions of other devices of cp. zigzag: keys and values go around a ring, and each device
-    has an early and a late part of the sequence, so that all have the same work. ring: the same with consecutive
+    """how attention reads the positions of other devices of cp. zigzag: keys and values go around a ring, and each
+    device has an early and a late part of the sequence, so that all have the same work. ring: the same with consecutive
     positions. ulysses: the heads are split instead of the positions. gather: each device gathers all keys and values"""
     schedule: Literal["1f1b", "interleaved"] = "1f1b"
-    """the order of the microbatches in the stages of pp. 1f1b: each stage has consecutive layers. interleaved: each stage
-    has mesh.rounds groups of consecutive layers, so that it waits less and sends more"""
+    """the order of the microbatches in the stages of pp. 1f1b: each stage has consecutive layers. interleaved: each
+    stage has mesh.rounds groups of consecutive layers, so that it waits less and sends more"""
     rounds: Annotated[Count, Unit("groups of layers")] = 2
     """groups of consecutive layers in each stage of pp, with mesh.schedule interleaved"""
     zero1: Switch = False

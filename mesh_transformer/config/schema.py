@@ -270,8 +270,8 @@ class Config(Group):
         check_pipeline(self.sizes, self.mesh, shape, self.optimizer.gradient_accumulation_steps)
         if shape["pp"] > 1 and self.compute.remat not in ("auto", "full"):
             raise UserError(
-                f"compute.remat {self.compute.remat} does not work with mesh.pp {shape['pp']}, which keeps the input of "
-                "each block and recomputes the rest: set compute.remat=full, or mesh.pp=1"
+                f"compute.remat {self.compute.remat} does not work with mesh.pp {shape['pp']}, which keeps the input "
+                "of each block and recomputes the rest: set compute.remat=full, or mesh.pp=1"
             )
 
 

@@ -109,7 +109,8 @@ class Group:
 
 
 def gather_products(group: Group, x: jax.Array, ws: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-    """On a device, x (B, C, t, D): the products of all positions (B, C, T, D) with each w (D, f), and these positions."""
+    """On a device, x (B, C, t, D): the products of all positions (B, C, T, D) with each w (D, f), and these
+    positions."""
     if not group.partition.overlap_tp:
         whole = jax.lax.all_gather(x, group.axis, axis=POSITIONS, tiled=True)
         return [_product(whole, w) for w in ws], whole

@@ -1,5 +1,5 @@
-"""Products with matrices that devices split: by columns (`column`), then by rows (`row`), as in Megatron (Shoeybi et al.
-2019, arXiv:1909.08053).
+"""Products with matrices that devices split: by columns (`column`), then by rows (`row`), as in Megatron (Shoeybi et
+al. 2019, arXiv:1909.08053).
 
 The partition decides how the devices communicate:
 

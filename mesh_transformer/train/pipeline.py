@@ -354,7 +354,8 @@ class _Backward:
         return start, total, square
 
     def _settled(self, gradient: Params) -> Params:
-        """Gradients of tables in float32, split as the tables are: with ZeRO-1 they are split over dp after the loop."""
+        """Gradients of tables in float32, split as the tables are: with ZeRO-1 they are split over dp after the
+        loop."""
         partition, axes = self.forward.stages.partition, self.forward.parts.model.axes
         gradient = optax.tree.cast(gradient, jnp.float32)
         return {name: constrain_tree(tree, partition, axes[name]) for name, tree in gradient.items()}

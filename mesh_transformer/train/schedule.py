@@ -67,8 +67,8 @@ class Schedule(NamedTuple):
     """The order in which microbatches and layers are computed."""
 
     gradients: Callable[[Parts, Params, Params, Batch], tuple[Params, Metrics, jax.Array]]
-    """(parts, trained parameters, frozen parameters, batch (A, B, T)) -> the mean gradient in float32, the mean metrics,
-    and the squared norm of each microbatch's gradient, (A,). Parameters are in the compute dtype. The loss receives the
+    """(parts, trained parameters, frozen parameters, batch (A, B, T)) -> the mean gradient in float32, the mean
+    metrics, and the squared norm of each microbatch's gradient, (A,). Parameters are in the compute dtype. The loss receives the
     named sums of each layer, and their cotangents flow back to that layer."""
     loss: Callable[[Parts, Params, Batch], tuple[jax.Array, TokenLoss]]
     """(parts, the model's parameters in the compute dtype, batch (B, T)) -> the results of `Parts.loss`."""

@@ -171,7 +171,8 @@ def lines(plan: MeshPlan) -> list[str]:
     found = [
         f"{named(plan.shape)}: {len(plan.held)} x {kind}, {len(plan.hosts)} host(s)",
         f"Axes inside a host: {', '.join(inside) or 'none'}; across hosts: {', '.join(across) or 'none'}.",
-        f"Each device: {_mib(plan.parameter_bytes)} of parameters (float32), {_mib(plan.state_bytes)} of optimizer state.",
+        f"Each device: {_size(plan.parameter_bytes)} of parameters (float32), {_size(plan.state_bytes)} of optimizer "
+        "state.",
         *_explained(plan),
         *(["A line is a host: it says what its devices hold together."] if len(plan.held) > MANY else []),
         "",
@@ -215,7 +216,7 @@ def _text(found: Spans) -> str:
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in found)
 
 
-def _mib(nbytes: int) -> str:
+def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
