@@ -19,7 +19,7 @@ SCHEDULES = {"1f1b": 1, "interleaved": 2}
 MODES = ("zigzag", "ring", "ulysses", "gather")
 CP = (2, 4, 8)
 POSITIONS = 256
-MODEL = {"layers": 8, "d_model": 64, "n_heads": 8, "n_vocab": 512, "seq": 128, "pe_rotary_dims": 8}
+MODEL = {"layers": 8, "d_model": 128, "n_heads": 8, "n_vocab": 512, "seq": 256, "pe_rotary_dims": 8}
 
 
 def main() -> None:

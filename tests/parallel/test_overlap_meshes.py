@@ -18,7 +18,7 @@ FAMILIES = ["gptj", "gpt_neox", "qwen2", "qwen3", "gemma2"]
 REMAT = ["none", "full", "save_attn", "save_matmuls"]
 
 
-@pytest.mark.parametrize(("family", "mesh", "remat"), sampled(FAMILIES, MESHES, REMAT, at_most=2))
+@pytest.mark.parametrize(("family", "mesh", "remat"), sampled(FAMILIES, MESHES, REMAT, at_most=1))
 def test_training_equals_one_device(family: str, mesh: str, remat: str) -> None:
     # a pipeline always recomputes
     remat = "full" if mesh.startswith("pp") else remat
