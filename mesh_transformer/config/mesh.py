@@ -122,6 +122,11 @@ def _changed(given: MeshShape) -> dict[str, int | None]:
 AXES = marks(MeshConfig, Axis)
 
 
+def layers_of_a_loop(layers: int, mesh: MeshConfig, shape: MeshShape) -> int:
+    """The layers that a loop of a training step computes: a group of a stage's layers with pp, else all."""
+    return layers // (shape["pp"] * mesh.rounds_of_layers if shape["pp"] > 1 else 1)
+
+
 def mesh_shape(**sizes: int) -> MeshShape:
     """A mesh shape with these sizes; an axis that is not given has size 1."""
     return dict.fromkeys(AXES, 1) | sizes

@@ -8,7 +8,7 @@ from typing import Any
 
 from mesh_transformer import platforms
 from mesh_transformer.config import Config
-from mesh_transformer.config.mesh import MeshShape
+from mesh_transformer.config.mesh import MeshShape, layers_of_a_loop
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import serving
 from mesh_transformer.estimate.memory import bytes_per_device, training_parts
@@ -178,7 +178,9 @@ def _prediction(case: _Case, compiled: Compiled, parts: dict[str, int], tokens: 
     peak_gib = None if compiled.peak_bytes is None else compiled.peak_bytes / GIB
     if compiled.refused is not None:
         return Prediction(**case.fields, fits=False, peak_gib=peak_gib, reason=compiled.refused)
-    loops = {LAYER_LOOP: case.config.model.layers, **serving.LOOPS}
+    layers, mesh = case.config.model.layers, case.config.mesh
+    of_a_loop = layers_of_a_loop(layers, mesh, case.shape) if case.program == "train" else layers
+    loops = {LAYER_LOOP: of_a_loop, **serving.LOOPS}
     estimate = Timeline(compiled.hlo, accelerator, loops).estimate()
     fits = peak_gib is not None and peak_gib <= accelerator.usable_gib
     seconds = estimate.seconds

@@ -350,7 +350,8 @@ class _Backward:
 
         with jax.named_scope(LAYER_LOOP):
             carry = start, total, jnp.zeros(())
-            (start, total, square), _ = jax.lax.scan(layer, carry, jnp.arange(f.group), reverse=True)
+            unroll = f.parts.model.compute.scan_unroll
+            (start, total, square), _ = jax.lax.scan(layer, carry, jnp.arange(f.group), reverse=True, unroll=unroll)
         return start, total, square
 
     def _settled(self, gradient: Params) -> Params:

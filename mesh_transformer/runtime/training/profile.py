@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer import accelerators
 from mesh_transformer.config import Config
+from mesh_transformer.config.mesh import layers_of_a_loop
 from mesh_transformer.estimate.op_table import write_op_table
 from mesh_transformer.logs import log
 from mesh_transformer.models.model import LAYER_LOOP
@@ -110,6 +111,7 @@ def write_step_table(program: TrainProgram) -> None:
     path = Path(settings.model_dir, run_folder.PROFILE, OP_TABLE)
     path.parent.mkdir(parents=True, exist_ok=True)
     accelerator = accelerators.of_device(mesh.devices.flat[0].device_kind)
-    write_op_table(path, compiled.as_text() or "", accelerator, {LAYER_LOOP: config.model.layers})
+    layers = layers_of_a_loop(config.model.layers, config.mesh, dict(mesh.shape))
+    write_op_table(path, compiled.as_text() or "", accelerator, {LAYER_LOOP: layers})
     run_folder.publish_profile(settings.root, settings.model_dir)
     log.info("operations of the training step written to %s", path)
