@@ -2,12 +2,15 @@
 
 import collections
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.builders import TINY, program
 
+from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.placement import Placement
@@ -144,3 +147,19 @@ def test_few_microbatches_are_warned_of(microbatches: int, warns: bool, caplog: 
         "8 or more"
     )
     assert (message in caplog.text) == warns
+
+
+def test_a_checkpoint_does_not_depend_on_stages_and_rounds(tmp_path: Path) -> None:
+    """Saved on stages and on other meshes, each is restored on the other, bit by bit."""
+    interleaved = ["mesh.pp=2", "mesh.schedule=interleaved", "mesh.tp=2"]
+    meshes = {"stages": interleaved, "context": ["mesh.cp=2", "mesh.tp=2"], "zero1": ["mesh.dp=4", "mesh.zero1=true"]}
+    runs = {name: program({**TINY, "model": MODEL}, *mesh, devices=4) for name, mesh in meshes.items()}
+    states = {name: run.init(jax.random.key(3)) for name, run in runs.items()}
+    for saved, restored in ("stages", "context"), ("zero1", "stages"):
+        store = CheckpointStore(str(tmp_path / saved))
+        store.save(1, states[saved], {})
+        store.close()
+        found = CheckpointStore(str(tmp_path / saved), read_only=True).restore(runs[restored].abstract_state)
+        assert found is not None
+        jax.tree.map(np.testing.assert_array_equal, found.state, states[saved])
+        assert jax.tree.map(lambda x: x.sharding, found.state) == runs[restored].state_shardings
