@@ -39,6 +39,8 @@ def main() -> None:
     path, slice_name, *overrides = sys.argv[1:]
     jax.config.update("jax_platforms", "cpu")
     config, target = load_config(path, overrides), tpu_target(slice_name)
+    if config.mesh.pp > 1:
+        sys.exit("mesh.pp: the loops of a pipeline are forward and backward in one tick: set mesh.pp=1")
     batch = config.microbatch(config.check_devices(target.n_devices))
     program = TrainProgram(Placement.of(config, target.devices()), config)
     sys.stdout.write(table(compile_step(program, config.optimizer.gradient_accumulation_steps, batch).as_text()) + "\n")
