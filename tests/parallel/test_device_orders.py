@@ -123,10 +123,9 @@ def test_positions_within_a_process_are_the_same_in_all():
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_make_mesh_supports_an_additional_axis(monkeypatch, tp):
-    """A new first axis: its groups are the last to share a process."""
-    monkeypatch.setattr("mesh_transformer.parallel.mesh.AXES", ["pp", *AXES])
-    shape = {"pp": 2, **mesh_shape(dp=8 // tp, tp=tp)}
+def test_the_stages_of_a_pipeline_are_on_different_processes(tp):
+    """pp is the first axis: its groups are the last to share a process."""
+    shape = mesh_shape(pp=2, dp=8 // tp, tp=tp)
     mesh = make_mesh(shape, devices_of("v5litepod-16"))
     assert mesh.shape == shape
     stages = [{one.process_index for one in stage.flat} for stage in mesh.devices]
