@@ -164,10 +164,11 @@ def whole_sequence_rules(shape: MeshShape, sizes: Mapping[str, Sequence[Size]]) 
     Args:
         sizes: of the dimensions of the model.
     """
-    rules = {name: _without(_without(axes, "cp"), "pp") for name, axes in _RULES.items()}
     free = tuple(axis for axis in ("pp", "cp") if shape[axis] > 1)
     if not free:
-        return rules
+        # the shardings of parameters are then equal to those of training
+        return _RULES
+    rules = {name: _without(_without(axes, "cp"), "pp") for name, axes in _RULES.items()}
     for axis, folded in ("tp", (*free, "tp")), ("fsdp", ("fsdp", *free)):
         split = {
             name: _replaced(axes, axis, folded) for name, axes in rules.items() if axis in axes and name != "batch"

@@ -89,7 +89,7 @@ class Partition:
 
         def split(name: str | None) -> MeshAxes:
             over = None if name is None or name in self.whole else self.rules[name]
-            return over and (tuple(axis for axis in over if axis not in taken) or None)
+            return tuple(axis for axis in over or () if axis not in taken) or None
 
         return PartitionSpec(*map(split, axes))
 
