@@ -23,7 +23,7 @@ from mesh_transformer.config import AXES, Config, load_config
 from mesh_transformer.data.loader import make_val_loader
 from mesh_transformer.data.tokenizer import ByteTokenizer
 from mesh_transformer.infer.scoring.packing import Query
-from mesh_transformer.models import model as models
+from mesh_transformer.models import placement
 from mesh_transformer.parallel.mesh import process_rows
 from mesh_transformer.runtime.evaluation.model import EvalModel
 from mesh_transformer.runtime.session.session import Session
@@ -154,7 +154,7 @@ def _main(folder: str, order: str) -> None:
         return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
     platforms.start_distributed()
-    models.make_mesh = make_mesh
+    placement.make_mesh = make_mesh
     result = found(Path(folder))
     Path(folder, f"found_{jax.process_index()}.json").write_text(json.dumps(result))
 
