@@ -55,16 +55,26 @@ def read_all(folder: Path) -> dict[str, Any]:
 def outcome(folder: Path) -> dict[str, Any]:
     """The values read from a folder that may be damaged, or {} if it is refused, within limits of time and memory."""
     began = time.monotonic()
+    values, peak = measured(folder)
+    assert time.monotonic() - began < LIMIT_S
+    if peak >= LIMIT_BYTES:
+        # the peak includes what threads of earlier tests allocate meanwhile; a reader's own peak is there again
+        values, peak = measured(folder)
+    assert peak < LIMIT_BYTES
+    return values
+
+
+def measured(folder: Path) -> tuple[dict[str, Any], int]:
+    """The values, or {} if the folder is refused, and the largest memory allocated meanwhile."""
     tracemalloc.start()
     try:
-        return read_all(folder)
+        values = read_all(folder)
     except UserError:
-        return {}
+        values = {}
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert peak < LIMIT_BYTES
-        assert time.monotonic() - began < LIMIT_S
+    return values, peak
 
 
 def put(document: Any, path: tuple[Any, ...], value: Any) -> None:
