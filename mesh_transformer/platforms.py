@@ -194,7 +194,7 @@ def compiler_options(devices: Sequence[jax.Device]) -> dict[str, bool] | None:
     """The options of XLA for a program on these devices; None: the defaults.
 
     On several CPU devices, independent parts of a program run at the same time. With XLA's default order two devices
-    then begin two collectives in different orders, in about one of a hundred steps, and wait for each other for ever.
+    can begin two collectives in different orders, and then wait for each other for ever.
     """
     if devices[0].platform != "cpu" or len(devices) == 1:
         return None
