@@ -16,8 +16,7 @@ import jax
 from jax.experimental import topologies
 
 from mesh_transformer import slices
-from mesh_transformer.accelerators import of_device
-from mesh_transformer.config import ComputeConfig, MeshConfig
+from mesh_transformer.config import ComputeConfig
 from mesh_transformer.errors import UserError
 
 _CACHE_SETTINGS = {
@@ -31,8 +30,6 @@ HEARTBEAT_TIMEOUT_S = 20
 LEAVE_S = 5
 # the values of "auto" on a CPU, and elsewhere
 _AUTO = {"dtype": ("float32", "bfloat16"), "remat": ("none", "full"), "logits_mib": (128, 1024)}
-# accelerators on which rings are estimated faster than a gather and a scatter: docs/parallelism.md has the times
-_RINGS = ("v4",)
 _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -174,15 +171,6 @@ def resolve(compute: ComputeConfig, platform: str) -> ComputeConfig:
     values = {name: on_cpu if platform == "cpu" else elsewhere for name, (on_cpu, elsewhere) in _AUTO.items()}
     changes = {name: value for name, value in values.items() if getattr(compute, name) == "auto"}
     return compute.model_copy(update=changes)
-
-
-def overlaps_tp(mesh: MeshConfig, device_kind: str) -> bool:
-    """Whether the communication of tensor parallelism overlaps with its products: `mesh.overlap_tp`, with "auto"
-    replaced."""
-    if mesh.overlap_tp != "auto":
-        return mesh.overlap_tp
-    accelerator = of_device(device_kind)
-    return mesh.shard_activations and accelerator is not None and accelerator.name in _RINGS
 
 
 def vocab_columns(platform: str) -> int:

@@ -9,6 +9,7 @@ from collections import defaultdict
 import jax
 
 from mesh_transformer.config import load_config
+from mesh_transformer.estimate import overlap
 from mesh_transformer.estimate.hlo import overlaps
 from mesh_transformer.estimate.target import tpu_target
 from mesh_transformer.models.model import LAYER_LOOP
@@ -42,6 +43,7 @@ def main() -> None:
     if config.mesh.pp > 1:
         sys.exit("mesh.pp: the loops of a pipeline are forward and backward in one tick: set mesh.pp=1")
     batch = config.microbatch(config.check_devices(target.n_devices))
+    config = overlap.resolve(config, target.n_devices, target.accelerator)
     program = TrainProgram(Placement.of(config, target.devices()), config)
     sys.stdout.write(table(compile_step(program, config.optimizer.gradient_accumulation_steps, batch).as_text()) + "\n")
 

@@ -1,4 +1,4 @@
-"""The address at which the coordinator of a job of several processes listens; values of "auto"."""
+"""The address at which the coordinator of a job of several processes listens."""
 
 import re
 import socket
@@ -7,9 +7,8 @@ import jax
 import pytest
 from support.commands import free_port
 
-from mesh_transformer.config import MeshConfig
 from mesh_transformer.errors import UserError
-from mesh_transformer.platforms import overlaps_tp, start_distributed
+from mesh_transformer.platforms import start_distributed
 
 # an address reserved for examples
 ELSEWHERE = "203.0.113.7"
@@ -69,18 +68,3 @@ def test_a_port_in_use_is_refused(job) -> None:
         pytest.raises(OSError, match="another process listens"),
     ):
         job(f"127.0.0.1:{taken.getsockname()[1]}")
-
-
-@pytest.mark.parametrize(
-    ("mesh", "kind", "expected"),
-    [
-        ({"shard_activations": True}, "TPU v4", True),
-        ({"shard_activations": True}, "TPU v5 lite", False),
-        ({"shard_activations": True}, "cpu", False),
-        ({"shard_activations": True, "overlap_tp": False}, "TPU v4", False),
-        ({"overlap_tp": True}, "cpu", True),
-        ({}, "TPU v4", False),
-    ],
-)
-def test_overlap_is_automatic_where_it_is_estimated_faster(mesh: dict[str, bool], kind: str, expected: bool) -> None:
-    assert overlaps_tp(MeshConfig(tp=8, **mesh), kind) is expected

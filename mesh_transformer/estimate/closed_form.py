@@ -82,6 +82,11 @@ LIVE_VOCAB_LOGITS = 2.5
 KEPT_OF_NORM = 7.0
 KEPT_OF_HIDDEN_FSDP, KEPT_OF_HIDDEN = 6.0, 2.0
 
+# What a product in parts costs more than one product, for each permutation of the ring of ops/collective_matmul.py:
+# seconds, and passes over the part that is sent. From steps of GPT-J-6B with mesh.overlap_tp on v4-8 (tp 4) and on v5e-8
+# (tp 8, microbatches of one and of four sequences): smaller products, copies of the hidden values, biases on their own.
+RING_STEP_S, RING_PASSES = 6e-6, 2.5
+
 # Chips for which libtpu sums and slices, where others have a reduce-scatter of activations.
 WITHOUT_REDUCE_SCATTER = ("v2", "v3")
 
@@ -109,7 +114,7 @@ class Estimate:
 def estimate(
     config: Config, n_devices: int, accelerator: Accelerator, *, fused_attention: float | None = None
 ) -> Estimate:
-    """The estimate for a config on `n_devices` devices.
+    """The estimate for a config on `n_devices` devices. `mesh.overlap_tp` is not "auto": see `overlap.resolve`.
 
     Args:
         fused_attention: share of the peak that a kernel reaches which never writes logits to memory (Dao et al. 2022,
@@ -251,7 +256,7 @@ def _time(step: StepSizes, fused_attention: float | None) -> dict[str, float]:
         "head": _head(step, rates),
         "copies of weights": WEIGHT_PASSES * copied / rates.passes,
         "sums of gradients": SUM_TRAFFIC * step.sum_elements / rates.memory if step.accumulation > 1 else 0.0,
-        **_collectives(step, again),
+        **_collectives(step, again, rates),
     }
     once = {
         "optimizer": UPDATE_TRAFFIC * step.sum_elements / rates.memory,
@@ -307,7 +312,7 @@ def _head(step: StepSizes, rates: _Rates) -> float:
     return 6 * step.rows * step.split.width * columns / rates.products + VOCAB_PASSES * step.vocab_logits / rates.passes
 
 
-def _collectives(step: StepSizes, again: _Recomputed) -> dict[str, float]:
+def _collectives(step: StepSizes, again: _Recomputed, rates: _Rates) -> dict[str, float]:
     """The transfers of a microbatch, as if nothing ran beside them.
 
     So libtpu schedules those of the train step, with two exceptions that partly cancel: on v5e-16 and larger slices most
@@ -325,6 +330,11 @@ def _collectives(step: StepSizes, again: _Recomputed) -> dict[str, float]:
         kind = "all-reduce" if step.accelerator.name in WITHOUT_REDUCE_SCATTER else "reduce-scatter"
         gathers = wiring.forward * (2 + again.norms)
         layer = sums * seconds(kind, step.whole_rows, tensor) + gathers * seconds("all-gather", step.whole_rows, tensor)
+        if step.config.mesh.overlap_tp is True:
+            # what is longer than the products that hide it, and the cost of the parts
+            part = RING_STEP_S + RING_PASSES * step.whole_rows / tensor.size / rates.passes
+            hidden = _products(step, again, rates) / layers
+            layer = max(0.0, layer - hidden) + (sums + gathers) * (tensor.size - 1) * part
     # of the embedding, and of the gradient of the head's input
     ends = 2 * seconds("all-reduce", step.whole_rows, tensor)
     # a transfer for each matrix

@@ -10,7 +10,7 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshShape, layers_of_a_loop
 from mesh_transformer.errors import UserError
-from mesh_transformer.estimate import serving
+from mesh_transformer.estimate import overlap, serving
 from mesh_transformer.estimate.memory import bytes_per_device, training_parts
 from mesh_transformer.estimate.programs import GIB, Compiled, compile_for
 from mesh_transformer.estimate.target import Target
@@ -92,7 +92,8 @@ def predict_training(config: Config, target: Target, changes: Sequence[str], fol
         batch = config.microbatch(shape)
     except UserError as error:
         return _impossible(config, target, changes, str(error))
-    program = TrainProgram(Placement.of(config, target.devices()), config)
+    resolved = overlap.resolve(config, target.n_devices, target.accelerator)
+    program = TrainProgram(Placement.of(resolved, target.devices()), resolved)
     compiled = compile_for(lower_step(program, accumulation, batch), target, folder)
     parts = {} if compiled.refused else training_parts(program, accumulation, batch, compiled.peak_bytes or 0)
     tokens = accumulation * batch * config.seq

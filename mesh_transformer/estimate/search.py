@@ -14,6 +14,7 @@ from mesh_transformer.accelerators import Accelerator
 from mesh_transformer.config import AXES, Config
 from mesh_transformer.config.mesh import MeshShape, parts, training_rules
 from mesh_transformer.errors import UserError
+from mesh_transformer.estimate import overlap
 from mesh_transformer.estimate.closed_form import Estimate, check_modelled, estimate
 from mesh_transformer.models.model import KEPT
 
@@ -100,7 +101,7 @@ def candidates(
     for changes in _changes(config, n_devices, accelerator, policies, largest):
         changed, overrides = _changed(config, changes)
         try:
-            guess = estimate(changed, n_devices, accelerator)
+            guess = estimate(overlap.resolve(changed, n_devices, accelerator), n_devices, accelerator)
         except UserError:
             # an axis does not divide a size
             continue

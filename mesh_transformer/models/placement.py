@@ -25,16 +25,16 @@ class Placement:
 
     @classmethod
     def of(cls, config: Config, devices: Sequence[jax.Device]) -> Placement:
-        """The model and the mesh of a config, split as in training.
+        """The model and the mesh of a config, split as in training. `mesh.overlap_tp` "auto" is false here: see
+        `estimate.overlap.resolve`.
 
         Raises:
             UserError: the devices do not fit the mesh.
         """
         model = Model(config.model.decoder(), platforms.resolve(config.compute, devices[0].platform))
         shape, rules = config.mesh.shape(len(devices)), training_rules(config.mesh)
-        overlap = platforms.overlaps_tp(config.mesh, devices[0].device_kind)
-        mode = config.mesh.context_mode
-        partition = Partition(make_mesh(shape, devices), rules, context_mode=mode, overlap_tp=overlap)
+        mode, overlap_tp = config.mesh.context_mode, config.mesh.overlap_tp is True
+        partition = Partition(make_mesh(shape, devices), rules, context_mode=mode, overlap_tp=overlap_tp)
         return cls._on_partition(model, partition)
 
     @classmethod

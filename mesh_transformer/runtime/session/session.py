@@ -9,6 +9,7 @@ import numpy as np
 
 from mesh_transformer.config import Config, MeshShape
 from mesh_transformer.config.mesh import named
+from mesh_transformer.estimate import overlap
 from mesh_transformer.logs import log
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.mesh import process_rows
@@ -36,7 +37,10 @@ class Session:
             UserError: the devices do not fit the mesh.
         """
         shape = config.mesh.shape(jax.device_count())
-        return cls(config, shape, Placement.of(config, jax.devices()), tokenizer_files)
+        resolved = overlap.resolve_for(config, jax.devices())
+        if config.mesh.overlap_tp == "auto" and resolved.mesh.overlap_tp:
+            log.info("mesh.overlap_tp auto is true: the closed form of preflight estimates a shorter step")
+        return cls(config, shape, Placement.of(resolved, jax.devices()), tokenizer_files)
 
     @functools.cached_property
     def whole_sequences(self) -> Placement:
