@@ -31,7 +31,6 @@ from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.ops.rotary import Rotation, rotation
 from mesh_transformer.parallel.sharding import (
     Axes,
-    active,
     collect_axes,
     constrain,
     gather_weights,
@@ -223,13 +222,13 @@ class Model:
         attention, (B, H, T, S), if anything.
 
         Args:
-            params: those of "embed".
+            params: those of "embed", in the compute dtype.
             keys_BS: int32: positions of the keys; None: those of the tokens.
         """
         params = gather_weights(params, self.stage_axes["embed"])
         x_BTD, bias = self.stages.embed.apply(params, None, tokens_BT, positions_BT)
         bias_BHTS = bias and bias(positions_BT, positions_BT if keys_BS is None else keys_BS)
-        return x_BTD.astype(self.dtype), bias_BHTS
+        return x_BTD, bias_BHTS
 
     def layer(self, params: Params | PackedBlock, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Aux]:
         """One layer, from its own parameters: (B, T, D) -> (B, T or 1, D), and named sums."""
@@ -292,8 +291,6 @@ class Model:
             x_BTD, aux = self.layer(block_params, x_BTD, Context(attend, angles, window, query_index_B))
             return (x_BTD, attend.view), aux
 
-        if cache is None:
-            body = rematerialize(body, self.compute.remat)
         unroll = self.compute.scan_unroll
         with jax.named_scope(LAYER_LOOP):
             if isinstance(params, tuple):
@@ -328,20 +325,3 @@ def _bind(
 def constrain_residual(x_BTD: jax.Array) -> jax.Array:
     """The sharding of the residual stream between blocks."""
     return constrain(x_BTD, "batch", "block_seq", "act_embed")
-
-
-def rematerialize(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """A layer whose backward pass keeps the activations of a policy (`KEPT`, or "none": all) and recomputes the rest.
-
-    No policy keeps gathered weights: they would take the memory that fsdp saves.
-    """
-    if policy == "none":
-        partition = active()
-        if partition is None or not partition.splits_weights:
-            return body
-        return jax.checkpoint(body, policy=_everything_but_constrained)
-    return jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*KEPT[policy]))
-
-
-def _everything_but_constrained(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name != "sharding_constraint"

@@ -95,10 +95,15 @@ class Ticks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The stages of a partition, for code inside of `run`."""
+    """The stages of a partition, for code inside of `run`.
+
+    For the loss they take equal shares of an array's dimension `place`, which is named `shared`.
+    """
 
     partition: Partition
     count: int
+    shared: str = "block_seq"
+    place: int = 1
 
     @property
     def axis(self) -> str:
@@ -144,34 +149,38 @@ class Stages:
         """The sum over all stages, float32."""
         return jax.lax.psum(tree, self.axis)
 
-    def share_of_last(self, x_BT: jax.Array) -> jax.Array:
-        """This stage's share of the positions of the last stage's array: (B, T, ...) -> (B, T / p, ...).
+    @property
+    def shards(self) -> int:
+        """The devices of a stage that split the shared dimension."""
+        return self.partition.size(self.shared)
+
+    def share_of_last(self, x: jax.Array) -> jax.Array:
+        """This stage's share of the last stage's array: (..., N, ...) -> (..., N / p, ...).
 
         An all-to-all, not a masked sum: XLA for CPU cannot sum bfloat16 over some axes of a mesh.
         """
-        return self._joined(
-            jax.lax.all_to_all(self._cut(x_BT), self.axis, split_axis=2, concat_axis=0, tiled=False)[-1]
-        )
+        cut = jax.lax.all_to_all(self._cut(x), self.axis, split_axis=self.place + 1, concat_axis=0, tiled=False)
+        return self._joined(cut[-1])
 
-    def share(self, x_BT: jax.Array) -> jax.Array:
-        """This stage's share of the positions of an array that all stages have: (B, T, ...) -> (B, T / p, ...)."""
-        return self._joined(jax.lax.dynamic_index_in_dim(self._cut(x_BT), self.index, 2, keepdims=False))
+    def share(self, x: jax.Array) -> jax.Array:
+        """This stage's share of an array that all stages have: (..., N, ...) -> (..., N / p, ...)."""
+        return self._joined(jax.lax.dynamic_index_in_dim(self._cut(x), self.index, self.place + 1, keepdims=False))
 
-    def gather(self, x_BT: jax.Array) -> jax.Array:
-        """The positions of all stages' shares: (B, T / p, ...) -> (B, T, ...)."""
-        b, t, *rest = x_BT.shape
-        shards = self.partition.size("block_seq")
-        gathered = jax.lax.all_gather(x_BT.reshape(b, shards, t // shards, *rest), self.axis, axis=2, tiled=True)
-        return gathered.reshape(b, t * self.count, *rest)
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The shares of all stages: (..., N / p, ...) -> (..., N, ...)."""
+        return self._joined(jax.lax.all_gather(self._split(x, self.shards), self.axis, axis=self.place + 1, tiled=True))
 
-    def _cut(self, x_BT: jax.Array) -> jax.Array:
-        """(B, shards of the positions, p, rest, ...): each device keeps the positions that it has."""
-        b, t, *rest = x_BT.shape
-        shards = self.partition.size("block_seq")
-        return x_BT.reshape(b, shards, self.count, t // shards // self.count, *rest)
+    def _cut(self, x: jax.Array) -> jax.Array:
+        """(..., shards, p, N / shards / p, ...): each device keeps the part that it has."""
+        return self._split(x, self.shards, self.count)
+
+    def _split(self, x: jax.Array, *parts: int) -> jax.Array:
+        """x with its shared dimension as these parts, outermost first, and the rest."""
+        return x.reshape(*x.shape[: self.place], *parts, -1, *x.shape[self.place + 1 :])
 
     def _joined(self, x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+        """The inverse of `_split` into one number of parts."""
+        return x.reshape(*x.shape[: self.place], -1, *x.shape[self.place + 2 :])
 
 
 def fold(stack: Any, rounds: int) -> Any:
@@ -182,3 +191,16 @@ def fold(stack: Any, rounds: int) -> Any:
 def unfold(stack: Any) -> Any:
     """The inverse of `fold`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stack)
+
+
+def at(x: jax.Array, *indices: Any) -> jax.Array:
+    """x[indices], without a gather that the partitioner would have to split."""
+    for index in indices:
+        x = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+    return x
+
+
+def put(x: jax.Array, value: jax.Array, *indices: Any) -> jax.Array:
+    """x with `value` at x[indices], in place."""
+    start = (*indices, *[0] * value.ndim)
+    return jax.lax.dynamic_update_slice(x, value.reshape((1,) * len(indices) + value.shape), start)

@@ -1,103 +1,151 @@
-"""The gradient of a step and the loss of an evaluation. A schedule chooses the order in which microbatches and layers
-are computed.
+"""The gradient of a step and the loss of an evaluation, of any model that is given as `Parts`. A schedule chooses the
+order in which microbatches and layers are computed.
 
-Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions.
+Shapes: A microbatches, B sequences of a microbatch over the whole mesh, T positions, D width, L layers.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mesh_transformer.models.head import TokenLoss
 from mesh_transformer.models.loops import Aux
-from mesh_transformer.models.model import Model, Params
-from mesh_transformer.ops.attend import context
-from mesh_transformer.parallel.sharding import Partition, constrain_tree
+from mesh_transformer.models.model import LAYER_LOOP, Params
+from mesh_transformer.parallel.sharding import Axes, Partition, active, constrain, constrain_tree
 
 Metrics = dict[str, jax.Array]
 
 
-class Batch(NamedTuple):
-    """The batch of a step, each array (A, B, T); or one microbatch, (B, T).
+class Stream(NamedTuple):
+    """What a layer reads, besides its own parameters."""
 
-    The positions are in the order of `Partition.sequence_order`.
-    """
+    x_BTD: jax.Array
+    """The output of the layer before."""
+    learned: Any = None
+    """Arrays for every layer that depend on the parameters of the embedding, and have a gradient; None: none."""
+    fixed: Any = None
+    """Arrays for every layer that depend on the batch only, such as the angles of rotary encoding; None: none."""
 
-    tokens: jax.Array  # int32
-    targets: jax.Array  # int32
-    weights: jax.Array
-    """float32: the weight of each target's loss. All weights sum to A. The sum of weighted losses, divided by A, is
-    therefore the weighted mean over all tokens, however they are spread over the microbatches."""
 
-    @classmethod
-    def of(cls, tokens_ABT: jax.Array) -> Self:
-        """A batch of (A, B, T + 1) or (B, T + 1) int32 tokens, all with the same weight."""
-        tokens, targets = tokens_ABT[..., :-1], tokens_ABT[..., 1:]
-        order = context.order(tokens.shape[-1])
-        if order is not None:
-            tokens, targets = tokens[..., order], targets[..., order]
-        return cls(tokens, targets, jnp.full(targets.shape, 1 / (targets.shape[-1] * targets.shape[-2])))
+def side_by_side(trained: Params, frozen: Params) -> Params:
+    """The parameters from two parts, each of which has whole stages (embed, blocks, head)."""
+    return {**trained, **frozen}
+
+
+def only_loss(loss: jax.Array, results: Any) -> Metrics:
+    """The loss as the only metric."""
+    return {"loss": loss}
 
 
 class Parts(NamedTuple):
-    """The functions that a schedule calls. `model` has the embedding, a layer and the loop over layers."""
+    """A model as functions and data. All parameters are in the dtype of the arithmetic.
 
-    model: Model
-    transform: Callable[[Params, Params], Params]
-    """The model's parameters from the trained and the frozen ones, all in the compute dtype."""
-    loss: Callable[[Params, jax.Array, Aux, Batch], tuple[jax.Array, TokenLoss]]
-    """(parameters, residual stream after the last layer, named sums of the layers, batch) -> weighted loss, losses of
-    the tokens. The weighted losses of parts of the positions add up to that of all."""
-    metrics: Callable[[jax.Array, TokenLoss], Metrics]
-    """The results of `loss` for a whole microbatch -> metrics."""
-    sums: Partition
-    """The partition of the sum of gradients."""
+    A batch is an array, or a tree of arrays, whose first dimensions are A and B; one microbatch begins with B.
+    """
+
+    embed: Callable[[Any, Any], Stream]
+    """(parameters of "embed", microbatch) -> what the first layer reads."""
+    layer: Callable[[Any, Stream, Any], tuple[jax.Array, Aux]]
+    """(parameters of one layer, its input, its part of `own`) -> x for the next layer, named sums."""
+    loss: Callable[[Params, jax.Array, Aux, Any], tuple[jax.Array, Any]]
+    """(parameters, x after the last layer, named sums of all layers, microbatch) -> a float32 scalar, and results for
+    `metrics`: arrays (B, T, ...). The scalars of parts of `shared_out` add up to that of all."""
     axes: Params
     """The dimension names of the trained parameters."""
+    transform: Callable[[Params, Params], Params] = side_by_side
+    """The parameters from the trained and the frozen ones."""
+    metrics: Callable[[jax.Array, Any], Metrics] = only_loss
+    """The results of `loss` for a whole microbatch -> metrics."""
+    sums: Partition | None = None
+    """The partition of the sum of gradients; None: the active one."""
+    own: Any = None
+    """Arrays (L, ...) without gradients, of which each layer reads its own row; None: none."""
+    kept: Sequence[str] | None = None
+    """The names (`jax.ad_checkpoint.checkpoint_name`) of the activations of a layer that the backward pass keeps, beside
+    its input; None: all activations. The stages of a pipeline keep the input only."""
+    unroll: int = 1
+    """Layers in one pass of the loop."""
+    tied: bool = False
+    """Whether `loss` reads the parameters of "embed"."""
+    stream_axes: Axes = ("batch", "block_seq", "act_embed")
+    """The dimension names of x between layers."""
+    shared_out: str = "block_seq"
+    """The dimension of `stream_axes` of which each stage of a pipeline takes a part through `loss`. Every array of a
+    batch has it at the same place."""
 
     def constrain(self, gradient: Params) -> Params:
         """A gradient of the trained parameters, sharded as the sum of gradients is."""
-        return constrain_tree(gradient, self.sums, self.axes)
+        sums = self.sums or active()
+        return gradient if sums is None else constrain_tree(gradient, sums, self.axes)
 
 
 class Schedule(NamedTuple):
     """The order in which microbatches and layers are computed."""
 
-    gradients: Callable[[Parts, Params, Params, Batch], tuple[Params, Metrics, jax.Array]]
-    """(parts, trained parameters, frozen parameters, batch (A, B, T)) -> the mean gradient in float32, the mean
-    metrics, and the squared norm of each microbatch's gradient, (A,). Parameters are in the compute dtype. The loss receives the
-    named sums of each layer, and their cotangents flow back to that layer."""
-    loss: Callable[[Parts, Params, Batch], tuple[jax.Array, TokenLoss]]
-    """(parts, the model's parameters in the compute dtype, batch (B, T)) -> the results of `Parts.loss`."""
+    gradients: Callable[[Parts, Params, Params, Any], tuple[Params, Metrics, jax.Array]]
+    """(parts, trained parameters, frozen parameters, batch (A, B, ...)) -> the mean gradient in float32, the mean
+    metrics, and the squared norm of each microbatch's gradient, (A,). The loss receives the named sums of each layer,
+    and their cotangents flow back to that layer."""
+    loss: Callable[[Parts, Params, Any], tuple[jax.Array, Any]]
+    """(parts, parameters, batch (B, ...)) -> the results of `Parts.loss`."""
 
 
-def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Batch) -> tuple[Params, Metrics, jax.Array]:
-    def loss(trained: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        value, per_token = _loss(parts, parts.transform(trained, frozen), batch)
-        return value, parts.metrics(value, per_token)
+def microbatches(batch: Any) -> int:
+    """A."""
+    return len(jax.tree.leaves(batch)[0])
 
-    def microbatch(total: Params, batch: Batch) -> tuple[Params, tuple[Metrics, jax.Array]]:
+
+def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Any) -> tuple[Params, Metrics, jax.Array]:
+    def loss(trained: Params, batch: Any) -> tuple[jax.Array, Metrics]:
+        value, results = _loss(parts, parts.transform(trained, frozen), batch)
+        return value, parts.metrics(value, results)
+
+    def microbatch(total: Params, batch: Any) -> tuple[Params, tuple[Metrics, jax.Array]]:
         (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(trained, batch)
         gradient = optax.tree.cast(parts.constrain(gradient), jnp.float32)
         square = optax.tree.norm(gradient, squared=True)
         return optax.tree.add(total, gradient), (metrics, square)
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
-    count = len(batch.tokens)
+    count = microbatches(batch)
     if count == 1:
-        total, (metrics, square) = microbatch(zeros, Batch(*(x[0] for x in batch)))
+        total, (metrics, square) = microbatch(zeros, jax.tree.map(lambda x: x[0], batch))
         return total, metrics, square[None]
     total, (metrics, squares) = jax.lax.scan(microbatch, zeros, batch)
     return optax.tree.scale(1 / count, total), jax.tree.map(lambda m: m.mean(0), metrics), squares
 
 
-def _loss(parts: Parts, params: Params, batch: Batch) -> tuple[jax.Array, TokenLoss]:
-    x_BTD, _, aux = parts.model.hidden(params, batch.tokens)
-    return parts.loss(params, x_BTD, aux, batch)
+def _loss(parts: Parts, params: Params, batch: Any) -> tuple[jax.Array, Any]:
+    stream = parts.embed(params["embed"], batch)
+
+    def layer(x_BTD: jax.Array, of_layer: Any) -> tuple[jax.Array, Aux]:
+        block, own = of_layer
+        return parts.layer(block, stream._replace(x_BTD=x_BTD), own)
+
+    layer = rematerialize(layer, parts.kept)
+    with jax.named_scope(LAYER_LOOP):
+        x_BTD, aux = jax.lax.scan(layer, stream.x_BTD, (params["blocks"], parts.own), unroll=parts.unroll)
+    return parts.loss(params, constrain(x_BTD, *parts.stream_axes), aux, batch)
 
 
 sequential = Schedule(_gradients, _loss)
 """One microbatch after the other, each through all layers."""
+
+
+def rematerialize(layer: Callable[..., Any], kept: Sequence[str] | None) -> Callable[..., Any]:
+    """A layer whose backward pass keeps the activations of `Parts.kept` and recomputes the rest.
+
+    Gathered weights are never kept: they would take the memory that fsdp saves.
+    """
+    if kept is not None:
+        return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*kept))
+    partition = active()
+    if partition is None or not partition.splits_weights:
+        return layer
+    return jax.checkpoint(layer, policy=_everything_but_constrained)
+
+
+def _everything_but_constrained(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name != "sharding_constraint"

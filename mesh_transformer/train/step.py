@@ -13,20 +13,41 @@ import jax.numpy as jnp
 import optax
 
 from mesh_transformer import platforms
-from mesh_transformer.config import Config, OptimizerConfig
+from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.errors import UserError
+from mesh_transformer.models.decoder import Context
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.loops import Aux
-from mesh_transformer.models.model import Params
+from mesh_transformer.models.model import KEPT, Params
 from mesh_transformer.models.placement import Placement
-from mesh_transformer.parallel.sharding import map_axes, use
+from mesh_transformer.ops.attend import context
+from mesh_transformer.parallel.sharding import use
 from mesh_transformer.train import pipeline
-from mesh_transformer.train.schedule import Batch, Metrics, Parts, Schedule, sequential
+from mesh_transformer.train.optimizer import Optimizer, OptState, learning_rate
+from mesh_transformer.train.schedule import Metrics, Parts, Schedule, Stream, sequential, side_by_side
 
-OptState = dict[str, Any]
-"""The optimizer's slots by name, each a tree like the parameters', and two int32 scalars: `count` and `schedule`, the
-updates that the optimizer's direction and the learning rate's schedule have counted. Skipped steps do not count."""
+
+class Batch(NamedTuple):
+    """The batch of a step, each array (A, B, T); or one microbatch, (B, T).
+
+    The positions are in the order of `Partition.sequence_order`.
+    """
+
+    tokens: jax.Array  # int32
+    targets: jax.Array  # int32
+    weights: jax.Array
+    """float32: the weight of each target's loss. All weights sum to A. The sum of weighted losses, divided by A, is
+    therefore the weighted mean over all tokens, however they are spread over the microbatches."""
+
+    @classmethod
+    def of(cls, tokens_ABT: jax.Array) -> Self:
+        """A batch of (A, B, T + 1) or (B, T + 1) int32 tokens, all with the same weight."""
+        tokens, targets = tokens_ABT[..., :-1], tokens_ABT[..., 1:]
+        order = context.order(tokens.shape[-1])
+        if order is not None:
+            tokens, targets = tokens[..., order], targets[..., order]
+        return cls(tokens, targets, jnp.full(targets.shape, 1 / (targets.shape[-1] * targets.shape[-2])))
 
 
 class NoiseAverages(NamedTuple):
@@ -90,11 +111,6 @@ class TrainState(NamedTuple):
 def all_trained(params: Params) -> tuple[Params, Params]:
     """The trained and the frozen part of a tree like the parameters: all of it, and nothing."""
     return params, {}
-
-
-def side_by_side(trained: Params, frozen: Params) -> Params:
-    """The model's parameters from two parts, each of which has whole stages (embed, blocks, head)."""
-    return {**trained, **frozen}
 
 
 class TrainProgram:
@@ -175,8 +191,7 @@ class TrainProgram:
     def _state_shardings(self, shapes: TrainState) -> TrainState:
         whole: Any = self.partition.sharding()
         params, frozen = self.partition.shardings(self.axes), self.partition.shardings(self.frozen_axes)
-        slots = self.moments.shardings(self.optimizer.slot_axes(shapes.params))
-        opt_state = dict.fromkeys(shapes.opt_state, whole) | slots
+        opt_state = self.optimizer.shardings(self.moments, shapes.params)
         return TrainState(whole, params, opt_state, NoiseAverages(whole, whole), whole, frozen)
 
     def _init(self, key: jax.Array) -> TrainState:
@@ -217,8 +232,30 @@ class TrainProgram:
         return self.schedule.gradients(self._parts(self._objective), params, frozen, Batch.of(tokens_ABT))
 
     def _parts(self, objective: Callable[[TokenLoss], jax.Array]) -> Parts:
-        loss = functools.partial(self._loss, objective)
-        return Parts(self.model, self.transform, loss, self._metrics, self.moments, self.axes)
+        """The model's functions and data, with this term of each token in the loss."""
+        compute = self.model.compute
+        return Parts(
+            embed=self._embed,
+            layer=self._layer,
+            loss=functools.partial(self._loss, objective),
+            axes=self.axes,
+            transform=self.transform,
+            metrics=self._metrics,
+            sums=self.moments,
+            own=self.model.windows(),
+            kept=KEPT.get(compute.remat),
+            unroll=compute.scan_unroll,
+            tied=self.model.decoder.tied,
+        )
+
+    def _embed(self, params: Params, batch: Batch) -> Stream:
+        positions_1T = self.model.positions(batch.tokens.shape[1])
+        x_BTD, bias_BHTS = self.model.embed(params, batch.tokens, positions_1T)
+        return Stream(x_BTD, bias_BHTS, self.model.rotation(positions_1T))
+
+    def _layer(self, params: Params, stream: Stream, window: jax.Array | None) -> tuple[jax.Array, Aux]:
+        attend = context.attention(stream.learned)
+        return self.model.layer(params, stream.x_BTD, Context(attend, stream.fixed, window))
 
     def _for_compute(self, params: Params, axes: Params) -> Params:
         params = self.placement.cast(params, axes)
@@ -271,54 +308,6 @@ class TrainProgram:
             parts = self._parts(lambda per_token: per_token.nll)
             loss, per_token = self.schedule.loss(parts, params, Batch.of(tokens_BT))
         return {"loss": loss, "last_loss": self._last(per_token.nll).mean(), "accuracy": per_token.correct.mean()}
-
-
-def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
-    """The learning rate after `step` updates, float32: linear warm-up from 0 to lr, then cosine decay to end_lr.
-
-    With warmup_steps 0 the first update has the peak, lr.
-    """
-    step = jnp.asarray(step, jnp.float32)
-    warmup = jnp.minimum(step / config.warmup_steps, 1.0) if config.warmup_steps else 1.0
-    annealed = jnp.clip((step - config.warmup_steps) / config.anneal_steps, 0.0, 1.0)
-    return warmup * config.lr - (config.lr - config.end_lr) * 0.5 * (1 - jnp.cos(jnp.pi * annealed))
-
-
-class Optimizer:
-    """Clipping by the global norm, the direction of `config`, weight decay of matrices, learning rate.
-
-    `axes` are the dimension names of the trained parameters: they tell a matrix from the stacked biases of all layers.
-    """
-
-    def __init__(self, config: OptimizerConfig, axes: Params):
-        self.config, self.axes = config, axes
-        self._clip = optax.clip_by_global_norm(config.clip_norm)
-        self._direction = config.direction(axes)
-
-    def slot_axes(self, params: Params) -> dict[str, Params]:
-        """The dimension names of each slot's arrays."""
-        return {
-            slot: jax.tree.map(lambda p, axes, rule=rule: rule(axes, p.shape), params, self.axes)
-            for slot, rule in self.config.slots.items()
-        }
-
-    def init(self, params: Params) -> OptState:
-        """The state before the first update."""
-        return {**self._direction.init(params)._asdict(), "schedule": jnp.zeros((), jnp.int32)}
-
-    def update(self, gradients: Params, state: OptState, params: Params) -> tuple[Params, OptState]:
-        """The update to add to the parameters, and the new state."""
-        decay, schedule = self.config.weight_decay, state["schedule"]
-        slots = {name: value for name, value in state.items() if name != "schedule"}
-        before = jax.eval_shape(self._direction.init, params)._replace(**slots)
-        clipped, _ = self._clip.update(gradients, optax.EmptyState())
-        # optax mixes dtypes and ranks
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            direction, after = self._direction.update(clipped, before, params)
-        matrices = map_axes(lambda axes: len([name for name in axes if name != "layers"]) > 1, self.axes)
-        decayed = jax.tree.map(lambda u, p, matrix: u + decay * p if matrix else u, direction, params, matrices)
-        updates = optax.tree.scale(-learning_rate(self.config, schedule), decayed)
-        return updates, {**after._asdict(), "schedule": schedule + 1}
 
 
 def _begin(params: Params, opt_state: OptState, frozen: Params) -> TrainState:

@@ -8,7 +8,7 @@ from mesh_transformer.families.spec import Rotary
 from mesh_transformer.models.decoder import t5_buckets
 from mesh_transformer.ops.rotary import rotate, rotation
 from mesh_transformer.optimizers import adam
-from mesh_transformer.train.step import learning_rate
+from mesh_transformer.train.optimizer import learning_rate
 
 FUNCTIONS = "fn_misc.npz"
 

@@ -18,7 +18,7 @@ from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.errors import UserError
 from mesh_transformer.optimizers import OPTIMIZERS
-from mesh_transformer.train.step import Optimizer, learning_rate
+from mesh_transformer.train.optimizer import Optimizer, learning_rate
 
 SMALL = {
     "model": {"layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 64, "vocab_multiple": 32, "seq": 12},

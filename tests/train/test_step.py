@@ -10,7 +10,7 @@ from support.builders import TINY, program, token_loss
 
 from mesh_transformer.optimizers import adam
 from mesh_transformer.train import step as noise
-from mesh_transformer.train.step import Optimizer
+from mesh_transformer.train.optimizer import Optimizer
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (2, 8, 41)).astype(np.int32)
 

@@ -28,7 +28,8 @@ from mesh_transformer.logs import log
 from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import load_user_checkpoint, open_checkpoint
-from mesh_transformer.train.step import OptState, TrainProgram, TrainState
+from mesh_transformer.train.optimizer import OptState
+from mesh_transformer.train.step import TrainProgram, TrainState
 
 
 @dataclasses.dataclass(frozen=True)

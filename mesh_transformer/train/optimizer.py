@@ -1,0 +1,69 @@
+"""The optimizer of any tree of parameters with dimension names, and the schedule of its learning rate."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mesh_transformer.config import OptimizerConfig
+from mesh_transformer.models.model import Params
+from mesh_transformer.parallel.sharding import Partition, map_axes
+
+OptState = dict[str, Any]
+"""The optimizer's slots by name, each a tree like the parameters', and two int32 scalars: `count` and `schedule`, the
+updates that the optimizer's direction and the learning rate's schedule have counted. Skipped steps do not count."""
+
+
+def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
+    """The learning rate after `step` updates, float32: linear warm-up from 0 to lr, then cosine decay to end_lr.
+
+    With warmup_steps 0 the first update has the peak, lr.
+    """
+    step = jnp.asarray(step, jnp.float32)
+    warmup = jnp.minimum(step / config.warmup_steps, 1.0) if config.warmup_steps else 1.0
+    annealed = jnp.clip((step - config.warmup_steps) / config.anneal_steps, 0.0, 1.0)
+    return warmup * config.lr - (config.lr - config.end_lr) * 0.5 * (1 - jnp.cos(jnp.pi * annealed))
+
+
+class Optimizer:
+    """Clipping by the global norm, the direction of `config`, weight decay of matrices, learning rate.
+
+    `axes` are the dimension names of the trained parameters: they tell a matrix from the stacked biases of all layers.
+    """
+
+    def __init__(self, config: OptimizerConfig, axes: Params):
+        self.config, self.axes = config, axes
+        self._clip = optax.clip_by_global_norm(config.clip_norm)
+        self._direction = config.direction(axes)
+
+    def slot_axes(self, params: Params) -> dict[str, Params]:
+        """The dimension names of each slot's arrays."""
+        return {
+            slot: jax.tree.map(lambda p, axes, rule=rule: rule(axes, p.shape), params, self.axes)
+            for slot, rule in self.config.slots.items()
+        }
+
+    def shardings(self, partition: Partition, params: Params) -> OptState:
+        """The sharding of each array of the state. `params` need only shapes."""
+        whole = partition.sharding()
+        scalars = dict.fromkeys(jax.eval_shape(self.init, params), whole)
+        return scalars | partition.shardings(self.slot_axes(params))
+
+    def init(self, params: Params) -> OptState:
+        """The state before the first update."""
+        return {**self._direction.init(params)._asdict(), "schedule": jnp.zeros((), jnp.int32)}
+
+    def update(self, gradients: Params, state: OptState, params: Params) -> tuple[Params, OptState]:
+        """The update to add to the parameters, and the new state."""
+        decay, schedule = self.config.weight_decay, state["schedule"]
+        slots = {name: value for name, value in state.items() if name != "schedule"}
+        before = jax.eval_shape(self._direction.init, params)._replace(**slots)
+        clipped, _ = self._clip.update(gradients, optax.EmptyState())
+        # optax mixes dtypes and ranks
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            direction, after = self._direction.update(clipped, before, params)
+        matrices = map_axes(lambda axes: len([name for name in axes if name != "layers"]) > 1, self.axes)
+        decayed = jax.tree.map(lambda u, p, matrix: u + decay * p if matrix else u, direction, params, matrices)
+        updates = optax.tree.scale(-learning_rate(self.config, schedule), decayed)
+        return updates, {**after._asdict(), "schedule": schedule + 1}
