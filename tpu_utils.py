@@ -63,7 +63,7 @@ def _create(arguments: argparse.Namespace, tpus: Tpus) -> None:
 def _list(arguments: argparse.Namespace, tpus: Tpus) -> None:
     found = tpus.all()
     for tpu in found:
-        _say(f"{tpu.name:24} {tpu.type:14} {tpu.tier:12} {len(tpu.internal):4} hosts  {tpu.state}")
+        _say(f"{tpu.name:24} {tpu.size:16} {tpu.tier:12} {len(tpu.hosts()):4} hosts  {tpu.state}")
     if not found:
         _say(f"no TPUs in {tpus.zone} of {tpus.project}")
 
@@ -118,12 +118,14 @@ def _show(tpu: Tpu) -> None:
     _say(f"  {tpu.tier}, {tpu.runtime_version}")
     hours = max(0.0, time.time() - tpu.created) / 3600 if tpu.created else 0.0
     age = f"requested {hours:.1f} hours ago"
+    several = f"{len(tpu.slices)} slices, each " if len(tpu.slices) > 1 else ""
     try:
         slice_type = slices.parse(tpu.type)
-        _say(f"  {slice_type}\n  {age}; at most {hours * slice_type.chips:.1f} chip-hours")
+        chips = slice_type.chips * len(tpu.slices)
+        _say(f"  {several}{slice_type}\n  {age}; at most {hours * chips:.1f} chip-hours")
     # created by other means, with a topology that our table lacks
     except UserError:
-        _say(f"  {tpu.type}, {age}")
+        _say(f"  {tpu.size}, {age}")
     for name, value in sorted(tpu.labels.items()):
         _say(f"  label {name}={value}")
     for inside, outside in zip(tpu.hosts(), tpu.external, strict=True):
@@ -178,6 +180,8 @@ _TIERS: dict[Tier, str] = {
 _CREATE: list[Option] = [
     ("--type", "type of the TPU, such as v3-32, v5e-16, v6e-8", {"required": True, "metavar": "TYPE"}),
     ("--queued", "request a queued resource: wait in Google's queue for capacity", _SWITCH),
+    ("--slices", "with --queued: number of slices of this type, as --node-count of gcloud (default: %(default)s)",
+     {"type": int, "metavar": "N", "default": 1}),
     ("--valid-for", "with --queued: cancel the request after S seconds in the queue", {"type": int, "dest": "valid_for_s", "metavar": "S"}),
     ("--reservation", "with --queued --reserved: the reservation, projects/P/locations/Z/reservations/R", {}),
     ("--again", "create the TPU again if it is lost, and retry while the zone has no capacity", _SWITCH),

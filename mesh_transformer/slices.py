@@ -42,6 +42,11 @@ class Generation:
     runtime_version: str | None
 
     @property
+    def multislice(self) -> bool:
+        """Whether a program can run on several slices: Google's Multislice begins with v4."""
+        return self.name not in ("v2", "v3")
+
+    @property
     def types(self) -> list[str]:
         """The accelerator types of this generation, smallest first."""
         count = 1 if self.counts_chips else self.cores_per_chip
@@ -151,3 +156,19 @@ def parse(name: str) -> SliceType:
             f"unknown TPU type {name!r}: {generation.name} slices by {unit} are {', '.join(generation.types)}"
         )
     return SliceType(f"{generation.api_name}-{number}", generation, number // cores)
+
+
+def check_count(kind: SliceType, count: int) -> None:
+    """Raises UserError if a program cannot run on so many slices of this type."""
+    if count < 1:
+        raise UserError(f"--slices {count}: must be 1 or more")
+    if count > 1 and not kind.generation.multislice:
+        raise UserError(
+            f"--slices {count}: a program runs on several slices of v4 and later types only, not of {kind.name}: give "
+            "another type, such as v4-16"
+        )
+
+
+def counted(type_name: str, slices: int) -> str:
+    """The name of a number of slices of a type: v4-16, 2xv4-16."""
+    return type_name if slices == 1 else f"{slices}x{type_name}"

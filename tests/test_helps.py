@@ -16,6 +16,7 @@ DRIVER = (
     "--preemptible cheaper capacity that the cloud may preempt at any time",
     "--price P price of a chip-hour; the driver prints the cost of the run",
     "--user USER login name on the hosts (default: your login name on this machine)",
+    "--slices N number of slices of this type; with --tpu they are the nodes of one queued resource (default: 1)",
 )
 TEXTS = {
     "train": (
@@ -28,7 +29,10 @@ TEXTS = {
         "start with fresh optimizer state instead of loading it",
         "--plan-mesh [SLICE] do not train: print which host and device holds what",
     ),
-    "tpu_utils create": ("--user USER login name on the hosts (default: your login name on this machine)",),
+    "tpu_utils create": (
+        "--user USER login name on the hosts (default: your login name on this machine)",
+        "--slices N with --queued: number of slices of this type, as --node-count of gcloud (default: 1)",
+    ),
 }
 
 

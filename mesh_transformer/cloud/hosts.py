@@ -1,4 +1,4 @@
-"""The hosts of a TPU slice: their addresses, the login on them, and the outcome of a command on each."""
+"""The hosts of a TPU: their addresses, the login on them, and the outcome of a command on each."""
 
 import getpass
 import os
@@ -14,17 +14,25 @@ SHOWN_LINES = 8
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a slice.
+    """One machine of a TPU.
 
     Args:
-        worker_id: TPU worker ID, which is the index among the slice's network endpoints.
+        worker_id: TPU worker ID, which is the index among the slice's network endpoints. With several slices it
+            counts over all of them.
+        slice_id: index of its slice among several; None for one slice.
     """
 
     worker_id: int
     address: str
+    slice_id: int | None = None
+
+    @property
+    def name(self) -> str:
+        """A short name for messages."""
+        return f"w{self.worker_id}" if self.slice_id is None else f"w{self.worker_id} of slice {self.slice_id}"
 
     def __str__(self) -> str:
-        return f"w{self.worker_id} ({self.address})"
+        return f"{self.name} ({self.address})"
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mesh_transformer import slices
 from mesh_transformer.errors import UserError
+from mesh_transformer.slices import SliceType, check_count, counted
 
 Tier = Literal["on-demand", "spot", "preemptible", "reserved"]
 ALL_SCOPES = "https://www.googleapis.com/auth/cloud-platform"
+NAME_LENGTH = 63
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 _LABEL = re.compile(r"[a-z][-_a-z0-9]{0,62}")
 _LABEL_VALUE = re.compile(r"[-_a-z0-9]{0,63}")
@@ -17,10 +18,12 @@ _LABEL_VALUE = re.compile(r"[-_a-z0-9]{0,63}")
 
 @dataclass(frozen=True)
 class TpuRequest:
-    """A request for one TPU slice.
+    """A request for a TPU.
 
     Args:
+        type: type of each slice.
         queued: wait in Google's queue (a queued resource) if there is no capacity, instead of failing.
+        slices: number of slices. Several slices are the nodes NAME-0, NAME-1 ... of one queued resource.
         valid_for_s: with `queued`: leave the queue after this many seconds.
         reservation: with `queued` and tier "reserved": projects/P/locations/Z/reservations/R.
         runtime_version: None: the default of the type.
@@ -33,9 +36,10 @@ class TpuRequest:
     """
 
     name: str
-    type: slices.SliceType
+    type: SliceType
     tier: Tier = "on-demand"
     queued: bool = False
+    slices: int = 1
     valid_for_s: int | None = None
     reservation: str | None = None
     runtime_version: str | None = None
@@ -69,6 +73,20 @@ class TpuRequest:
             )
         # raises for a type that the API does not create
         self.runtime()
+        self._check_slices()
+
+    def _check_slices(self) -> None:
+        check_count(self.type, self.slices)
+        if self.slices > 1 and not self.queued:
+            raise UserError(f"TPU {self.name}: --slices {self.slices} needs a queued request: add --queued")
+        longest = f"{self.name}-{self.slices - 1}"
+        if self.slices > 1 and len(longest) > NAME_LENGTH:
+            raise UserError(f"{longest} is too long for the name of a slice: at most {NAME_LENGTH} characters")
+
+    @property
+    def size(self) -> str:
+        """As `Tpu.size`."""
+        return counted(self.type.name, self.slices)
 
     def runtime(self) -> str:
         """The runtime version of the request."""
@@ -90,13 +108,15 @@ class TpuRequest:
         )
 
     def queued_resource(self, parent: str) -> dict[str, Any]:
-        """The API's `QueuedResource` of one node. Both have the same name."""
+        """The API's `QueuedResource`. One node has the same name. The API names several nodes NAME-0, NAME-1 ..."""
+        several = {"multislice_params": {"node_count": self.slices, "node_id_prefix": self.name}}
+        names = {"node_id": self.name} if self.slices == 1 else several
         node = self.node()
         # the queued resource has the tier
         node.pop("scheduling_config", None)
         limit = self.valid_for_s
         return _without_none(
-            tpu={"node_spec": [{"parent": parent, "node_id": self.name, "node": node}]},
+            tpu={"node_spec": [{"parent": parent, **names, "node": node}]},
             spot={} if self.tier == "spot" else None,
             guaranteed={} if self.tier == "reserved" else None,
             reservation_name=self.reservation,

@@ -67,7 +67,7 @@ def run(connection: Any, host: Host, command: str, timeout_s: float | None, *, e
     def take(line: str) -> None:
         lines.append(line)
         if echo:
-            log.info("w%d| %s", host.worker_id, line.rstrip("\n"))
+            log.info("%s| %s", host.name, line.rstrip("\n"))
 
     out, err = _LineStream(take), _LineStream(take)
     settings = {"hide": False, "warn": True, "in_stream": False, "encoding": "utf-8"}

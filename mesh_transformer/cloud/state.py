@@ -1,11 +1,13 @@
 """The state of a TPU as the API reports it: phase, type, tier, addresses, labels."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mesh_transformer.cloud.api import TpuError, from_status
 from mesh_transformer.cloud.hosts import Host
+from mesh_transformer.slices import counted
 
 
 class TpuPhase(enum.Enum):
@@ -31,6 +33,8 @@ _QUEUED = {
     "ACTIVE": TpuPhase.READY,
 }  # fmt: skip
 _USABLE = {"HEALTH_UNSPECIFIED", "HEALTHY"}
+# several slices have the first of these phases that one of them has
+_PRECEDENCE = (TpuPhase.LOST, TpuPhase.DELETING, TpuPhase.STOPPED, TpuPhase.PENDING, TpuPhase.READY)
 
 
 def phase_of(node: str | None, health: str, queued: str | None, *, spot: bool = False) -> TpuPhase:
@@ -56,14 +60,29 @@ def phase_of(node: str | None, health: str, queued: str | None, *, spot: bool = 
 
 
 @dataclass(frozen=True)
-class Tpu:
-    """A TPU as the API describes it.
+class Slice:
+    """One slice of a TPU, which is a node of the API.
 
     Args:
-        type: name of the type in the API.
-        state: the state in the API's words, for messages.
-        internal: internal addresses by TPU worker ID.
+        name: name of the node.
+        internal: internal addresses of its hosts by TPU worker ID.
         external: external addresses; "" for a host without one.
+    """
+
+    name: str
+    phase: TpuPhase
+    internal: tuple[str, ...]
+    external: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tpu:
+    """A TPU as the API describes it: one slice, or the slices of one queued resource.
+
+    Args:
+        type: name of the type of each slice in the API.
+        state: the state in the API's words, for messages.
+        slices: in the order of their names.
         created: seconds since 1970; 0 if unknown.
         queued_name: full name of its queued resource.
         error: the error of its queued resource.
@@ -75,44 +94,97 @@ class Tpu:
     state: str
     tier: str
     runtime_version: str
-    internal: tuple[str, ...]
-    external: tuple[str, ...]
+    slices: tuple[Slice, ...]
     labels: dict[str, str]
     created: float
     queued_name: str | None
     error: TpuError | None = None
 
+    @property
+    def size(self) -> str:
+        """The type, such as v4-16, or 2xv4-16 for several slices."""
+        return counted(self.type, len(self.slices))
+
+    @property
+    def external(self) -> tuple[str, ...]:
+        """The external addresses of all hosts; "" for a host without one."""
+        return tuple(address for one in self.slices for address in one.external)
+
     def hosts(self, *, external: bool = False) -> tuple[Host, ...]:
-        """The hosts by TPU worker ID, with internal or external addresses."""
-        addresses = self.external if external else self.internal
-        return tuple(Host(worker_id, address) for worker_id, address in enumerate(addresses))
+        """The hosts with internal or external addresses, by slice, then by TPU worker ID. A host's number counts over
+        all slices."""
+        several = len(self.slices) > 1
+        addresses = [
+            (slice_id if several else None, address)
+            for slice_id, one in enumerate(self.slices)
+            for address in (one.external if external else one.internal)
+        ]
+        return tuple(Host(number, address, slice_id) for number, (slice_id, address) in enumerate(addresses))
 
 
-def tpu_of(name: str, node: Any | None, queued: Any | None) -> Tpu:
-    """The `Tpu` of a `Node` and a `QueuedResource` of the API. One of them may be None."""
-    spec = node if node is not None else queued.tpu.node_spec[0].node  # type: ignore[union-attr]
-    tier = _tier(node, queued)
-    node_state = node.state.name if node is not None else None
-    health = node.health.name if node is not None else ""
+def slice_names(queued: Any) -> tuple[str, ...]:
+    """The names of the nodes of a `QueuedResource` of several slices. () for one slice.
+
+    Source: `QueuedResource.Tpu.NodeSpec.MultisliceParams` of the API.
+    """
+    spec = queued.tpu.node_spec[0]
+    if "multislice_params" not in spec:
+        return ()
+    params = spec.multislice_params
+    prefix = params.node_id_prefix or queued.name.rsplit("/", 1)[-1]
+    return tuple(f"{prefix}-{i}" for i in range(params.node_count))
+
+
+def tpu_of(name: str, nodes: Sequence[Any | None], queued: Any | None) -> Tpu:
+    """The `Tpu` of a `QueuedResource` of the API, if it has one, and of its nodes. A node that does not exist is None.
+
+    Args:
+        nodes: one, or those of `slice_names`.
+    """
+    first = next((node for node in nodes if node is not None), None)
+    spec = first if first is not None else queued.tpu.node_spec[0].node  # type: ignore[union-attr]
+    tier = _tier(first, queued)
     queued_state = queued.state.state.name if queued is not None else None
-    words = [f"queue {queued_state}" if queued_state else "", node_state or ""]
-    words += [] if health in _USABLE else [health]
-    created = (node if node is not None else queued).create_time  # type: ignore[union-attr]
-    endpoints = list(node.network_endpoints) if node is not None else []
+    names = (slice_names(queued) if queued is not None else ()) or (name,)
+    slices = tuple(_slice_of(*pair, queued_state, tier) for pair in zip(names, nodes, strict=True))
+    created = (queued if first is None or len(slices) > 1 else first).create_time  # type: ignore[union-attr]
     return Tpu(
         name=name,
         type=spec.accelerator_type,
-        phase=phase_of(node_state, health, queued_state, spot=tier in ("spot", "preemptible")),
-        state=", ".join(word for word in words if word),
+        phase=min((one.phase for one in slices), key=_PRECEDENCE.index),
+        state=_words(names, nodes, queued_state),
         tier=tier,
         runtime_version=spec.runtime_version,
-        internal=tuple(endpoint.ip_address for endpoint in endpoints),
-        external=tuple(endpoint.access_config.external_ip for endpoint in endpoints),
+        slices=slices,
         labels=dict(spec.labels),
         created=created.timestamp() if created else 0.0,
         queued_name=queued.name if queued is not None else None,
         error=_failure(name, queued),
     )
+
+
+def _slice_of(name: str, node: Any | None, queued_state: str | None, tier: str) -> Slice:
+    state, health = (None, "") if node is None else (node.state.name, node.health.name)
+    endpoints = [] if node is None else list(node.network_endpoints)
+    return Slice(
+        name=name,
+        phase=phase_of(state, health, queued_state, spot=tier in ("spot", "preemptible")),
+        internal=tuple(endpoint.ip_address for endpoint in endpoints),
+        external=tuple(endpoint.access_config.external_ip for endpoint in endpoints),
+    )
+
+
+def _words(names: Sequence[str], nodes: Sequence[Any | None], queued_state: str | None) -> str:
+    """The state of the queued resource, then that of the nodes: once if all have the same, else of each."""
+    states = []
+    for node in nodes:
+        usable = node is None or node.health.name in _USABLE
+        states.append("" if node is None else node.state.name if usable else f"{node.state.name} ({node.health.name})")
+    if len(set(states)) == 1:
+        shown = states[:1]
+    else:
+        shown = [f"{name} {state or 'missing'}" for name, state in zip(names, states, strict=True)]
+    return ", ".join(filter(None, (f"queue {queued_state}" if queued_state else "", *shown)))
 
 
 def _tier(node: Any | None, queued: Any | None) -> str:

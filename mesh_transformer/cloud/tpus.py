@@ -19,7 +19,7 @@ from mesh_transformer.cloud.api import (
     translated_errors,
 )
 from mesh_transformer.cloud.request import TpuRequest
-from mesh_transformer.cloud.state import Tpu, TpuPhase, tpu_of
+from mesh_transformer.cloud.state import Tpu, TpuPhase, slice_names, tpu_of
 from mesh_transformer.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -49,12 +49,26 @@ class Tpus:
         self._client = client or api.connect()
 
     def find(self, name: str) -> Tpu | None:
-        """The TPU of that name, queued or created; None if there is none."""
+        """The TPU of that name, queued or created; None if there is none.
+
+        Raises:
+            UserError: this is the name of one slice among several.
+        """
         doing = f"looking for TPU {name}"
         node = self._get(self._client.get_node, self._node_name(name), doing)
         queued_name = (node and node.queued_resource) or f"{self.parent}/queuedResources/{name}"
         queued = self._get(self._client.get_queued_resource, queued_name, doing)
-        return None if node is None and queued is None else tpu_of(name, node, queued)
+        if node is None and queued is None:
+            return None
+        names = slice_names(queued) if queued is not None else ()
+        if name in names:
+            whole = _short_name(queued_name)
+            raise UserError(f"{name} is one of the {len(names)} slices of TPU {whole}: give the name {whole}")
+        if not names:
+            return tpu_of(name, [node], queued)
+        # one call for any number of slices
+        nodes = self._listed(self._client.list_nodes, doing)
+        return tpu_of(name, [nodes.get(one) for one in names], queued)
 
     def describe(self, name: str) -> Tpu:
         """The TPU of that name.
@@ -70,18 +84,15 @@ class Tpus:
     def all(self) -> list[Tpu]:
         """All TPUs, created or queued, sorted by name."""
         doing = f"listing the TPUs of {self.zone}"
-        client = self._client
-        # further pages of the lists can fail too
-        with translated_errors(doing):
-            created, entries = (
-                list(call(method, doing, self.timing, parent=self.parent))
-                for method in (client.list_nodes, client.list_queued_resources)
-            )
-        nodes = {_short_name(node.name): node for node in created}
-        queued = {
-            spec.node_id or _short_name(entry.name): entry for entry in entries for spec in entry.tpu.node_spec[:1]
-        }
-        return [tpu_of(name, nodes.get(name), queued.get(name)) for name in sorted(nodes | queued)]
+        nodes = self._listed(self._client.list_nodes, doing)
+        entries = self._listed(self._client.list_queued_resources, doing)
+        found = []
+        for own_name, entry in entries.items():
+            several = slice_names(entry)
+            name = own_name if several else entry.tpu.node_spec[0].node_id or own_name
+            found.append(tpu_of(name, [nodes.pop(one, None) for one in several or (name,)], entry))
+        found += [tpu_of(name, [node], None) for name, node in nodes.items()]
+        return sorted(found, key=lambda tpu: tpu.name)
 
     def create(self, request: TpuRequest, timeout_s: float = DAY_S) -> Tpu:
         """Create a TPU, or wait for one of that name that is being created. Returns when it is ready.
@@ -100,24 +111,26 @@ class Tpus:
         return self._obtain(request, time.monotonic() + timeout_s, recreate=True)
 
     def delete(self, name: str, timeout_s: float = 1800.0) -> bool:
-        """Delete a TPU and its queued resource. Returns False if there was none."""
+        """Delete a TPU, all its slices and its queued resource. Returns False if there was none."""
         if self.find(name) is None:
             return False
         self._delete(name, f"deleting TPU {name}", time.monotonic() + timeout_s)
         return True
 
     def host_keys(self, tpu: Tpu) -> dict[int, list[str]]:
-        """The public SSH keys of each host by TPU worker ID, which the hosts publish in their guest attributes.
+        """The public SSH keys of each host by `Host.worker_id`, which the hosts publish in their guest attributes.
 
         Raises:
             TpuFailed: a host has not published its keys, or the TPU was created without guest attributes.
         """
         keys, doing = {}, f"reading the SSH host keys of TPU {tpu.name}"
-        for host in tpu.hosts():
-            fields = {"name": self._node_name(tpu.name), "worker_ids": [str(host.worker_id)]}
+        # the API counts workers within a slice
+        workers = [(one, str(index)) for one in tpu.slices for index in range(len(one.internal))]
+        for worker_id, (one, index) in enumerate(workers):
+            fields = {"name": self._node_name(one.name), "worker_ids": [index]}
             answer = call(self._client.get_guest_attributes, doing, self.timing, **fields)
             entries = [entry for attributes in answer.guest_attributes for entry in attributes.query_value.items]
-            keys[host.worker_id] = [
+            keys[worker_id] = [
                 f"{entry.key} {entry.value}"
                 for entry in entries
                 if entry.key.startswith(("ssh-", "ecdsa-")) and entry.value
@@ -131,7 +144,7 @@ class Tpus:
         return keys
 
     def _obtain(self, request: TpuRequest, deadline: float, *, recreate: bool) -> Tpu:
-        doing = f"creating TPU {request.name} ({request.type.name}) in {self.zone}"
+        doing = f"creating TPU {request.name} ({request.size}) in {self.zone}"
         created = False
         polls = self._polls(doing, deadline)
         while True:
@@ -145,8 +158,9 @@ class Tpus:
             if tpu.phase is TpuPhase.READY:
                 return tpu
             if tpu.phase is TpuPhase.STOPPED:
+                stopped = next(one.name for one in tpu.slices if one.phase is TpuPhase.STOPPED)
                 raise UserError(
-                    f"TPU {tpu.name} is {tpu.state}: start it with `gcloud compute tpus tpu-vm start {tpu.name} --zone "
+                    f"TPU {tpu.name} is {tpu.state}: start it with `gcloud compute tpus tpu-vm start {stopped} --zone "
                     f"{self.zone}`, or delete it"
                 )
             if tpu.phase is TpuPhase.LOST:
@@ -195,14 +209,14 @@ class Tpus:
         self._delete(tpu.name, doing, deadline)
 
     def _start_deletion(self, tpu: Tpu, doing: str, deadline: float) -> None:
-        log.info("deleting TPU %s (%s, %s)", tpu.name, tpu.type, tpu.state)
+        log.info("deleting TPU %s (%s, %s)", tpu.name, tpu.size, tpu.state)
         # it may be deleted meanwhile
         with _ignoring(ErrorKind.NOT_FOUND):
             if tpu.queued_name is None:
                 name = self._node_name(tpu.name)
                 self._run_operation(self._client.delete_node, doing, deadline, name=name)
             else:
-                # `force` deletes its node too
+                # `force` deletes its nodes too
                 method, name = self._client.delete_queued_resource, tpu.queued_name
                 self._run_operation(method, doing, deadline, name=name, force=True)
 
@@ -230,6 +244,12 @@ class Tpus:
             return call(method, doing, self.timing, name=name)
         return None
 
+    def _listed(self, method: Any, doing: str) -> dict[str, Any]:
+        """All nodes or queued resources by name."""
+        # further pages of the list can fail too
+        with translated_errors(doing):
+            return {_short_name(one.name): one for one in call(method, doing, self.timing, parent=self.parent)}
+
     def _node_name(self, name: str) -> str:
         return f"{self.parent}/nodes/{name}"
 
@@ -245,8 +265,8 @@ def _ignoring(kind: ErrorKind) -> Iterator[None]:
 
 
 def _require_same(tpu: Tpu, request: TpuRequest) -> None:
-    requested = (request.type.name, request.tier, request.runtime())
-    existing = (tpu.type, tpu.tier, tpu.runtime_version)
+    requested = (request.size, request.tier, request.runtime())
+    existing = (tpu.size, tpu.tier, tpu.runtime_version)
     if requested != existing:
         raise UserError(
             f"TPU {tpu.name} exists as {', '.join(existing)}, not as {', '.join(requested)}: use another name, or delete it "

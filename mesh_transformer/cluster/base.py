@@ -139,10 +139,12 @@ class Hosts:
     Args:
         address: address of the Ray cluster on the hosts, as `ray.init` accepts it.
         count: number of hosts; None: all hosts of the cluster.
+        slices: number of TPU slices; the hosts are numbered slice by slice.
     """
 
     address: str = ""
     count: int | None = None
+    slices: int = 1
 
     def slice_state(self) -> str | None:
         """The state of the slice in the cloud's words (READY, PREEMPTED ...); GONE without a slice; None if unknown."""

@@ -17,7 +17,7 @@ import pytest
 from support import commands
 from support.commands import metrics
 from support.driving import same_numbers
-from support.faults import EVERY, FAULTS, Recovery, kill_driver, recover_from
+from support.faults import EVERY, FAULTS, SLICE_PREEMPTED, Recovery, kill_driver, recover_from
 from support.hosts import PodOfHosts
 from support.pod_driver import PodDrivers, pod_drivers
 
@@ -127,3 +127,22 @@ def test_faults_in_one_run(straight: tuple[Path, str, list[str]], drivers: PodDr
     records = same_numbers(straight[0], folder / "run")
     assert records[-1]["train/steps_redone"] == sum(one.steps_redone for one in found)
     assert len(records) - STEPS == records[-1]["train/steps_redone"]
+
+
+def test_one_of_two_slices_is_preempted(straight: tuple[Path, str, list[str]], drivers: PodDrivers) -> None:
+    """Two slices of two hosts have the numbers of one slice of four hosts, also after the loss of a slice."""
+    folder = drivers.write("slices", STEPS, EVERY)
+    drivers.api.nodes.clear()
+    with drivers.start(folder, "--tpu-type", "v4-16", "--slices", "2") as run:
+        recovery = recover_from(drivers, run, SLICE_PREEMPTED, 1)
+        sys.stdout.write(f"{recovery}\n")
+        found = [drivers.environment(i) for i in range(4)]
+        shown = run.finish(timeout_s=END_S)
+    assert [(each["JAX_PROCESS_ID"], each["MEGASCALE_SLICE_ID"]) for each in found] == [
+        ("0", "0"), ("1", "0"), ("2", "1"), ("3", "1"),
+    ]  # fmt: skip
+    assert {each["MEGASCALE_NUM_SLICES"] for each in found} == {"2"}
+    assert {each["MEGASCALE_COORDINATOR_ADDRESS"] for each in found} == {f"{drivers.hosts.addresses[0]}:8080"}
+    assert "pod-0 READY, pod-1 PREEMPTED: deleting it and creating it again" in shown
+    assert drivers.api.calls.count("CreateQueuedResource") == 2
+    assert same_numbers(straight[0], folder / "run")[-1]["train/steps_redone"] == recovery.steps_redone

@@ -38,6 +38,7 @@ class FakeCluster:
     starts: list[float] = dataclasses.field(default_factory=list)
     events: list[tuple[int, dict]] = dataclasses.field(default_factory=list)
     asked_to_stop: bool = False
+    label: Callable[[int], str] = str
 
     def attach(self) -> Poll:
         if self.missing and self.starts:

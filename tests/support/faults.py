@@ -1,5 +1,6 @@
 """Real faults of a pod, between two checkpoints, and the time of each recovery."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,6 +57,26 @@ def _start_all(drivers: PodDrivers) -> None:
         drivers.hosts.start(i)
 
 
+def _stop_second_of_two_slices(drivers: PodDrivers) -> None:
+    drivers.api.preempt(f"{TPU}-1")
+    for i in (2, 3):
+        drivers.hosts.stop(i)
+
+
+def _start_both_slices(drivers: PodDrivers) -> None:
+    """The first slice ends when the queued resource is deleted. Both come back."""
+    deadline = time.monotonic() + WAIT_S
+    while "DeleteQueuedResource" not in drivers.api.calls:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for i in (0, 1):
+        drivers.hosts.stop(i)
+    _start_all(drivers)
+
+
+SLICE_PREEMPTED = Fault(
+    "one of two slices preempted", _stop_second_of_two_slices, ("the slice is PREEMPTED",), _start_both_slices
+)
 FAULTS = {
     fault.name: fault
     for fault in (

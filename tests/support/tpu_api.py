@@ -2,13 +2,14 @@
 
 It implements nodes and queued resources with their states, long-running operations, ALREADY_EXISTS and NOT_FOUND, quota
 errors with details, stockouts as failed operations with a message only, guest attributes, and queued resources that are
-suspended when they lose their node. It does not implement authentication, pages of lists, and updates.
+suspended when they lose their node; also queued resources of several nodes. It does not implement authentication, pages of lists, and updates.
 
     with TpuApi() as api:
         api.environment()                          # variables that select this server in tpu_utils.py and train.py
         api.fail("CreateNode", UNAVAILABLE)        # the next such call fails
         api.capacity["v3-32"] = 0                  # a stockout, until it is raised
         api.preempt("a")                           # as the cloud preempts it
+        api.preempt("a-1")                         # one of several nodes of a queued resource
         api.preempt_next = 2                       # preempts the next two queued resources while their nodes are
         created
 """
@@ -66,7 +67,8 @@ class TpuApi:
     """The server.
 
     Args:
-        addresses: addresses of the hosts of every slice, by TPU worker ID; loopback addresses if there are too few.
+        addresses: addresses of the hosts of every TPU, by slice, then by TPU worker ID; loopback addresses if there
+            are too few.
         host_keys: the keys that each host publishes in its guest attributes: lines "ssh-ed25519 AAAA...", by address.
         delay_s: time of each transition.
         quota: limit for the number of nodes.
@@ -140,13 +142,21 @@ class TpuApi:
             for full, entry in self.queued.items():
                 if full.endswith(f"/{name}"):
                     self._set_queued(entry, QUEUED.SUSPENDING)
-                    self._later(lambda entry=entry, name=name: self._suspend(entry, name))
+                    self._later(lambda entry=entry: self._suspend(entry))
                     return
             self._node(name).state = state
 
-    def _suspend(self, entry: cloud_tpu.QueuedResource, name: str) -> None:
-        self.nodes = {full: node for full, node in self.nodes.items() if not full.endswith(f"/{name}")}
+    def _suspend(self, entry: cloud_tpu.QueuedResource) -> None:
+        names = self._node_names(entry)
+        self.nodes = {full: node for full, node in self.nodes.items() if full.rsplit("/", 1)[1] not in names}
         self._set_queued(entry, QUEUED.SUSPENDED)
+
+    @staticmethod
+    def _node_names(entry: cloud_tpu.QueuedResource) -> list[str]:
+        spec = entry.tpu.node_spec[0]
+        several = spec.multislice_params
+        prefix = several.node_id_prefix or entry.name.rsplit("/", 1)[1]
+        return [spec.node_id] if spec.node_id else [f"{prefix}-{i}" for i in range(several.node_count)]
 
     def _node(self, name: str) -> cloud_tpu.Node:
         return next(node for full, node in self.nodes.items() if full.endswith(f"/{name}"))
@@ -203,6 +213,8 @@ class TpuApi:
             raise Refusal(code_pb2.ALREADY_EXISTS, f"Resource '{entry.name}' already exists")
         for spec in entry.tpu.node_spec:
             self._check_type(spec.node)
+            if "multislice_params" in spec and spec.multislice_params.node_count < 2:
+                raise Refusal(code_pb2.INVALID_ARGUMENT, "node_count must be greater than 1")
         self.queued[entry.name] = entry
         self._set_queued(entry, QUEUED.ACCEPTED)
         self._later(lambda: self._queue(entry))
@@ -216,8 +228,8 @@ class TpuApi:
 
         def gone() -> Any:
             self.queued.pop(request.name, None)
-            for spec in entry.tpu.node_spec:
-                self.nodes.pop(f"{spec.parent}/nodes/{spec.node_id}", None)
+            for name in self._node_names(entry):
+                self.nodes.pop(f"{entry.tpu.node_spec[0].parent}/nodes/{name}", None)
             return empty_pb2.Empty()
 
         return self._operation(request.name.rsplit("/queuedResources", 1)[0], gone)
@@ -237,19 +249,22 @@ class TpuApi:
             self._later(lambda: self._queue(entry))
         else:
             self._set_queued(entry, QUEUED.PROVISIONING)
-            node = self._admit(spec.parent, spec.node_id, spec.node)
-            node.queued_resource = entry.name
-            node.scheduling_config = {"spot": "spot" in entry}
+            names = self._node_names(entry)
+            nodes = [self._admit(spec.parent, name, spec.node) for name in names]
+            for node in nodes:
+                node.queued_resource, node.multislice_node = entry.name, len(nodes) > 1
+                node.scheduling_config = {"spot": "spot" in entry}
             if self.preempt_next:
                 self.preempt_next -= 1
-                self.preempt(spec.node_id)
+                self.preempt(entry.name.rsplit("/", 1)[1])
             else:
-                self._later(lambda: self._activate(entry, node))
+                self._later(lambda: self._activate(entry, nodes))
 
-    def _activate(self, entry: cloud_tpu.QueuedResource, node: cloud_tpu.Node) -> None:
+    def _activate(self, entry: cloud_tpu.QueuedResource, nodes: list[cloud_tpu.Node]) -> None:
         # Timers can fire out of order: a resource that was suspended or deleted meanwhile must stay so.
         if entry.state.state == QUEUED.PROVISIONING:
-            self._bring_up(node)
+            for slice_id, node in enumerate(nodes):
+                self._bring_up(node, slice_id)
             self._set_queued(entry, QUEUED.ACTIVE)
 
     def _admit(self, parent: str, name: str, wanted: Any) -> cloud_tpu.Node:
@@ -277,7 +292,7 @@ class TpuApi:
         except UserError as error:
             raise Refusal(code_pb2.INVALID_ARGUMENT, f"Unknown accelerator type {node.accelerator_type}") from error
 
-    def _bring_up(self, node: cloud_tpu.Node) -> cloud_tpu.Node:
+    def _bring_up(self, node: cloud_tpu.Node, slice_id: int = 0) -> cloud_tpu.Node:
         if self.capacity.get(node.accelerator_type, 1) <= 0:
             del self.nodes[node.name]
             raise Refusal(
@@ -285,7 +300,8 @@ class TpuApi:
                 "There is no more capacity in the zone; you can try in another zone where Cloud TPU Nodes are offered",
             )
         node.state, node.health = NODE.READY, cloud_tpu.Node.Health.HEALTHY
-        for index in range(slices.parse(node.accelerator_type).hosts):
+        count = slices.parse(node.accelerator_type).hosts
+        for index in range(slice_id * count, (slice_id + 1) * count):
             address = self.addresses[index] if index < len(self.addresses) else f"127.0.1.{index + 1}"
             endpoint = cloud_tpu.NetworkEndpoint(ip_address=address, port=8470)
             if node.network_config.enable_external_ips:

@@ -23,6 +23,8 @@ TAKEOVER_TIMEOUT_S = TAKEOVER_AFTER_S + 3.0
 FEED_TIMEOUT_S = 5.0
 # for all other calls
 CALL_TIMEOUT_S = 30.0
+# libtpu has no default for the port at which slices reach each other
+MEGASCALE_PORT = "8080"
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,18 @@ class AgentCluster(abc.ABC):
     Args:
         count: number of hosts.
         environment: variables of the worker processes, added to those of their host.
+        slices: number of TPU slices, with the same number of hosts each; the hosts are numbered slice by slice.
+
+    Raises:
+        UserError: the hosts do not divide by the slices.
     """
 
-    def __init__(self, count: int, environment: Variables | None = None):
-        self.count, self._environment = count, environment or {}
+    def __init__(self, count: int, environment: Variables | None = None, slices: int = 1):
+        if count % slices:
+            raise UserError(
+                f"--slices {slices}: {count} hosts do not divide into {slices} slices: change one of the numbers"
+            )
+        self.count, self.slices, self._environment = count, slices, environment or {}
         self._driver = uuid.uuid4().hex
         self._records: list[_Record] = []
 
@@ -87,6 +97,13 @@ class AgentCluster(abc.ABC):
     def _call_all(self, method: str, timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
         """Call a method that needs no arguments except the driver's ID."""
         return self._call(method, [(self._driver,)] * self.count, timeout_s)
+
+    def label(self, worker_id: int) -> str:
+        """The number of a worker for messages, with its slice if there are several."""
+        return str(worker_id) if self.slices == 1 else f"{worker_id} of slice {self._slice_id(worker_id)}"
+
+    def _slice_id(self, worker_id: int) -> int:
+        return worker_id * self.slices // self.count
 
     def attach(self) -> Poll:
         """Find the agents of this run on all hosts, and start those that are missing.
@@ -157,7 +174,22 @@ class AgentCluster(abc.ABC):
         alone = self.count == 1 or isinstance(coordinator, NoAnswer)
         values = (None, None, None) if alone else (coordinator, str(self.count), str(worker_id))
         names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-        return {**self._environment, **dict(zip(names, values, strict=True))}
+        slices = {} if alone or self.slices == 1 else self._slice_variables(worker_id, coordinator)
+        return {**self._environment, **dict(zip(names, values, strict=True)), **slices}
+
+    def _slice_variables(self, worker_id: int, coordinator: str) -> Variables:
+        """The variables with which libtpu connects several slices. They replace those of the host's metadata, which may
+        describe slices that are gone.
+
+        Source: jax/_src/clusters/cloud_tpu_cluster.py.
+        """
+        port = self._environment.get("MEGASCALE_PORT") or MEGASCALE_PORT
+        return {
+            "MEGASCALE_COORDINATOR_ADDRESS": f"{coordinator.rpartition(':')[0]}:{port}",
+            "MEGASCALE_PORT": port,
+            "MEGASCALE_NUM_SLICES": str(self.slices),
+            "MEGASCALE_SLICE_ID": str(self._slice_id(worker_id)),
+        }
 
 
 class ProcessCluster(AgentCluster):
@@ -166,8 +198,8 @@ class ProcessCluster(AgentCluster):
     When the driver dies, the workers save and end. The environment selects the devices of a worker, as for any process.
     """
 
-    def __init__(self, run: str, count: int, environment: Variables | None = None):
-        super().__init__(count, environment)
+    def __init__(self, run: str, count: int, environment: Variables | None = None, slices: int = 1):
+        super().__init__(count, environment, slices)
         self._run = run
         self._agents: list[Agent] = []
         # several calls of an agent can run at the same time: the streamer has a thread of its own

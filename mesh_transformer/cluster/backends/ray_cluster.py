@@ -64,7 +64,7 @@ class RayCluster(AgentCluster):
                 f"no node of the Ray cluster {hosts.address} has the number of a host: start each node with "
                 f"ray start --resources='{{\"{RESOURCE}0\": 1}}' (1, 2 ... on the other hosts), as docs/driver.md shows"
             )
-        super().__init__(hosts.count or max(nodes) + 1, {**_RAY_VARIABLES, **environment})
+        super().__init__(hosts.count or max(nodes) + 1, {**_RAY_VARIABLES, **environment}, hosts.slices)
         self._run, self._hosts = run, hosts
         self._actors: list[Any] = []
         # the processes of the agents
@@ -221,15 +221,29 @@ def _probe(address: str, timeout_s: float) -> None:
 
 
 def _nodes_by_host(nodes: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The living nodes by the number of their host."""
-    numbered, labeled = {}, {}
+    """The living nodes by the number of their host.
+
+    Raises:
+        UserError: two hosts have the same label. TPU worker IDs begin at 0 in each slice.
+    """
+    numbered: dict[int, dict[str, Any]] = {}
+    labeled: dict[int, dict[str, Any]] = {}
+    repeated: set[int] = set()
     for node in nodes:
         if node["Alive"]:
             for name in node["Resources"]:
                 if match := re.fullmatch(rf"{RESOURCE}(\d+)", name):
                     numbered[int(match[1])] = node
             if (label := (node.get("Labels") or {}).get(LABEL, "")).isdigit():
+                other = labeled.get(int(label), node)
+                if other["NodeManagerAddress"] != node["NodeManagerAddress"]:
+                    repeated.add(int(label))
                 labeled[int(label)] = node
+    if repeated and not numbered:
+        raise UserError(
+            f"several hosts of the Ray cluster have the labels {LABEL}={sorted(repeated)}: number the hosts of all slices, slice "
+            f"by slice, with ray start --resources='{{\"{RESOURCE}0\": 1}}', as docs/driver.md shows"
+        )
     return numbered or labeled
 
 

@@ -43,7 +43,7 @@ def train(given: argparse.Namespace) -> int:
     found = training_config(given.config_path, given.overrides, tuned, new=given.new)
     config = as_version(found, given.version)
     if target.tpu is not None and not given.no_preflight:
-        check_fit(config, target.slice_type(config).name)
+        check_fit(config, target.size(config))
     if given.new:
         delete_old_run(config, yes=given.yes, before=lambda: target.end_workers(config))
     code, result = target.run(Job.of("train", config, **source), config)

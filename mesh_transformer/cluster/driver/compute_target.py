@@ -1,4 +1,4 @@
-"""The compute target of a job: this process, several processes of this machine, a Ray cluster, or a TPU slice.
+"""The compute target of a job: this process, several processes of this machine, a Ray cluster, or a TPU.
 
 Only this module of `cluster` uses `cloud`.
 """
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mesh_transformer import files, slices
+from mesh_transformer import files
 from mesh_transformer.cloud import head
 from mesh_transformer.cloud.api import Timing, pauses
 from mesh_transformer.cloud.archive import CHECKOUT, code_archive
@@ -34,13 +34,16 @@ from mesh_transformer.cluster.host.worker import run_job
 from mesh_transformer.config import Config
 from mesh_transformer.errors import RunError, UserError
 from mesh_transformer.logs import log
+from mesh_transformer.slices import SliceType, check_count, counted, parse
 from mesh_transformer.stop_signals import StopSignals
 
 # flags, help text, further arguments of add_argument
 _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("--tpu", "run on this TPU slice; it is created if it does not exist", {"metavar": "NAME"}),
-    ("--tpu_region --tpu-region", "zone of the slice, such as europe-west4-a", {"metavar": "ZONE"}),
-    ("--tpu-type", "type of the slice, such as v4-32 (default: v3-N, N being mesh.tpu_size)", {"metavar": "T"}),
+    ("--tpu", "run on this TPU; it is created if it does not exist", {"metavar": "NAME"}),
+    ("--tpu_region --tpu-region", "zone of the TPU, such as europe-west4-a", {"metavar": "ZONE"}),
+    ("--tpu-type", "type of each slice, such as v4-32 (default: v3-N, N being mesh.tpu_size)", {"metavar": "T"}),
+    ("--slices", "number of slices of this type; with --tpu they are the nodes of one queued resource (default: %(default)s)",
+     {"type": int, "metavar": "N", "default": 1}),
     ("--environment", "existing Python environment on the hosts (default: install a new one)", {"metavar": "DIR"}),
     ("--wheelhouse", "install the hosts' packages from the wheels in DIR, without internet", {"metavar": "DIR"}),
     ("--user", "login name on the hosts (default: your login name on this machine)", {}),
@@ -67,9 +70,11 @@ class ComputeTarget:
     """The machines on which a job runs. At most one of tpu, ray_address and processes is set; if none is, this process.
 
     Args:
-        tpu: name of a TPU slice.
-        zone: zone of the slice.
+        tpu: name of a TPU.
+        zone: zone of the TPU.
         tpu_type: such as v4-32; None: v3 with mesh.tpu_size cores, or with 8, as in the original program.
+        slices: number of TPU slices. With `tpu`, one queued resource has them all; the tier of `preemptible` is then spot.
+            Otherwise the hosts or processes are numbered slice by slice.
         environment: folder of an existing Python environment on the TPU's hosts.
         wheelhouse: folder on this machine with the packages for a new environment on the hosts.
         user, ssh_key: login on the hosts; None: this user, and `cloud.hosts.KEY_FILES`.
@@ -85,6 +90,7 @@ class ComputeTarget:
     tpu: str | None = None
     zone: str | None = None
     tpu_type: str | None = None
+    slices: int = 1
     preemptible: bool = False
     environment: str | None = None
     wheelhouse: str | None = None
@@ -108,6 +114,8 @@ class ComputeTarget:
             f"--wheelhouse {self.wheelhouse}: no folder with wheels; docs/pod.md says how to make one":
                 installs and not glob.glob(wheels),
             f"--processes {self.processes}: must be 1 or more": self.processes is not None and self.processes < 1,
+            f"--slices {self.slices}: must be 1 or more": self.slices < 1,
+            "--slices needs --tpu, --ray-address or --processes": self.in_this_process and self.slices != 1,
             f"--price {self.price}: must be 0 or more": self.price is not None and self.price < 0,
             "--env needs --tpu, --ray-address or --processes: without them, set the variable in the shell": self.in_this_process and self.variables,
         }  # fmt: skip
@@ -151,7 +159,8 @@ class ComputeTarget:
             return run_job(job)
         with self.open(config) as (cluster, hosts), StopSignals() as stop:
             # StopSignals comes second: Ray sets signal handlers too
-            outcome = Supervisor(cluster, job, hosts=hosts, display=Display(self.price), stop=stop).run()
+            display = Display(self.price, cluster.label)
+            outcome = Supervisor(cluster, job, hosts=hosts, display=display, stop=stop).run()
             cluster.kill()
             return outcome
 
@@ -172,12 +181,13 @@ class ComputeTarget:
             if any(map(files.is_remote, (config.checkpoint.root, config.data.train_set or ""))):
                 # the workers use the credentials of this machine
                 files.check_credentials()
-            yield ProcessCluster(name, self.processes, self.variables), Hosts()
+            yield ProcessCluster(name, self.processes, self.variables, self.slices), Hosts()
             return
         # checked before a TPU costs anything
         if importlib.util.find_spec("ray") is None:
             raise UserError("--tpu and --ray-address need Ray: pip install -r requirements.txt")
-        hosts = Hosts(self.ray_address) if self.ray_address is not None else self._slice(config)
+        ray = self.ray_address
+        hosts = Hosts(ray, slices=self.slices) if ray is not None else self._slice(config)
         # a late call must not start another cluster
         os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
         # imported late: the import reads the variables of Ray, such as the token that a launch sets
@@ -185,32 +195,41 @@ class ComputeTarget:
 
         yield RayCluster(name, hosts, self.variables), hosts
 
-    def slice_type(self, config: Config) -> slices.SliceType:
-        """The type of the slice for --tpu.
+    def slice_type(self, config: Config) -> SliceType:
+        """The type of each slice for --tpu.
 
         Raises:
-            UserError: there is no such type.
+            UserError: there is no such type, or a program cannot run on several slices of it.
         """
-        return slices.parse(self.tpu_type or f"v3-{config.mesh.tpu_size or 8}")
+        kind = parse(self.tpu_type or f"v3-{config.mesh.tpu_size or 8}")
+        check_count(kind, self.slices)
+        return kind
+
+    def size(self, config: Config) -> str:
+        """The name of the slices for --tpu, such as v4-16 or 2xv4-16. Raises as `slice_type`."""
+        return counted(self.slice_type(config).name, self.slices)
 
     def _slice(self, config: Config) -> Hosts:
-        """The TPU slice, with Ray on its hosts."""
-        kind = self.slice_type(config)
+        """The slices of the TPU, with Ray on their hosts."""
+        kind, several = self.slice_type(config), self.slices > 1
         # "": the API returns the hosts' keys
         access = Access("", self.user or getpass.getuser(), self.ssh_key)
-        tier: Tier = "preemptible" if self.preemptible else "on-demand"
-        request = TpuRequest(str(self.tpu), kind, tier=tier, ssh_keys=public_keys(access))
+        # only a queued resource has several slices, and the queue has no preemptible tier
+        cheap: Tier = "spot" if several else "preemptible"
+        tier: Tier = cheap if self.preemptible else "on-demand"
+        keys = public_keys(access)
+        request = TpuRequest(str(self.tpu), kind, tier=tier, queued=several, slices=self.slices, ssh_keys=keys)
         tpu_slice = TpuSlice(str(self.zone), request, environment_of(self.environment, self.wheelhouse), access)
         tpu_slice.launch()
         return tpu_slice
 
 
 class TpuSlice(Hosts):
-    """The hosts of one TPU slice.
+    """The hosts of one TPU: one slice, or several slices of one queued resource.
 
     Args:
-        zone: zone of the slice.
-        request: its name, type and tier.
+        zone: zone of the TPU.
+        request: its name, type, tier and number of slices.
         environment: the Python environment of its hosts.
         access: the login on its hosts.
 
@@ -219,7 +238,7 @@ class TpuSlice(Hosts):
     """
 
     def __init__(self, zone: str, request: TpuRequest, environment: HostEnvironment, access: Access):
-        super().__init__(count=request.type.hosts)
+        super().__init__(count=request.type.hosts * request.slices, slices=request.slices)
         self._tpus, self._request = Tpus(zone), request
         # packed now: hosts that are created later get the same code
         self._options = LaunchOptions(environment, access, NODE_ARGUMENTS, code=code_archive(CHECKOUT))

@@ -3,6 +3,7 @@
 import re
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from mesh_transformer.cluster.base import Event, Poll
@@ -17,10 +18,11 @@ class Display:
 
     Args:
         price: price of one chip for one hour, in any currency; None: no sum is shown.
+        label: the words for a worker, by its number (`AgentCluster.label`).
     """
 
-    def __init__(self, price: float | None = None):
-        self._price, self._chips = price, 0
+    def __init__(self, price: float | None = None, label: Callable[[int], str] = str):
+        self._price, self._label, self._chips = price, label, 0
         # when the current workers started; None while none run
         self._workers_started_at: float | None = None
         self._chip_hours = 0.0
@@ -35,7 +37,7 @@ class Display:
         for worker_id, line in poll.lines:
             level = _LOG_LEVEL.match(line)
             if worker_id == 0 or level is None or level[1] != "I":
-                sys.stderr.write(f"{clear}[{worker_id}] {line}\n")
+                sys.stderr.write(f"{clear}[{self._label(worker_id)}] {line}\n")
         start_point = poll.statuses[0].start_point
         if start_point is not None and start_point != self._start_point:
             self._start_point = start_point

@@ -225,7 +225,7 @@ class Supervisor:
 
     def _recover(self, verdict: Verdict) -> None:
         """End all processes, and start new ones unless the same error would occur again."""
-        who = "" if verdict.worker_id is None else f"worker {verdict.worker_id}: "
+        who = "" if verdict.worker_id is None else f"worker {self._cluster.label(verdict.worker_id)}: "
         self._end_stream()
         self._display.failed()
         host_lost = any(status.host_alive is False or status.answer_age_s for status in self._statuses)

@@ -36,6 +36,7 @@ def arguments(tmp_path, **changes):
         **{"tpu": "pod", "tpu_region": "europe-west4-a", "tpu_type": "v3-8", "ray_address": None, "processes": None},
         **{"environment": None, "wheelhouse": None, "user": None, "ssh_key": None, "preemptible": False, "price": None},
         "env": [],
+        "slices": 1,
     }
     return argparse.Namespace(**{**given, **changes})
 
@@ -61,6 +62,7 @@ def checked(monkeypatch):
     [
         ({}, ["v3-8"]),
         ({"tpu_type": "v5e-8"}, ["v5litepod-8"]),
+        ({"tpu_type": "v4-16", "slices": 2}, ["2xv4-16"]),
         ({"no_preflight": True}, []),
         ({"tpu": None, "tpu_region": None, "processes": 2}, []),
     ],

@@ -1,6 +1,7 @@
 """The options of train.py: their effects, invalid combinations, and the files that --new deletes."""
 
 import argparse
+import dataclasses
 import errno
 import io
 import os
@@ -41,6 +42,8 @@ def old_run(tmp_path):
         ({"tpu": "a"}, "--tpu_region"),
         ({"processes": 0}, "1 or more"),
         ({"processes": 2, "price": -1.0}, "0 or more"),
+        ({"processes": 2, "slices": 0}, "--slices 0: must be 1 or more"),
+        ({"slices": 2}, "--slices needs --tpu"),
         ({"variables": {"A": "b"}}, "--env needs --tpu"),
         ({"processes": 2, "environment": "/venv"}, "hosts of --tpu"),
         ({"wheelhouse": "wheels"}, "hosts of --tpu"),
@@ -51,6 +54,20 @@ def old_run(tmp_path):
 def test_invalid_compute_targets(options, message):
     with pytest.raises(UserError, match=message):
         ComputeTarget(**options)
+
+
+def test_slices_of_a_tpu():
+    target = ComputeTarget(tpu="a", zone="z", tpu_type="v4-16", slices=2)
+    assert target.size(config()) == "2xv4-16"
+    with pytest.raises(
+        UserError, match="--slices 2: a program runs on several slices of v4 and later types only, not of v3-8"
+    ):
+        dataclasses.replace(target, tpu_type=None).size(config())
+    with (
+        pytest.raises(UserError, match="--slices 2: 3 hosts do not divide into 2 slices"),
+        ComputeTarget(processes=3, slices=2).open(config()),
+    ):
+        pass
 
 
 def test_env_of_the_command_line():
