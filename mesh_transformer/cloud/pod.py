@@ -9,7 +9,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -95,19 +95,22 @@ class Pod:
 
         _checked(self._run_on_all(action, hosts), f"fetching {source}")
 
-    def kill(self, worker_id: int, pid: int, start_ticks: int, *, timeout_s: float = 15.0) -> None:
-        """Send SIGKILL to a process of one host, even to a stopped one. A process that has ended is no error.
+    def kill(self, worker_id: int, processes: Sequence[tuple[int, int]], *, timeout_s: float = 15.0) -> None:
+        """Send SIGKILL to processes of one host, even to stopped ones. A process that has ended is no error.
 
         Args:
-            start_ticks: its start time, in clock ticks since the host's boot (field 22 of /proc/PID/stat). A later
-                process with the same ID is not killed.
+            processes: the ID of each, and its start time in clock ticks since the host's boot (field 22 of
+                /proc/PID/stat). A later process with the same ID is not killed.
 
         Raises:
-            HostsFailed, HostsRefused: the host is unreachable, or the process belongs to another user.
+            HostsFailed, HostsRefused: the host is unreachable, or a process belongs to another user.
         """
-        if pid <= 1:
-            raise UserError(f"{pid} is no process to kill: give an ID above 1")
-        self.run(kill_command(pid, start_ticks), [worker_id], timeout_s=timeout_s, doing=f"killing process {pid}")
+        pids = [pid for pid, _ in processes]
+        if min(pids, default=2) <= 1:
+            raise UserError(f"{min(pids)} is no process to kill: give an ID above 1")
+        commands = [f"{{ {kill_command(*process)}; }} || failed=1" for process in processes]
+        line = "; ".join(["failed=0", *commands, "exit $failed"])
+        self.run(line, [worker_id], timeout_s=timeout_s, doing=f"killing processes {pids}")
 
     def wait_reachable(self, timeout_s: float = 300.0) -> None:
         """Return when a login works on every host. A new TPU VM is ready before its SSH server and users are.

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from mesh_transformer import files
@@ -150,8 +150,12 @@ class Hosts:
         """The state of the slice in the cloud's words (READY, PREEMPTED ...); GONE without a slice; None if unknown."""
         return None
 
-    def kill(self, worker_id: int, process: Process) -> None:
-        """Send SIGKILL to a process of a host, if the process still runs."""
+    def deleted(self) -> bool:
+        """Whether the cloud takes all machines, so that `recreate` makes new ones. False if unknown."""
+        return False
+
+    def kill(self, worker_id: int, processes: Sequence[Process]) -> None:
+        """Send SIGKILL to those of the processes of a host that still run. Threads may call it at the same time."""
 
     def recreate(self) -> None:
         """Replace every missing host and prepare it for agents.

@@ -157,13 +157,13 @@ def test_kill_of_a_stopped_process(pod: Pod) -> None:
     pid, started = int(pids[3]), int(pod.run(f"cut -d ' ' -f 22 /proc/{pids[3]}/stat", [3])[0].output)
     pod.run("pkill -STOP -x sleep")
     # an earlier process with the same ID
-    pod.kill(3, pid, started - 1)
+    pod.kill(3, [(pid, started - 1)])
     assert output_of(pod, "pgrep -x sleep | wc -l") == ["1"] * 4
-    pod.kill(3, pid, started)
+    pod.kill(3, [(pid, started)])
     assert output_of(pod, "pgrep -x sleep | wc -l") == ["1", "1", "1", "0"]
-    pod.kill(3, pid, started)
+    pod.kill(3, [(pid, started)])
     with pytest.raises(UserError, match="no process to kill"):
-        pod.kill(3, 1, started)
+        pod.kill(3, [(pid, started), (1, started)])
     pod.run("pkill -KILL -x sleep", range(3))
 
 

@@ -143,6 +143,8 @@ def test_one_of_two_slices_is_preempted(straight: tuple[Path, str, list[str]], d
     ]  # fmt: skip
     assert {each["MEGASCALE_NUM_SLICES"] for each in found} == {"2"}
     assert {each["MEGASCALE_COORDINATOR_ADDRESS"] for each in found} == {f"{drivers.hosts.addresses[0]}:8080"}
+    # no time is lost with hosts that are gone
+    assert "killing processes" not in shown
     assert "pod-0 READY, pod-1 PREEMPTED: deleting it and creating it again" in shown
     assert drivers.api.calls.count("CreateQueuedResource") == 2
     assert same_numbers(straight[0], folder / "run")[-1]["train/steps_redone"] == recovery.steps_redone

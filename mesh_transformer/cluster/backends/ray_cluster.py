@@ -16,6 +16,7 @@ import re
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ HEAD_TIMEOUT_S = 12.0
 HEAD_PROBE_TIMEOUT_S = 2.0
 # smaller arrays are part of the call, as for Ray's own arguments; larger ones use the object store
 INLINE_BYTES = 64 << 10
+MAX_THREADS = 64
 
 
 class RayCluster(AgentCluster):
@@ -165,9 +167,11 @@ class RayCluster(AgentCluster):
             return
         for actor in actors:
             ray.kill(actor, no_restart=True)
-        for i, answer in enumerate(answers):
-            if isinstance(answer, NoAnswer):
-                self._kill_unresponsive(i)
+        silent = [i for i, answer in enumerate(answers) if isinstance(answer, NoAnswer)]
+        if silent and not self._hosts.deleted():
+            # at the same time, because each host that is gone takes seconds
+            with ThreadPoolExecutor(min(len(silent), MAX_THREADS)) as pool:
+                list(pool.map(self._kill_unresponsive, silent))
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while any(_find_actor(f"{self._run}-{i}") is not None for i in range(self.count)):
             if time.monotonic() > deadline:
@@ -186,8 +190,7 @@ class RayCluster(AgentCluster):
                 return
             except (RayError, GetTimeoutError) as error:
                 log.warning("host %d: Ray could not end its processes: %s", worker_id, _first_line(error))
-        for process in known:
-            self._hosts.kill(worker_id, process)
+        self._hosts.kill(worker_id, known)
 
 
 def _on_node(node_id: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mesh_transformer import files
@@ -29,6 +29,7 @@ from mesh_transformer.cloud.tpus import Tpus
 from mesh_transformer.cluster.backends.agents import AgentCluster, ProcessCluster
 from mesh_transformer.cluster.base import Hosts, Job, Process, run_name
 from mesh_transformer.cluster.driver.display import Display
+from mesh_transformer.cluster.driver.failures import PREEMPTED_STATES
 from mesh_transformer.cluster.driver.supervise import Supervisor
 from mesh_transformer.cluster.host.worker import run_job
 from mesh_transformer.config import Config
@@ -262,10 +263,17 @@ class TpuSlice(Hosts):
         tpu = self._tpus.find(self._request.name)
         return "GONE" if tpu is None else _SLICE_STATES.get(tpu.phase, tpu.state)
 
-    def kill(self, worker_id: int, process: Process) -> None:
+    def deleted(self) -> bool:
+        try:
+            return self.slice_state() in PREEMPTED_STATES
+        except (RunError, UserError) as error:
+            log.warning("%s", error)
+            return False
+
+    def kill(self, worker_id: int, processes: Sequence[Process]) -> None:
         try:
             if self._pod is not None:
-                self._pod.kill(worker_id, *process)
+                self._pod.kill(worker_id, processes)
         except RunError as error:
             log.warning("%s", error)
 

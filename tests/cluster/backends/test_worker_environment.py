@@ -7,7 +7,8 @@ from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
 from support.commands import CONFIG
 
 from mesh_transformer.cluster.backends.agents import AgentCluster
-from mesh_transformer.cluster.base import Job, Variables
+from mesh_transformer.cluster.base import Job, Poll, Status, Variables
+from mesh_transformer.cluster.driver.display import Display
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 
@@ -54,8 +55,14 @@ def test_several_slices(port: str | None, monkeypatch: pytest.MonkeyPatch) -> No
         assert (variables["JAX_NUM_PROCESSES"], variables["JAX_PROCESS_ID"]) == ("6", str(i))
         assert (GkeTpuCluster.get_process_count(), GkeTpuCluster.get_process_id()) == (6, i)
         assert GkeTpuCluster.get_coordinator_address(10, "1234") == variables["JAX_COORDINATOR_ADDRESS"]
-    assert [Recorder(6, None, 3).label(i) for i in (1, 2)] == ["1 of slice 0", "2 of slice 1"]
-    assert Recorder(6).label(2) == "2"
+
+
+@pytest.mark.parametrize(("slices", "shown"), [(1, "[2] lost\n"), (3, "[2 of slice 1] lost\n")])
+def test_lines_of_workers(slices: int, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Recorder(6, None, slices)
+    statuses = tuple(Status(i) for i in range(6))
+    Display(label=cluster.label).show(Poll(statuses, lines=((2, "lost"),)))
+    assert capsys.readouterr().err == shown
 
 
 def test_labels_of_ray_nodes() -> None:
