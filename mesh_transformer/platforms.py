@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -189,13 +190,39 @@ def compiler_options(devices: Sequence[jax.Device]) -> dict[str, bool] | None:
     return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
 
 
+def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices of each slice, by the number of the slice.
+
+    Without TPUs a job has as many slices as MEGASCALE_NUM_SLICES says, which the workers of several slices have in their
+    environment: consecutive processes are a slice.
+
+    Raises:
+        UserError: MEGASCALE_NUM_SLICES is not a number.
+    """
+    found: dict[int, list[jax.Device]] = defaultdict(list)
+    count = _count_of_slices() if devices[0].platform != "tpu" else 0
+    processes = 1 + max(device.process_index for device in devices)
+    for device in devices:
+        number = device.process_index * count // processes if count else getattr(device, "slice_index", 0)
+        found[number].append(device)
+    return [found[number] for number in sorted(found)]
+
+
+def _count_of_slices() -> int:
+    text = os.environ.get("MEGASCALE_NUM_SLICES", "1")
+    if not re.fullmatch("[0-9]{1,5}", text) or not int(text):
+        raise UserError(f"MEGASCALE_NUM_SLICES {text!r:.20}: expected the number of slices of the job, 1 or more")
+    return int(text)
+
+
 def slice_devices(name: str) -> Sequence[jax.Device]:
-    """The devices of a TPU slice such as v3-32, as compilation targets. libtpu describes them; no TPU is needed.
+    """The devices of a TPU slice such as v3-32, or of several slices such as 2xv5e-16, as compilation targets. libtpu
+    describes them; no TPU is needed.
 
     Raises:
         UserError: the type is unknown, or libtpu is not installed.
     """
-    kind = slices.parse(name)
+    count, kind = slices.several(name)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("compiling for TPUs needs libtpu: pip install -e '.[tpu]' in an environment of its own")
     # otherwise libtpu asks the cloud which TPU this machine has
@@ -214,6 +241,8 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
     if kind.hosts == 1:
         sizes = [int(size) for size in kind.topology.split("x")]
         options["chips_per_host_bounds"] = (*sizes, 1)[:3]
+    if count > 1:
+        options["num_slices"] = count
     return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
 
 

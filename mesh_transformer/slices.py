@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from mesh_transformer.errors import UserError
 
+# in a name such as 2xv5e-16
+MAX_SLICES = 256
 # in every slice of several hosts
 CHIPS_PER_HOST = 4
 _PLANE = {
@@ -136,6 +138,24 @@ class SliceType:
             f"{self.name}: {self.hosts} host{'s' * (self.hosts > 1)}, {self.chips} chips ({self.topology}), "
             f"{self.cores} cores, {self.devices} JAX devices of {self.memory_gib_per_device:g} GiB"
         )
+
+
+def several(name: str) -> tuple[int, SliceType]:
+    """The number of slices of a name such as `2xv5e-16`, and the type of each; `v5e-16` is one slice.
+
+    Raises:
+        UserError: the number or the type is unknown.
+    """
+    count, separator, one = name.strip().partition("x")
+    # a type such as v7x-8 has an x too
+    if not separator or not count.isdigit():
+        return 1, parse(name)
+    if not 1 <= int(count) <= MAX_SLICES:
+        raise UserError(f"{name!r}: expected 1 to {MAX_SLICES} slices, such as 2xv5e-16")
+    kind = parse(one)
+    if int(count) > 1 and kind.generation.name in ("v2", "v3"):
+        raise UserError(f"{name!r}: one program runs on several slices of v4 or later only")
+    return int(count), kind
 
 
 def parse(name: str) -> SliceType:

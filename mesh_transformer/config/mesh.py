@@ -59,13 +59,25 @@ class MeshConfig(Group):
     else false"""
     gather_weights: Literal["per_layer", "per_step"] = "per_layer"
     """when fsdp gathers the weights: per layer (least memory) or per step (classic early_collect)"""
+    dcn: Literal["dp", "pp"] | None = None
+    """the axis that crosses TPU slices, between which the network is slow. Several slices need it; one slice ignores
+    it"""
+    sum_gradients: Annotated[
+        Literal["per_microbatch", "per_step"], Derived("per_step with dcn dp and without zero1, else per_microbatch")
+    ] = "per_microbatch"
+    """when the replicas of dp sum their gradients: per microbatch, each layer as soon as its gradient is known, or once
+    a step, in float32. zero1 needs per_microbatch"""
     tpu_size: Devices | None = None
     """cores of the slice that train.py --tpu creates; ignored elsewhere"""
 
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Split the activations if their communication is to overlap."""
-        return {"shard_activations": True, **values} if values.get("overlap_tp") is True else values
+        """Split the activations if their communication is to overlap. Sum gradients once a step if they cross slices."""
+        if values.get("overlap_tp") is True:
+            values = {"shard_activations": True, **values}
+        if values.get("dcn") == "dp" and values.get("zero1") is not True:
+            values = {"sum_gradients": "per_step", **values}
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -73,6 +85,11 @@ class MeshConfig(Group):
             raise UserError(
                 "mesh.overlap_tp true needs mesh.shard_activations true: remove mesh.shard_activations, or set "
                 "mesh.overlap_tp=false"
+            )
+        if self.sum_gradients == "per_step" and self.zero1:
+            raise UserError(
+                "mesh.sum_gradients per_step needs whole sums of gradients on each replica, and mesh.zero1 splits them: "
+                "set mesh.zero1=false, or mesh.sum_gradients=per_microbatch"
             )
         return self
 
@@ -215,6 +232,27 @@ def check_sizes(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape: Me
             by_what = " x ".join(f"mesh.{axis}" for axis in sorted(rules[name] or (), key=list(shape).index))
             for size in given:
                 _check(size, by_what, parts(shape, rules, name), also)
+
+
+def part_of_a_slice(mesh: MeshConfig, shape: MeshShape, slices: int) -> MeshShape:
+    """The part of a mesh that each of several slices has: a share of the axis `mesh.dcn`.
+
+    Raises:
+        UserError: `mesh.dcn` is not set, or the slices do not divide its axis; says what to set.
+    """
+    if mesh.dcn is None:
+        raise UserError(
+            f"the devices belong to {slices} slices, and the network between slices is slow: set mesh.dcn to the axis "
+            "that crosses it: mesh.dcn=dp, or mesh.dcn=pp if the weights do not fit one slice"
+        )
+    size, other = shape[mesh.dcn], {"dp": "pp", "pp": "dp"}[mesh.dcn]
+    if size % slices:
+        also = f" and mesh.{other} to a multiple of {slices}" if shape[other] % slices else ""
+        raise UserError(
+            f"mesh.{mesh.dcn} {size} is not divisible by the {slices} slices that mesh.dcn {mesh.dcn} splits it over: set "
+            f"mesh.{mesh.dcn} to a multiple of {slices}, or set mesh.dcn={other}{also}"
+        )
+    return {**shape, mesh.dcn: size // slices}
 
 
 def check_overlap(mesh: MeshConfig, shape: MeshShape) -> None:

@@ -346,12 +346,14 @@ def _collectives(step: StepSizes, again: _Recomputed, rates: _Rates) -> dict[str
         moved += 2 * layers * matrices * seconds("all-gather", matrix, weights)
         moved += seconds("all-gather", tables, weights)
     kind = "all-reduce" if step.split.moments == rules else "reduce-scatter"
-    gradient = seconds(kind, step.all_elements * step.item_bytes, replicas)
+    once = step.config.mesh.sum_gradients == "per_step"
+    gradient = 0.0 if once else seconds(kind, step.all_elements * step.item_bytes, replicas)
     return {"tensor-parallel sums": layers * layer + ends, "gathered weights": moved, "sums over replicas": gradient}
 
 
 def _collectives_of_a_step(step: StepSizes) -> dict[str, float]:
-    """The transfers that a step makes once: with mesh.gather_weights=per_step, and with mesh.zero1."""
+    """The transfers that a step makes once: with mesh.gather_weights=per_step, mesh.sum_gradients=per_step and
+    mesh.zero1."""
     embed, moments = step.split.rules["embed"] or (), step.split.moments["embed"] or ()
     found = {}
     if step.config.mesh.gather_weights == "per_step":
@@ -359,6 +361,11 @@ def _collectives_of_a_step(step: StepSizes) -> dict[str, float]:
         found["gathered weights"] = _transfer(step.accelerator, "all-gather", whole, step.group(embed))
     updated = step.group([axis for axis in moments if axis not in embed])
     found["sums over replicas"] = _transfer(step.accelerator, "all-gather", step.all_elements * FLOAT32_BYTES, updated)
+    if step.config.mesh.sum_gradients == "per_step":
+        replicas = step.group([axis for axis in step.split.rules["batch"] or () if axis not in embed])
+        found["sums over replicas"] += _transfer(
+            step.accelerator, "all-reduce", step.all_elements * FLOAT32_BYTES, replicas
+        )
     return found
 
 

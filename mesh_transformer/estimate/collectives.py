@@ -1,4 +1,4 @@
-"""The time of a collective on a torus of TPU chips, and the groups of devices between which it runs.
+"""The time of a collective on a torus of TPU chips or between slices, and the groups of devices between which it runs.
 
 Model: rings over both directions of a torus dimension. On one of n devices, an all-gather or a reduce-scatter sends
 (n - 1) / n of the whole array, an all-reduce twice as much, an all-to-all half as much (each part takes the shorter
@@ -14,6 +14,8 @@ from mesh_transformer.accelerators import Accelerator
 # parts of the array that a device sends, in units of (n - 1) / n of it
 _SENT = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 0.5, "ragged-all-to-all": 0.5}
 _SENT |= {"collective-broadcast": 1.0}
+# the same between slices, whose network is no torus
+_SENT_BETWEEN_SLICES = {**_SENT, "all-to-all": 1.0}
 # to start a transfer to a neighbour
 HOP_S = 2e-6
 # a group of so many chips or more is a block of the torus with rings in two, or three, dimensions at once
@@ -83,3 +85,16 @@ def collective_seconds(kind: str, n_bytes: int, group: DeviceGroup, accelerator:
     between_chips = _SENT[kind] * (chips - 1) / chips * n_bytes * sharing / (2 * rate * rings)
     inside_chips = 3 * through_memory if adjacent and accelerator.devices_per_chip > 1 else 0.0
     return between_chips + inside_chips + HOP_S * chips
+
+
+def slice_seconds(kind: str, n_bytes: int, slices: int, accelerator: Accelerator) -> float:
+    """Seconds of a collective between slices, in which each device uses its share of the network of its host. Delays
+    are not counted. 0 if the rate of the network is not known.
+
+    Args:
+        kind, n_bytes: as in `collective_seconds`.
+    """
+    if not accelerator.dcn_gb_s:
+        return 0.0
+    sent = 1.0 if kind == "collective-permute" else _SENT_BETWEEN_SLICES[kind] * (slices - 1) / slices
+    return sent * n_bytes / (1e9 * accelerator.dcn_gb_s)

@@ -16,6 +16,15 @@ KINDS = (
     "reduce-scatter",
 )
 
+# the kinds of transfers between TPU slices, in the words of their runtime
+_BETWEEN_SLICES = {
+    "ALL_GATHER": "all-gather",
+    "ALL_REDUCE": "all-reduce",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+    "REDUCE_SCATTER": "reduce-scatter",
+}
+
 # instructions that read, or replace, a part of their first operand; and those that do not move it
 _SLICES = ("slice", "dynamic-slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
@@ -32,6 +41,7 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\]")
 _OPERAND = re.compile(r"%([\w.-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_MEGASCALE = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)".*_xla_megascale_transfer_type="(\w+)"')
 _WINDOW = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
@@ -52,6 +62,15 @@ class Array(NamedTuple):
         bits = re.search(r"\d+", self.dtype)
         # pred has no number and takes a byte
         return self.size * (int(bits[0]) if bits else 8) // 8
+
+
+class Crossing(NamedTuple):
+    """A transfer between TPU slices. It has a `send` of what a device gives to it, and a `recv` of what it yields."""
+
+    # the same in both
+    name: str
+    # of KINDS
+    kind: str
 
 
 class Instruction(NamedTuple):
@@ -109,6 +128,12 @@ class Instruction(NamedTuple):
         opcode = self.opcode.removesuffix("-start")
         return opcode if opcode in KINDS else None
 
+    @property
+    def crossing(self) -> Crossing | None:
+        """The transfer between slices that it is an end of, if it is a `send` or a `recv` of one."""
+        found = _MEGASCALE.search(self.rest) if self.opcode in ("send", "recv") else None
+        return None if found is None else Crossing(found[1], _BETWEEN_SLICES[found[2]])
+
     def attribute(self, name: str) -> str | None:
         """The word after `name=`."""
         found = re.search(rf"\b{name}=%?([\w.-]+)", self.rest)
@@ -124,6 +149,8 @@ class Collective(NamedTuple):
     arrays: tuple[Array, ...]
     # the op_names of the loops around it, outermost first
     loops: tuple[str, ...]
+    # whether it crosses from one TPU slice to another
+    between_slices: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -305,10 +332,17 @@ def overlaps(hlo: str) -> list[Overlap]:
     found = []
     for computation, body in bodies.items():
         places = {instruction.name: place for place, instruction in enumerate(body)}
+        crossings = {one.crossing: place for place, one in enumerate(body) if one.opcode == "send"}
         for place, instruction in enumerate(body):
-            if (kind := instruction.opcode.removesuffix("-done")) in KINDS:
-                collective = Collective(kind, instruction.arrays, _loops(computation, callers))
-                between = body[_start(instruction, places, place) + 1 : place]
+            start, crossing = _start(instruction, places, place), None
+            if instruction.opcode == "recv-done" and (crossing := body[start].crossing) is not None:
+                start = crossings.get(crossing, start)
+            kind = crossing.kind if crossing else instruction.opcode.removesuffix("-done")
+            if kind in KINDS:
+                collective = Collective(
+                    kind, instruction.arrays, _loops(computation, callers), between_slices=crossing is not None
+                )
+                between = body[start + 1 : place]
                 products = sum(module.flops(one) > 0 for one in between)
                 found.append(Overlap(collective, products, sum(one.cycles or 0 for one in between)))
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from mesh_transformer import platforms
 from mesh_transformer.config import Config
-from mesh_transformer.config.mesh import MeshShape, layers_of_a_loop
+from mesh_transformer.config.mesh import MeshShape, layers_of_a_loop, part_of_a_slice
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import overlap, serving
 from mesh_transformer.estimate.memory import bytes_per_device, training_parts
@@ -88,7 +88,7 @@ def predict_training(config: Config, target: Target, changes: Sequence[str], fol
     """
     accumulation = config.optimizer.gradient_accumulation_steps
     try:
-        shape = config.check_devices(target.n_devices)
+        shape = _shape(config, target)
         batch = config.microbatch(shape)
     except UserError as error:
         return _impossible(config, target, changes, str(error))
@@ -117,7 +117,7 @@ def predict_serving(
         UserError: as `predict_training`.
     """
     try:
-        shape = config.check_devices(target.n_devices)
+        shape = _shape(config, target)
     except UserError as error:
         return [_impossible(config, target, changes, str(error))]
     placement = Placement.of(config, target.devices()).for_decoding()
@@ -131,6 +131,13 @@ def predict_serving(
         case = _Case(config, target, list(changes), program.name, shape, program.rows, 1)
         found.append(_prediction(case, compiled, known | rest, program.tokens, flops))
     return found
+
+
+def _shape(config: Config, target: Target) -> MeshShape:
+    shape = config.check_devices(target.n_devices)
+    if target.slices > 1:
+        part_of_a_slice(config.mesh, shape, target.slices)
+    return shape
 
 
 @dataclass(frozen=True)
@@ -182,7 +189,10 @@ def _prediction(case: _Case, compiled: Compiled, parts: dict[str, int], tokens: 
     layers, mesh = case.config.model.layers, case.config.mesh
     of_a_loop = layers_of_a_loop(layers, mesh, case.shape) if case.program == "train" else layers
     loops = {LAYER_LOOP: of_a_loop, **serving.LOOPS}
-    estimate = Timeline(compiled.hlo, accelerator, loops).estimate()
+    estimate = Timeline(compiled.hlo, accelerator, loops, case.target.slices).estimate()
+    notes = [f"loop counted once: {name}" for name in estimate.unknown_loops]
+    if case.target.slices > 1 and not accelerator.dcn_gb_s:
+        notes.append(f"without the time of the network between slices: its rate on {accelerator.name} is not known")
     fits = peak_gib is not None and peak_gib <= accelerator.usable_gib
     seconds = estimate.seconds
     return Prediction(
@@ -196,5 +206,5 @@ def _prediction(case: _Case, compiled: Compiled, parts: dict[str, int], tokens: 
         mfu=flops / seconds / case.target.n_devices / (1e12 * accelerator.peak_tflops),
         parts={str(part): spent for part, spent in estimate.parts.items()},
         reason=None if fits else f"its peak of {peak_gib:.2f} GiB exceeds {accelerator.usable_gib} GiB",
-        notes=[f"loop counted once: {name}" for name in estimate.unknown_loops],
+        notes=notes,
     )

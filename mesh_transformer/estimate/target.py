@@ -15,18 +15,20 @@ GPUS = tuple(name for name, accelerator in ACCELERATORS.items() if not accelerat
 
 @dataclass(frozen=True)
 class Target:
-    """A slice or a GPU.
+    """A slice, several slices or a GPU.
 
     Args:
-        name: the type of the slice, such as v3-8, or the name of the GPU.
+        name: the type of the slice, such as v3-8 or 2xv5e-16, or the name of the GPU.
         n_devices: JAX devices.
         chips: what is paid for.
+        slices: their number.
     """
 
     name: str
     accelerator: Accelerator
     n_devices: int
     chips: int
+    slices: int = 1
 
     def devices(self) -> Sequence[jax.Device]:
         """The devices as targets of a compilation.
@@ -38,13 +40,14 @@ class Target:
 
 
 def tpu_target(name: str) -> Target:
-    """The slice of a type such as v3-8 or v5e-16.
+    """The slice of a type such as v3-8 or v5e-16, or several slices such as 2xv5e-16.
 
     Raises:
         UserError: the type is unknown.
     """
-    kind = slices.parse(name)
-    return Target(name.strip().lower(), ACCELERATORS[kind.generation.name], kind.devices, kind.chips)
+    count, kind = slices.several(name)
+    accelerator = ACCELERATORS[kind.generation.name]
+    return Target(name.strip().lower(), accelerator, count * kind.devices, count * kind.chips, count)
 
 
 def gpu_target(name: str) -> Target:

@@ -5,8 +5,8 @@ that begins with `-start` runs beside them, and `-done` waits for its end; a loo
 of an instruction is the compiler's own estimate of its cycles; where the compiler has none, it is the time to move its
 bytes or to multiply, whichever is longer.
 
-An estimate does not see the true clock, contention between transfers and compute, the host, or the network between
-slices: docs/preflight.md compares it with published runs.
+An estimate does not see the true clock, contention between transfers and compute, the host, or delays of the network
+between slices: docs/preflight.md compares it with published runs.
 """
 
 import re
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from mesh_transformer.accelerators import Accelerator
-from mesh_transformer.estimate.collectives import collective_seconds, device_group
-from mesh_transformer.estimate.hlo import Instruction, Module
+from mesh_transformer.estimate.collectives import collective_seconds, device_group, slice_seconds
+from mesh_transformer.estimate.hlo import Crossing, Instruction, Module
 
 Part = Literal["products", "attention", "element-wise", "head", "optimizer", "collectives", "waiting"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -96,10 +96,11 @@ class Timeline:
     Args:
         hlo: the optimized text of the program.
         loops: trips of the loops whose op_name contains a name, for those whose text does not tell them.
+        slices: TPU slices that run the program together.
     """
 
-    def __init__(self, hlo: str, accelerator: Accelerator, loops: Mapping[str, int] | None = None):
-        self.module, self.accelerator = Module(hlo), accelerator
+    def __init__(self, hlo: str, accelerator: Accelerator, loops: Mapping[str, int] | None = None, slices: int = 1):
+        self.module, self.accelerator, self.slices = Module(hlo), accelerator, slices
         self._loops = loops or {}
         self._parts: dict[str, Part] = {}
         self._unknown: list[str] = []
@@ -125,10 +126,13 @@ class Timeline:
             elif one.opcode == "conditional":
                 branches = [self._play(name, loops) for name in one.called]
                 played.include(max(branches, key=lambda branch: branch.seconds))
+            elif one.crossing is not None:
+                if one.opcode == "send":
+                    ends[one.crossing.name] = links.send("slices", self._crossing_seconds(one.crossing), played.seconds)
             elif self._is(one, "start"):
                 ends[one.name] = links.send(*self._transfer(one), played.seconds)
             elif self._is(one, "done"):
-                end = max((ends.get(name, 0.0) for name in one.operands[:1]), default=0.0)
+                end = max((ends.get(name, 0.0) for name in self._awaited(one)), default=0.0)
                 self._add(played, one, "waiting", max(end - played.seconds, 0.0))
             elif self._collective(one) is not None:
                 self._add(played, one, "collectives", links.send(*self._transfer(one), played.seconds) - played.seconds)
@@ -156,6 +160,17 @@ class Timeline:
         """Whether an instruction starts, or waits for, a transfer beside other work. libtpu may fuse it."""
         inner = self.module.root(one)
         return inner.opcode.endswith(f"-{end}") or f'"AsyncCollective{end.capitalize()}"' in inner.rest
+
+    def _awaited(self, done: Instruction) -> list[str]:
+        """The transfer that an instruction waits for."""
+        received = [one.crossing.name for one in self.module.operands(done) if one.opcode == "recv" and one.crossing]
+        return received or done.operands[:1]
+
+    def _crossing_seconds(self, crossing: Crossing) -> float:
+        """Of a transfer between slices, from its larger end."""
+        ends = (one for one in self.module.instructions.values() if one.crossing == crossing)
+        nbytes = max(array.nbytes for one in ends for array in one.arrays)
+        return slice_seconds(crossing.kind, nbytes, self.slices, self.accelerator)
 
     def _collective(self, one: Instruction) -> Instruction | None:
         """The collective that an instruction is, starts or wraps."""

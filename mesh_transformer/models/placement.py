@@ -12,7 +12,7 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshAxes, training_rules, whole_sequence_rules
 from mesh_transformer.models.model import Model, Params
-from mesh_transformer.parallel.mesh import make_mesh
+from mesh_transformer.parallel.mesh import make_hybrid_mesh
 from mesh_transformer.parallel.sharding import Partition, constrain_tree
 
 
@@ -29,12 +29,13 @@ class Placement:
         `estimate.overlap.resolve`.
 
         Raises:
-            UserError: the devices do not fit the mesh.
+            UserError: the devices do not fit the mesh, or belong to several slices and `mesh.dcn` does not fit them.
         """
         model = Model(config.model.decoder(), platforms.resolve(config.compute, devices[0].platform))
         shape, rules = config.mesh.shape(len(devices)), training_rules(config.mesh)
         mode, overlap_tp = config.mesh.context_mode, config.mesh.overlap_tp is True
-        partition = Partition(make_mesh(shape, devices), rules, context_mode=mode, overlap_tp=overlap_tp)
+        mesh = make_hybrid_mesh(config.mesh, shape, platforms.by_slice(devices))
+        partition = Partition(mesh, rules, context_mode=mode, overlap_tp=overlap_tp)
         return cls._on_partition(model, partition)
 
     @classmethod

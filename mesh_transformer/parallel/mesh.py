@@ -11,13 +11,32 @@ from einops import rearrange
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from mesh_transformer.config import AXES, MeshShape
-from mesh_transformer.config.mesh import named
+from mesh_transformer.config import AXES, MeshConfig, MeshShape
+from mesh_transformer.config.mesh import named, part_of_a_slice
 from mesh_transformer.errors import UserError
 
 
+def make_hybrid_mesh(mesh: MeshConfig, shape: MeshShape, slices: Sequence[Sequence[jax.Device]]) -> Mesh:
+    """A mesh over the devices of one or several slices. The network between slices is slower than that inside.
+
+    The slices follow each other along the axis `mesh.dcn`, outside of the part of this axis that each slice has: the
+    order of slices of `mesh_utils.create_hybrid_device_mesh`. Inside a slice the order is that of `make_mesh`.
+
+    Raises:
+        UserError: as in `make_mesh`; there are several slices, and `mesh.dcn` does not fit them, or they are not equal.
+    """
+    if len(slices) == 1:
+        return make_mesh(shape, slices[0])
+    if len({len(devices) for devices in slices}) > 1:
+        raise UserError(f"a mesh needs slices of the same size; devices by slice: {[len(one) for one in slices]}")
+    part = part_of_a_slice(mesh, shape, len(slices))
+    grids = [make_mesh(part, devices).devices for devices in slices]
+    grid = np.concatenate(grids, axis=list(AXES).index(mesh.dcn or ""))
+    return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
+
+
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh with the axes AXES over `devices`. Every process must have the same number of them.
+    """A mesh with the axes AXES over the devices of one slice. Every process must have the same number of them.
 
     The devices of one process (a host, on TPU) are assigned to the last axis first, then to the one before it, and so
     on, in the order that JAX chooses for their torus. Then the processes follow in their order, again the last axis

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from mesh_transformer.config.mesh import MeshAxes, Rules, parts
+from mesh_transformer.config.mesh import MeshAxes, Rules
 
 Axes = tuple[str | None, ...]
 
@@ -85,13 +86,18 @@ class Partition:
 
         Inside a `shard_map`, an array has only a device's part of what its axes split: they are left out.
         """
+        return PartitionSpec(*map(self._split, axes))
+
+    def _split(self, name: str | None) -> MeshAxes:
+        over = None if name is None or name in self.whole else self.rules[name]
         taken = jax.sharding.get_abstract_mesh().manual_axes
+        return tuple(axis for axis in over or () if axis not in taken) or None
 
-        def split(name: str | None) -> MeshAxes:
-            over = None if name is None or name in self.whole else self.rules[name]
-            return tuple(axis for axis in over or () if axis not in taken) or None
-
-        return PartitionSpec(*map(split, axes))
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch and nothing else: their devices have equal weights."""
+        others = {axis for name, axes in self.rules.items() if name != "batch" for axis in axes or ()}
+        return tuple(axis for axis in self.rules["batch"] or () if axis not in others)
 
     @property
     def current_mesh(self) -> Mesh | AbstractMesh:
@@ -116,8 +122,11 @@ class Partition:
         return dataclasses.replace(self, whole=self.whole | {name})
 
     def size(self, name: str) -> int:
-        """The number of parts into which dimension `name` is split; 1 if every device holds all of it."""
-        return 1 if name in self.whole else parts(self.mesh.shape, self.rules, name)
+        """The number of parts into which dimension `name` is split; 1 if every device holds all of it.
+
+        Inside a `shard_map`: the parts of an array there, as in `spec`.
+        """
+        return math.prod(self.mesh.shape[axis] for axis in self._split(name) or ())
 
     def sequence_order(self, length: int) -> np.ndarray | None:
         """The positions of a sequence in the order in which the devices that split it hold them, (length,) int32; None:

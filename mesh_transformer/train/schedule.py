@@ -86,8 +86,8 @@ class Schedule(NamedTuple):
 
     gradients: Callable[[Parts, Params, Params, Any], tuple[Params, Metrics, jax.Array]]
     """(parts, trained parameters, frozen parameters, batch (A, B, ...)) -> the mean gradient in float32, the mean
-    metrics, and the squared norm of each microbatch's gradient, (A,). The loss receives the named sums of each layer,
-    and their cotangents flow back to that layer."""
+    metrics, and the squared norm of the gradient of each microbatch, (A,), or of equal parts of each. The loss receives
+    the named sums of each layer, and their cotangents flow back to that layer."""
     loss: Callable[[Parts, Params, Any], tuple[jax.Array, Any]]
     """(parts, parameters, batch (B, ...)) -> the results of `Parts.loss`."""
 

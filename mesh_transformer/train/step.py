@@ -22,9 +22,11 @@ from mesh_transformer.models.loops import Aux
 from mesh_transformer.models.model import KEPT, Params
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend import context
+from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import use
 from mesh_transformer.train import pipeline
 from mesh_transformer.train.optimizer import Optimizer, OptState, learning_rate
+from mesh_transformer.train.replicas import summed_once
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule, Stream, sequential, side_by_side
 
 
@@ -38,16 +40,18 @@ class Batch(NamedTuple):
     targets: jax.Array  # int32
     weights: jax.Array
     """float32: the weight of each target's loss. All weights sum to A. The sum of weighted losses, divided by A, is
-    therefore the weighted mean over all tokens, however they are spread over the microbatches."""
+    therefore the weighted mean over all tokens, however they are spread over the microbatches. Where each replica
+    computes its part of B on its own, the weights of each part sum to A."""
 
     @classmethod
-    def of(cls, tokens_ABT: jax.Array) -> Self:
-        """A batch of (A, B, T + 1) or (B, T + 1) int32 tokens, all with the same weight."""
+    def of(cls, tokens_ABT: jax.Array, replicas: int = 1) -> Self:
+        """A batch of (A, B, T + 1) or (B, T + 1) int32 tokens, all with the same weight. So many replicas compute their
+        parts of B on their own."""
         tokens, targets = tokens_ABT[..., :-1], tokens_ABT[..., 1:]
         order = context.order(tokens.shape[-1])
         if order is not None:
             tokens, targets = tokens[..., order], targets[..., order]
-        return cls(tokens, targets, jnp.full(targets.shape, 1 / (targets.shape[-1] * targets.shape[-2])))
+        return cls(tokens, targets, jnp.full(targets.shape, replicas / (targets.shape[-1] * targets.shape[-2])))
 
 
 class NoiseAverages(NamedTuple):
@@ -77,7 +81,8 @@ def update_noise(
 
     Args:
         alpha: weight of this step.
-        small, small_square: sequences of a microbatch, and the mean squared norm of the microbatches' gradients.
+        small, small_square: sequences of a microbatch, or of a replica's part of it, and the mean squared norm of their
+            gradients.
         big, big_square: sequences of the step, and the squared norm of its gradient.
 
     Returns:
@@ -143,6 +148,10 @@ class TrainProgram:
         self.model, self.partition = placement.model, placement.partition
         self.split, self.transform = split, transform
         self.schedule = schedule or self._schedule()
+        # those that compute gradients on their own
+        self._replicas = Replicas(self.partition).count if config.mesh.sum_gradients == "per_step" else 1
+        if self._replicas > 1:
+            self.schedule = summed_once(self.schedule)
         self.moments = self.partition.with_rules(**moment_rules(config.mesh))
         self._tiles = self._vocab_tiles()
         self.axes, self.frozen_axes = split(self.model.axes)
@@ -209,10 +218,10 @@ class TrainProgram:
         param_norm = optax.tree.norm(self.model.without_padding(self.transform(params, state.frozen)))
         finite = jnp.isfinite(metrics["train/loss"] + norm + param_norm)
         averages = state.noise
-        if len(tokens_ABT) > 1:
-            a, b = tokens_ABT.shape[:2]
-            alpha = self.config.optimizer.noise_scale_alpha
-            averages, scale = update_noise(averages, alpha, b, squares.mean(), a * b, jnp.square(norm))
+        if len(squares) > 1:
+            sequences = math.prod(tokens_ABT.shape[:2])
+            small, alpha = sequences // len(squares), self.config.optimizer.noise_scale_alpha
+            averages, scale = update_noise(averages, alpha, small, squares.mean(), sequences, jnp.square(norm))
             metrics.update({f"noise/{name}": value for name, value in scale.items()})
         new = TrainState(state.step + 1, params, opt_state, averages, state.skipped, state.frozen)
         metrics |= {
@@ -229,7 +238,9 @@ class TrainProgram:
     def _gradients(self, params: Params, frozen: Params, tokens_ABT: jax.Array) -> tuple[Params, Metrics, jax.Array]:
         """The results of `Schedule.gradients`, from float32 parameters."""
         params, frozen = self._for_compute(params, self.axes), self._for_compute(frozen, self.frozen_axes)
-        return self.schedule.gradients(self._parts(self._objective), params, frozen, Batch.of(tokens_ABT))
+        return self.schedule.gradients(
+            self._parts(self._objective), params, frozen, Batch.of(tokens_ABT, self._replicas)
+        )
 
     def _parts(self, objective: Callable[[TokenLoss], jax.Array]) -> Parts:
         """The model's functions and data, with this term of each token in the loss."""

@@ -50,6 +50,20 @@ def test_both_spellings() -> None:
     assert slices.parse("v5e-16") == slices.parse(" V5LITEPOD-16")
 
 
+def test_several_slices() -> None:
+    assert slices.several(" 2xv5e-16") == (2, slices.parse("v5e-16"))
+    assert slices.several("v7x-16") == (1, slices.parse("v7x-16"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("0xv5e-16", "expected 1 to 256 slices"), ("2xv3-7", "unknown TPU type 'v3-7'"), ("2xv3-8", "v4 or later")],
+)
+def test_slices_that_do_not_exist(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        slices.several(name)
+
+
 @pytest.mark.parametrize("name", ["v3-12", "v3-7", "v9-8", "v3", "v3-8-8", "", "v6e-3", "v4-12288", "tpu-v3-8"])
 def test_unknown_type(name: str) -> None:
     with pytest.raises(UserError, match="unknown TPU type") as refusal:

@@ -56,6 +56,11 @@ def config(model: dict[str, Any] | None = None, **groups: dict[str, Any]) -> Con
             {"mesh": {"tp": 4, "overlap_tp": True, "shard_activations": False}},
             ["needs mesh.shard_activations true", "or set mesh.overlap_tp=false"],
         ),
+        (
+            {"mesh": {"sum_gradients": "per_step", "zero1": True}},
+            ["mesh.sum_gradients per_step", "set mesh.zero1=false, or mesh.sum_gradients=per_microbatch"],
+        ),
+        ({"mesh": {"dcn": "tp"}}, ["mesh.dcn = 'tp'", "dp, pp"]),
         ({"mesh": {"overlap_tp": "ring"}}, ["mesh.overlap_tp = 'ring'", "auto", "true or false"]),
         (
             {"mesh": {"dp": 3, "zero1": True}},
@@ -163,6 +168,20 @@ def test_microbatch() -> None:
         UserError, match="data.batch_size 6 is not divisible by mesh.dp x mesh.fsdp 4: set it to 4 or 8"
     ):
         config(data={"batch_size": 6}).microbatch(shape)
+
+
+@pytest.mark.parametrize(
+    ("fields", "when"),
+    [
+        ({}, "per_microbatch"),
+        ({"dcn": "dp"}, "per_step"),
+        ({"dcn": "dp", "zero1": True}, "per_microbatch"),
+        ({"dcn": "dp", "sum_gradients": "per_microbatch"}, "per_microbatch"),
+        ({"dcn": "pp"}, "per_microbatch"),
+    ],
+)
+def test_gradients_that_cross_slices_are_summed_once_a_step(fields: dict[str, Any], when: str) -> None:
+    assert config(mesh=fields).mesh.sum_gradients == when
 
 
 def test_checks_that_need_the_devices() -> None:

@@ -44,6 +44,27 @@ def test_what_runs_beside_a_collective():
     assert overlaps(OVERLAPPED) == [Overlap(permute, 1, 1000), Overlap(permute, 0, 20), Overlap(total, 0, 0)]
 
 
+# libtpu's form of a sum over two slices
+CROSSING = """HloModule step, is_scheduled=true
+
+ENTRY %main (p: f32[256]) -> f32[256] {
+  %p = f32[256]{0} parameter(0)
+  %token = token[] after-all()
+  %send = (f32[256]{0}, u32[], token[]) send(%p, %token), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="sum_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %update = f32[256]{0} add(%p, %p), backend_config={"estimated_cycles":"20"}
+  %recv = (f32[256]{0}, u32[], token[]) recv(%token), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="sum_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %sent = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %received = (f32[256]{0}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  ROOT %sum = f32[256]{0} get-tuple-element(%received), index=0
+}
+"""  # noqa: E501  (a line of a program)
+
+
+def test_a_transfer_between_slices_counts_once_with_what_it_yields():
+    sum_of_slices = Collective("all-reduce", (Array("f32", (256,)),), (), between_slices=True)
+    assert overlaps(CROSSING) == [Overlap(sum_of_slices, 0, 20)]
+
+
 def test_loops_around_a_collective_are_named():
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     split = NamedSharding(mesh, PartitionSpec(None, "x"))

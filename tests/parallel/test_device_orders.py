@@ -4,9 +4,9 @@
 nothing.
 """
 
+import dataclasses
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +14,11 @@ import pytest
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from mesh_transformer import slices
-from mesh_transformer.config import AXES, load_config, mesh_shape
+from mesh_transformer import platforms, slices
+from mesh_transformer.config import AXES, MeshConfig, load_config, mesh_shape
 from mesh_transformer.config.mesh import training_rules
 from mesh_transformer.errors import UserError
-from mesh_transformer.parallel.mesh import make_mesh, process_rows
+from mesh_transformer.parallel.mesh import make_hybrid_mesh, make_mesh, process_rows
 from mesh_transformer.parallel.sharding import Partition
 
 RECORDED = json.loads(Path(__file__).with_name("tpu_devices.json").read_text())
@@ -32,7 +32,7 @@ SHAPES = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Described:
     """The attributes of a TPU device that a mesh uses."""
 
@@ -42,12 +42,15 @@ class Described:
     core_on_chip: int
     device_kind: str
     platform: str = "tpu"
+    slice_index: int = 0
 
 
-def devices_of(name):
+def devices_of(name, slice_index=0):
+    """As libtpu numbers them: the processes of a slice follow those of the slice before."""
     recorded = RECORDED[name]
+    first = slice_index * len(recorded["processes"])
     return [
-        Described(number, process, (x, y, z), core, recorded["kind"])
+        Described(1000 * slice_index + number, first + process, (x, y, z), core, recorded["kind"], "tpu", slice_index)
         for process, devices in recorded["processes"]
         for number, x, y, z, core in devices
     ]
@@ -142,3 +145,67 @@ def test_two_devices_of_one_chip_are_refused():
     devices = [Described(i, 0, (i // 2, 0, 0), i % 2, "TPU v4") for i in range(8)]
     with pytest.raises(UserError, match=r"make a mesh dp 8 of the 8 devices of process 0.*megacore"):
         make_mesh(mesh_shape(dp=8), devices)
+
+
+TWO_SLICES = [*devices_of("v5litepod-16", 0), *devices_of("v5litepod-16", 1)]
+
+
+@pytest.mark.parametrize(
+    ("dcn", "sizes"),
+    [("dp", {"dp": 4, "fsdp": 2, "tp": 4}), ("dp", {"pp": 2, "dp": 2, "tp": 8}), ("pp", {"pp": 4, "dp": 2, "tp": 4})],
+)
+def test_slices_are_the_outer_part_of_the_axis_between_them(dcn, sizes):
+    """As in JAX's own hybrid mesh. Inside a slice, the order is that of a mesh of this slice alone."""
+    shape, mesh = mesh_shape(**sizes), MeshConfig(dcn=dcn, **sizes)
+    found = make_hybrid_mesh(mesh, shape, platforms.by_slice(TWO_SLICES))
+    assert found.shape == shape
+    part = {**shape, dcn: shape[dcn] // 2}
+    outer = [2 if axis == dcn else 1 for axis in AXES]
+    hybrid = mesh_utils.create_hybrid_device_mesh(
+        tuple(part.values()), outer, TWO_SLICES, allow_split_physical_axes=True
+    )
+    number = np.vectorize(lambda one: one.slice_index)
+    np.testing.assert_array_equal(number(found.devices), number(hybrid))
+    for index, half in enumerate(np.split(found.devices, 2, axis=list(AXES).index(dcn))):
+        np.testing.assert_array_equal(half, make_mesh(part, devices_of("v5litepod-16", index)).devices)
+
+
+@pytest.mark.parametrize(("dcn", "sizes"), [("dp", {"dp": 2, "fsdp": 4}), ("pp", {"pp": 2, "fsdp": 4})])
+def test_processes_of_two_slices_read_different_rows_if_the_batch_crosses_them(dcn, sizes):
+    config = MeshConfig(dcn=dcn, tp=4, **sizes)
+    mesh = make_hybrid_mesh(config, config.shape(32), platforms.by_slice(TWO_SLICES))
+    sharding = Partition(mesh, training_rules(config)).sharding("batch", None)
+    rows = [process_rows(sharding, 8, process) for process in range(8)]
+    assert all(len(held) == (1 if dcn == "dp" else 2) for held in rows)
+    assert (rows[:4] == rows[4:]) == (dcn == "pp")
+    assert set().union(*map(set, rows)) == set(range(8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tp": 4}, "the devices belong to 2 slices.*set mesh.dcn .*mesh.dcn=dp, or mesh.dcn=pp"),
+        ({"fsdp": 8, "tp": 4, "dcn": "dp"}, "mesh.dp 1 is not divisible by the 2 slices.*mesh.dcn=pp and mesh.pp to"),
+        ({"pp": 1, "dp": 8, "tp": 4, "dcn": "pp"}, "mesh.pp 1 is not divisible.*or set mesh.dcn=dp$"),
+    ],
+)
+def test_several_slices_need_an_axis_that_they_divide(fields, words):
+    mesh = MeshConfig(**fields)
+    with pytest.raises(UserError, match=words):
+        make_hybrid_mesh(mesh, mesh.shape(32), platforms.by_slice(TWO_SLICES))
+
+
+def test_slices_of_different_sizes_are_refused():
+    with pytest.raises(UserError, match=r"slices of the same size; devices by slice: \[16, 8\]"):
+        make_hybrid_mesh(MeshConfig(dcn="dp"), mesh_shape(dp=24), platforms.by_slice(TWO_SLICES[:24]))
+
+
+def test_elsewhere_consecutive_processes_are_a_slice(monkeypatch):
+    devices = [dataclasses.replace(one, platform="cpu", slice_index=0) for one in TWO_SLICES]
+    assert platforms.by_slice(devices) == [devices]
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
+    assert platforms.by_slice(devices) == [devices[:16], devices[16:]]
+    assert platforms.by_slice(TWO_SLICES[:16]) == [TWO_SLICES[:16]]
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "two")
+    with pytest.raises(UserError, match="MEGASCALE_NUM_SLICES 'two'"):
+        platforms.by_slice(devices)

@@ -37,13 +37,14 @@ def small_program(
     return program(raw, *overrides, devices=devices, remat=remat)
 
 
-def trained(run: TrainProgram) -> Any:
-    """The initial parameters, Adam's first moment after one step, which is the gradient times a number, the metrics of
+def trained(run: TrainProgram, parts: int = 1) -> Any:
+    """Train on the tokens, each microbatch divided into so many. Returns the initial parameters, Adam's first moment after one step, which is the gradient times a number, the metrics of
     all steps, and the validation's."""
     state = run.init(jax.random.key(1))
     params = jax.device_get(state.params)
     gradient, steps = None, []
-    for tokens in _TOKENS[:, : run.config.optimizer.gradient_accumulation_steps]:
+    accumulation = run.config.optimizer.gradient_accumulation_steps
+    for tokens in _TOKENS[:, : accumulation // parts].reshape(STEPS, accumulation, ROWS // parts, -1):
         state, metrics = run.train_step(state, tokens)
         steps.append(jax.device_get(metrics))
         gradient = jax.device_get(state.opt_state["mu"]) if gradient is None else gradient
@@ -51,18 +52,28 @@ def trained(run: TrainProgram) -> Any:
 
 
 @functools.cache
-def _on_one_device(model: str, microbatches: int) -> Any:
-    return trained(small_program(json.loads(model), microbatches=microbatches))
+def _on_one_device(model: str, microbatches: int, parts: int) -> Any:
+    batch = f"data.batch_size={ROWS // parts}"
+    return trained(small_program(json.loads(model), batch, microbatches=microbatches * parts), parts)
 
 
 def assert_equals_one_device(
-    model: dict[str, Any], *overrides: str, devices: int = 8, remat: str = "none", microbatches: int = 2
+    model: dict[str, Any],
+    *overrides: str,
+    devices: int = 8,
+    remat: str = "none",
+    microbatches: int = 2,
+    parts: int = 1,
 ) -> TrainProgram:
     """Train 20 steps on a mesh and on one device; compare parameters, gradients, metrics and validation. Returns the
-    program on the mesh."""
+    program on the mesh.
+
+    Args:
+        parts: into which one device divides each microbatch: the replicas that sum their gradients once a step.
+    """
     run = small_program(model, *overrides, devices=devices, remat=remat, microbatches=microbatches)
     params, gradient, steps, validation = trained(run)
-    one_params, one_gradient, one_steps, one_validation = _on_one_device(json.dumps(model), microbatches)
+    one_params, one_gradient, one_steps, one_validation = _on_one_device(json.dumps(model), microbatches, parts)
     jax.tree.map(np.testing.assert_array_equal, params, one_params)
     jax.tree.map(
         lambda ours, one: np.testing.assert_allclose(ours, one, rtol=0, atol=CLOSE * np.abs(one).max()),

@@ -149,12 +149,13 @@ def _check(placed: jax.Array, whole: np.ndarray) -> None:
 
 
 def _main(folder: str, order: str) -> None:
-    def make_mesh(shape, devices):
+    def make_hybrid_mesh(_, shape, slices):
+        (devices,) = slices
         grid = np.array([devices[int(i)] for i in order.split(",")], object).reshape(tuple(shape.values()))
         return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
     platforms.start_distributed()
-    placement.make_mesh = make_mesh
+    placement.make_hybrid_mesh = make_hybrid_mesh
     result = found(Path(folder))
     Path(folder, f"found_{jax.process_index()}.json").write_text(json.dumps(result))
 

@@ -100,6 +100,9 @@ def _cases(config: Config, target: Target, options: PreflightOptions) -> list[Ca
     """The given config, or with --search the fastest by the closed form, else those that need the least memory."""
     if not options.search:
         return [(config, ())]
+    if target.slices > 1:
+        log.warning("%s: the search does not model several slices: the given config is compiled", target.name)
+        return [(config, ())]
     try:
         found = search(config, target.n_devices, target.accelerator, options.compile)
     except UserError as error:
@@ -119,7 +122,8 @@ def _predictions(cases: Sequence[Case], target: Target, options: PreflightOption
 
 
 def _remedies(config: Config, target: Target) -> list[str]:
-    return remedies(config, target.n_devices, target.accelerator) if target.accelerator.is_tpu else []
+    known = target.accelerator.is_tpu and target.slices == 1
+    return remedies(config, target.n_devices, target.accelerator) if known else []
 
 
 def _mark_best(rows: Sequence[Prediction]) -> list[Prediction]:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -55,6 +55,7 @@ class MeshPlan:
         sizes: of the named dimensions, for one microbatch.
         held: by device; a dimension without an axis is in it too.
         parameter_bytes, state_bytes: float32 parameters and optimizer state of one device, which are equal for all.
+        slices: the TPU slice of each device, by its id.
     """
 
     shape: MeshShape
@@ -62,6 +63,7 @@ class MeshPlan:
     held: list[Holding]
     parameter_bytes: int
     state_bytes: int
+    slices: dict[int, int]
 
     @classmethod
     def of(cls, config: Config, devices: Sequence[jax.Device]) -> Self:
@@ -84,7 +86,8 @@ class MeshPlan:
             for one in held:
                 one.parts["computed"] = _computed(one.parts["layers"], sizes["layers"], rounds)
         state = program.abstract_state
-        return cls(shape, sizes, held, bytes_per_device(state.params), bytes_per_device(state.opt_state))
+        slices = {device.id: number for number, some in enumerate(platforms.by_slice(devices)) for device in some}
+        return cls(shape, sizes, held, bytes_per_device(state.params), bytes_per_device(state.opt_state), slices)
 
     @functools.cached_property
     def hosts(self) -> dict[int, list[Holding]]:
@@ -117,11 +120,24 @@ class MeshPlan:
         first: dict[Spans, int] = {}
         return [first.setdefault(one.parts[name], index) for index, one in enumerate(self.held)]
 
+    @functools.cached_property
+    def several_slices(self) -> bool:
+        """Whether the devices belong to several TPU slices."""
+        return len(set(self.slices.values())) > 1
+
     def crosses_hosts(self, axis: str) -> bool:
         """Whether devices that differ in this axis only belong to different processes."""
+        return self._crosses(axis, lambda device: device.process_index)
+
+    def crosses_slices(self, axis: str) -> bool:
+        """Whether devices that differ in this axis only belong to different slices."""
+        return self._crosses(axis, lambda device: self.slices[device.id])
+
+    def _crosses(self, axis: str, part: Callable[[jax.Device], int]) -> bool:
         groups = defaultdict(set)
         for one in self.held:
-            groups[tuple((name, at) for name, at in one.place.items() if name != axis)].add(one.device.process_index)
+            place = tuple((name, at) for name, at in one.place.items() if name != axis)
+            groups[place].add(part(one.device))
         return any(len(group) > 1 for group in groups.values())
 
 
@@ -168,19 +184,26 @@ def lines(plan: MeshPlan) -> list[str]:
     kind = plan.held[0].device.device_kind
     across = [axis for axis in plan.axes if plan.crosses_hosts(axis)]
     inside = [axis for axis in plan.axes if axis not in across]
+    slices, between = "", ""
+    if plan.several_slices:
+        slices = f", {len(set(plan.slices.values()))} slices"
+        between = f"; across slices: {', '.join(filter(plan.crosses_slices, plan.axes))}"
     found = [
-        f"{named(plan.shape)}: {len(plan.held)} x {kind}, {len(plan.hosts)} host(s)",
-        f"Axes inside a host: {', '.join(inside) or 'none'}; across hosts: {', '.join(across) or 'none'}.",
+        f"{named(plan.shape)}: {len(plan.held)} x {kind}{slices}, {len(plan.hosts)} host(s)",
+        f"Axes inside a host: {', '.join(inside) or 'none'}; across hosts: {', '.join(across) or 'none'}{between}.",
         f"Each device: {_size(plan.parameter_bytes)} of parameters (float32), {_size(plan.state_bytes)} of optimizer "
         "state.",
         *_explained(plan),
         *(["A line is a host: it says what its devices hold together."] if len(plan.held) > MANY else []),
         "",
     ]
-    rows = [["host", "devices", *plan.axes, *(title for title, _ in plan.split.values())]]
+    places = ["slice", "host"] if plan.several_slices else ["host"]
+    rows = [[*places, "devices", *plan.axes, *(title for title, _ in plan.split.values())]]
     for host, devices in plan.hosts.items():
         groups = [devices] if len(plan.held) > MANY else [[one] for one in devices]
-        rows += [[str(host), *_row(plan, group)] for group in groups]
+        for group in groups:
+            where = [str(plan.slices[group[0].device.id]), str(host)][-len(places) :]
+            rows.append([*where, *_row(plan, group)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return found + [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -235,7 +258,8 @@ def draw(plan: MeshPlan, path: str) -> None:
     axes = figure.subplots()
     for number, (host, devices) in enumerate(hosts.items()):
         left, top = number % per_row * (wide + _GAP), number // per_row * (high + _GAP) + _GAP
-        axes.text(left, top - 0.05, f"host {host}", fontsize=6 if many else 8)
+        where = f"slice {plan.slices[devices[0].device.id]}, host {host}" if plan.several_slices else f"host {host}"
+        axes.text(left, top - 0.05, where, fontsize=6 if many else 8)
         for index, one in enumerate(devices):
             _draw_device(axes, plan, one, (left + index % wide, top + index // wide), brief=many)
     axes.set(xlim=(-0.02, width + 0.02), ylim=(height + 0.02, 0))

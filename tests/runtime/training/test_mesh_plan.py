@@ -11,6 +11,7 @@ import pytest
 from support.builders import TINY
 
 import device_train
+from mesh_transformer import platforms
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.placement import Placement
@@ -141,7 +142,9 @@ def _on_a_pod(hosts: int) -> MeshPlan:
         for host in range(hosts)
         for index in range(4)
     ]
-    return MeshPlan({"fsdp": hosts, "tp": 4}, dict.fromkeys(parts, 4), held, 1 << 20, 3 << 30)
+    return MeshPlan(
+        {"fsdp": hosts, "tp": 4}, dict.fromkeys(parts, 4), held, 1 << 20, 3 << 30, dict.fromkeys(range(4 * hosts), 0)
+    )
 
 
 def test_many_devices_get_a_line_for_each_host(tmp_path: Path) -> None:
@@ -156,6 +159,18 @@ def test_many_devices_get_a_line_for_each_host(tmp_path: Path) -> None:
     assert "Axes inside a host: tp; across hosts: fsdp." in text
     assert "1.00 MiB of parameters (float32), 3.00 GiB of optimizer state" in text
     assert len(_table(_on_a_pod(16))) == 64
+    mesh_plan.draw(plan, str(tmp_path / "mesh.png"))
+
+
+def test_the_table_has_the_slice_of_each_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platforms, "by_slice", lambda devices: [devices[:4], devices[4:]])
+    plan = _plan("mesh.dcn=dp", "mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2")
+    rows = _table(plan)
+    assert [row["slice"] for row in rows] == [*"00001111"]
+    assert [row["slice"] for row in rows] == [row["dp"] for row in rows]
+    first, second, *_ = mesh_plan.lines(plan)
+    assert first == "dp 2 x fsdp 2 x tp 2: 8 x cpu, 2 slices, 1 host(s)"
+    assert second.endswith("; across slices: dp.")
     mesh_plan.draw(plan, str(tmp_path / "mesh.png"))
 
 
