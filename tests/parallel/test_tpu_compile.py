@@ -20,7 +20,7 @@ from support.builders import TINY
 from mesh_transformer import platforms
 from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import Config, load_config, parse_config
-from mesh_transformer.estimate.hlo import collectives, overlaps
+from mesh_transformer.estimate.hlo import Collective, collectives, overlaps
 from mesh_transformer.infer.programs import SlotPrograms
 from mesh_transformer.models.model import LAYER_LOOP
 from mesh_transformer.models.placement import Placement
@@ -211,3 +211,27 @@ def test_a_pipeline_sends_activations_and_gathers_no_weights():
     assert sent.count(activation) >= 2
     gathered = [array.size for one in found if one.kind == "all-gather" for array in one.arrays]
     assert max(gathered) <= activation
+
+
+def _between_slices(name: str, *overrides: str) -> list[Collective]:
+    """What crosses from one of two slices to the other in a step of four microbatches."""
+    mesh = ("mesh.dp=2", "mesh.tp=4") if name == "v4-8" else ("mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2")
+    step = ("model.layers=2", "optimizer.gradient_accumulation_steps=4", "mesh.dcn=dp")
+    hlo = _small("2xv4-8" if name == "v4-8" else "2xv5e-4", *mesh, *step, *overrides).as_text()
+    return [one for one in collectives(hlo) if one.between_slices]
+
+
+@pytest.mark.parametrize("name", ["v4-8", "v5e-4"])
+def test_gradients_cross_slices_once_a_step(name):
+    """In float32, all of them, and the metrics: each device has a part of a matrix."""
+    found = _between_slices(name)
+    assert found
+    assert not [one for one in found if one.loops]
+    assert {one.kind for one in found} == {"all-reduce"}
+    matrices = 2 * (4 * 256 * 256 + 2 * 256 * 1024) + 2 * 512 * 256
+    assert 4 * matrices / 4 <= sum(one.nbytes for one in found) < 1.1 * 4 * matrices / 4
+
+
+def test_the_check_of_slices_can_fail():
+    """With a sum in each microbatch, gradients cross in the loops."""
+    assert [one for one in _between_slices("v4-8", "mesh.sum_gradients=per_microbatch") if one.loops]
