@@ -153,7 +153,7 @@ def several(name: str) -> tuple[int, SliceType]:
     if not 1 <= int(count) <= MAX_SLICES:
         raise UserError(f"{name!r}: expected 1 to {MAX_SLICES} slices, such as 2xv5e-16")
     kind = parse(one)
-    if int(count) > 1 and kind.generation.name in ("v2", "v3"):
+    if int(count) > 1 and not kind.generation.multislice:
         raise UserError(f"{name!r}: one program runs on several slices of v4 or later only")
     return int(count), kind
 
