@@ -153,8 +153,7 @@ def several(name: str) -> tuple[int, SliceType]:
     if not 1 <= int(count) <= MAX_SLICES:
         raise UserError(f"{name!r}: expected 1 to {MAX_SLICES} slices, such as 2xv5e-16")
     kind = parse(one)
-    if int(count) > 1 and not kind.generation.multislice:
-        raise UserError(f"{name!r}: one program runs on several slices of v4 or later only")
+    check_count(kind, int(count))
     return int(count), kind
 
 
@@ -184,8 +183,8 @@ def check_count(kind: SliceType, count: int) -> None:
         raise UserError(f"--slices {count}: must be 1 or more")
     if count > 1 and not kind.generation.multislice:
         raise UserError(
-            f"--slices {count}: a program runs on several slices of v4 and later types only, not of {kind.name}: give "
-            "another type, such as v4-16"
+            f"{counted(kind.name, count)}: one program runs on several slices of v4 or later only: give another type, such as "
+            "v4-16"
         )
 
 

@@ -109,7 +109,7 @@ def test_stopped_by_its_owner(api: TpuApi, tpus: Tpus) -> None:
         ({"queued": False}, "--slices 2 needs a queued request: add --queued"),
         (
             {"type": slices.parse("v3-32")},
-            "--slices 2: a program runs on several slices of v4 and later types only, not of v3-32",
+            "2xv3-32: one program runs on several slices of v4 or later only",
         ),
         ({"name": "a" * 62}, "-1 is too long for the name of a slice"),
     ],

@@ -130,10 +130,14 @@ def test_faults_in_one_run(straight: tuple[Path, str, list[str]], drivers: PodDr
 
 
 def test_one_of_two_slices_is_preempted(straight: tuple[Path, str, list[str]], drivers: PodDrivers) -> None:
-    """Two slices of two hosts have the numbers of one slice of four hosts, also after the loss of a slice."""
+    """Two slices of two hosts have the numbers of one slice of four hosts, also after the loss of a slice.
+
+    The same order of the additions in both needs mesh.sum_gradients=per_microbatch.
+    """
     folder = drivers.write("slices", STEPS, EVERY)
     drivers.api.nodes.clear()
-    with drivers.start(folder, "--tpu-type", "v4-16", "--slices", "2") as run:
+    mesh = ("--set", "mesh.dcn=dp", "--set", "mesh.sum_gradients=per_microbatch")
+    with drivers.start(folder, "--tpu-type", "v4-16", "--slices", "2", *mesh) as run:
         recovery = recover_from(drivers, run, SLICE_PREEMPTED, 1)
         sys.stdout.write(f"{recovery}\n")
         found = [drivers.environment(i) for i in range(4)]

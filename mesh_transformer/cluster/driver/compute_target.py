@@ -176,7 +176,15 @@ class ComputeTarget:
 
     @contextlib.contextmanager
     def open(self, config: Config) -> Iterator[tuple[AgentCluster, Hosts]]:
-        """The cluster for a run with this config. The exit ends nothing, because workers outlive their driver."""
+        """The cluster for a run with this config. The exit ends nothing, because workers outlive their driver.
+
+        Raises:
+            UserError: the config does not say which axis crosses slices, or as for `TpuSlice`, `RayCluster`.
+        """
+        if self.slices > 1 and config.mesh.dcn is None:
+            raise UserError(
+                f"--slices {self.slices} needs mesh.dcn, the axis of the mesh that crosses slices (docs/parallelism.md): set it"
+            )
         name = run_name(config)
         if self.processes is not None:
             if any(map(files.is_remote, (config.checkpoint.root, config.data.train_set or ""))):

@@ -59,15 +59,15 @@ def test_invalid_compute_targets(options, message):
 def test_slices_of_a_tpu():
     target = ComputeTarget(tpu="a", zone="z", tpu_type="v4-16", slices=2)
     assert target.size(config()) == "2xv4-16"
-    with pytest.raises(
-        UserError, match="--slices 2: a program runs on several slices of v4 and later types only, not of v3-8"
-    ):
+    with pytest.raises(UserError, match="2xv3-8: one program runs on several slices of v4 or later only"):
         dataclasses.replace(target, tpu_type=None).size(config())
-    with (
-        pytest.raises(UserError, match="--slices 2: 3 hosts do not divide into 2 slices"),
-        ComputeTarget(processes=3, slices=2).open(config()),
+    crossing = {"mesh": {"dcn": "dp"}}
+    for groups, message in (
+        ({}, "--slices 2 needs mesh.dcn"),
+        (crossing, "--slices 2: 3 hosts do not divide into 2 slices"),
     ):
-        pass
+        with pytest.raises(UserError, match=message), ComputeTarget(processes=3, slices=2).open(config(**groups)):
+            pass
 
 
 def test_env_of_the_command_line():
