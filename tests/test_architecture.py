@@ -49,6 +49,7 @@ ROOMS = {
         {"classic", "hf", "native"},
         {"open", "load"},
         {"store"},
+        {"tree"},
     ],
     "runtime": [
         {"cli", "session"},

@@ -151,7 +151,7 @@ class CheckpointStore:
         """
         self.wait()
         reasons: dict[int, str] = {}
-        while (step := self._newest(reasons)) is not None:
+        while (step := self.newest(reasons)) is not None:
             try:
                 with files.remote_call(self._root):
                     source = fail_together(partial(NativeSource, self.folder(step)))
@@ -183,8 +183,8 @@ class CheckpointStore:
         finally:
             self._close_manager()
 
-    def _newest(self, excluded: Container[int]) -> int | None:
-        """The newest finished step outside `excluded`, as process 0 lists it."""
+    def newest(self, excluded: Container[int] = ()) -> int | None:
+        """The newest finished step outside `excluded`, as process 0 lists it; None: there is none."""
         steps = [step for step in self.steps() if step not in excluded]
         newest = int(multihost_utils.broadcast_one_to_all(np.int32(max(steps, default=-1))))
         return None if newest < 0 else newest

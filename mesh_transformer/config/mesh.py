@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import model_validator
 
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, listed
 from mesh_transformer.fields import Count, Derived, Devices, Group, Size, Switch, Unit, marks
 
 MeshShape = dict[str, int]
@@ -145,7 +145,13 @@ def layers_of_a_loop(layers: int, mesh: MeshConfig, shape: MeshShape) -> int:
 
 
 def mesh_shape(**sizes: int) -> MeshShape:
-    """A mesh shape with these sizes; an axis that is not given has size 1."""
+    """A mesh shape with these sizes; an axis that is not given has size 1.
+
+    Raises:
+        UserError: an axis is unknown.
+    """
+    if unknown := sizes.keys() - AXES.keys():
+        raise UserError(f"unknown mesh axis {listed(sorted(unknown))}: the axes are {', '.join(AXES)}")
     return dict.fromkeys(AXES, 1) | sizes
 
 
@@ -163,6 +169,16 @@ _RULES = {name: tuple(axis for axis, mark in AXES.items() if name in mark.splits
 def training_rules(mesh: MeshConfig) -> Rules:
     """The rules for training: each dimension is split over its axes."""
     return {**_RULES, "block_seq": (*_RULES["block_seq"], "tp")} if mesh.shard_activations else _RULES
+
+
+def dimension_rules(*, shard_activations: bool = False, **own: MeshAxes) -> Rules:
+    """`training_rules` without a config.
+
+    Args:
+        shard_activations: as `mesh.shard_activations`.
+        own: the mesh axes of further dimensions, or other axes for these; None: no device splits it.
+    """
+    return {**training_rules(MeshConfig(shard_activations=shard_activations)), **own}
 
 
 def moment_rules(mesh: MeshConfig) -> Rules:

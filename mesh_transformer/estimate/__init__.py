@@ -1,1 +1,5 @@
-"""What a compiled program costs on an accelerator that is not attached: its time, its memory, its collectives."""
+"""Estimates and facts of compiled programs. docs/library.md describes the names here."""
+
+from mesh_transformer.estimate.hlo import collective_bytes
+
+__all__ = ["collective_bytes"]

@@ -314,6 +314,28 @@ def collectives(hlo: str) -> list[Collective]:
     return [one.collective for one in overlaps(hlo)]
 
 
+def collective_bytes(hlo: str) -> dict[str, int]:
+    """The bytes that the collectives of each kind yield on one device in one run of an optimized HLO module.
+
+    What is in a loop counts as often as the loop runs, or once if the text does not tell how often.
+
+    Raises:
+        ValueError: as in `Module`.
+    """
+    module, totals = Module(hlo), dict.fromkeys(KINDS, 0)
+
+    def add(computation: str, times: int) -> None:
+        for one in module.computations.get(computation, ()):
+            if (kind := one.opcode.removesuffix("-done")) in KINDS:
+                totals[kind] += times * one.nbytes
+            turns = times * (module.trips(one) or 1) if one.opcode == "while" else times
+            for name in one.called:
+                add(name, turns)
+
+    add(module.entry, 1)
+    return {kind: total for kind, total in totals.items() if total}
+
+
 def overlaps(hlo: str) -> list[Overlap]:
     """Every collective of an optimized HLO module with what lies between its start and its end, in the order of its
     text. That is the order in which a scheduled program runs.

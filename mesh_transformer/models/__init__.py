@@ -1,1 +1,21 @@
-"""The model that any family describes, in Haiku: modules, stack of layers, head and placement on a mesh."""
+"""The model that any family describes, in Haiku: modules, stack of layers, head and placement on a mesh; and a model of
+one's own. docs/library.md describes the names here."""
+
+from mesh_transformer.families.spec import Attention as AttentionSpec
+from mesh_transformer.families.spec import Norm as NormSpec
+from mesh_transformer.models.decoder import Context, Embedding, Linear, Norm, OutputBias, SelfAttention, columns
+from mesh_transformer.models.haiku_model import HaikuModel, Stream
+
+__all__ = [
+    "AttentionSpec",
+    "Context",
+    "Embedding",
+    "HaikuModel",
+    "Linear",
+    "Norm",
+    "NormSpec",
+    "OutputBias",
+    "SelfAttention",
+    "Stream",
+    "columns",
+]

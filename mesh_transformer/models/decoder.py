@@ -69,7 +69,7 @@ def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) 
     """The residual stream before the first block, (B, T, D), and the bias of every layer's attention, if the model has
     one."""
     d = decoder
-    x_BTD = Embedding(d, name="tokens")(tokens_BT)
+    x_BTD = token_table(d)(tokens_BT)
     if d.embed_scale != 1:
         x_BTD = x_BTD * jnp.asarray(d.embed_scale, x_BTD.dtype)
     if d.learned_positions:
@@ -115,11 +115,17 @@ def unembed(decoder: spec.Decoder, y_BTD: jax.Array) -> jax.Array:
     """The logits of the final norm's output: (B, T, D) -> (B, T, V) float32."""
     d = decoder
     if d.tied:
-        logits_BTV = matmul(y_BTD, Embedding(d, name="tokens").table().T, jnp.float32)
+        logits_BTV = matmul(y_BTD, token_table(d).table().T, jnp.float32)
     else:
         head = Linear(d.d_model, d.padded_vocab, ("embed", "vocab"), bias=d.head_bias, name="logits")
         logits_BTV = head(y_BTD, jnp.float32)
     return logits_BTV if d.softcap is None else soft_capped(logits_BTV, d.softcap)
+
+
+def token_table(decoder: spec.Decoder) -> Embedding:
+    """The embedding of the tokens, which a tied head reads too."""
+    d = decoder
+    return Embedding(d.padded_vocab, d.d_model, bias=d.embed_bias, stddev=1 / np.sqrt(d.n_vocab), name="tokens")
 
 
 def fusable_modules(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
@@ -185,23 +191,22 @@ class OutputBias(hk.Module):
 
 
 class Embedding(hk.Module):
-    """Rows of the vocabulary table, plus a bias if the model has one: tokens (B, T) -> (B, T, D)."""
+    """Rows of a table (V, D), split by "vocab", plus a bias (D,) if there is one: tokens (B, T) int32 -> (B, T, D).
 
-    def __init__(self, decoder: spec.Decoder, name: str):
+    The table is truncated normal with `stddev`, by default 1 / sqrt(V).
+    """
+
+    def __init__(self, rows: int, width: int, *, bias: bool = False, stddev: float | None = None, name: str):
         super().__init__(name)
-        self.decoder = decoder
+        self.shape, self.bias, self.stddev = (rows, width), bias, stddev or 1 / np.sqrt(rows)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         x_BTD = constrain(jnp.take(self.table(), tokens_BT, axis=0), "batch", "seq", "act_embed")
-        if not self.decoder.embed_bias:
-            return x_BTD
-        return add_bias(x_BTD, _parameter("b", (self.decoder.d_model,), _zeros, "embed"))
+        return add_bias(x_BTD, _parameter("b", self.shape[1:], _zeros, "embed")) if self.bias else x_BTD
 
     def table(self) -> jax.Array:
         """(V, D)."""
-        d = self.decoder
-        init = hk.initializers.TruncatedNormal(1 / np.sqrt(d.n_vocab))
-        return _parameter("w", (d.padded_vocab, d.d_model), init, "vocab", "embed")
+        return _parameter("w", self.shape, hk.initializers.TruncatedNormal(self.stddev), "vocab", "embed")
 
 
 class PositionTable(hk.Module):

@@ -69,9 +69,7 @@ class Placement:
     def abstract(self, dtype: jnp.dtype) -> Params:
         """The parameters as `jax.ShapeDtypeStruct` of this dtype with their shardings."""
         shapes = jax.eval_shape(self.model.init, jax.random.key(0))
-        return jax.tree.map(
-            lambda x, split: jax.ShapeDtypeStruct(x.shape, dtype, sharding=split), shapes, self.shardings
-        )
+        return self.partition.abstract(jax.tree.map(lambda x: x.update(dtype=dtype), shapes), self.model.axes)
 
     def cast(self, params: Params, axes: Params | None = None) -> Params:
         """Inside a program: cast parameters with these dimension names (None: all) to the compute dtype, sharded as

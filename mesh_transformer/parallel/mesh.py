@@ -46,9 +46,11 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
     tp / gcd(tp, devices of a process) consecutive processes.
 
     Raises:
-        UserError: the processes have different numbers of devices, or a process's devices are not whole chips that fill
-            a box.
+        UserError: the shape needs another number of devices, the processes have different numbers of devices, or a
+            process's devices are not whole chips that fill a box.
     """
+    if math.prod(shape.values()) != len(devices):
+        raise UserError(f"a mesh {named(shape)} needs {math.prod(shape.values())} devices, found {len(devices)}")
     hosts = defaultdict(list)
     for device in devices:
         hosts[device.process_index].append(device)

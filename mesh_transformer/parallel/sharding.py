@@ -19,7 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from mesh_transformer.config.mesh import MeshAxes, Rules
+from mesh_transformer.config.mesh import MeshAxes, MeshConfig, Rules, moment_rules
+from mesh_transformer.errors import UserError
 
 Axes = tuple[str | None, ...]
 
@@ -73,6 +74,9 @@ class Partition:
 
     `context_mode` says how attention reads the positions of other devices, where `seq` is split. `overlap_tp` says
     whether the communication of `ops.tensor_parallel` overlaps with its products.
+
+    Raises:
+        UserError: a rule is not a tuple of axes of the mesh, or a name without a rule is used.
     """
 
     mesh: Mesh
@@ -80,6 +84,14 @@ class Partition:
     whole: frozenset[str] = frozenset()
     context_mode: str = "zigzag"
     overlap_tp: bool = False
+
+    def __post_init__(self) -> None:
+        for name, axes in self.rules.items():
+            if not (axes is None or (isinstance(axes, tuple) and set(axes) <= set(self.mesh.axis_names))):
+                raise UserError(
+                    f"the rule of dimension {name} is {axes!r}: give None, or a tuple of the axes of the mesh, which are "
+                    f"{', '.join(self.mesh.axis_names)}"
+                )
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """The PartitionSpec of dimensions `axes`; a dimension named None is never split.
@@ -89,7 +101,7 @@ class Partition:
         return PartitionSpec(*map(self._split, axes))
 
     def _split(self, name: str | None) -> MeshAxes:
-        over = None if name is None or name in self.whole else self.rules[name]
+        over = None if name is None or name in self.whole else self._rule(name)
         taken = jax.sharding.get_abstract_mesh().manual_axes
         return tuple(axis for axis in over or () if axis not in taken) or None
 
@@ -113,6 +125,12 @@ class Partition:
         """The shardings of a tree of dimension names."""
         return map_axes(lambda axes: self.sharding(*axes), axes_tree)
 
+    def abstract(self, tree: Any, axes_tree: Any) -> Any:
+        """The shapes and dtypes of a tree of arrays, with the shardings of their dimension names."""
+        return jax.tree.map(
+            lambda x, split: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), tree, self.shardings(axes_tree)
+        )
+
     def with_rules(self, **rules: MeshAxes) -> Partition:
         """The same mesh with other rules for some names."""
         return dataclasses.replace(self, rules={**self.rules, **rules})
@@ -127,6 +145,16 @@ class Partition:
         Inside a `shard_map`: the parts of an array there, as in `spec`.
         """
         return math.prod(self.mesh.shape[axis] for axis in self._split(name) or ())
+
+    def _rule(self, name: str) -> MeshAxes:
+        if name not in self.rules:
+            raise UserError(f"dimension {name} has no rule: name one of {', '.join(self.rules)}, or add a rule for it")
+        return self.rules[name]
+
+    @property
+    def zero1(self) -> Partition:
+        """The partition of gradients and optimizer state that the data-parallel devices split too (ZeRO-1)."""
+        return self.with_rules(embed=moment_rules(MeshConfig(zero1=True))["embed"])
 
     def sequence_order(self, length: int) -> np.ndarray | None:
         """The positions of a sequence in the order in which the devices that split it hold them, (length,) int32; None:

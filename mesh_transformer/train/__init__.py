@@ -1,1 +1,7 @@
-"""The training step: optimizer, gradients, statistics. Pure."""
+"""The training step: optimizer, gradients, statistics. Pure. docs/library.md describes the names here."""
+
+from mesh_transformer.train.optimizer import Optimizer
+from mesh_transformer.train.own import gradients, jit, loss
+from mesh_transformer.train.schedule import Parts
+
+__all__ = ["Optimizer", "Parts", "gradients", "jit", "loss"]

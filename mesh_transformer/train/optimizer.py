@@ -1,13 +1,18 @@
 """The optimizer of any tree of parameters with dimension names, and the schedule of its learning rate."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from pydantic import ValidationError
 
 from mesh_transformer.config import OptimizerConfig
+from mesh_transformer.errors import UserError
 from mesh_transformer.models.model import Params
+from mesh_transformer.optimizers import OPTIMIZERS
 from mesh_transformer.parallel.sharding import Partition, map_axes
 
 OptState = dict[str, Any]
@@ -36,6 +41,21 @@ class Optimizer:
         self.config, self.axes = config, axes
         self._clip = optax.clip_by_global_norm(config.clip_norm)
         self._direction = config.direction(axes)
+
+    @classmethod
+    def named(cls, name: str, axes: Params, **fields: Any) -> Optimizer:
+        """The optimizer `name`, with the fields of the group `optimizer` that are not at their defaults.
+
+        Raises:
+            UserError: the optimizer is unknown, or a field or a value is not allowed.
+        """
+        if name not in OPTIMIZERS:
+            raise UserError(f"unknown optimizer {name}: the optimizers are {', '.join(OPTIMIZERS)}")
+        try:
+            return cls(OPTIMIZERS[name](name=name, **fields), axes)
+        except ValidationError as error:
+            wrong = [f"{fault['loc'][0]} {fault['input']!r:.60}: {fault['msg']}" for fault in error.errors()]
+            raise UserError(f"optimizer {name}: {'; '.join(wrong)}") from error
 
     def slot_axes(self, params: Params) -> dict[str, Params]:
         """The dimension names of each slot's arrays."""

@@ -25,10 +25,11 @@ import optax
 from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
+from mesh_transformer.models.haiku_model import Stream
 from mesh_transformer.models.model import LAYER_LOOP, Params
 from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, at, fold, put, unfold
 from mesh_transformer.parallel.sharding import active, constrain, constrain_tree, map_axes
-from mesh_transformer.train.schedule import Metrics, Parts, Schedule, Stream, microbatches
+from mesh_transformer.train.schedule import Metrics, Parts, Schedule, microbatches
 
 
 def schedule(rounds: int) -> Schedule:

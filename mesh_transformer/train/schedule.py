@@ -11,22 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mesh_transformer.models.haiku_model import Stream
 from mesh_transformer.models.loops import Aux
 from mesh_transformer.models.model import LAYER_LOOP, Params
 from mesh_transformer.parallel.sharding import Axes, Partition, active, constrain, constrain_tree
 
 Metrics = dict[str, jax.Array]
-
-
-class Stream(NamedTuple):
-    """What a layer reads, besides its own parameters."""
-
-    x_BTD: jax.Array
-    """The output of the layer before."""
-    learned: Any = None
-    """Arrays for every layer that depend on the parameters of the embedding, and have a gradient; None: none."""
-    fixed: Any = None
-    """Arrays for every layer that depend on the batch only, such as the angles of rotary encoding; None: none."""
 
 
 def side_by_side(trained: Params, frozen: Params) -> Params:

@@ -17,6 +17,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.decoder import Context
+from mesh_transformer.models.haiku_model import Stream
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.loops import Aux
 from mesh_transformer.models.model import KEPT, Params
@@ -27,7 +28,7 @@ from mesh_transformer.parallel.sharding import use
 from mesh_transformer.train import pipeline
 from mesh_transformer.train.optimizer import Optimizer, OptState, learning_rate
 from mesh_transformer.train.replicas import summed_once
-from mesh_transformer.train.schedule import Metrics, Parts, Schedule, Stream, sequential, side_by_side
+from mesh_transformer.train.schedule import Metrics, Parts, Schedule, sequential, side_by_side
 
 
 class Batch(NamedTuple):

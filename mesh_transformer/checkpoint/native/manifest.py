@@ -121,19 +121,23 @@ def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str, any
     Raises:
         UserError: a tensor is missing, unexpected, or has another shape or dtype; the message names it.
     """
+    if wrong := differences(manifest, abstract, part=part, any_float=any_float):
+        raise UserError(
+            f"{where} does not match this config:\n  {wrong}\nset the groups model and optimizer as at the start of the "
+            "run, or choose another checkpoint.model_dir"
+        )
+
+
+def differences(manifest: Manifest, abstract: Any, *, part: bool, any_float: bool = False) -> str:
+    """What `check_fits` refuses, one line for each tensor; empty if all match."""
     requested = {name: TensorSpec(tuple(x.shape), str(x.dtype), 0) for name, x in flatten(abstract).items()}
     names = list(requested) if part else list(dict.fromkeys([*requested, *manifest.tensors]))
-    differences = []
+    wrong = []
     for name in names:
         expected, found = requested.get(name), manifest.tensors.get(name)
         if expected is None or found is None or not _fits(name, expected, found, any_float):
-            differences.append(f"{name}: expected {expected or 'nothing'}, found {found or 'nothing'}")
-    if differences:
-        shown = listed(differences, between="\n  ")
-        raise UserError(
-            f"{where} does not match this config:\n  {shown}\nset the groups model and optimizer as at the start of the "
-            "run, or choose another checkpoint.model_dir"
-        )
+            wrong.append(f"{name}: expected {expected or 'nothing'}, found {found or 'nothing'}")
+    return listed(wrong, between="\n  ") if wrong else ""
 
 
 def _fits(name: str, expected: TensorSpec, found: TensorSpec, any_float: bool) -> bool:

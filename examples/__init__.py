@@ -1,0 +1,11 @@
+"""Parallel training of models of one's own. Run one with `python -m examples.NAME`; docs/library.md describes the
+library.
+
+This file runs before an example imports jax: it gives jax eight CPU devices, unless the environment names others.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()

@@ -1,0 +1,134 @@
+"""What all examples share: the loop, the comparison with one device, the report and data."""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mesh_transformer.estimate import collective_bytes
+from mesh_transformer.models import HaikuModel
+from mesh_transformer.parallel import Partition, UserError, make_mesh, mesh_shape
+from mesh_transformer.train import Optimizer, jit
+
+TOLERANCE = 1e-5
+# A large eps: Adam would divide the rounding error of a tiny gradient by that gradient.
+ADAM = {"lr": 1e-2, "end_lr": 1e-2, "warmup_steps": 4, "eps": 1e-3}
+
+
+def say(text: str) -> None:
+    """Write a line."""
+    sys.stdout.write(f"{text}\n")
+
+
+class Run(NamedTuple):
+    """A finished training run."""
+
+    params: Any
+    losses: list[float]
+    collectives: dict[str, int]
+
+
+def fit(
+    partition: Partition,
+    model: HaikuModel,
+    optimizer: Optimizer,
+    step: Callable[..., Any],
+    batches: Any,
+    slots: Partition | None = None,
+) -> Run:
+    """Train with `step`: (parameters, optimizer state, batch) -> the new ones and the loss.
+
+    Args:
+        batches: a tree of arrays (steps, A, B, ...).
+        slots: the partition of the optimizer state; None: that of the parameters.
+    """
+    shardings = partition.shardings(model.axes)
+    params = jit(partition, model.init, out_shardings=shardings)(jax.random.key(0))
+    of_state = optimizer.shardings(slots or partition, params)
+    state = jit(partition, optimizer.init, out_shardings=of_state)(params)
+    steps = [jax.tree.map(lambda x, n=n: x[n], batches) for n in range(len(jax.tree.leaves(batches)[0]))]
+    step = jit(partition, step, donate_argnums=(0, 1), out_shardings=(shardings, of_state, None))
+    compiled = step.lower(params, state, steps[0]).compile()
+    losses = []
+    for batch in steps:
+        params, state, loss = compiled(params, state, batch)
+        losses.append(float(loss))
+    return Run(params, losses, collective_bytes(compiled.as_text()))
+
+
+def difference(run: Run, one: Run) -> float:
+    """The largest difference of two runs: of the losses, and of the trained parameters in units of the largest value of
+    their array."""
+
+    def of(ours: jax.Array, theirs: jax.Array) -> float:
+        return float(np.abs(np.asarray(ours) - np.asarray(theirs)).max() / np.abs(np.asarray(theirs)).max())
+
+    return max(
+        of(np.array(run.losses), np.array(one.losses)), *jax.tree.leaves(jax.tree.map(of, run.params, one.params))
+    )
+
+
+def say_parameters(params: Any) -> None:
+    """What each device holds of the parameters."""
+    say("parameters: whole -> on each device")
+    for path, array in jax.tree.leaves_with_path(params):
+        part = array.sharding.shard_shape(array.shape)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        say(f"  {name:32} {array.shape!s:16} -> {part!s:16} 1/{math.prod(array.shape) // math.prod(part)}")
+
+
+def sizes(arguments: Sequence[str]) -> dict[str, int]:
+    """The sizes of mesh axes, from arguments such as tp=2."""
+    if wrong := [argument for argument in arguments if not re.fullmatch("[a-z]+=[1-9][0-9]{0,3}", argument)]:
+        raise UserError(f"{' '.join(wrong)}: give sizes of mesh axes, such as dp=4 tp=2")
+    return {axis: int(size) for axis, size in (argument.split("=") for argument in arguments)}
+
+
+def run(
+    example: str,
+    train: Callable[[Partition], Run],
+    partition: Callable[..., Partition],
+    mesh: dict[str, int],
+    arguments: Sequence[str] = (),
+) -> int:
+    """Train on a mesh and on one device, print both, and return the exit code.
+
+    Args:
+        partition: mesh -> Partition.
+        mesh: the size of each axis; `arguments` such as tp=2 dp=4 replace it.
+    """
+    mesh = sizes(arguments) or mesh
+    devices = jax.devices()[: math.prod(mesh.values())]
+    say(f"mesh: {' x '.join(f'{axis} {size}' for axis, size in mesh.items())} ({len(devices)} x {devices[0].platform})")
+    ours = train(partition(make_mesh(mesh_shape(**mesh), devices)))
+    say_parameters(ours.params)
+    say("collectives of a step: bytes that a device receives")
+    for kind, size in ours.collectives.items():
+        say(f"  {kind:32} {size:,}")
+    say(f"loss:          {' '.join(f'{loss:.4f}' for loss in ours.losses)}")
+    one = train(partition(make_mesh(mesh_shape(), devices[:1])))
+    say(f"on one device: {' '.join(f'{loss:.4f}' for loss in one.losses)}")
+    far = difference(ours, one)
+    result = {"example": example, "mesh": mesh, "collectives": ours.collectives, "losses": ours.losses}
+    say(json.dumps({**result, "difference": far}))
+    return 0 if ours.losses[-1] < ours.losses[0] and far <= TOLERANCE else 1
+
+
+def main(name: str, train: Callable[[Partition], Run], partition: Callable[..., Partition], mesh: Any) -> None:
+    """`run` as a command."""
+    try:
+        sys.exit(run(name.rpartition(".")[2], train, partition, mesh, sys.argv[1:]))
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
+
+
+def sequences(steps: int, microbatches: int, rows: int, length: int, vocabulary: int, strides: int = 1) -> np.ndarray:
+    """(steps, microbatches, rows, length + 1) int32 tokens: each is the one before plus one of `strides` numbers."""
+    draws = np.random.default_rng(0).integers(0, [vocabulary, strides], (steps, microbatches, rows, 2))
+    return ((draws[..., :1] + (1 + draws[..., 1:]) * np.arange(length + 1)) % vocabulary).astype(np.int32)

@@ -1,0 +1,95 @@
+"""Gradients and losses of a model of one's own, for the active partition.
+
+Shapes: A microbatches, B rows of a microbatch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from mesh_transformer import platforms
+from mesh_transformer.errors import UserError
+from mesh_transformer.models.model import Params
+from mesh_transformer.parallel.sharding import Partition, active, use
+from mesh_transformer.train import pipeline
+from mesh_transformer.train.schedule import Metrics, Parts, Schedule, microbatches, sequential
+
+
+def gradients(
+    parts: Parts, params: Params, batch: Any, *, frozen: Params | None = None, rounds: int = 1
+) -> tuple[Params, Metrics, jax.Array]:
+    """The mean gradient of the microbatches of a step, float32; the mean metrics; the squared norm of each microbatch's
+    gradient, (A,).
+
+    A partition that splits "layers" makes a pipeline of stages: 1F1B, or interleaved 1F1B with several rounds.
+
+    Args:
+        params: the trained parameters, in the dtype of the arithmetic.
+        batch: a tree of arrays (A, B, ...).
+        frozen: the second argument of `Parts.transform`; None: nothing.
+        rounds: groups of consecutive layers in each stage of a pipeline.
+
+    Raises:
+        UserError: the stages do not divide the layers, or a dimension of the batch.
+    """
+    schedule = _schedule(rounds, parts, parts.transform(params, frozen or {}), batch, 2)
+    return schedule.gradients(parts, params, frozen or {}, batch)
+
+
+def loss(parts: Parts, params: Params, batch: Any, *, rounds: int = 1) -> tuple[jax.Array, Any]:
+    """The results of `Parts.loss` without a gradient.
+
+    Args:
+        params: those of the whole model, in the dtype of the arithmetic.
+        batch: a tree of arrays (B, ...).
+        rounds: as in `gradients`.
+
+    Raises:
+        UserError: as in `gradients`.
+    """
+    return _schedule(rounds, parts, params, batch, 1).loss(parts, params, batch)
+
+
+def jit(partition: Partition, function: Callable[..., Any], **options: Any) -> Any:
+    """`jax.jit` of a function that is traced for `partition`, with the compiler options that its devices need.
+
+    Several CPU devices need one: without it a program can wait for ever.
+
+    Args:
+        options: those of `jax.jit`, such as out_shardings.
+    """
+
+    @functools.wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with use(partition):
+            return function(*args, **kwargs)
+
+    devices = partition.mesh.devices.flatten().tolist()
+    return jax.jit(traced, compiler_options=platforms.compiler_options(devices), **options)
+
+
+def _schedule(rounds: int, parts: Parts, params: Params, batch: Any, leading: int) -> Schedule:
+    """The schedule for the active partition. The dimensions of a batch before those of `Parts.stream_axes` are
+    `leading` - 1."""
+    partition = active()
+    stages = 1 if partition is None else partition.size("layers")
+    if partition is None or stages == 1:
+        return sequential
+    layers = len(jax.tree.leaves(params["blocks"])[0])
+    if layers % (stages * rounds):
+        raise UserError(f"{layers} layers are not divisible by {stages} stages x {rounds} rounds of a pipeline")
+    if leading == 2 and rounds > 1 and microbatches(batch) % stages:
+        raise UserError(f"{microbatches(batch)} microbatches are not divisible by {stages} stages, as rounds need")
+    place, shards = parts.stream_axes.index(parts.shared_out), partition.size(parts.shared_out)
+    for x in jax.tree.leaves(batch):
+        at = leading - 1 + place
+        if x.ndim <= at or x.shape[at] % (stages * shards):
+            raise UserError(
+                f"{stages} stages share out the dimension {parts.shared_out} of a batch for the loss, and {shards} devices "
+                f"of each split it: dimension {at} of an array {x.shape} is not divisible by {stages * shards}"
+            )
+    return pipeline.schedule(rounds)
