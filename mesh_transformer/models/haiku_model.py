@@ -24,7 +24,8 @@ class Stream(NamedTuple):
     x_BTD: jax.Array
     """The output of the layer before."""
     learned: Any = None
-    """Arrays for every layer that depend on the parameters of the embedding, and have a gradient; None: none."""
+    """Arrays for every layer that depend on the parameters of the embedding, and have a gradient; None: none. In a
+    pipeline, the squared norms of the microbatches leave out the products between stages of this gradient."""
     fixed: Any = None
     """Arrays for every layer that depend on the batch only, such as the angles of rotary encoding; None: none."""
 

@@ -1,0 +1,120 @@
+"""Gradients and losses of a model that is given as plain functions, in stages and on one device."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.models import Stream
+from mesh_transformer.parallel import Partition, dimension_rules, make_mesh, mesh_shape
+from mesh_transformer.train import Optimizer, Parts, gradients, jit, loss
+
+MICROBATCHES, ROWS, POSITIONS, VOCABULARY, WIDTH, LAYERS = 4, 4, 8, 16, 8, 4
+AXES = {
+    "embed": {"table": (None, "embed"), "bias": ("embed",)},
+    "blocks": {"w": ("layers", "embed", None)},
+    "head": {"scale": ("embed",)},
+}
+# float32 sums in another order
+CLOSE = 1e-5
+
+
+def _parts(*, tied: bool, shared_out: str) -> Parts:
+    """Tied: the head reads the embedding's table. Else every layer reads a bias of the embedding."""
+
+    def embed(params: Any, batch: Any) -> Stream:
+        waves = jnp.cos(jnp.arange(POSITIONS, dtype=jnp.float32))[None, :, None]
+        return Stream(params["table"][batch["tokens"]], None if tied else params["bias"], waves)
+
+    def layer(params: Any, stream: Stream, own: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        bias = 0.0 if stream.learned is None else stream.learned[None, None]
+        return stream.x_BTD + own * stream.fixed * jnp.tanh(stream.x_BTD @ params["w"] + bias), {}
+
+    def head(params: Any, x_BTD: jax.Array, aux: Any, batch: Any) -> tuple[jax.Array, Any]:
+        weights = params["embed"]["table"] if tied else jnp.eye(VOCABULARY, WIDTH)
+        logits = (x_BTD * params["head"]["scale"][None, None]) @ weights.T
+        nll = -(jax.nn.log_softmax(logits) * jax.nn.one_hot(batch["targets"], VOCABULARY)).sum(-1)
+        return nll.sum() / (ROWS * POSITIONS), {"nll": nll}
+
+    def metrics(value: jax.Array, results: Any) -> dict[str, jax.Array]:
+        return {"loss": value, "largest": results["nll"].max()}
+
+    own = jnp.linspace(0.5, 1.0, LAYERS)
+    return Parts(embed, layer, head, AXES, metrics=metrics, own=own, tied=tied, shared_out=shared_out)
+
+
+def _params() -> Any:
+    random = np.random.default_rng(0)
+    shapes = {
+        "embed": {"table": (VOCABULARY, WIDTH), "bias": (WIDTH,)},
+        "blocks": {"w": (LAYERS, WIDTH, WIDTH)},
+        "head": {"scale": (WIDTH,)},
+    }
+    draw: Callable[[Any], Any] = lambda shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
+    return jax.tree.map(draw, shapes, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def _batch(rows: int = ROWS) -> Any:
+    draws = np.random.default_rng(1).integers(0, VOCABULARY, (2, MICROBATCHES, rows, POSITIONS))
+    return dict(zip(("tokens", "targets"), draws.astype(np.int32), strict=True))
+
+
+def _on(**axes: int) -> Partition:
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    return Partition(make_mesh(mesh_shape(**axes), devices), dimension_rules())
+
+
+def _computed(partition: Partition, parts: Parts, rounds: int) -> Any:
+    one = jax.tree.map(lambda x: x[0], _batch())
+    both = lambda p: (gradients(parts, p, _batch(), rounds=rounds), loss(parts, p, one, rounds=rounds))  # noqa: E731
+    return jax.device_get(jit(partition, both)(_params()))
+
+
+@pytest.mark.parametrize(("tied", "shared_out", "rounds"), [(True, "batch", 1), (False, "block_seq", 2)])
+def test_stages_of_plain_functions_equal_one_device(tied: bool, shared_out: str, rounds: int) -> None:
+    parts = _parts(tied=tied, shared_out=shared_out)
+    ours, one = (_computed(partition, parts, rounds) for partition in (_on(pp=2, fsdp=2), _on(dp=1)))
+    (gradient, metrics, squares), evaluated = ours
+    (one_gradient, one_metrics, one_squares), one_evaluated = one
+
+    def close(x: Any, y: Any) -> None:
+        np.testing.assert_allclose(x, y, rtol=0, atol=CLOSE * max(np.abs(y).max(), 1e-3))
+
+    jax.tree.map(close, (gradient, metrics, evaluated), (one_gradient, one_metrics, one_evaluated))
+    # the norm of a bias that all layers read leaves out the products between stages
+    if tied:
+        close(squares, one_squares)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda: mesh_shape(tp=2, ddp=4), "unknown mesh axis ddp: the axes are pp, dp, fsdp, cp, tp"),
+        (lambda: make_mesh(mesh_shape(tp=3), jax.devices()), "a mesh tp 3 needs 3 devices, found 8"),
+        (
+            lambda: Partition(_on(dp=2).mesh, {"mlp": "tp"}),
+            "the rule of dimension mlp is 'tp': give None, or a tuple of",
+        ),
+        (lambda: _on(dp=2).sharding("pixels"), "dimension pixels has no rule: name one of batch, seq,"),
+        (lambda: _on(dp=2).size("pixels"), "dimension pixels has no rule"),
+        (lambda: Optimizer.named("sgd", AXES), "unknown optimizer sgd: the optimizers are adam, lion, adafactor"),
+        (lambda: Optimizer.named("adam", AXES, lr=-1), "optimizer adam: lr -1: Input should be"),
+        (
+            lambda: _computed(_on(pp=8), _parts(tied=True, shared_out="block_seq"), 1),
+            "4 layers are not divisible by 8 stages x 1 rounds of a pipeline",
+        ),
+        (
+            lambda: _computed(_on(pp=4, dp=2), _parts(tied=True, shared_out="batch"), 1),
+            "4 stages share out the dimension batch of a batch for the loss, and 2 devices of each split it: dimension 1 of "
+            "an array (4, 4, 8) is not divisible by 8",
+        ),
+    ],
+)
+def test_refused(attempt: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        attempt()
