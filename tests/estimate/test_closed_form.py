@@ -220,6 +220,15 @@ def test_zero1_splits_the_state_and_gathers_it(repo):
     assert sharded.time["optimizer"] == pytest.approx(plain.time["optimizer"] / 4, rel=1e-3)
 
 
+def test_gradients_of_a_step_are_summed_once_in_float32(repo):
+    """Instead of four times in bfloat16; delays make the difference."""
+    each, once = (
+        _estimate(repo, "v5e", 8, "mesh.tp=4", *_batch(4, 1), f"mesh.sum_gradients=per_{when}").time
+        for when in ("microbatch", "step")
+    )
+    assert once["sums over replicas"] == pytest.approx(each["sums over replicas"] / 2, rel=1e-2)
+
+
 def test_gathered_weights_of_a_step_take_the_memory_of_a_replica(repo):
     sharded = "mesh.tp=1", "mesh.fsdp=8", *_batch(2, 1)
     layer, step = (_estimate(repo, "v5e", 8, *sharded, f"mesh.gather_weights=per_{each}") for each in ("layer", "step"))
