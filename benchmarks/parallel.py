@@ -13,6 +13,8 @@ from typing import Any
 
 from common import OwnStep, child, median, parse, parser, report, say
 
+from mesh_transformer import cpu_devices
+
 STAGES = 4
 MICROBATCHES = (4, 8, 16, 32)
 SCHEDULES = {"1f1b": 1, "interleaved": 2}
@@ -97,6 +99,7 @@ def context(_: argparse.Namespace) -> dict[str, Any]:
 def _force_devices(count: int) -> None:
     """Make CPU devices, before JAX is imported."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
+    cpu_devices.give_threads()
 
 
 def _config(model: dict[str, Any], microbatches: int, **mesh: Any) -> Any:

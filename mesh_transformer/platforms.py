@@ -182,8 +182,8 @@ def vocab_columns(platform: str) -> int:
 def compiler_options(devices: Sequence[jax.Device]) -> dict[str, bool] | None:
     """The options of XLA for a program on these devices; None: the defaults.
 
-    On several CPU devices, independent parts of a program run at the same time. With XLA's default order two devices
-    can begin two collectives in different orders, and then wait for each other for ever.
+    On several CPU devices, independent parts of a program run at the same time. XLA's default order makes more of them
+    independent, so that more collectives wait at the same time: see `cpu_devices.give_threads`.
     """
     if devices[0].platform != "cpu" or len(devices) == 1:
         return None

@@ -14,6 +14,8 @@ import golden
 import pytest
 from support.skipped import NO_SHARED, closing_lines
 
+from mesh_transformer import cpu_devices
+
 if TYPE_CHECKING:
     from support.gcs_server import GcsServer
     from support.hub_server import HubServer
@@ -62,6 +64,7 @@ if "jax" in sys.modules:
 # as in a command (runtime/cli.py): JAX's traces are many objects, and searches for garbage in them take time
 gc.set_threshold(5000)
 set_up_devices(os.environ)
+cpu_devices.give_threads()
 set_up_caches(os.environ)
 set_up_strictness(os.environ)
 set_up_seed(os.environ)

@@ -17,6 +17,7 @@ RANKS = [
     {
         "accelerators",
         "config",
+        "cpu_devices",
         "families",
         "optimizers",
         "fields",

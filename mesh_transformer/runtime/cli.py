@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
+from mesh_transformer import cpu_devices
 from mesh_transformer.errors import RunError, UserError
 
 T = TypeVar("T")
@@ -138,6 +139,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     An error is printed as one line.
     """
     collect_rarely()
+    cpu_devices.give_threads()
     # a training run replaces this handler
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:

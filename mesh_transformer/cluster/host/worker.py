@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from mesh_transformer import logs
+from mesh_transformer import cpu_devices, logs
 from mesh_transformer.cluster.base import ErrorCategory, Job, WorkerError
 from mesh_transformer.cluster.host import processes
 from mesh_transformer.cluster.host.stream import StreamedFeed
@@ -56,6 +56,7 @@ _SERVICE_STATUS = re.compile(
 def main() -> None:
     """Run the job that arrives through the inherited pipe. The first argument is the file descriptor of the pipe."""
     cli.collect_rarely()
+    cpu_devices.give_threads()
     # until the run installs its own handler, which saves first
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     logs.set_up()

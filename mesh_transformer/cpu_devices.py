@@ -1,0 +1,21 @@
+"""Virtual CPU devices, which the flag --xla_force_host_platform_device_count of XLA makes. Without jax."""
+
+import os
+import re
+
+_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+# a device may wait in several independent collectives at a time
+THREADS_OF_A_DEVICE = 4
+
+
+def give_threads() -> None:
+    """Give JAX's CPU client enough threads for virtual devices that wait for each other. Call this before the first use
+    of a device.
+
+    A collective that waits blocks a thread. The client has as many threads as devices, or as cores if these are more.
+    Devices that wait in different collectives can block all of them, and then wait for ever. A PJRT_NPROC that is set
+    stays.
+    """
+    counts = _COUNT.findall(os.environ.get("XLA_FLAGS", ""))
+    if counts and int(counts[-1]) > 1:
+        os.environ.setdefault("PJRT_NPROC", str(THREADS_OF_A_DEVICE * int(counts[-1])))
