@@ -184,11 +184,16 @@ def redone(folder: Path) -> int:
     return int(metrics(folder / "run", running=True)[-1]["train/steps_redone"])
 
 
-def same_numbers(straight: Path, other: Path) -> list[dict[str, Any]]:
+def same_numbers(straight: Path, other: Path, *, stopped: bool = False) -> list[dict[str, Any]]:
     """Check that every record of `other` equals the record of the same step in `straight`, bit by bit. Returns those of
-    `other`."""
-    expected = {record["step"]: record for record in metrics(straight)}
+    `other`.
+
+    Args:
+        stopped: `other` may have ended before the last step.
+    """
     records = metrics(other)
+    steps = [record for record in metrics(straight) if not stopped or record["step"] <= records[-1]["step"]]
+    expected = {record["step"]: record for record in steps}
     assert {record["step"] for record in records} == expected.keys()
     measured = {"tokens_per_sec", "tflops_per_device", "mfu", "goodput", "steps_redone"}
     different = {f"train/{name}" for name in measured}
