@@ -9,3 +9,5 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# CPU devices that wait in a collective block threads, and by default there are only as many as devices
+os.environ.setdefault("PJRT_NPROC", "32")
