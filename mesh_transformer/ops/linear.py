@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
+from mesh_transformer.parallel.sharding import active
+
 # Elements of a matrix that are converted and multiplied at a time.
 BLOCK = 1 << 19
 
@@ -94,6 +96,11 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 def weight_gradient(x_D: jax.Array, dy_F: jax.Array) -> jax.Array:
     """The gradient of w in y = x w: (..., D), (..., F) -> (D, F), of x's dtype."""
+    partition = active()
+    if partition is not None and partition.size("seq") > 1:
+        # devices split two of the leading dims: to make one of them, they would gather the positions
+        leading = tuple(range(x_D.ndim - 1))
+        return jax.lax.dot_general(x_D, dy_F, ((leading, leading), ((), ())))
     tokens = rearrange(x_D, "... d -> (...) d"), rearrange(dy_F, "... f -> (...) f")
     return jax.lax.platform_dependent(*tokens, cpu=_weight_gradient_cpu, default=_weight_gradient)
 

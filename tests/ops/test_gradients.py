@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from support.builders import token_loss
 
+from mesh_transformer.estimate import collective_bytes
 from mesh_transformer.families.spec import Attention
 from mesh_transformer.models.head import TokenLoss, weighted_loss
 from mesh_transformer.ops.attend.cached import Cached
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.ops.attend.packed import PackedView
 from mesh_transformer.ops.linear import add_bias, matmul
+from mesh_transformer.parallel import Partition, dimension_rules, make_mesh, mesh_shape
+from mesh_transformer.train import jit
 
 # Float32 sums of up to a thousand terms in another order: a few units in the last place of the largest value.
 CLOSE = {"rtol": 0, "atol": 5e-6}
@@ -39,6 +42,19 @@ def test_matmul_and_its_gradients(d_in, d_out):
     expected, plain = jax.vjp(jnp.matmul, x, w)
     assert_same(y, expected)
     assert_same(ours(dy), plain(dy))
+
+
+def test_split_positions_stay_where_they_are_in_the_gradient_of_weights():
+    """Devices have several sequences, and positions of each: the sum over both needs no gather."""
+    partition = Partition(make_mesh(mesh_shape(dp=2, cp=2), jax.devices()[:4]), dimension_rules())
+    x, w, dy = normal(0, 4, 6, 8), normal(1, 8, 16), normal(2, 4, 6, 16)
+    split, whole = partition.sharding("batch", "seq", None), partition.sharding()
+    gradient = lambda x, w, dy: jax.vjp(lambda w: matmul(x, w, x.dtype), w)[1](dy)[0]  # noqa: E731
+    compiled = (
+        jit(partition, gradient, in_shardings=(split, whole, split), out_shardings=whole).lower(x, w, dy).compile()
+    )
+    assert set(collective_bytes(compiled.as_text())) == {"all-reduce"}
+    assert_same(compiled(*jax.device_put((x, w, dy), (split, whole, split))), jnp.einsum("btd,btf->df", x, dy))
 
 
 def test_matmul_keeps_the_dtypes_of_its_gradients():
