@@ -235,3 +235,13 @@ def test_gradients_cross_slices_once_a_step(name):
 def test_the_check_of_slices_can_fail():
     """With a sum in each microbatch, gradients cross in the loops."""
     assert [one for one in _between_slices("v4-8", "mesh.sum_gradients=per_microbatch") if one.loops]
+
+
+def test_attention_of_replicas_gathers_no_heads():
+    """The gradients of keys and values stay split over heads and sequences, for a sequence of several parts."""
+    wide = ("mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.dcn=dp", "model.seq=1024", "model.layers=2")
+    found = collectives(_small("2xv4-8", *wide).as_text())
+    loops = [one for one in found if one.kind == "all-gather" and one.loops]
+    gathered = [array.size for one in loops for array in one.arrays if array.dtype == "f32"]
+    # a device's part of the 4 sequences of a replica
+    assert max(gathered, default=0) < 4 * 1024 * 256 // 4

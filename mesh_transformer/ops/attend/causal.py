@@ -123,7 +123,7 @@ def _backward(scale: float, saved: Any, dy_BTHK: jax.Array) -> tuple[Any, ...]:
     """
     q_BTHK, k_BHSK, v_BHSK, bias_BHTS, kept = saved
     shared = q_BTHK.shape[2] // k_BHSK.shape[1]
-    dq, dk, dv = [], jnp.zeros(k_BHSK.shape, jnp.float32), jnp.zeros(v_BHSK.shape, jnp.float32)
+    dq, dk_BHSK, dv_BHSK = [], [], []
     dbias = None if bias_BHTS is None else jnp.zeros(bias_BHTS.shape, jnp.float32)
     for rows, weights in zip(parts(q_BTHK.shape[1]), kept, strict=True):
         keys, dy, q = slice(rows.stop), fold_heads(dy_BTHK[:, rows], shared), fold_heads(q_BTHK[:, rows], shared)
@@ -136,12 +136,22 @@ def _backward(scale: float, saved: Any, dy_BTHK: jax.Array) -> tuple[Any, ...]:
         dq.append(unfold_heads(jnp.einsum("bhts,bhsk->bthk", dlogits, k_BHSK[:, :, keys]), shared))
         part_dk = jnp.einsum("bhts,bthk->bhsk", dlogits, q)
         part_dv = jnp.einsum("bhts,bthk->bhsk", weights, dy)
-        dk = dk.at[:, :, keys].add(part_dk.astype(dk.dtype))
-        dv = dv.at[:, :, keys].add(part_dv.astype(dv.dtype))
+        dk_BHSK.append(part_dk.astype(jnp.float32))
+        dv_BHSK.append(part_dv.astype(jnp.float32))
+    dk, dv = (functools.reduce(_with_more_keys, some) for some in (dk_BHSK, dv_BHSK))
     dk, dv = (rearrange(x, "b h s k -> b s h k").astype(dy_BTHK.dtype) for x in (dk, dv))
     if dbias is not None:
         dbias = dbias.astype(bias_BHTS.dtype)
     return jnp.concatenate(dq, axis=1), dk, dv, dbias, None, None
+
+
+def _with_more_keys(total_BHSK: jax.Array, part_BHSK: jax.Array) -> jax.Array:
+    """The sum of two arrays, of which the second one has more keys.
+
+    Not by an addition in place: inside a `shard_map` the partitioner gathers the heads and sequences for it.
+    """
+    n = total_BHSK.shape[2]
+    return jnp.concatenate([total_BHSK + part_BHSK[:, :, :n], part_BHSK[:, :, n:]], axis=2)
 
 
 _attend.defvjp(_forward, _backward)
