@@ -14,7 +14,7 @@ COLLECTIVES = {
     "async_tensor_parallelism": {"all-reduce", "all-gather", "collective-permute"},
     "pipeline_parallelism": {"all-reduce", "all-gather", "all-to-all", "collective-permute"},
     "pipeline_parallelism dp=2 tp=4": {"all-reduce"},
-    "context_parallelism": {"all-reduce", "all-gather", "collective-permute"},
+    "context_parallelism": {"all-reduce", "collective-permute"},
     "three_d": {"all-reduce", "all-gather", "all-to-all", "collective-permute"},
 }
 
