@@ -33,7 +33,7 @@ class WithAxes:
 
     def __call__(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         if len(shape) != len(self.axes):
-            raise AssertionError(f"a parameter of shape {tuple(shape)} cannot have dimensions {self.axes}")
+            raise UserError(f"a parameter of shape {tuple(shape)} cannot have dimensions {self.axes}")
         return self.init(shape, dtype)
 
 
@@ -48,15 +48,13 @@ def collect_axes(function: Callable[[], Any]) -> dict[str, dict[str, Axes]]:
     Returns a tree with the structure of the parameters and tuples of names as leaves.
 
     Raises:
-        AssertionError: a parameter has no names; the message gives its path.
+        UserError: a parameter has no names, or another number of names than dimensions; the message names it.
     """
     axes: dict[str, dict[str, Axes]] = {}
 
     def creator(make: Any, shape: Any, dtype: Any, initialize: Any, context: Any) -> Any:
         if not isinstance(initialize, WithAxes):
-            raise AssertionError(
-                f"parameter {context.full_name} has no dimension names: wrap its initializer in with_axes"
-            )
+            raise UserError(f"parameter {context.full_name} has no dimension names: wrap its initializer in with_axes")
         axes.setdefault(context.module_name or "~", {})[context.name] = initialize.axes
         return make(shape, dtype, initialize)
 

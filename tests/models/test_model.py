@@ -1,5 +1,7 @@
 """What every family promises, whatever its numbers."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,10 @@ from support import families
 from support.builders import TINY, program
 from support.covering import sampled
 
+from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES, gptj
 from mesh_transformer.models.loops import layer_runs
-from mesh_transformer.parallel.sharding import collect_axes, map_axes
+from mesh_transformer.parallel.sharding import collect_axes, map_axes, with_axes
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (1, 8, 41)).astype(np.int32)
 NORMS = ["layernorm", "layernorm-nobias", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias"]
@@ -74,8 +77,11 @@ def test_every_parameter_names_its_dimensions(family):
 def test_a_parameter_without_names_is_an_error_that_gives_its_path():
     import haiku as hk
 
-    with pytest.raises(AssertionError, match="linear/w"):
+    with pytest.raises(UserError, match="linear/w"):
         collect_axes(lambda: hk.Linear(3)(jnp.zeros((1, 2))))
+    init = with_axes(hk.initializers.Constant(0.0), "embed")
+    with pytest.raises(UserError, match=re.escape("a parameter of shape (2, 3) cannot have dimensions ('embed',)")):
+        collect_axes(lambda: hk.Linear(3, with_bias=False, w_init=init)(jnp.zeros((1, 2))))
 
 
 @pytest.mark.parametrize(("norm", "pe"), sampled(NORMS, ENCODINGS))
