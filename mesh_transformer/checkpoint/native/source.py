@@ -78,9 +78,12 @@ class NativeSource:
         """Step and optimizer counts.
 
         Raises:
-            DamagedCheckpoint: a count is not a whole number of 0 or more.
+            DamagedCheckpoint: there is no step, or a count is not a whole number of 0 or more.
         """
-        return Counts(self._count("step") or 0, self._count(COUNT), self._count(SCHEDULE))
+        step = self._count("step")
+        if step is None:
+            raise DamagedCheckpoint(f"{self.where}: the manifest lists no step")
+        return Counts(step, self._count(COUNT), self._count(SCHEDULE))
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """A slice of a tensor, in its stored dtype.

@@ -101,6 +101,16 @@ def test_another_manifest_with_the_right_crc(whole: Path, tmp_path: Path, data: 
         np.testing.assert_equal(found[name], expected[name])
 
 
+def test_a_manifest_without_a_step_is_refused(whole: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(whole, tmp_path / "copy")
+    body = json.loads((whole / "manifest/metadata").read_text())["body"]
+    body["tensors"] = {}
+    crc = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+    (copied / "manifest/metadata").write_text(json.dumps({"crc32": crc, "body": body}))
+    with pytest.raises(DamagedCheckpoint, match="the manifest lists no step"):
+        read_all(copied)
+
+
 @pytest.mark.parametrize(
     "raw",
     [
