@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import permuted
 from support.commands import free_port
+from support.covering import sampled
 
 DEVICES = 8
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -32,7 +33,7 @@ def in_one_process(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("count", ORDERS)
+@pytest.mark.parametrize("count", sampled(ORDERS, at_most=1))
 def test_as_in_one_process(tmp_path, in_one_process, count):
     permuted.write(tmp_path)
     together = _in_processes(tmp_path, count)

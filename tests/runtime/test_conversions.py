@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support import commands
 from support.classic_folders import RandomSource, model_config, values
+from support.covering import sampled
 from support.gcs_server import CUT, HALF, GcsServer
 
 from mesh_transformer.checkpoint.classic.writer import write_classic
@@ -165,7 +166,7 @@ def assert_written(workspace: Workspace, command: Command, arrays: Arrays, copy:
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["slim", *COMMANDS])
+@pytest.mark.parametrize("name", sampled(["slim", *COMMANDS], at_most=3))
 def test_a_command_is_interrupted_killed_and_repeated(
     workspace: Workspace, sources: tuple[Path, Arrays], interruptible: None, name: str
 ) -> None:
@@ -188,7 +189,7 @@ def test_a_command_is_interrupted_killed_and_repeated(
     assert_written(workspace, command, sources[1], workspace.folder)
 
 
-@pytest.mark.parametrize("name", ["slim", *COMMANDS])
+@pytest.mark.parametrize("name", sampled(["slim", *COMMANDS], at_most=3))
 def test_a_command_writes_to_a_bucket_with_faults(
     workspace: Workspace, sources: tuple[Path, Arrays], name: str
 ) -> None:
