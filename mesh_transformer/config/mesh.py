@@ -36,6 +36,8 @@ class MeshConfig(Group):
     """data-parallel replicas; the devices of each replica together hold all weights"""
     fsdp: Annotated[Devices, Axis("batch", "embed")] = 1
     """data-parallel shards that also split the weights and the optimizer state (FSDP, ZeRO-3)"""
+    ep: Annotated[Devices, Axis("batch", "experts")] = 1
+    """expert parallelism: data-parallel shards that also split the experts; all other weights stay replicated"""
     cp: Annotated[Devices, Axis("seq", "block_seq")] = 1
     """context parallelism: splits the positions of each sequence; the weights stay replicated"""
     tp: Annotated[Devices, Axis("heads", "kv_heads", "mlp", "vocab")] = 1
@@ -160,9 +162,21 @@ def named(shape: MeshShape) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "one device"
 
 
-# Parameters: layers, embed, heads, kv_heads, mlp, vocab. Activations: batch, seq, block_seq (the residual stream's
+# Parameters: layers, embed, heads, kv_heads, mlp, vocab, experts. Activations: batch, seq, block_seq (the residual stream's
 # sequence between blocks), act_embed; heads, mlp and vocab are shared with the parameters.
-DIMENSIONS = ("batch", "seq", "block_seq", "act_embed", "layers", "embed", "heads", "kv_heads", "mlp", "vocab")
+DIMENSIONS = (
+    "batch",
+    "seq",
+    "block_seq",
+    "act_embed",
+    "layers",
+    "embed",
+    "heads",
+    "kv_heads",
+    "mlp",
+    "vocab",
+    "experts",
+)
 _RULES = {name: tuple(axis for axis, mark in AXES.items() if name in mark.splits) for name in DIMENSIONS}
 
 
@@ -245,7 +259,8 @@ def check_sizes(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape: Me
             also = f", or set mesh.{switch}=false" if rules[name] != without[name] else ""
             if also and switch == "shard_activations" and mesh.overlap_tp is True:
                 also += " and mesh.overlap_tp=false"
-            by_what = " x ".join(f"mesh.{axis}" for axis in sorted(rules[name] or (), key=list(shape).index))
+            axes = [axis for axis in shape if axis in (rules[name] or ()) and shape[axis] > 1]
+            by_what = " x ".join(f"mesh.{axis}" for axis in axes)
             for size in given:
                 _check(size, by_what, parts(shape, rules, name), also)
 

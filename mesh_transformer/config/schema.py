@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Ge
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
+from mesh_transformer.config.experts import ExpertsConfig
 from mesh_transformer.config.mesh import (
     MeshConfig,
     MeshShape,
@@ -211,6 +212,7 @@ class Config(Group):
     model: Annotated[ModelConfig, Variants("family", FAMILIES)]
     mesh: MeshConfig = MeshConfig()
     compute: ComputeConfig = ComputeConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     optimizer: Annotated[OptimizerConfig, Variants("name", OPTIMIZERS)] = adam.Config()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -219,6 +221,7 @@ class Config(Group):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_experts()
         self._check_mesh(mesh_shape(**self.mesh.given))
         if self.seq > self.model.seq:
             raise UserError(
@@ -263,11 +266,31 @@ class Config(Group):
         self._check_mesh(shape)
         return shape
 
+    def _check_experts(self) -> None:
+        if self.model.decoder().experts is not None:
+            return
+        defaults = ExpertsConfig()
+        for name, value in self.experts:
+            if value != getattr(defaults, name):
+                raise UserError(
+                    f"experts.{name} {value} has no effect: model.family {self.model.family} has no experts: remove it"
+                )
+        if self.mesh.ep > 1:
+            raise UserError(
+                f"mesh.ep {self.mesh.ep} splits experts, and model.family {self.model.family} has none: set mesh.ep=1 and "
+                "use mesh.dp or mesh.fsdp"
+            )
+
     def _check_mesh(self, shape: MeshShape) -> None:
         check_sizes(self.sizes, self.mesh, shape)
         check_context(self.sizes, self.mesh, shape)
         check_overlap(self.mesh, shape)
         check_pipeline(self.sizes, self.mesh, shape, self.optimizer.gradient_accumulation_steps)
+        if shape["pp"] > 1 and len(self.model.decoder().kinds) > 1:
+            raise UserError(
+                f"mesh.pp {shape['pp']} needs layers of one kind, and this model has layers with experts and layers without: "
+                "set mesh.pp=1"
+            )
         if shape["pp"] > 1 and self.compute.remat not in ("auto", "full"):
             raise UserError(
                 f"compute.remat {self.compute.remat} does not work with mesh.pp {shape['pp']}, which keeps the input "

@@ -15,7 +15,7 @@ from mesh_transformer.accelerators import Accelerator
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshShape, Rules, moment_rules, parts, training_rules
 from mesh_transformer.estimate.collectives import DeviceGroup
-from mesh_transformer.families.spec import Attention, Decoder, Dense, Layer, Norm
+from mesh_transformer.families.spec import Attention, Decoder, Dense, Experts, Layer, Norm
 from mesh_transformer.ops.attend import causal
 from mesh_transformer.optimizers.base import Axes
 
@@ -42,8 +42,10 @@ class Parameter(NamedTuple):
 
 def parameters(decoder: Decoder) -> list[Parameter]:
     """All parameters of a model; those of the layers are stacked, with a leading dimension "layers"."""
-    d, layers = decoder, len(decoder.layers)
-    stacked = [(("layers", *axes), (layers, *shape)) for axes, shape in _block(d.layer, d.d_model)]
+    d, kinds = decoder, [layer.kind for layer in decoder.layers]
+    stacks = [(len(kinds), _around(d.layer, d.d_model))]
+    stacks += [(kinds.count(kind), _feed_forward(kind.ff, d.d_model)) for kind in d.kinds]
+    stacked = [(("layers", *axes), (layers, *shape)) for layers, arrays in stacks for axes, shape in arrays]
     stages = {"embed": _embedding(d), "blocks": stacked, "head": _head(d)}
     return [Parameter(stage, axes, shape) for stage, arrays in stages.items() for axes, shape in arrays]
 
@@ -69,11 +71,11 @@ def _head(d: Decoder) -> _Arrays:
             yield ("vocab",), (d.padded_vocab,)
 
 
-def _block(layer: Layer, width: int) -> _Arrays:
+def _around(layer: Layer, width: int) -> _Arrays:
+    """The arrays of a layer without its feed-forward."""
     for _ in range(NORMS[layer.wiring]):
         yield from _norm(layer.norm, "embed", width)
     yield from _attention(layer.attention, width)
-    yield from _dense(layer.ff, width)
 
 
 def _norm(norm: Norm, axis: str | None, width: int) -> _Arrays:
@@ -94,7 +96,10 @@ def _attention(a: Attention, width: int) -> _Arrays:
             yield from _norm(a.qk_norm, None, a.head_dim)
 
 
-def _dense(ff: Dense, width: int) -> _Arrays:
+def _feed_forward(ff: Dense | Experts, width: int) -> _Arrays:
+    if isinstance(ff, Experts):
+        yield from _experts(ff, width)
+        return
     for _ in range(1 + ff.gated):
         yield ("embed", "mlp"), (width, ff.d_ff)
         if ff.bias:
@@ -102,6 +107,19 @@ def _dense(ff: Dense, width: int) -> _Arrays:
     yield ("mlp", "embed"), (ff.d_ff, width)
     if ff.bias:
         yield ("embed",), (width,)
+
+
+def _experts(ff: Experts, width: int) -> _Arrays:
+    yield ("embed", None), (width, ff.count)
+    if ff.router.bias:
+        yield (None,), (ff.count,)
+    for _ in range(2):
+        yield ("experts", "embed", "mlp"), (ff.count, width, ff.d_ff)
+    yield ("experts", "mlp", "embed"), (ff.count, ff.d_ff, width)
+    if ff.shared:
+        yield from _feed_forward(ff.shared, width)
+        if ff.shared_gate:
+            yield ("embed", None), (width, 1)
 
 
 @dataclass(frozen=True)
@@ -168,8 +186,9 @@ class Split:
 
     @property
     def ff_width(self) -> float:
-        """Dims of the feed-forward layer on one device."""
-        return self.decoder.layer.ff.d_ff / self.parts("mlp")
+        """Dims of the feed-forward layer through which a token goes, on one device: the mean over layers."""
+        layers = self.decoder.layers
+        return sum(layer.ff.token_width for layer in layers) / len(layers) / self.parts("mlp")
 
 
 @dataclass(frozen=True)

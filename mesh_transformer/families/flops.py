@@ -2,10 +2,10 @@
 
 Chowdhery et al. 2022, arXiv:2204.02311, appendix B: a token takes 6 operations for each element of a matrix (forward
 and backward pass) and 12 L T H K for the products of queries, keys and values, which are not halved for causality.
-What the backward pass recomputes does not count. A layer with a window counts the keys in the window.
+What the backward pass recomputes does not count. A layer with a window counts the keys in the window. Of routed experts, those that a token chooses count.
 """
 
-from mesh_transformer.families.spec import Attention, Decoder, Dense
+from mesh_transformer.families.spec import Attention, Decoder, Dense, Experts
 
 
 def flops_per_token(decoder: Decoder, seq: int) -> int:
@@ -20,7 +20,7 @@ def flops_per_token(decoder: Decoder, seq: int) -> int:
 def matrix_elements(decoder: Decoder) -> int:
     """Elements of the matrices by which each token is multiplied: those of the layers and the head, without padding."""
     width = decoder.d_model
-    layers = sum(_attention(layer.attention, width) + _dense(layer.ff, width) for layer in decoder.layers)
+    layers = sum(_attention(layer.attention, width) + _feed_forward(layer.ff, width) for layer in decoder.layers)
     return layers + width * decoder.n_vocab
 
 
@@ -28,5 +28,8 @@ def _attention(attention: Attention, width: int) -> int:
     return 2 * (attention.heads + attention.kv_heads) * attention.head_dim * width
 
 
-def _dense(dense: Dense, width: int) -> int:
-    return (3 if dense.gated else 2) * dense.d_ff * width
+def _feed_forward(ff: Dense | Experts, width: int) -> int:
+    if isinstance(ff, Dense):
+        return (3 if ff.gated else 2) * ff.d_ff * width
+    routed, router = 3 * ff.router.chosen * ff.d_ff * width, (ff.count + ff.shared_gate) * width
+    return routed + router + (_feed_forward(ff.shared, width) if ff.shared else 0)

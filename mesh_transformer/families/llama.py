@@ -9,7 +9,17 @@ from pydantic import model_validator
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.rotary import RotaryConfig
-from mesh_transformer.families.spec import TRANSPOSED, Activation, Attention, Decoder, Dense, Layer, Norm, Tensor
+from mesh_transformer.families.spec import (
+    TRANSPOSED,
+    Activation,
+    Attention,
+    Decoder,
+    Dense,
+    Experts,
+    Layer,
+    Norm,
+    Tensor,
+)
 from mesh_transformer.fields import Derived, Heads, Positive, Switch, size
 
 # config.json: our field, their key
@@ -23,6 +33,8 @@ _SIZES = {
     "n_vocab": "vocab_size",
     "seq": "max_position_embeddings",
 }
+# the matrices of a gated feed-forward layer, ours and theirs
+GATED = {"gate": "gate_proj", "in": "up_proj", "out": "down_proj"}
 
 
 class LlamaLike(RotaryConfig):
@@ -69,24 +81,31 @@ class LlamaLike(RotaryConfig):
         """The attention of all layers, without a window."""
         return Attention(heads=self.n_heads, kv_heads=self.n_kv_heads, head_dim=self.d_head, rotary=self.rotary())
 
+    def ff(self) -> Dense:
+        """The feed-forward of the dense layers."""
+        return Dense(d_ff=self.d_ff, activation=self.ACTIVATION, gated=True, bias=False)
+
     def layer(self) -> Layer:
-        """All layers, without a window."""
-        ff = Dense(d_ff=self.d_ff, activation=self.ACTIVATION, gated=True, bias=False)
-        return Layer(attention=self.attention(), ff=ff, norm=self.norm(), wiring="sequential")
+        """A dense layer without a window."""
+        return Layer(attention=self.attention(), ff=self.ff(), norm=self.norm(), wiring="sequential")
 
     def windows(self) -> list[int | None]:
         """The window of each layer."""
         return [None] * self.layers
 
+    def ffs(self) -> list[Dense | Experts]:
+        """The feed-forward of each layer."""
+        return [self.ff()] * self.layers
+
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""
-        layer = self.layer()
+        layer, of_layers = self.layer(), zip(self.windows(), self.ffs(), strict=True)
         return Decoder(
             d_model=self.d_model,
             n_vocab=self.n_vocab,
             vocab_multiple=self.vocab_multiple,
             seq=self.seq,
-            layers=tuple(replace(layer, attention=replace(layer.attention, window=w)) for w in self.windows()),
+            layers=tuple(replace(layer, attention=replace(layer.attention, window=w), ff=ff) for w, ff in of_layers),
             final_norm=self.norm(),
             tied=self.tied_head,
         )
@@ -138,8 +157,7 @@ class LlamaLike(RotaryConfig):
 
     def hf_tensors(self) -> list[Tensor]:
         """See `ModelConfig`."""
-        layer, head, block = self.layer(), "lm_head.weight", "model.layers.{}."
-        attention, ff = layer.attention, {"gate": "gate_proj", "in": "up_proj", "out": "down_proj"}
+        attention, head, block = self.attention(), "lm_head.weight", "model.layers.{}."
         embed = Tensor(
             "embed/tokens/w", "model.embed_tokens.weight", vocab_axis=0, copy=head if self.tied_head else None
         )
@@ -156,14 +174,20 @@ class LlamaLike(RotaryConfig):
             rows += [
                 Tensor(f"blocks/attention/{name}_norm/scale", f"{block}self_attn.{name}_norm.weight") for name in "qk"
             ]
-        for ours, theirs in ff.items():
-            rows.append(Tensor(f"blocks/ff/{ours}/w", f"{block}mlp.{theirs}.weight", TRANSPOSED))
-            if layer.ff.bias:
-                bias = "ff_out" if ours == "out" else f"ff/{ours}"
-                rows.append(Tensor(f"blocks/{bias}/b", f"{block}mlp.{theirs}.bias"))
+        rows += self.ff_tensors(block)
         rows.append(Tensor("head/norm/scale", "model.norm.weight"))
         if not self.tied_head:
             rows.append(Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1))
+        return rows
+
+    def ff_tensors(self, block: str) -> list[Tensor]:
+        """The rows of the feed-forward layers; `block` begins their names."""
+        rows = []
+        for ours, theirs in GATED.items():
+            rows.append(Tensor(f"blocks/ff/{ours}/w", f"{block}mlp.{theirs}.weight", TRANSPOSED))
+            if self.ff().bias:
+                bias = "ff_out" if ours == "out" else f"ff/{ours}"
+                rows.append(Tensor(f"blocks/{bias}/b", f"{block}mlp.{theirs}.bias"))
         return rows
 
 
@@ -192,10 +216,9 @@ class Config(LlamaLike):
         """See `LlamaLike`."""
         return replace(super().attention(), bias=self.attention_bias, out_bias=self.attention_bias)
 
-    def layer(self) -> Layer:
+    def ff(self) -> Dense:
         """See `LlamaLike`."""
-        layer = super().layer()
-        return replace(layer, ff=replace(layer.ff, bias=self.ff_bias))
+        return replace(super().ff(), bias=self.ff_bias)
 
     @classmethod
     def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:

@@ -122,6 +122,66 @@ class Dense:
     gated: bool = False
     bias: bool = True
 
+    @property
+    def token_width(self) -> int:
+        """The hidden dims that a token goes through."""
+        return self.d_ff
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Which experts a token goes to, and with which weights, in float32.
+
+    A token has a score for each expert: the softmax, or the sigmoid, of x w. It goes to the `chosen` experts with the
+    greatest scores, and their outputs are weighted by these scores; with `normalize`, divided by their sum plus `eps`;
+    then times `scale`. The softmax of the chosen logits (Mixtral) is the normalized softmax of all.
+
+    With `bias`, a bias is added to the scores for the choice only (Wang et al. 2024, arXiv:2408.15664). With `groups`,
+    a token chooses from the experts of the `top_groups` best groups (DeepSeek-V2, arXiv:2405.04434): those with the
+    greatest score, or the greatest sum of their two best scores, as `group_score` says.
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    chosen: int
+    normalize: bool
+    eps: float = 0.0
+    scale: float = 1.0
+    bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "two_best"] = "max"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """`count` gated feed-forward layers without biases, of which each token goes through those that `router` chooses
+    (Shazeer et al. 2017, arXiv:1701.06538).
+
+    All tokens also go through `shared`; with `shared_gate`, its output is multiplied by sigmoid(x w).
+    """
+
+    count: int
+    d_ff: int
+    activation: Activation
+    router: Router
+    shared: Dense | None = None
+    shared_gate: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """See `Dense`."""
+        return True
+
+    @property
+    def bias(self) -> bool:
+        """See `Dense`."""
+        return False
+
+    @property
+    def token_width(self) -> int:
+        """The hidden dims that a token goes through: those of the chosen and of the shared experts."""
+        return self.router.chosen * self.d_ff + (self.shared.d_ff if self.shared else 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -129,23 +189,23 @@ class Layer:
 
     sequential: x += attention(norm(x)); x += ff(ff_norm(x)). parallel: x += attention(norm(x)) + ff(ff_norm(x)).
     parallel_one_norm: the same with ff(norm(x)). sandwich: x += attention_post_norm(attention(norm(x)));
-    x += ff_post_norm(ff(ff_norm(x))).
+    x += ff_post_norm(ff(ff_norm(x))). Experts need sequential or sandwich.
     """
 
     attention: Attention
-    ff: Dense
+    ff: Dense | Experts
     norm: Norm
     wiring: Literal["sequential", "parallel", "parallel_one_norm", "sandwich"]
 
     @property
     def kind(self) -> "Layer":
-        """The layer without its window: the layers of a decoder may differ only in it."""
+        """The layer without its window. Layers of one kind have parameters of the same shapes."""
         return replace(self, attention=replace(self.attention, window=None))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A whole model. All `layers` are of one kind."""
+    """A whole model. The layers may differ in their windows, and some may have experts."""
 
     d_model: int
     n_vocab: int
@@ -168,12 +228,24 @@ class Decoder:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        assert {layer.kind for layer in self.layers} == {self.layer}
+        assert len({replace(layer.kind, ff=self.layer.ff) for layer in self.layers}) == 1
+        kinds = [type(kind.ff) for kind in self.kinds]
+        assert len(kinds) == len(set(kinds))
 
     @functools.cached_property
     def layer(self) -> Layer:
-        """The kind of all layers."""
+        """The kind of the first layer. All layers are like it but for their windows and feed-forwards."""
         return self.layers[0].kind
+
+    @functools.cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The kinds of layers: one, or one with a dense feed-forward and one with experts."""
+        return tuple(dict.fromkeys(layer.kind for layer in self.layers))
+
+    @functools.cached_property
+    def experts(self) -> Experts | None:
+        """The experts of the layers that have them."""
+        return next((kind.ff for kind in self.kinds if isinstance(kind.ff, Experts)), None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -189,13 +261,19 @@ class Decoder:
     @property
     def sizes(self) -> dict[str, list[Size]]:
         """The sizes of the model's named dimensions of parameters and activations, with the fields that set them."""
-        width = [Size("model.d_model", self.d_model)]
+        width, experts = [Size("model.d_model", self.d_model)], self.experts
+        hidden = [Size("model.d_ff", kind.ff.d_ff) for kind in self.kinds if isinstance(kind.ff, Dense)]
+        if experts is not None:
+            hidden.append(Size("model.expert_d_ff", experts.d_ff))
+            if experts.shared is not None:
+                hidden.append(Size("model.shared_d_ff", experts.shared.d_ff))
         return {
             "act_embed": width,
             "layers": [Size("model.layers", len(self.layers))],
             "embed": width,
             "heads": [Size("model.n_heads", self.layer.attention.heads)],
-            "mlp": [Size("model.d_ff", self.layer.ff.d_ff)],
+            "mlp": hidden,
+            "experts": [] if experts is None else [Size("model.n_experts", experts.count)],
             "vocab": [Size("model.n_vocab", self.n_vocab, "model.vocab_multiple", self.vocab_multiple)],
         }
 
@@ -215,13 +293,15 @@ class Split(enum.Enum):
 class Tensor(NamedTuple):
     """A row of a table: a parameter of this program and the tensor of a foreign format that holds it.
 
-    A row under blocks/ stands for all layers: the parameter has a leading dimension of layers, and the foreign format
-    has one tensor per layer. The table has no shapes: they follow from the parameters of the model.
+    A row under blocks/ stands for all layers, or for those of `layers`: the parameter has a leading dimension of layers,
+    and the foreign format has one tensor per layer. With {e} in its name, it has one tensor per layer and expert, and
+    the parameter has a dimension of experts after that of layers. The table has no shapes: they follow from the
+    parameters of the model.
     """
 
     # path of the parameter below params/
     parameter: str
-    # name of the foreign tensor, with {} for the number of the layer
+    # name of the foreign tensor, with {} for the number of the layer and {e} for that of the expert
     foreign: str
     # einops pattern from the foreign tensor to the parameter, inverted for writing; with `part` the result begins with
     # the dimension `part`
@@ -238,6 +318,8 @@ class Tensor(NamedTuple):
     tied: str | None = None
     # a foreign tensor that may be stored too, and is then equal to this one
     copy: str | None = None
+    # the layers that have the parameter, ascending; None: all
+    layers: tuple[int, ...] | None = None
     # how classic shards split it
     split: Split = Split.ROWS
 

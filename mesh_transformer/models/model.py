@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from mesh_transformer.config import ComputeConfig
 from mesh_transformer.families.spec import Decoder
 from mesh_transformer.models import decoder as modules
-from mesh_transformer.models.decoder import Context, at_position
 from mesh_transformer.models.loops import Aux, in_runs, unrolled
+from mesh_transformer.models.modules import Context, at_position
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.cached import Cached, KeyValueView, KVCache, ring_length
 from mesh_transformer.ops.attend.causal import Causal

@@ -16,11 +16,11 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.errors import UserError
-from mesh_transformer.models.decoder import Context
 from mesh_transformer.models.haiku_model import Stream
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.loops import Aux
 from mesh_transformer.models.model import KEPT, Params
+from mesh_transformer.models.modules import Context
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend import context
 from mesh_transformer.parallel.replicas import Replicas

@@ -64,7 +64,7 @@ def config(model: dict[str, Any] | None = None, **groups: dict[str, Any]) -> Con
         ({"mesh": {"overlap_tp": "ring"}}, ["mesh.overlap_tp = 'ring'", "auto", "true or false"]),
         (
             {"mesh": {"dp": 3, "zero1": True}},
-            ["model.d_model 64", "mesh.dp x mesh.fsdp 3", "or set mesh.zero1=false"],
+            ["model.d_model 64", "mesh.dp 3", "or set mesh.zero1=false"],
         ),
         ({"data": {"seq": 33}}, ["data.seq 33", "model.seq 32"]),
         ({"data": {"seq": 10}, "mesh": {"tp": 4, "shard_activations": True}}, ["data.seq 10", "=false"]),
@@ -207,7 +207,7 @@ def test_pp_and_cp_split_what_they_divide_where_sequences_are_whole(
     rules = whole_sequence_rules(mesh_shape(**shape), config().sizes)
     assert (rules["heads"], rules["mlp"], rules["vocab"]) == (heads,) * 3
     assert rules["embed"] == embed
-    assert (rules["batch"], rules["seq"], rules["block_seq"]) == (("dp", "fsdp"), (), ())
+    assert (rules["batch"], rules["seq"], rules["block_seq"]) == (("dp", "fsdp", "ep"), (), ())
 
 
 OPTIMIZER_OF = {

@@ -1,0 +1,138 @@
+"""Haiku modules of which a block is made, and the inputs of a block.
+
+Modules name the dimensions of their parameters; the mesh decides elsewhere how these are split. Checkpoints contain the
+names of the parameters, so these names do not change.
+
+Shapes: B sequences, T positions, D residual width. Parameters are float32 and are cast to the compute dtype before
+`apply`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mesh_transformer.families import spec
+from mesh_transformer.ops.attend.causal import Attend
+from mesh_transformer.ops.linear import add_bias, matmul
+from mesh_transformer.ops.rotary import Rotation
+from mesh_transformer.ops.tensor_parallel import column
+from mesh_transformer.parallel.sharding import with_axes
+
+ZEROS = hk.initializers.Constant(0.0)
+
+
+class Context(NamedTuple):
+    """The inputs of a block besides the residual stream."""
+
+    attend: Attend
+    # None: the attention has no rotary encoding
+    rotation: Rotation | None
+    # int32: the number of keys that a query sees, the last of them at its own position; None: all up to its own
+    window: jax.Array | int | None = None
+    # int32 indices into T: the block returns only this position of each sequence, (B, 1, D); None: all
+    query_index_B: jax.Array | None = None
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        """The positions of (B, T, ...) that the block returns: all, or one, (B, 1, ...)."""
+        return x_BTD if self.query_index_B is None else at_position(x_BTD, self.query_index_B)
+
+    def columns(
+        self, x_BTD: jax.Array, linears: Sequence[Linear], everywhere: Sequence[Linear] = ()
+    ) -> list[jax.Array]:
+        """Linear maps of the positions that the block returns, those in `everywhere` of all positions."""
+        if self.query_index_B is None:
+            return columns(x_BTD, linears)
+        queries = self.queries(x_BTD)
+        return [columns(x_BTD if linear in everywhere else queries, [linear])[0] for linear in linears]
+
+
+def at_position(x_BTD: jax.Array, index_B: jax.Array) -> jax.Array:
+    """One position of each sequence: (B, T, ...) and int32 indices into T -> (B, 1, ...)."""
+    return jax.vmap(lambda x_TD, index: jax.lax.dynamic_slice_in_dim(x_TD, index, 1))(x_BTD, index_B)
+
+
+def parameter(name: str, shape: tuple[int, ...], init: hk.initializers.Initializer, *axes: str | None) -> jax.Array:
+    """A float32 parameter of the module, with the names of its dimensions."""
+    return hk.get_parameter(name, shape, jnp.float32, init=with_axes(init, *axes))
+
+
+class Linear(hk.Module):
+    """x @ w (+ b): (..., D_in) -> (..., D_out). w is truncated normal with `stddev`, by default 1 / sqrt(D_in).
+
+    The products of a block are made elsewhere, from `w` (`columns`, `row`).
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        axes: tuple[str, str],
+        *,
+        bias: bool = False,
+        stddev: float | None = None,
+        name: str,
+    ):
+        super().__init__(name)
+        init = hk.initializers.TruncatedNormal(stddev or 1 / np.sqrt(d_in))
+        self.axes = axes
+        self.w = parameter("w", (d_in, d_out), init, *axes)
+        self.b = parameter("b", (d_out,), ZEROS, axes[1]) if bias else None
+
+    def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        return self.biased(matmul(x, self.w, out_dtype or x.dtype))
+
+    def biased(self, y: jax.Array) -> jax.Array:
+        """y + b, of a product y with w; y itself without a bias."""
+        return y if self.b is None else add_bias(y, self.b)
+
+
+def columns(x_BTD: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
+    """Linear maps of one input, whose outputs devices split."""
+    products = column(x_BTD, [linear.w for linear in linears], [linear.axes[1] for linear in linears])
+    return [linear.biased(y) for linear, y in zip(linears, products, strict=True)]
+
+
+class OutputBias(hk.Module):
+    """x + b, for a bias that is added after a sum over tensor-parallel shards: (B, T, D) -> (B, T, D)."""
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return add_bias(x_BTD, parameter("b", x_BTD.shape[-1:], ZEROS, "embed"))
+
+
+class Norm(hk.Module):
+    """A normalization (`spec.Norm`): (..., D) -> (..., D) of x's dtype, computed in float32; `axis` names D."""
+
+    def __init__(self, norm: spec.Norm, name: str, axis: str | None = "embed"):
+        super().__init__(name)
+        self.norm, self.axis = norm, axis
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        width, x32, eps = x.shape[-1], x.astype(jnp.float32), self.norm.eps
+        if self.norm.kind == "length":
+            y = x32 / (jnp.sqrt(jnp.square(x32).sum(-1, keepdims=True)) + eps)
+            start = np.sqrt(width)
+        else:
+            if self.norm.kind == "layer":
+                x32 = x32 - x32.mean(-1, keepdims=True)
+            y, start = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps), 1.0
+        shape: tuple[int, ...] = () if self.norm.one_scale else (width,)
+        axes = (self.axis,) * len(shape)
+
+        def value_of(name: str, init: hk.initializers.Initializer) -> jax.Array:
+            value = parameter(name, shape, init, *axes).astype(y.dtype)
+            # not jnp.broadcast_to: what the backward pass keeps would have y's shape
+            return jax.lax.broadcast_to_rank(value, y.ndim)
+
+        if self.norm.plus_one:
+            y = y * (1 + value_of("scale", ZEROS))
+        else:
+            y = y * value_of("scale", hk.initializers.Constant(start))
+        if self.norm.offset:
+            y = y + value_of("offset", ZEROS)
+        return y.astype(x.dtype)
