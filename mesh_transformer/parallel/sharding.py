@@ -103,6 +103,16 @@ class Partition:
         taken = jax.sharding.get_abstract_mesh().manual_axes
         return tuple(axis for axis in over or () if axis not in taken) or None
 
+    def axes(self, *names: str) -> tuple[str, ...]:
+        """The mesh axes that split any of the dimensions `names`, as in `spec`."""
+        return tuple(dict.fromkeys(axis for name in names for axis in self._split(name) or ()))
+
+    def taken(self, *names: str) -> tuple[str, ...]:
+        """The mesh axes that would split the dimensions `names`, but belong to a `shard_map` around this code."""
+        taken = jax.sharding.get_abstract_mesh().manual_axes
+        axes = (axis for name in names if name not in self.whole for axis in self._rule(name) or ())
+        return tuple(dict.fromkeys(axis for axis in axes if axis in taken))
+
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes that split the batch and nothing else: their devices have equal weights."""

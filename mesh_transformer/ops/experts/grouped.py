@@ -1,0 +1,57 @@
+"""Products of groups of rows, each with the matrix of its group.
+
+Each platform has its own way, since XLA multiplies every row with every matrix on CPU and GPU (`jax.lax.ragged_dot`),
+and for the gradient of the matrices on TPU.
+
+Shapes: N rows, E groups, D input dims, F output dims.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from mesh_transformer.ops.experts import row_loop
+from mesh_transformer.ops.experts.kernel import Kernel
+from mesh_transformer.parallel.sharding import active
+
+_KERNELS: dict[str, Kernel] = {"cpu": row_loop.KERNEL}
+
+
+def grouped_matmul(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """Row i of x times the matrix of its group: (N, D), (E, D, F) -> (N, F), of x's dtype.
+
+    The first sizes[0] rows are group 0's, the next sizes[1] rows group 1's, and so on; `sizes_E` is int32. The rows
+    after the last group are 0 in the result and in the gradient of x, and do not count in that of w.
+    """
+    return _grouped_matmul(_KERNELS[platform()], x_ND, w_EDF, sizes_E)
+
+
+def platform() -> str:
+    """The platform of the active partition's devices; without one, of JAX's default device."""
+    partition = active()
+    return jax.default_backend() if partition is None else partition.mesh.devices.flat[0].platform
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_matmul(kernel: Kernel, x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    return kernel.product(x_ND, w_EDF, sizes_E)
+
+
+def _forward(
+    kernel: Kernel, x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    return kernel.product(x_ND, w_EDF, sizes_E), (x_ND, w_EDF, sizes_E)
+
+
+def _backward(
+    kernel: Kernel, saved: tuple[jax.Array, jax.Array, jax.Array], dy_NF: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    x_ND, w_EDF, sizes_E = saved
+    dy_NF = dy_NF.astype(x_ND.dtype)
+    dx_ND = kernel.product_transposed(dy_NF, w_EDF, sizes_E)
+    return dx_ND, kernel.weight_gradient(x_ND, dy_NF, sizes_E).astype(w_EDF.dtype), None
+
+
+_grouped_matmul.defvjp(_forward, _backward)

@@ -1,0 +1,79 @@
+"""The computation of routed experts: gated feed-forward layers, of which each token goes through the chosen ones.
+
+Shapes: B sequences, T positions, N tokens, k choices of a token, D width, E experts, F width of an expert, M rows, C
+rows of each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
+
+from mesh_transformer.ops.experts.grouped import grouped_matmul
+from mesh_transformer.ops.experts.rows import Queues, Rows, combine, spread
+
+Activation = Callable[[jax.Array], jax.Array]
+Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Weights(NamedTuple):
+    """The matrices of the experts: activation(x gate) * (x in) times out."""
+
+    gate_EDF: jax.Array
+    in_EDF: jax.Array
+    out_EFD: jax.Array
+
+    def apply(self, x: jax.Array, matmul: Matmul, activation: Activation) -> jax.Array:
+        """The outputs of rows x, multiplied by `matmul`."""
+        gate, hidden = (checkpoint_name(matmul(x, w), "mlp_hidden") for w in (self.gate_EDF, self.in_EDF))
+        return matmul(activation(gate) * hidden, self.out_EFD)
+
+
+def on_device(
+    x_ND: jax.Array,
+    weights_Nk: jax.Array,
+    experts_Nk: jax.Array,
+    weights: Weights,
+    activation: Activation,
+    capacity: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The weighted sum of the outputs of each token's experts: (N, D) -> (N, D).
+
+    A choice whose number is not that of an expert in `weights` adds nothing. With a capacity, neither do those beyond
+    the first `capacity` of an expert, the first choices of all tokens before the second (Lepikhin et al. 2020,
+    arXiv:2006.16668). Also returns the number of these, int32.
+    """
+    count = len(weights.gate_EDF)
+    known = (experts_Nk >= 0) & (experts_Nk < count)
+    experts_kN = jnp.where(known, experts_Nk, count).T
+    queues = Queues.of(experts_kN, count)
+    if capacity is None:
+        rows = Rows.of(queues.order_kN, experts_kN.size)
+
+        def grouped(x: jax.Array, w: jax.Array) -> jax.Array:
+            return grouped_matmul(x, w, queues.sizes_E)
+
+        y_MD = weights.apply(spread(x_ND, rows), grouped, activation)
+        return combine(y_MD, weights_Nk.T, rows), jnp.zeros((), jnp.int32)
+    rows = capacity_rows(queues, experts_kN, capacity)
+    x_ECD = rearrange(spread(x_ND, rows), "(e c) d -> e c d", e=count)
+    y_ECD = weights.apply(x_ECD, batched_matmul, activation)
+    dropped = jnp.maximum(queues.sizes_E - capacity, 0).sum()
+    return combine(rearrange(y_ECD, "e c d -> (e c) d"), weights_Nk.T, rows), dropped
+
+
+def capacity_rows(queues: Queues, experts_kN: jax.Array, capacity: int) -> Rows:
+    """A buffer (E C) with the first `capacity` choices of each expert."""
+    size = len(queues.sizes_E) * capacity
+    fits = (queues.place_kN < capacity) & (experts_kN < len(queues.sizes_E))
+    return Rows.of(jnp.where(fits, experts_kN * capacity + queues.place_kN, size), size)
+
+
+def batched_matmul(x_ECD: jax.Array, w_EDF: jax.Array) -> jax.Array:
+    """The product of each expert's rows: (E, C, D), (E, D, F) -> (E, C, F), of x's dtype."""
+    return jnp.einsum("ecd,edf->ecf", x_ECD, w_EDF, preferred_element_type=x_ECD.dtype)

@@ -1,0 +1,85 @@
+"""Which experts a token goes to, with which weights, and how evenly the tokens are spread.
+
+Everything is float32: with bfloat16 logits, more than a hundredth of the tokens would go to other experts.
+
+Shapes: B sequences, T positions, E experts, k chosen experts of a token, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from mesh_transformer.families.spec import Router
+from mesh_transformer.parallel.sharding import active
+
+
+class Routing(NamedTuple):
+    """The choices of all tokens."""
+
+    # float32: what the output of each chosen expert is multiplied by
+    weights_BTk: jax.Array
+    # int32
+    experts_BTk: jax.Array
+    # float32: the scores of all experts, with a sum of 1
+    probs_BTE: jax.Array
+
+
+def route(router: Router, logits_BTE: jax.Array, bias_E: jax.Array | None = None) -> Routing:
+    """The choices of a router, from logits of float32. No gradient goes through the choice, nor to the bias."""
+    is_softmax = router.scores == "softmax"
+    scores_BTE = jax.nn.softmax(logits_BTE) if is_softmax else jax.nn.sigmoid(logits_BTE)
+    ranked_BTE = jax.lax.stop_gradient(scores_BTE)
+    if bias_E is not None:
+        ranked_BTE += jax.lax.broadcast_to_rank(jax.lax.stop_gradient(bias_E), 3)
+    if router.groups > 1:
+        ranked_BTE = _of_best_groups(router, ranked_BTE)
+    experts_BTk = jax.lax.top_k(ranked_BTE, router.chosen)[1]
+    weights_BTk = jnp.take_along_axis(scores_BTE, experts_BTk, axis=-1)
+    if router.normalize:
+        weights_BTk /= weights_BTk.sum(-1, keepdims=True) + router.eps
+    # no score can be 0 for all experts but by underflow
+    probs_BTE = scores_BTE if is_softmax else scores_BTE / (scores_BTE.sum(-1, keepdims=True) + 1e-20)
+    return Routing(weights_BTk * router.scale, experts_BTk, probs_BTE)
+
+
+def _of_best_groups(router: Router, ranked_BTE: jax.Array) -> jax.Array:
+    """The same with low numbers for the experts outside of the best groups: 0 in DeepSeek-V2, which has no negative
+    scores, and -inf in V3."""
+    grouped = rearrange(ranked_BTE, "b t (g e) -> b t g e", g=router.groups)
+    by_max = router.group_score == "max"
+    score_BTG = grouped.max(-1) if by_max else jax.lax.top_k(grouped, 2)[0].sum(-1)
+    best = jax.lax.top_k(score_BTG, router.top_groups)[1]
+    kept_BTG = jax.nn.one_hot(best, router.groups, dtype=bool).any(-2)
+    return rearrange(jnp.where(kept_BTG[..., None], grouped, 0.0 if by_max else -jnp.inf), "b t g e -> b t (g e)")
+
+
+def statistics(logits_BTE: jax.Array, routing: Routing) -> dict[str, jax.Array]:
+    """How evenly a layer's tokens are spread over the experts, float32.
+
+    Returns:
+        load_E: the choices of each expert, over all devices.
+        balance: E * sum over e of f_e P_e, with the share f_e of the choices, without a gradient, and the mean P_e of
+            the probabilities: 1 if both are even (Fedus et al. 2021, arXiv:2101.03961).
+        z: the mean over the tokens of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906).
+
+    Inside of a `shard_map` over some of the batch, balance and z are means over the tokens there. The balance is linear
+    in P, and f is that of all tokens, so their means over these parts of the batch are those of all tokens.
+    """
+    experts = routing.probs_BTE.shape[-1]
+    load_E = total(jax.nn.one_hot(routing.experts_BTk, experts, dtype=jnp.float32).sum((0, 1, 2)))
+    share_E = load_E / load_E.sum()
+    balance = experts * jnp.sum(share_E * routing.probs_BTE.mean((0, 1)))
+    z = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)).mean()
+    return {"load_E": load_E, "balance": balance, "z": z}
+
+
+def total(x: jax.Array) -> jax.Array:
+    """The sum of `x` over the devices that split the batch by a `shard_map` around this code. No gradient."""
+    partition = active()
+    axes = () if partition is None else partition.taken("batch", "seq")
+    x = jax.lax.stop_gradient(x)
+    return jax.lax.psum(x, axes) if axes else x

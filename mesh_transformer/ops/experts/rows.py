@@ -1,0 +1,102 @@
+"""The rows that experts multiply: an order of a device's choices, and the way there and back.
+
+Both ways are gathers, and so are their gradients: a sum by scatter has no fixed order on a GPU.
+
+Shapes: N tokens, k choices of a token, M rows of a buffer, D width, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Rows(NamedTuple):
+    """A buffer with at most one row for each choice.
+
+    Choice j of token t has the number j N + t: the first choices of all tokens come first.
+    """
+
+    # int32: the row of each choice; M: it has none
+    at_kN: jax.Array
+    # int32: the token of each row, and its choice; N and k N: an empty row
+    token_M: jax.Array
+    choice_M: jax.Array
+
+    @classmethod
+    def of(cls, at_kN: jax.Array, size: int) -> Rows:
+        """A buffer of `size` rows, from the row of each choice; a choice with row `size` has none."""
+        choices, tokens = at_kN.size, at_kN.shape[1]
+        numbers = jnp.arange(choices, dtype=jnp.int32)
+        empty = jnp.full(size, choices, jnp.int32)
+        choice_M = empty.at[at_kN.reshape(-1)].set(numbers, mode="drop", unique_indices=True)
+        return cls(at_kN, jnp.where(choice_M < choices, choice_M % tokens, tokens), choice_M)
+
+
+class Queues(NamedTuple):
+    """The choices, sorted by expert; those of one expert by their numbers."""
+
+    # int32: the place of each choice in the whole order, and in the queue of its expert
+    order_kN: jax.Array
+    place_kN: jax.Array
+    # int32: the choices of each expert
+    sizes_E: jax.Array
+
+    @classmethod
+    def of(cls, experts_kN: jax.Array, experts: int) -> Queues:
+        """The queues of `experts` experts. Choices of expert `experts` come last: they are of no expert."""
+        flat = experts_kN.reshape(-1)
+        sorted_by = jnp.argsort(flat, stable=True)
+        numbers = jnp.arange(flat.size, dtype=jnp.int32)
+        order = jnp.zeros_like(numbers).at[sorted_by].set(numbers, unique_indices=True)
+        ends = jnp.searchsorted(flat[sorted_by], jnp.arange(experts + 1, dtype=flat.dtype), side="right")
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1].astype(jnp.int32)])
+        place = order - starts[flat]
+        return cls(order.reshape(experts_kN.shape), place.reshape(experts_kN.shape), jnp.diff(starts))
+
+
+@jax.custom_vjp
+def spread(x_ND: jax.Array, rows: Rows) -> jax.Array:
+    """The token of each row: (N, D) -> (M, D). Empty rows are 0."""
+    return x_ND.at[rows.token_M].get(mode="fill", fill_value=0)
+
+
+def _spread_forward(x_ND: jax.Array, rows: Rows) -> tuple[jax.Array, Rows]:
+    return spread(x_ND, rows), rows
+
+
+def _spread_backward(rows: Rows, dy_MD: jax.Array) -> tuple[jax.Array, None]:
+    return _of_choices(dy_MD, rows).astype(jnp.float32).sum(0).astype(dy_MD.dtype), None
+
+
+spread.defvjp(_spread_forward, _spread_backward)
+
+
+@jax.custom_vjp
+def combine(y_MD: jax.Array, weights_kN: jax.Array, rows: Rows) -> jax.Array:
+    """The weighted sum of the rows of each token, summed in float32: (M, D) -> (N, D) of y's dtype."""
+    return jnp.einsum("knd,kn->nd", _of_choices(y_MD, rows).astype(jnp.float32), weights_kN).astype(y_MD.dtype)
+
+
+def _combine_forward(
+    y_MD: jax.Array, weights_kN: jax.Array, rows: Rows
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Rows]]:
+    return combine(y_MD, weights_kN, rows), (y_MD, weights_kN, rows)
+
+
+def _combine_backward(saved: tuple[jax.Array, jax.Array, Rows], dy_ND: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    y_MD, weights_kN, rows = saved
+    weight_M = weights_kN.reshape(-1).at[rows.choice_M].get(mode="fill", fill_value=0)
+    dy_MD = spread(dy_ND, rows).astype(jnp.float32) * weight_M[:, None]
+    products = _of_choices(y_MD, rows).astype(jnp.float32) * dy_ND.astype(jnp.float32)[None]
+    return dy_MD.astype(y_MD.dtype), products.sum(-1), None
+
+
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+def _of_choices(y_MD: jax.Array, rows: Rows) -> jax.Array:
+    """The row of each choice: (M, D) -> (k, N, D); 0 without a row."""
+    return y_MD.at[rows.at_kN].get(mode="fill", fill_value=0)

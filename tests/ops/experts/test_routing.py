@@ -1,0 +1,70 @@
+"""The choices of a router, against loops over tokens in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.covering import sampled
+
+from mesh_transformer.families.spec import Router
+from mesh_transformer.ops.experts import route, statistics
+
+EXPERTS = 12
+LOGITS = np.random.default_rng(0).normal(size=(3, 5, EXPERTS)).astype(np.float32)
+BIAS = np.random.default_rng(1).normal(size=EXPERTS).astype(np.float32)
+
+
+def choices(router: Router, logits: np.ndarray, bias: np.ndarray | None) -> tuple[list[int], np.ndarray]:
+    """The experts of one token, best first, and their weights."""
+    scores = 1 / (1 + np.exp(-logits)) if router.scores == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+    ranked = scores if bias is None else scores + bias
+    groups = np.split(ranked, router.groups)
+    worth = [group.max() if router.group_score == "max" else np.sort(group)[-2:].sum() for group in groups]
+    size = EXPERTS // router.groups
+    allowed = [e for e in range(EXPERTS) if e // size in np.argsort(worth)[-router.top_groups :]]
+    chosen = sorted(allowed, key=lambda e: -ranked[e])[: router.chosen]
+    weights = scores[chosen]
+    return chosen, weights * router.scale / (weights.sum() + router.eps if router.normalize else 1)
+
+
+@pytest.mark.parametrize(
+    ("scores", "normalize", "grouped", "biased"),
+    sampled(["softmax", "sigmoid"], [True, False], ["no", "max", "two_best"], [True, False]),
+)
+def test_choices(scores: str, normalize: bool, grouped: str, biased: bool) -> None:
+    # DeepSeek-V2 has no bias: experts that are not in its groups have the score 0, above those with a negative bias
+    bias = np.abs(BIAS) if biased else None
+    groups = {} if grouped == "no" else {"groups": 4, "top_groups": 2, "group_score": grouped}
+    router = Router(scores=scores, chosen=3, normalize=normalize, eps=1e-3, scale=2.5, **groups)
+    found = jax.jit(lambda logits: route(router, logits, None if bias is None else jnp.asarray(bias)))(LOGITS)
+    for at in np.ndindex(LOGITS.shape[:2]):
+        chosen, weights = choices(router, LOGITS[at].astype(np.float64), bias)
+        assert found.experts_BTk[at].tolist() == chosen
+        np.testing.assert_allclose(found.weights_BTk[at], weights, rtol=2e-6)
+    np.testing.assert_allclose(found.probs_BTE.sum(-1), 1, rtol=2e-6)
+
+
+def test_statistics() -> None:
+    """Against the formulas in float64. The share of the choices has no gradient."""
+    router = Router(chosen=2, normalize=True)
+
+    def both(logits):
+        found = statistics(logits, route(router, logits))
+        return found["balance"], found
+
+    (balance, found), gradient = jax.value_and_grad(both, has_aux=True)(jnp.asarray(LOGITS))
+    probs = np.exp(LOGITS.astype(np.float64)) / np.exp(LOGITS.astype(np.float64)).sum(-1, keepdims=True)
+    load = np.bincount(np.argsort(LOGITS)[..., -2:].reshape(-1), minlength=EXPERTS)
+    np.testing.assert_array_equal(found["load_E"], load)
+    share = load / load.sum()
+    assert float(balance) == pytest.approx(EXPERTS * share @ probs.mean((0, 1)), rel=2e-6)
+    assert float(found["z"]) == pytest.approx((np.log(np.exp(LOGITS).sum(-1)) ** 2).mean(), rel=2e-6)
+    # of a softmax: p (f - sum of p f)
+    expected = EXPERTS / 15 * probs * (share - (probs * share).sum(-1, keepdims=True))
+    np.testing.assert_allclose(gradient, expected, atol=1e-7)
+
+
+def test_even_choices_have_balance_one() -> None:
+    logits = jnp.log(jnp.full((1, EXPERTS, EXPERTS), 0.5) + jnp.eye(EXPERTS)[None])
+    found = statistics(logits, route(Router(chosen=1, normalize=False), logits))
+    assert float(found["balance"]) == pytest.approx(1, rel=1e-6)

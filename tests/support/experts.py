@@ -1,0 +1,64 @@
+"""Routed experts as torch computes them in float64: every token goes through every expert."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The inputs of a layer of experts, and the gradient of its output."""
+
+    x_BTD: np.ndarray
+    weights_BTk: np.ndarray
+    experts_BTk: np.ndarray
+    gate_EDF: np.ndarray
+    in_EDF: np.ndarray
+    out_EFD: np.ndarray
+    dy_BTD: np.ndarray
+
+    @classmethod
+    def random(cls, *shape: int, d: int, f: int, experts: int, chosen: int, empty: tuple[int, ...] = ()) -> "Problem":
+        """Of `shape` tokens; no token chooses the experts `empty`, and the lower numbers are chosen more often."""
+        rng = np.random.default_rng(0)
+
+        def normal(*size: int) -> np.ndarray:
+            return rng.normal(size=size).astype(np.float32)
+
+        popular = np.array([0.0 if e in empty else 1 / (1 + e) for e in range(experts)])
+        choices = [
+            rng.choice(experts, chosen, replace=False, p=popular / popular.sum()) for _ in range(int(np.prod(shape)))
+        ]
+        return cls(
+            normal(*shape, d),
+            rng.random((*shape, chosen)).astype(np.float32),
+            np.array(choices, np.int32).reshape(*shape, chosen),
+            normal(experts, d, f) / d**0.5,
+            normal(experts, d, f) / d**0.5,
+            normal(experts, f, d) / f**0.5,
+            normal(*shape, d),
+        )
+
+    @property
+    def inputs(self) -> tuple[np.ndarray, ...]:
+        """What a gradient exists of."""
+        return self.x_BTD, self.weights_BTk, self.gate_EDF, self.in_EDF, self.out_EFD
+
+    def dense(self, kept_BTk: Any = 1.0) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The output and the gradients of all `inputs`, with silu; only the choices `kept_BTk` count."""
+        x, weights, gate, in_, out = (torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in self.inputs)
+        hidden = torch.nn.functional.silu(torch.einsum("btd,edf->btef", x, gate)) * torch.einsum(
+            "btd,edf->btef", x, in_
+        )
+        chosen = torch.nn.functional.one_hot(torch.tensor(self.experts_BTk).long(), len(gate)).double()
+        by_expert = torch.einsum("btke,btk->bte", chosen, weights * torch.as_tensor(kept_BTk))
+        y = torch.einsum("btef,efd,bte->btd", hidden, out, by_expert)
+        y.backward(torch.tensor(self.dy_BTD, dtype=torch.float64))
+        return y.detach().numpy(), [a.grad.numpy() for a in (x, weights, gate, in_, out)]
+
+
+def relative_differences(ours: list[Any], others: list[Any]) -> list[float]:
+    """The largest difference of each array, relative to its largest value."""
+    return [float(np.abs(np.asarray(a) - b).max() / np.abs(b).max()) for a, b in zip(ours, others, strict=True)]
