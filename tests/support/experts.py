@@ -58,6 +58,21 @@ class Problem:
         y.backward(torch.tensor(self.dy_BTD, dtype=torch.float64))
         return y.detach().numpy(), [a.grad.numpy() for a in (x, weights, gate, in_, out)]
 
+    def kept(self, factor: float, batch: int = 1, seq: int = 1) -> np.ndarray:
+        """Which choices fit, on devices that split the tokens into `batch` x `seq` parts: on each device, the first
+        choices of all its tokens take their places before the second."""
+        sequences, positions, chosen = self.experts_BTk.shape
+        fits, experts = np.zeros(self.experts_BTk.shape), len(self.gate_EDF)
+        rows, columns = sequences // batch, positions // seq
+        capacity = int(np.ceil(factor * rows * columns * chosen / experts))
+        for b, t in np.ndindex(batch, seq):
+            used = np.zeros(experts, int)
+            for j, row, column in np.ndindex(chosen, rows, columns):
+                at = b * rows + row, t * columns + column, j
+                fits[at] = used[self.experts_BTk[at]] < capacity
+                used[self.experts_BTk[at]] += 1
+        return fits
+
 
 def relative_differences(ours: list[Any], others: list[Any]) -> list[float]:
     """The largest difference of each array, relative to its largest value."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.ops.experts.layer import Activation, Weights, on_device
+from mesh_transformer.ops.experts.exchange import exchanged
+from mesh_transformer.ops.experts.grouped import platform
+from mesh_transformer.ops.experts.layer import Activation, Choices, Weights, on_device
 from mesh_transformer.ops.experts.routing import Routing, total
+from mesh_transformer.parallel.sharding import Partition, active
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +49,113 @@ def apply(
 ) -> tuple[jax.Array, jax.Array]:
     """The sum over each token's experts of weight * (activation(x gate) * (x in)) out.
 
+    The active partition may split the batch, the positions, the experts and their widths, but not D.
+
     Returns:
         (B, T, D) of x's dtype, and the number of choices that were dropped, over all devices, float32.
     """
-    weights = Weights(gate_EDF, in_EDF, out_EFD)
-    x_ND, weights_Nk, experts_Nk = (
-        rearrange(x, "b t d -> (b t) d") for x in (x_BTD, routing.weights_BTk, routing.experts_BTk)
-    )
-    capacity = dispatch.capacity(experts_Nk.size, len(gate_EDF))
-    y_ND, dropped = on_device(x_ND, weights_Nk, experts_Nk, weights, activation, capacity)
-    return y_ND.reshape(x_BTD.shape), total(dropped.astype(jnp.float32))
+    group = Group.of(dispatch)
+
+    def one_device(
+        x_BTD: jax.Array, weights_BTk: jax.Array, experts_BTk: jax.Array, *matrices: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        x_ND, weights_Nk, experts_Nk = (rearrange(x, "b t d -> (b t) d") for x in (x_BTD, weights_BTk, experts_BTk))
+        capacity = dispatch.capacity(experts_Nk.size, len(gate_EDF))
+        choices, weights = Choices(weights_Nk, experts_Nk), Weights(*matrices)
+        if group is None:
+            y_ND, dropped = on_device(x_ND, choices, weights, activation, capacity)
+        elif group.sends_choices:
+            y_ND, dropped = exchanged(x_ND, choices, weights, activation, capacity, group.experts)
+        else:
+            own = choices.after(group.first_expert(len(weights.gate_EDF)))
+            y_ND, dropped = on_device(x_ND, own, weights, activation, capacity)
+        return y_ND.reshape(x_BTD.shape), dropped.astype(jnp.float32)
+
+    run = one_device if group is None else group.map(one_device)
+    y_BTD, dropped = run(x_BTD, routing.weights_BTk, routing.experts_BTk, gate_EDF, in_EDF, out_EFD)
+    return y_BTD, total(dropped)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """The devices that split the tokens, the experts or their widths, by the mesh axes of each of these.
+
+    Each device has all choices of its tokens. It may have the tokens of all devices that split the experts.
+    """
+
+    partition: Partition
+    batch: tuple[str, ...]
+    seq: tuple[str, ...]
+    experts: tuple[str, ...]
+    mlp: tuple[str, ...]
+
+    @classmethod
+    def of(cls, dispatch: Dispatch) -> Group | None:
+        """The devices of the active partition; None if one device has everything."""
+        partition = active()
+        names = "batch", "seq", "experts", "mlp"
+        if partition is None or all(partition.size(name) == 1 for name in names):
+            return None
+        batch, seq, experts, mlp = (partition.axes(name) if partition.size(name) > 1 else () for name in names)
+        if dispatch.exchange == "gather":
+            batch = tuple(axis for axis in batch if axis not in experts)
+        return cls(partition, batch, seq, experts, mlp)
+
+    @property
+    def sends_choices(self) -> bool:
+        """Whether the devices that split the experts have different tokens."""
+        return bool(self.experts) and set(self.experts) <= set(self.batch)
+
+    @property
+    def same_tokens(self) -> tuple[str, ...]:
+        """The axes whose devices have the same tokens. Each device computes a part of their outputs."""
+        return (*(axis for axis in self.experts if axis not in self.batch), *self.mlp)
+
+    @property
+    def same_weights(self) -> tuple[str, ...]:
+        """The axes whose devices have the same weights. Each device computes a part of their gradients."""
+        return tuple(axis for axis in (*self.batch, *self.seq) if axis not in self.experts)
+
+    def first_expert(self, count: int) -> jax.Array:
+        """The number of a device's first expert, if each has `count`."""
+        return jax.lax.axis_index(self.experts) * count if self.experts else jnp.zeros((), jnp.int32)
+
+    def map(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, of three arrays of all tokens and the three matrices of `Weights`, of the arrays of one device.
+
+        What several devices have gets a dimension of these devices, which they split. So the sum of the devices' outputs,
+        and of gradients, is made outside, where the partitioner can join it with a split that follows.
+        """
+        tokens = P(self.same_tokens, self.batch, self.seq)
+        columns, rows = P(self.same_weights, self.experts, None, self.mlp), P(self.same_weights, self.experts, self.mlp)
+        axes = tuple(dict.fromkeys((*self.same_tokens, *self.batch, *self.seq)))
+        copies = [self.same_tokens] * 3 + [self.same_weights] * 3
+
+        def one_device(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y_BTD, dropped = function(*(x[0] for x in arrays))
+            return y_BTD[None], dropped[None]
+
+        def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y, dropped = jax.shard_map(
+                one_device,
+                mesh=self.partition.current_mesh,
+                in_specs=(tokens, tokens, tokens, columns, columns, rows),
+                out_specs=(tokens, P(axes)),
+                axis_names=set(axes),
+                # the outputs of Pallas kernels do not say over which devices they vary
+                check_vma=platform() != "tpu",
+            )(
+                *(
+                    jnp.broadcast_to(x[None], (self._size(over), *x.shape))
+                    for x, over in zip(arrays, copies, strict=True)
+                )
+            )
+            # of y's dtype: jnp.sum would send float32
+            y_BTD = jax.lax.reduce_sum(y, axes=(0,))
+            # the devices that split the widths all count the same
+            return y_BTD, dropped.sum() / self._size(self.mlp)
+
+        return run
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.partition.mesh.shape[axis] for axis in axes)

@@ -34,10 +34,20 @@ class Weights(NamedTuple):
         return matmul(activation(gate) * hidden, self.out_EFD)
 
 
+class Choices(NamedTuple):
+    """The experts of each token, int32, and the weights of their outputs, float32."""
+
+    weights_Nk: jax.Array
+    experts_Nk: jax.Array
+
+    def after(self, first: jax.Array) -> Choices:
+        """The same with expert `first` as number 0."""
+        return self._replace(experts_Nk=self.experts_Nk - first)
+
+
 def on_device(
     x_ND: jax.Array,
-    weights_Nk: jax.Array,
-    experts_Nk: jax.Array,
+    choices: Choices,
     weights: Weights,
     activation: Activation,
     capacity: int | None,
@@ -48,23 +58,36 @@ def on_device(
     the first `capacity` of an expert, the first choices of all tokens before the second (Lepikhin et al. 2020,
     arXiv:2006.16668). Also returns the number of these, int32.
     """
+    weights_Nk, experts_Nk = choices
     count = len(weights.gate_EDF)
     known = (experts_Nk >= 0) & (experts_Nk < count)
     experts_kN = jnp.where(known, experts_Nk, count).T
     queues = Queues.of(experts_kN, count)
     if capacity is None:
         rows = Rows.of(queues.order_kN, experts_kN.size)
-
-        def grouped(x: jax.Array, w: jax.Array) -> jax.Array:
-            return grouped_matmul(x, w, queues.sizes_E)
-
-        y_MD = weights.apply(spread(x_ND, rows), grouped, activation)
+        y_MD = grouped(spread(x_ND, rows), queues, weights, activation)
         return combine(y_MD, weights_Nk.T, rows), jnp.zeros((), jnp.int32)
     rows = capacity_rows(queues, experts_kN, capacity)
     x_ECD = rearrange(spread(x_ND, rows), "(e c) d -> e c d", e=count)
     y_ECD = weights.apply(x_ECD, batched_matmul, activation)
     dropped = jnp.maximum(queues.sizes_E - capacity, 0).sum()
     return combine(rearrange(y_ECD, "e c d -> (e c) d"), weights_Nk.T, rows), dropped
+
+
+def of_rows(x_MD: jax.Array, experts_M: jax.Array, weights: Weights, activation: Activation) -> jax.Array:
+    """The output of each row's expert, 0 for a row whose number is beyond them: (M, D) -> (M, D)."""
+    queues = Queues.of(experts_M[None], len(weights.gate_EDF))
+    rows = Rows.of(queues.order_kN, len(x_MD))
+    return spread(grouped(spread(x_MD, rows), queues, weights, activation), rows.back)
+
+
+def grouped(x_MD: jax.Array, queues: Queues, weights: Weights, activation: Activation) -> jax.Array:
+    """The outputs of rows in the order of `queues`."""
+
+    def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+        return grouped_matmul(x, w, queues.sizes_E)
+
+    return weights.apply(x_MD, matmul, activation)
 
 
 def capacity_rows(queues: Queues, experts_kN: jax.Array, capacity: int) -> Rows:

@@ -34,6 +34,11 @@ class Rows(NamedTuple):
         choice_M = empty.at[at_kN.reshape(-1)].set(numbers, mode="drop", unique_indices=True)
         return cls(at_kN, jnp.where(choice_M < choices, choice_M % tokens, tokens), choice_M)
 
+    @property
+    def back(self) -> Rows:
+        """The way back, if each token has one choice, and each row a token."""
+        return Rows(self.choice_M[None], self.at_kN[0], self.at_kN[0])
+
 
 class Queues(NamedTuple):
     """The choices, sorted by expert; those of one expert by their numbers."""
@@ -51,10 +56,10 @@ class Queues(NamedTuple):
         sorted_by = jnp.argsort(flat, stable=True)
         numbers = jnp.arange(flat.size, dtype=jnp.int32)
         order = jnp.zeros_like(numbers).at[sorted_by].set(numbers, unique_indices=True)
-        ends = jnp.searchsorted(flat[sorted_by], jnp.arange(experts + 1, dtype=flat.dtype), side="right")
-        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1].astype(jnp.int32)])
+        sizes_E = jax.nn.one_hot(flat, experts, dtype=jnp.int32).sum(0)
+        starts = jnp.pad(jnp.cumsum(sizes_E), (1, 0))
         place = order - starts[flat]
-        return cls(order.reshape(experts_kN.shape), place.reshape(experts_kN.shape), jnp.diff(starts))
+        return cls(order.reshape(experts_kN.shape), place.reshape(experts_kN.shape), sizes_E)
 
 
 @jax.custom_vjp

@@ -30,17 +30,6 @@ def outputs(problem: Problem, dispatch: Dispatch) -> tuple[list[jax.Array], floa
     return found, float(dropped)
 
 
-def kept(problem: Problem, capacity: int) -> np.ndarray:
-    """Which choices fit: the first choices of all tokens take their places before the second."""
-    fits, used = np.zeros(problem.experts_BTk.shape), np.zeros(len(problem.gate_EDF), int)
-    for j in range(fits.shape[2]):
-        for token in np.ndindex(fits.shape[:2]):
-            expert = problem.experts_BTk[*token, j]
-            fits[*token, j] = used[expert] < capacity
-            used[expert] += 1
-    return fits
-
-
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_every_choice_is_computed(tokens: int) -> None:
     cut = {name: getattr(PROBLEM, name)[:, :tokens] for name in ("x_BTD", "weights_BTk", "experts_BTk", "dy_BTD")}
@@ -55,12 +44,8 @@ def test_every_choice_is_computed(tokens: int) -> None:
 @pytest.mark.parametrize("factor", [0.5, 1.25, 10.0])
 def test_an_expert_computes_up_to_its_capacity(factor: float) -> None:
     found, dropped = outputs(PROBLEM, Dispatch(capacity_factor=factor))
-    fits = kept(PROBLEM, int(np.ceil(factor * fits_of_all() / 7)))
+    fits = PROBLEM.kept(factor)
     y, gradients = PROBLEM.dense(fits)
     assert max(relative_differences(found, [y, *gradients])) < CLOSE
     assert dropped == (1 - fits).sum()
     assert (dropped > 0) == (factor < 10)
-
-
-def fits_of_all() -> int:
-    return PROBLEM.experts_BTk.size
