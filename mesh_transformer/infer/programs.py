@@ -177,7 +177,7 @@ class SlotPrograms:
             view = slots.cache.view(rows_B, length, write=count_B > 0)
             ends_B = jnp.maximum(count_B - 1, 0)
             query_index_B = None if scored else ends_B
-            x_BPD, written, _ = self.model.hidden(params, chunks.tokens_BP, view, chunks.start_B, query_index_B)
+            x_BPD, written = self.model.hidden(params, chunks.tokens_BP, view, chunks.start_B, query_index_B)
             # padding rows write to an index after the last slot, which mode="drop" ignores
             to = jnp.where(count_B > 0, rows_B, self.n_slots)
             slots = slots._replace(
@@ -215,7 +215,7 @@ class SlotPrograms:
             tokens_BT = slots.token_N[rows_B][:, None]
             # without the barrier, XLA for CPU makes a float32 copy of a bfloat16 table before the loop
             embed, tokens_BT = jax.lax.optimization_barrier((params["embed"], tokens_BT))
-            x_BTD, written, _ = self.model.hidden({**params, "embed": embed}, tokens_BT, view, start_B)
+            x_BTD, written = self.model.hidden({**params, "embed": embed}, tokens_BT, view, start_B)
             logits_BV = self._logits(self.model.gathered_head(params), x_BTD)[:, 0]
             slots = slots._replace(
                 cache=self._written(written), length_N=slots.length_N.at[rows_B].add(live_B.astype(jnp.int32))

@@ -15,7 +15,7 @@ from einops import rearrange
 
 from mesh_transformer.families import spec
 from mesh_transformer.models.attention import SelfAttention
-from mesh_transformer.models.feed_forward import FeedForward
+from mesh_transformer.models.feed_forward import Experts, FeedForward
 from mesh_transformer.models.modules import ZEROS, Context, Linear, Norm, OutputBias, columns, parameter
 from mesh_transformer.ops.attend.causal import soft_capped
 from mesh_transformer.ops.linear import add_bias, matmul
@@ -39,33 +39,57 @@ def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) 
     return x_BTD, RelativeBias(heads, d.seq, name="relative")() if d.relative_bias else None
 
 
-def block(decoder: spec.Decoder, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """One layer: (B, T, D) -> (B, T or 1, D), and named sums over the tokens (none for a dense layer).
+def block(
+    decoder: spec.Decoder, layer: spec.Layer, x_BTD: jax.Array, ctx: Context
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """One layer of a kind: (B, T, D) -> (B, T or 1, D), and named means over the tokens (none for a dense layer).
 
     Matrices that multiply the same input are in one call of `column`. `row` sums the products of the tensor-parallel
-    shards: where attention and feed-forward run in parallel, one sum serves both. The biases are added after it.
+    shards. The biases are added after it.
     """
-    layer, out_stddev = decoder.layer, 2 / len(decoder.layers) / np.sqrt(decoder.d_model)
-    attention = SelfAttention(layer.attention, decoder.d_model, out_stddev, name="attention")
-    assert isinstance(layer.ff, spec.Dense)
-    ff = FeedForward(layer.ff, decoder.d_model, out_stddev, name="ff")
+    width, out_stddev = decoder.d_model, 2 / len(decoder.layers) / np.sqrt(decoder.d_model)
+    attention = SelfAttention(layer.attention, width, out_stddev, name="attention")
     attention_bias = OutputBias(name="attention_out") if layer.attention.out_bias else _unchanged
+    if isinstance(layer.ff, spec.Experts):
+        experts = Experts(layer.ff, width, out_stddev, name="ff")
+        x_BTD = _attended(layer, attention, attention_bias, x_BTD, ctx)
+        ff_BTD, means = experts(_norm(layer, "ff_norm", x_BTD), ctx.dispatch)
+        return x_BTD + _post_norm(layer, "ff_post_norm", ff_BTD), means
+    ff = FeedForward(layer.ff, width, out_stddev, name="ff")
     ff_bias = OutputBias(name="ff_out") if layer.ff.bias else _unchanged
-
-    def norm(name: str, x_BTD: jax.Array) -> jax.Array:
-        return constrain(Norm(layer.norm, name=name)(x_BTD), "batch", "block_seq", "act_embed")
-
+    if layer.wiring in ("sequential", "sandwich"):
+        x_BTD = _attended(layer, attention, attention_bias, x_BTD, ctx)
+        ff_BTD = ff_bias(ff.whole(_norm(layer, "ff_norm", x_BTD)))
+        return x_BTD + _post_norm(layer, "ff_post_norm", ff_BTD), {}
     also = ff.inputs if layer.wiring == "parallel_one_norm" else []
-    q, k, v, *hidden = ctx.columns(norm("norm", x_BTD), [*attention.inputs, *also], attention.inputs[1:])
+    q, k, v, *hidden = ctx.columns(_norm(layer, "norm", x_BTD), [*attention.inputs, *also], attention.inputs[1:])
     mixed, x_BTD = attention(q, k, v, ctx), ctx.queries(x_BTD)
-    if layer.wiring in ("parallel", "parallel_one_norm"):
-        hidden = hidden or columns(norm("ff_norm", x_BTD), ff.inputs)
-        both = row([mixed, ff(*hidden)], [attention.out.w, ff.out.w])
-        return x_BTD + ff_bias(attention_bias(both)), {}
-    attn_BTD, sandwich = attention_bias(row([mixed], [attention.out.w])), layer.wiring == "sandwich"
-    x_BTD = x_BTD + (norm("attention_post_norm", attn_BTD) if sandwich else attn_BTD)
-    ff_BTD = ff_bias(row([ff(*columns(norm("ff_norm", x_BTD), ff.inputs))], [ff.out.w]))
-    return x_BTD + (norm("ff_post_norm", ff_BTD) if sandwich else ff_BTD), {}
+    hidden = hidden or columns(_norm(layer, "ff_norm", x_BTD), ff.inputs)
+    # one sum over the shards serves both
+    both_BTD = row([mixed, ff(*hidden)], [attention.out.w, ff.out.w])
+    return x_BTD + ff_bias(attention_bias(both_BTD)), {}
+
+
+def _attended(
+    layer: spec.Layer,
+    attention: SelfAttention,
+    bias: Callable[[jax.Array], jax.Array],
+    x_BTD: jax.Array,
+    ctx: Context,
+) -> jax.Array:
+    """The residual stream after attention, where this comes before the feed-forward: (B, T, D) -> (B, T or 1, D)."""
+    q, k, v = ctx.columns(_norm(layer, "norm", x_BTD), attention.inputs, attention.inputs[1:])
+    attn_BTD = bias(row([attention(q, k, v, ctx)], [attention.out.w]))
+    return ctx.queries(x_BTD) + _post_norm(layer, "attention_post_norm", attn_BTD)
+
+
+def _norm(layer: spec.Layer, name: str, x_BTD: jax.Array) -> jax.Array:
+    return constrain(Norm(layer.norm, name=name)(x_BTD), "batch", "block_seq", "act_embed")
+
+
+def _post_norm(layer: spec.Layer, name: str, x_BTD: jax.Array) -> jax.Array:
+    """A norm before the addition to the residual stream, in a sandwich."""
+    return _norm(layer, name, x_BTD) if layer.wiring == "sandwich" else x_BTD
 
 
 def final_norm(decoder: spec.Decoder, x_BTD: jax.Array) -> jax.Array:
@@ -93,7 +117,8 @@ def token_table(decoder: spec.Decoder) -> Embedding:
 def fusable_modules(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
     """Groups of modules of a block whose matrices multiply the same activations, so that they can be fused."""
     attention, ff = ["attention/q", "attention/k", "attention/v"], ["ff/gate", "ff/in"]
-    return [attention + ff] if decoder.layer.wiring == "parallel_one_norm" else [attention, ff]
+    shared = ["ff/shared/gate", "ff/shared/in"]
+    return [attention + ff] if decoder.layer.wiring == "parallel_one_norm" else [attention, ff, shared]
 
 
 def _unchanged(x_BTD: jax.Array) -> jax.Array:

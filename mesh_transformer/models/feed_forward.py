@@ -1,6 +1,6 @@
 """Feed-forward layers of a block, as Haiku modules.
 
-Shapes: B sequences, T positions, D residual width, F feed-forward width.
+Shapes: B sequences, T positions, D residual width, F feed-forward width, E experts.
 """
 
 from __future__ import annotations
@@ -10,11 +10,19 @@ from collections.abc import Callable
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.families import spec
-from mesh_transformer.models.modules import Linear
+from mesh_transformer.models.modules import ZEROS, Linear, Means, columns, parameter
+from mesh_transformer.ops import experts as routed
+from mesh_transformer.ops.linear import matmul
+from mesh_transformer.ops.tensor_parallel import row
 from mesh_transformer.parallel.sharding import constrain
+
+# The module of a router, whose parameters stay float32 in any compute dtype.
+ROUTER = "ff/router"
 
 # Without jax.checkpoint the backward pass keeps five tensors of the activation's size.
 _ACTIVATIONS: dict[spec.Activation, Callable[[jax.Array], jax.Array]] = {
@@ -36,8 +44,70 @@ class FeedForward:
             self.inputs = [Linear(d_model, ff.d_ff, ("embed", "mlp"), bias=ff.bias, name=name) for name in names]
             self.out = Linear(ff.d_ff, d_model, ("mlp", "embed"), stddev=out_stddev, name="out")
 
+    def whole(self, x_BTD: jax.Array) -> jax.Array:
+        """All of it, without the bias of the output: (B, T, D) -> (B, T, D)."""
+        return row([self(*columns(x_BTD, self.inputs))], [self.out.w])
+
     def __call__(self, *products: jax.Array) -> jax.Array:
         activation = _ACTIVATIONS[self.ff.activation]
         with jax.named_scope(self.name):
             hidden, *gate = (checkpoint_name(constrain(y, "batch", "seq", "mlp"), "mlp_hidden") for y in products)
             return activation(*gate) * hidden if gate else activation(hidden)
+
+
+class ExpertMatrices(hk.Module):
+    """The matrices of all experts: gate and in (E, D, F), out (E, F, D)."""
+
+    def __init__(self, experts: spec.Experts, d_model: int, out_stddev: float, name: str):
+        super().__init__(name)
+        wide, axes = (experts.count, d_model, experts.d_ff), ("experts", "embed", "mlp")
+        init = hk.initializers.TruncatedNormal(1 / np.sqrt(d_model))
+        self.gate, self.into = (parameter(name, wide, init, *axes) for name in ("gate", "in"))
+        narrow = (experts.count, experts.d_ff, d_model)
+        self.out = parameter("out", narrow, hk.initializers.TruncatedNormal(out_stddev), "experts", "mlp", "embed")
+
+
+class Router(hk.Module):
+    """The logits of all experts, and the bias of the choice: (B, T, D) -> (B, T, E), (E,) or None; float32."""
+
+    def __init__(self, experts: spec.Experts, name: str):
+        super().__init__(name)
+        self.experts = experts
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        width, count = x_BTD.shape[-1], self.experts.count
+        init = hk.initializers.TruncatedNormal(1 / np.sqrt(width))
+        w_DE = parameter("w", (width, count), init, "embed", None)
+        bias_E = parameter("bias", (count,), ZEROS, None) if self.experts.router.bias else None
+        return matmul(x_BTD.astype(jnp.float32), w_DE, jnp.dtype(jnp.float32)), bias_E
+
+
+class Experts:
+    """Routed experts, with the experts that all tokens share (`spec.Experts`): (B, T, D) -> (B, T, D), and `Means`."""
+
+    def __init__(self, experts: spec.Experts, d_model: int, out_stddev: float, name: str):
+        self.experts, self.name = experts, name
+        with hk.name_scope(name):
+            self.router = Router(experts, name="router")
+            self.matrices = ExpertMatrices(experts, d_model, out_stddev, name="experts")
+            self.shared = None
+            if experts.shared is not None:
+                self.shared = FeedForward(experts.shared, d_model, out_stddev, name="shared")
+            self.shared_gate = Linear(d_model, 1, ("embed", None), name="shared_gate") if experts.shared_gate else None
+
+    def __call__(self, x_BTD: jax.Array, dispatch: routed.Dispatch) -> tuple[jax.Array, Means]:
+        # the name in profiles
+        with jax.named_scope(self.name):
+            logits_BTE, bias_E = self.router(x_BTD)
+            routing = routed.route(self.experts.router, logits_BTE, bias_E)
+            activation = _ACTIVATIONS[self.experts.activation]
+            matrices = self.matrices.gate, self.matrices.into, self.matrices.out
+            y_BTD, dropped = routed.apply(dispatch, x_BTD, routing, *matrices, activation)
+        choices = routed.total(jnp.float32(routing.experts_BTk.size))
+        means = {**routed.statistics(logits_BTE, routing), "dropped": dropped / choices}
+        if self.shared is None:
+            return y_BTD, means
+        shared_BTD = self.shared.whole(x_BTD)
+        if self.shared_gate is not None:
+            shared_BTD = shared_BTD * jax.nn.sigmoid(self.shared_gate(x_BTD))
+        return y_BTD + shared_BTD, means

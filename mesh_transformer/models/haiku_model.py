@@ -74,7 +74,7 @@ class HaikuModel:
         """`Parts.layer`."""
         return self._block.apply(gather_weights(params, self._stage_axes["block"]), None, stream.x_BTD), {}
 
-    def loss(self, params: Any, x: jax.Array, aux: Any, batch: Any) -> tuple[jax.Array, Any]:
+    def loss(self, params: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
         """`Parts.loss`, from the parameters of the whole model."""
         return self._head.apply(gather_weights(params["head"], self._stage_axes["head"]), None, x, batch)
 

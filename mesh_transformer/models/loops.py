@@ -1,21 +1,97 @@
-"""Loops over layers that are not a single scan: layers one after the other, and layers whose caches differ in length.
+"""Loops over layers: over stacked layers, whose modules may differ; over layers one after the other; and over layers
+whose caches differ in length.
 
-`body` computes a layer: (residual stream, view), (parameters, index in the view, window) -> (residual stream, view),
-named sums. Shapes: B sequences, T positions, D residual width, L layers.
+In the last two, `body` computes a layer: (residual stream, view), (parameters, (index in the view, window)) ->
+(residual stream, view), named means. Shapes: B sequences, T positions, D residual width, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from mesh_transformer.models.modules import Means
 from mesh_transformer.ops.attend.cached import KeyValueView
 
-Aux = dict[str, jax.Array]
-"""Named sums over tokens, each with a leading layer dimension."""
+Members = Mapping[str, Sequence[int]]
+"""The layers that have each module of "blocks", ascending. The parameters of a module are stacked over these layers."""
+
+
+def scan_layers(
+    layer: Callable[..., Any], carry: Any, blocks: Any, own: Any, members: Members | None, unroll: int
+) -> tuple[Any, Means]:
+    """A loop over stacked layers: the last carry, and the means of the layers that have any, stacked.
+
+    Args:
+        layer: computes one: carry, (its parameters, its part of `own`) -> carry, named means.
+        own: arrays with a leading layer dimension, or None.
+        members: None: all layers have all modules, and one loop computes them. Else each of the `layer_runs` is a loop,
+            of which a step computes a turn.
+        unroll: steps of a loop that are one in the program.
+    """
+    if members is None:
+        return jax.lax.scan(layer, carry, (blocks, own), unroll=unroll)
+    kinds, means = kinds_of(members), []
+    for run in layer_runs(kinds):
+        stop = run.start + len(run.turn) * run.repeats
+        # of each module, the rows of the run by step: (steps, layers of a turn that have it, ...)
+        parts = {
+            name: jax.tree.map(functools.partial(_by_step, run.repeats, *_span(members[name], run.start, stop)), leaves)
+            for name, leaves in blocks.items()
+            if any(run.start <= member < stop for member in members[name])
+        }
+        own_part = jax.tree.map(functools.partial(_by_step, run.repeats, run.start, stop), own)
+        carry, of_run = jax.lax.scan(functools.partial(_turn, layer, run.turn), carry, (parts, own_part), unroll=unroll)
+        means.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_run))
+    return carry, _joined(jnp.concatenate, means)
+
+
+def _turn(layer: Callable[..., Any], turn: Sequence[frozenset[str]], carry: Any, step: Any) -> tuple[Any, Means]:
+    """The layers of a turn, one after the other."""
+    (parts, own), used, means = step, dict.fromkeys(step[0], 0), []
+    for offset, modules in enumerate(turn):
+        block = {}
+        for name in modules:
+            block[name] = jax.tree.map(lambda x, row=used[name]: x[row], parts[name])
+            used[name] += 1
+        carry, of_layer = layer(carry, (block, jax.tree.map(lambda x, row=offset: x[row], own)))
+        means.append(of_layer)
+    return carry, _joined(jnp.stack, means)
+
+
+def kinds_of(members: Members) -> list[frozenset[str]]:
+    """The modules of each layer."""
+    layers = 1 + max(max(some) for some in members.values())
+    return [frozenset(name for name, some in members.items() if layer in some) for layer in range(layers)]
+
+
+def layer_of(blocks: Any, members: Members | None, layer: int) -> Any:
+    """The parameters of one layer."""
+    if members is None:
+        return jax.tree.map(lambda x: x[layer], blocks)
+    rows = {name: members[name].index(layer) for name in blocks if layer in members[name]}
+    return {name: jax.tree.map(lambda x, row=row: x[row], blocks[name]) for name, row in rows.items()}
+
+
+def _by_step(steps: int, start: int, stop: int, x: jax.Array) -> jax.Array:
+    # a slice of all rows is not a copy
+    part = x if (start, stop) == (0, len(x)) else x[start:stop]
+    return part.reshape(steps, -1, *x.shape[1:])
+
+
+def _span(members: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+    """The rows of a module's stack that belong to the layers from `start` to `stop`."""
+    return sum(member < start for member in members), sum(member < stop for member in members)
+
+
+def _joined(join: Callable[..., Any], means: Sequence[Means]) -> Means:
+    """The means of the layers that have any."""
+    some = [one for one in means if one]
+    return jax.tree.map(lambda *layers: join(layers), *some) if some else {}
 
 
 def unrolled(
@@ -25,20 +101,17 @@ def unrolled(
     x_BTD: jax.Array,
     cache: Any,
     query_index_B: jax.Array | None,
-) -> tuple[jax.Array, Any, Aux]:
+) -> tuple[jax.Array, Any]:
     """The layers one after the other, each with its own arrays. The last computes only the queries of
     `query_index_B`."""
     # layers of equal shapes are traced once
     one = jax.jit(body)
     views, view_of = ([None], [0] * len(params)) if cache is None else cache.split(len(params))
-    sums = []
     for index, (block, at) in enumerate(zip(params, view_of, strict=True)):
         last = cache is not None and index == len(params) - 1
-        layer = block, 0, None if windows_L is None else windows_L[index]
-        (x_BTD, views[at]), aux = one((x_BTD, views[at]), layer, query_index_B if last else None)
-        sums.append(aux)
-    aux = jax.tree.map(lambda *layers: jnp.stack(layers), *sums)
-    return x_BTD, None if cache is None else cache.joined(views), aux
+        layer = block, (0, None if windows_L is None else windows_L[index])
+        (x_BTD, views[at]), _ = one((x_BTD, views[at]), layer, query_index_B if last else None)
+    return x_BTD, None if cache is None else cache.joined(views)
 
 
 class LayerRun(NamedTuple):
@@ -71,33 +144,42 @@ def _repeats(kinds: tuple[Any, ...], turn: tuple[Any, ...]) -> int:
 def in_runs(
     body: Callable[..., Any],
     params: Any,
+    members: Members | None,
     windows: Sequence[int | None],
     x_BTD: jax.Array,
     cache: KeyValueView,
     unroll: int,
-) -> tuple[jax.Array, Any, Aux]:
+) -> tuple[jax.Array, Any]:
     """Stacked layers whose caches are not all of one length: a loop for each of the `layer_runs`.
 
     A step of a loop computes a turn of the run, so that each layer in it has a view of its own length. `unroll` steps of
     a loop are one in the program.
     """
     views, view_of = cache.split(len(windows))
-    places_L = jnp.asarray([view_of[:layer].count(at) for layer, at in enumerate(view_of)])
-    carry, sums = (x_BTD, tuple(views)), []
-    for run in layer_runs(list(zip(view_of, windows, strict=True))):
+    places_L = _places(view_of)
+    kinds = [frozenset(params)] * len(windows) if members is None else kinds_of(members)
+    rows = {name: _places([name in kind for kind in kinds]) for name in params}
+    carry = x_BTD, tuple(views)
+    for run in layer_runs(list(zip(view_of, windows, kinds, strict=True))):
 
-        def turn(carry: Any, first: jax.Array, run: LayerRun = run) -> tuple[Any, Aux]:
+        def turn(carry: Any, first: jax.Array, run: LayerRun = run) -> tuple[Any, None]:
             x_BTD, views = carry[0], list(carry[1])
-            sums = []
-            for offset, (at, window) in enumerate(run.turn):
+            for offset, (at, window, kind) in enumerate(run.turn):
                 layer = first + offset
-                block = jax.tree.map(lambda x, i=layer: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), params)
-                (x_BTD, views[at]), aux = body((x_BTD, views[at]), (block, places_L[layer], window))
-                sums.append(aux)
-            return (x_BTD, tuple(views)), jax.tree.map(lambda *layers: jnp.stack(layers), *sums)
+                block = {name: _row(params[name], rows[name][layer]) for name in kind}
+                (x_BTD, views[at]), _ = body((x_BTD, views[at]), (block, (places_L[layer], window)))
+            return (x_BTD, tuple(views)), None
 
         firsts = run.start + len(run.turn) * jnp.arange(run.repeats)
-        carry, aux = jax.lax.scan(turn, carry, firsts, unroll=unroll)
-        sums.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux))
+        carry, _ = jax.lax.scan(turn, carry, firsts, unroll=unroll)
     x_BTD, written = carry
-    return x_BTD, cache.joined(written), jax.tree.map(lambda *runs: jnp.concatenate(runs), *sums)
+    return x_BTD, cache.joined(written)
+
+
+def _places(groups: Sequence[Any]) -> jax.Array:
+    """The place of each layer among those of its own group, int32 (L,)."""
+    return jnp.asarray([groups[:layer].count(group) for layer, group in enumerate(groups)])
+
+
+def _row(leaves: Any, row: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, keepdims=False), leaves)

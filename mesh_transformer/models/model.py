@@ -1,7 +1,8 @@
 """A model of any family: parameters, the names of their dimensions, and the loop over layers.
 
-Embedding, block and head (models/decoder.py) are separate `hk.transform`s. The parameters of all layers are stacked,
-and one compiled block serves all layers: compile time does not grow with their number.
+Embedding, block and head (models/decoder.py) are separate `hk.transform`s. The parameters of a module are stacked over
+the layers that have it, and one compiled block serves all layers of a kind: compile time does not grow with their
+number.
 
 Shapes: B sequences (or cache slots), T positions, S key positions, D residual width, V padded vocabulary rows.
 """
@@ -16,12 +17,14 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import ComputeConfig
-from mesh_transformer.families.spec import Decoder
+from mesh_transformer.families.spec import Decoder, Layer
 from mesh_transformer.models import decoder as modules
-from mesh_transformer.models.loops import Aux, in_runs, unrolled
+from mesh_transformer.models.feed_forward import ROUTER
+from mesh_transformer.models.loops import Means, Members, in_runs, scan_layers, unrolled
 from mesh_transformer.models.modules import Context, at_position
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.cached import Cached, KeyValueView, KVCache, ring_length
@@ -38,7 +41,8 @@ from mesh_transformer.parallel.sharding import (
 )
 
 Params = dict[str, Any]
-"""{"embed": ..., "blocks": ..., "head": ...}; the arrays of "blocks" have a leading layer dimension."""
+"""{"embed": ..., "blocks": ..., "head": ...}; the arrays of "blocks" have a leading dimension: the layers that have
+the module, which are all layers in most models (`Model.members`)."""
 
 # The named activations of a layer that the backward pass keeps, by the value of `compute.remat`.
 KEPT = {
@@ -56,7 +60,8 @@ class _Stages(NamedTuple):
     """The functions that make the Haiku modules, or their `hk.transform`s."""
 
     embed: Any
-    block: Any
+    # by kind of layer
+    blocks: Any
     final_norm: Any
     unembed: Any
 
@@ -73,13 +78,20 @@ class Model:
 
     @functools.cached_property
     def _functions(self) -> _Stages:
-        functions = modules.embed, modules.block, modules.final_norm, modules.unembed
-        return _Stages(*(functools.partial(function, self.decoder) for function in functions))
+        of = functools.partial
+        return _Stages(
+            of(modules.embed, self.decoder),
+            {kind: of(modules.block, self.decoder, kind) for kind in self.decoder.kinds},
+            of(modules.final_norm, self.decoder),
+            of(modules.unembed, self.decoder),
+        )
 
     @functools.cached_property
     def stages(self) -> _Stages:
         """The `hk.transform` of each stage."""
-        return _Stages(*map(hk.transform, self._functions))
+        one, own = hk.transform, self._functions
+        blocks = {kind: one(block) for kind, block in own.blocks.items()}
+        return _Stages(one(own.embed), blocks, one(own.final_norm), one(own.unembed))
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -90,34 +102,62 @@ class Model:
         """Float32 parameters. The values depend only on the key, not on the mesh."""
         embed_key, block_key, head_key = jax.random.split(key, 3)
         tokens, x, ctx = self._example()
-        block_keys = jax.random.split(block_key, len(self.decoder.layers))
         head = {**self.stages.final_norm.init(head_key, x), **self.stages.unembed.init(head_key, x)}
         return {
             "embed": self.stages.embed.init(embed_key, tokens, tokens),
-            "blocks": jax.vmap(lambda k: self.stages.block.init(k, x, ctx))(block_keys),
+            "blocks": self._init_blocks(block_key, x, ctx),
             "head": self._own_head(head),
         }
+
+    def _init_blocks(self, key: jax.Array, x_BTD: jax.Array, ctx: Context) -> Params:
+        layers = [layer.kind for layer in self.decoder.layers]
+        keys = jax.random.split(key, len(layers))
+        found: dict[str, list[tuple[list[int], Any]]] = {}
+        for kind, transform in self.stages.blocks.items():
+            own = [number for number, other in enumerate(layers) if other == kind]
+            init = jax.vmap(lambda k, transform=transform: transform.init(k, x_BTD, ctx))
+            for module, leaves in init(keys if len(own) == len(layers) else keys[np.array(own)]).items():
+                found.setdefault(module, []).append((own, leaves))
+        return {module: _in_order(some) for module, some in found.items()}
 
     @functools.cached_property
     def axes(self) -> Params:
         """The dimension names of each parameter: a tree like the parameters' with tuples of names as leaves."""
         stages = self.stage_axes
-        blocks = map_axes(lambda axes: ("layers", *axes), stages["block"])
+        modules = functools.reduce(lambda a, b: {**a, **b}, stages["blocks"].values())
+        blocks = map_axes(lambda axes: ("layers", *axes), modules)
         return {"embed": stages["embed"], "blocks": blocks, "head": self._own_head(stages["head"])}
 
     @functools.cached_property
     def stage_axes(self) -> Params:
-        """The dimension names of each stage's parameters: one layer for the block; with a tied table for the head."""
+        """The dimension names of each stage's parameters: one layer of each kind; with a tied table for the head."""
         tokens, x, ctx = self._example()
         functions = self._functions
         return {
             "embed": collect_axes(lambda: functions.embed(tokens, tokens)[0]),
-            "block": collect_axes(lambda: functions.block(x, ctx)),
+            "blocks": {
+                kind: collect_axes(functools.partial(block, x, ctx)) for kind, block in functions.blocks.items()
+            },
             "head": {
                 **collect_axes(lambda: functions.final_norm(x)),
                 **collect_axes(lambda: functions.unembed(x)),
             },
         }
+
+    @functools.cached_property
+    def members(self) -> Members | None:
+        """The layers that have each module; None: all layers are of one kind."""
+        kinds = self.stage_axes["blocks"]
+        if len(kinds) == 1:
+            return None
+        layers = [layer.kind for layer in self.decoder.layers]
+        modules = dict.fromkeys(module for kind in kinds.values() for module in kind)
+        return {m: [number for number, kind in enumerate(layers) if m in kinds[kind]] for m in modules}
+
+    def _kind(self, block: Params) -> Layer:
+        """The kind of a layer with these modules."""
+        kinds = self.stage_axes["blocks"]
+        return next(kind for kind in kinds if len(kinds) == 1 or kinds[kind].keys() == block.keys())
 
     def _own_head(self, head: Any) -> Any:
         """The head's parameters without a table that is tied to the embedding."""
@@ -130,15 +170,29 @@ class Model:
 
     def cast(self, params: Params) -> Params:
         """The parameters in the compute dtype. A step casts once, while they are sharded."""
-        return jax.tree.map(lambda p: p.astype(self.dtype), params)
+        return jax.tree.map(lambda p, dtype: p.astype(dtype), params, self.dtypes(params, self.dtype))
+
+    def dtypes(self, params: Params, dtype: jnp.dtype) -> Params:
+        """The dtype of each parameter for arithmetic in `dtype`: that of a router is float32."""
+
+        def dtype_of(path: Any, _: Any) -> jnp.dtype:
+            names = {key.key for key in path if isinstance(key, jax.tree_util.DictKey)}
+            return jnp.dtype(jnp.float32) if ROUTER in names else dtype
+
+        return jax.tree_util.tree_map_with_path(dtype_of, params)
 
     def without_padding(self, params: Params) -> Params:
-        """The parameters with zeros in the vocabulary's padding rows, so that a norm does not count these rows."""
+        """The parameters with zeros in the vocabulary's padding rows, so that a norm does not count these rows; nor the
+        biases of routers, which no gradient trains."""
 
         def zero_padding(x: jax.Array, axes: Axes) -> jax.Array:
             return self._mask_padding(x, axes.index("vocab"), 0) if "vocab" in axes else x
 
-        return jax.tree.map(zero_padding, params, self.axes)
+        counted = jax.tree.map(zero_padding, params, self.axes)
+        if "bias" not in counted["blocks"].get(ROUTER, {}):
+            return counted
+        router = {**counted["blocks"][ROUTER], "bias": jnp.zeros_like(counted["blocks"][ROUTER]["bias"])}
+        return {**counted, "blocks": {**counted["blocks"], ROUTER: router}}
 
     def new_cache(self, slots: int, length: int, *, longest_chunk: int | None = None, stacked: bool = True) -> KVCache:
         """An empty cache for `slots` sequences of up to `length` positions.
@@ -181,7 +235,7 @@ class Model:
         Returns:
             logits (B, T, V), or (B, 1, V) with query_index_B, float32, -inf from n_vocab on; and the cache.
         """
-        x_BTD, cache, _ = self.hidden(params, tokens_BT, cache, start_B, query_index_B)
+        x_BTD, cache = self.hidden(params, tokens_BT, cache, start_B, query_index_B)
         return self.logits(self.gathered_head(params), x_BTD), cache
 
     def hidden(
@@ -192,9 +246,8 @@ class Model:
         start_B: jax.Array | None = None,
         query_index_B: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, Aux]:
-        """`apply` without the head: the residual stream after the last block, (B, T, D) or (B, 1, D); the cache; the
-        layers' sums.
+    ) -> tuple[jax.Array, Any]:
+        """`apply` without the head: the residual stream after the last block, (B, T, D) or (B, 1, D); the cache.
 
         `positions_BT` replaces `start_B` where the positions of a row are not consecutive; it needs a cache. Without a
         cache, the tokens are in the order of `Partition.sequence_order`.
@@ -230,13 +283,14 @@ class Model:
         bias_BHTS = bias and bias(positions_BT, positions_BT if keys_BS is None else keys_BS)
         return x_BTD, bias_BHTS
 
-    def layer(self, params: Params | PackedBlock, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Aux]:
-        """One layer, from its own parameters: (B, T, D) -> (B, T or 1, D), and named sums."""
+    def layer(self, params: Params | PackedBlock, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Means]:
+        """One layer, from its own parameters: (B, T, D) -> (B, T or 1, D), and named means."""
         if isinstance(params, PackedBlock):
             params = params.unpack()
-        params = gather_weights(params, self.stage_axes["block"])
+        kind = self._kind(params)
+        params = gather_weights(params, self.stage_axes["blocks"][kind])
         x_BTD = checkpoint_name(constrain_residual(x_BTD), "block_in")
-        return self.stages.block.apply(params, None, x_BTD, ctx)
+        return self.stages.blocks[kind].apply(params, None, x_BTD, ctx)
 
     def gathered_head(self, params: Params) -> Params:
         """The head's parameters for `logits`: gathered over fsdp, with the embedding's table if it is tied."""
@@ -281,12 +335,12 @@ class Model:
         bias_BHTS: jax.Array | None,
         cache: KeyValueView | None,
         query_index_B: jax.Array | None,
-    ) -> tuple[jax.Array, Any, Aux]:
+    ) -> tuple[jax.Array, Any]:
         angles, windows_L = self.rotation(positions_BT), self.windows()
 
-        def body(carry: Any, layer: Any, query_index_B: jax.Array | None = None) -> tuple[Any, Aux]:
+        def body(carry: Any, layer: Any, query_index_B: jax.Array | None = None) -> tuple[Any, Means]:
             x_BTD, view = carry
-            block_params, index, window = layer
+            block_params, (index, window) = layer
             attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B)
             x_BTD, aux = self.layer(block_params, x_BTD, Context(attend, angles, window, query_index_B))
             return (x_BTD, attend.view), aux
@@ -294,15 +348,24 @@ class Model:
         unroll = self.compute.scan_unroll
         with jax.named_scope(LAYER_LOOP):
             if isinstance(params, tuple):
-                x_BTD, cache, aux = unrolled(body, params, windows_L, x_BTD, cache, query_index_B)
+                x_BTD, cache = unrolled(body, params, windows_L, x_BTD, cache, query_index_B)
             elif cache is not None and not cache.stacked:
-                x_BTD, cache, aux = in_runs(body, params, self.decoder.windows, x_BTD, cache, unroll)
+                windows = self.decoder.windows
+                x_BTD, cache = in_runs(body, params, self.members, windows, x_BTD, cache, unroll)
             else:
-                layers = params, jnp.arange(len(self.decoder.layers)), windows_L
-                (x_BTD, cache), aux = jax.lax.scan(body, (x_BTD, cache), layers, unroll=unroll)
+                own = jnp.arange(len(self.decoder.layers)), windows_L
+                (x_BTD, cache), _ = scan_layers(body, (x_BTD, cache), params, own, self.members, unroll)
         if query_index_B is not None and x_BTD.shape[1] > 1:
             x_BTD = at_position(x_BTD, query_index_B)
-        return constrain_residual(x_BTD), cache, aux
+        return constrain_residual(x_BTD), cache
+
+
+def _in_order(some: list[tuple[list[int], Any]]) -> Any:
+    """The arrays of a module that several kinds of layers have, stacked by layer. Given: their layers, and arrays."""
+    if len(some) == 1:
+        return some[0][1]
+    order = np.argsort([layer for layers, _ in some for layer in layers])
+    return jax.tree.map(lambda *stacks: jnp.concatenate(stacks)[order], *(leaves for _, leaves in some))
 
 
 def _bind(

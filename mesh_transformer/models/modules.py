@@ -19,12 +19,18 @@ import numpy as np
 
 from mesh_transformer.families import spec
 from mesh_transformer.ops.attend.causal import Attend
+from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.ops.rotary import Rotation
 from mesh_transformer.ops.tensor_parallel import column
 from mesh_transformer.parallel.sharding import with_axes
 
 ZEROS = hk.initializers.Constant(0.0)
+
+
+Means = dict[str, jax.Array]
+"""Named means over the tokens of a layer, float32; of several layers, each with a leading dimension of those that have
+it."""
 
 
 class Context(NamedTuple):
@@ -37,6 +43,8 @@ class Context(NamedTuple):
     window: jax.Array | int | None = None
     # int32 indices into T: the block returns only this position of each sequence, (B, 1, D); None: all
     query_index_B: jax.Array | None = None
+    # how tokens reach routed experts
+    dispatch: Dispatch = Dispatch()
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         """The positions of (B, T, ...) that the block returns: all, or one, (B, 1, ...)."""
@@ -72,7 +80,7 @@ class Linear(hk.Module):
         self,
         d_in: int,
         d_out: int,
-        axes: tuple[str, str],
+        axes: tuple[str, str | None],
         *,
         bias: bool = False,
         stddev: float | None = None,

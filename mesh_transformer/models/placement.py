@@ -67,9 +67,10 @@ class Placement:
         return self.partition.shardings(self.model.axes)
 
     def abstract(self, dtype: jnp.dtype) -> Params:
-        """The parameters as `jax.ShapeDtypeStruct` of this dtype with their shardings."""
+        """The parameters as `jax.ShapeDtypeStruct` for arithmetic in this dtype with their shardings."""
         shapes = jax.eval_shape(self.model.init, jax.random.key(0))
-        return self.partition.abstract(jax.tree.map(lambda x: x.update(dtype=dtype), shapes), self.model.axes)
+        typed = jax.tree.map(lambda x, own: x.update(dtype=own), shapes, self.model.dtypes(shapes, dtype))
+        return self.partition.abstract(typed, self.model.axes)
 
     def cast(self, params: Params, axes: Params | None = None) -> Params:
         """Inside a program: cast parameters with these dimension names (None: all) to the compute dtype, sharded as

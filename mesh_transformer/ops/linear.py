@@ -163,7 +163,7 @@ class PackedBlock:
     def pack(cls, block: dict[str, dict[str, Any]], fuse: Sequence[Sequence[str]]) -> PackedBlock:
         """Pack `block`, the parameters by module and name. `fuse` lists the groups of modules whose matrices are
         joined."""
-        groups = [[name for name in names if name in block] for names in fuse]
+        groups = [present for names in fuse if (present := [name for name in names if name in block])]
         grouped = {name for names in groups for name in names}
         others = {
             module: {

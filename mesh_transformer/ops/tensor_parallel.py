@@ -27,7 +27,7 @@ from mesh_transformer.ops.linear import Transposed, matmul
 from mesh_transformer.parallel.sharding import active, constrain
 
 
-def column(x_BTD: jax.Array, ws_DF: Sequence[jax.Array | Transposed], names: Sequence[str]) -> list[jax.Array]:
+def column(x_BTD: jax.Array, ws_DF: Sequence[jax.Array | Transposed], names: Sequence[str | None]) -> list[jax.Array]:
     """x w for each w, of x's dtype: (B, T, D) -> (B, T, F) each, split by F. `names` are those of the dimensions F."""
     group = _group()
     if group is None:

@@ -147,7 +147,7 @@ class Partition:
         """The same without a split of dimension `name`, under any rules: no axis divides its size."""
         return dataclasses.replace(self, whole=self.whole | {name})
 
-    def size(self, name: str) -> int:
+    def size(self, name: str | None) -> int:
         """The number of parts into which dimension `name` is split; 1 if every device holds all of it.
 
         Inside a `shard_map`: the parts of an array there, as in `spec`.

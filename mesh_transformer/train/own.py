@@ -51,7 +51,7 @@ def loss(parts: Parts, params: Params, batch: Any, *, rounds: int = 1) -> tuple[
     Raises:
         UserError: as in `gradients`.
     """
-    return _schedule(rounds, parts, params, batch, 1).loss(parts, params, batch)
+    return _schedule(rounds, parts, params, batch, 1).loss(parts, params, batch)[:2]
 
 
 def jit(partition: Partition, function: Callable[..., Any], **options: Any) -> Any:

@@ -27,25 +27,16 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.models.haiku_model import Stream
 from mesh_transformer.models.model import LAYER_LOOP, Params
+from mesh_transformer.models.modules import Means
 from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, at, fold, put, unfold
 from mesh_transformer.parallel.sharding import active, constrain, constrain_tree, map_axes
+from mesh_transformer.train.pipeline_forward import Forward, Layers, Losses
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule, microbatches
 
 
 def schedule(rounds: int) -> Schedule:
     """The schedule with `rounds` groups of layers in each stage; 1: 1F1B."""
     return Schedule(functools.partial(_gradients, rounds), functools.partial(_loss, rounds))
-
-
-class _Layers(NamedTuple):
-    """What differs between layers, each array folded: (v, L / v, ...); on a stage, (v, C, ...)."""
-
-    params: Params
-    own: Any
-
-    def at(self, turn: Any, index: Any) -> _Layers:
-        """One layer of a round."""
-        return jax.tree.map(lambda x: at(x, turn, index), self)
 
 
 def _stages(parts: Parts) -> Stages:
@@ -56,8 +47,8 @@ def _stages(parts: Parts) -> Stages:
     return Stages(partition, partition.size("layers"), parts.shared_out, place)
 
 
-def _layers(rounds: int, parts: Parts, params: Params) -> _Layers:
-    return fold(_Layers(params["blocks"], parts.own), rounds)
+def _layers(rounds: int, parts: Parts, params: Params) -> Layers:
+    return fold(Layers(params["blocks"], parts.own), rounds)
 
 
 def _gradients(
@@ -67,17 +58,22 @@ def _gradients(
     tables = {"embed": params["embed"], "head": params["head"]}
     ticks = Ticks(stages.count, rounds, microbatches(batch))
 
-    def run(tables: Params, layers: _Layers, batch: Any) -> Any:
-        return _Backward(_Forward(parts, stages, ticks, tables, layers, batch)).results()
+    def run(tables: Params, layers: Layers, batch: Any) -> Any:
+        return _Backward(Forward(parts, stages, ticks, tables, layers, batch)).results()
 
-    run = stages.run(run, (P(), stages.folded, P()), (P(), stages.folded, P(), P(), P()))
-    summed, blocks, losses, results, squares = run(tables, _layers(rounds, parts, params), batch)
+    run = stages.run(run, (P(), stages.folded, P()), (P(), stages.folded, P(), P(), P(), stages.folded))
+    summed, blocks, losses, results, squares, means = run(tables, _layers(rounds, parts, params), batch)
     total = parts.constrain({**summed, "blocks": unfold(blocks)})
-    metrics = jax.vmap(parts.metrics)(losses, results)
+    metrics = jax.vmap(parts.metrics)(losses, results, _by_microbatch(means))
     return optax.tree.scale(1 / ticks.microbatches, total), jax.tree.map(jnp.mean, metrics), squares
 
 
-def _loss(rounds: int, parts: Parts, params: Params, batch: Any) -> tuple[jax.Array, Any]:
+def _by_microbatch(means: Means) -> Means:
+    """The means of all layers, from (v, L / v, M, ...) to (M, L, ...)."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), unfold(means))
+
+
+def _loss(rounds: int, parts: Parts, params: Params, batch: Any) -> tuple[jax.Array, Any, Means]:
     stages = _stages(parts)
     replicas = stages.partition.size("batch")
     # the stages may share out the rows of a microbatch
@@ -89,121 +85,13 @@ def _loss(rounds: int, parts: Parts, params: Params, batch: Any) -> tuple[jax.Ar
     tables = {"embed": params["embed"], "head": params["head"]}
     ticks = Ticks(stages.count, rounds, count)
 
-    def run(tables: Params, layers: _Layers, batch: Any) -> tuple[jax.Array, Any]:
-        return _Forward(parts, stages, ticks, tables, layers, batch).losses()
+    def run(tables: Params, layers: Layers, batch: Any) -> tuple[jax.Array, Any, Means]:
+        return Forward(parts, stages, ticks, tables, layers, batch).losses()
 
-    run = stages.run(run, (P(), stages.folded, P()), (P(), P()))
-    losses, results = run(tables, _layers(rounds, parts, params), jax.tree.map(cut, batch))
-    return losses.sum(), jax.tree.map(join, results)
-
-
-class _Losses(NamedTuple):
-    """What `Parts.loss` yields: sums over this stage's shares, and the results of all shares, (M, B, T, ...)."""
-
-    losses_M: jax.Array
-    results: Any
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Forward:
-    """The forward pass on one stage, inside of `Stages.run`."""
-
-    parts: Parts
-    stages: Stages
-    ticks: Ticks
-    # "embed" and "head", all of both
-    tables: Params
-    layers: _Layers
-    # all microbatches
-    batch: Any
-
-    @property
-    def group(self) -> int:
-        """C."""
-        return jax.tree.leaves(self.layers)[0].shape[1]
-
-    def microbatch(self, item: Item) -> Any:
-        """The microbatch of an item."""
-        return jax.tree.map(lambda x: x[item.microbatch], self.batch)
-
-    def layer(self, layer: _Layers, stream: Stream) -> jax.Array:
-        """One layer."""
-        x_BTD, aux = self.parts.layer(layer.params, stream, layer.own)
-        if aux:
-            raise NotImplementedError(f"layers with the sums {sorted(aux)} cannot be split into stages")
-        return x_BTD
-
-    def pass_layers(self, tick: jax.Array, received_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The layers of this stage in a tick: (B, T, D) -> (B, T, D), and the input of each layer, (C, B, T, D)."""
-        item = self.ticks.forward(tick, self.stages.index)
-        stream = self.parts.embed(self.tables["embed"], self.microbatch(item))
-        x_BTD = jnp.where((self.stages.index == 0) & (item.round == 0), stream.x_BTD, received_BTD)
-
-        def layer(x_BTD: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return self.layer(self.layers.at(item.round, index), stream._replace(x_BTD=x_BTD)), x_BTD
-
-        with jax.named_scope(LAYER_LOOP):
-            return jax.lax.scan(layer, x_BTD, jnp.arange(self.group), unroll=self.parts.unroll)
-
-    def head(self, params: Params, y_BTD: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
-        """`Parts.loss` of this stage's share."""
-        return self.parts.loss(params, y_BTD, {}, jax.tree.map(self.stages.share, batch))
-
-    def finished(self, tick: jax.Array) -> Item:
-        """What the last stage has computed in this tick; valid if the microbatch has passed all layers."""
-        item = self.ticks.forward(tick, self.stages.last)
-        return item._replace(valid=item.valid & (item.round == self.ticks.rounds - 1))
-
-    def wire(self) -> jax.Array:
-        """Zeros like what a stage sends."""
-        x = jax.eval_shape(self.parts.embed, self.tables["embed"], self.one)[0]
-        return constrain(jnp.zeros(x.shape, x.dtype), *self.parts.stream_axes)
-
-    @property
-    def one(self) -> Any:
-        """A microbatch."""
-        return jax.tree.map(lambda x: x[0], self.batch)
-
-    def no_losses(self) -> _Losses:
-        """The results before the first microbatch."""
-
-        def results() -> Any:
-            _, results = self.head(self.tables, self.stages.share(self.wire()), self.one)
-            return jax.tree.map(self.stages.gather, results)
-
-        count = self.ticks.microbatches
-        zeros = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), jax.eval_shape(results))
-        return _Losses(jnp.zeros(count), zeros)
-
-    def add(self, total: _Losses, item: Item, loss: jax.Array, results: Any) -> _Losses:
-        """The results with those of one microbatch, from this stage's share."""
-        names = (None, "batch", "seq")[: self.stages.place + 2]
-
-        def add(all_MBT: jax.Array, one_Bt: jax.Array) -> jax.Array:
-            new = all_MBT.at[item.microbatch].set(self.stages.gather(one_Bt))
-            return constrain(new, *names)
-
-        return _Losses(total.losses_M.at[item.microbatch].add(loss), jax.tree.map(add, total.results, results))
-
-    def losses(self) -> tuple[jax.Array, Any]:
-        """The loss of each microbatch, (M,), and the results of `Parts.loss`, (M, B, T, ...), without a backward
-        pass."""
-
-        def finish(item: Item, y_BTD: jax.Array, total: _Losses) -> _Losses:
-            share = self.stages.share_of_last(y_BTD)
-            return self.add(total, item, *self.head(self.tables, share, self.microbatch(item)))
-
-        def step(carry: tuple[jax.Array, _Losses], tick: jax.Array) -> tuple[tuple[jax.Array, _Losses], None]:
-            received, total = carry
-            y_BTD, _ = self.pass_layers(tick, received)
-            item = self.finished(tick)
-            # all stages have the same condition, so that collectives may be inside
-            total = jax.lax.cond(item.valid, finish, lambda _, __, total: total, item, y_BTD, total)
-            return (self.stages.send(y_BTD, 1), total), None
-
-        start = self.wire(), self.no_losses()
-        (_, total), _ = jax.lax.scan(step, start, jnp.arange(self.ticks.forward_ticks))
-        return self.stages.sum(total.losses_M), total.results
+    run = stages.run(run, (P(), stages.folded, P()), (P(), P(), stages.folded))
+    losses, results, means = run(tables, _layers(rounds, parts, params), jax.tree.map(cut, batch))
+    of_layers = jax.tree.map(lambda x: x.mean(0), _by_microbatch(means))
+    return losses.sum(), jax.tree.map(join, results), of_layers
 
 
 class _Sums(NamedTuple):
@@ -213,7 +101,7 @@ class _Sums(NamedTuple):
     tables: Params
     blocks: Params
     squares_M: jax.Array
-    losses: _Losses
+    losses: Losses
 
 
 class _Carry(NamedTuple):
@@ -233,11 +121,12 @@ class _Carry(NamedTuple):
 class _Backward:
     """Forward and backward pass on one stage, inside of `Stages.run`."""
 
-    forward: _Forward
+    forward: Forward
 
-    def results(self) -> tuple[Params, Params, jax.Array, Any, jax.Array]:
+    def results(self) -> tuple[Params, Params, jax.Array, Any, jax.Array, Means]:
         """Sums of gradients: of embedding and head, and of this stage's layers; losses (M,), results of `Parts.loss`
-        (M, B, T, ...), squared norms of the microbatches' gradients (M,)."""
+        (M, B, T, ...), squared norms of the microbatches' gradients (M,), means of this stage's layers (v, C, M,
+        ...)."""
         ticks, carry = self.forward.ticks, self._start()
         ends = ticks.warmup, ticks.forward_ticks, ticks.total
         # the first ticks have no backward pass, the last ones no forward pass
@@ -246,7 +135,7 @@ class _Backward:
             carry, _ = jax.lax.scan(body, carry, jnp.arange(start, stop))
         sums = carry.sums
         tables, losses, squares = self.forward.stages.sum((sums.tables, sums.losses.losses_M, sums.squares_M))
-        return tables, sums.blocks, losses, sums.losses.results, squares
+        return tables, sums.blocks, losses, sums.losses.results, squares, sums.losses.by_layer()
 
     def _start(self) -> _Carry:
         f = self.forward
@@ -260,8 +149,9 @@ class _Backward:
     def _tick(self, forward: bool, backward: bool, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
         stages, y_BTD, dy_BTD = self.forward.stages, carry.x_BTD, carry.dx_BTD
         if forward:
-            y_BTD, inputs = self.forward.pass_layers(tick, carry.x_BTD)
-            carry = carry._replace(kept=self._keep(tick, inputs, carry.kept))
+            y_BTD, inputs, means = self.forward.pass_layers(tick, carry.x_BTD)
+            losses = self.forward.note(carry.sums.losses, tick, means)
+            carry = carry._replace(kept=self._keep(tick, inputs, carry.kept), sums=carry.sums._replace(losses=losses))
         if forward and backward:
             dy_BTD, carry = self._finish(tick, y_BTD, carry)
         if backward:
@@ -353,11 +243,13 @@ class _Backward:
             (dy_BTD, dlearned), total, square = carry
             one = f.layers.at(item.round, index)
 
-            def layer(params: Params, x_BTD: jax.Array, learned: Any) -> jax.Array:
-                return f.layer(one._replace(params=params), stream._replace(x_BTD=x_BTD, learned=learned))
+            def layer(params: Params, x_BTD: jax.Array, learned: Any) -> tuple[jax.Array, jax.Array]:
+                inputs = stream._replace(x_BTD=x_BTD, learned=learned)
+                y_BTD, means = f.layer(one._replace(params=params), inputs)
+                return y_BTD, f.parts.loss_of_layer(means)
 
             _, pull = jax.vjp(layer, one.params, inputs[index], stream.learned)
-            gradient, dx_BTD, dl = pull(dy_BTD)
+            gradient, dx_BTD, dl = pull((dy_BTD, jnp.ones(())))
             gradient = _masked(item.valid, constrain_tree(gradient, sums, names))
             total = jax.tree.map(
                 lambda x, one: put(x, at(x, item.round, index) + one, item.round, index), total, gradient

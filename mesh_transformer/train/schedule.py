@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 
 from mesh_transformer.models.haiku_model import Stream
-from mesh_transformer.models.loops import Aux
+from mesh_transformer.models.loops import Means, Members, scan_layers
 from mesh_transformer.models.model import LAYER_LOOP, Params
 from mesh_transformer.parallel.sharding import Axes, Partition, active, constrain, constrain_tree
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]
 
 
 def side_by_side(trained: Params, frozen: Params) -> Params:
@@ -24,7 +24,7 @@ def side_by_side(trained: Params, frozen: Params) -> Params:
     return {**trained, **frozen}
 
 
-def only_loss(loss: jax.Array, results: Any) -> Metrics:
+def only_loss(loss: jax.Array, results: Any, means: Means) -> Metrics:
     """The loss as the only metric."""
     return {"loss": loss}
 
@@ -37,19 +37,24 @@ class Parts(NamedTuple):
 
     embed: Callable[[Any, Any], Stream]
     """(parameters of "embed", microbatch) -> what the first layer reads."""
-    layer: Callable[[Any, Stream, Any], tuple[jax.Array, Aux]]
-    """(parameters of one layer, its input, its part of `own`) -> x for the next layer, named sums."""
-    loss: Callable[[Params, jax.Array, Aux, Any], tuple[jax.Array, Any]]
-    """(parameters, x after the last layer, named sums of all layers, microbatch) -> a float32 scalar, and results for
-    `metrics`: arrays (B, T, ...). The scalars of parts of `shared_out` add up to that of all."""
+    layer: Callable[[Any, Stream, Any], tuple[jax.Array, Means]]
+    """(parameters of one layer, its input, its part of `own`) -> x for the next layer, named means over its tokens."""
+    loss: Callable[[Params, jax.Array, Any], tuple[jax.Array, Any]]
+    """(parameters, x after the last layer, microbatch) -> a float32 scalar, and results for `metrics`: arrays
+    (B, T, ...). The scalars of parts of `shared_out` add up to that of all."""
     axes: Params
     """The dimension names of the trained parameters."""
     transform: Callable[[Params, Params], Params] = side_by_side
     """The parameters from the trained and the frozen ones."""
-    metrics: Callable[[jax.Array, Any], Metrics] = only_loss
-    """The results of `loss` for a whole microbatch -> metrics."""
+    layer_loss: Callable[[Means], jax.Array] | None = None
+    """The named means of one layer -> a float32 scalar, which the gradient includes beside `loss`; None: nothing."""
+    metrics: Callable[[jax.Array, Any, Means], Metrics] = only_loss
+    """The results of `loss` for a whole microbatch, and the means of its layers, (layers that have them, ...) ->
+    metrics."""
     sums: Partition | None = None
     """The partition of the sum of gradients; None: the active one."""
+    members: Members | None = None
+    """The layers that have each module of "blocks"; None: all layers are alike."""
     own: Any = None
     """Arrays (L, ...) without gradients, of which each layer reads its own row; None: none."""
     kept: Sequence[str] | None = None
@@ -65,6 +70,10 @@ class Parts(NamedTuple):
     """The dimension of `stream_axes` of which each stage of a pipeline takes a part through `loss`. Every array of a
     batch has it at the same place."""
 
+    def loss_of_layer(self, means: Means) -> jax.Array:
+        """`layer_loss` of one layer; 0 if there is none."""
+        return jnp.zeros(()) if self.layer_loss is None or not means else self.layer_loss(means)
+
     def constrain(self, gradient: Params) -> Params:
         """A gradient of the trained parameters, sharded as the sum of gradients is."""
         sums = self.sums or active()
@@ -76,10 +85,9 @@ class Schedule(NamedTuple):
 
     gradients: Callable[[Parts, Params, Params, Any], tuple[Params, Metrics, jax.Array]]
     """(parts, trained parameters, frozen parameters, batch (A, B, ...)) -> the mean gradient in float32, the mean
-    metrics, and the squared norm of the gradient of each microbatch, (A,), or of equal parts of each. The loss receives
-    the named sums of each layer, and their cotangents flow back to that layer."""
-    loss: Callable[[Parts, Params, Any], tuple[jax.Array, Any]]
-    """(parts, parameters, batch (B, ...)) -> the results of `Parts.loss`."""
+    metrics, and the squared norm of the gradient of each microbatch, (A,), or of equal parts of each."""
+    loss: Callable[[Parts, Params, Any], tuple[jax.Array, Any, Means]]
+    """(parts, parameters, batch (B, ...)) -> the results of `Parts.loss`, and the means of the layers."""
 
 
 def microbatches(batch: Any) -> int:
@@ -89,8 +97,9 @@ def microbatches(batch: Any) -> int:
 
 def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Any) -> tuple[Params, Metrics, jax.Array]:
     def loss(trained: Params, batch: Any) -> tuple[jax.Array, Metrics]:
-        value, results = _loss(parts, parts.transform(trained, frozen), batch)
-        return value, parts.metrics(value, results)
+        value, results, means = _loss(parts, parts.transform(trained, frozen), batch)
+        metrics = parts.metrics(value, results, means)
+        return value + jax.vmap(parts.loss_of_layer)(means).sum() if means else value, metrics
 
     def microbatch(total: Params, batch: Any) -> tuple[Params, tuple[Metrics, jax.Array]]:
         (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(trained, batch)
@@ -107,17 +116,18 @@ def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Any) -> tup
     return optax.tree.scale(1 / count, total), jax.tree.map(lambda m: m.mean(0), metrics), squares
 
 
-def _loss(parts: Parts, params: Params, batch: Any) -> tuple[jax.Array, Any]:
+def _loss(parts: Parts, params: Params, batch: Any) -> tuple[jax.Array, Any, Means]:
     stream = parts.embed(params["embed"], batch)
 
-    def layer(x_BTD: jax.Array, of_layer: Any) -> tuple[jax.Array, Aux]:
+    def layer(x_BTD: jax.Array, of_layer: Any) -> tuple[jax.Array, Means]:
         block, own = of_layer
         return parts.layer(block, stream._replace(x_BTD=x_BTD), own)
 
     layer = rematerialize(layer, parts.kept)
     with jax.named_scope(LAYER_LOOP):
-        x_BTD, aux = jax.lax.scan(layer, stream.x_BTD, (params["blocks"], parts.own), unroll=parts.unroll)
-    return parts.loss(params, constrain(x_BTD, *parts.stream_axes), aux, batch)
+        blocks, unroll = params["blocks"], parts.unroll
+        x_BTD, means = scan_layers(layer, stream.x_BTD, blocks, parts.own, parts.members, unroll)
+    return *parts.loss(params, constrain(x_BTD, *parts.stream_axes), batch), means
 
 
 sequential = Schedule(_gradients, _loss)

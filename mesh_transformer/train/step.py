@@ -16,16 +16,17 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.spec import Experts
 from mesh_transformer.models.haiku_model import Stream
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
-from mesh_transformer.models.loops import Aux
 from mesh_transformer.models.model import KEPT, Params
-from mesh_transformer.models.modules import Context
+from mesh_transformer.models.modules import Context, Means
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend import context
+from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import use
-from mesh_transformer.train import pipeline
+from mesh_transformer.train import experts, pipeline
 from mesh_transformer.train.optimizer import Optimizer, OptState, learning_rate
 from mesh_transformer.train.replicas import summed_once
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule, sequential, side_by_side
@@ -149,6 +150,10 @@ class TrainProgram:
         self.model, self.partition = placement.model, placement.partition
         self.split, self.transform = split, transform
         self.schedule = schedule or self._schedule()
+        self._dispatch = Dispatch(config.experts.exchange, config.experts.capacity_factor)
+        ffs = [layer.ff for layer in self.model.decoder.layers]
+        routers = sum(isinstance(ff, Experts) for ff in ffs)
+        self._router_loss = functools.partial(experts.router_loss, config.experts, routers)
         # those that compute gradients on their own
         self._replicas = Replicas(self.partition).count if config.mesh.sum_gradients == "per_step" else 1
         if self._replicas > 1:
@@ -212,9 +217,13 @@ class TrainProgram:
         """One update from tokens (A, B, T + 1) int32. Metrics are float32 scalars named as they are logged."""
         with use(self.partition):
             gradients, metrics, squares = self._gradients(state.params, state.frozen, tokens_ABT)
+        metrics, means = metrics["scalars"], metrics["means"]
         norm = optax.tree.norm(gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        if means:
+            params = experts.updated_bias(params, means, self.config.experts.bias_rate)
+            metrics = metrics | experts.metrics(means)
         # Of the new parameters, which exist anyway; otherwise XLA computes the updates twice.
         param_norm = optax.tree.norm(self.model.without_padding(self.transform(params, state.frozen)))
         finite = jnp.isfinite(metrics["train/loss"] + norm + param_norm)
@@ -239,21 +248,22 @@ class TrainProgram:
     def _gradients(self, params: Params, frozen: Params, tokens_ABT: jax.Array) -> tuple[Params, Metrics, jax.Array]:
         """The results of `Schedule.gradients`, from float32 parameters."""
         params, frozen = self._for_compute(params, self.axes), self._for_compute(frozen, self.frozen_axes)
-        return self.schedule.gradients(
-            self._parts(self._objective), params, frozen, Batch.of(tokens_ABT, self._replicas)
-        )
+        parts = self._parts(self._objective, self._dispatch)
+        return self.schedule.gradients(parts, params, frozen, Batch.of(tokens_ABT, self._replicas))
 
-    def _parts(self, objective: Callable[[TokenLoss], jax.Array]) -> Parts:
+    def _parts(self, objective: Callable[[TokenLoss], jax.Array], dispatch: Dispatch) -> Parts:
         """The model's functions and data, with this term of each token in the loss."""
         compute = self.model.compute
         return Parts(
             embed=self._embed,
-            layer=self._layer,
+            layer=functools.partial(self._layer, dispatch),
             loss=functools.partial(self._loss, objective),
             axes=self.axes,
             transform=self.transform,
+            layer_loss=self._router_loss,
             metrics=self._metrics,
             sums=self.moments,
+            members=self.model.members,
             own=self.model.windows(),
             kept=KEPT.get(compute.remat),
             unroll=compute.scan_unroll,
@@ -265,9 +275,11 @@ class TrainProgram:
         x_BTD, bias_BHTS = self.model.embed(params, batch.tokens, positions_1T)
         return Stream(x_BTD, bias_BHTS, self.model.rotation(positions_1T))
 
-    def _layer(self, params: Params, stream: Stream, window: jax.Array | None) -> tuple[jax.Array, Aux]:
+    def _layer(
+        self, dispatch: Dispatch, params: Params, stream: Stream, window: jax.Array | None
+    ) -> tuple[jax.Array, Means]:
         attend = context.attention(stream.learned)
-        return self.model.layer(params, stream.x_BTD, Context(attend, stream.fixed, window))
+        return self.model.layer(params, stream.x_BTD, Context(attend, stream.fixed, window, dispatch=dispatch))
 
     def _for_compute(self, params: Params, axes: Params) -> Params:
         params = self.placement.cast(params, axes)
@@ -278,7 +290,6 @@ class TrainProgram:
         objective: Callable[[TokenLoss], jax.Array],
         params: Params,
         x_BTD: jax.Array,
-        aux: Aux,
         batch: Batch,
     ) -> tuple[jax.Array, TokenLoss]:
         """`Parts.loss` with this term of each token."""
@@ -295,10 +306,11 @@ class TrainProgram:
         log_z = per_token.shifted_log_z if optimizer.z_loss_kind == "classic" else per_token.log_z
         return optimizer.z_loss * jnp.square(log_z)
 
-    def _metrics(self, loss: jax.Array, per_token: TokenLoss) -> Metrics:
-        """The metrics of a microbatch. The last token's loss includes the mean z-loss of its sequence."""
+    def _metrics(self, loss: jax.Array, per_token: TokenLoss, means: Means) -> Metrics:
+        """The metrics of a microbatch, and the means of its layers. The last token's loss includes the mean z-loss of its
+        sequence."""
         last_loss = self._last(per_token.nll) + self._z_loss(per_token).mean(-1)
-        return {"train/loss": loss, "train/last_loss": last_loss.mean()}
+        return {"scalars": {"train/loss": loss, "train/last_loss": last_loss.mean()}, "means": means}
 
     def _last(self, x_BT: jax.Array) -> jax.Array:
         """The last position of each sequence, (B,)."""
@@ -313,13 +325,15 @@ class TrainProgram:
         return next(n for n in range(1, positions + 1) if positions % n == 0 and (n >= needed or n == positions))
 
     def _eval_step(self, params: Params, tokens_BT: jax.Array) -> Metrics:
-        """Mean loss without z-loss, loss of the last token, and accuracy, of tokens (B, T + 1) int32. `params`:
-        float32, all."""
+        """Mean loss without z-loss, loss of the last token, and accuracy, of tokens (B, T + 1) int32; of a model with
+        experts, also their load (`experts.load`). `params`: float32, all."""
         with use(self.partition):
             params = self.placement.cast(params)
-            parts = self._parts(lambda per_token: per_token.nll)
-            loss, per_token = self.schedule.loss(parts, params, Batch.of(tokens_BT))
-        return {"loss": loss, "last_loss": self._last(per_token.nll).mean(), "accuracy": per_token.correct.mean()}
+            # no token is dropped
+            parts = self._parts(lambda per_token: per_token.nll, Dispatch(self._dispatch.exchange))
+            loss, per_token, means = self.schedule.loss(parts, params, Batch.of(tokens_BT))
+        found = {"loss": loss, "last_loss": self._last(per_token.nll).mean(), "accuracy": per_token.correct.mean()}
+        return {**found, experts.LOAD: experts.load(means)} if means else found
 
 
 def _begin(params: Params, opt_state: OptState, frozen: Params) -> TrainState:

@@ -35,13 +35,13 @@ def _parts(*, tied: bool, shared_out: str) -> Parts:
         bias = 0.0 if stream.learned is None else stream.learned[None, None]
         return stream.x_BTD + own * stream.fixed * jnp.tanh(stream.x_BTD @ params["w"] + bias), {}
 
-    def head(params: Any, x_BTD: jax.Array, aux: Any, batch: Any) -> tuple[jax.Array, Any]:
+    def head(params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
         weights = params["embed"]["table"] if tied else jnp.eye(VOCABULARY, WIDTH)
         logits = (x_BTD * params["head"]["scale"][None, None]) @ weights.T
         nll = -(jax.nn.log_softmax(logits) * jax.nn.one_hot(batch["targets"], VOCABULARY)).sum(-1)
         return nll.sum() / (ROWS * POSITIONS), {"nll": nll}
 
-    def metrics(value: jax.Array, results: Any) -> dict[str, jax.Array]:
+    def metrics(value: jax.Array, results: Any, means: Any) -> dict[str, jax.Array]:
         return {"loss": value, "largest": results["nll"].max()}
 
     own = jnp.linspace(0.5, 1.0, LAYERS)
@@ -94,7 +94,7 @@ def test_stages_of_plain_functions_equal_one_device(tied: bool, shared_out: str,
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        (lambda: mesh_shape(tp=2, ddp=4), "unknown mesh axis ddp: the axes are pp, dp, fsdp, cp, tp"),
+        (lambda: mesh_shape(tp=2, ddp=4), "unknown mesh axis ddp: the axes are pp, dp, fsdp, ep, cp, tp"),
         (lambda: make_mesh(mesh_shape(tp=3), jax.devices()), "a mesh tp 3 needs 3 devices, found 8"),
         (
             lambda: Partition(_on(dp=2).mesh, {"mlp": "tp"}),

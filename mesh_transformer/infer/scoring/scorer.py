@@ -70,7 +70,7 @@ class Scorer:
         model = self.model
         view = model.packed_view(ends_BT)
         with use(self.partition):
-            x_BTD, _, _ = model.hidden(params, tokens_BT, view, positions_BT=positions_BT)
+            x_BTD, _ = model.hidden(params, tokens_BT, view, positions_BT=positions_BT)
         return rearrange(x_BTD, "b t d -> (b t) d")
 
     def _scores_PM(

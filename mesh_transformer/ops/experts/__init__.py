@@ -1,6 +1,6 @@
 """Routed experts: which experts a token goes to, and the computation of these experts on one or many devices."""
 
 from mesh_transformer.ops.experts.dispatch import Dispatch, apply
-from mesh_transformer.ops.experts.routing import Routing, route, statistics
+from mesh_transformer.ops.experts.routing import Routing, route, statistics, total
 
-__all__ = ["Dispatch", "Routing", "apply", "route", "statistics"]
+__all__ = ["Dispatch", "Routing", "apply", "route", "statistics", "total"]

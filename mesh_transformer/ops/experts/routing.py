@@ -61,7 +61,7 @@ def statistics(logits_BTE: jax.Array, routing: Routing) -> dict[str, jax.Array]:
     """How evenly a layer's tokens are spread over the experts, float32.
 
     Returns:
-        load_E: the choices of each expert, over all devices.
+        share_E: the share of the choices that each expert has, over all devices.
         balance: E * sum over e of f_e P_e, with the share f_e of the choices, without a gradient, and the mean P_e of
             the probabilities: 1 if both are even (Fedus et al. 2021, arXiv:2101.03961).
         z: the mean over the tokens of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906).
@@ -74,7 +74,7 @@ def statistics(logits_BTE: jax.Array, routing: Routing) -> dict[str, jax.Array]:
     share_E = load_E / load_E.sum()
     balance = experts * jnp.sum(share_E * routing.probs_BTE.mean((0, 1)))
     z = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)).mean()
-    return {"load_E": load_E, "balance": balance, "z": z}
+    return {"share_E": share_E, "balance": balance, "z": z}
 
 
 def total(x: jax.Array) -> jax.Array:

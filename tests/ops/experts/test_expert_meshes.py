@@ -115,7 +115,7 @@ def test_inside_of_replicas() -> None:
         routing = route(router, logits)
         y, dropped = apply(Dispatch("tokens", 1.0), x, routing, *matrices, jax.nn.silu)
         found = statistics(logits, routing)
-        return found["balance"] + found["z"] + (y * y).mean(), (found["load_E"], dropped)
+        return found["balance"] + found["z"] + (y * y).mean(), (found["share_E"], dropped)
 
     def whole(*arrays):
         with use(partition):
