@@ -65,7 +65,7 @@ def _gradients(
     summed, blocks, losses, results, squares, means = run(tables, _layers(rounds, parts, params), batch)
     total = parts.constrain({**summed, "blocks": unfold(blocks)})
     metrics = jax.vmap(parts.metrics)(losses, results, _by_microbatch(means))
-    return optax.tree.scale(1 / ticks.microbatches, total), jax.tree.map(jnp.mean, metrics), squares
+    return optax.tree.scale(1 / ticks.microbatches, total), jax.tree.map(lambda x: x.mean(0), metrics), squares
 
 
 def _by_microbatch(means: Means) -> Means:
