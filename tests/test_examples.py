@@ -15,6 +15,7 @@ COLLECTIVES = {
     "pipeline_parallelism": {"all-reduce", "all-gather", "all-to-all", "collective-permute"},
     "pipeline_parallelism dp=2 tp=4": {"all-reduce"},
     "context_parallelism": {"all-reduce", "collective-permute"},
+    "expert_parallelism": {"all-reduce", "all-gather", "all-to-all"},
     "three_d": {"all-reduce", "all-gather", "all-to-all", "collective-permute"},
 }
 

@@ -3,6 +3,7 @@ one's own. docs/library.md describes the names here."""
 
 from mesh_transformer.families.spec import Attention as AttentionSpec
 from mesh_transformer.families.spec import Norm as NormSpec
+from mesh_transformer.families.spec import Router as RouterSpec
 from mesh_transformer.models.attention import SelfAttention
 from mesh_transformer.models.decoder import Embedding
 from mesh_transformer.models.haiku_model import HaikuModel, Stream
@@ -17,6 +18,7 @@ __all__ = [
     "Norm",
     "NormSpec",
     "OutputBias",
+    "RouterSpec",
     "SelfAttention",
     "Stream",
     "columns",

@@ -15,6 +15,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from mesh_transformer.models.modules import Means
 from mesh_transformer.parallel.sharding import collect_axes, gather_weights, map_axes, use
 
 
@@ -40,8 +41,8 @@ class HaikuModel:
 
     embedding: Callable[[Any], jax.Array]
     """Microbatch -> x."""
-    block: Callable[[jax.Array], jax.Array]
-    """One layer: x -> x."""
+    block: Callable[[jax.Array], Any]
+    """One layer: x -> x, or x and named means over its tokens for `Parts.layer_loss` and `Parts.metrics`."""
     head: Callable[[jax.Array, Any], tuple[jax.Array, Any]]
     """(x, microbatch) -> a float32 scalar, a sum over rows or positions; and results for the metrics, or None."""
     layers: int
@@ -70,9 +71,10 @@ class HaikuModel:
         """`Parts.embed`."""
         return Stream(self._embed.apply(gather_weights(params, self._stage_axes["embed"]), None, batch))
 
-    def layer(self, params: Any, stream: Stream, own: None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def layer(self, params: Any, stream: Stream, own: None = None) -> tuple[jax.Array, Means]:
         """`Parts.layer`."""
-        return self._block.apply(gather_weights(params, self._stage_axes["block"]), None, stream.x_BTD), {}
+        found = self._block.apply(gather_weights(params, self._stage_axes["block"]), None, stream.x_BTD)
+        return found if isinstance(found, tuple) else (found, {})
 
     def loss(self, params: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
         """`Parts.loss`, from the parameters of the whole model."""
