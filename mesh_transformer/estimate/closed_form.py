@@ -15,6 +15,7 @@ from mesh_transformer import slices
 from mesh_transformer.accelerators import Accelerator
 from mesh_transformer.config import Config
 from mesh_transformer.errors import UserError
+from mesh_transformer.estimate import experts
 from mesh_transformer.estimate.collectives import DeviceGroup, collective_seconds
 from mesh_transformer.estimate.sizes import FLOAT32_BYTES, NORMS, StepSizes
 from mesh_transformer.models.model import KEPT
@@ -224,6 +225,7 @@ def _memory(step: StepSizes, fused: bool) -> dict[str, float]:
     }
     logits = 0.0 if fused else step.largest_logits * FLOAT32_BYTES
     layer = LIVE_LOGITS * logits + LIVE_HIDDEN * step.hidden + LIVE_ROWS * step.whole_rows
+    layer += experts.LIVE_ROWS * experts.rows_bytes(step)
     gathered = step.layer_weights if step.split.parts("embed") > 1 and not per_step else 0.0
     backward = {**always, "gradients": weights, "one layer": layer + gathered}
     # the loss of a chunk of the positions, with the head's gradient in float32
@@ -347,8 +349,20 @@ def _collectives(step: StepSizes, again: _Recomputed, rates: _Rates) -> dict[str
         moved += seconds("all-gather", tables, weights)
     kind = "all-reduce" if step.split.moments == rules else "reduce-scatter"
     once = step.config.mesh.sum_gradients == "per_step"
-    gradient = 0.0 if once else seconds(kind, step.all_elements * step.item_bytes, replicas)
-    return {"tensor-parallel sums": layers * layer + ends, "gathered weights": moved, "sums over replicas": gradient}
+    # the devices that split the experts sum the gradients of all other parameters
+    split = step.elements_with("experts")
+    alike = step.group([axis for axis in rules["batch"] or () if axis not in (*embed, *(rules["experts"] or ()))])
+    gradient = 0.0
+    if not once:
+        gradient = seconds(kind, (step.all_elements - split) * step.item_bytes, replicas)
+        gradient += seconds(kind, split * step.item_bytes, alike)
+    exchange = experts.exchange_seconds(step, again.hidden, seconds)
+    return {
+        "tensor-parallel sums": layers * layer + ends,
+        "gathered weights": moved,
+        "sums over replicas": gradient,
+        "exchange of tokens": exchange,
+    }
 
 
 def _collectives_of_a_step(step: StepSizes) -> dict[str, float]:

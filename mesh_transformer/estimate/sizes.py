@@ -286,6 +286,10 @@ class StepSizes:
         """Elements of all parameters."""
         return self.elements("embed", "blocks", "head")
 
+    def elements_with(self, name: str) -> float:
+        """Elements of the parameters that have a dimension of this name."""
+        return sum(self.split.elements(one.axes, one.shape) for one in self.table if name in one.axes)
+
     @functools.cached_property
     def sum_elements(self) -> float:
         """Elements of the sums of gradients."""
