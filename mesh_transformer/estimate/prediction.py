@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_transformer import platforms
-from mesh_transformer.config import Config
+from mesh_transformer.config import AXES, Config
 from mesh_transformer.config.mesh import MeshShape, layers_of_a_loop, part_of_a_slice
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import overlap, serving
@@ -20,8 +20,6 @@ from mesh_transformer.models.model import LAYER_LOOP
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.train.step import TrainProgram, lower_step
 
-MESH_AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
-"""All axes that a mesh may have, in the order in which they are reported."""
 STEP_RANGE = (0.9, 1.2)
 """The range of a measured time, in units of the predicted one: the published runs of docs/preflight.md with the same
 kind of attention are inside."""
@@ -158,7 +156,7 @@ class _Case:
         return {
             "slice": self.target.name,
             "program": self.program,
-            "mesh": {axis: self.shape.get(axis, 1) for axis in MESH_AXES},
+            "mesh": {axis: self.shape.get(axis, 1) for axis in AXES},
             "microbatch": self.batch,
             "accumulation": self.accumulation,
             "remat": _remat(self.config),

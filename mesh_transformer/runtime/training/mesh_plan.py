@@ -34,6 +34,7 @@ _COLUMNS = {
     "heads": ("heads", "heads of attention"),
     "kv_heads": ("key heads", "heads of keys and values"),
     "mlp": ("ff", "columns of the feed-forward"),
+    "experts": ("experts", "experts of a layer"),
     "vocab": ("vocab", "rows of the vocabulary"),
     "embed": ("weights", "columns of the weights, of the model's width"),
     "moments": ("state", "columns of the optimizer state, of the model's width"),
