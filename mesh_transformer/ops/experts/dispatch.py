@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.ops.experts.exchange import exchanged
@@ -93,10 +94,11 @@ class Group:
     def of(cls, dispatch: Dispatch) -> Group | None:
         """The devices of the active partition; None if one device has everything."""
         partition = active()
-        names = "batch", "seq", "experts", "mlp"
-        if partition is None or all(partition.size(name) == 1 for name in names):
+        if partition is None or partition.mesh.size == 1:
             return None
-        batch, seq, experts, mlp = (partition.axes(name) if partition.size(name) > 1 else () for name in names)
+        batch, seq, experts, mlp = (partition.axes(name) for name in ("batch", "seq", "experts", "mlp"))
+        if partition.size("experts") == 1:
+            experts = ()
         if dispatch.exchange == "gather":
             batch = tuple(axis for axis in batch if axis not in experts)
         return cls(partition, batch, seq, experts, mlp)
@@ -107,9 +109,9 @@ class Group:
         return bool(self.experts) and set(self.experts) <= set(self.batch)
 
     @property
-    def same_tokens(self) -> tuple[str, ...]:
-        """The axes whose devices have the same tokens. Each device computes a part of their outputs."""
-        return (*(axis for axis in self.experts if axis not in self.batch), *self.mlp)
+    def gathers(self) -> tuple[str, ...]:
+        """The axes that split the experts, if their devices have the same tokens."""
+        return tuple(axis for axis in self.experts if axis not in self.batch)
 
     @property
     def same_weights(self) -> tuple[str, ...]:
@@ -126,36 +128,44 @@ class Group:
         What several devices have gets a dimension of these devices, which they split. So the sum of the devices' outputs,
         and of gradients, is made outside, where the partitioner can join it with a split that follows.
         """
-        tokens = P(self.same_tokens, self.batch, self.seq)
+        mesh = self.partition.current_mesh
+        tokens = P(self.gathers, self.mlp, self.batch, self.seq)
         columns, rows = P(self.same_weights, self.experts, None, self.mlp), P(self.same_weights, self.experts, self.mlp)
-        axes = tuple(dict.fromkeys((*self.same_tokens, *self.batch, *self.seq)))
-        copies = [self.same_tokens] * 3 + [self.same_weights] * 3
+        axes = tuple(dict.fromkeys((*self.gathers, *self.mlp, *self.batch, *self.seq)))
 
-        def one_device(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-            y_BTD, dropped = function(*(x[0] for x in arrays))
-            return y_BTD[None], dropped[None]
+        def one_device(x: jax.Array, weights: jax.Array, experts: jax.Array, *matrices: jax.Array) -> Any:
+            y, dropped = function(x[0, 0], weights[0, 0], experts[0, 0], *(matrix[0] for matrix in matrices))
+            return y[None, None], dropped[None]
 
         def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
             y, dropped = jax.shard_map(
                 one_device,
-                mesh=self.partition.current_mesh,
+                mesh=mesh,
                 in_specs=(tokens, tokens, tokens, columns, columns, rows),
                 out_specs=(tokens, P(axes)),
-                axis_names=set(axes),
+                # all axes, as a Pallas kernel needs
+                axis_names=set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes),
                 # the outputs of Pallas kernels do not say over which devices they vary
                 check_vma=platform() != "tpu",
-            )(
-                *(
-                    jnp.broadcast_to(x[None], (self._size(over), *x.shape))
-                    for x, over in zip(arrays, copies, strict=True)
-                )
-            )
+            )(*map(self._for_tokens, arrays[:3]), *(self._copies(matrix, self.same_weights) for matrix in arrays[3:]))
             # of y's dtype: jnp.sum would send float32
-            y_BTD = jax.lax.reduce_sum(y, axes=(0,))
+            y_BTD = jax.lax.reduce_sum(self._split(jax.lax.reduce_sum(y, axes=(0,))), axes=(0,))
             # the devices that split the widths all count the same
             return y_BTD, dropped.sum() / self._size(self.mlp)
 
         return run
+
+    def _for_tokens(self, x_BTD: jax.Array) -> jax.Array:
+        return self._copies(self._split(self._copies(x_BTD, self.mlp)), self.gathers)
+
+    def _split(self, x: jax.Array) -> jax.Array:
+        """x, one part for each device that splits the widths, with its tokens split over all others: one sum and split
+        over the devices that split the experts, and then one over those that split the widths."""
+        spec = P(self.mlp, self.partition.axes("batch"), self.seq)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.partition.current_mesh, spec))
+
+    def _copies(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return jnp.broadcast_to(x[None], (self._size(axes), *x.shape))
 
     def _size(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.partition.mesh.shape[axis] for axis in axes)

@@ -12,11 +12,11 @@ import functools
 
 import jax
 
-from mesh_transformer.ops.experts import row_loop
+from mesh_transformer.ops.experts import megablox, row_blocks, row_loop
 from mesh_transformer.ops.experts.kernel import Kernel
 from mesh_transformer.parallel.sharding import active
 
-_KERNELS: dict[str, Kernel] = {"cpu": row_loop.KERNEL}
+_KERNELS: dict[str, Kernel] = {"cpu": row_loop.KERNEL, "gpu": row_blocks.KERNEL, "tpu": megablox.kernel()}
 
 
 def grouped_matmul(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from mesh_transformer.ops.experts.kernel import Kernel, live, zeros
 
 # R, for products and for gradients of matrices
-ROWS, GRADIENT_ROWS = 16, 64
+_ROWS, _GRADIENT_ROWS = 16, 64
 
 
 def _product(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -28,7 +28,7 @@ def _product_transposed(dy_NF: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) 
 
 
 def _products(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, width: int, dims: tuple) -> jax.Array:
-    rows = min(ROWS, len(x_ND))
+    rows = min(_ROWS, len(x_ND))
     x_padded = jnp.pad(x_ND, ((0, rows), (0, 0)))
 
     def group(number: jax.Array, start: jax.Array, size: jax.Array, y: jax.Array) -> jax.Array:
@@ -45,8 +45,9 @@ def _products(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, width: int,
     return live(y[: len(x_ND)], sizes_E)
 
 
-def _weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    rows = min(GRADIENT_ROWS, len(x_ND))
+def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, sizes_E: jax.Array, *, rows: int = _GRADIENT_ROWS) -> jax.Array:
+    """See `Kernel`. The products of blocks of at most `rows` rows are summed in float32."""
+    rows = min(rows, len(x_ND))
     x_padded, dy_padded = (jnp.pad(x, ((0, rows), (0, 0))) for x in (x_ND, dy_NF))
     shape = x_ND.shape[1], dy_NF.shape[1]
 
@@ -74,4 +75,4 @@ def _each_group(sizes_E: jax.Array, function: Callable[..., jax.Array], carry: j
     return jax.lax.fori_loop(0, (sizes_E > 0).sum(), step, carry)
 
 
-KERNEL = Kernel(_product, _product_transposed, _weight_gradient)
+KERNEL = Kernel(_product, _product_transposed, weight_gradient)

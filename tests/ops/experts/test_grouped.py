@@ -1,0 +1,50 @@
+"""The products of groups of rows of each platform, all computed on CPU, against a loop over the groups."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.experts import relative_differences
+
+from mesh_transformer.ops.experts import grouped, megablox, row_blocks, row_loop
+
+KERNELS = {"cpu": row_loop.KERNEL, "gpu": row_blocks.KERNEL, "tpu": megablox.kernel(interpret=True)}
+ROWS, D, F = 300, 20, 12
+# the last group is not the last row; groups of one block and of many, of blocks that are not full; empty groups
+SIZES = {"uneven": (0, 130, 17, 0, 1, 64, 0), "all": (64, 32, 16, 128, 0, 60, 0), "one": (0, 0, 300, 0, 0, 0, 0)}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("platform", KERNELS)
+def test_products_and_gradients(platform: str, sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(grouped._KERNELS, "cpu", KERNELS[platform])
+    rng, counts = np.random.default_rng(0), SIZES[sizes]
+    x, w, dy = (rng.normal(size=shape).astype(np.float32) for shape in ((ROWS, D), (len(counts), D, F), (ROWS, F)))
+
+    @jax.jit
+    def run(x, w, dy):
+        y, pull = jax.vjp(lambda x, w: grouped.grouped_matmul(x, w, jnp.array(counts, jnp.int32)), x, w)
+        return y, *pull(dy)
+
+    y, dx, dw = run(x, w, dy)
+    expected = np.zeros((ROWS, F)), np.zeros((ROWS, D)), np.zeros(w.shape)
+    for group, (end, count) in enumerate(zip(np.cumsum(counts), counts, strict=True)):
+        rows = slice(end - count, end)
+        expected[0][rows] = x[rows].astype(np.float64) @ w[group]
+        expected[1][rows] = dy[rows].astype(np.float64) @ w[group].T
+        expected[2][group] = x[rows].astype(np.float64).T @ dy[rows]
+    # float32 sums of at most 300 products
+    assert max(relative_differences([y, dx, dw], expected)) < 1e-6
+    assert not any(np.asarray(a)[b == 0].any() for a, b in zip((y, dx, dw), expected, strict=True))
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_one_row(platform: str) -> None:
+    """As in decoding."""
+    x, w = np.ones((1, D), np.float32), np.arange(3 * D * F, dtype=np.float32).reshape(3, D, F)
+    y = jax.jit(KERNELS[platform].product)(x, w, jnp.array([0, 1, 0], jnp.int32))
+    np.testing.assert_allclose(y, x @ w[1], rtol=1e-6)
+
+
+def test_tiles_of_a_dimension() -> None:
+    assert [megablox._tile(size, 1024) for size in (96, 1024, 2048, 1408, 1536)] == [96, 1024, 1024, 768, 768]
