@@ -273,7 +273,7 @@ def _time(step: StepSizes, fused_attention: float | None) -> dict[str, float]:
 def _products(step: StepSizes, again: _Recomputed, rates: _Rates) -> float:
     """The matrix products of the layers. The backward pass has two for each of the forward pass."""
     split = step.split
-    qkv, out = split.query_width + 2 * split.key_width, split.query_width
+    qkv, out = split.attention_widths
     hidden, ff_out = split.hidden_width, split.ff_width
     recomputed = again.qkv * qkv + again.out * out + again.hidden * hidden + again.ff_out * ff_out
     columns = 3 * (qkv + out + hidden + ff_out) + recomputed
@@ -282,7 +282,9 @@ def _products(step: StepSizes, again: _Recomputed, rates: _Rates) -> float:
 
 def _attention(step: StepSizes, again: _Recomputed, rates: _Rates, fused: float | None) -> float:
     """The products of queries, keys and values, the softmax, rotary encoding and changes of layout."""
-    product = 2 * step.logits * step.split.decoder.layer.attention.head_dim
+    # the mean of those of queries and keys and those of the softmax and values
+    attention = step.split.decoder.layer.attention
+    product = step.logits * (attention.head_dim + attention.v_dims)
     heads = HEADS_FORWARD * (1 + again.qkv) + HEADS_BACKWARD
     if fused is not None:
         # a kernel computes the logits again in its backward pass
@@ -340,7 +342,8 @@ def _collectives(step: StepSizes, again: _Recomputed, rates: _Rates) -> dict[str
     # of the embedding, and of the gradient of the head's input
     ends = 2 * seconds("all-reduce", step.whole_rows, tensor)
     # a transfer for each matrix
-    matrices = 6 + step.split.decoder.layer.ff.gated
+    kind_of_layer = step.split.decoder.layer
+    matrices = len(kind_of_layer.attention.matrices(step.split.width)) + 2 + kind_of_layer.ff.gated
     matrix, tables = step.layer_weights / matrices, step.elements("embed", "head", gathered=True) * step.item_bytes
     moved = layers * matrices * seconds("reduce-scatter", matrix, weights) + seconds("reduce-scatter", tables, weights)
     if step.config.mesh.gather_weights == "per_layer":

@@ -15,7 +15,7 @@ from mesh_transformer.accelerators import Accelerator
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshShape, Rules, moment_rules, parts, training_rules
 from mesh_transformer.estimate.collectives import DeviceGroup
-from mesh_transformer.families.spec import Attention, Decoder, Dense, Experts, Layer, Norm
+from mesh_transformer.families.spec import Attention, Decoder, Dense, Experts, LatentAttention, Layer, Norm
 from mesh_transformer.ops.attend import causal
 from mesh_transformer.optimizers.base import Axes
 
@@ -83,17 +83,15 @@ def _norm(norm: Norm, axis: str | None, width: int) -> _Arrays:
         yield ((), ()) if norm.one_scale else ((axis,), (width,))
 
 
-def _attention(a: Attention, width: int) -> _Arrays:
-    for axis, heads in ("heads", a.heads), (a.kv_name, a.kv_heads), (a.kv_name, a.kv_heads):
-        yield ("embed", axis), (width, heads * a.head_dim)
-        if a.bias:
-            yield (axis,), (heads * a.head_dim,)
-    yield ("heads", "embed"), (a.heads * a.head_dim, width)
+def _attention(a: Attention | LatentAttention, width: int) -> _Arrays:
+    for matrix in a.matrices(width):
+        yield matrix.axes, matrix.shape
+        if matrix.bias:
+            yield matrix.axes[1:], matrix.shape[1:]
     if a.out_bias:
         yield ("embed",), (width,)
-    if a.qk_norm:
-        for _ in "qk":
-            yield from _norm(a.qk_norm, None, a.head_dim)
+    for norm, axis, size in a.norms:
+        yield from _norm(norm, axis, size)
 
 
 def _feed_forward(ff: Dense | Experts, width: int) -> _Arrays:
@@ -175,9 +173,25 @@ class Split:
 
     @property
     def key_width(self) -> float:
-        """Dims of all heads of keys on one device, as many as of values."""
+        """Dims of all heads of keys and of values on one device."""
         attention = self.decoder.layer.attention
-        return attention.kv_heads * attention.head_dim / self.parts(attention.kv_name)
+        dims = attention.head_dim + attention.v_dims
+        return attention.kv_heads * dims / self.parts(attention.kv_name)
+
+    @property
+    def mixed_width(self) -> float:
+        """Dims of all heads of attention's output on one device."""
+        attention = self.decoder.layer.attention
+        return attention.heads * attention.v_dims / self.parts("heads")
+
+    @property
+    def attention_widths(self) -> tuple[float, float]:
+        """Elements of the matrices of attention by which a device multiplies, over D: of all but the last, and of the
+        last."""
+        *inputs, out = (
+            self.gathered(one.axes, one.shape) / self.width for one in self.decoder.layer.attention.matrices(self.width)
+        )
+        return sum(inputs), out
 
     @property
     def hidden_width(self) -> float:
@@ -241,7 +255,8 @@ class StepSizes:
     @property
     def heads(self) -> float:
         """Bytes of queries, keys, values and the output of attention."""
-        return 2 * self.rows * (self.split.query_width + self.split.key_width) * self.item_bytes
+        split = self.split
+        return self.rows * (split.query_width + split.key_width + split.mixed_width) * self.item_bytes
 
     @property
     def hidden(self) -> float:
@@ -314,8 +329,8 @@ class StepSizes:
         queries, keys = self.rows * self.split.query_width, self.rows * self.split.key_width
         return {
             "block_in": self.residual,
-            "qkv": (queries + 2 * keys) * self.item_bytes,
-            "attn_out": queries * self.item_bytes,
+            "qkv": (queries + keys) * self.item_bytes,
+            "attn_out": self.rows * self.split.mixed_width * self.item_bytes,
             "mlp_hidden": self.hidden,
         }
 

@@ -1,31 +1,30 @@
 """The floating-point operations that training needs, from which the model FLOPs utilization (MFU) is computed.
 
 Chowdhery et al. 2022, arXiv:2204.02311, appendix B: a token takes 6 operations for each element of a matrix (forward
-and backward pass) and 12 L T H K for the products of queries, keys and values, which are not halved for causality.
-What the backward pass recomputes does not count. A layer with a window counts the keys in the window. Of routed experts, those that a token chooses count.
+and backward pass) and 6 L T H (K + V) for the products of queries with keys of K dims and of the softmax with values of
+V dims, which are not halved for causality. What the backward pass recomputes does not count. A layer with a window counts
+the keys in the window. Of routed experts, those that a token chooses count.
 """
 
-from mesh_transformer.families.spec import Attention, Decoder, Dense, Experts
+import math
+
+from mesh_transformer.families.spec import Decoder, Dense, Experts
 
 
 def flops_per_token(decoder: Decoder, seq: int) -> int:
     """Operations that one token of a training sequence of `seq` tokens needs, forward and backward."""
     attended = sum(
-        min(layer.attention.window or seq, seq) * layer.attention.heads * layer.attention.head_dim
-        for layer in decoder.layers
+        min(a.window or seq, seq) * a.heads * (a.head_dim + a.v_dims)
+        for a in (layer.attention for layer in decoder.layers)
     )
-    return 6 * matrix_elements(decoder) + 12 * attended
+    return 6 * matrix_elements(decoder) + 6 * attended
 
 
 def matrix_elements(decoder: Decoder) -> int:
     """Elements of the matrices by which each token is multiplied: those of the layers and the head, without padding."""
     width = decoder.d_model
-    layers = sum(_attention(layer.attention, width) + _feed_forward(layer.ff, width) for layer in decoder.layers)
-    return layers + width * decoder.n_vocab
-
-
-def _attention(attention: Attention, width: int) -> int:
-    return 2 * (attention.heads + attention.kv_heads) * attention.head_dim * width
+    attention = sum(math.prod(one.shape) for layer in decoder.layers for one in layer.attention.matrices(width))
+    return attention + sum(_feed_forward(layer.ff, width) for layer in decoder.layers) + width * decoder.n_vocab
 
 
 def _feed_forward(ff: Dense | Experts, width: int) -> int:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.attention import Rotary, Scaling
 from mesh_transformer.families.base import ConfigJson, ModelConfig
-from mesh_transformer.families.spec import Rotary, Scaling
 from mesh_transformer.fields import Derived, Positive, Switch, Tokens
 
 # the fields that each kind of scaling needs, then those that it may have

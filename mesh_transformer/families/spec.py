@@ -11,105 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from mesh_transformer.families.attention import Attention, LatentAttention, Norm
 from mesh_transformer.fields import Size
 
 TRANSPOSED = "f d -> d f"
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Norm:
-    """A normalization, computed in float32.
-
-    layer: (x - mean) / sqrt(variance + eps). rms: x / sqrt(mean of x^2 + eps) (Zhang and Sennrich 2019,
-    arXiv:1910.07467). length: x / (|x| + eps), with a scale that starts at sqrt(d_model): the classic rmsnorm, or
-    scalenorm (Nguyen and Salazar 2019) with `one_scale`. With `plus_one` the scale is 1 + the parameter.
-    """
-
-    kind: Literal["layer", "rms", "length"] = "layer"
-    eps: float = 1e-5
-    offset: bool = True
-    one_scale: bool = False
-    plus_one: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scaling:
-    """How the frequencies of rotary encoding are lowered for contexts that are longer than `original_seq`.
-
-    linear: all by `factor` (Chen et al. 2023, arXiv:2306.15595). llama3: only the low ones, those with fewer than
-    `low_freq_factor` turns in `original_seq` positions; those with more than `high_freq_factor` turns stay (Llama 3.1).
-    yarn: the same with a ramp from `beta_slow` to `beta_fast` turns, and sines and cosines are multiplied by
-    `attention_factor` (Peng et al. 2023, arXiv:2309.00071).
-    """
-
-    kind: Literal["linear", "llama3", "yarn"]
-    factor: float
-    original_seq: int
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    # the ends of yarn's ramp are whole numbers of dims
-    truncate: bool = True
-    attention_factor: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rotary:
-    """Rotary position encoding (Su et al. 2021, arXiv:2104.09864) of the first `dims` of each head.
-
-    pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). `precision`
-    is that of position * frequency: float32 in transformers, float64 in the original GPT-J.
-    """
-
-    dims: int
-    style: Literal["pairs", "halves"]
-    base: float = 10000.0
-    precision: Literal["float32", "float64"] = "float32"
-    scaling: Scaling | None = None
-
-
-class CacheEntry(NamedTuple):
-    """One array that the cache holds for a position: its shape (heads, width), and the name of its first dimension."""
-
-    name: str
-    heads: int
-    width: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attention:
-    """Attention with `kv_heads` keys and values: heads / kv_heads queries share one (Ainslie et al. 2023,
-    arXiv:2305.13245).
-
-    `bias` is on q, k and v, `out_bias` on the output. `qk_norm` normalizes each head of q and k before the rotation. A
-    query sees the last `window` keys, up to its own; None: all.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rotary: Rotary | None
-    # of the products of queries and keys; None: 1 / sqrt(head_dim)
-    scale: float | None = None
-    bias: bool = False
-    out_bias: bool = False
-    qk_norm: Norm | None = None
-    # the scaled products become softcap * tanh(products / softcap)
-    softcap: float | None = None
-    window: int | None = None
-
-    @property
-    def kv_name(self) -> str:
-        """The name of the dimension of the keys' and values' heads."""
-        return "heads" if self.kv_heads == self.heads else "kv_heads"
-
-    @property
-    def cache_entries(self) -> tuple[CacheEntry, ...]:
-        """What the cache holds for each position: keys and values."""
-        entry = CacheEntry(self.kv_name, self.kv_heads, self.head_dim)
-        return entry, entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +98,7 @@ class Layer:
     x += ff_post_norm(ff(ff_norm(x))). Experts need sequential or sandwich.
     """
 
-    attention: Attention
+    attention: Attention | LatentAttention
     ff: Dense | Experts
     norm: Norm
     wiring: Literal["sequential", "parallel", "parallel_one_norm", "sandwich"]

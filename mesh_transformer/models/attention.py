@@ -1,24 +1,30 @@
-"""Attention of a block, as Haiku modules (`families.spec.Attention`).
+"""Attention of a block, as Haiku modules (`families.attention`).
 
-Shapes: B sequences, T positions, H heads, J heads of keys and values, K dims of a head.
+Shapes: B sequences, T positions, H heads, J heads of keys and values, K dims of a head of keys, V of values, R of a
+latent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from mesh_transformer.families import spec
-from mesh_transformer.models.modules import Context, Linear, Norm
+from mesh_transformer.families import attention as spec
+from mesh_transformer.models.modules import Context, Linear, Norm, columns, parameter
 from mesh_transformer.ops.rotary import Rotation, rotate
+from mesh_transformer.ops.tensor_parallel import column
 from mesh_transformer.parallel.sharding import constrain
 
 
 class SelfAttention:
-    """Self-attention between its products. Those of `inputs`, q (B, T or 1, H K), k and v (B, T, J K) -> the input of
-    `out`, (B, T or 1, H K)."""
+    """Self-attention (`spec.Attention`) between its products. Those of `inputs`, q (B, T or 1, H K), k and v (B, T, J K)
+    -> the input of `out`, (B, T or 1, H K)."""
 
     def __init__(self, attention: spec.Attention, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name
@@ -51,3 +57,107 @@ class SelfAttention:
 
     def _heads(self, y: jax.Array, axis: str) -> jax.Array:
         return constrain(rearrange(y, "b t (h k) -> b t h k", k=self.attention.head_dim), "batch", "seq", axis, None)
+
+
+class LatentAttention:
+    """Multi-head latent attention (`spec.LatentAttention`) between its products. Those of `inputs`, q (B, T or 1, H K) or
+    its latent, and the latent of keys and values with the rotated key (B, T, R + rotary dims) -> the input of `out`,
+    (B, T or 1, H V).
+
+    Whole sequences attend to keys and values of all heads, which are made from the latents. With a cache, attention is
+    to the latents: the queries are multiplied by the matrix that makes keys, and the mixed latents by the one that makes
+    values (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). The latent with the rotated key is then one head of keys and
+    values that all heads share.
+    """
+
+    def __init__(self, attention: spec.LatentAttention, d_model: int, out_stddev: float, name: str):
+        a, self.attention, self.name = attention, attention, name
+        queries, latent = a.heads * a.head_dim, a.kv_rank + a.rotary.dims
+        with hk.name_scope(name):
+            if a.q_rank is None:
+                q = Linear(d_model, queries, ("embed", "heads"), name="q")
+            else:
+                q = Linear(d_model, a.q_rank, ("embed", None), bias=a.bias, name="q_a")
+                self.q_norm = Norm(a.norm, "q_norm", axis=None)
+                self.q_b = Linear(a.q_rank, queries, (None, "heads"), name="q_b")
+            self.inputs = [q, Linear(d_model, latent, ("embed", None), bias=a.bias, name="kv_a")]
+            self.kv_norm = Norm(a.norm, "kv_norm", axis=None)
+            self.kv_b = HeadMatrices(a.kv_rank, a.heads, a.nope_dims + a.v_dims, name="kv_b")
+            self.out = Linear(a.heads * a.v_dims, d_model, ("heads", "embed"), stddev=out_stddev, name="o")
+
+    def __call__(self, q: jax.Array, latent: jax.Array, ctx: Context) -> jax.Array:
+        with jax.named_scope(self.name):
+            return self._mixed(q, latent, ctx)
+
+    def _mixed(self, q: jax.Array, latent: jax.Array, ctx: Context) -> jax.Array:
+        a = self.attention
+        if a.q_rank is not None:
+            (q,) = columns(self.q_norm(q), [self.q_b])
+        q_pass, q_rotated = jnp.split(self._heads(q), [a.nope_dims], axis=-1)
+        latent, k_rotated = jnp.split(latent, [a.kv_rank], axis=-1)
+        latent, k_rotated = self.kv_norm(latent), k_rotated[:, :, None]
+        if ctx.rotation:
+            q_rotated = rotate(q_rotated, Rotation(*map(ctx.queries, ctx.rotation)), a.rotary.style)
+            k_rotated = rotate(k_rotated, ctx.rotation, a.rotary.style)
+        mix = self._absorbed if ctx.attend.latent else self._made
+        mixed = mix(ctx, q_pass, q_rotated, latent, constrain(k_rotated, "batch", "seq", None, None))
+        return rearrange(constrain(mixed, "batch", "seq", "heads", None), "b t h v -> b t (h v)")
+
+    def _made(
+        self, ctx: Context, q_pass: jax.Array, q_rotated: jax.Array, latent: jax.Array, k_rotated: jax.Array
+    ) -> jax.Array:
+        """Attention to keys and values of all heads: (B, T or 1, H, V)."""
+        a = self.attention
+        (made,) = column(latent, [rearrange(self.kv_b.w, "r h k -> r (h k)")], ["heads"])
+        k_pass, v = jnp.split(self._heads(made), [a.nope_dims], axis=-1)
+        k_rotated = jnp.broadcast_to(k_rotated, (*k_pass.shape[:-1], a.rotary.dims))
+        q, k = (jnp.concatenate(x, axis=-1) for x in ((q_pass, q_rotated), (k_pass, k_rotated)))
+        return ctx.attend(q, k, v, scale=self._scale, window=ctx.window)
+
+    def _absorbed(
+        self, ctx: Context, q_pass: jax.Array, q_rotated: jax.Array, latent: jax.Array, k_rotated: jax.Array
+    ) -> jax.Array:
+        """The same from the latents, without keys and values of heads."""
+        a = self.attention
+        to_k, to_v = jnp.split(self.kv_b.w, [a.nope_dims], axis=-1)
+        q = jnp.concatenate([jnp.einsum("bthk,rhk->bthr", q_pass, to_k), q_rotated], axis=-1)
+        entry = jnp.concatenate([constrain(latent, "batch", "seq", None)[:, :, None], k_rotated], axis=-1)
+        mixed = ctx.attend(q, entry, scale=self._scale, window=ctx.window)
+        return jnp.einsum("bthr,rhv->bthv", mixed[..., : a.kv_rank], to_v)
+
+    @property
+    def _scale(self) -> float:
+        a = self.attention
+        return float(1 / np.sqrt(a.head_dim) if a.scale is None else a.scale)
+
+    def _heads(self, y: jax.Array) -> jax.Array:
+        return constrain(rearrange(y, "b t (h k) -> b t h k", h=self.attention.heads), "batch", "seq", "heads", None)
+
+
+class HeadMatrices(hk.Module):
+    """A matrix of each head: w (R, H, K), truncated normal with 1 / sqrt(R)."""
+
+    def __init__(self, rank: int, heads: int, width: int, name: str):
+        super().__init__(name)
+        init = hk.initializers.TruncatedNormal(1 / np.sqrt(rank))
+        self.w = parameter("w", (rank, heads, width), init, None, "heads", None)
+
+
+class AnyAttention(Protocol):
+    """Attention between its products: those of `inputs`, and a `Context` -> the input of `out`."""
+
+    inputs: list[Linear]
+    out: Linear
+
+    @property
+    def __call__(self) -> Callable[..., jax.Array]:
+        """(B, T, ...) each -> (B, T or 1, H V)."""
+
+
+def attention_of(
+    attention: spec.Attention | spec.LatentAttention, d_model: int, out_stddev: float, name: str
+) -> AnyAttention:
+    """The module of a kind of attention."""
+    if isinstance(attention, spec.LatentAttention):
+        return LatentAttention(attention, d_model, out_stddev, name)
+    return SelfAttention(attention, d_model, out_stddev, name)

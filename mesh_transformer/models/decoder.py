@@ -14,7 +14,7 @@ import numpy as np
 from einops import rearrange
 
 from mesh_transformer.families import spec
-from mesh_transformer.models.attention import SelfAttention
+from mesh_transformer.models.attention import AnyAttention, attention_of
 from mesh_transformer.models.feed_forward import Experts, FeedForward
 from mesh_transformer.models.modules import ZEROS, Context, Linear, Norm, OutputBias, columns, parameter
 from mesh_transformer.ops.attend.causal import soft_capped
@@ -48,7 +48,7 @@ def block(
     shards. The biases are added after it.
     """
     width, out_stddev = decoder.d_model, 2 / len(decoder.layers) / np.sqrt(decoder.d_model)
-    attention = SelfAttention(layer.attention, width, out_stddev, name="attention")
+    attention = attention_of(layer.attention, width, out_stddev, name="attention")
     attention_bias = OutputBias(name="attention_out") if layer.attention.out_bias else _unchanged
     if isinstance(layer.ff, spec.Experts):
         experts = Experts(layer.ff, width, out_stddev, name="ff")
@@ -62,9 +62,10 @@ def block(
         ff_BTD = ff_bias(ff.whole(_norm(layer, "ff_norm", x_BTD)))
         return x_BTD + _post_norm(layer, "ff_post_norm", ff_BTD), {}
     also = ff.inputs if layer.wiring == "parallel_one_norm" else []
-    q, k, v, *hidden = ctx.columns(_norm(layer, "norm", x_BTD), [*attention.inputs, *also], attention.inputs[1:])
-    mixed, x_BTD = attention(q, k, v, ctx), ctx.queries(x_BTD)
-    hidden = hidden or columns(_norm(layer, "ff_norm", x_BTD), ff.inputs)
+    products = ctx.columns(_norm(layer, "norm", x_BTD), [*attention.inputs, *also], attention.inputs[1:])
+    own = len(attention.inputs)
+    mixed, x_BTD = attention(*products[:own], ctx=ctx), ctx.queries(x_BTD)
+    hidden = products[own:] or columns(_norm(layer, "ff_norm", x_BTD), ff.inputs)
     # one sum over the shards serves both
     both_BTD = row([mixed, ff(*hidden)], [attention.out.w, ff.out.w])
     return x_BTD + ff_bias(attention_bias(both_BTD)), {}
@@ -72,14 +73,14 @@ def block(
 
 def _attended(
     layer: spec.Layer,
-    attention: SelfAttention,
+    attention: AnyAttention,
     bias: Callable[[jax.Array], jax.Array],
     x_BTD: jax.Array,
     ctx: Context,
 ) -> jax.Array:
     """The residual stream after attention, where this comes before the feed-forward: (B, T, D) -> (B, T or 1, D)."""
-    q, k, v = ctx.columns(_norm(layer, "norm", x_BTD), attention.inputs, attention.inputs[1:])
-    attn_BTD = bias(row([attention(q, k, v, ctx)], [attention.out.w]))
+    products = ctx.columns(_norm(layer, "norm", x_BTD), attention.inputs, attention.inputs[1:])
+    attn_BTD = bias(row([attention(*products, ctx=ctx)], [attention.out.w]))
     return ctx.queries(x_BTD) + _post_norm(layer, "attention_post_norm", attn_BTD)
 
 
@@ -116,7 +117,8 @@ def token_table(decoder: spec.Decoder) -> Embedding:
 
 def fusable_modules(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
     """Groups of modules of a block whose matrices multiply the same activations, so that they can be fused."""
-    attention, ff = ["attention/q", "attention/k", "attention/v"], ["ff/gate", "ff/in"]
+    attention = [f"attention/{name}" for name in ("q", "k", "v", "q_a", "kv_a")]
+    ff = ["ff/gate", "ff/in"]
     shared = ["ff/shared/gate", "ff/shared/in"]
     return [attention + ff] if decoder.layer.wiring == "parallel_one_norm" else [attention, ff, shared]
 

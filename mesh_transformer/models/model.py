@@ -213,7 +213,7 @@ class Model:
 
     def packed_view(self, ends_BT: jax.Array) -> PackedView:
         """The view that rows of packed trees use in place of a cache; `ends_BT` as in `PackedView`."""
-        return PackedView.of(ends_BT, self.decoder.layer.attention.cache_entries, self.dtype)
+        return PackedView.of(ends_BT, self.decoder.layer.attention.keys_and_values, self.dtype)
 
     def apply(
         self,

@@ -80,7 +80,7 @@ class Linear(hk.Module):
         self,
         d_in: int,
         d_out: int,
-        axes: tuple[str, str | None],
+        axes: tuple[str | None, str | None],
         *,
         bias: bool = False,
         stddev: float | None = None,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mesh_transformer.families import spec
+from mesh_transformer.families.attention import Rotary, Scaling
 
 
 class Rotation(NamedTuple):
@@ -20,7 +20,7 @@ class Rotation(NamedTuple):
     cos_BTR: jax.Array
 
 
-def rotation(rotary: spec.Rotary, positions_BT: jax.Array, n_positions: int) -> Rotation:
+def rotation(rotary: Rotary, positions_BT: jax.Array, n_positions: int) -> Rotation:
     """The angles position * frequency of int32 positions below `n_positions`.
 
     In float32 they are computed from the positions, as transformers does. In float64, as the original GPT-J has them,
@@ -36,7 +36,7 @@ def rotation(rotary: spec.Rotary, positions_BT: jax.Array, n_positions: int) -> 
 
 
 def rotate(x_BTHK: jax.Array, angles: Rotation, style: str) -> jax.Array:
-    """Rotate pairs of the first R dims of each head by the angles of their position; see `spec.Rotary`.
+    """Rotate pairs of the first R dims of each head by the angles of their position; see `Rotary`.
 
     The result has x's dtype; the arithmetic is float32.
     """
@@ -50,7 +50,7 @@ def rotate(x_BTHK: jax.Array, angles: Rotation, style: str) -> jax.Array:
     return jnp.concatenate([head.astype(x_BTHK.dtype), x_BTHK[..., rotary_dims:]], axis=-1)
 
 
-def frequencies(rotary: spec.Rotary) -> np.ndarray:
+def frequencies(rotary: Rotary) -> np.ndarray:
     """The angle of each pair for one position, (R / 2,) of the rotary's precision: base^(-2i / R), scaled."""
     exponents = np.arange(0, rotary.dims, 2, dtype=rotary.precision) / np.dtype(rotary.precision).type(rotary.dims)
     if rotary.precision == "float64":
@@ -63,7 +63,7 @@ def frequencies(rotary: spec.Rotary) -> np.ndarray:
     return (lowered + _kept_share(rotary, scaling, plain) * (plain - lowered)).astype(np.float32)
 
 
-def _kept_share(rotary: spec.Rotary, scaling: spec.Scaling, frequencies_R: np.ndarray) -> np.ndarray | float:
+def _kept_share(rotary: Rotary, scaling: Scaling, frequencies_R: np.ndarray) -> np.ndarray | float:
     """How much of each frequency stays: 1 keeps it, 0 divides it by the factor."""
     if scaling.kind == "linear":
         return 0.0
@@ -80,7 +80,7 @@ def _kept_share(rotary: spec.Rotary, scaling: spec.Scaling, frequencies_R: np.nd
     return 1 - np.clip((np.arange(rotary.dims // 2, dtype=np.float32) - first) / width, 0, 1)
 
 
-def _pair_with_turns(rotary: spec.Rotary, scaling: spec.Scaling, turns: float) -> float:
+def _pair_with_turns(rotary: Rotary, scaling: Scaling, turns: float) -> float:
     """The index of the pair, not a whole number, that makes `turns` turns in the original context."""
     length = scaling.original_seq / (turns * 2 * math.pi)
     return rotary.dims * math.log(length) / (2 * math.log(rotary.base))

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from mesh_transformer.families.spec import Rotary
+from mesh_transformer.families.attention import Rotary
 from mesh_transformer.models.decoder import t5_buckets
 from mesh_transformer.ops.rotary import rotate, rotation
 from mesh_transformer.optimizers import adam

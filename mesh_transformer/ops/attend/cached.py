@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from mesh_transformer.families.spec import CacheEntry
+from mesh_transformer.families.attention import CacheEntry
 from mesh_transformer.ops.attend.causal import attention_logits, causal_mask, fold_heads, parts, unfold_heads
 
 # Positions of the first segment.
@@ -115,6 +115,8 @@ def segment_ends(length: int) -> list[int]:
 class KeyValueView(Protocol):
     """What attention reads keys and values from: of all layers, or of one layer, whose index is 0."""
 
+    latent: ClassVar[bool]
+    """See `causal.Attend`."""
     triangular: ClassVar[bool]
     """Whether the keys are at the queries' own positions, in the same order, and no query sees a later key."""
 
@@ -158,21 +160,24 @@ class Cached:
         self.view, self.layer, self.bias_BHTS = view, layer, bias_BHTS
         self.positions_BT, self.query_positions_BT = positions_BT, query_positions_BT
 
+    @property
+    def latent(self) -> bool:
+        """See `Attend`."""
+        return self.view.latent
+
     def __call__(
         self,
         q_BTHK: jax.Array,
-        k_BTJK: jax.Array,
-        v_BTJK: jax.Array,
-        *,
+        *keys: jax.Array,
         scale: float,
         window: jax.Array | int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
         """See `Attend`."""
-        self.view = self.view.write(self.layer, self.positions_BT, k_BTJK, v_BTJK)
-        keys, mask_B1TS = self.view.read(self.layer), self.view.mask(self.query_positions_BT, window)
+        self.view = self.view.write(self.layer, self.positions_BT, *keys)
+        held, mask_B1TS = self.view.read(self.layer), self.view.mask(self.query_positions_BT, window)
         attend = _attend_triangular if self.view.triangular else _attend
-        return attend(q_BTHK, keys, mask_B1TS, self.bias_BHTS, scale, softcap)
+        return attend(q_BTHK, held, mask_B1TS, self.bias_BHTS, scale, softcap)
 
 
 def _attend_triangular(
@@ -208,12 +213,13 @@ def _attend(
     """softmax(logits) v. The division by the sum comes last, on K numbers for each query instead of S."""
     shared = q_BTHK.shape[2] // keys[0][0].shape[1]
     q_BTHK = fold_heads(q_BTHK, shared)
-    logits_BHTS = attention_logits(q_BTHK, [k for k, _ in keys], mask_B1TS, bias_BHTS, scale, softcap)
+    logits_BHTS = attention_logits(q_BTHK, [part[0] for part in keys], mask_B1TS, bias_BHTS, scale, softcap)
     exp_BHTS = jnp.exp(logits_BHTS - logits_BHTS.max(-1, keepdims=True))
     total_BHT1 = exp_BHTS.sum(-1, keepdims=True)
     weights_BHTS, start = exp_BHTS.astype(q_BTHK.dtype), 0
     mixed_BHTK = jnp.zeros((), jnp.float32)
-    for _, v_BHSK in keys:
+    for part in keys:
+        v_BHSK = part[-1]
         stop = start + v_BHSK.shape[2]
         mixed_BHTK += jnp.matmul(weights_BHTS[..., start:stop], v_BHSK, preferred_element_type=jnp.float32)
         start = stop
@@ -230,6 +236,7 @@ class CacheView:
     `write`, `read` and `mask` need a cache of one group. If it holds fewer than `length` positions, it is a ring.
     """
 
+    latent: ClassVar[bool] = True
     triangular: ClassVar[bool] = False
     cache: KVCache
     # int32: the slots to write; a slot beyond the last is not written

@@ -1,7 +1,7 @@
 """Attention of whole sequences to themselves, and the logits that every kind of attention computes.
 
 Shapes: B sequences, T query positions, S key positions, H heads, J heads of keys and values (a divisor of H), K dims of
-a head. Inside, the G = H / J queries that share keys are rows: T is then query positions times G, and H is J.
+a head, V dims of a head of values. Inside, the G = H / J queries that share keys are rows: T is then query positions times G, and H is J.
 """
 
 import dataclasses
@@ -26,20 +26,23 @@ MASKED = -1e10
 class Attend(Protocol):
     """Attention of one layer. A block calls it once, with the queries, keys and values of its positions."""
 
+    @property
+    def latent(self) -> bool:
+        """Whether latent attention gives the entries of the cache as `keys`, not keys and values of all heads."""
+
     def __call__(
         self,
         q_BTHK: jax.Array,
-        k_BTJK: jax.Array,
-        v_BTJK: jax.Array,
-        *,
+        *keys: jax.Array,
         scale: float,
         window: jax.Array | int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
-        """softmax(scale q k + bias) v over the keys that each query sees: (B, T, H, K) of q's dtype; softmax in
+        """softmax(scale q k + bias) v over the keys that each query sees: (B, T, H, V) of q's dtype; softmax in
         float32.
 
         Args:
+            keys: keys (B, T, J, K) and values (B, T, J, V); or one array that is both.
             window: number of keys that a query sees, the last of them at its own position; None: all up to its own.
             softcap: the scaled products pass through `soft_capped`.
         """
@@ -50,15 +53,14 @@ class Causal:
     """An `Attend` of whole sequences to themselves; their positions count up from 0."""
 
     view: ClassVar = None
+    latent: ClassVar[bool] = False
     bias_BHTS: jax.Array | None = None  # B is 1
     segments_BT: jax.Array | None = None  # int32: a query sees the keys of its own segment only; None: all
 
     def __call__(
         self,
         q_BTHK: jax.Array,
-        k_BTJK: jax.Array,
-        v_BTJK: jax.Array,
-        *,
+        *keys: jax.Array,
         scale: float,
         window: jax.Array | int | None = None,
         softcap: float | None = None,
@@ -68,7 +70,7 @@ class Causal:
         The queries are computed in up to four parts, each with the keys up to its last query. Four parts compute 5/8 of
         the products and of the softmax. The backward pass keeps only the softmax weights, in q's dtype.
         """
-        arrays = q_BTHK, k_BTJK, v_BTJK, self.bias_BHTS, self.segments_BT, window
+        arrays = q_BTHK, keys[0], keys[-1], self.bias_BHTS, self.segments_BT, window
         with jax.named_scope(ATTEND):
             # the derivative of the soft cap needs more than the softmax weights
             mixed = _attend(scale, *arrays) if softcap is None else _forward(scale, *arrays, softcap=softcap)[0]

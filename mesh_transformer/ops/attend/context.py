@@ -41,6 +41,7 @@ class SplitHeads:
     heads anyway. The partitioner moves the arrays by all-to-all."""
 
     view: ClassVar = None
+    latent: ClassVar[bool] = False
     partition: Partition
     bias_BHTS: jax.Array | None = None
     segments_BT: jax.Array | None = None
@@ -48,14 +49,13 @@ class SplitHeads:
     def __call__(
         self,
         q_BTHK: jax.Array,
-        k_BTJK: jax.Array,
-        v_BTJK: jax.Array,
-        *,
+        *keys: jax.Array,
         scale: float,
         window: jax.Array | int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
         """See `Attend`. Heads of keys are repeated until each device has whole ones."""
+        k_BTJK, v_BTJK = keys[0], keys[-1]
         rules = self.partition.rules
         split = self.partition.with_rules(seq=None, heads=(*(rules["heads"] or ()), *(rules["seq"] or ())))
 
@@ -77,6 +77,7 @@ class SplitPositions:
     """An `Attend` whose queries stay where they are: keys and values travel, or are gathered."""
 
     view: ClassVar = None
+    latent: ClassVar[bool] = False
     partition: Partition
     bias_BHTS: jax.Array | None = None
     segments_BT: jax.Array | None = None
@@ -84,9 +85,7 @@ class SplitPositions:
     def __call__(
         self,
         q_BTHK: jax.Array,
-        k_BTJK: jax.Array,
-        v_BTJK: jax.Array,
-        *,
+        *keys: jax.Array,
         scale: float,
         window: jax.Array | int | None = None,
         softcap: float | None = None,
@@ -96,7 +95,7 @@ class SplitPositions:
         mode, mesh = self.partition.context_mode, self.partition.current_mesh
         plan = Plan(mesh, axis, self.partition.size("seq"), mode, scale, softcap)
         window = None if window is None else jnp.asarray(window, jnp.int32)
-        return attend(plan, q_BTHK, k_BTJK, v_BTJK, self.bias_BHTS, self.segments_BT, window)
+        return attend(plan, q_BTHK, keys[0], keys[-1], self.bias_BHTS, self.segments_BT, window)
 
 
 Whole = Causal | SplitHeads | SplitPositions

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from mesh_transformer.families.spec import CacheEntry
+from mesh_transformer.families.attention import CacheEntry
 from mesh_transformer.ops.attend.causal import sees
 
 
@@ -27,10 +27,11 @@ class PackedView:
     """A `cached.KeyValueView` of the rows themselves: it holds no earlier positions, and knows which tokens see
     which."""
 
+    latent: ClassVar[bool] = False
     triangular: ClassVar[bool] = True
     stacked: ClassVar[bool] = True
     ends_BT: jax.Array  # int32: the row's index after the last token that sees this one; more than its own
-    kept: tuple[jax.Array, ...]  # (B, T, H, K), of the layer that was written last
+    kept: tuple[jax.Array, ...]  # keys and values of the layer that was written last
 
     @classmethod
     def of(cls, ends_BT: jax.Array, entries: Sequence[CacheEntry], dtype: jnp.dtype) -> PackedView:

@@ -4,7 +4,7 @@ Each visit of keys adds to the softmax of the queries. The backward pass has que
 softmax's normalizer. It computes the softmax again: keys and values travel once more, and their gradients with them.
 
 Shapes: B sequences, T positions, H heads, J heads of keys and values, G = H / J queries that share keys, K dims of a
-head. Of one device: C query positions and S key positions of a chunk.
+head, V dims of a head of values. Of one device: C query positions and S key positions of a chunk.
 """
 
 from __future__ import annotations
@@ -129,10 +129,10 @@ class _KeyGradients(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: Any, window: Any) -> jax.Array:
-    """The output of attention, (B, T, H, K) of q's dtype.
+    """The output of attention, (B, T, H, V) of q's dtype.
 
     Args:
-        q, k, v: (B, T, H, K), (B, T, J, K), (B, T, J, K); positions in the order of `Partition.sequence_order`.
+        q, k, v: (B, T, H, K), (B, T, J, K), (B, T, J, V); positions in the order of `Partition.sequence_order`.
         bias: (1, H, T, T) or None; its rows and columns are in the same order.
         segments: (B, T) int32 or None: a query sees the keys of its own segment only.
         window: int32 scalar or None, as in `causal.Attend`.
@@ -164,12 +164,10 @@ attend.defvjp(_forward, _backward)
 
 
 def _forward_of_device(plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: Any, window: Any) -> Any:
-    """The output (B, C, H, K) and the logarithm of the softmax's normalizer, (B, J, G, C) float32."""
+    """The output (B, C, H, V) and the logarithm of the softmax's normalizer, (B, J, G, C) float32."""
     queries = _queries(plan, q, k.shape[2], bias, segments)
     start = [
-        _Softmax(
-            plan.empty((*_rows(one), one.q_BCJGK.shape[-1])), plan.empty(_rows(one), -jnp.inf), plan.empty(_rows(one))
-        )
+        _Softmax(plan.empty((*_rows(one), v.shape[-1])), plan.empty(_rows(one), -jnp.inf), plan.empty(_rows(one)))
         for one in queries
     ]
 
