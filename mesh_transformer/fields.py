@@ -67,6 +67,8 @@ Dims = Annotated[Count, Unit("dims")]
 Heads = Annotated[Count, Unit("heads")]
 # limited, because a decoder lists its layers and a file may give any number
 Layers = Annotated[Count, Le(100_000), Unit("layers")]
+# numbers of layers, from 0
+LayerNumbers = Annotated[tuple[CountOrZero, ...], Unit("layers")]
 Tokens = Annotated[Count, Unit("tokens")]
 Rows = Annotated[Count, Unit("rows")]
 Devices = Annotated[Count, Unit("devices")]

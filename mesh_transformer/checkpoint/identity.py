@@ -6,6 +6,7 @@ wrote records the model in `model.json`, and a Hugging Face folder in config.jso
 """
 
 import functools
+import json
 from typing import Any
 
 import jax
@@ -51,12 +52,17 @@ def check_same_architecture(expected: ModelConfig, found: ModelConfig, where: st
     if not wrong:
         return
     differences = [f"model.{name}: the config has {ours[name]}, the checkpoint {stored[name]}" for name in wrong]
-    sets = " ".join(f"--set model.{name}={stored[name]}" for name in wrong)
+    sets = " ".join(f"--set model.{name}={_argument(stored[name])}" for name in wrong)
     raise UserError(
         f"{where} does not match this config:\n  "
         + "\n  ".join(differences)
         + f"\nuse the checkpoint's values ({sets}), or choose another checkpoint or checkpoint.model_dir"
     )
+
+
+def _argument(value: Any) -> str:
+    """A value as --set takes it, without spaces."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def check_optimizer(source: TensorSource, optimizer: OptimizerConfig) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -52,13 +52,17 @@ def load(source: TensorSource, abstract: Any) -> Any:
         return reader.load(abstract)
 
 
-def load_by_layer(source: TensorSource, abstract: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def load_by_layer(
+    source: TensorSource, abstract: dict[str, Any], members: Mapping[str, Sequence[int]] | None
+) -> Iterator[tuple[str, Any]]:
     """Load the parameters in parts, as `load` does, and read each part when the caller asks for it.
 
-    Yields ("embed", ...) and ("head", ...), then ("blocks", ...) once per layer, without the dimension of layers.
+    Yields ("embed", ...) and ("head", ...), then ("blocks", ...) once per layer, with the modules of this layer and
+    without the dimension of layers.
 
     Args:
         abstract: the parameters by stage; the leaves of "blocks" have a leading layer dimension.
+        members: the layers that have each module of "blocks", over which it is stacked; None: all layers have all.
 
     Raises:
         UserError, DamagedCheckpoint: as in `load`; a wrong checksum is raised after the last part.
@@ -68,9 +72,11 @@ def load_by_layer(source: TensorSource, abstract: dict[str, Any]) -> Iterator[tu
         for stage in abstract:
             if stage != "blocks":
                 yield stage, reader.load({"params": {stage: abstract[stage]}})["params"][stage]
-        layer = {"params": {"blocks": jax.tree.map(_of_one_layer, abstract["blocks"])}}
-        for number in range(jax.tree.leaves(abstract["blocks"])[0].shape[0]):
-            yield "blocks", reader.load(layer, number)["params"]["blocks"]
+        for rows in _rows_by_layer(abstract["blocks"], members):
+            layer = {name: jax.tree.map(_of_one_layer, abstract["blocks"][name]) for name in rows}
+            row_of = {name: jax.tree.map(lambda _, row=row: row, layer[name]) for name, row in rows.items()}
+            loaded = reader.load({"params": {"blocks": layer}}, manifests.flatten({"params": {"blocks": row_of}}))
+            yield "blocks", loaded["params"]["blocks"]
 
 
 def restore(source: NativeSource, abstract: Any, *, part: bool) -> Any:
@@ -143,10 +149,10 @@ class _Reader:
         self._source, self._transfer = source, transfer
         self._sums: dict[str, int] = defaultdict(int)
 
-    def load(self, abstract: Any, layer: int | None = None) -> Any:
-        """Load whole tensors, or one layer of stacked tensors."""
-        leaves = manifests.flatten(abstract)
-        arrays = fail_together(lambda: [self._array(name, leaf, layer) for name, leaf in leaves.items()])
+    def load(self, abstract: Any, rows: Mapping[str, int] | None = None) -> Any:
+        """Load whole tensors; or one layer of stacked tensors, given its index in each tensor."""
+        leaves, rows = manifests.flatten(abstract), rows or {}
+        arrays = fail_together(lambda: [self._array(name, leaf, rows.get(name)) for name, leaf in leaves.items()])
         return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
     def checksums(self) -> dict[str, int]:
@@ -155,7 +161,7 @@ class _Reader:
         sums = multihost_utils.process_allgather(local).reshape(-1, len(local)).sum(axis=0, dtype=np.uint32)
         return dict(zip(self._sums, map(int, sums), strict=True))
 
-    def _array(self, name: str, leaf: Any, layer: int | None) -> jax.Array:
+    def _array(self, name: str, leaf: Any, row: int | None) -> jax.Array:
         """Load one tensor. Each process reads each of its slices once.
 
         The checksum of a slice on devices of several processes is counted by the process of the first device.
@@ -170,17 +176,17 @@ class _Reader:
             local = [device for device in holders if device.process_index == jax.process_index()]
             if not local:
                 continue
-            values = self._slice(name, bounds, leaf.dtype, layer, count=local[0] == holders[0])
+            values = self._slice(name, bounds, leaf.dtype, row, count=local[0] == holders[0])
             shards += jax.block_until_ready([jax.device_put(values, device) for device in local])
             self._transfer.add(values.nbytes * len(local))
             # frees the memory before the next slice is read
             del values
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards, dtype=leaf.dtype)
 
-    def _slice(self, name: str, bounds: Bounds, dtype: np.dtype, layer: int | None, *, count: bool) -> np.ndarray:
-        """Read a slice of a tensor, or of one layer of it, in `dtype`; `count`: add it to the checksum."""
+    def _slice(self, name: str, bounds: Bounds, dtype: np.dtype, row: int | None, *, count: bool) -> np.ndarray:
+        """Read a slice of a tensor, or of one row of it, in `dtype`; `count`: add it to the checksum."""
         out = _aligned([stop - start for start, stop in bounds], dtype)
-        stack = () if layer is None else ((layer, layer + 1),)
+        stack = () if row is None else ((row, row + 1),)
         for block in _blocks(bounds):
             stored_bounds = (*stack, *block)
             index = tuple(slice(*pair) for pair in stored_bounds)
@@ -191,18 +197,19 @@ class _Reader:
                 if count:
                     self._sums[name] += self._source.manifest.checksum(stored, [start for start, _ in stored_bounds])
             target = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(block, bounds, strict=True))
-            out[target] = stored if layer is None else stored[0]
+            out[target] = stored if row is None else stored[0]
         return out
 
 
 def _blocks(bounds: Bounds) -> Iterator[Bounds]:
-    """Split a slice into blocks of at most BLOCK_BYTES of float32: by layers, then along the longest dimension."""
+    """Split a slice into blocks of at most BLOCK_BYTES of float32: by layers and experts, then along the longest
+    dimension of a matrix."""
     sizes = [stop - start for start, stop in bounds]
     count = -(-math.prod(sizes) * 4 // BLOCK_BYTES)
     if count <= 1 or max(sizes) == 1:
         yield bounds
         return
-    dim = 0 if len(sizes) > 2 and sizes[0] > 1 else sizes.index(max(sizes))
+    dim = next((dim for dim, size in enumerate(sizes[:-2]) if size > 1), sizes.index(max(sizes)))
     start, stop = bounds[dim]
     step = -(-sizes[dim] // count)
     for first in range(start, stop, step):
@@ -215,6 +222,15 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     buffer = np.empty(n_bytes + ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % ALIGNMENT
     return buffer[start : start + n_bytes].view(dtype).reshape(shape)
+
+
+def _rows_by_layer(blocks: dict[str, Any], members: Mapping[str, Sequence[int]] | None) -> list[dict[str, int]]:
+    """Of each layer, the modules that it has, with its index in the stack of the module."""
+    if members is None:
+        count = jax.tree.leaves(blocks)[0].shape[0]
+        members = dict.fromkeys(blocks, range(count))
+    layers = range(1 + max(map(max, members.values())))
+    return [{name: members[name].index(layer) for name in blocks if layer in members[name]} for layer in layers]
 
 
 def _of_one_layer(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -15,6 +15,7 @@ TYPES = {
     "boolean": "true or false",
     "string": "a string",
     "array": 'a list of strings, such as ["lambada", "piqa"]',
+    "numbers": "a list of whole numbers, 0 or more, such as [0, 2]",
     "range": "two whole numbers, the first 1 or more and the second not less than the first, such as [10, 13]",
     "object": 'one file, or an object that maps names to files, such as {"pile": "pile.val.index"}',
 }
@@ -38,12 +39,21 @@ def allowed(group: type[Group], name: str) -> str:
     return " or ".join(map(_words, schemas(group, name)))
 
 
+def allowed_item(group: type[Group], name: str) -> str:
+    """The values that an item of the field's list or object accepts."""
+    items = schemas(group, name)[0].get("items", {})
+    return _words(items) if items.get("type") == "integer" else "a string that is not empty"
+
+
 def _words(schema: dict[str, Any]) -> str:
     if values := _values(schema):
         return values[0] if len(values) == 1 else "one of " + ", ".join(values)
     # only the error for a larger number mentions INT32_MAX
     limits = [text.format(schema[key]) for key, text in LIMITS.items() if schema.get(key, INT32_MAX) != INT32_MAX]
-    kind = "range" if "prefixItems" in schema else schema["type"]
+    kind = schema["type"]
+    if kind == "array":
+        is_text = schema.get("items", {}).get("type") == "string"
+        kind = "range" if "prefixItems" in schema else "array" if is_text else "numbers"
     words = TYPES[kind] + (f", {' and '.join(limits)}" if limits else "")
     return f"{words} that is not empty" if "minLength" in schema else words
 

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from mesh_transformer import files
 from mesh_transformer.config import classic, names, strict_json
-from mesh_transformer.config.describe import allowed, choices, did_you_mean, schemas, short
+from mesh_transformer.config.describe import allowed, allowed_item, choices, did_you_mean, schemas, short
 from mesh_transformer.config.schema import GROUPS, VARIANTS, CheckpointConfig, Config, class_at
 from mesh_transformer.errors import UserError
 
@@ -246,7 +246,7 @@ def _explain(detail: ErrorDetails) -> str:
     where = ".".join([names.spelled(place[0], field), *(part for part in inner if part not in ("", "[key]"))])
     if isinstance(cause, UserError):
         return f"{where} = {short(detail['input'])}: {cause}"
-    expected = "a string that is not empty" if inner else allowed(group, field)
+    expected = allowed_item(group, field) if inner else allowed(group, field)
     if detail["type"] == "less_than_equal":
         expected += f", and at most {detail['ctx']['le']}"
     if detail["type"] == "finite_number":

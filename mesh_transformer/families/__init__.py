@@ -1,6 +1,21 @@
 """Model families as data. A family is one file in this folder and one line here."""
 
-from mesh_transformer.families import gemma, gemma2, gpt2, gpt_neo, gpt_neox, gptj, llama, mistral, qwen2, qwen3
+from mesh_transformer.families import (
+    gemma,
+    gemma2,
+    gpt2,
+    gpt_neo,
+    gpt_neox,
+    gptj,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from mesh_transformer.families.base import ModelConfig
 
 FAMILIES: dict[str, type[ModelConfig]] = {
@@ -14,4 +29,8 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "qwen3": qwen3.Config,
     "gemma": gemma.Config,
     "gemma2": gemma2.Config,
+    "mixtral": mixtral.Config,
+    "olmoe": olmoe.Config,
+    "qwen2_moe": qwen2_moe.Config,
+    "qwen3_moe": qwen3_moe.Config,
 }

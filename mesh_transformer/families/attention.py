@@ -78,7 +78,8 @@ class Attention:
     """Attention with `kv_heads` keys and values: heads / kv_heads queries share one (Ainslie et al. 2023,
     arXiv:2305.13245).
 
-    `bias` is on q, k and v, `out_bias` on the output. `qk_norm` normalizes each head of q and k before the rotation. A
+    `bias` is on q, k and v, `out_bias` on the output. `qk_norm` normalizes each head of q and k before the rotation; with
+    `qk_norm_whole`, all heads of q together, and all of k. Then q, k and v are limited to values from -clip to clip. A
     query sees the last `window` keys, up to its own; None: all.
     """
 
@@ -91,6 +92,8 @@ class Attention:
     bias: bool = False
     out_bias: bool = False
     qk_norm: Norm | None = None
+    qk_norm_whole: bool = False
+    clip: float | None = None
     # the scaled products become softcap * tanh(products / softcap)
     softcap: float | None = None
     window: int | None = None
@@ -125,7 +128,12 @@ class Attention:
     @property
     def norms(self) -> list[tuple[Norm, str | None, int]]:
         """Each norm, with the name and the size of the dimension that it normalizes."""
-        return [] if self.qk_norm is None else [(self.qk_norm, None, self.head_dim)] * 2
+        if self.qk_norm is None:
+            return []
+        if not self.qk_norm_whole:
+            return [(self.qk_norm, None, self.head_dim)] * 2
+        maps = ("heads", self.heads), (self.kv_name, self.kv_heads)
+        return [(self.qk_norm, axis, heads * self.head_dim) for axis, heads in maps]
 
 
 @dataclass(frozen=True, kw_only=True)

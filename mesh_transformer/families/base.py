@@ -68,14 +68,14 @@ class ConfigJson:
             raise UserError(f"{names[0]} is {value!r:.60}: expected a whole number of 1 or more{why}")
         return value
 
-    def number(self, *names: str, default: float, most: float = 1e30, null: bool = False) -> Any:
-        """A number above 0 and at most `most`; None, if the value is null and `null` allows it.
+    def number(self, *names: str, default: float | None, most: float = 1e30, null: bool = False) -> Any:
+        """A number above 0 and at most `most`; None, if the value is null and `null` allows it or the default is None.
 
         Raises:
             UserError: the value is something else.
         """
         value = self.take(*names, default=default)
-        if value is None and null:
+        if value is None and (null or default is None):
             return None
         if type(value) not in (int, float) or not 0 < value <= most:
             raise UserError(f"{names[0]} is {value!r:.60}: expected a number above 0 and at most {most:g}")
@@ -134,7 +134,7 @@ class ModelConfig(Group):
     d_head: Annotated[Dims, Derived("d_model / n_heads")] = 0
     """width of a head"""
     d_ff: Annotated[Dims, Derived("4 * d_model")] = 0
-    """hidden width of the feed-forward layer; divisible by mesh.tp"""
+    """hidden width of the feed-forward layer, or of an expert in a family without expert_d_ff; divisible by mesh.tp"""
     n_vocab: Rows
     """size of the vocabulary in the softmax, in samples and in exports"""
     vocab_multiple: Rows = 128
@@ -165,7 +165,7 @@ class ModelConfig(Group):
 
     def architecture(self) -> dict[str, Any]:
         """The fields that define the function of a checkpoint's tensors."""
-        return self.model_dump(exclude={"seq", "seed", "vocab_multiple"})
+        return self.model_dump(mode="json", exclude={"seq", "seed", "vocab_multiple"})
 
     @classmethod
     def from_hf(cls, keys: ConfigJson) -> Self:

@@ -134,7 +134,7 @@ class LlamaLike(RotaryConfig):
         return {
             **fields,
             **cls.rotary_from_hf(keys),
-            "norm_eps": keys.number("rms_norm_eps", default=1e-6),
+            "norm_eps": keys.number("rms_norm_eps", default=defaults.get("rms_norm_eps", 1e-6)),
             "tied_head": keys.flag("tie_word_embeddings", default=cls.model_fields["tied_head"].default),
         }
 
@@ -182,13 +182,20 @@ class LlamaLike(RotaryConfig):
 
     def ff_tensors(self, block: str) -> list[Tensor]:
         """The rows of the feed-forward layers; `block` begins their names."""
-        rows = []
-        for ours, theirs in GATED.items():
-            rows.append(Tensor(f"blocks/ff/{ours}/w", f"{block}mlp.{theirs}.weight", TRANSPOSED))
-            if self.ff().bias:
-                bias = "ff_out" if ours == "out" else f"ff/{ours}"
-                rows.append(Tensor(f"blocks/{bias}/b", f"{block}mlp.{theirs}.bias"))
+        rows = gated_rows("ff", f"{block}mlp")
+        for ours, theirs in GATED.items() if self.ff().bias else ():
+            bias = "ff_out" if ours == "out" else f"ff/{ours}"
+            rows.append(Tensor(f"blocks/{bias}/b", f"{block}mlp.{theirs}.bias"))
         return rows
+
+
+def gated_rows(ours: str, theirs: str, layers: tuple[int, ...] | None = None) -> list[Tensor]:
+    """The rows of the matrices of a gated feed-forward layer, given the beginning of their names; `layers` as in
+    `Tensor`."""
+    return [
+        Tensor(f"blocks/{ours}/{name}/w", f"{theirs}.{key}.weight", TRANSPOSED, layers=layers)
+        for name, key in GATED.items()
+    ]
 
 
 class Config(LlamaLike):

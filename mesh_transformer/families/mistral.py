@@ -20,6 +20,7 @@ class Config(LlamaLike):
         "intermediate_size": 14336,
         "vocab_size": 32000,
         "max_position_embeddings": 131072,
+        "sliding_window": 4096,
     }
 
     family: Literal["mistral"] = "mistral"
@@ -34,7 +35,8 @@ class Config(LlamaLike):
     @classmethod
     def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
         """See `LlamaLike`."""
-        return {**super().fields_from_hf(keys), "window": keys.size("sliding_window", default=4096, null=True)}
+        window = keys.size("sliding_window", default=cls.HF_DEFAULTS["sliding_window"], null=True)
+        return {**super().fields_from_hf(keys), "window": window}
 
     def to_hf(self) -> dict[str, Any]:
         """See `ModelConfig`."""

@@ -1,7 +1,7 @@
 """The rotary encoding of the families after GPT-NeoX: its fields, and its keys in config.json."""
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -22,6 +22,9 @@ _HF_NAMES = {"original_seq": "original_max_position_embeddings"}
 
 class RotaryConfig(ModelConfig):
     """A family with rotary encoding of whole heads, which can be stretched to a longer context."""
+
+    # what transformers takes if config.json has none
+    HF_ROTARY_BASE: ClassVar = 10000.0
 
     rotary_base: Positive = 10000.0
     """base of the rotary frequencies"""
@@ -82,8 +85,8 @@ class RotaryConfig(ModelConfig):
             given.setdefault("attention_factor", yarn_factor(given["factor"]))
         return Scaling(kind=self.rotary_scaling, **given)
 
-    @staticmethod
-    def rotary_from_hf(keys: ConfigJson) -> dict[str, Any]:
+    @classmethod
+    def rotary_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
         """The rotary fields in the keys of transformers 5 (`rope_parameters`) or of earlier versions.
 
         Raises:
@@ -102,7 +105,10 @@ class RotaryConfig(ModelConfig):
             raise UserError(f"rope_type is {kind!r:.60}: only default, linear, llama3 and yarn are supported")
         if rope.take("partial_rotary_factor", default=1.0) != 1:
             raise UserError("partial_rotary_factor is not 1: this family rotates whole heads")
-        fields: dict[str, Any] = {"rotary_base": rope.number("rope_theta", default=10000.0), "rotary_scaling": scaling}
+        fields: dict[str, Any] = {
+            "rotary_base": rope.number("rope_theta", default=cls.HF_ROTARY_BASE),
+            "rotary_scaling": scaling,
+        }
         mscale, all_dims = (rope.take(name, default=None) for name in ("mscale", "mscale_all_dim"))
         for name in [name for names in _FIELDS[scaling] for name in names]:
             fields[f"rotary_{name}"] = rope.take(_HF_NAMES.get(name, name), default=None)

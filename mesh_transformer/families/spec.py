@@ -7,7 +7,7 @@ checkpoints are read and written.
 
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -72,6 +72,8 @@ class Experts:
     router: Router
     shared: Dense | None = None
     shared_gate: bool = False
+    # the field of the config that sets d_ff
+    d_ff_field: str = "expert_d_ff"
 
     @property
     def gated(self) -> bool:
@@ -153,6 +155,10 @@ class Decoder:
         """The experts of the layers that have them."""
         return next((kind.ff for kind in self.kinds if isinstance(kind.ff, Experts)), None)
 
+    def layers_with(self, ff: type[Dense | Experts]) -> tuple[int, ...]:
+        """The layers whose feed-forward is of a type, ascending."""
+        return tuple(number for number, layer in enumerate(self.layers) if isinstance(layer.ff, ff))
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; none if no layer has one."""
@@ -170,7 +176,7 @@ class Decoder:
         width, experts = [Size("model.d_model", self.d_model)], self.experts
         hidden = [Size("model.d_ff", kind.ff.d_ff) for kind in self.kinds if isinstance(kind.ff, Dense)]
         if experts is not None:
-            hidden.append(Size("model.expert_d_ff", experts.d_ff))
+            hidden.append(Size(f"model.{experts.d_ff_field}", experts.d_ff))
             if experts.shared is not None:
                 hidden.append(Size("model.shared_d_ff", experts.shared.d_ff))
         return {
@@ -233,3 +239,18 @@ class Tensor(NamedTuple):
     def stacked(self) -> bool:
         """Whether the parameter has a leading dimension of layers."""
         return self.parameter.startswith("blocks/")
+
+    @property
+    def stack_rank(self) -> int:
+        """The number of leading dimensions of the parameter that a foreign tensor does not have: layers, experts."""
+        return self.stacked + ("{e}" in self.foreign)
+
+    def layer(self, place: Sequence[int]) -> int:
+        """The layer at an index of these dimensions; 0 if there are none."""
+        if not place:
+            return 0
+        return place[0] if self.layers is None else self.layers[place[0]]
+
+    def name(self, place: Sequence[int]) -> str:
+        """The name of the foreign tensor at an index of these dimensions."""
+        return self.foreign.format(self.layer(place), e=place[-1]) if place else self.foreign

@@ -36,7 +36,9 @@ class SelfAttention:
                 for name, heads, axis in maps
             ]
             self.out = Linear(a.heads * a.head_dim, d_model, ("heads", "embed"), stddev=out_stddev, name="o")
-            self.qk_norms = [Norm(a.qk_norm, f"{name}_norm", axis=None) for name in "qk"] if a.qk_norm else []
+            # of q and of k, or none
+            norms = zip("qk", a.norms, strict=False)
+            self.qk_norms = [Norm(norm, f"{name}_norm", axis) for name, (norm, axis, _) in norms]
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Context) -> jax.Array:
         # the name in profiles
@@ -45,15 +47,22 @@ class SelfAttention:
 
     def _mixed(self, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Context) -> jax.Array:
         a = self.attention
+        if a.qk_norm_whole:
+            q, k = self._normed(q, k)
         q, k, v = self._heads(q, "heads"), self._heads(k, a.kv_name), self._heads(v, a.kv_name)
-        if self.qk_norms:
-            q, k = (norm(x) for norm, x in zip(self.qk_norms, (q, k), strict=True))
+        if not a.qk_norm_whole:
+            q, k = self._normed(q, k)
+        if a.clip is not None:
+            q, k, v = (jnp.clip(x, -a.clip, a.clip) for x in (q, k, v))
         if a.rotary and ctx.rotation:
             angles_q = Rotation(*map(ctx.queries, ctx.rotation))
             q, k = rotate(q, angles_q, a.rotary.style), rotate(k, ctx.rotation, a.rotary.style)
         scale = 1 / np.sqrt(a.head_dim) if a.scale is None else a.scale
         mixed = ctx.attend(q, k, v, scale=scale, window=ctx.window, softcap=a.softcap)
         return rearrange(constrain(mixed, "batch", "seq", "heads", None), "b t h k -> b t (h k)")
+
+    def _normed(self, q: jax.Array, k: jax.Array) -> list[jax.Array]:
+        return [norm(x) for norm, x in zip(self.qk_norms, (q, k), strict=True)] if self.qk_norms else [q, k]
 
     def _heads(self, y: jax.Array, axis: str) -> jax.Array:
         return constrain(rearrange(y, "b t (h k) -> b t h k", k=self.attention.head_dim), "batch", "seq", axis, None)

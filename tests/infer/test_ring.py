@@ -62,7 +62,7 @@ def packed_for_cpu(family: str) -> SlotEngine:
     """Layers one after the other, each with its own cache."""
     run = tiny(family)
     arrays = {name: np.asarray(leaf) for name, leaf in flatten({"params": weights(family)}).items()}
-    parts = load_by_layer(ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype))
+    parts = load_by_layer(ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.members)
     packed = pack_for_cpu_decode(parts, run.model.decoder)
     return engine_of(run, packed, slots=2, max_prefill_tokens=CHUNK)
 

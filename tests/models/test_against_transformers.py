@@ -21,6 +21,8 @@ TOLERANCE = 2e-5
 # tokens of the prompt in one call; the prompt is three of them and one token more
 CHUNK = 20
 MESHES = {"one": (1, []), "tp2-fsdp2": (4, ["mesh.tp=2", "mesh.fsdp=2"])}
+WITH_EXPERTS = {"tp2-ep2": (4, ["mesh.tp=2", "mesh.ep=2"])}
+RUNS = [*sampled(hf_models.VARIANTS, MESHES, at_most=8), *sampled(hf_models.EXPERTS, WITH_EXPERTS, at_most=1)]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +37,11 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.mark.parametrize(("name", "mesh"), sampled(hf_models.VARIANTS, MESHES, at_most=8))
+@pytest.mark.parametrize(("name", "mesh"), RUNS)
 def test_logits_and_greedy_tokens_are_theirs(theirs, name, mesh) -> None:
     expected = theirs(name)
     prompt, new = expected.prompt.astype(np.int32), expected.tokens.shape[1]
-    source, (devices, axes) = HFSource(str(expected.folder)), MESHES[mesh]
+    source, (devices, axes) = HFSource(str(expected.folder)), (MESHES | WITH_EXPERTS)[mesh]
     run = program({"model": source.model.model_dump()}, *axes, devices=devices)
     model, length = run.placement.model, prompt.shape[1] + new
     params = load(source, {"params": run.placement.abstract(np.float32)})["params"]
@@ -74,7 +76,9 @@ def test_the_export_is_their_folder(theirs, name, tmp_path: Path) -> None:
     for tensor_name, tensor in stored.items():
         whole = tuple(slice(None) for _ in tensor.shape)
         np.testing.assert_array_equal(ours[tensor_name].read(whole), tensor.read(whole), err_msg=tensor_name)
-    np.testing.assert_array_equal(hf.transformers_logits(tmp_path, expected.prompt), expected.logits)
+    # the same numbers; torch's sums depend on how the memory of a model is aligned
+    found = hf.transformers_logits(tmp_path, expected.prompt)
+    np.testing.assert_allclose(found, expected.logits, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "gpt2"])

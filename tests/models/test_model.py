@@ -66,7 +66,7 @@ def test_layers_that_repeat_are_one_run(kinds, expected):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_names_its_dimensions(family):
-    run = program(TINY, f"model.family={family}", "model.pe_rotary_dims=null")
+    run = program({**TINY, "model": families.MODELS.get(family, TINY["model"])})
     shapes = run.abstract_state.params
     axes = run.model.axes
     assert jax.tree.structure(map_axes(lambda _: 0, axes)) == jax.tree.structure(shapes)

@@ -4,6 +4,7 @@ from typing import Any
 
 _SIZES = {"layers": 3, "d_model": 64, "n_heads": 8, "n_vocab": 512, "seq": 64}
 _SHARED = {"n_kv_heads": 2, "d_head": 10, "d_ff": 96}
+_EXPERTS = {"n_experts": 6, "experts_per_token": 2}
 # the group `model` of a config, by name
 MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"family": "gpt_neox", **_SIZES},
@@ -31,5 +32,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_scale_dims": 30,
         "attention_softcap": 20.0,
         "softcap": 10.0,
+    },
+    "mixtral": {"family": "mixtral", **_SIZES, **_SHARED, **_EXPERTS, "window": 8},
+    "olmoe": {"family": "olmoe", **_SIZES, **_EXPERTS, "d_ff": 48, "clip_qkv": 1.5},
+    # layers with and without experts in turn
+    "qwen2_moe": {
+        "family": "qwen2_moe",
+        **_SIZES,
+        **_SHARED,
+        **_EXPERTS,
+        "layers": 4,
+        "expert_d_ff": 40,
+        "shared_d_ff": 56,
+        "dense_layers": [0, 2],
+    },
+    # the first layer has none
+    "qwen3_moe": {
+        "family": "qwen3_moe",
+        **_SIZES,
+        **_SHARED,
+        **_EXPERTS,
+        "expert_d_ff": 40,
+        "dense_layers": [0],
+        "router_normalize": True,
     },
 }

@@ -42,6 +42,7 @@ _GPT_NEO = {
     "intermediate_size": 118,
     "window_size": 7,
 }
+_EXPERTS = {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 46}
 # by name: the family of transformers, and the keys of its config
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # 0.45 x 14 dims is 6.3: 6 are rotated
@@ -106,7 +107,40 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 30,
         },
     ),
+    "mixtral": (
+        "Mixtral",
+        {
+            **_BASE,
+            **_rope(theta=1e6),
+            "num_key_value_heads": 2,
+            "sliding_window": 9,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {**_BASE, **_rope(), "num_key_value_heads": 3, "num_experts": 10, "num_experts_per_tok": 3, "clip_qkv": 1.5},
+    ),
+    # layers 0 and 2 are dense
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            **_BASE,
+            **_rope(),
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 58,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**_BASE, **_rope(), **_EXPERTS, "head_dim": 18, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
 }
+# the variants with routed experts
+EXPERTS = [name for name, (_, keys) in VARIANTS.items() if "num_experts_per_tok" in keys]
 
 
 class Theirs(NamedTuple):
@@ -136,6 +170,8 @@ def save(name: str, folder: Path) -> Any:
     torch.manual_seed(SEED)
     config = getattr(transformers, f"{family}Config")(**keys, attn_implementation="eager")
     model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).eval()
+    # the default implementation of experts refuses matrices of odd widths
+    model.set_experts_implementation("eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.06 * torch.randn(parameter.shape))

@@ -3,6 +3,7 @@
 config.json selects the family. The weights are safetensors or .bin files, in one file or in shards with an index.
 """
 
+import itertools
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -112,15 +113,14 @@ class HFSource:
         row = self._rows.get(name)
         if row is None:
             return out
-        if not row.stacked:
-            self._fill(out, row, row.foreign, index)
-            return out
-        for one, layer in zip(out, range(index[0].start, index[0].stop), strict=True):
-            self._fill(one, row, row.foreign.format(layer), index[1:])
+        stack, inside = index[: row.stack_rank], index[row.stack_rank :]
+        for place in itertools.product(*(range(s.start, s.stop) for s in stack)):
+            at = tuple(i - s.start for i, s in zip(place, stack, strict=True))
+            self._fill(out[at], row, row.name(place), inside)
         return out
 
     def _fill(self, out: np.ndarray, row: Tensor, name: str, index: Index) -> None:
-        """Read a slice of one layer from the tensor `name` into `out`. Does not write the padding of the vocabulary."""
+        """Read a slice of the tensor `name` into `out`. Does not write the padding of the vocabulary."""
         shape = unpadded_shape(row, self.model)
         unpadded = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index, shape, strict=True))
         if any(s.start >= s.stop for s in unpadded):
@@ -172,7 +172,7 @@ class HFSource:
         expected = {}
         for row in self._rows.values():
             shape = foreign_shape(row, self.model)
-            for name in [*self._names(row), *({row.copy} & self._stored.keys())]:
+            for name in [*foreign_names(row, self.model).values(), *({row.copy} & self._stored.keys())]:
                 if name not in self._stored:
                     layers = self.model.layers
                     raise UserError(f"{self.where}: {name} is missing (config.json has {layers} layers)")
@@ -193,17 +193,13 @@ class HFSource:
 
     def _infos(self) -> Iterator[tuple[str, TensorInfo]]:
         for name, row in self._rows.items():
-            dtypes = {self._stored[foreign].dtype for foreign in self._names(row)}
+            dtypes = {self._stored[foreign].dtype for foreign in foreign_names(row, self.model).values()}
             if len(dtypes) > 1:
                 kinds = " and ".join(sorted(map(str, dtypes)))
                 raise UserError(f"{self.where}: {row.foreign} is {kinds} in different layers: save it in one dtype")
             yield name, TensorInfo(self._shapes[row.parameter], *dtypes)
             if row.bias:
                 yield f"params/{row.bias}", TensorInfo(self._shapes[row.bias], *dtypes)
-
-    def _names(self, row: Tensor) -> list[str]:
-        layers = range(self.model.layers if row.stacked else 1)
-        return [row.foreign.format(layer) for layer in layers]
 
 
 def _full_names(stored: dict[str, FileTensor], model: ModelConfig) -> dict[str, FileTensor]:
@@ -216,7 +212,7 @@ def _full_names(stored: dict[str, FileTensor], model: ModelConfig) -> dict[str, 
 
 
 def import_tensor(row: Tensor, foreign: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Convert the foreign tensor of one layer to the parameter of `shape`. With a view, the result is a copy."""
+    """Convert a foreign tensor to its part of the parameter, of `shape`. With a view, the result is a copy."""
     if row.view is None:
         return foreign
     left, right = row.view.split("->")
@@ -225,16 +221,22 @@ def import_tensor(row: Tensor, foreign: np.ndarray, shape: tuple[int, ...]) -> n
 
 
 def export_tensor(row: Tensor, parameter: np.ndarray) -> np.ndarray:
-    """Convert the parameter of one layer to the foreign tensor; for a row with a part, all parts stacked in order."""
+    """Convert a part of the parameter to its foreign tensor; for a row with a part, all parts stacked in order."""
     if row.view is None:
         return parameter
     left, right = row.view.split("->")
     return rearrange(parameter, f"{right}->{left}", **row.sizes)
 
 
+def foreign_names(row: Tensor, model: ModelConfig) -> dict[tuple[int, ...], str]:
+    """The names of a row's foreign tensors, by the index of the layer and of the expert in the parameter."""
+    stack = parameter_shapes(model)[row.parameter][: row.stack_rank]
+    return {place: row.name(place) for place in itertools.product(*map(range, stack))}
+
+
 def unpadded_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
-    """The shape of the parameter of one layer, without padding."""
-    shape = list(parameter_shapes(model)[row.parameter][row.stacked :])
+    """The shape of the part of the parameter that one foreign tensor holds, without padding."""
+    shape = list(parameter_shapes(model)[row.parameter][row.stack_rank :])
     if row.vocab_axis is not None:
         shape[row.vocab_axis] = model.n_vocab
     return tuple(shape)

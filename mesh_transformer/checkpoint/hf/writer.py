@@ -10,7 +10,13 @@ import numpy as np
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed, encode_header
-from mesh_transformer.checkpoint.hf.source import SAFETENSORS, export_tensor, foreign_shape, parse_model
+from mesh_transformer.checkpoint.hf.source import (
+    SAFETENSORS,
+    export_tensor,
+    foreign_names,
+    foreign_shape,
+    parse_model,
+)
 from mesh_transformer.checkpoint.origin import Origin, write_files
 from mesh_transformer.checkpoint.tensors import Index, TensorSource, parameter_shapes, prefetch
 from mesh_transformer.config import ModelConfig, strict_json
@@ -26,13 +32,14 @@ CAST_BYTES = 16 << 20
 
 
 class _OutputTensor(NamedTuple):
-    """A tensor to write: its name, shape and dtype, the rows of the parameters in it, and the layer."""
+    """A tensor to write: its name, shape and dtype, the rows of the parameters in it, and its index in these: those of
+    the layer and of the expert."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     rows: list[Tensor]
-    layer: int
+    place: tuple[int, ...]
 
 
 # some rows of a tensor, before the cast
@@ -189,15 +196,17 @@ def _size(planned: _OutputTensor) -> int:
 def _plan(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> list[_OutputTensor]:
     """All tensors to write, in the order of the computation, layer by layer."""
     plan: list[_OutputTensor] = []
-    for stacked, rows in itertools.groupby(model.hf_tensors(), lambda row: row.stacked):
+    for _, rows in itertools.groupby(model.hf_tensors(), lambda row: row.stacked):
         by_name: dict[str, list[Tensor]] = {}
         for row in rows:
             by_name.setdefault(row.foreign, []).append(row)
-        shapes = {name: foreign_shape(members[0], model) for name, members in by_name.items()}
-        stored = {name: source.tensors[f"params/{members[0].parameter}"].dtype for name, members in by_name.items()}
-        for layer in range(model.layers if stacked else 1):
-            for name, members in by_name.items():
-                plan.append(_OutputTensor(name.format(layer), shapes[name], dtype or stored[name], members, layer))
+        of_stage = []
+        for members in by_name.values():
+            first = members[0]
+            shape, stored = foreign_shape(first, model), source.tensors[f"params/{first.parameter}"].dtype
+            for place, name in foreign_names(first, model).items():
+                of_stage.append(_OutputTensor(name, shape, dtype or stored, members, place))
+        plan += sorted(of_stage, key=lambda planned: planned.rows[0].layer(planned.place))
     return plan
 
 
@@ -224,15 +233,15 @@ def _blocks(source: TensorSource, shard: list[_OutputTensor]) -> Iterator[_Block
         info = source.tensors[f"params/{row.parameter}"]
         log.debug("%s %s %s, from %s", planned.name, shape, dtype, _source_names(planned))
         if row.view not in (None, TRANSPOSED):
-            whole = tuple(slice(0, n) for n in info.shape[row.stacked :])
-            parts = [_read(source, member, planned.layer, whole) for member in planned.rows]
+            whole = tuple(slice(0, n) for n in info.shape[row.stack_rank :])
+            parts = [_read(source, member, planned.place, whole) for member in planned.rows]
             yield planned, export_tensor(row, parts[0] if row.part is None else np.stack(parts))
             continue
         rows = max(1, BLOCK_BYTES // (math.prod(shape[1:]) * max(dtype.itemsize, info.dtype.itemsize)))
         for first in range(0, shape[0], rows):
             foreign = (slice(first, min(first + rows, shape[0])), *(slice(0, n) for n in shape[1:]))
             index = foreign if row.view is None else foreign[::-1]
-            yield planned, export_tensor(row, _read(source, row, planned.layer, index))
+            yield planned, export_tensor(row, _read(source, row, planned.place, index))
 
 
 def _converted(source: TensorSource, blocks: Iterator[_Block]) -> Iterator[np.ndarray]:
@@ -252,12 +261,11 @@ def _source_names(planned: _OutputTensor) -> str:
     return ", ".join(f"params/{row.parameter}" for row in planned.rows)
 
 
-def _read(source: TensorSource, row: Tensor, layer: int, index: Index) -> np.ndarray:
-    """A slice of the parameter of one layer. A bias without a foreign tensor is added to the rows of its matrix."""
-    name = f"params/{row.parameter}"
-    if row.stacked:
-        return source.read(name, (slice(layer, layer + 1), *index))[0]
-    values = source.read(name, index)
+def _read(source: TensorSource, row: Tensor, place: tuple[int, ...], index: Index) -> np.ndarray:
+    """A slice of the parameter of one layer or expert. A bias without a foreign tensor is added to the rows of its
+    matrix."""
+    name, stack = f"params/{row.parameter}", tuple(slice(i, i + 1) for i in place)
+    values = source.read(name, (*stack, *index))[(0,) * len(place)]
     if row.bias and f"params/{row.bias}" in source.tensors:
         bias = source.read(f"params/{row.bias}", (index[1],))
         # adding a zero bias would change the sign of negative zeros

@@ -89,7 +89,7 @@ def read_params(session: Session, path: str, *, for_decode: bool = False) -> Wei
     abstract = session.whole_sequences.abstract(model.dtype)
     with explain_damage(source):
         if for_decode and jax.default_backend() == "cpu":
-            parts = load_by_layer(source, abstract)
+            parts = load_by_layer(source, abstract, model.members)
             params = pack_for_cpu_decode(parts, model.decoder)
         else:
             params = load(source, {"params": abstract})["params"]

@@ -1,0 +1,133 @@
+"""Routed experts in place of the feed-forward layer, for families that are like Llama in the rest."""
+
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import model_validator
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.llama import GATED, LlamaLike, gated_rows
+from mesh_transformer.families.spec import TRANSPOSED, Dense, Experts, Router, Tensor
+from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Switch, Unit, size
+
+
+class WithExperts(LlamaLike):
+    """All layers have experts of width d_ff, without shared ones."""
+
+    # the key of the number of experts that is written; both are read
+    HF_COUNT: ClassVar = "num_experts"
+    # the module of a layer that holds router and experts, the matrices of an expert (ours and theirs), and the module
+    # of the experts that all tokens share
+    HF_MODULE: ClassVar = "mlp"
+    HF_MATRICES: ClassVar = GATED
+    HF_SHARED: ClassVar = "shared_expert"
+
+    n_experts: Annotated[Count, Unit("experts")]
+    """experts of a layer; divisible by mesh.ep"""
+    experts_per_token: Annotated[Count, Unit("experts")]
+    """experts that each token goes through"""
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if self.experts_per_token > self.n_experts:
+            raise UserError(
+                f"model.experts_per_token {self.experts_per_token} exceeds model.n_experts {self.n_experts}: lower "
+                "model.experts_per_token"
+            )
+        return self
+
+    def router(self) -> Router:
+        """The router of all layers that have experts."""
+        return Router(chosen=self.experts_per_token, normalize=True)
+
+    def experts(self) -> Experts:
+        """The experts of all layers that have them."""
+        return Experts(
+            count=self.n_experts, d_ff=self.d_ff, d_ff_field="d_ff", activation=self.ACTIVATION, router=self.router()
+        )
+
+    def ffs(self) -> list[Dense | Experts]:
+        """See `LlamaLike`."""
+        return [self.experts()] * self.layers
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `LlamaLike`."""
+        # training alone uses them
+        for name in ("router_aux_loss_coef", "router_jitter_noise"):
+            keys.take(name, default=None)
+        return {
+            **super().fields_from_hf(keys),
+            "n_experts": keys.size(cls.HF_COUNT, "num_local_experts", default=cls.HF_DEFAULTS["num_experts"]),
+            "experts_per_token": keys.size("num_experts_per_tok", default=cls.HF_DEFAULTS["num_experts_per_tok"]),
+        }
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        return {**super().to_hf(), self.HF_COUNT: self.n_experts, "num_experts_per_tok": self.experts_per_token}
+
+    def ff_tensors(self, block: str) -> list[Tensor]:
+        """See `LlamaLike`."""
+        decoder, module = self.decoder(), f"{block}{self.HF_MODULE}"
+        experts, layers = self.experts(), decoder.layers_with(Experts)
+        rows = [Tensor("blocks/ff/router/w", f"{module}.gate.weight", TRANSPOSED, layers=layers)]
+        if experts.router.bias:
+            rows.append(Tensor("blocks/ff/router/bias", f"{module}.gate.e_score_correction_bias", layers=layers))
+        rows += [
+            Tensor(f"blocks/ff/experts/{name}", f"{module}.experts.{{e}}.{key}.weight", TRANSPOSED, layers=layers)
+            for name, key in self.HF_MATRICES.items()
+        ]
+        if experts.shared is not None:
+            rows += gated_rows("ff/shared", f"{module}.{self.HF_SHARED}", layers)
+        if experts.shared_gate:
+            rows.append(
+                Tensor("blocks/ff/shared_gate/w", f"{module}.{self.HF_SHARED}_gate.weight", TRANSPOSED, layers=layers)
+            )
+        dense = decoder.layers_with(Dense)
+        return rows + (gated_rows("ff", f"{block}mlp", dense) if dense else [])
+
+
+class SomeDense(WithExperts):
+    """Some layers have a dense feed-forward layer of width d_ff, the others have experts of another width."""
+
+    expert_d_ff: Annotated[Dims, Derived("d_ff")] = 0
+    """hidden width of an expert; divisible by mesh.tp"""
+    dense_layers: LayerNumbers = ()
+    """layers, numbered from 0, that have a dense feed-forward layer of width d_ff instead of experts"""
+    router_normalize: Switch = False
+    """the weights of a token's experts are divided by their sum"""
+
+    @classmethod
+    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Derive expert_d_ff too."""
+        values = super().derive(values)
+        if d_ff := size(values.get("d_ff")):
+            values.setdefault("expert_d_ff", d_ff)
+        return values
+
+    @model_validator(mode="after")
+    def _check_dense_layers(self) -> Self:
+        dense = self.dense_layers
+        if list(dense) != sorted(set(dense)) or (dense and dense[-1] >= self.layers):
+            raise UserError(
+                f"model.dense_layers {list(dense)} must be ascending and less than model.layers {self.layers}, the "
+                "first layer being 0"
+            )
+        if len(dense) == self.layers:
+            raise UserError(
+                f"model.dense_layers names all {self.layers} layers, and no layer has experts: shorten it, or use a "
+                "model.family without experts"
+            )
+        return self
+
+    def router(self) -> Router:
+        """See `WithExperts`."""
+        return Router(chosen=self.experts_per_token, normalize=self.router_normalize)
+
+    def experts(self) -> Experts:
+        """See `WithExperts`."""
+        return Experts(count=self.n_experts, d_ff=self.expert_d_ff, activation=self.ACTIVATION, router=self.router())
+
+    def ffs(self) -> list[Dense | Experts]:
+        """See `LlamaLike`."""
+        return [self.ff() if layer in self.dense_layers else self.experts() for layer in range(self.layers)]

@@ -1,0 +1,27 @@
+"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with routed experts in every layer."""
+
+from typing import ClassVar, Literal
+
+from mesh_transformer.families import mistral
+from mesh_transformer.families.experts import WithExperts
+
+
+class Config(WithExperts, mistral.Config):
+    """Mixtral: Mistral with experts in every layer, weighted by the softmax of the chosen experts' logits."""
+
+    HF_MODEL_TYPE: ClassVar = "mixtral"
+    HF_ARCHITECTURE: ClassVar = "MixtralForCausalLM"
+    HF_COUNT: ClassVar = "num_local_experts"
+    HF_MODULE: ClassVar = "block_sparse_moe"
+    HF_MATRICES: ClassVar = {"gate": "w1", "in": "w3", "out": "w2"}
+    HF_ROTARY_BASE: ClassVar = 1e6
+    HF_DEFAULTS: ClassVar = {
+        **mistral.Config.HF_DEFAULTS,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+
+    family: Literal["mixtral"] = "mixtral"  # type: ignore[assignment]
+    """model family: a file in mesh_transformer/families"""

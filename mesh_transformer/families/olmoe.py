@@ -1,0 +1,72 @@
+"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): many small experts, and norms of whole q and k."""
+
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.experts import WithExperts
+from mesh_transformer.families.spec import Attention, Router
+from mesh_transformer.fields import Positive, Switch
+
+
+class Config(WithExperts):
+    """OLMoE: Llama with experts in every layer, and norms of q and k over all heads."""
+
+    HF_MODEL_TYPE: ClassVar = "olmoe"
+    HF_ARCHITECTURE: ClassVar = "OlmoeForCausalLM"
+    HF_END_OF_TEXT: ClassVar = 50279
+    HF_DEFAULTS: ClassVar = {
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "intermediate_size": 2048,
+        "vocab_size": 50304,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    }
+
+    family: Literal["olmoe"] = "olmoe"
+    """model family: a file in mesh_transformer/families"""
+    router_normalize: Switch = False
+    """the weights of a token's experts are divided by their sum"""
+    attention_bias: Switch = False
+    """biases on q, k, v and the output of the attention"""
+    clip_qkv: Positive | None = None
+    """largest absolute value of q, k and v, which are cut there; absent: no limit"""
+
+    def router(self) -> Router:
+        """See `WithExperts`."""
+        return replace(super().router(), normalize=self.router_normalize)
+
+    def attention(self) -> Attention:
+        """See `LlamaLike`."""
+        return replace(
+            super().attention(),
+            bias=self.attention_bias,
+            out_bias=self.attention_bias,
+            qk_norm=self.norm(),
+            qk_norm_whole=True,
+            clip=self.clip_qkv,
+        )
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `LlamaLike`."""
+        return {
+            **super().fields_from_hf(keys),
+            "router_normalize": keys.flag("norm_topk_prob", default=False),
+            "attention_bias": keys.flag("attention_bias", default=False),
+            "clip_qkv": keys.number("clip_qkv", default=None),
+        }
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        self.refuse_hf([], instead="native")
+        return {
+            **super().to_hf(),
+            "norm_topk_prob": self.router_normalize,
+            "attention_bias": self.attention_bias,
+            "clip_qkv": self.clip_qkv,
+        }

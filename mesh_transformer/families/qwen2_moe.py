@@ -1,0 +1,108 @@
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024, arXiv:2407.10671): Qwen2 with experts, and one that all tokens share."""
+
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.experts import SomeDense
+from mesh_transformer.families.spec import Attention, Dense, Experts
+from mesh_transformer.fields import Derived, Dims, size
+
+
+class QwenExperts(SomeDense):
+    """The keys of config.json that both Qwen families with experts have."""
+
+    HF_END_OF_TEXT: ClassVar = 151643
+    HF_DEFAULTS: ClassVar = {
+        "num_hidden_layers": 24,
+        "hidden_size": 2048,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+    }
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `LlamaLike`."""
+        fields = super().fields_from_hf(keys)
+        types = keys.take("layer_types", default=None)
+        if keys.flag("use_sliding_window", default=False) or set(types or []) - {"full_attention"}:
+            raise UserError("use_sliding_window is true: layers with a sliding window are not supported in this family")
+        # without windows they have no effect
+        for name in ("sliding_window", "max_window_layers"):
+            keys.take(name, default=None)
+        step = keys.size("decoder_sparse_step", default=1)
+        only = keys.take("mlp_only_layers", default=None) or []
+        if not isinstance(only, list):
+            raise UserError(f"mlp_only_layers is {only!r:.60}: expected a list of layers")
+        dense = [layer for layer in range(fields["layers"]) if layer in only or (layer + 1) % step]
+        return {
+            **fields,
+            "dense_layers": dense,
+            "expert_d_ff": keys.size("moe_intermediate_size", default=cls.HF_DEFAULTS["moe_intermediate_size"]),
+            "router_normalize": keys.flag("norm_topk_prob", default=False),
+        }
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        return {
+            **super().to_hf(),
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(self.dense_layers),
+            "moe_intermediate_size": self.expert_d_ff,
+            "norm_topk_prob": self.router_normalize,
+        }
+
+
+class Config(QwenExperts):
+    """Qwen2-MoE: Llama with biases on q, k and v, experts, and a gated expert that all tokens share."""
+
+    HF_MODEL_TYPE: ClassVar = "qwen2_moe"
+    HF_ARCHITECTURE: ClassVar = "Qwen2MoeForCausalLM"
+    HF_DEFAULTS: ClassVar = {
+        **QwenExperts.HF_DEFAULTS,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+    }
+
+    family: Literal["qwen2_moe"] = "qwen2_moe"
+    """model family: a file in mesh_transformer/families"""
+    shared_d_ff: Annotated[Dims, Derived("d_ff")] = 0
+    """hidden width of the expert that all tokens go through, besides those that the router chooses; divisible by
+    mesh.tp"""
+
+    @classmethod
+    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Derive shared_d_ff too."""
+        values = super().derive(values)
+        if d_ff := size(values.get("d_ff")):
+            values.setdefault("shared_d_ff", d_ff)
+        return values
+
+    def attention(self) -> Attention:
+        """See `LlamaLike`."""
+        return replace(super().attention(), bias=True)
+
+    def experts(self) -> Experts:
+        """See `WithExperts`."""
+        shared = Dense(d_ff=self.shared_d_ff, activation=self.ACTIVATION, gated=True, bias=False)
+        return replace(super().experts(), shared=shared, shared_gate=True)
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `LlamaLike`."""
+        if not keys.flag("qkv_bias", default=True):
+            raise UserError("qkv_bias is false: only true is supported")
+        return {
+            **super().fields_from_hf(keys),
+            "shared_d_ff": keys.size("shared_expert_intermediate_size", default=5632),
+        }
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        return {**super().to_hf(), "shared_expert_intermediate_size": self.shared_d_ff}

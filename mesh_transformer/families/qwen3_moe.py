@@ -1,0 +1,44 @@
+"""Qwen3 with experts (Yang et al. 2025, arXiv:2505.09388): Qwen3-30B-A3B, Qwen3-235B-A22B."""
+
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.qwen2_moe import QwenExperts
+from mesh_transformer.families.spec import Attention
+from mesh_transformer.fields import Switch
+
+
+class Config(QwenExperts):
+    """Qwen3-MoE: Llama with a norm of each head of q and k, and experts."""
+
+    HF_MODEL_TYPE: ClassVar = "qwen3_moe"
+    HF_ARCHITECTURE: ClassVar = "Qwen3MoeForCausalLM"
+    HF_DEFAULTS: ClassVar = {
+        **QwenExperts.HF_DEFAULTS,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
+
+    family: Literal["qwen3_moe"] = "qwen3_moe"
+    """model family: a file in mesh_transformer/families"""
+    attention_bias: Switch = False
+    """biases on q, k, v and the output of the attention"""
+
+    def attention(self) -> Attention:
+        """See `LlamaLike`."""
+        bias = self.attention_bias
+        return replace(super().attention(), bias=bias, out_bias=bias, qk_norm=self.norm())
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `LlamaLike`."""
+        return {**super().fields_from_hf(keys), "attention_bias": keys.flag("attention_bias", default=False)}
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        return {**super().to_hf(), "attention_bias": self.attention_bias}
