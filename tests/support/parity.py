@@ -21,7 +21,8 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 STEPS, ROWS = 20, 4
 # few tokens, so that the gradients of all sequences have much in common: the noise scale is then well conditioned
-_TOKENS = np.random.default_rng(0).integers(0, 16, (STEPS, 6, ROWS, 41)).astype(np.int32)
+_TOKENS = np.random.default_rng(0).integers(0, 16, (STEPS, 6 * ROWS, 41)).astype(np.int32)
+_EVALUATED = 2 * ROWS
 # float32 sums in another order; the gradient noise scale is a difference of two nearly equal numbers
 CLOSE, CLOSE_NOISE = 1e-5, 1e-4
 _EXACT = ("train/loss", "train/last_loss", "train/grad_norm", "train/param_norm")
@@ -37,24 +38,24 @@ def small_program(
     return program(raw, *overrides, devices=devices, remat=remat)
 
 
-def trained(run: TrainProgram, parts: int = 1) -> Any:
-    """Train on the tokens, each microbatch divided into so many. Returns the initial parameters, Adam's first moment after one step, which is the gradient times a number, the metrics of
-    all steps, and the validation's."""
+def trained(run: TrainProgram) -> Any:
+    """Train on the tokens. Returns the initial parameters, Adam's first moment after one step, which is the gradient
+    times a number, the metrics of all steps, and the validation's."""
     state = run.init(jax.random.key(1))
     params = jax.device_get(state.params)
     gradient, steps = None, []
-    accumulation = run.config.optimizer.gradient_accumulation_steps
-    for tokens in _TOKENS[:, : accumulation // parts].reshape(STEPS, accumulation, ROWS // parts, -1):
+    accumulation, rows = run.config.optimizer.gradient_accumulation_steps, run.config.data.batch_size
+    assert rows is not None
+    for tokens in _TOKENS[:, : accumulation * rows].reshape(STEPS, accumulation, rows, -1):
         state, metrics = run.train_step(state, tokens)
         steps.append(jax.device_get(metrics))
         gradient = jax.device_get(state.opt_state["mu"]) if gradient is None else gradient
-    return params, gradient, steps, jax.device_get(run.eval_step(state.params, _TOKENS[0, 0]))
+    return params, gradient, steps, jax.device_get(run.eval_step(state.params, _TOKENS[0, :_EVALUATED]))
 
 
 @functools.cache
-def _on_one_device(model: str, microbatches: int, parts: int) -> Any:
-    batch = f"data.batch_size={ROWS // parts}"
-    return trained(small_program(json.loads(model), batch, microbatches=microbatches * parts), parts)
+def _on_one_device(model: str, microbatches: int, rows: int) -> Any:
+    return trained(small_program(json.loads(model), f"data.batch_size={rows}", microbatches=microbatches))
 
 
 def assert_equals_one_device(
@@ -73,14 +74,16 @@ def assert_equals_one_device(
     """
     run = small_program(model, *overrides, devices=devices, remat=remat, microbatches=microbatches)
     params, gradient, steps, validation = trained(run)
-    one_params, one_gradient, one_steps, one_validation = _on_one_device(json.dumps(model), microbatches, parts)
+    rows = (run.config.data.batch_size or ROWS) // parts
+    one = _on_one_device(json.dumps(model), microbatches * parts, rows)
+    one_params, one_gradient, one_steps, one_validation = one
     jax.tree.map(np.testing.assert_array_equal, params, one_params)
     jax.tree.map(
         lambda ours, one: np.testing.assert_allclose(ours, one, rtol=0, atol=CLOSE * np.abs(one).max()),
         gradient,
         one_gradient,
     )
-    for name in _EXACT:
+    for name in (*_EXACT, *(name for name in one_steps[0] if name.startswith("experts/"))):
         np.testing.assert_allclose([m[name] for m in steps], [m[name] for m in one_steps], rtol=CLOSE, err_msg=name)
     for name in _NOISE:
         ours, one = ([m[name] for m in all_steps] for all_steps in (steps, one_steps))

@@ -1,0 +1,39 @@
+"""Training of models with experts, which devices split (mesh.ep) or hold whole, against the same run on one device."""
+
+import math
+from typing import Any
+
+import pytest
+from support.covering import sampled
+from support.parity import SMALL, assert_equals_one_device
+
+MESHES = {
+    "ep4": ["mesh.ep=4"],
+    "dp2_ep2_gather": ["mesh.dp=2", "mesh.ep=2", "experts.exchange=gather"],
+    "dp2_ep4": ["mesh.dp=2", "mesh.ep=4", "data.batch_size=8"],
+    "fsdp2_ep2_tp2": ["mesh.fsdp=2", "mesh.ep=2", "mesh.tp=2"],
+    "fsdp2_tp2_sharded": ["mesh.fsdp=2", "mesh.tp=2", "mesh.shard_activations=true"],
+    "cp2_ep2_tp2": ["mesh.cp=2", "mesh.ep=2", "mesh.tp=2"],
+    "pp2_ep2_tp2": ["mesh.pp=2", "mesh.ep=2", "mesh.tp=2"],
+    "pp2_fsdp2_tp2": ["mesh.pp=2", "mesh.fsdp=2", "mesh.tp=2"],
+    "dp2_ep2_zero1": ["mesh.dp=2", "mesh.ep=2", "mesh.zero1=true"],
+    "interleaved_pp2_ep2": ["mesh.pp=2", "mesh.ep=2", "mesh.schedule=interleaved"],
+}
+FAMILIES = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
+# the stages of a pipeline need layers of one kind
+ONE_KIND: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"dense_layers": []},
+    "qwen3_moe": {"dense_layers": []},
+    "deepseek_v2": {"dense_layers": []},
+    "deepseek_v3": {"dense_layers": []},
+}
+
+
+@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, at_most=2))
+def test_training_equals_one_device(family: str, mesh: str) -> None:
+    overrides, in_stages = MESHES[mesh], mesh.startswith(("pp", "interleaved"))
+    model = {**SMALL[family], "layers": 4, "n_experts": 8, **(ONE_KIND.get(family, {}) if in_stages else {})}
+    axes = [one.partition("=") for one in overrides if one.startswith("mesh.")]
+    devices = math.prod(int(size) for _, _, size in axes if size.isdigit())
+    remat, microbatches = ("full", 6) if in_stages else ("none", 2)
+    assert_equals_one_device(model, *overrides, devices=devices, remat=remat, microbatches=microbatches)
