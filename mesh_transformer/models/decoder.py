@@ -123,6 +123,10 @@ def fusable_modules(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
     return [attention + ff] if decoder.layer.wiring == "parallel_one_norm" else [attention, ff, shared]
 
 
+# The modules of a block whose arrays the loops of XLA for CPU read.
+EXPERT_MODULES = ("ff/experts",)
+
+
 def _unchanged(x_BTD: jax.Array) -> jax.Array:
     return x_BTD
 

@@ -160,14 +160,16 @@ class PackedBlock:
     sizes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def pack(cls, block: dict[str, dict[str, Any]], fuse: Sequence[Sequence[str]]) -> PackedBlock:
+    def pack(
+        cls, block: dict[str, dict[str, Any]], fuse: Sequence[Sequence[str]], as_bits: Sequence[str] = ()
+    ) -> PackedBlock:
         """Pack `block`, the parameters by module and name. `fuse` lists the groups of modules whose matrices are
-        joined."""
+        joined, `as_bits` the modules whose arrays stay as they are, those of two bytes as uint16."""
         groups = [present for names in fuse if (present := [name for name in names if name in block])]
         grouped = {name for names in groups for name in names}
         others = {
             module: {
-                name: Transposed(_stored(leaf), 0, leaf.shape[1]) if leaf.ndim == 2 else leaf
+                name: _bits(leaf) if module in as_bits else _packed(leaf)
                 for name, leaf in leaves.items()
                 if not (module in grouped and name == "w")
             }
@@ -187,7 +189,14 @@ class PackedBlock:
         return block
 
 
+def _packed(leaf: jax.Array) -> jax.Array | Transposed:
+    return Transposed(_stored(leaf), 0, leaf.shape[1]) if leaf.ndim == 2 else leaf
+
+
 def _stored(w_DF: jax.Array) -> jax.Array:
     """A matrix (D, F) as `Transposed` stores it, (F, D)."""
-    w_FD = w_DF.T
-    return jax.lax.bitcast_convert_type(w_FD, jnp.uint16) if w_FD.dtype.itemsize == 2 else w_FD
+    return _bits(w_DF.T)
+
+
+def _bits(w: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(w, jnp.uint16) if w.dtype.itemsize == 2 else w

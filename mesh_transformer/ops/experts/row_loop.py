@@ -3,6 +3,9 @@
 The work is that of the rows, and a group without rows costs nothing. The blocks of a group begin at its first row, so
 that the layout has no padding. A block may go on into the rows of the next group: these are computed again later.
 
+XLA for CPU multiplies bfloat16 in float32, and converts the matrices of all groups before the loop. It does not convert
+integers: the matrices may be given as uint16, and then a group without rows costs nothing in bfloat16 either.
+
 Shapes: N rows, E groups, D input dims, F output dims, R rows of a block.
 """
 
@@ -15,8 +18,13 @@ import jax.numpy as jnp
 
 from mesh_transformer.ops.experts.kernel import Kernel, live, zeros
 
-# R, for products and for gradients of matrices
-_ROWS, _GRADIENT_ROWS = 16, 64
+# R at most and at least, and the rows that a gradient of a matrix multiplies at a time
+_MOST, _LEAST, GRADIENT_ROWS = 16, 4, 32
+
+
+def block_rows(n: int, groups: int) -> int:
+    """R for `n` rows: blocks of groups with few rows, as in decoding, would have few rows too."""
+    return min(n, _MOST if n > _LEAST * groups else _LEAST)
 
 
 def _product(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -28,15 +36,17 @@ def _product_transposed(dy_NF: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) 
 
 
 def _products(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, width: int, dims: tuple) -> jax.Array:
-    rows = min(_ROWS, len(x_ND))
+    rows = block_rows(len(x_ND), len(sizes_E))
     x_padded = jnp.pad(x_ND, ((0, rows), (0, 0)))
 
     def group(number: jax.Array, start: jax.Array, size: jax.Array, y: jax.Array) -> jax.Array:
         w = jax.lax.dynamic_index_in_dim(w_EDF, number, keepdims=False)
+        w = (jax.lax.bitcast_convert_type(w, x_ND.dtype) if w.dtype == jnp.uint16 else w).astype(jnp.float32)
 
         def block(i: jax.Array, y: jax.Array) -> jax.Array:
             at = start + i * rows
-            product = jax.lax.dot_general(jax.lax.dynamic_slice_in_dim(x_padded, at, rows), w, dims)
+            x = jax.lax.dynamic_slice_in_dim(x_padded, at, rows).astype(jnp.float32)
+            product = jax.lax.dot_general(x, w, dims).astype(y.dtype)
             return jax.lax.dynamic_update_slice_in_dim(y, product, at, axis=0)
 
         return jax.lax.fori_loop(0, -(-size // rows), block, y)
@@ -45,7 +55,7 @@ def _products(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, width: int,
     return live(y[: len(x_ND)], sizes_E)
 
 
-def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, sizes_E: jax.Array, *, rows: int = _GRADIENT_ROWS) -> jax.Array:
+def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, sizes_E: jax.Array, *, rows: int = GRADIENT_ROWS) -> jax.Array:
     """See `Kernel`. The products of blocks of at most `rows` rows are summed in float32."""
     rows = min(rows, len(x_ND))
     x_padded, dy_padded = (jnp.pad(x, ((0, rows), (0, 0))) for x in (x_ND, dy_NF))

@@ -7,6 +7,8 @@ Shapes: N tokens, k choices of a token, M rows of a buffer, D width, E experts.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -73,7 +75,7 @@ def _spread_forward(x_ND: jax.Array, rows: Rows) -> tuple[jax.Array, Rows]:
 
 
 def _spread_backward(rows: Rows, dy_MD: jax.Array) -> tuple[jax.Array, None]:
-    return _of_choices(dy_MD, rows).astype(jnp.float32).sum(0).astype(dy_MD.dtype), None
+    return functools.reduce(operator.add, _of_choices(dy_MD, rows)).astype(dy_MD.dtype), None
 
 
 spread.defvjp(_spread_forward, _spread_backward)
@@ -82,7 +84,8 @@ spread.defvjp(_spread_forward, _spread_backward)
 @jax.custom_vjp
 def combine(y_MD: jax.Array, weights_kN: jax.Array, rows: Rows) -> jax.Array:
     """The weighted sum of the rows of each token, summed in float32: (M, D) -> (N, D) of y's dtype."""
-    return jnp.einsum("knd,kn->nd", _of_choices(y_MD, rows).astype(jnp.float32), weights_kN).astype(y_MD.dtype)
+    parts = [y_ND * w_N[:, None] for y_ND, w_N in zip(_of_choices(y_MD, rows), weights_kN, strict=True)]
+    return functools.reduce(operator.add, parts).astype(y_MD.dtype)
 
 
 def _combine_forward(
@@ -95,13 +98,14 @@ def _combine_backward(saved: tuple[jax.Array, jax.Array, Rows], dy_ND: jax.Array
     y_MD, weights_kN, rows = saved
     weight_M = weights_kN.reshape(-1).at[rows.choice_M].get(mode="fill", fill_value=0)
     dy_MD = spread(dy_ND, rows).astype(jnp.float32) * weight_M[:, None]
-    products = _of_choices(y_MD, rows).astype(jnp.float32) * dy_ND.astype(jnp.float32)[None]
-    return dy_MD.astype(y_MD.dtype), products.sum(-1), None
+    dweights_kN = jnp.stack([(y_ND * dy_ND.astype(jnp.float32)).sum(-1) for y_ND in _of_choices(y_MD, rows)])
+    return dy_MD.astype(y_MD.dtype), dweights_kN, None
 
 
 combine.defvjp(_combine_forward, _combine_backward)
 
 
-def _of_choices(y_MD: jax.Array, rows: Rows) -> jax.Array:
-    """The row of each choice: (M, D) -> (k, N, D); 0 without a row."""
-    return y_MD.at[rows.at_kN].get(mode="fill", fill_value=0)
+def _of_choices(y_MD: jax.Array, rows: Rows) -> list[jax.Array]:
+    """For each choice, its row of each token, (N, D) float32; 0 without a row. XLA for CPU is slow at a sum over an
+    array of all choices."""
+    return [y_MD.at[at_N].get(mode="fill", fill_value=0).astype(jnp.float32) for at_N in rows.at_kN]

@@ -14,7 +14,7 @@ from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.spec import Decoder
-from mesh_transformer.models.decoder import fusable_modules
+from mesh_transformer.models.decoder import EXPERT_MODULES, fusable_modules
 from mesh_transformer.models.model import Params
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.runtime.session.session import Session
@@ -111,7 +111,7 @@ def pack_for_cpu_decode(parts: Iterable[tuple[str, Params]], decoder: Decoder) -
     for stage, part in parts:
         if stage == "blocks":
             fuse = fusable_modules(decoder) if len(params["blocks"]) < len(decoder.layers) - 1 else ()
-            params["blocks"] += (jax.block_until_ready(PackedBlock.pack(part, fuse)),)
+            params["blocks"] += (jax.block_until_ready(PackedBlock.pack(part, fuse, EXPERT_MODULES)),)
         else:
             params[stage] = PackedBlock.pack(part, ()).unpack() if stage == "head" else part
         # free the part before the next one is read

@@ -7,6 +7,7 @@ import pytest
 from support.experts import relative_differences
 
 from mesh_transformer.ops.experts import grouped, megablox, row_blocks, row_loop
+from mesh_transformer.ops.linear import PackedBlock
 
 KERNELS = {"cpu": row_loop.KERNEL, "gpu": row_blocks.KERNEL, "tpu": megablox.kernel(interpret=True)}
 ROWS, D, F = 300, 20, 12
@@ -44,6 +45,16 @@ def test_one_row(platform: str) -> None:
     x, w = np.ones((1, D), np.float32), np.arange(3 * D * F, dtype=np.float32).reshape(3, D, F)
     y = jax.jit(KERNELS[platform].product)(x, w, jnp.array([0, 1, 0], jnp.int32))
     np.testing.assert_allclose(y, x @ w[1], rtol=1e-6)
+
+
+def test_packed_matrices_on_cpu() -> None:
+    """Those of two bytes are read as integers. XLA does not convert the matrices of all groups."""
+    x, w = (jax.random.normal(jax.random.key(0), shape).astype(jnp.bfloat16) for shape in ((8, 64), (7, 64, 32)))
+    packed = PackedBlock.pack({"experts": {"in": w}}, (), ["experts"]).unpack()["experts"]["in"]
+    sizes = jnp.array([0, 3, 0, 5, 0, 0, 0], jnp.int32)
+    program = jax.jit(row_loop.KERNEL.product).lower(x, packed, sizes).compile()
+    np.testing.assert_array_equal(program(x, packed, sizes), row_loop.KERNEL.product(x, w, sizes))
+    assert program.memory_analysis().temp_size_in_bytes < w.nbytes
 
 
 def test_tiles_of_a_dimension() -> None:
