@@ -39,6 +39,11 @@ _ALIASES_OF = {
     "model.n_experts": "num_experts num_local_experts n_routed_experts moe_num_experts",
     "model.experts_per_token": "num_experts_per_tok top_k moe_top_k moe_router_topk",
     "model.expert_d_ff": "moe_intermediate_size moe_ffn_hidden_size",
+    "model.q_rank": "q_lora_rank",
+    "model.kv_rank": "kv_lora_rank",
+    "model.nope_dims": "qk_nope_head_dim",
+    "model.rotary_dims": "qk_rope_head_dim",
+    "model.v_dims": "v_head_dim",
     "model.n_vocab": "vocab vocab_size n_tokens",
     "model.seq": "context context_length context_size ctx n_ctx n_positions max_position_embeddings "
     "block_size seq_len seq_length sequence_length max_seq_len max_seq_length max_length",

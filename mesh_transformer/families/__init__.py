@@ -1,6 +1,8 @@
 """Model families as data. A family is one file in this folder and one line here."""
 
 from mesh_transformer.families import (
+    deepseek_v2,
+    deepseek_v3,
     gemma,
     gemma2,
     gpt2,
@@ -33,4 +35,6 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "olmoe": olmoe.Config,
     "qwen2_moe": qwen2_moe.Config,
     "qwen3_moe": qwen3_moe.Config,
+    "deepseek_v2": deepseek_v2.Config,
+    "deepseek_v3": deepseek_v3.Config,
 }

@@ -1,7 +1,7 @@
 """The base of a family's config: the common fields, the interface of a family, and the reader of config.json."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from mesh_transformer.errors import UserError
@@ -184,13 +184,14 @@ class ModelConfig(Group):
         """
         raise NotImplementedError
 
-    def refuse_hf(self, reasons: list[str], instead: str) -> None:
-        """Refuse the Hugging Face format for these reasons, or for a d_head that is not d_model / n_heads.
+    def refuse_hf(self, reasons: list[str], instead: str, *, any_d_head: bool = False) -> None:
+        """Refuse the Hugging Face format for these reasons, or for a d_head that is not d_model / n_heads, unless it has
+        `any_d_head`.
 
         Raises:
             UserError: there is a reason; `instead` names the formats that can hold the model.
         """
-        if self.n_heads * self.d_head != self.d_model:
+        if self.n_heads * self.d_head != self.d_model and not any_d_head:
             width = f"model.n_heads {self.n_heads} x model.d_head {self.d_head} is not model.d_model {self.d_model}"
             reasons = [*reasons, f"{width}, which {self.HF_ARCHITECTURE} requires"]
         if reasons:
@@ -213,6 +214,10 @@ class ModelConfig(Group):
     def activation_to_hf(activation: Activation) -> str:
         """The first name in config.json of an activation."""
         return next(name for name, known in ACTIVATIONS.items() if known == activation)
+
+    def hf_unused(self, stored: Collection[str]) -> set[str]:
+        """Those of the `stored` names of tensors that are not parameters."""
+        return {name for name in stored if re.fullmatch(self.HF_BUFFERS, name)}
 
     def hf_tensors(self) -> list[Tensor]:
         """The rows for the Hugging Face format, in the order in which the model uses the parameters."""

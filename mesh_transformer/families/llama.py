@@ -141,7 +141,8 @@ class LlamaLike(RotaryConfig):
     def to_hf(self) -> dict[str, Any]:
         """See `ModelConfig`."""
         if self.d_model % self.n_heads:
-            self.refuse_hf([f"{self.HF_ARCHITECTURE} requires that model.n_heads divides model.d_model"], "native")
+            reason = f"{self.HF_ARCHITECTURE} requires that model.n_heads divides model.d_model"
+            self.refuse_hf([reason], "native", any_d_head=True)
         return {
             **{key: getattr(self, field) for field, key in _SIZES.items()},
             **self.rotary_to_hf(),
@@ -157,7 +158,7 @@ class LlamaLike(RotaryConfig):
 
     def hf_tensors(self) -> list[Tensor]:
         """See `ModelConfig`."""
-        attention, head, block = self.attention(), "lm_head.weight", "model.layers.{}."
+        head, block = "lm_head.weight", "model.layers.{}."
         embed = Tensor(
             "embed/tokens/w", "model.embed_tokens.weight", vocab_axis=0, copy=head if self.tied_head else None
         )
@@ -165,6 +166,16 @@ class LlamaLike(RotaryConfig):
         rows += [
             Tensor(f"blocks/{ours}/scale", f"{block}{theirs}.weight") for ours, theirs in self.norms_to_hf().items()
         ]
+        rows += self.attention_tensors(block)
+        rows += self.ff_tensors(block)
+        rows.append(Tensor("head/norm/scale", "model.norm.weight"))
+        if not self.tied_head:
+            rows.append(Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1))
+        return rows
+
+    def attention_tensors(self, block: str) -> list[Tensor]:
+        """The rows of the attention; `block` begins their names."""
+        attention, rows = self.attention(), []
         for name in "qkvo":
             rows.append(Tensor(f"blocks/attention/{name}/w", f"{block}self_attn.{name}_proj.weight", TRANSPOSED))
             bias = "attention_out" if name == "o" else f"attention/{name}"
@@ -174,10 +185,6 @@ class LlamaLike(RotaryConfig):
             rows += [
                 Tensor(f"blocks/attention/{name}_norm/scale", f"{block}self_attn.{name}_norm.weight") for name in "qk"
             ]
-        rows += self.ff_tensors(block)
-        rows.append(Tensor("head/norm/scale", "model.norm.weight"))
-        if not self.tied_head:
-            rows.append(Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1))
         return rows
 
     def ff_tensors(self, block: str) -> list[Tensor]:

@@ -21,7 +21,10 @@ _HF_NAMES = {"original_seq": "original_max_position_embeddings"}
 
 
 class RotaryConfig(ModelConfig):
-    """A family with rotary encoding of whole heads, which can be stretched to a longer context."""
+    """A family with rotary encoding, which can be stretched to a longer context."""
+
+    # the field of the rotated dims of a head
+    ROTARY_FIELD: ClassVar = "d_head"
 
     # what transformers takes if config.json has none
     HF_ROTARY_BASE: ClassVar = 10000.0
@@ -50,7 +53,7 @@ class RotaryConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _check_rotary(self) -> Self:
-        self.check_rotary("d_head", self.d_head)
+        self.check_rotary(self.ROTARY_FIELD, self._rotary_dims)
         needed, optional = _FIELDS[self.rotary_scaling]
         for name in sorted({name for fields in _FIELDS.values() for names in fields for name in names}):
             given = self._scaling_field(name) is not None
@@ -71,9 +74,14 @@ class RotaryConfig(ModelConfig):
     def _scaling_field(self, name: str) -> Any:
         return getattr(self, f"rotary_{name}")
 
+    @property
+    def _rotary_dims(self) -> int:
+        dims: int = getattr(self, self.ROTARY_FIELD)
+        return dims
+
     def rotary(self) -> Rotary:
         """The rotary encoding of all layers."""
-        return Rotary(dims=self.d_head, style="halves", base=self.rotary_base, scaling=self._scaling())
+        return Rotary(dims=self._rotary_dims, style="halves", base=self.rotary_base, scaling=self._scaling())
 
     def _scaling(self) -> Scaling | None:
         if self.rotary_scaling == "none":
@@ -82,8 +90,20 @@ class RotaryConfig(ModelConfig):
         given = {name: value for name in names if (value := self._scaling_field(name)) is not None}
         given.setdefault("original_seq", self.seq)
         if self.rotary_scaling == "yarn":
-            given.setdefault("attention_factor", yarn_factor(given["factor"]))
+            given.setdefault("attention_factor", self.attention_factor(given["factor"]))
         return Scaling(kind=self.rotary_scaling, **given)
+
+    def attention_factor(self, factor: float) -> float:
+        """What multiplies the sines and cosines of yarn, if rotary_attention_factor is absent."""
+        return yarn_factor(factor)
+
+    @classmethod
+    def mscales_from_hf(cls, fields: dict[str, Any], mscale: Any, all_dims: Any) -> dict[str, Any]:
+        """The fields for yarn's magnitudes in config.json; the other rotary fields are given."""
+        if fields["rotary_scaling"] == "yarn" and fields["rotary_attention_factor"] is None and mscale and all_dims:
+            factor = fields["rotary_factor"]
+            return {"rotary_attention_factor": yarn_factor(factor, mscale) / yarn_factor(factor, all_dims)}
+        return {}
 
     @classmethod
     def rotary_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
@@ -112,9 +132,7 @@ class RotaryConfig(ModelConfig):
         mscale, all_dims = (rope.take(name, default=None) for name in ("mscale", "mscale_all_dim"))
         for name in [name for names in _FIELDS[scaling] for name in names]:
             fields[f"rotary_{name}"] = rope.take(_HF_NAMES.get(name, name), default=None)
-        if scaling == "yarn" and fields["rotary_attention_factor"] is None and mscale and all_dims:
-            factor = fields["rotary_factor"]
-            fields["rotary_attention_factor"] = yarn_factor(factor, mscale) / yarn_factor(factor, all_dims)
+        fields |= cls.mscales_from_hf(fields, mscale, all_dims)
         try:
             rope.refuse_rest()
         except UserError as error:

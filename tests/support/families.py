@@ -5,6 +5,16 @@ from typing import Any
 _SIZES = {"layers": 3, "d_model": 64, "n_heads": 8, "n_vocab": 512, "seq": 64}
 _SHARED = {"n_kv_heads": 2, "d_head": 10, "d_ff": 96}
 _EXPERTS = {"n_experts": 6, "experts_per_token": 2}
+# the first layer has no experts
+_LATENTS = {
+    "kv_rank": 20,
+    "nope_dims": 11,
+    "rotary_dims": 6,
+    "v_dims": 9,
+    "d_ff": 96,
+    "expert_d_ff": 40,
+    "dense_layers": [0],
+}
 # the group `model` of a config, by name
 MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"family": "gpt_neox", **_SIZES},
@@ -55,5 +65,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "expert_d_ff": 40,
         "dense_layers": [0],
         "router_normalize": True,
+    },
+    "deepseek_v2": {
+        "family": "deepseek_v2",
+        **_SIZES,
+        **_LATENTS,
+        **_EXPERTS,
+        "shared_d_ff": 56,
+        "rotary_scaling": "yarn",
+        "rotary_factor": 4.0,
+        "rotary_original_seq": 16,
+        "rotary_mscale": 0.7,
+        "rotary_mscale_all_dims": 0.9,
+    },
+    "deepseek_v3": {
+        "family": "deepseek_v3",
+        **_SIZES,
+        **_LATENTS,
+        **_EXPERTS,
+        "q_rank": 24,
+        "router_scale": 1.3,
+        "router_groups": 3,
+        "router_top_groups": 2,
     },
 }

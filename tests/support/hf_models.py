@@ -43,6 +43,19 @@ _GPT_NEO = {
     "window_size": 7,
 }
 _EXPERTS = {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 46}
+_LATENTS = {
+    "q_lora_rank": 26,
+    "kv_lora_rank": 34,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 10,
+    "v_head_dim": 9,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 46,
+    "n_shared_experts": 2,
+}
+_GROUPS = {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.3}
 # by name: the family of transformers, and the keys of its config
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # 0.45 x 14 dims is 6.3: 6 are rotated
@@ -138,6 +151,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**_BASE, **_rope(), **_EXPERTS, "head_dim": 18, "norm_topk_prob": True, "mlp_only_layers": [0]},
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **_BASE,
+            **_LATENTS,
+            "q_lora_rank": None,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+            "rms_norm_eps": 1e-4,
+        },
+    ),
+    "deepseek_v2_groups": (
+        "DeepseekV2",
+        {**_BASE, **_LATENTS, **_GROUPS, **_rope(), "topk_method": "group_limited_greedy", "attention_bias": True},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **_BASE,
+            **_LATENTS,
+            **_GROUPS,
+            "num_key_value_heads": 6,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
 }
 # the variants with routed experts
 EXPERTS = [name for name, (_, keys) in VARIANTS.items() if "num_experts_per_tok" in keys]
@@ -173,7 +210,9 @@ def save(name: str, folder: Path) -> Any:
     # the default implementation of experts refuses matrices of odd widths
     model.set_experts_implementation("eager")
     with torch.no_grad():
-        for parameter in model.parameters():
+        # of the buffers, a file holds the biases of routers
+        biases = [buffer for buffer_name, buffer in model.named_buffers() if buffer_name.endswith("correction_bias")]
+        for parameter in [*model.parameters(), *biases]:
             parameter.add_(0.06 * torch.randn(parameter.shape))
     model.save_pretrained(folder)
     return model

@@ -185,8 +185,9 @@ class HFSource:
                 raise UserError(
                     f"{self.where}: {name} is {stored.dtype}, expected one of {', '.join(map(str, FLOATS))}"
                 )
+        unused = self.model.hf_unused(self._stored)
         for name in self._stored:
-            if name not in expected and not re.fullmatch(self.model.HF_BUFFERS, name):
+            if name not in expected and name not in unused:
                 raise UserError(
                     f"{self.where}: {name} is not a tensor of {self.model.HF_ARCHITECTURE} with {self.model.layers} layers"
                 )

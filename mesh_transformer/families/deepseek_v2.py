@@ -1,0 +1,301 @@
+"""DeepSeek-V2 (DeepSeek-AI 2024, arXiv:2405.04434): latent attention, and experts after some dense layers."""
+
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from mesh_transformer.errors import UserError
+from mesh_transformer.families.attention import LatentAttention, Norm, Rotary
+from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.experts import SomeDense
+from mesh_transformer.families.rotary import yarn_factor
+from mesh_transformer.families.spec import TRANSPOSED, Dense, Experts, Router, Tensor
+from mesh_transformer.fields import Count, Derived, Dims, Positive, Switch, Unit, size
+
+# config.json: our field, their key
+_RANKS = {
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "nope_dims": "qk_nope_head_dim",
+    "rotary_dims": "qk_rope_head_dim",
+    "v_dims": "v_head_dim",
+}
+_MSCALES = {"rotary_mscale": "mscale", "rotary_mscale_all_dims": "mscale_all_dim"}
+# theirs, whatever rms_norm_eps is
+_LATENT_EPS = 1e-6
+
+
+class DeepSeekLike(SomeDense):
+    """Latent attention, dense first layers, and experts with some that all tokens share."""
+
+    ROTARY_FIELD: ClassVar = "rotary_dims"
+    HF_COUNT: ClassVar = "n_routed_experts"
+    HF_SHARED: ClassVar = "shared_experts"
+    # their scoring_func, which transformers takes for granted
+    HF_SCORES: ClassVar[str]
+
+    d_head: Annotated[Dims, Derived("nope_dims + rotary_dims")] = 0
+    """width of a head of queries and keys"""
+    q_rank: Dims | None = None
+    """width of the latent from which the queries are made; absent: they are made from the residual stream"""
+    kv_rank: Dims
+    """width of the latent from which keys and values are made, and which the cache holds"""
+    nope_dims: Dims
+    """dims of a head of queries and keys that are not rotated"""
+    rotary_dims: Dims
+    """dims of a head of queries and keys that are rotated; keys share them between heads"""
+    v_dims: Dims
+    """width of a head of values"""
+    attention_bias: Switch = False
+    """biases on the matrices that make the latents, and on the output of the attention"""
+    shared_d_ff: Annotated[Dims, Derived("expert_d_ff")] = 0
+    """hidden width of the experts that all tokens go through, together, besides those that the router chooses;
+    divisible by mesh.tp"""
+    router_scale: Positive = 1.0
+    """the weights of a token's experts are multiplied by this number"""
+    router_groups: Annotated[Count, Unit("groups")] = 1
+    """groups of experts; divides n_experts"""
+    router_top_groups: Annotated[Count, Unit("groups")] = 1
+    """groups with the best scores, from which a token's experts are chosen"""
+    rotary_mscale: Positive | None = None
+    """yarn: with rotary_mscale_all_dims, sines and cosines are multiplied by (0.1 rotary_mscale ln(rotary_factor) + 1)
+    over the same of rotary_mscale_all_dims; rotary_attention_factor replaces this"""
+    rotary_mscale_all_dims: Positive | None = None
+    """yarn: the products of queries and keys are multiplied by (0.1 rotary_mscale_all_dims ln(rotary_factor) + 1)^2"""
+
+    @classmethod
+    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Derive d_head and shared_d_ff too."""
+        dims = [size(values.get(name)) for name in ("nope_dims", "rotary_dims")]
+        if "d_head" not in values and dims[0] and dims[1]:
+            values = {**values, "d_head": dims[0] + dims[1]}
+        values = super().derive(values)
+        if d_ff := size(values.get("expert_d_ff")):
+            values.setdefault("shared_d_ff", d_ff)
+        return values
+
+    @model_validator(mode="after")
+    def _check_latent_attention(self) -> Self:
+        if self.n_kv_heads != self.n_heads:
+            raise UserError(
+                f"model.n_kv_heads {self.n_kv_heads} is not model.n_heads {self.n_heads}: each head of latent attention "
+                "has its own keys and values; remove model.n_kv_heads"
+            )
+        if self.d_head != self.nope_dims + self.rotary_dims:
+            raise UserError(
+                f"model.d_head {self.d_head} is not model.nope_dims {self.nope_dims} + model.rotary_dims "
+                f"{self.rotary_dims}: remove model.d_head"
+            )
+        for name in _MSCALES:
+            if getattr(self, name) is not None and self.rotary_scaling != "yarn":
+                raise UserError(f"model.{name} has no effect without model.rotary_scaling yarn: remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        groups, top = self.router_groups, self.router_top_groups
+        of_group, chosen = self.n_experts // groups, self.experts_per_token
+        if self.n_experts % groups or top > groups:
+            raise UserError(
+                f"model.router_groups {groups} must divide model.n_experts {self.n_experts}, and model.router_top_groups "
+                f"{top} must not exceed it"
+            )
+        if chosen > top * of_group:
+            raise UserError(
+                f"model.experts_per_token {chosen} exceeds the {top * of_group} experts of model.router_top_groups {top} "
+                f"groups: lower it to {top * of_group} or less, or raise model.router_top_groups"
+            )
+        if self.router().group_score == "two_best" and groups > 1 and of_group < 2:
+            raise UserError(
+                f"model.router_groups {groups} must be at most {self.n_experts // 2}: the score of a group is the sum of "
+                "its two best"
+            )
+        return self
+
+    def rotary(self) -> Rotary:
+        """See `RotaryConfig`."""
+        return replace(super().rotary(), style="pairs")
+
+    def attention(self) -> LatentAttention:  # type: ignore[override]
+        """The attention of all layers, without a window."""
+        scale = None
+        if self.rotary_mscale_all_dims is not None:
+            assert self.rotary_factor is not None
+            scale = self.d_head**-0.5 * yarn_factor(self.rotary_factor, self.rotary_mscale_all_dims) ** 2
+        return LatentAttention(
+            heads=self.n_heads,
+            q_rank=self.q_rank,
+            kv_rank=self.kv_rank,
+            nope_dims=self.nope_dims,
+            v_dims=self.v_dims,
+            rotary=self.rotary(),
+            norm=Norm(kind="rms", eps=_LATENT_EPS, offset=False),
+            scale=scale,
+            bias=self.attention_bias,
+        )
+
+    def attention_factor(self, factor: float) -> float:
+        """See `RotaryConfig`."""
+        if self.rotary_mscale is None or self.rotary_mscale_all_dims is None:
+            return super().attention_factor(factor)
+        return yarn_factor(factor, self.rotary_mscale) / yarn_factor(factor, self.rotary_mscale_all_dims)
+
+    def router(self) -> Router:
+        """See `WithExperts`."""
+        return replace(
+            super().router(), scale=self.router_scale, groups=self.router_groups, top_groups=self.router_top_groups
+        )
+
+    def experts(self) -> Experts:
+        """See `WithExperts`."""
+        shared = Dense(d_ff=self.shared_d_ff, activation=self.ACTIVATION, gated=True, bias=False)
+        return replace(super().experts(), shared=shared)
+
+    @classmethod
+    def mscales_from_hf(cls, fields: dict[str, Any], mscale: Any, all_dims: Any) -> dict[str, Any]:
+        """See `RotaryConfig`."""
+        if all_dims and fields["rotary_scaling"] not in ("yarn", "none"):
+            raise UserError(f"mscale_all_dim is {all_dims!r:.60}: it is only supported with rope_type yarn")
+        if fields["rotary_scaling"] != "yarn":
+            return {}
+        # 0 is absent
+        return {name: value or None for name, value in zip(_MSCALES, (mscale, all_dims), strict=True)}
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `LlamaLike`."""
+        fields, defaults = super().fields_from_hf(keys), cls.HF_DEFAULTS
+        ranks = {field: keys.size(key, default=defaults[key], null=field == "q_rank") for field, key in _RANKS.items()}
+        dense = keys.take("first_k_dense_replace", default=defaults["first_k_dense_replace"])
+        if type(dense) is not int or not 0 <= dense <= fields["layers"]:
+            raise UserError(
+                f"first_k_dense_replace is {dense!r:.60}: expected a whole number from 0 to {fields['layers']}"
+            )
+        cls._check_fixed(keys)
+        width = keys.size("moe_intermediate_size", default=defaults["moe_intermediate_size"])
+        return {
+            **fields,
+            **ranks,
+            # their head_dim is the rotary dims
+            "d_head": ranks["nope_dims"] + ranks["rotary_dims"],
+            "attention_bias": keys.flag("attention_bias", default=False),
+            "dense_layers": tuple(range(dense)),
+            "expert_d_ff": width,
+            "shared_d_ff": width * keys.size("n_shared_experts", default=defaults["n_shared_experts"]),
+            "router_scale": keys.number("routed_scaling_factor", default=defaults["routed_scaling_factor"]),
+            "router_groups": keys.size("n_group", default=defaults["n_group"]) or 1,
+            "router_top_groups": keys.size("topk_group", default=defaults["topk_group"]) or 1,
+        }
+
+    @classmethod
+    def _check_fixed(cls, keys: ConfigJson) -> None:
+        """Take the keys of which only one value is supported, and those that do not affect the model."""
+        for name, allowed in {
+            "scoring_func": (cls.HF_SCORES,),
+            "moe_layer_freq": (1,),
+            "rope_interleave": (True,),
+        }.items():
+            if (value := keys.take(name, default=allowed[0])) not in allowed:
+                raise UserError(f"{name} is {value!r:.60}: only {allowed[0]} is supported")
+        for name in ("qk_head_dim", "auto_map", "ep_size", "pretraining_tp", "aux_loss_alpha", "seq_aux"):
+            keys.take(name, default=None)
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        reasons = []
+        if self.dense_layers != tuple(range(len(self.dense_layers))):
+            reasons.append(f"model.dense_layers {list(self.dense_layers)} are not the first layers")
+        if self.shared_d_ff % self.expert_d_ff:
+            reasons.append(
+                f"model.shared_d_ff {self.shared_d_ff} is not a multiple of model.expert_d_ff {self.expert_d_ff}"
+            )
+        self.refuse_hf(reasons, "native", any_d_head=True)
+        return {
+            **super().to_hf(),
+            **{key: getattr(self, field) for field, key in _RANKS.items()},
+            "head_dim": self.rotary_dims,
+            "attention_bias": self.attention_bias,
+            "first_k_dense_replace": len(self.dense_layers),
+            "moe_intermediate_size": self.expert_d_ff,
+            "n_shared_experts": self.shared_d_ff // self.expert_d_ff,
+            "routed_scaling_factor": self.router_scale,
+            "n_group": self.router_groups,
+            "topk_group": self.router_top_groups,
+            "scoring_func": self.HF_SCORES,
+            "norm_topk_prob": self.router_normalize,
+        }
+
+    def rotary_to_hf(self) -> dict[str, Any]:
+        """See `RotaryConfig`."""
+        given = {key: value for field, key in _MSCALES.items() if (value := getattr(self, field)) is not None}
+        keys = super().rotary_to_hf()
+        return keys | {name: {**keys[name], **given} for name in ("rope_parameters", "rope_scaling") if keys[name]}
+
+    def attention_tensors(self, block: str) -> list[Tensor]:
+        """See `LlamaLike`."""
+        ours, theirs = "blocks/attention", f"{block}self_attn"
+        queries = {"q": "q_proj"} if self.q_rank is None else {"q_a": "q_a_proj", "q_b": "q_b_proj"}
+        matrices = {**queries, "kv_a": "kv_a_proj_with_mqa", "o": "o_proj"}
+        norms = {"kv_norm": "kv_a_layernorm", **({} if self.q_rank is None else {"q_norm": "q_a_layernorm"})}
+        rows = [Tensor(f"{ours}/{name}/w", f"{theirs}.{key}.weight", TRANSPOSED) for name, key in matrices.items()]
+        rows += [Tensor(f"{ours}/{name}/scale", f"{theirs}.{key}.weight") for name, key in norms.items()]
+        rows.append(
+            Tensor(f"{ours}/kv_b/w", f"{theirs}.kv_b_proj.weight", "(h k) r -> r h k", sizes={"h": self.n_heads})
+        )
+        biased = [name for name in ("q_a", "kv_a", "o") if self.attention_bias and name in matrices]
+        for name in biased:
+            bias = "blocks/attention_out" if name == "o" else f"{ours}/{name}"
+            rows.append(Tensor(f"{bias}/b", f"{theirs}.{matrices[name]}.bias"))
+        return rows
+
+
+class Config(DeepSeekLike):
+    """DeepSeek-V2: latent attention, and experts that are chosen by their softmax, after some dense layers."""
+
+    HF_MODEL_TYPE: ClassVar = "deepseek_v2"
+    HF_ARCHITECTURE: ClassVar = "DeepseekV2ForCausalLM"
+    HF_END_OF_TEXT: ClassVar = 100001
+    HF_SCORES: ClassVar = "softmax"
+    HF_DEFAULTS: ClassVar = {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 102400,
+        "max_position_embeddings": 2048,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": None,
+        "first_k_dense_replace": 0,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "n_group": None,
+        "topk_group": None,
+    }
+
+    family: Literal["deepseek_v2"] = "deepseek_v2"
+    """model family: a file in mesh_transformer/families"""
+
+    @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `LlamaLike`."""
+        fields, method = super().fields_from_hf(keys), keys.take("topk_method", default="greedy")
+        if method not in _METHODS:
+            raise UserError(f"topk_method is {method!r:.60}: only {' and '.join(_METHODS)} are supported")
+        return fields if method == "group_limited_greedy" else {**fields, "router_groups": 1, "router_top_groups": 1}
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        if self.router_normalize:
+            reason = f"{self.HF_ARCHITECTURE} computes it without model.router_normalize"
+            self.refuse_hf([reason], "native", any_d_head=True)
+        return {**super().to_hf(), "topk_method": _METHODS[self.router_groups > 1]}
+
+
+_METHODS = ("greedy", "group_limited_greedy")
