@@ -2,11 +2,13 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from support import families
 from support.builders import TINY
 from support.classic_folders import RandomSource
 
@@ -38,6 +40,15 @@ DIFFERENCES = [
 
 def model(**values: Any) -> ModelConfig:
     return parse_config({"model": {**TINY["model"], **values}}).model
+
+
+def test_the_message_has_values_as_set_takes_them() -> None:
+    raw = families.MODELS["qwen3_moe"]
+    ours, stored = (parse_config({"model": {**raw, **values}}).model for values in ({}, {"dense_layers": [0, 1]}))
+    with pytest.raises(UserError, match=r"(?s)the config has \[0\], .*--set model.dense_layers=\[0,1\]\)") as error:
+        check_same_architecture(ours, stored, "here")
+    (override,) = re.findall(r"--set (\S+)\)", str(error.value))
+    assert parse_config({"model": raw}, [override]).model == stored
 
 
 @pytest.mark.parametrize(

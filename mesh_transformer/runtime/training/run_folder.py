@@ -21,8 +21,6 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 
 METRICS, CURVE, RUN_ID = "metrics.jsonl", "loss.png", "run_id"
-# the load of the experts at each validation, and its picture
-EXPERTS, EXPERTS_PICTURE = "experts.jsonl", "experts.png"
 PROFILE = "profile"
 _TENSORBOARD = "tensorboard"
 LOCK = "run.lock"
@@ -166,18 +164,17 @@ def claim_run_folder(root: str, folder: str) -> str:
     if files.is_remote(root):
         if own != name:
             _remove(folder)
-        for file in (METRICS, EXPERTS):
-            _restore_metrics_from_bucket(files.join(root, file), os.path.join(folder, file))
+        _restore_metrics_from_bucket(files.join(root, METRICS), os.path.join(folder, METRICS))
     if own != name:
         files.replace(path, name.encode())
     return name
 
 
 def publish(root: str, folder: str) -> None:
-    """Copy the metrics and the plots to the bucket, if the run is in a bucket."""
+    """Copy the metrics and the plot to the bucket, if the run is in a bucket."""
     if not files.is_remote(root):
         return
-    for name in (METRICS, CURVE, EXPERTS, EXPERTS_PICTURE):
+    for name in (METRICS, CURVE):
         if os.path.exists(os.path.join(folder, name)):
             files.upload(os.path.join(folder, name), files.join(root, name))
 
@@ -215,7 +212,7 @@ def _new_id() -> str:
 
 
 def _remove(folder: str) -> None:
-    for name in (METRICS, CURVE, EXPERTS, EXPERTS_PICTURE):
+    for name in (METRICS, CURVE):
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(folder, name))
     for name in (_TENSORBOARD, PROFILE):

@@ -8,8 +8,6 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.training.run_folder import claim_run_folder, publish
 
 ROOT = "gs://models/run"
-# the files that a run in a bucket continues
-FILES = ("metrics.jsonl", "experts.jsonl")
 
 
 @pytest.fixture
@@ -22,16 +20,11 @@ def bucket(monkeypatch):
 
 @pytest.fixture
 def machine(tmp_path, bucket):
-    """The folder of a machine with this name, and a function that adds a line to its files."""
+    """The folder of a machine with this name, and a function that adds a line to its metrics."""
 
     def at(name):
         folder = tmp_path / name
-
-        def add(text):
-            for name in FILES:
-                _append(folder / name, text)
-
-        return folder, add
+        return folder, lambda text: _append(folder / "metrics.jsonl", text)
 
     return at
 
@@ -41,20 +34,16 @@ def _append(path, text):
         file.write(text)
 
 
-def _read(folder):
-    return [(folder / name).read_text() for name in FILES]
-
-
 def test_what_is_newer_than_the_bucket_stays(machine):
     folder, add = machine("a")
     name = claim_run_folder(ROOT, str(folder))
     add("1\n")
     assert claim_run_folder(ROOT, str(folder)) == name, "killed before its first checkpoint"
-    assert _read(folder) == ["1\n"] * 2
+    assert (folder / "metrics.jsonl").read_text() == "1\n"
     publish(ROOT, str(folder))
     add("2\n3")
     assert claim_run_folder(ROOT, str(folder)) == name
-    assert _read(folder) == ["1\n2\n3"] * 2
+    assert (folder / "metrics.jsonl").read_text() == "1\n2\n3"
 
 
 def test_a_machine_that_comes_back(machine):
@@ -68,15 +57,14 @@ def test_a_machine_that_comes_back(machine):
     add_b("2 of b\n")
     publish(ROOT, str(b))
     assert claim_run_folder(ROOT, str(a)) == name
-    assert _read(a) == ["1\n2 of b\n"] * 2
+    assert (a / "metrics.jsonl").read_text() == "1\n2 of b\n"
 
 
 def test_a_run_that_was_deleted_in_the_bucket(machine):
     folder, add = machine("a")
     name = claim_run_folder(ROOT, str(folder))
     add("1\n")
-    for name in ("loss.png", "experts.jsonl", "experts.png"):
-        (folder / name).write_text("x")
+    (folder / "loss.png").write_text("x")
     (folder / "tensorboard").mkdir()
     (folder / "mine.txt").write_text("x")
     publish(ROOT, str(folder))
