@@ -4,10 +4,11 @@ import json
 import logging
 import math
 import os
+import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, Self
 
@@ -22,6 +23,8 @@ _MEGABYTE = 1_000_000
 _LINE_EVERY_S = 10.0
 # interval at which TensorBoard's events are flushed
 _FLUSH_S = 120.0
+# TensorBoard's number for a picture with red, green, blue and alpha
+_RGBA = 4
 # a step is an int32 on the device
 _MAX_STEPS = 2**31
 
@@ -139,6 +142,9 @@ class Sink(Protocol):
     def write(self, step: int, scalars: Scalars) -> None:
         """Record the metrics of one step."""
 
+    def picture(self, step: int, name: str, path: str) -> None:
+        """Record the PNG at `path`. The file may change after the call."""
+
     def close(self) -> None:
         """Write buffered metrics."""
 
@@ -156,24 +162,39 @@ class JsonLines:
                 self._file.write(b"\n")
 
     def write(self, step: int, scalars: Scalars) -> None:
-        values = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+        self.append(step, {name: value if math.isfinite(value) else None for name, value in scalars.items()})
+
+    def append(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write a record of `step` with these values, which JSON can hold."""
         self._file.write(json.dumps({"step": step, **values}).encode() + b"\n")
         self._file.flush()
+
+    def picture(self, step: int, name: str, path: str) -> None:
+        """The file has no pictures."""
 
     def close(self) -> None:
         self._file.close()
 
 
-def read_json_lines(path: str) -> list[dict[str, Any]]:
-    """The records of a metrics file, oldest first, without invalid lines such as one that a kill cut short."""
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number, and no boolean."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def read_json_lines(path: str, value: Callable[[Any], bool] = is_number) -> list[dict[str, Any]]:
+    """The records of a metrics file, oldest first, without invalid lines such as one that a kill cut short.
+
+    Args:
+        value: whether a value may stand in a record, in addition to null.
+    """
     if not os.path.exists(path):
         return []
     with open(path, "rb") as file:
-        return [record for line in file if (record := _record(line)) is not None]
+        return [record for line in file if (record := _record(line, value)) is not None]
 
 
-def cut_broken_end(path: str) -> None:
-    """Remove the lines after the last record of a metrics file, with a warning.
+def cut_broken_end(path: str, value: Callable[[Any], bool] = is_number) -> None:
+    """Remove the lines after the last record of a metrics file, with a warning. `value` is as in `read_json_lines`.
 
     Raises:
         UserError: the file has complete lines but no record, so it is not a metrics file.
@@ -183,7 +204,7 @@ def cut_broken_end(path: str) -> None:
     end, broken = 0, b""
     with open(path, "r+b") as file:
         for line in file:
-            if _record(line) is not None:
+            if _record(line, value) is not None:
                 end, broken = file.tell(), b""
             elif not broken:
                 broken = line.strip()
@@ -199,22 +220,19 @@ def cut_broken_end(path: str) -> None:
             log.warning("%s ended with a line that is not a record of a step; the line is removed: %s", path, shown)
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """The record on a line of a metrics file: a step, and numbers or null. None if the line is anything else."""
+def _record(line: bytes, is_value: Callable[[Any], bool]) -> dict[str, Any] | None:
+    """The record on a line of a metrics file: a step, and values or null. None if the line is anything else."""
     try:
         record = json.loads(line)
         if not isinstance(record, dict) or type(record.get("step")) is not int:
             return None
-        if not all(value is None or _is_number(value) for value in record.values()):
+        values = [value for name, value in record.items() if name != "step"]
+        if not all(value is None or is_value(value) for value in values):
             return None
         counts = (record["step"], record.get("train/steps_redone") or 0)
         return record if all(0 <= count < _MAX_STEPS for count in counts) else None
     except (ValueError, OverflowError, RecursionError):
         return None
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 class TensorBoard:
@@ -229,11 +247,25 @@ class TensorBoard:
         self._flushed = time.monotonic()
 
     def write(self, step: int, scalars: Scalars) -> None:
-        from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 
         for name, value in scalars.items():
-            self._writer.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            self._add(step, scalar(name, value))
+
+    def picture(self, step: int, name: str, path: str) -> None:
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        with open(path, "rb") as file:
+            png = file.read()
+        # the header of a PNG has its width and height in bytes 16 to 23
+        width, height = struct.unpack(">II", png[16:24])
+        image = Summary.Image(encoded_image_string=png, width=width, height=height, colorspace=_RGBA)
+        self._add(step, Summary(value=[Summary.Value(tag=name, image=image)]))
+
+    def _add(self, step: int, summary: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary))
         if time.monotonic() - self._flushed > _FLUSH_S:
             self._writer.flush()
             self._flushed = time.monotonic()
@@ -262,6 +294,11 @@ class WandB:
 
     def write(self, step: int, scalars: Scalars) -> None:
         self._run.log(dict(scalars), step=step)
+
+    def picture(self, step: int, name: str, path: str) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Image(path)}, step=step)
 
     def close(self) -> None:
         with liveness.service_call():

@@ -180,7 +180,8 @@ class LoggingConfig(Group):
     tensorboard: Switch = True
     """write TensorBoard event files into model_dir/tensorboard"""
     plot: Switch = True
-    """plot the losses to model_dir/loss.png during the run and at its end"""
+    """plot the losses to model_dir/loss.png during the run and at its end; with routed experts also their load to
+    model_dir/experts.png"""
     profile_steps: StepRange | None = None
     """first and last step of a trace for TensorBoard and Perfetto, which is written into model_dir/profile"""
     op_table: Switch = False

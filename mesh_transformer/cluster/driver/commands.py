@@ -22,8 +22,8 @@ from mesh_transformer.runtime.training.run_folder import RunLock
 
 # the files of a run
 _RUN_FILES = re.compile(
-    r"step_\d+(\.orbax-checkpoint-tmp.*)?|set_aside|metrics\.jsonl(\.tmp)?|loss\.png(\.tmp)?|run_id|run\.lock|"
-    r"tensorboard|profile|wandb|\.shared-.*"
+    r"step_\d+(\.orbax-checkpoint-tmp.*)?|set_aside|(metrics|experts)\.jsonl(\.tmp)?|(loss|experts)\.png(\.tmp)?|"
+    r"run_id|run\.lock|tensorboard|profile|wandb|\.shared-.*"
 )
 
 

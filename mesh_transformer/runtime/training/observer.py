@@ -26,5 +26,8 @@ class Observer:
     def write(self, step: int, scalars: Scalars) -> None:
         """The metrics of a step, as in the metrics file. An observer is one of the run's sinks."""
 
+    def picture(self, step: int, name: str, path: str) -> None:
+        """A picture of the run was drawn: a PNG at `path`, on the machine of the run."""
+
     def close(self) -> None:
         """No more metrics follow."""

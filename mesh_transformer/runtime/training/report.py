@@ -1,8 +1,7 @@
-"""The metrics of a run: read from the device one step late, and written to sinks, a progress bar and a plot."""
+"""The metrics of a run: read from the device one step late, and written to sinks and a progress bar."""
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -13,7 +12,7 @@ import jax
 from mesh_transformer import accelerators
 from mesh_transformer.errors import RunError
 from mesh_transformer.families.flops import flops_per_token
-from mesh_transformer.logs import Progress, Scalars, Sink, log, read_json_lines, step_summary
+from mesh_transformer.logs import Progress, Scalars, Sink, log, step_summary
 from mesh_transformer.runtime.session.session import Session
 
 _VAL_LOSS = "val/loss_"
@@ -151,6 +150,11 @@ class MetricsReporter:
         if not finite:
             self._not_finite(self._pending)
 
+    def picture(self, step: int, name: str, path: str) -> None:
+        """Give the PNG at `path` to the sinks, as a picture of `step`."""
+        for sink in self._sinks:
+            sink.picture(step, name, path)
+
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Exclude a time, such as that of a validation, from the time of the next step."""
@@ -191,23 +195,3 @@ class MetricsReporter:
         for sink in self._sinks:
             sink.write(pending.step, pending.scalars)
         self._progress.update(pending.step, **step_summary(pending.scalars))
-
-
-def plot_losses(folder: str) -> None:
-    """Plot the training and validation losses in `folder`/metrics.jsonl to `folder`/loss.png."""
-    from matplotlib.figure import Figure
-
-    records = {record["step"]: record for record in read_json_lines(os.path.join(folder, "metrics.jsonl"))}
-    names = sorted({name for record in records.values() for name in record if name.startswith("val/loss")})
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for name in ["train/loss", *names]:
-        points = [(step, r[name]) for step, r in sorted(records.items()) if r.get(name) is not None]
-        marker = "" if name == "train/loss" else "o"
-        axes.plot(*zip(*points, strict=True), label=name, marker=marker, linewidth=1) if points else None
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title="Training")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path = os.path.join(folder, "loss.png")
-    figure.savefig(path + ".tmp", dpi=120, format="png")
-    os.replace(path + ".tmp", path)

@@ -21,6 +21,8 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
 
 METRICS, CURVE, RUN_ID = "metrics.jsonl", "loss.png", "run_id"
+# the load of the experts at each validation, and its picture
+EXPERTS, EXPERTS_PICTURE = "experts.jsonl", "experts.png"
 PROFILE = "profile"
 _TENSORBOARD = "tensorboard"
 LOCK = "run.lock"
@@ -164,17 +166,18 @@ def claim_run_folder(root: str, folder: str) -> str:
     if files.is_remote(root):
         if own != name:
             _remove(folder)
-        _restore_metrics_from_bucket(files.join(root, METRICS), os.path.join(folder, METRICS))
+        for file in (METRICS, EXPERTS):
+            _restore_metrics_from_bucket(files.join(root, file), os.path.join(folder, file))
     if own != name:
         files.replace(path, name.encode())
     return name
 
 
 def publish(root: str, folder: str) -> None:
-    """Copy the metrics and the plot to the bucket, if the run is in a bucket."""
+    """Copy the metrics and the plots to the bucket, if the run is in a bucket."""
     if not files.is_remote(root):
         return
-    for name in (METRICS, CURVE):
+    for name in (METRICS, CURVE, EXPERTS, EXPERTS_PICTURE):
         if os.path.exists(os.path.join(folder, name)):
             files.upload(os.path.join(folder, name), files.join(root, name))
 
@@ -212,7 +215,7 @@ def _new_id() -> str:
 
 
 def _remove(folder: str) -> None:
-    for name in (METRICS, CURVE):
+    for name in (METRICS, CURVE, EXPERTS, EXPERTS_PICTURE):
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(folder, name))
     for name in (_TENSORBOARD, PROFILE):

@@ -1,6 +1,7 @@
 """The training job, in one process, in several processes or in the workers of a pod."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -9,27 +10,28 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 from mesh_transformer import files, logs, platforms
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config
-from mesh_transformer.data.loader import Batches, Loader
+from mesh_transformer.data.loader import Loader
 from mesh_transformer.errors import RunError, UserError, is_disk_full
 from mesh_transformer.logs import Progress, log
-from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.evaluation.command import RunEvaluation
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.tokenizer import with_run_tokenizer
-from mesh_transformer.runtime.training import run_folder, start
+from mesh_transformer.runtime.training import expert_load, run_folder, start
 from mesh_transformer.runtime.training.config import training_config
-from mesh_transformer.runtime.training.feeds import open_train_feed, open_val_feed
+from mesh_transformer.runtime.training.feeds import open_train_feed
 from mesh_transformer.runtime.training.observer import Observer
+from mesh_transformer.runtime.training.plots import Plot, plot_experts, plot_losses
 from mesh_transformer.runtime.training.profile import StepProfile, write_step_table
-from mesh_transformer.runtime.training.report import Goodput, MetricsReporter, StepWork, plot_losses
+from mesh_transformer.runtime.training.report import Goodput, MetricsReporter, StepWork
 from mesh_transformer.runtime.training.result import TrainingResult
+from mesh_transformer.runtime.training.validation import Validation
 from mesh_transformer.stop_signals import StopSignals
+from mesh_transformer.train import experts
 from mesh_transformer.train.step import TrainProgram, TrainState
 
 PLOT_EVERY_S = 30.0
@@ -126,7 +128,8 @@ class TrainingRun:
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
         self.lock: run_folder.RunLock | None = None
-        self.next_plot = time.monotonic() + PLOT_EVERY_S
+        self.loss_plot = Plot("loss", functools.partial(plot_losses, self.folder), PLOT_EVERY_S)
+        self.experts_plot = Plot("experts", functools.partial(plot_experts, self.folder), 0)
 
     def train(self) -> TrainingResult:
         """Train until total_steps or a signal.
@@ -236,11 +239,22 @@ class TrainingRun:
         report.settle()
         self.observer.phase("validate", step)
         with report.pause():
-            measured = {**self.validation.run(state.params, step), **self.evaluation.run(state.params)}
+            validated = self.validation.run(state.params, step)
+            measured = {**validated.scalars, **self.evaluation.run(state.params)}
             report.add(measured)
+            if self.is_first and validated.load:
+                self._show_load(step, validated.load, report)
         if self.is_first and measured:
             numbers = (f"{name} {value:.4f}" for name, value in measured.items())
             log.info("step %d: %s", step, "  ".join(numbers))
+
+    def _show_load(self, step: int, load: expert_load.Load, report: MetricsReporter) -> None:
+        """Record the load of the experts, and give its picture to the sinks."""
+        expert_load.append(self.folder, step, load)
+        if self.config.logging.plot:
+            path = os.path.join(self.folder, run_folder.EXPERTS_PICTURE)
+            show = functools.partial(report.picture, step, experts.LOAD, path)
+            self.experts_plot.update(show, last=step == self.config.optimizer.total_steps)
 
     def _save(self, step: int, state: TrainState, start_point: start.StartPoint, report: MetricsReporter) -> None:
         """Save the state after `step`, after checking that the step is finite."""
@@ -273,79 +287,16 @@ class TrainingRun:
         if not self.is_first:
             return start.LoggedProgress()
         logs.cut_broken_end(path)
+        expert_load.cut_broken_end(self.folder)
         last = next(reversed(logs.read_json_lines(path)), {"step": 0})
         return start.LoggedProgress(last["step"], int(last.get("train/steps_redone") or 0))
 
-    def _plot(self) -> None:
-        """Plot the losses. An error does not stop the run, and plots take at most a twentieth of its time."""
-        began = time.monotonic()
-        try:
-            plot_losses(self.folder)
-        except Exception as error:  # noqa: BLE001  (an error in a plot must not stop the run)
-            # the next write to a full disk ends the run with its own message
-            if not is_disk_full(error):
-                log.warning("the loss plot failed: %s", error)
-        now = time.monotonic()
-        self.next_plot = now + max(PLOT_EVERY_S, 20 * (now - began))
-
     def _publish(self, *, last: bool) -> None:
-        """Plot the losses, if the last plot is old enough. Copy the plot and the metrics of a run in a bucket there."""
+        """Draw the plots, if the last ones are old enough. Copy the plots and the metrics of a run in a bucket there."""
         if not self.is_first or not os.path.exists(os.path.join(self.folder, run_folder.METRICS)):
             return
-        if self.config.logging.plot and (last or time.monotonic() > self.next_plot):
-            self._plot()
+        if self.config.logging.plot:
+            self.loss_plot.update(last=last)
+            if last:
+                self.experts_plot.update(last=True)
         run_folder.publish(self.config.checkpoint.root, self.folder)
-
-
-class Validation:
-    """Computes the loss on val_batches batches of each validation set, or on the whole set if it has fewer.
-
-    Each run starts at the beginning of the sets.
-
-    Args:
-        stop: called before each batch in a job of one process; returns whether to stop. Several processes do not stop
-            between batches, because all must compute the same batches.
-
-    Raises:
-        UserError: in the constructor, if a set cannot be read.
-    """
-
-    def __init__(self, session: Session, program: TrainProgram, stop: Callable[[], bool]):
-        self._session, self._program, self._stop = session, program, stop
-        data = session.config.data
-        sources = data.val_set if data.val_batches else {}
-        self._feeds = {name: open_val_feed(session, source) for name, source in sources.items()}
-
-    def __bool__(self) -> bool:
-        """Whether there are validation sets."""
-        return bool(self._feeds)
-
-    def run(self, params: Params, step: int) -> dict[str, float]:
-        """{"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": fraction of correct predictions}.
-
-        If `stop` returns true, unfinished sets are left out.
-        """
-        scalars = {}
-        for name, feed in self._feeds.items():
-            results = self._evaluate(name, feed, params, step)
-            if not results:
-                break
-            for metric in ("loss", "accuracy"):
-                scalars[f"val/{metric}_{name}"] = float(np.mean([result[metric] for result in results]))
-        return scalars
-
-    def _evaluate(self, name: str, feed: Batches, params: Params, step: int) -> list[dict[str, float]]:
-        n = self._session.config.data.val_batches
-        quiet = jax.process_index() > 0
-        progress = Progress(f"validating {name} after step {step}", n, unit="batch", leave=False, quiet=quiet)
-        results = []
-        with contextlib.closing(iter(feed)) as batches:
-            for i, tokens in zip(range(1, n + 1), batches, strict=False):
-                if jax.process_count() == 1 and self._stop():
-                    return []
-                results.append(self._program.eval_step(params, self._session.place_eval(tokens)))
-                # keep one batch in flight; the progress bar shows finished batches
-                jax.block_until_ready(results[-2:-1])
-                progress.update(i)
-        progress.close()
-        return jax.device_get(results)

@@ -29,7 +29,7 @@ def old_run(tmp_path):
     folder = tmp_path / "run"
     for name in ("step_5/state", "step_10", "tensorboard", "profile", "set_aside"):
         (folder / name).mkdir(parents=True)
-    for name in ("metrics.jsonl", "loss.png", "run_id"):
+    for name in ("metrics.jsonl", "loss.png", "experts.jsonl", "experts.png", "run_id"):
         (folder / name).write_text("x")
     (tmp_path / "other").mkdir()
     return folder, config(checkpoint={"model_dir": str(folder)})

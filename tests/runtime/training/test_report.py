@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from support.commands import metrics, write_run
+from support.events import read_events
 
 from mesh_transformer import accelerators
 from mesh_transformer.config import load_config
@@ -158,16 +159,9 @@ def test_a_run_writes_the_rates_to_every_sink(folder, monkeypatch):
 
 def _tensorboard(folder):
     """(step, name, value) of the new metrics in the event file, in the order in which they were written."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    (path,) = folder.iterdir()
-    data, at, found = path.read_bytes(), 0, []
-    while at < len(data):
-        # a record: its length, a checksum, the event, a checksum
-        size = int.from_bytes(data[at : at + 8], "little")
-        event = Event.FromString(data[at + 12 : at + 12 + size])
-        at += 16 + size
-        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    found = [
+        (event.step, value.tag, value.simple_value) for event in read_events(folder) for value in event.summary.value
+    ]
     return [(step, tag, value) for step, tag, value in found if tag in NEW]
 
 

@@ -8,6 +8,8 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.runtime.training.run_folder import claim_run_folder, publish
 
 ROOT = "gs://models/run"
+# the files that a run in a bucket continues
+FILES = ("metrics.jsonl", "experts.jsonl")
 
 
 @pytest.fixture
@@ -20,11 +22,16 @@ def bucket(monkeypatch):
 
 @pytest.fixture
 def machine(tmp_path, bucket):
-    """The folder of a machine with this name, and a function that adds a line to its metrics."""
+    """The folder of a machine with this name, and a function that adds a line to its files."""
 
     def at(name):
         folder = tmp_path / name
-        return folder, lambda text: _append(folder / "metrics.jsonl", text)
+
+        def add(text):
+            for name in FILES:
+                _append(folder / name, text)
+
+        return folder, add
 
     return at
 
@@ -34,16 +41,20 @@ def _append(path, text):
         file.write(text)
 
 
+def _read(folder):
+    return [(folder / name).read_text() for name in FILES]
+
+
 def test_what_is_newer_than_the_bucket_stays(machine):
     folder, add = machine("a")
     name = claim_run_folder(ROOT, str(folder))
     add("1\n")
     assert claim_run_folder(ROOT, str(folder)) == name, "killed before its first checkpoint"
-    assert (folder / "metrics.jsonl").read_text() == "1\n"
+    assert _read(folder) == ["1\n"] * 2
     publish(ROOT, str(folder))
     add("2\n3")
     assert claim_run_folder(ROOT, str(folder)) == name
-    assert (folder / "metrics.jsonl").read_text() == "1\n2\n3"
+    assert _read(folder) == ["1\n2\n3"] * 2
 
 
 def test_a_machine_that_comes_back(machine):
@@ -57,14 +68,15 @@ def test_a_machine_that_comes_back(machine):
     add_b("2 of b\n")
     publish(ROOT, str(b))
     assert claim_run_folder(ROOT, str(a)) == name
-    assert (a / "metrics.jsonl").read_text() == "1\n2 of b\n"
+    assert _read(a) == ["1\n2 of b\n"] * 2
 
 
 def test_a_run_that_was_deleted_in_the_bucket(machine):
     folder, add = machine("a")
     name = claim_run_folder(ROOT, str(folder))
     add("1\n")
-    (folder / "loss.png").write_text("x")
+    for name in ("loss.png", "experts.jsonl", "experts.png"):
+        (folder / name).write_text("x")
     (folder / "tensorboard").mkdir()
     (folder / "mine.txt").write_text("x")
     publish(ROOT, str(folder))

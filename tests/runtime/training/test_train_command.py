@@ -64,6 +64,7 @@ def test_the_run_leaves_checkpoints_plots_and_events(trained):
     assert sorted(path.name for path in folder.glob("step_*")) == ["step_10", "step_12", "step_5"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").glob("events*"))
+    assert not list(folder.glob("experts*"))
 
 
 def test_a_finished_run_does_nothing_more(trained):

@@ -1,0 +1,83 @@
+"""The losses on the validation sets of a run, and the load of its experts there."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mesh_transformer.data.loader import Batches
+from mesh_transformer.logs import Progress
+from mesh_transformer.models.model import Params
+from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.runtime.training.expert_load import Load
+from mesh_transformer.runtime.training.feeds import open_val_feed
+from mesh_transformer.train import experts
+from mesh_transformer.train.step import TrainProgram
+
+
+class Validated(NamedTuple):
+    """The results of a validation.
+
+    Args:
+        scalars: {"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": fraction of correct predictions}.
+        load: of each set, the mean over its batches. Empty for a model without routed experts.
+    """
+
+    scalars: dict[str, float]
+    load: Load
+
+
+class Validation:
+    """Computes the loss on val_batches batches of each validation set, or on the whole set if it has fewer.
+
+    Each run starts at the beginning of the sets.
+
+    Args:
+        stop: called before each batch in a job of one process; returns whether to stop. Several processes do not stop
+            between batches, because all must compute the same batches.
+
+    Raises:
+        UserError: in the constructor, if a set cannot be read.
+    """
+
+    def __init__(self, session: Session, program: TrainProgram, stop: Callable[[], bool]):
+        self._session, self._program, self._stop = session, program, stop
+        data = session.config.data
+        sources = data.val_set if data.val_batches else {}
+        self._feeds = {name: open_val_feed(session, source) for name, source in sources.items()}
+
+    def __bool__(self) -> bool:
+        """Whether there are validation sets."""
+        return bool(self._feeds)
+
+    def run(self, params: Params, step: int) -> Validated:
+        """Compute the sets. If `stop` returns true, unfinished sets are left out."""
+        scalars: dict[str, float] = {}
+        load: dict[str, np.ndarray] = {}
+        for name, feed in self._feeds.items():
+            results = self._evaluate(name, feed, params, step)
+            if not results:
+                break
+            for metric in ("loss", "accuracy"):
+                scalars[f"val/{metric}_{name}"] = float(np.mean([result[metric] for result in results]))
+            if experts.LOAD in results[0]:
+                load[name] = np.mean([result[experts.LOAD] for result in results], axis=0)
+        return Validated(scalars, load)
+
+    def _evaluate(self, name: str, feed: Batches, params: Params, step: int) -> list[dict[str, Any]]:
+        n = self._session.config.data.val_batches
+        quiet = jax.process_index() > 0
+        progress = Progress(f"validating {name} after step {step}", n, unit="batch", leave=False, quiet=quiet)
+        results = []
+        with contextlib.closing(iter(feed)) as batches:
+            for i, tokens in zip(range(1, n + 1), batches, strict=False):
+                if jax.process_count() == 1 and self._stop():
+                    return []
+                results.append(self._program.eval_step(params, self._session.place_eval(tokens)))
+                # keep one batch in flight; the progress bar shows finished batches
+                jax.block_until_ready(results[-2:-1])
+                progress.update(i)
+        progress.close()
+        return jax.device_get(results)
