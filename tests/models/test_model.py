@@ -11,9 +11,10 @@ from support.builders import TINY, program
 from support.covering import sampled
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.estimate.hlo import collectives
 from mesh_transformer.families import FAMILIES, gptj
 from mesh_transformer.models.loops import layer_runs
-from mesh_transformer.parallel.sharding import collect_axes, map_axes, with_axes
+from mesh_transformer.parallel.sharding import collect_axes, map_axes, use, with_axes
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (1, 8, 41)).astype(np.int32)
 NORMS = ["layernorm", "layernorm-nobias", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias"]
@@ -62,6 +63,27 @@ def test_layers_that_repeat_are_one_run(kinds, expected):
     runs = layer_runs(kinds)
     assert [(("".join(run.turn)) * run.repeats, "".join(run.turn)) for run in runs] == expected
     assert [run.start for run in runs] == [sum(len(whole) for whole, _ in expected[:i]) for i in range(len(runs))]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "gemma"])
+def test_devices_compute_their_own_heads_of_a_chunk(family):
+    """The cache has one head, which all heads of queries share: the queries stay split."""
+    run = program({**TINY, "model": families.MODELS[family]}, "mesh.tp=4", devices=4)
+    placement, tokens = run.placement.for_decoding(), jnp.zeros((2, 16), jnp.int32)
+    model, partition = placement.model, placement.partition
+
+    @jax.jit
+    def chunk(params, cache, start):
+        logits, view = model.apply(params, tokens, cache.view(None, 32), start)
+        return logits, view.cache
+
+    with use(partition):
+        cache = jax.eval_shape(lambda: model.new_cache(2, 32))
+        assert {segment.shape[2] for segment in jax.tree.leaves(cache)} == {1}
+        lowered = chunk.lower(placement.abstract(jnp.dtype("float32")), cache, jnp.zeros(2, jnp.int32))
+    found = [one for one in collectives(lowered.compile().as_text()) if one.loops]
+    assert found
+    assert {one.kind for one in found} == {"all-reduce"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,7 +1,8 @@
 """Attention of whole sequences to themselves, and the logits that every kind of attention computes.
 
 Shapes: B sequences, T query positions, S key positions, H heads, J heads of keys and values (a divisor of H), K dims of
-a head, V dims of a head of values. Inside, the G = H / J queries that share keys are rows: T is then query positions times G, and H is J.
+a head, V dims of a head of values. Inside, the G = H / J queries that share keys are rows: T is then G times the query
+positions, and H is J.
 """
 
 import dataclasses
@@ -160,13 +161,16 @@ _attend.defvjp(_forward, _backward)
 
 
 def fold_heads(x_BTHK: jax.Array, shared: int) -> jax.Array:
-    """Heads (J G) with G = `shared` to rows: (B, T, J G, K) -> (B, T G, J, K)."""
-    return x_BTHK if shared == 1 else rearrange(x_BTHK, "b t (j g) k -> b (t g) j k", g=shared)
+    """Heads (J G) with G = `shared` to rows: (B, T, J G, K) -> (B, G T, J, K).
+
+    Devices may split the heads that share one head of keys: they then split G, which must be the outer part of the rows.
+    """
+    return x_BTHK if shared == 1 else rearrange(x_BTHK, "b t (j g) k -> b (g t) j k", g=shared)
 
 
 def unfold_heads(x_BTHK: jax.Array, shared: int) -> jax.Array:
     """The inverse of `fold_heads`."""
-    return x_BTHK if shared == 1 else rearrange(x_BTHK, "b (t g) j k -> b t (j g) k", g=shared)
+    return x_BTHK if shared == 1 else rearrange(x_BTHK, "b (g t) j k -> b t (j g) k", g=shared)
 
 
 def soft_capped(x: jax.Array, softcap: float) -> jax.Array:
@@ -206,11 +210,11 @@ def attention_logits(
 
     Args:
         keys: consecutive parts of (B, H, S, K).
-        mask_B1TS: for the query positions alone; G rows of T are at one position.
+        mask_B1TS: for the query positions alone; T has them G times.
     """
     shared = q_BTHK.shape[1] // mask_B1TS.shape[2]
     if shared > 1:
-        mask_B1TS = jnp.repeat(mask_B1TS, shared, axis=2)
+        mask_B1TS = jnp.tile(mask_B1TS, (1, 1, shared, 1))
     products = [_products(q_BTHK, k_BHSK) for k_BHSK in keys]
     # A division, as in the original: the product with a rounded 1 / sqrt(K) differs in the last bit.
     logits = jnp.concatenate(products, axis=-1) / np.float32(1 / scale)
