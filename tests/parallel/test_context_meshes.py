@@ -12,7 +12,7 @@ MESHES = {
 DEVICES = {"cp4": 4}
 MODES = ["zigzag", "ring", "ulysses", "gather"]
 REMAT = ["full", "save_attn", "save_matmuls"]
-FAMILIES = ["gptj", "gptj_t5", "gptj_learned", "gpt_neox", "qwen2", "gemma2", "mistral"]
+FAMILIES = ["gptj", "gptj_t5", "gptj_learned", "gpt_neox", "qwen2", "gemma2", "mistral", "deepseek_v2"]
 
 
 @pytest.mark.parametrize(("family", "mesh", "mode"), sampled(FAMILIES, MESHES, MODES, at_most=1))
