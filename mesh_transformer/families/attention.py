@@ -197,7 +197,7 @@ class LatentAttention:
         return [
             *queries,
             Matrix(("embed", None), (d_model, latent), self.bias),
-            Matrix((None, "heads", None), (self.kv_rank, self.heads, self.nope_dims + self.v_dims)),
+            Matrix(("heads", None, None), (self.heads, self.kv_rank, self.nope_dims + self.v_dims)),
             Matrix(("heads", "embed"), (self.heads * self.v_dims, d_model)),
         ]
 

@@ -241,7 +241,7 @@ class DeepSeekLike(SomeDense):
         rows = [Tensor(f"{ours}/{name}/w", f"{theirs}.{key}.weight", TRANSPOSED) for name, key in matrices.items()]
         rows += [Tensor(f"{ours}/{name}/scale", f"{theirs}.{key}.weight") for name, key in norms.items()]
         rows.append(
-            Tensor(f"{ours}/kv_b/w", f"{theirs}.kv_b_proj.weight", "(h k) r -> r h k", sizes={"h": self.n_heads})
+            Tensor(f"{ours}/kv_b/w", f"{theirs}.kv_b_proj.weight", "(h k) r -> h r k", sizes={"h": self.n_heads})
         )
         biased = [name for name in ("q_a", "kv_a", "o") if self.attention_bias and name in matrices]
         for name in biased:

@@ -117,7 +117,7 @@ class LatentAttention:
     ) -> jax.Array:
         """Attention to keys and values of all heads: (B, T or 1, H, V)."""
         a = self.attention
-        (made,) = column(latent, [rearrange(self.kv_b.w, "r h k -> r (h k)")], ["heads"])
+        (made,) = column(latent, [rearrange(self.kv_b.w, "h r k -> r (h k)")], ["heads"])
         k_pass, v = jnp.split(self._heads(made), [a.nope_dims], axis=-1)
         k_rotated = jnp.broadcast_to(k_rotated, (*k_pass.shape[:-1], a.rotary.dims))
         q, k = (jnp.concatenate(x, axis=-1) for x in ((q_pass, q_rotated), (k_pass, k_rotated)))
@@ -129,10 +129,10 @@ class LatentAttention:
         """The same from the latents, without keys and values of heads."""
         a = self.attention
         to_k, to_v = jnp.split(self.kv_b.w, [a.nope_dims], axis=-1)
-        q = jnp.concatenate([jnp.einsum("bthk,rhk->bthr", q_pass, to_k), q_rotated], axis=-1)
+        q = jnp.concatenate([jnp.einsum("bthk,hrk->bthr", q_pass, to_k), q_rotated], axis=-1)
         entry = jnp.concatenate([constrain(latent, "batch", "seq", None)[:, :, None], k_rotated], axis=-1)
         mixed = ctx.attend(q, entry, scale=self._scale, window=ctx.window)
-        return jnp.einsum("bthr,rhv->bthv", mixed[..., : a.kv_rank], to_v)
+        return jnp.einsum("bthr,hrv->bthv", mixed[..., : a.kv_rank], to_v)
 
     @property
     def _scale(self) -> float:
@@ -144,12 +144,15 @@ class LatentAttention:
 
 
 class HeadMatrices(hk.Module):
-    """A matrix of each head: w (R, H, K), truncated normal with 1 / sqrt(R)."""
+    """A matrix of each head: w (H, R, K), truncated normal with 1 / sqrt(R).
+
+    With the heads first, XLA for CPU multiplies each head's latent without a copy of all matrices.
+    """
 
     def __init__(self, rank: int, heads: int, width: int, name: str):
         super().__init__(name)
         init = hk.initializers.TruncatedNormal(1 / np.sqrt(rank))
-        self.w = parameter("w", (rank, heads, width), init, None, "heads", None)
+        self.w = parameter("w", (heads, rank, width), init, "heads", None, None)
 
 
 class AnyAttention(Protocol):
