@@ -75,8 +75,9 @@ def load_by_layer(
         for rows in _rows_by_layer(abstract["blocks"], members):
             layer = {name: jax.tree.map(_of_one_layer, abstract["blocks"][name]) for name in rows}
             row_of = {name: jax.tree.map(lambda _, row=row: row, layer[name]) for name, row in rows.items()}
-            loaded = reader.load({"params": {"blocks": layer}}, manifests.flatten({"params": {"blocks": row_of}}))
-            yield "blocks", loaded["params"]["blocks"]
+            places = manifests.flatten({"params": {"blocks": row_of}})
+            # no name for the arrays: it would keep them while the next layer is read
+            yield "blocks", reader.load({"params": {"blocks": layer}}, places)["params"]["blocks"]
 
 
 def restore(source: NativeSource, abstract: Any, *, part: bool) -> Any:

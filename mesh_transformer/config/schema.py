@@ -268,7 +268,8 @@ class Config(Group):
         return shape
 
     def _check_experts(self) -> None:
-        if self.model.decoder().experts is not None:
+        # most configs: a decoder need not be made
+        if (self.experts == ExpertsConfig() and self.mesh.ep == 1) or self.model.decoder().experts is not None:
             return
         defaults = ExpertsConfig()
         for name, value in self.experts:

@@ -42,9 +42,9 @@ class Parameter(NamedTuple):
 
 def parameters(decoder: Decoder) -> list[Parameter]:
     """All parameters of a model; those of the layers are stacked, with a leading dimension "layers"."""
-    d, kinds = decoder, [layer.kind for layer in decoder.layers]
-    stacks = [(len(kinds), _around(d.layer, d.d_model))]
-    stacks += [(kinds.count(kind), _feed_forward(kind.ff, d.d_model)) for kind in d.kinds]
+    d = decoder
+    stacks = [(len(d.layers), _around(d.layer, d.d_model))]
+    stacks += [(len(d.layers_with(type(kind.ff))), _feed_forward(kind.ff, d.d_model)) for kind in d.kinds]
     stacked = [(("layers", *axes), (layers, *shape)) for layers, arrays in stacks for axes, shape in arrays]
     stages = {"embed": _embedding(d), "blocks": stacked, "head": _head(d)}
     return [Parameter(stage, axes, shape) for stage, arrays in stages.items() for axes, shape in arrays]

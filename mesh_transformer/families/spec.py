@@ -136,7 +136,7 @@ class Decoder:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        assert len({replace(layer.kind, ff=self.layer.ff) for layer in self.layers}) == 1
+        assert len({replace(kind, ff=self.layer.ff) for kind in self.kinds}) == 1
         kinds = [type(kind.ff) for kind in self.kinds]
         assert len(kinds) == len(set(kinds))
 
@@ -148,7 +148,9 @@ class Decoder:
     @functools.cached_property
     def kinds(self) -> tuple[Layer, ...]:
         """The kinds of layers: one, or one with a dense feed-forward and one with experts."""
-        return tuple(dict.fromkeys(layer.kind for layer in self.layers))
+        # many layers are one object: it is compared once
+        distinct = {id(layer): layer for layer in self.layers}.values()
+        return tuple(dict.fromkeys(layer.kind for layer in dict.fromkeys(distinct)))
 
     @functools.cached_property
     def experts(self) -> Experts | None:

@@ -21,6 +21,8 @@ INTENDED = {
     "1.3B.json": (8, 512),
     "2.7B.json": (8, 512),
     "tiny_shakespeare.json": (1, 16),
+    "moe_1B_A300M.json": (32, 256),
+    "moe_tiny_shakespeare.json": (8, 32),
 }
 # GPT-3's table 2.1: layers, width, heads, learning rate
 GPT3 = {

@@ -73,8 +73,11 @@ def torus(shape, devices):
 
 def check_rows(config, mesh, batch):
     """Each process reads only what its devices hold, and together they read the whole batch."""
-    sharding = Partition(mesh, training_rules(config.mesh)).sharding("batch", None)
-    replicas = mesh.devices.reshape(-1, mesh.shape["tp"])
+    rules = training_rules(config.mesh)
+    sharding = Partition(mesh, rules).sharding("batch", None)
+    axes = [mesh.axis_names.index(axis) for axis in rules["batch"]]
+    count = math.prod(mesh.devices.shape[axis] for axis in axes)
+    replicas = np.moveaxis(mesh.devices, axes, range(len(axes))).reshape(count, -1)
     size, held = batch // len(replicas), {}
     for replica, devices in enumerate(replicas):
         for device in devices:

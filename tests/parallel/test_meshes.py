@@ -56,7 +56,7 @@ def test_parameters_loss_and_gradients_equal_one_device(mesh):
     one_params, one_gradient, one_metrics, one_squares = _gradients(None)
     params, gradient, metrics, squares = _gradients(mesh)
     jax.tree.map(np.testing.assert_array_equal, params, one_params)
-    np.testing.assert_allclose(metrics["train/loss"], one_metrics["train/loss"], rtol=TOLERANCE)
+    np.testing.assert_allclose(metrics["scalars"]["train/loss"], one_metrics["scalars"]["train/loss"], rtol=TOLERANCE)
     np.testing.assert_allclose(squares, one_squares, rtol=TOLERANCE)
 
     def close(ours, theirs):
