@@ -76,9 +76,9 @@ def test_the_export_is_their_folder(theirs, name, tmp_path: Path) -> None:
     for tensor_name, tensor in stored.items():
         whole = tuple(slice(None) for _ in tensor.shape)
         np.testing.assert_array_equal(ours[tensor_name].read(whole), tensor.read(whole), err_msg=tensor_name)
-    # the same numbers; torch's sums depend on how the memory of a model is aligned
     found = hf.transformers_logits(tmp_path, expected.prompt)
-    np.testing.assert_allclose(found, expected.logits, rtol=0, atol=TOLERANCE)
+    # with experts, torch's products of a few rows differ by 6e-7 between two models of the same numbers
+    np.testing.assert_allclose(found, expected.logits, rtol=0, atol=TOLERANCE if name in hf_models.EXPERTS else 0)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "gpt2"])
