@@ -6,7 +6,7 @@ from mesh_transformer.fields import Group, NonNegative, Positive
 
 
 class ExpertsConfig(Group):
-    """Routed experts in training. These fields have no effect on a model without experts, which refuses them."""
+    """Routed experts in training. A model without experts refuses values other than the defaults."""
 
     exchange: Literal["tokens", "gather"] = "tokens"
     """how tokens reach experts on other devices of mesh.ep. tokens: each token is sent to the devices of its experts.

@@ -268,10 +268,20 @@ class Config(Group):
         return shape
 
     def _check_experts(self) -> None:
-        # most configs: a decoder need not be made
-        if (self.experts == ExpertsConfig() and self.mesh.ep == 1) or self.model.decoder().experts is not None:
-            return
         defaults = ExpertsConfig()
+        # most configs: a decoder need not be made
+        if self.experts == defaults and self.mesh.ep == 1:
+            return
+        experts = self.model.decoder().experts
+        if experts is not None:
+            rate = self.experts.bias_rate
+            # 0 is what a router without biases does
+            if not experts.router.bias and rate not in (0, defaults.bias_rate):
+                raise UserError(
+                    f"experts.bias_rate {rate} has no effect: the routers of model.family {self.model.family} have no "
+                    "biases: remove it"
+                )
+            return
         for name, value in self.experts:
             if value != getattr(defaults, name):
                 raise UserError(

@@ -44,12 +44,13 @@ def metrics(means: Means) -> Metrics:
 
 def updated_bias(params: Params, means: Means, rate: float) -> Params:
     """The parameters after the step of the biases: + rate for an expert with less than the mean load, - rate for one with
-    more (Wang et al. 2024, arXiv:2408.15664). The same if the routers have no biases.
+    more (Wang et al. 2024, arXiv:2408.15664). The same if `params` has no biases of routers.
 
     Args:
         means: over all microbatches of the step.
     """
-    router = params["blocks"].get(ROUTER, {})
+    # the trained part of the parameters may have no layers
+    router = params.get("blocks", {}).get(ROUTER, {})
     if "bias" not in router or rate == 0:
         return params
     change_LE = rate * jnp.sign(1 - load(means))

@@ -10,6 +10,7 @@ import pytest
 from support.array_source import ArraySource
 from support.builders import program
 from support.classic_folders import RandomSource, model_config
+from support.families import MODELS
 
 from mesh_transformer.checkpoint.classic.writer import write_classic
 from mesh_transformer.checkpoint.identity import check_optimizer
@@ -144,6 +145,19 @@ def test_a_frozen_part_keeps_its_values_and_has_no_slots() -> None:
     _, expected = whole.train_step(whole.init(jax.random.key(0)), TOKENS[0])
     _, first = run.train_step(run.init(jax.random.key(0)), TOKENS[0])
     assert first["train/loss"] == expected["train/loss"] != metrics["train/loss"]
+
+
+def test_layers_with_biases_of_routers_can_be_frozen() -> None:
+    model = {**MODELS["deepseek_v3"], "seq": 12}
+    whole = program({**SMALL, "model": model})
+    run = type(whole)(
+        whole.placement,
+        whole.config,
+        split=lambda params: ({"head": params["head"]}, {name: params[name] for name in ("embed", "blocks")}),
+    )
+    state, metrics = jax.eval_shape(run.train_step, run.abstract_state, TOKENS[0])
+    assert state.params.keys() == {"head"}
+    assert "experts/largest_load" in metrics
 
 
 SLOTS = {"adam": ("mu", "nu"), "lion": ("mu",), "adafactor": ("v_row", "v_col", "v")}

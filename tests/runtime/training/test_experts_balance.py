@@ -75,13 +75,15 @@ def test_the_pictures_of_a_run(folder):
         assert image.colorspace == len(picture.mode)
 
 
-def test_a_start_removes_half_a_record(folder, monkeypatch):
+def test_a_resume_removes_half_a_record_and_logs_changed_options(folder, monkeypatch, caplog):
     monkeypatch.chdir(folder)
     path = folder / "run/experts.jsonl"
     before = path.read_bytes()
     path.write_bytes(before + b'{"step": 6, "load": {"held": [[0.5, 1.')
-    assert trainer.train(load_config("config.json"), TuningSource()).step == 4
+    caplog.set_level("INFO")
+    assert trainer.train(load_config("config.json", ["experts.z_loss=0.5"]), TuningSource()).step == 4
     assert path.read_bytes() == before
+    assert "resuming with changed options: experts.z_loss 0.001 -> 0.5" in caplog.messages
 
 
 def test_the_colour_is_the_load(tmp_path):
