@@ -79,7 +79,8 @@ class Router(hk.Module):
         init = hk.initializers.TruncatedNormal(1 / np.sqrt(width))
         w_DE = parameter("w", (width, count), init, "embed", None)
         bias_E = parameter("bias", (count,), ZEROS, None) if self.experts.router.bias else None
-        return matmul(x_BTD.astype(jnp.float32), w_DE, jnp.dtype(jnp.float32)), bias_E
+        float32, exact = jnp.dtype(jnp.float32), jax.lax.Precision.HIGHEST
+        return matmul(x_BTD.astype(float32), w_DE, float32, exact), bias_E
 
 
 class Experts:

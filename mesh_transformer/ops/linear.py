@@ -41,12 +41,20 @@ class Transposed:
         return self.w_FD.shape[1], self.stop - self.start
 
 
-def matmul(x_D: jax.Array, w_DF: jax.Array | Transposed, out_dtype: jnp.dtype) -> jax.Array:
-    """x w: (..., D), (D, F) -> (..., F) of `out_dtype`. The gradients are computed in x's dtype."""
+def matmul(
+    x_D: jax.Array,
+    w_DF: jax.Array | Transposed,
+    out_dtype: jnp.dtype,
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+) -> jax.Array:
+    """x w: (..., D), (D, F) -> (..., F) of `out_dtype`. The gradients are computed in x's dtype.
+
+    At the default precision, a TPU rounds float32 factors to bfloat16, and a GPU may round them to TF32.
+    """
     if isinstance(w_DF, Transposed):
         product = _product_of_bits if w_DF.w_FD.dtype == jnp.uint16 else _product
         return product(x_D, w_DF.w_FD, out_dtype)[..., w_DF.start : w_DF.stop]
-    return _matmul(x_D, w_DF, out_dtype)
+    return _matmul(x_D, w_DF, out_dtype, precision)
 
 
 def _product(x_D: jax.Array, w_FD: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
@@ -72,19 +80,19 @@ def _product_of_bits(x_D: jax.Array, bits_FD: jax.Array, out_dtype: jnp.dtype) -
     return rearrange(y_Nf, "n ... f -> ... (n f)")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x_D: jax.Array, w_DF: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    return jnp.matmul(x_D, w_DF, preferred_element_type=out_dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul(x_D: jax.Array, w_DF: jax.Array, out_dtype: jnp.dtype, precision: jax.lax.Precision) -> jax.Array:
+    return jnp.matmul(x_D, w_DF, precision=precision, preferred_element_type=out_dtype)
 
 
 def _matmul_forward(
-    x_D: jax.Array, w_DF: jax.Array, out_dtype: jnp.dtype
+    x_D: jax.Array, w_DF: jax.Array, out_dtype: jnp.dtype, precision: jax.lax.Precision
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _matmul(x_D, w_DF, out_dtype), (x_D, w_DF)
+    return _matmul(x_D, w_DF, out_dtype, precision), (x_D, w_DF)
 
 
 def _matmul_backward(
-    out_dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], dy_F: jax.Array
+    out_dtype: jnp.dtype, precision: jax.lax.Precision, saved: tuple[jax.Array, jax.Array], dy_F: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x_D, w_DF = saved
     dy_F = dy_F.astype(x_D.dtype)

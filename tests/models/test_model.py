@@ -142,6 +142,18 @@ def test_policies_differ_in_what_they_recompute():
     assert flops("none") < flops("save_matmuls") < flops("save_attn") < flops("full")
 
 
+def test_only_the_routers_products_are_exact_on_a_tpu():
+    """At the default precision a TPU rounds float32 to bfloat16, and a rounded score may choose another expert."""
+    run = program({**TINY, "model": families.MODELS["mixtral"]}, "compute.dtype=bfloat16")
+    params, tokens = run.placement.abstract(jnp.dtype(jnp.bfloat16)), jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    traced = jax.jit(lambda params, tokens: run.model.apply(params, tokens)[0]).trace(params, tokens)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    exact = [line for line in text.splitlines() if "dot_general" in line and "HIGHEST" in line]
+    # of the one layer that the loop has
+    assert len(exact) == 1
+    assert "tensor<64x6xf32>" in exact[0]
+
+
 def test_derived_sizes():
     config = gptj.Config(layers=1, d_model=96, n_heads=4, n_vocab=50257)
     assert (config.d_head, config.d_ff, config.decoder().padded_vocab) == (24, 384, 50304)
