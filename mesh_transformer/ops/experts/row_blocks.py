@@ -25,8 +25,9 @@ _ROWS, _GRADIENT_ROWS = 256, 512
 def _product(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, transposed: bool = False) -> jax.Array:
     n, groups = len(x_ND), len(sizes_E)
     rows = min(_ROWS, max(16, n // groups))
-    part = max(1, _COPIES // w_EDF[0].nbytes)
-    parts = -(-(n // rows + groups) // part)
+    blocks = n // rows + groups
+    part = min(blocks, max(1, _COPIES // w_EDF[0].nbytes))
+    parts = -(-blocks // part)
     ends_E, last_E = jnp.cumsum(sizes_E), jnp.cumsum(-(-sizes_E // rows))
     # the row of x at which the blocks of a group begin, less the rows of the blocks before
     shift_E = ends_E - sizes_E - (last_E + -sizes_E // rows) * rows

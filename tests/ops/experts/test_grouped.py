@@ -57,5 +57,13 @@ def test_packed_matrices_on_cpu() -> None:
     assert program.memory_analysis().temp_size_in_bytes < w.nbytes
 
 
+def test_small_matrices_on_gpu() -> None:
+    """There are no more copies of them than blocks of rows."""
+    x, w, sizes = np.ones((64, 32), np.float32), np.ones((8, 32, 32), np.float32), np.full(8, 8, np.int32)
+    program = jax.jit(row_blocks.KERNEL.product).lower(x, w, sizes).compile()
+    # copies, rows and products of 12 blocks of 16 rows
+    assert program.memory_analysis().temp_size_in_bytes < 2 * 12 * (32 + 2 * 16) * 32 * 4
+
+
 def test_tiles_of_a_dimension() -> None:
     assert [megablox._tile(size, 1024) for size in (96, 1024, 2048, 1408, 1536)] == [96, 1024, 1024, 768, 768]
