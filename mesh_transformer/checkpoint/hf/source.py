@@ -172,7 +172,8 @@ class HFSource:
         expected = {}
         for row in self._rows.values():
             shape = foreign_shape(row, self.model)
-            for name in [*foreign_names(row, self.model).values(), *({row.copy} & self._stored.keys())]:
+            names = (name for _, name in foreign_names(row, self.model))
+            for name in itertools.chain(names, {row.copy} & self._stored.keys()):
                 if name not in self._stored:
                     layers = self.model.layers
                     raise UserError(f"{self.where}: {name} is missing (config.json has {layers} layers)")
@@ -194,7 +195,7 @@ class HFSource:
 
     def _infos(self) -> Iterator[tuple[str, TensorInfo]]:
         for name, row in self._rows.items():
-            dtypes = {self._stored[foreign].dtype for foreign in foreign_names(row, self.model).values()}
+            dtypes = {self._stored[foreign].dtype for _, foreign in foreign_names(row, self.model)}
             if len(dtypes) > 1:
                 kinds = " and ".join(sorted(map(str, dtypes)))
                 raise UserError(f"{self.where}: {row.foreign} is {kinds} in different layers: save it in one dtype")
@@ -229,10 +230,22 @@ def export_tensor(row: Tensor, parameter: np.ndarray) -> np.ndarray:
     return rearrange(parameter, f"{right}->{left}", **row.sizes)
 
 
-def foreign_names(row: Tensor, model: ModelConfig) -> dict[tuple[int, ...], str]:
-    """The names of a row's foreign tensors, by the index of the layer and of the expert in the parameter."""
-    stack = parameter_shapes(model)[row.parameter][: row.stack_rank]
-    return {place: row.name(place) for place in itertools.product(*map(range, stack))}
+def foreign_names(row: Tensor, model: ModelConfig) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The names of a row's foreign tensors, each after the index of its layer and expert in the parameter.
+
+    One at a time: a config.json may give any number of experts.
+    """
+    return ((place, row.name(place)) for place in _places(parameter_shapes(model)[row.parameter][: row.stack_rank]))
+
+
+def _places(stack: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All indices of an array of this shape, in order."""
+    if not stack:
+        yield ()
+        return
+    for first in range(stack[0]):
+        for rest in _places(stack[1:]):
+            yield first, *rest
 
 
 def unpadded_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:

@@ -23,12 +23,17 @@ from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.spec import TRANSPOSED, Tensor
 from mesh_transformer.logs import log
+from mesh_transformer.models.feed_forward import ROUTER
 
 SHARD_BYTES = 5_000_000_000
 # read at a time; two blocks are held
 BLOCK_BYTES = 128 << 20
 # cast and written at a time: larger arrays get new, cleared memory for each allocation
 CAST_BYTES = 16 << 20
+# tensors in one file: the header of more could exceed what safetensors_file reads
+SHARD_TENSORS = 20_000
+# parameters that keep their dtype in every export, as in transformers: a rounded bias chooses other experts
+_EXACT = {f"params/blocks/{ROUTER}/bias": np.dtype(np.float32)}
 
 
 class _OutputTensor(NamedTuple):
@@ -60,7 +65,7 @@ def write_hf(
     """Write the parameters of `source` to a new `folder`, local or `gs://`. Holds a few blocks of tensors in memory.
 
     Args:
-        dtype: of all tensors; None: the stored dtype of each.
+        dtype: of all tensors but the biases of routers, which are float32; None: the stored dtype of each.
         origin: the folder that the checkpoint came from; its files are written too.
         end_of_text: the tokenizer's end-of-text token, for config.json; None: the origin's, or the family's.
         shard_bytes: maximum bytes of tensors in one file; a larger tensor gets a file of its own.
@@ -178,8 +183,8 @@ def stored_dtype(source: TensorSource) -> np.dtype:
 
 
 def uniform_dtype(source: TensorSource) -> np.dtype | None:
-    """The stored dtype of the parameters; None if their dtypes differ."""
-    dtypes = {info.dtype for name, info in source.tensors.items() if name.startswith("params/")}
+    """The stored dtype of the parameters but those of `_EXACT`; None if their dtypes differ."""
+    dtypes = {info.dtype for name, info in source.tensors.items() if name.startswith("params/") and name not in _EXACT}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
@@ -204,8 +209,9 @@ def _plan(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> l
         for members in by_name.values():
             first = members[0]
             shape, stored = foreign_shape(first, model), source.tensors[f"params/{first.parameter}"].dtype
-            for place, name in foreign_names(first, model).items():
-                of_stage.append(_OutputTensor(name, shape, dtype or stored, members, place))
+            cast = stored if dtype is None else _EXACT.get(f"params/{first.parameter}", dtype)
+            for place, name in foreign_names(first, model):
+                of_stage.append(_OutputTensor(name, shape, cast, members, place))
         plan += sorted(of_stage, key=lambda planned: planned.rows[0].layer(planned.place))
     return plan
 
@@ -216,7 +222,7 @@ def _shards(plan: list[_OutputTensor], limit: int) -> dict[str, list[_OutputTens
     available = 0
     for planned in plan:
         size = _size(planned)
-        if not shards or size > available:
+        if not shards or size > available or len(shards[-1]) == SHARD_TENSORS:
             shards.append([])
             available = limit
         shards[-1].append(planned)

@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -11,7 +12,7 @@ from support import families
 from support import hf_folders as hf
 
 from mesh_transformer.checkpoint.hf.source import HFSource, read_model
-from mesh_transformer.checkpoint.hf.writer import write_hf
+from mesh_transformer.checkpoint.hf.writer import uniform_dtype, write_hf
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.sizes import parameters
 from mesh_transformer.families import FAMILIES
@@ -158,6 +159,24 @@ def test_the_layer_that_predicts_a_later_token_is_not_read(tmp_path) -> None:
 def test_keys_that_change_the_arithmetic_are_refused(tmp_path, values, reason) -> None:
     with pytest.raises(UserError, match=f"config.json: .*{reason}"):
         read(tmp_path, {**LITE, **values})
+
+
+def test_the_biases_of_routers_stay_float32(tmp_path) -> None:
+    params = hf.random_params(SMALL)
+    write_hf(hf.MemorySource(params), SMALL, str(tmp_path), dtype=np.dtype(ml_dtypes.bfloat16))
+    source = HFSource(str(tmp_path))
+    found = source.read("params/blocks/ff/router/bias", (hf.ALL, hf.ALL))
+    np.testing.assert_array_equal(found, params["blocks"]["ff/router"]["bias"])
+    assert uniform_dtype(source) == ml_dtypes.bfloat16
+
+
+def test_any_number_of_experts_is_refused_soon(tmp_path) -> None:
+    """The names of all would not fit in memory."""
+    write_hf(hf.MemorySource(hf.random_params(SMALL)), SMALL, str(tmp_path))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "n_routed_experts": 3 << 28}))
+    with pytest.raises(UserError, match=f"experts.{SMALL.n_experts}.gate_proj.weight is missing"):
+        HFSource(str(tmp_path))
 
 
 def test_models_that_the_format_cannot_hold_are_refused() -> None:
