@@ -66,7 +66,8 @@ CountOrZero = Annotated[int, Strict(), Ge(0), Le(INT32_MAX), BeforeValidator(who
 Dims = Annotated[Count, Unit("dims")]
 Heads = Annotated[Count, Unit("heads")]
 # limited, because a decoder lists its layers and a file may give any number
-Layers = Annotated[Count, Le(100_000), Unit("layers")]
+MOST_LAYERS = 100_000
+Layers = Annotated[Count, Le(MOST_LAYERS), Unit("layers")]
 # numbers of layers, from 0
 LayerNumbers = Annotated[tuple[CountOrZero, ...], Unit("layers")]
 Tokens = Annotated[Count, Unit("tokens")]

@@ -55,8 +55,8 @@ class ConfigJson:
             raise UserError(f"{said}: these keys mean the same, keep one")
         return value
 
-    def size(self, *names: str, default: int | None, null: bool = False, why: str = "") -> Any:
-        """A whole number of 1 or more; None, if the value is null and `null` allows it or the default is None.
+    def size(self, *names: str, default: int | None, null: bool = False, most: int = INT32_MAX, why: str = "") -> Any:
+        """A whole number from 1 to `most`; None, if the value is null and `null` allows it or the default is None.
 
         Raises:
             UserError: the value is something else.
@@ -64,8 +64,9 @@ class ConfigJson:
         value = self.take(*names, default=default)
         if value is None and (null or default is None):
             return None
-        if type(value) is not int or not 1 <= value <= INT32_MAX:
-            raise UserError(f"{names[0]} is {value!r:.60}: expected a whole number of 1 or more{why}")
+        if type(value) is not int or not 1 <= value <= most:
+            limits = "of 1 or more" if most == INT32_MAX else f"from 1 to {most}"
+            raise UserError(f"{names[0]} is {value!r:.60}: expected a whole number {limits}{why}")
         return value
 
     def number(self, *names: str, default: float | None, most: float = 1e30, null: bool = False) -> Any:

@@ -130,4 +130,5 @@ class SomeDense(WithExperts):
 
     def ffs(self) -> list[Dense | Experts]:
         """See `LlamaLike`."""
-        return [self.ff() if layer in self.dense_layers else self.experts() for layer in range(self.layers)]
+        dense, of_both = set(self.dense_layers), (self.experts(), self.ff())
+        return [of_both[layer in dense] for layer in range(self.layers)]

@@ -20,7 +20,7 @@ from mesh_transformer.families.spec import (
     Norm,
     Tensor,
 )
-from mesh_transformer.fields import Derived, Heads, Positive, Switch, size
+from mesh_transformer.fields import INT32_MAX, MOST_LAYERS, Derived, Heads, Positive, Switch, size
 
 # config.json: our field, their key
 _SIZES = {
@@ -125,7 +125,12 @@ class LlamaLike(RotaryConfig):
         defaults = cls.HF_DEFAULTS
         # null: derived, as in transformers
         fields = {
-            field: keys.size(key, default=defaults.get(key), null=field in ("n_kv_heads", "d_head"))
+            field: keys.size(
+                key,
+                default=defaults.get(key),
+                null=field in ("n_kv_heads", "d_head"),
+                most=MOST_LAYERS if field == "layers" else INT32_MAX,
+            )
             for field, key in _SIZES.items()
         }
         activation = keys.take("hidden_act", default=cls.HF_ACTIVATIONS[0])

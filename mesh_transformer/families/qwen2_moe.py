@@ -25,17 +25,20 @@ class QwenExperts(SomeDense):
     def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
         """See `LlamaLike`."""
         fields = super().fields_from_hf(keys)
-        types = keys.take("layer_types", default=None)
-        if keys.flag("use_sliding_window", default=False) or set(types or []) - {"full_attention"}:
+        if keys.flag("use_sliding_window", default=False):
             raise UserError("use_sliding_window is true: layers with a sliding window are not supported in this family")
+        types = keys.take("layer_types", default=None) or []
+        if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+            raise UserError(f"layer_types is {types!r:.60}: only full_attention is supported in this family")
         # without windows they have no effect
         for name in ("sliding_window", "max_window_layers"):
             keys.take(name, default=None)
         step = keys.size("decoder_sparse_step", default=1)
         only = keys.take("mlp_only_layers", default=None) or []
-        if not isinstance(only, list):
+        if not isinstance(only, list) or any(type(layer) is not int for layer in only):
             raise UserError(f"mlp_only_layers is {only!r:.60}: expected a list of layers")
-        dense = [layer for layer in range(fields["layers"]) if layer in only or (layer + 1) % step]
+        listed = set(only)
+        dense = [layer for layer in range(fields["layers"]) if layer in listed or (layer + 1) % step]
         return {
             **fields,
             "dense_layers": dense,

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.qwen2_moe import QwenExperts
 from mesh_transformer.families.spec import Attention
@@ -37,6 +38,9 @@ class Config(QwenExperts):
     @classmethod
     def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
         """See `LlamaLike`."""
+        # of Qwen3-Coder; transformers ignores it
+        if not keys.flag("use_qk_norm", default=True):
+            raise UserError("use_qk_norm is false: only true is supported")
         return {**super().fields_from_hf(keys), "attention_bias": keys.flag("attention_bias", default=False)}
 
     def to_hf(self) -> dict[str, Any]:

@@ -100,8 +100,11 @@ class RotaryConfig(ModelConfig):
     @classmethod
     def mscales_from_hf(cls, fields: dict[str, Any], mscale: Any, all_dims: Any) -> dict[str, Any]:
         """The fields for yarn's magnitudes in config.json; the other rotary fields are given."""
-        if fields["rotary_scaling"] == "yarn" and fields["rotary_attention_factor"] is None and mscale and all_dims:
-            factor = fields["rotary_factor"]
+        if fields["rotary_scaling"] != "yarn" or fields["rotary_attention_factor"] is not None:
+            return {}
+        # without a factor the config is refused
+        factor = fields["rotary_factor"]
+        if factor and mscale and all_dims:
             return {"rotary_attention_factor": yarn_factor(factor, mscale) / yarn_factor(factor, all_dims)}
         return {}
 
@@ -129,9 +132,10 @@ class RotaryConfig(ModelConfig):
             "rotary_base": rope.number("rope_theta", default=cls.HF_ROTARY_BASE),
             "rotary_scaling": scaling,
         }
-        mscale, all_dims = (rope.take(name, default=None) for name in ("mscale", "mscale_all_dim"))
+        mscale, all_dims = (_number_or_zero(rope, name) for name in ("mscale", "mscale_all_dim"))
         for name in [name for names in _FIELDS[scaling] for name in names]:
-            fields[f"rotary_{name}"] = rope.take(_HF_NAMES.get(name, name), default=None)
+            take = rope.number if name == "factor" else rope.take
+            fields[f"rotary_{name}"] = take(_HF_NAMES.get(name, name), default=None)
         fields |= cls.mscales_from_hf(fields, mscale, all_dims)
         try:
             rope.refuse_rest()
@@ -151,6 +155,13 @@ class RotaryConfig(ModelConfig):
             "rope_theta": self.rotary_base,
             "rope_scaling": None if kind == "default" else {**values, "rope_theta": self.rotary_base},
         }
+
+
+def _number_or_zero(keys: ConfigJson, name: str) -> Any:
+    value = keys.take(name, default=None)
+    if value is not None and (type(value) not in (int, float) or not 0 <= value <= 1e30):
+        raise UserError(f"{name} is {value!r:.60}: expected a number from 0 to 1e30")
+    return value
 
 
 def yarn_factor(factor: float, mscale: float = 1.0) -> float:

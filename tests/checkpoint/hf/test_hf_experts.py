@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -103,6 +104,15 @@ def test_layers_are_loaded_with_their_own_modules(params) -> None:
                 layer if name.startswith(("attention", "norm", "ff_norm")) else layer // 2,
             )
             jax.tree.map(lambda ours, all, row=row: np.testing.assert_array_equal(ours, all[row]), leaves, stacked)
+
+
+def test_a_shard_has_no_more_tensors_than_its_header_can_name(tmp_path, monkeypatch, params) -> None:
+    monkeypatch.setattr("mesh_transformer.checkpoint.hf.writer.SHARD_TENSORS", 10)
+    write_hf(hf.MemorySource(params), ALTERNATING, str(tmp_path))
+    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert max(Counter(weight_map.values()).values()) == 10
+    found = hf.read_all(HFSource(str(tmp_path)))
+    jax.tree.map(np.testing.assert_array_equal, found, hf.read_all(hf.MemorySource(params)))
 
 
 def test_a_missing_expert_is_refused(tmp_path, params) -> None:
@@ -284,6 +294,11 @@ def test_released_configs_are_read(tmp_path, name) -> None:
     assert read(tmp_path, {"model_type": values["model_type"], **expected.to_hf()}) == expected
 
 
+def test_the_keys_of_qwen3_coder_are_read(tmp_path) -> None:
+    found = read(tmp_path, {**QWEN3, "qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True})
+    assert found == RELEASED["Qwen3-30B-A3B"][1]
+
+
 def test_parameters_of_a_released_model_are_counted() -> None:
     """OLMoE: 1.3B active and 6.9B total parameters (arXiv:2409.02060)."""
     from mesh_transformer.estimate.sizes import parameters
@@ -327,7 +342,13 @@ def test_dense_layers_are_those_of_transformers(tmp_path, values, dense) -> None
     ("values", "reason"),
     [
         ({"use_sliding_window": True}, "use_sliding_window is true: layers with a sliding window are not supported"),
+        ({"layer_types": [["full_attention"]]}, "layer_types is .*: only full_attention is supported"),
+        ({"use_qk_norm": False}, "use_qk_norm is false: only true is supported"),
+        ({"num_hidden_layers": 1 << 30}, "num_hidden_layers is 1073741824: expected a whole number from 1 to 100000"),
+        ({"rope_scaling": {"type": "yarn", "mscale": "1"}}, "mscale is '1': expected a number from 0 to 1e30"),
+        ({"rope_scaling": {"type": "yarn", "mscale": 1, "mscale_all_dim": 1}}, "yarn needs model.rotary_factor"),
         ({"mlp_only_layers": 3}, "mlp_only_layers is 3: expected a list of layers"),
+        ({"mlp_only_layers": ["3"]}, r"mlp_only_layers is \['3'\]: expected a list of layers"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0: expected a whole number of 1 or more"),
         ({"decoder_sparse_step": 49}, "names all 48 layers, and no layer has experts"),
         ({"num_local_experts": 64}, "num_experts is 128 and num_local_experts is 64: these keys mean the same"),
