@@ -16,7 +16,15 @@ from mesh_transformer.fields import Group
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 # a family that has all dimensions
-MODEL = {"family": "mixtral", "layers": 1, "d_model": 2, "n_heads": 1, "n_vocab": 1, "n_experts": 1, "experts_per_token": 1}
+MODEL = {
+    "family": "mixtral",
+    "layers": 1,
+    "d_model": 2,
+    "n_heads": 1,
+    "n_vocab": 1,
+    "n_experts": 1,
+    "experts_per_token": 1,
+}
 EXAMPLE = parse_config({"model": MODEL, "data": {"batch_size": 1}})
 
 
