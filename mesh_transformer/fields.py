@@ -91,6 +91,10 @@ Name = Annotated[str, MinLen(1), BeforeValidator(_text)]
 OptionalText = Annotated[str | None, BeforeValidator(_blank_is_none)]
 
 
+STACKS = ("layers", "unsplit_layers")
+"""The dimensions of parameters that are the layers of a stack: those that mesh.pp splits, and others."""
+
+
 class Size(NamedTuple):
     """The size of a named dimension, and the field that sets it.
 

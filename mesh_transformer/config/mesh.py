@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError, listed
-from mesh_transformer.fields import Count, Derived, Devices, Group, Size, Switch, Unit, marks
+from mesh_transformer.fields import STACKS, Count, Derived, Devices, Group, Size, Switch, Unit, marks
 
 MeshShape = dict[str, int]
 """The size of each mesh axis, in the order of AXES."""
@@ -162,14 +162,14 @@ def named(shape: MeshShape) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "one device"
 
 
-# Parameters: layers, embed, heads, kv_heads, mlp, vocab, experts. Activations: batch, seq, block_seq (the residual stream's
+# Parameters: layers, unsplit_layers (a stack with layers that every stage of a pipeline computes), embed, heads, kv_heads, mlp, vocab, experts. Activations: batch, seq, block_seq (the residual stream's
 # sequence between blocks), act_embed; heads, mlp and vocab are shared with the parameters.
 DIMENSIONS = (
     "batch",
     "seq",
     "block_seq",
     "act_embed",
-    "layers",
+    *STACKS,
     "embed",
     "heads",
     "kv_heads",

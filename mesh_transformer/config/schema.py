@@ -294,15 +294,16 @@ class Config(Group):
             )
 
     def _check_mesh(self, shape: MeshShape) -> None:
+        decoder = self.model.decoder()
+        if shape["pp"] > 1 and len(decoder.kinds) > 1 and not decoder.leading:
+            raise UserError(
+                f"mesh.pp {shape['pp']} needs layers of one kind, or dense layers before layers with experts, and this "
+                "model has dense layers after the first layer with experts: set mesh.pp=1"
+            )
         check_sizes(self.sizes, self.mesh, shape)
         check_context(self.sizes, self.mesh, shape)
         check_overlap(self.mesh, shape)
         check_pipeline(self.sizes, self.mesh, shape, self.optimizer.gradient_accumulation_steps)
-        if shape["pp"] > 1 and len(self.model.decoder().kinds) > 1:
-            raise UserError(
-                f"mesh.pp {shape['pp']} needs layers of one kind, and this model has layers with experts and layers without: "
-                "set mesh.pp=1"
-            )
         if shape["pp"] > 1 and self.compute.remat not in ("auto", "full"):
             raise UserError(
                 f"compute.remat {self.compute.remat} does not work with mesh.pp {shape['pp']}, which keeps the input "

@@ -41,11 +41,11 @@ class Parameter(NamedTuple):
 
 
 def parameters(decoder: Decoder) -> list[Parameter]:
-    """All parameters of a model; those of the layers are stacked, with a leading dimension "layers"."""
+    """All parameters of a model; those of the layers are stacked (`Decoder.stack_axis`)."""
     d = decoder
-    stacks = [(len(d.layers), _around(d.layer, d.d_model))]
-    stacks += [(len(d.layers_with(type(kind.ff))), _feed_forward(kind.ff, d.d_model)) for kind in d.kinds]
-    stacked = [(("layers", *axes), (layers, *shape)) for layers, arrays in stacks for axes, shape in arrays]
+    stacks: list[tuple[Sequence[int], _Arrays]] = [(range(len(d.layers)), _around(d.layer, d.d_model))]
+    stacks += [(d.layers_with(type(kind.ff)), _feed_forward(kind.ff, d.d_model)) for kind in d.kinds]
+    stacked = [((d.stack_axis(rows), *axes), (len(rows), *shape)) for rows, arrays in stacks for axes, shape in arrays]
     stages = {"embed": _embedding(d), "blocks": stacked, "head": _head(d)}
     return [Parameter(stage, axes, shape) for stage, arrays in stages.items() for axes, shape in arrays]
 
@@ -158,7 +158,8 @@ class Split:
     @property
     def layers(self) -> float:
         """Layers that a device computes."""
-        return len(self.decoder.layers) / self.parts("layers")
+        leading = self.decoder.leading
+        return leading + (len(self.decoder.layers) - leading) / self.parts("layers")
 
     @property
     def width(self) -> int:

@@ -157,6 +157,18 @@ class Decoder:
         """The experts of the layers that have them."""
         return next((kind.ff for kind in self.kinds if isinstance(kind.ff, Experts)), None)
 
+    @functools.cached_property
+    def leading(self) -> int:
+        """The dense layers at the beginning of a model whose other layers all have experts; 0 for any other model."""
+        with_experts = self.layers_with(Experts)
+        first = with_experts[0] if with_experts else 0
+        return first if with_experts == tuple(range(first, len(self.layers))) else 0
+
+    def stack_axis(self, layers: Sequence[int]) -> str:
+        """The name of the first dimension of arrays that are stacked over these layers. The stages of a pipeline share
+        out the layers after the `leading` ones."""
+        return "layers" if tuple(layers) == tuple(range(self.leading, len(self.layers))) else "unsplit_layers"
+
     def layers_with(self, ff: type[Dense | Experts]) -> tuple[int, ...]:
         """The layers whose feed-forward is of a type, ascending."""
         return tuple(number for number, layer in enumerate(self.layers) if isinstance(layer.ff, ff))
@@ -181,9 +193,12 @@ class Decoder:
             hidden.append(Size(f"model.{experts.d_ff_field}", experts.d_ff))
             if experts.shared is not None:
                 hidden.append(Size("model.shared_d_ff", experts.shared.d_ff))
+        layers = Size("model.layers", len(self.layers))
+        if self.leading:
+            layers = Size("the number of layers with experts", len(self.layers) - self.leading)
         return {
             "act_embed": width,
-            "layers": [Size("model.layers", len(self.layers))],
+            "layers": [layers],
             "embed": width,
             "heads": [Size("model.n_heads", self.layer.attention.heads)],
             "mlp": hidden,

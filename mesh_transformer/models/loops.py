@@ -39,12 +39,8 @@ def scan_layers(
     for run in layer_runs(kinds):
         stop = run.start + len(run.turn) * run.repeats
         # of each module, the rows of the run by step: (steps, layers of a turn that have it, ...)
-        parts = {
-            name: jax.tree.map(functools.partial(_by_step, run.repeats, *_span(members[name], run.start, stop)), leaves)
-            for name, leaves in blocks.items()
-            if any(run.start <= member < stop for member in members[name])
-        }
-        own_part = jax.tree.map(functools.partial(_by_step, run.repeats, run.start, stop), own)
+        of_steps = functools.partial(jax.tree.map, lambda x, run=run: x.reshape(run.repeats, -1, *x.shape[1:]))
+        parts, own_part = of_steps(layers_between(blocks, own, members, run.start, stop))
         carry, of_run = jax.lax.scan(functools.partial(_turn, layer, run.turn), carry, (parts, own_part), unroll=unroll)
         means.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_run))
     return carry, _joined(jnp.concatenate, means)
@@ -69,6 +65,24 @@ def kinds_of(members: Members) -> list[frozenset[str]]:
     return [frozenset(name for name, some in members.items() if layer in some) for layer in range(layers)]
 
 
+def leading_layers(members: Members | None) -> int:
+    """The layers before the last ones that are all of one kind."""
+    kinds = [] if members is None else kinds_of(members)
+    return max((layer + 1 for layer, kind in enumerate(kinds) if kind != kinds[-1]), default=0)
+
+
+def layers_between(blocks: Any, own: Any, members: Members, start: int, stop: int) -> tuple[Any, Any]:
+    """The parameters and the part of `own` of the layers from `start` to `stop`: each module stacked over those that
+    have it."""
+    spans = {name: _span(members[name], start, stop) for name in blocks}
+    parts = {
+        name: jax.tree.map(functools.partial(_slice, *span), blocks[name])
+        for name, span in spans.items()
+        if span[0] < span[1]
+    }
+    return parts, jax.tree.map(functools.partial(_slice, start, stop), own)
+
+
 def layer_of(blocks: Any, members: Members | None, layer: int) -> Any:
     """The parameters of one layer."""
     if members is None:
@@ -77,10 +91,9 @@ def layer_of(blocks: Any, members: Members | None, layer: int) -> Any:
     return {name: jax.tree.map(lambda x, row=row: x[row], blocks[name]) for name, row in rows.items()}
 
 
-def _by_step(steps: int, start: int, stop: int, x: jax.Array) -> jax.Array:
+def _slice(start: int, stop: int, x: jax.Array) -> jax.Array:
     # a slice of all rows is not a copy
-    part = x if (start, stop) == (0, len(x)) else x[start:stop]
-    return part.reshape(steps, -1, *x.shape[1:])
+    return x if (start, stop) == (0, len(x)) else x[start:stop]
 
 
 def _span(members: Sequence[int], start: int, stop: int) -> tuple[int, int]:

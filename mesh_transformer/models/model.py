@@ -37,7 +37,6 @@ from mesh_transformer.parallel.sharding import (
     collect_axes,
     constrain,
     gather_weights,
-    map_axes,
 )
 
 Params = dict[str, Any]
@@ -125,7 +124,11 @@ class Model:
         """The dimension names of each parameter: a tree like the parameters' with tuples of names as leaves."""
         stages = self.stage_axes
         modules = functools.reduce(lambda a, b: {**a, **b}, stages["blocks"].values())
-        blocks = map_axes(lambda axes: ("layers", *axes), modules)
+        members = self.members or dict.fromkeys(modules, range(len(self.decoder.layers)))
+        stacks = {name: self.decoder.stack_axis(members[name]) for name in modules}
+        blocks = {
+            name: {leaf: (stacks[name], *axes) for leaf, axes in leaves.items()} for name, leaves in modules.items()
+        }
         return {"embed": stages["embed"], "blocks": blocks, "head": self._own_head(stages["head"])}
 
     @functools.cached_property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Lt
 
-from mesh_transformer.fields import Dims, Positive
+from mesh_transformer.fields import STACKS, Dims, Positive
 from mesh_transformer.optimizers.base import Axes, OptimizerConfig, Slot
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class Config(OptimizerConfig):
         return {name: partial(self._axes, name) for name in ("v_row", "v_col", "v")}
 
     def _axes(self, slot: str, axes: Axes, shape: tuple[int, ...]) -> Axes:
-        layers, own = axes[: axes.count("layers")], axes[axes.count("layers") :]
+        layers = tuple(name for name in axes if name in STACKS)
+        own = axes[len(layers) :]
         sizes = shape[len(layers) :]
         # as in optax, the row average is over the largest dimension and the column average over the second largest
         order = sorted(range(len(own)), key=lambda dimension: sizes[dimension])
@@ -68,7 +69,9 @@ class Config(OptimizerConfig):
             return clip.update(updates, optax.EmptyState())[0], state
 
         stacked = jax.tree.map(
-            lambda names: 0 if "layers" in names else None, axes, is_leaf=lambda node: isinstance(node, tuple)
+            lambda names: 0 if names[:1] and names[0] in STACKS else None,
+            axes,
+            is_leaf=lambda node: isinstance(node, tuple),
         )
         if not jax.tree.leaves(stacked):
             return optax.GradientTransformation(rms.init, update)

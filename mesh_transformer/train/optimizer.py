@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from mesh_transformer.config import OptimizerConfig
 from mesh_transformer.errors import UserError
+from mesh_transformer.fields import STACKS
 from mesh_transformer.models.model import Params
 from mesh_transformer.optimizers import OPTIMIZERS
 from mesh_transformer.parallel.sharding import Partition, map_axes
@@ -83,7 +84,7 @@ class Optimizer:
         # optax mixes dtypes and ranks
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             direction, after = self._direction.update(clipped, before, params)
-        matrices = map_axes(lambda axes: len([name for name in axes if name != "layers"]) > 1, self.axes)
+        matrices = map_axes(lambda axes: len([name for name in axes if name not in STACKS]) > 1, self.axes)
         decayed = jax.tree.map(lambda u, p, matrix: u + decay * p if matrix else u, direction, params, matrices)
         updates = optax.tree.scale(-learning_rate(self.config, schedule), decayed)
         return updates, {**after._asdict(), "schedule": schedule + 1}

@@ -13,6 +13,7 @@ import jax
 
 from mesh_transformer import platforms
 from mesh_transformer.errors import UserError
+from mesh_transformer.models.loops import kinds_of, leading_layers
 from mesh_transformer.models.model import Params
 from mesh_transformer.parallel.sharding import Partition, active, use
 from mesh_transformer.train import pipeline
@@ -79,7 +80,10 @@ def _schedule(rounds: int, parts: Parts, params: Params, batch: Any, leading: in
     stages = 1 if partition is None else partition.size("layers")
     if partition is None or stages == 1:
         return sequential
-    layers = len(jax.tree.leaves(params["blocks"])[0])
+    if parts.members is None:
+        layers = len(jax.tree.leaves(params["blocks"])[0])
+    else:
+        layers = len(kinds_of(parts.members)) - leading_layers(parts.members)
     if layers % (stages * rounds):
         raise UserError(f"{layers} layers are not divisible by {stages} stages x {rounds} rounds of a pipeline")
     if leading == 2 and rounds > 1 and microbatches(batch) % stages:

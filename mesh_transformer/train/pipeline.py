@@ -4,6 +4,10 @@
 between their forward and their backward pass: at most two for each stage, however many microbatches a step has. The
 backward pass computes each layer again, as compute.remat full does.
 
+If the layers are not all of one kind, the stages share out the last ones, which are. Every stage computes the ones before
+them, the leading layers, in each tick, and the first stage uses the result. That takes no more time than if only the
+first stage did: the others would wait for it.
+
 Head and loss (`Parts.loss`) belong to no stage. When the last stage has finished a microbatch, each stage takes an equal
 share of its positions through them (of `Parts.shared_out`), and the gradients of the shares are gathered. The embedding
 is looked up by all stages, and used by the first.
@@ -26,6 +30,7 @@ from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.models.haiku_model import Stream
+from mesh_transformer.models.loops import kinds_of, layers_between, leading_layers
 from mesh_transformer.models.model import LAYER_LOOP, Params
 from mesh_transformer.models.modules import Means
 from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, at, fold, put, unfold
@@ -47,23 +52,38 @@ def _stages(parts: Parts) -> Stages:
     return Stages(partition, partition.size("layers"), parts.shared_out, place)
 
 
-def _layers(rounds: int, parts: Parts, params: Params) -> Layers:
-    return fold(Layers(params["blocks"], parts.own), rounds)
+def _operands(rounds: int, parts: Parts, params: Params) -> tuple[Params, Any, Layers]:
+    """`Forward.tables`, `Forward.leading_own`, and the layers that the stages share out, folded."""
+    tables, members, first = {name: params[name] for name in ("embed", "head")}, parts.members, 0
+    blocks, own = params["blocks"], parts.own
+    if members is None or not (first := leading_layers(members)):
+        return tables, None, fold(Layers(blocks, own), rounds)
+    leading, leading_own = layers_between(blocks, own, members, 0, first)
+    rest = layers_between(blocks, own, members, first, len(kinds_of(members)))
+    return {**tables, "leading": leading}, leading_own, fold(Layers(*rest), rounds)
+
+
+def _stacked(leading: Params, rest: Params) -> Params:
+    """The arrays of all layers, from those of the leading layers and those of the rest."""
+    both = {
+        name: jax.tree.map(lambda *x: jnp.concatenate(x), leading[name], rest[name]) for name in leading if name in rest
+    }
+    return {**leading, **rest, **both}
 
 
 def _gradients(
     rounds: int, parts: Parts, trained: Params, frozen: Params, batch: Any
 ) -> tuple[Params, Metrics, jax.Array]:
     stages, params = _stages(parts), parts.transform(trained, frozen)
-    tables = {"embed": params["embed"], "head": params["head"]}
     ticks = Ticks(stages.count, rounds, microbatches(batch))
 
-    def run(tables: Params, layers: Layers, batch: Any) -> Any:
-        return _Backward(Forward(parts, stages, ticks, tables, layers, batch)).results()
+    def run(tables: Params, leading_own: Any, layers: Layers, batch: Any) -> Any:
+        return _Backward(Forward(parts, stages, ticks, tables, leading_own, layers, batch)).results()
 
-    run = stages.run(run, (P(), stages.folded, P()), (P(), stages.folded, P(), P(), P(), stages.folded))
-    summed, blocks, losses, results, squares, means = run(tables, _layers(rounds, parts, params), batch)
-    total = parts.constrain({**summed, "blocks": unfold(blocks)})
+    run = stages.run(run, (P(), P(), stages.folded, P()), (P(), stages.folded, P(), P(), P(), stages.folded))
+    summed, blocks, losses, results, squares, means = run(*_operands(rounds, parts, params), batch)
+    blocks = _stacked(summed.pop("leading", {}), unfold(blocks))
+    total = parts.constrain({**summed, "blocks": blocks})
     metrics = jax.vmap(parts.metrics)(losses, results, _by_microbatch(means))
     return optax.tree.scale(1 / ticks.microbatches, total), jax.tree.map(lambda x: x.mean(0), metrics), squares
 
@@ -82,20 +102,19 @@ def _loss(rounds: int, parts: Parts, params: Params, batch: Any) -> tuple[jax.Ar
     # each microbatch has some of the rows of every replica
     cut = functools.partial(rearrange, pattern="(r m b) ... -> m (r b) ...", r=replicas, m=count)
     join = functools.partial(rearrange, pattern="m (r b) ... -> (r m b) ...", r=replicas)
-    tables = {"embed": params["embed"], "head": params["head"]}
     ticks = Ticks(stages.count, rounds, count)
 
-    def run(tables: Params, layers: Layers, batch: Any) -> tuple[jax.Array, Any, Means]:
-        return Forward(parts, stages, ticks, tables, layers, batch).losses()
+    def run(tables: Params, leading_own: Any, layers: Layers, batch: Any) -> tuple[jax.Array, Any, Means]:
+        return Forward(parts, stages, ticks, tables, leading_own, layers, batch).losses()
 
-    run = stages.run(run, (P(), stages.folded, P()), (P(), P(), stages.folded))
-    losses, results, means = run(tables, _layers(rounds, parts, params), jax.tree.map(cut, batch))
+    run = stages.run(run, (P(), P(), stages.folded, P()), (P(), P(), stages.folded))
+    losses, results, means = run(*_operands(rounds, parts, params), jax.tree.map(cut, batch))
     of_layers = jax.tree.map(lambda x: x.mean(0), _by_microbatch(means))
     return losses.sum(), jax.tree.map(join, results), of_layers
 
 
 class _Sums(NamedTuple):
-    """What the ticks add up, float32: gradients (those of embedding and head of this stage's part only), and by
+    """What the ticks add up, float32: gradients (those of `Forward.tables` of this stage's part only), and by
     microbatch the squared norms."""
 
     tables: Params
@@ -186,7 +205,7 @@ class _Backward:
     def _head(self, item: Item, y_BTD: jax.Array, changing: Any) -> tuple[jax.Array, Any]:
         f, (rows, sums) = self.forward, changing
         batch = f.microbatch(item)
-        tables = f.tables if f.parts.tied else {"head": f.tables["head"]}
+        tables = {name: f.tables[name] for name in ("head", *["embed"][: f.parts.tied])}
         loss = jax.value_and_grad(lambda tables, y: f.head(tables, y, batch), (0, 1), has_aux=True)
         (value, results), (gradient, dy_BTD) = loss(tables, f.stages.share_of_last(y_BTD))
         gradient = self._settled(gradient)
@@ -205,7 +224,8 @@ class _Backward:
         return f.stages.gather(dy_BTD), (rows, sums)
 
     def _pull_layers(self, tick: jax.Array, dy_BTD: jax.Array, carry: _Carry) -> tuple[jax.Array, _Carry]:
-        """The backward pass of this stage's layers in a tick, and of the embedding: the gradient of their input."""
+        """The backward pass of this stage's layers in a tick, and of the embedding with the leading layers: the gradient
+        of the stage's input."""
         f, sums = self.forward, carry.sums
         item, stage = f.ticks.backward(tick, f.stages.index), f.stages.index
         batch, slot = f.microbatch(item), item.microbatch % f.ticks.slots
@@ -221,15 +241,28 @@ class _Backward:
             item, start, stream, at(carry.kept, item.round, slot), sums.blocks
         )
         first = (stage == 0) & (item.round == 0) & item.valid
-        dx_embed = jnp.where(first, dx_BTD, 0)
+        dx_embed, gradients = jnp.where(first, dx_BTD, 0), {}
+        if "leading" in f.tables:
+            dlearned, (gradient, dx_embed) = self._pull_leading(stream, dx_embed, dlearned)
+            gradients["leading"] = _masked(first, gradient)
         (gradient,) = pull_embed((dx_embed, dlearned))
-        table = self._settled({"embed": _masked(item.valid, gradient)})
-        square += optax.tree.norm(table, squared=True)
+        gradients = self._settled({**gradients, "embed": _masked(item.valid, gradient)})
+        square += optax.tree.norm(gradients, squared=True)
         if carry.rows is not None:
             square += 2 * (dx_embed.astype(jnp.float32) * at(carry.rows, slot)).sum()
-        tables = {**sums.tables, "embed": optax.tree.add(sums.tables["embed"], table["embed"])}
+        tables = {**sums.tables, **{name: optax.tree.add(sums.tables[name], one) for name, one in gradients.items()}}
         squares_M = sums.squares_M.at[item.microbatch].add(square)
         return dx_BTD, carry._replace(sums=_Sums(self._settled(tables), blocks, squares_M, sums.losses))
+
+    def _pull_leading(self, stream: Stream, dy_BTD: jax.Array, dlearned: Any) -> tuple[Any, tuple[Params, jax.Array]]:
+        """The leading layers: the gradient of `Stream.learned` with theirs, and those of their parameters and input."""
+
+        def leading(params: Params, x_BTD: jax.Array, learned: Any) -> jax.Array:
+            return self.forward.pass_leading(params, stream._replace(x_BTD=x_BTD, learned=learned))
+
+        _, pull = jax.vjp(leading, self.forward.tables["leading"], stream.x_BTD, stream.learned)
+        gradient, dx_BTD, dl = pull(dy_BTD)
+        return jax.tree.map(jnp.add, dlearned, dl), (gradient, dx_BTD)
 
     def _pull_group(
         self, item: Item, start: tuple[jax.Array, Any], stream: Stream, inputs: jax.Array, total: Params
@@ -237,7 +270,7 @@ class _Backward:
         """The layers of a group, the last one first: the gradients of its input and of `Stream.learned`, the sum of
         gradients with theirs, and the squared norm of theirs."""
         f = self.forward
-        sums, names = f.parts.sums or f.stages.partition, map_axes(lambda axes: axes[1:], f.parts.axes["blocks"])
+        sums, names = f.parts.sums or f.stages.partition, map_axes(lambda axes: axes[1:], f.axes(f.layers.params))
 
         def layer(carry: Any, index: jax.Array) -> tuple[Any, None]:
             (dy_BTD, dlearned), total, square = carry
@@ -266,6 +299,7 @@ class _Backward:
         """Gradients of tables in float32, split as the tables are: with ZeRO-1 they are split over dp after the
         loop."""
         partition, axes = self.forward.stages.partition, self.forward.parts.axes
+        axes = {**axes, "leading": self.forward.axes(gradient.get("leading", {}))}
         gradient = optax.tree.cast(gradient, jnp.float32)
         return {name: constrain_tree(tree, partition, axes[name]) for name, tree in gradient.items()}
 

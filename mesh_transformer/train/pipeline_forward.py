@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mesh_transformer.errors import UserError
 from mesh_transformer.models.haiku_model import Stream
+from mesh_transformer.models.loops import scan_layers
 from mesh_transformer.models.model import LAYER_LOOP, Params
 from mesh_transformer.models.modules import Means
 from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, at, put
 from mesh_transformer.parallel.sharding import constrain
-from mesh_transformer.train.schedule import Parts
+from mesh_transformer.train.schedule import Parts, rematerialize
 
 
 class Layers(NamedTuple):
@@ -50,8 +52,10 @@ class Forward:
     parts: Parts
     stages: Stages
     ticks: Ticks
-    # "embed" and "head", all of both
+    # what every stage has: "embed", "head", and if there are any, the "leading" layers
     tables: Params
+    # what of `Parts.own` the leading layers read
+    leading_own: Any
     layers: Layers
     # all microbatches
     batch: Any
@@ -61,6 +65,10 @@ class Forward:
         """C."""
         return jax.tree.leaves(self.layers)[0].shape[1]
 
+    def axes(self, blocks: Params) -> Params:
+        """The dimension names of the parameters of some modules of "blocks"."""
+        return {name: self.parts.axes["blocks"][name] for name in blocks}
+
     def microbatch(self, item: Item) -> Any:
         """The microbatch of an item."""
         return jax.tree.map(lambda x: x[item.microbatch], self.batch)
@@ -69,11 +77,37 @@ class Forward:
         """One layer."""
         return self.parts.layer(layer.params, stream, layer.own)
 
+    def enter(self, item: Item) -> Stream:
+        """What the layers of the first stage read of a microbatch."""
+        stream = self.parts.embed(self.tables["embed"], self.microbatch(item))
+        if "leading" in self.tables:
+            stream = stream._replace(x_BTD=self.pass_leading(self.tables["leading"], stream))
+        return stream
+
+    def pass_leading(self, params: Params, stream: Stream) -> jax.Array:
+        """The leading layers: (B, T, D) -> (B, T, D).
+
+        Raises:
+            UserError: they have means, which no stage would know.
+        """
+
+        def layer(x_BTD: jax.Array, of_layer: Any) -> tuple[jax.Array, Means]:
+            return self.parts.layer(of_layer[0], stream._replace(x_BTD=x_BTD), of_layer[1])
+
+        layer = rematerialize(layer, ())
+        with jax.named_scope(LAYER_LOOP):
+            x_BTD, means = scan_layers(layer, stream.x_BTD, params, self.leading_own, None, self.parts.unroll)
+        if means:
+            raise UserError(
+                f"the layers before those that the stages of a pipeline share out have means: {', '.join(sorted(means))}"
+            )
+        return x_BTD
+
     def pass_layers(self, tick: jax.Array, received_BTD: jax.Array) -> tuple[jax.Array, jax.Array, Means]:
         """The layers of this stage in a tick: (B, T, D) -> (B, T, D), the input of each layer, (C, B, T, D), and its
         means, (C, ...)."""
         item = self.ticks.forward(tick, self.stages.index)
-        stream = self.parts.embed(self.tables["embed"], self.microbatch(item))
+        stream = self.enter(item)
         x_BTD = jnp.where((self.stages.index == 0) & (item.round == 0), stream.x_BTD, received_BTD)
 
         def layer(x_BTD: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Means]]:

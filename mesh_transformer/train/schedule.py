@@ -54,7 +54,8 @@ class Parts(NamedTuple):
     sums: Partition | None = None
     """The partition of the sum of gradients; None: the active one."""
     members: Members | None = None
-    """The layers that have each module of "blocks"; None: all layers are alike."""
+    """The layers that have each module of "blocks"; None: all layers are alike. The stages of a pipeline share out the last
+    layers that are of one kind: the stack of a module that earlier layers have too is not split over them."""
     own: Any = None
     """Arrays (L, ...) without gradients, of which each layer reads its own row; None: none."""
     kept: Sequence[str] | None = None

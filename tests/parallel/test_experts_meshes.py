@@ -25,12 +25,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "olmoe": {"clip_qkv": None},
     "deepseek_v3": {"router_groups": 4},
 }
-# the stages of a pipeline need layers of one kind
-ONE_KIND: dict[str, dict[str, Any]] = {
+# the stages of a pipeline share out the four layers after the dense ones
+IN_STAGES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"dense_layers": []},
-    "qwen3_moe": {"dense_layers": []},
-    "deepseek_v2": {"dense_layers": []},
-    "deepseek_v3": {"dense_layers": []},
+    "qwen3_moe": {"dense_layers": [0], "layers": 5},
+    "deepseek_v2": {"dense_layers": [0], "layers": 5},
+    "deepseek_v3": {"dense_layers": [0, 1], "layers": 6},
 }
 
 
@@ -38,7 +38,7 @@ ONE_KIND: dict[str, dict[str, Any]] = {
 def test_training_equals_one_device(family: str, mesh: str) -> None:
     overrides, in_stages = MESHES[mesh], mesh.startswith(("pp", "interleaved"))
     model = {**SMALL[family], **CHANGES.get(family, {}), "layers": 4, "n_experts": 8}
-    model |= ONE_KIND.get(family, {}) if in_stages else {}
+    model |= IN_STAGES.get(family, {}) if in_stages else {}
     axes = [one.partition("=") for one in overrides if one.startswith("mesh.")]
     devices = math.prod(int(size) for _, _, size in axes if size.isdigit())
     remat, microbatches = ("full", 6) if in_stages else ("none", 2)

@@ -86,6 +86,8 @@ class MeshPlan:
             sizes["computed"] = sizes["layers"]
             for one in held:
                 one.parts["computed"] = _computed(one.parts["layers"], sizes["layers"], rounds)
+        if leading := program.model.decoder.leading:
+            _count_leading(sizes, held, leading)
         state = program.abstract_state
         slices = {device.id: number for number, some in enumerate(platforms.by_slice(devices)) for device in some}
         return cls(shape, sizes, held, bytes_per_device(state.params), bytes_per_device(state.opt_state), slices)
@@ -150,6 +152,18 @@ def _computed(kept: Spans, layers: int, rounds: int) -> Spans:
     """
     groups = range(0, layers, layers // rounds)
     return merged(range(first + span.start // rounds, first + span.stop // rounds) for first in groups for span in kept)
+
+
+def _count_leading(sizes: dict[str, int], held: list[Holding], leading: int) -> None:
+    """Number the layers from the first one of the model on, not from the first one with experts. Every device has the dense
+    ones before it, which the stages do not share out."""
+    sizes["layers"] += leading
+    for one in held:
+        for name in one.parts.keys() & {"layers", "computed"}:
+            moved = (range(span.start + leading, span.stop + leading) for span in one.parts[name])
+            one.parts[name] = merged([range(leading), *moved])
+    if "computed" in sizes:
+        sizes["computed"] += leading
 
 
 def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None, slice_name: str = "") -> int:
