@@ -1,6 +1,5 @@
 """Incompatible sizes are refused before anything is compiled."""
 
-import re
 import time
 from typing import Annotated, Any, Literal
 
@@ -265,24 +264,6 @@ def test_a_field_of_another_class_is_refused(raw: dict[str, Any], changes: list[
         parse_config({"model": MODEL, **raw}, changes)
     for part in parts:
         assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
-        ("llama", ["experts.exchange=gather"], "experts.exchange gather has no effect: model.family llama has no experts"),
-        ("llama", ["mesh.ep=2"], "mesh.ep 2 splits experts, and model.family llama has none: set mesh.ep=1"),
-        ("mixtral", ["mesh.ep=3"], "model.n_experts 8 is not divisible by mesh.ep 3"),
-        ("mixtral", ["experts.bias_rate=0.5"], "experts.bias_rate 0.5 has no effect: the routers of model.family mixtral"),
-        ("qwen3_moe", ["model.dense_layers=[0]", "mesh.pp=2"], "mesh.pp 2 needs layers of one kind"),
-    ],
-)  # fmt: skip
-def test_a_setting_of_experts_that_does_not_fit_the_model(family: str, changes: list[str], message: str) -> None:
-    experts = {} if family == "llama" else {"n_experts": 8, "experts_per_token": 2}
-    with pytest.raises(UserError, match=re.escape(message)):
-        parse_config(
-            {"model": {**MODEL, "family": family, **experts}}, ["optimizer.gradient_accumulation_steps=4", *changes]
-        )
 
 
 def test_a_group_of_one_class_names_its_missing_fields() -> None:

@@ -23,6 +23,7 @@ def check(model: dict[str, Any], **groups: dict[str, Any]) -> None:
         (MODELS["mixtral"], {"mesh": {"ep": 4}}, ["model.n_experts 6", "mesh.ep 4", "4 or 8"]),
         (MODELS["mixtral"], {"experts": {"capacity_factor": 0.0}}, ["experts.capacity_factor = 0.0"]),
         (MODELS["mixtral"], {"experts": {"exchange": "ring"}}, ["experts.exchange = 'ring'", "tokens, gather"]),
+        (MODELS["mixtral"], {"experts": {"bias_rate": 0.5}}, ["experts.bias_rate 0.5", "mixtral have no biases"]),
         # three layers, of which the first is dense
         (V3, {"mesh": {"pp": 4}}, ["the number of layers with experts 2", "mesh.pp 4", "mesh.pp to 2"]),
         ({**V3, "dense_layers": [1]}, {"mesh": {"pp": 2}}, ["mesh.pp 2", "after the first layer with experts"]),
