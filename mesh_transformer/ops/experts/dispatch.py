@@ -63,13 +63,14 @@ def apply(
         x_ND, weights_Nk, experts_Nk = (rearrange(x, "b t d -> (b t) d") for x in (x_BTD, weights_BTk, experts_BTk))
         capacity = dispatch.capacity(experts_Nk.size, len(gate_EDF))
         choices, weights = Choices(weights_Nk, experts_Nk), Weights(*matrices)
+        all_experts = len(weights.gate_EDF) == len(gate_EDF)
         if group is None:
-            y_ND, dropped = on_device(x_ND, choices, weights, activation, capacity)
+            y_ND, dropped = on_device(x_ND, choices, weights, activation, capacity, all_experts=True)
         elif group.sends_choices:
             y_ND, dropped = exchanged(x_ND, choices, weights, activation, capacity, group.experts)
         else:
             own = choices.after(group.first_expert(len(weights.gate_EDF)))
-            y_ND, dropped = on_device(x_ND, own, weights, activation, capacity)
+            y_ND, dropped = on_device(x_ND, own, weights, activation, capacity, all_experts=all_experts)
         return y_ND.reshape(x_BTD.shape), dropped.astype(jnp.float32)
 
     run = one_device if group is None else group.map(one_device)

@@ -13,19 +13,22 @@ import functools
 import jax
 
 from mesh_transformer.ops.experts import megablox, row_blocks, row_loop
-from mesh_transformer.ops.experts.kernel import Kernel
+from mesh_transformer.ops.experts.kernel import Kernel, Product, live
 from mesh_transformer.parallel.sharding import active
 
 _KERNELS: dict[str, Kernel] = {"cpu": row_loop.KERNEL, "gpu": row_blocks.KERNEL, "tpu": megablox.kernel()}
 
 
-def grouped_matmul(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def grouped_matmul(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, all_rows: bool = False) -> jax.Array:
     """Row i of x times the matrix of its group: (N, D), (E, D, F) -> (N, F), of x's dtype.
 
     The first sizes[0] rows are group 0's, the next sizes[1] rows group 1's, and so on; `sizes_E` is int32. The rows
     after the last group are 0 in the result and in the gradient of x, and do not count in that of w.
+
+    Args:
+        all_rows: whether every row belongs to a group. Then no pass over the rows writes zeros.
     """
-    return _grouped_matmul(_KERNELS[platform()], x_ND, w_EDF, sizes_E)
+    return _grouped_matmul(_KERNELS[platform()], all_rows, x_ND, w_EDF, sizes_E)
 
 
 def platform() -> str:
@@ -34,23 +37,29 @@ def platform() -> str:
     return jax.default_backend() if partition is None else partition.mesh.devices.flat[0].platform
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_matmul(kernel: Kernel, x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return kernel.product(x_ND, w_EDF, sizes_E)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _grouped_matmul(kernel: Kernel, all_rows: bool, x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    return _live(kernel.product, all_rows, x_ND, w_EDF, sizes_E)
+
+
+def _live(product: Product, all_rows: bool, x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """A product with zeros in the rows after the last group."""
+    y_NF = product(x_ND, w_EDF, sizes_E)
+    return y_NF if all_rows else live(y_NF, sizes_E)
 
 
 def _forward(
-    kernel: Kernel, x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array
+    kernel: Kernel, all_rows: bool, x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return kernel.product(x_ND, w_EDF, sizes_E), (x_ND, w_EDF, sizes_E)
+    return _live(kernel.product, all_rows, x_ND, w_EDF, sizes_E), (x_ND, w_EDF, sizes_E)
 
 
 def _backward(
-    kernel: Kernel, saved: tuple[jax.Array, jax.Array, jax.Array], dy_NF: jax.Array
+    kernel: Kernel, all_rows: bool, saved: tuple[jax.Array, jax.Array, jax.Array], dy_NF: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     x_ND, w_EDF, sizes_E = saved
     dy_NF = dy_NF.astype(x_ND.dtype)
-    dx_ND = kernel.product_transposed(dy_NF, w_EDF, sizes_E)
+    dx_ND = _live(kernel.product_transposed, all_rows, dy_NF, w_EDF, sizes_E)
     return dx_ND, kernel.weight_gradient(x_ND, dy_NF, sizes_E).astype(w_EDF.dtype), None
 
 

@@ -14,6 +14,7 @@ Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 class Kernel(NamedTuple):
     """The products of one platform. N rows, E groups, D input dims, F output dims; sizes (E,) int32."""
 
+    # The rows of a product after the last group are any numbers.
     # x (N, D), w (E, D, F), sizes -> (N, F); on a CPU w may be the bits of x's dtype, uint16
     product: Product
     # dy (N, F), w (E, D, F), sizes -> (N, D)

@@ -51,8 +51,12 @@ def on_device(
     weights: Weights,
     activation: Activation,
     capacity: int | None,
+    *,
+    all_experts: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """The weighted sum of the outputs of each token's experts: (N, D) -> (N, D).
+
+    `all_experts` says that `weights` has the expert of every choice.
 
     A choice whose number is not that of an expert in `weights` adds nothing. With a capacity, neither do those beyond
     the first `capacity` of an expert, the first choices of all tokens before the second (Lepikhin et al. 2020,
@@ -60,12 +64,14 @@ def on_device(
     """
     weights_Nk, experts_Nk = choices
     count = len(weights.gate_EDF)
-    known = (experts_Nk >= 0) & (experts_Nk < count)
-    experts_kN = jnp.where(known, experts_Nk, count).T
+    if not all_experts:
+        known = (experts_Nk >= 0) & (experts_Nk < count)
+        experts_Nk = jnp.where(known, experts_Nk, count)
+    experts_kN = experts_Nk.T
     queues = Queues.of(experts_kN, count)
     if capacity is None:
-        rows = Rows.of(queues.order_kN, experts_kN.size)
-        y_MD = grouped(spread(x_ND, rows), queues, weights, activation)
+        rows = Rows.of(queues.order_kN, experts_kN.size, full=True)
+        y_MD = grouped(spread(x_ND, rows), queues, weights, activation, all_rows=all_experts)
         return combine(y_MD, weights_Nk.T, rows), jnp.zeros((), jnp.int32)
     rows = capacity_rows(queues, experts_kN, capacity)
     x_ECD = rearrange(spread(x_ND, rows), "(e c) d -> e c d", e=count)
@@ -77,15 +83,15 @@ def on_device(
 def of_rows(x_MD: jax.Array, experts_M: jax.Array, weights: Weights, activation: Activation) -> jax.Array:
     """The output of each row's expert, 0 for a row whose number is beyond them: (M, D) -> (M, D)."""
     queues = Queues.of(experts_M[None], len(weights.gate_EDF))
-    rows = Rows.of(queues.order_kN, len(x_MD))
-    return spread(grouped(spread(x_MD, rows), queues, weights, activation), rows.back)
+    rows = Rows.of(queues.order_kN, len(x_MD), full=True)
+    return spread(grouped(spread(x_MD, rows), queues, weights, activation, all_rows=False), rows.back)
 
 
-def grouped(x_MD: jax.Array, queues: Queues, weights: Weights, activation: Activation) -> jax.Array:
-    """The outputs of rows in the order of `queues`."""
+def grouped(x_MD: jax.Array, queues: Queues, weights: Weights, activation: Activation, *, all_rows: bool) -> jax.Array:
+    """The outputs of rows in the order of `queues`; `all_rows` as in `grouped_matmul`."""
 
     def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-        return grouped_matmul(x, w, queues.sizes_E)
+        return grouped_matmul(x, w, queues.sizes_E, all_rows=all_rows)
 
     return weights.apply(x_MD, matmul, activation)
 

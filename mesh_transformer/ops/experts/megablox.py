@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.ops.experts.kernel import Kernel, live
+from mesh_transformer.ops.experts.kernel import Kernel
 
 # The largest tiles, in bytes of a row of a tile: with two buffers of each tile they fit 16 MiB, the part of a core's
 # memory that a kernel may use.
@@ -37,8 +37,7 @@ def _product(
     padded = _padded(x_ND, tiles[0])
     with _loose_promotion():
         y_NF = gmm(padded, w_EDF, sizes_E, x_ND.dtype, tiles, transpose_rhs=transposed, interpret=interpret)
-    # the kernel does not write the rows after the last group
-    return live(y_NF[:n], sizes_E)
+    return y_NF[:n]
 
 
 def _weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, sizes_E: jax.Array, *, interpret: bool) -> jax.Array:

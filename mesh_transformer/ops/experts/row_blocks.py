@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from mesh_transformer.ops.experts import row_loop
-from mesh_transformer.ops.experts.kernel import Kernel, live, zeros
+from mesh_transformer.ops.experts.kernel import Kernel, zeros
 
 # bytes of the matrices' copies
 _COPIES = 1 << 27
@@ -45,7 +45,7 @@ def _product(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, transpose
     width = w_EDF.shape[1 if transposed else 2]
     y = jax.lax.fori_loop(0, -(-last_E[-1] // part), compute, zeros((parts * part * rows, width), x_ND))
     row_N = jnp.arange(n)
-    return live(y[row_N - shift_E[_group(row_N, ends_E)]], sizes_E)
+    return y[row_N - shift_E[_group(row_N, ends_E)]]
 
 
 def _group(number_N: jax.Array, ends_E: jax.Array) -> jax.Array:

@@ -52,7 +52,7 @@ def _products(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, width: int,
         return jax.lax.fori_loop(0, -(-size // rows), block, y)
 
     y = _each_group(sizes_E, group, zeros((len(x_padded), width), x_ND))
-    return live(y[: len(x_ND)], sizes_E)
+    return y[: len(x_ND)]
 
 
 def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, sizes_E: jax.Array, *, rows: int = GRADIENT_ROWS) -> jax.Array:

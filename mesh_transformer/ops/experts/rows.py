@@ -7,6 +7,7 @@ Shapes: N tokens, k choices of a token, M rows of a buffer, D width, E experts.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from typing import NamedTuple
@@ -15,7 +16,9 @@ import jax
 import jax.numpy as jnp
 
 
-class Rows(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
     """A buffer with at most one row for each choice.
 
     Choice j of token t has the number j N + t: the first choices of all tokens come first.
@@ -26,20 +29,32 @@ class Rows(NamedTuple):
     # int32: the token of each row, and its choice; N and k N: an empty row
     token_M: jax.Array
     choice_M: jax.Array
+    # whether each choice has a row and no row is empty, so that no index needs a check
+    full: bool = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, at_kN: jax.Array, size: int) -> Rows:
-        """A buffer of `size` rows, from the row of each choice; a choice with row `size` has none."""
+    def of(cls, at_kN: jax.Array, size: int, *, full: bool = False) -> Rows:
+        """A buffer of `size` rows, from the row of each choice; a choice with row `size` has none.
+
+        Args:
+            full: whether each row is that of one choice.
+        """
         choices, tokens = at_kN.size, at_kN.shape[1]
         numbers = jnp.arange(choices, dtype=jnp.int32)
         empty = jnp.full(size, choices, jnp.int32)
         choice_M = empty.at[at_kN.reshape(-1)].set(numbers, mode="drop", unique_indices=True)
-        return cls(at_kN, jnp.where(choice_M < choices, choice_M % tokens, tokens), choice_M)
+        return cls(at_kN, jnp.where(choice_M < choices, choice_M % tokens, tokens), choice_M, full)
 
     @property
     def back(self) -> Rows:
         """The way back, if each token has one choice, and each row a token."""
-        return Rows(self.choice_M[None], self.at_kN[0], self.at_kN[0])
+        return Rows(self.choice_M[None], self.at_kN[0], self.at_kN[0], self.full)
+
+    def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        """x[index]; 0 where the index is beyond x, which no index of a full buffer is."""
+        if self.full:
+            return x.at[index].get(mode="promise_in_bounds")
+        return x.at[index].get(mode="fill", fill_value=0)
 
 
 class Queues(NamedTuple):
@@ -67,7 +82,7 @@ class Queues(NamedTuple):
 @jax.custom_vjp
 def spread(x_ND: jax.Array, rows: Rows) -> jax.Array:
     """The token of each row: (N, D) -> (M, D). Empty rows are 0."""
-    return x_ND.at[rows.token_M].get(mode="fill", fill_value=0)
+    return rows.take(x_ND, rows.token_M)
 
 
 def _spread_forward(x_ND: jax.Array, rows: Rows) -> tuple[jax.Array, Rows]:
@@ -96,7 +111,7 @@ def _combine_forward(
 
 def _combine_backward(saved: tuple[jax.Array, jax.Array, Rows], dy_ND: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     y_MD, weights_kN, rows = saved
-    weight_M = weights_kN.reshape(-1).at[rows.choice_M].get(mode="fill", fill_value=0)
+    weight_M = rows.take(weights_kN.reshape(-1), rows.choice_M)
     dy_MD = spread(dy_ND, rows).astype(jnp.float32) * weight_M[:, None]
     dweights_kN = jnp.stack([(y_ND * dy_ND.astype(jnp.float32)).sum(-1) for y_ND in _of_choices(y_MD, rows)])
     return dy_MD.astype(y_MD.dtype), dweights_kN, None
@@ -108,4 +123,4 @@ combine.defvjp(_combine_forward, _combine_backward)
 def _of_choices(y_MD: jax.Array, rows: Rows) -> list[jax.Array]:
     """For each choice, its row of each token, (N, D) float32; 0 without a row. XLA for CPU is slow at a sum over an
     array of all choices."""
-    return [y_MD.at[at_N].get(mode="fill", fill_value=0).astype(jnp.float32) for at_N in rows.at_kN]
+    return [rows.take(y_MD, at_N).astype(jnp.float32) for at_N in rows.at_kN]
