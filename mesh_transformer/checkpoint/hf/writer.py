@@ -160,8 +160,6 @@ def _changes(model: ModelConfig, dtype: np.dtype | None, origin: Origin) -> dict
     if config.get("tie_word_embeddings") is True and any(row.tied for row in model.hf_tensors()):
         # the head is a parameter of its own here
         changes["tie_word_embeddings"] = False
-    # the layers that predict later tokens are not read
-    changes |= {name: 0 for name in ("num_nextn_predict_layers", "num_mtp_layers") if config.get(name)}
     return changes
 
 

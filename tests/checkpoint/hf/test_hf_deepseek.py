@@ -12,8 +12,7 @@ from support import families
 from support import hf_folders as hf
 
 from mesh_transformer.checkpoint.hf.source import HFSource, read_model
-from mesh_transformer.checkpoint.hf.writer import config_json, uniform_dtype, write_hf
-from mesh_transformer.checkpoint.origin import Origin
+from mesh_transformer.checkpoint.hf.writer import uniform_dtype, write_hf
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.sizes import parameters
 from mesh_transformer.families import FAMILIES
@@ -169,13 +168,6 @@ def test_the_biases_of_routers_stay_float32(tmp_path) -> None:
     found = source.read("params/blocks/ff/router/bias", (hf.ALL, hf.ALL))
     np.testing.assert_array_equal(found, params["blocks"]["ff/router"]["bias"])
     assert uniform_dtype(source) == ml_dtypes.bfloat16
-
-
-def test_an_export_has_no_layer_that_predicts_a_later_token(tmp_path) -> None:
-    config = {**config_json(SMALL, np.dtype(np.float32)), "num_nextn_predict_layers": 1}
-    origin = Origin({"config.json": json.dumps(config).encode()}, np.dtype(np.float32))
-    write_hf(hf.MemorySource(hf.random_params(SMALL)), SMALL, str(tmp_path), origin=origin)
-    assert json.loads((tmp_path / "config.json").read_text()) == {**config, "num_nextn_predict_layers": 0}
 
 
 def test_any_number_of_experts_is_refused_soon(tmp_path) -> None:
