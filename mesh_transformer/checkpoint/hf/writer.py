@@ -32,8 +32,8 @@ BLOCK_BYTES = 128 << 20
 CAST_BYTES = 16 << 20
 # tensors in one file: the header of more could exceed what safetensors_file reads
 SHARD_TENSORS = 20_000
-# parameters that keep their dtype in every export, as in transformers: a rounded bias chooses other experts
-_EXACT = {f"params/blocks/{ROUTER}/bias": np.dtype(np.float32)}
+# parameters that no export rounds, as transformers does not: a rounded bias chooses other experts
+_EXACT = {f"params/blocks/{ROUTER}/bias"}
 
 
 class _OutputTensor(NamedTuple):
@@ -65,7 +65,7 @@ def write_hf(
     """Write the parameters of `source` to a new `folder`, local or `gs://`. Holds a few blocks of tensors in memory.
 
     Args:
-        dtype: of all tensors but the biases of routers, which are float32; None: the stored dtype of each.
+        dtype: of all tensors but the biases of routers, which are not rounded; None: the stored dtype of each.
         origin: the folder that the checkpoint came from; its files are written too.
         end_of_text: the tokenizer's end-of-text token, for config.json; None: the origin's, or the family's.
         shard_bytes: maximum bytes of tensors in one file; a larger tensor gets a file of its own.
@@ -209,7 +209,8 @@ def _plan(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> l
         for members in by_name.values():
             first = members[0]
             shape, stored = foreign_shape(first, model), source.tensors[f"params/{first.parameter}"].dtype
-            cast = stored if dtype is None else _EXACT.get(f"params/{first.parameter}", dtype)
+            rounds = dtype is not None and dtype.itemsize <= stored.itemsize
+            cast = stored if dtype is None or (rounds and f"params/{first.parameter}" in _EXACT) else dtype
             for place, name in foreign_names(first, model):
                 of_stage.append(_OutputTensor(name, shape, cast, members, place))
         plan += sorted(of_stage, key=lambda planned: planned.rows[0].layer(planned.place))
