@@ -24,8 +24,9 @@ AXES = {
 CLOSE = 1e-5
 
 
-def _parts(*, tied: bool, shared_out: str) -> Parts:
-    """Tied: the head reads the embedding's table. Else every layer reads a bias of the embedding."""
+def _parts(*, tied: bool, shared_out: str, leading: bool = False) -> Parts:
+    """Tied: the head reads the embedding's table. Else every layer reads a bias of the embedding. Leading: one more layer
+    stands before the others, with one more matrix."""
 
     def embed(params: Any, batch: Any) -> Stream:
         waves = jnp.cos(jnp.arange(POSITIONS, dtype=jnp.float32))[None, :, None]
@@ -33,7 +34,8 @@ def _parts(*, tied: bool, shared_out: str) -> Parts:
 
     def layer(params: Any, stream: Stream, own: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         bias = 0.0 if stream.learned is None else stream.learned[None, None]
-        return stream.x_BTD + own * stream.fixed * jnp.tanh(stream.x_BTD @ params["w"] + bias), {}
+        x_BTD = stream.x_BTD @ params["first"] if "first" in params else stream.x_BTD
+        return x_BTD + own * stream.fixed * jnp.tanh(x_BTD @ params["w"] + bias), {}
 
     def head(params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
         weights = params["embed"]["table"] if tied else jnp.eye(VOCABULARY, WIDTH)
@@ -44,15 +46,27 @@ def _parts(*, tied: bool, shared_out: str) -> Parts:
     def metrics(value: jax.Array, results: Any, means: Any) -> dict[str, jax.Array]:
         return {"loss": value, "largest": results["nll"].max()}
 
-    own = jnp.linspace(0.5, 1.0, LAYERS)
-    return Parts(embed, layer, head, AXES, metrics=metrics, own=own, tied=tied, shared_out=shared_out)
+    own, axes, members = jnp.linspace(0.5, 1.0, LAYERS + leading), AXES, None
+    if leading:
+        names = ("unsplit_layers", "embed", None)
+        axes, members = {**AXES, "blocks": {"w": names, "first": names}}, {"w": range(LAYERS + 1), "first": [0]}
+    return Parts(embed, layer, head, axes, metrics=metrics, own=own, tied=tied, shared_out=shared_out, members=members)
 
 
-def _params() -> Any:
+def _with_means(parts: Parts) -> Parts:
+    """The same with a mean of each layer."""
+
+    def layer(params: Any, stream: Stream, own: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return parts.layer(params, stream, own)[0], {"load": jnp.zeros(())}
+
+    return parts._replace(layer=layer)
+
+
+def _params(leading: bool) -> Any:
     random = np.random.default_rng(0)
     shapes = {
         "embed": {"table": (VOCABULARY, WIDTH), "bias": (WIDTH,)},
-        "blocks": {"w": (LAYERS, WIDTH, WIDTH)},
+        "blocks": {"w": (LAYERS + leading, WIDTH, WIDTH), **({"first": (1, WIDTH, WIDTH)} if leading else {})},
         "head": {"scale": (WIDTH,)},
     }
     draw: Callable[[Any], Any] = lambda shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
@@ -72,12 +86,20 @@ def _on(**axes: int) -> Partition:
 def _computed(partition: Partition, parts: Parts, rounds: int) -> Any:
     one = jax.tree.map(lambda x: x[0], _batch())
     both = lambda p: (gradients(parts, p, _batch(), rounds=rounds), loss(parts, p, one, rounds=rounds))  # noqa: E731
-    return jax.device_get(jit(partition, both)(_params()))
+    return jax.device_get(jit(partition, both)(_params(parts.members is not None)))
 
 
-@pytest.mark.parametrize(("tied", "shared_out", "rounds"), [(True, "batch", 1), (False, "block_seq", 2)])
-def test_stages_of_plain_functions_equal_one_device(tied: bool, shared_out: str, rounds: int) -> None:
-    parts = _parts(tied=tied, shared_out=shared_out)
+@pytest.mark.parametrize(
+    ("tied", "shared_out", "rounds", "leading"),
+    [
+        (True, "batch", 1, False),
+        (False, "block_seq", 2, False),
+        (True, "block_seq", 1, True),
+        (False, "batch", 2, True),
+    ],
+)
+def test_stages_of_plain_functions_equal_one_device(tied: bool, shared_out: str, rounds: int, leading: bool) -> None:
+    parts = _parts(tied=tied, shared_out=shared_out, leading=leading)
     ours, one = (_computed(partition, parts, rounds) for partition in (_on(pp=2, fsdp=2), _on(dp=1)))
     (gradient, metrics, squares), evaluated = ours
     (one_gradient, one_metrics, one_squares), one_evaluated = one
@@ -107,6 +129,10 @@ def test_stages_of_plain_functions_equal_one_device(tied: bool, shared_out: str,
         (
             lambda: _computed(_on(pp=8), _parts(tied=True, shared_out="block_seq"), 1),
             "4 layers are not divisible by 8 stages x 1 rounds of a pipeline",
+        ),
+        (
+            lambda: _computed(_on(pp=2), _with_means(_parts(tied=True, shared_out="batch", leading=True)), 1),
+            "the layers before those that the stages of a pipeline share out have means: load",
         ),
         (
             lambda: _computed(_on(pp=4, dp=2), _parts(tied=True, shared_out="batch"), 1),
