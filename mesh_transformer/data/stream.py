@@ -6,6 +6,7 @@ current file and, with shuffling, all files of the half of the window that is dr
 """
 
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ _PLACE = re.compile(r"[0-9]{1,9}")
 _NUMBERS = ("epoch", "file", "record", "offset", "taken")
 _STAMPED_BYTES = 64 << 10
 
+_log = logging.getLogger(__name__)
+
 
 class Walk:
     """All records of all files, epoch after epoch. A `seed` permutes the files of each epoch."""
@@ -35,6 +38,8 @@ class Walk:
         self._reader: RecordReader | None = None
         self._stamp = ""
         self._empty_files_in_a_row = 0
+        # the empty files that a warning has named
+        self._warned: set[str] = set()
 
     @property
     def epoch(self) -> int:
@@ -54,6 +59,9 @@ class Walk:
             self._empty_files_in_a_row = 0
             return record
         self._empty_files_in_a_row += 1
+        if self._reader.number == 0 and self._path() not in self._warned:
+            self._warned.add(self._path())
+            _log.warning("%s has no records", self._path())
         # shuffled: all other files may come after a record in one epoch and before it in the next
         if self._empty_files_in_a_row >= 2 * len(self._files):
             raise UserError(f"there is no record in {_some(self._files)}: make the files again")

@@ -133,12 +133,13 @@ def test_empty_record_files_shorten_no_epoch(tmp_path, counts, window):
         assert [sorted(epoch) for epoch in drawn.tolist()] == [list(range(first))] * len(drawn)
 
 
-def test_files_without_a_record_are_not_read_for_ever(tmp_path):
+def test_files_without_a_record_are_named_and_not_read_for_ever(tmp_path, caplog):
     files = [str(tmp_path / name) for name in "ab"]
     for path in files:
         write_records(path, [])
     walk = Walk(files)
     assert [walk.read() for _ in range(3)] == [None] * 3
+    assert caplog.messages == [f"{path} has no records" for path in files]
     with pytest.raises(UserError, match="there is no record in .*make the files again"):
         walk.read()
 
