@@ -74,7 +74,7 @@ class TensorSource(Protocol):
         """A slice of a tensor, in its stored dtype.
 
         Raises:
-            DamagedCheckpoint: the bytes are missing or corrupt.
+            DamagedCheckpoint: the bytes are missing or damaged.
         """
 
 

@@ -93,7 +93,7 @@ class NpzReader:
         """Copy a slice of an array into `out`, which has the slice's shape and the array's dtype.
 
         Raises:
-            DamagedCheckpoint: the bytes are corrupt.
+            DamagedCheckpoint: the bytes are damaged.
         """
         if member.entry.compressed or member.fortran or not member.shape:
             out[...] = _whole(member)[index]

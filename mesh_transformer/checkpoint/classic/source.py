@@ -58,7 +58,7 @@ class ClassicSource:
         """A slice of a tensor, in its stored dtype. Padding of the vocabulary is zero.
 
         Raises:
-            DamagedCheckpoint: the bytes are missing or corrupt.
+            DamagedCheckpoint: the bytes are missing or damaged.
         """
         info, parts = self.tensors[name], self._leaves[name]
         ranges = [range(*part.indices(size)) for part, size in zip(index, info.shape, strict=True)]

@@ -78,7 +78,7 @@ def decode(document: Any) -> Manifest:
     """The inverse of `encode`, for any JSON.
 
     Raises:
-        DamagedCheckpoint: the document is corrupt, or describes tensors that no save writes.
+        DamagedCheckpoint: the document is damaged, or describes tensors that no save writes.
     """
     try:
         body, crc = document["body"], document["crc32"]

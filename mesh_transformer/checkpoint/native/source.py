@@ -58,7 +58,7 @@ class NativeSource:
         """Open the folder and read its manifest.
 
         Raises:
-            DamagedCheckpoint: the manifest is corrupt.
+            DamagedCheckpoint: the manifest is damaged.
             UserError: the folder does not exist.
         """
         self.where, self.manifest = folder, read_manifest(folder)
@@ -89,7 +89,7 @@ class NativeSource:
         """A slice of a tensor, in its stored dtype.
 
         Raises:
-            DamagedCheckpoint: the bytes are missing or corrupt.
+            DamagedCheckpoint: the bytes are missing or damaged.
         """
         stored = self._stored[name]
         return self._read(stored, index, verify=stored not in self._verified)
@@ -181,7 +181,7 @@ def read_manifest(folder: str) -> Manifest:
     """The manifest of a step folder, with current names.
 
     Raises:
-        DamagedCheckpoint: the manifest is corrupt or in an unknown format.
+        DamagedCheckpoint: the manifest is damaged or in an unknown format.
         UserError: the manifest is missing.
     """
     path = files.join(folder, "manifest", "metadata")
