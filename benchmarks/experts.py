@@ -124,7 +124,7 @@ def _ways(inputs: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         queues = Queues.of(numbers[0].T, len(matrices[0]))
         rows = Rows.of(queues.order_kN, numbers.size)
         y = Weights(*matrices).apply(
-            spread(x[0], rows), lambda x, w: jax.lax.ragged_dot(x, w, queues.sizes_E), jax.nn.silu
+            spread(x[0], rows), lambda x, ws: tuple(jax.lax.ragged_dot(x, w, queues.sizes_E) for w in ws), jax.nn.silu
         )
         return combine(y, scores[0].T, rows)[None]
 
@@ -152,9 +152,11 @@ def _more_flops(inputs: dict[str, Any], times: int) -> float:
     gate = inputs["floats"][2]
     sizes = np.bincount(np.ravel(inputs["numbers"]), minlength=len(gate))
     rows = row_loop.block_rows(int(sizes.sum()), len(sizes))
-    more, more_gradient = (int((-(-sizes // n)).sum()) - 1 for n in (rows, row_loop.GRADIENT_ROWS))
-    matrix = gate[0].size
-    product, gradient = more * 2 * rows * matrix, more_gradient * (2 * row_loop.GRADIENT_ROWS + 1) * matrix
+    matrix, blocks = gate[0].size, int((-(-sizes // rows)).sum())
+    product = (blocks - 1) * 2 * rows * matrix
+    first, rows = row_loop.gradient_rows(int(sizes.sum()), len(sizes))
+    groups, blocks = int((sizes > 0).sum()), int((-((first - sizes) // rows)).clip(0).sum())
+    gradient = (groups - 1) * 2 * first * matrix + (blocks - 1) * (2 * rows + 1) * matrix
     return 3.0 * (product if times == 1 else 2 * product + gradient)
 
 

@@ -13,14 +13,14 @@ import functools
 import jax
 
 from mesh_transformer.ops.experts import megablox, row_blocks, row_loop
-from mesh_transformer.ops.experts.kernel import Kernel, Product, live
+from mesh_transformer.ops.experts.kernel import Arrays, Kernel, live
 from mesh_transformer.parallel.sharding import active
 
 _KERNELS: dict[str, Kernel] = {"cpu": row_loop.KERNEL, "gpu": row_blocks.KERNEL, "tpu": megablox.kernel()}
 
 
-def grouped_matmul(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, all_rows: bool = False) -> jax.Array:
-    """Row i of x times the matrix of its group: (N, D), (E, D, F) -> (N, F), of x's dtype.
+def grouped_matmul(x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array, *, all_rows: bool = False) -> Arrays:
+    """Row i of x times each matrix of its group: (N, D), (E, D, F) each -> (N, F) each, of x's dtype.
 
     The first sizes[0] rows are group 0's, the next sizes[1] rows group 1's, and so on; `sizes_E` is int32. The rows
     after the last group are 0 in the result and in the gradient of x, and do not count in that of w.
@@ -38,29 +38,29 @@ def platform() -> str:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped_matmul(kernel: Kernel, all_rows: bool, x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return _live(kernel.product, all_rows, x_ND, w_EDF, sizes_E)
+def _grouped_matmul(kernel: Kernel, all_rows: bool, x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array) -> Arrays:
+    return _live(kernel.product(x_ND, w_EDF, sizes_E), sizes_E, all_rows)
 
 
-def _live(product: Product, all_rows: bool, x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """A product with zeros in the rows after the last group."""
-    y_NF = product(x_ND, w_EDF, sizes_E)
-    return y_NF if all_rows else live(y_NF, sizes_E)
+def _live(ys: Arrays, sizes_E: jax.Array, all_rows: bool) -> Arrays:
+    """Products with zeros in the rows after the last group."""
+    return ys if all_rows else tuple(live(y_NF, sizes_E) for y_NF in ys)
 
 
 def _forward(
-    kernel: Kernel, all_rows: bool, x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _live(kernel.product, all_rows, x_ND, w_EDF, sizes_E), (x_ND, w_EDF, sizes_E)
+    kernel: Kernel, all_rows: bool, x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array
+) -> tuple[Arrays, tuple[jax.Array, Arrays, jax.Array]]:
+    return _live(kernel.product(x_ND, w_EDF, sizes_E), sizes_E, all_rows), (x_ND, w_EDF, sizes_E)
 
 
 def _backward(
-    kernel: Kernel, all_rows: bool, saved: tuple[jax.Array, jax.Array, jax.Array], dy_NF: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+    kernel: Kernel, all_rows: bool, saved: tuple[jax.Array, Arrays, jax.Array], dys: Arrays
+) -> tuple[jax.Array, Arrays, None]:
     x_ND, w_EDF, sizes_E = saved
-    dy_NF = dy_NF.astype(x_ND.dtype)
-    dx_ND = _live(kernel.product_transposed, all_rows, dy_NF, w_EDF, sizes_E)
-    return dx_ND, kernel.weight_gradient(x_ND, dy_NF, sizes_E).astype(w_EDF.dtype), None
+    dys = tuple(dy_NF.astype(x_ND.dtype) for dy_NF in dys)
+    (dx_ND,) = _live((kernel.product_transposed(dys, w_EDF, sizes_E),), sizes_E, all_rows)
+    gradients = kernel.weight_gradient(x_ND, dys, sizes_E)
+    return dx_ND, tuple(dw.astype(w.dtype) for dw, w in zip(gradients, w_EDF, strict=True)), None
 
 
 _grouped_matmul.defvjp(_forward, _backward)

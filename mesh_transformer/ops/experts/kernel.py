@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+Arrays = tuple[jax.Array, ...]
+# of rows or matrices, rows or matrices, and sizes
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Kernel(NamedTuple):
-    """The products of one platform. N rows, E groups, D input dims, F output dims; sizes (E,) int32."""
+    """The products of one platform, each with one or several matrices of a group.
+
+    N rows, E groups, D input dims, F output dims of a matrix; sizes (E,) int32.
+    """
 
     # The rows of a product after the last group are any numbers.
-    # x (N, D), w (E, D, F), sizes -> (N, F); on a CPU w may be the bits of x's dtype, uint16
-    product: Product
-    # dy (N, F), w (E, D, F), sizes -> (N, D)
-    product_transposed: Product
-    # x (N, D), dy (N, F), sizes -> (E, D, F); 0 for a group without rows
-    weight_gradient: Product
+    # x (N, D), matrices (E, D, F), sizes -> (N, F) each; on a CPU a matrix may be the bits of x's dtype, uint16
+    product: Callable[[jax.Array, Arrays, jax.Array], Arrays]
+    # dy (N, F) of each matrix, matrices (E, D, F), sizes -> (N, D): the sum of their products
+    product_transposed: Callable[[Arrays, Arrays, jax.Array], jax.Array]
+    # x (N, D), dy (N, F) of each matrix, sizes -> (E, D, F) each; 0 for a group without rows
+    weight_gradient: Callable[[jax.Array, Arrays, jax.Array], Arrays]
+
+
+def each(product: Product) -> Callable[[jax.Array, Arrays, jax.Array], Arrays]:
+    """`product` of the first argument and each of the second."""
+    return lambda x, others, sizes_E: tuple(product(x, other, sizes_E) for other in others)
+
+
+def total(product: Product) -> Callable[[Arrays, Arrays, jax.Array], jax.Array]:
+    """The sum of `product` of each pair."""
+
+    def run(xs: Arrays, others: Arrays, sizes_E: jax.Array) -> jax.Array:
+        products = (product(x, other, sizes_E) for x, other in zip(xs, others, strict=True))
+        return functools.reduce(operator.add, products)
+
+    return run
 
 
 def zeros(shape: tuple[int, ...], like: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:

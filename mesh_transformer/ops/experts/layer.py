@@ -15,10 +15,12 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.ops.experts.grouped import grouped_matmul
+from mesh_transformer.ops.experts.kernel import Arrays
 from mesh_transformer.ops.experts.rows import Queues, Rows, combine, spread
 
 Activation = Callable[[jax.Array], jax.Array]
-Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+# rows times each of several matrices
+Matmul = Callable[[jax.Array, Arrays], Arrays]
 
 
 class Weights(NamedTuple):
@@ -30,8 +32,9 @@ class Weights(NamedTuple):
 
     def apply(self, x: jax.Array, matmul: Matmul, activation: Activation) -> jax.Array:
         """The outputs of rows x, multiplied by `matmul`."""
-        gate, hidden = (checkpoint_name(matmul(x, w), "mlp_hidden") for w in (self.gate_EDF, self.in_EDF))
-        return matmul(activation(gate) * hidden, self.out_EFD)
+        gate, hidden = (checkpoint_name(y, "mlp_hidden") for y in matmul(x, (self.gate_EDF, self.in_EDF)))
+        (y,) = matmul(activation(gate) * hidden, (self.out_EFD,))
+        return y
 
 
 class Choices(NamedTuple):
@@ -90,7 +93,7 @@ def of_rows(x_MD: jax.Array, experts_M: jax.Array, weights: Weights, activation:
 def grouped(x_MD: jax.Array, queues: Queues, weights: Weights, activation: Activation, *, all_rows: bool) -> jax.Array:
     """The outputs of rows in the order of `queues`; `all_rows` as in `grouped_matmul`."""
 
-    def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    def matmul(x: jax.Array, w: Arrays) -> Arrays:
         return grouped_matmul(x, w, queues.sizes_E, all_rows=all_rows)
 
     return weights.apply(x_MD, matmul, activation)
@@ -103,6 +106,6 @@ def capacity_rows(queues: Queues, experts_kN: jax.Array, capacity: int) -> Rows:
     return Rows.of(jnp.where(fits, experts_kN * capacity + queues.place_kN, size), size)
 
 
-def batched_matmul(x_ECD: jax.Array, w_EDF: jax.Array) -> jax.Array:
-    """The product of each expert's rows: (E, C, D), (E, D, F) -> (E, C, F), of x's dtype."""
-    return jnp.einsum("ecd,edf->ecf", x_ECD, w_EDF, preferred_element_type=x_ECD.dtype)
+def batched_matmul(x_ECD: jax.Array, w_EDF: Arrays) -> Arrays:
+    """The products of each expert's rows: (E, C, D), (E, D, F) each -> (E, C, F) each, of x's dtype."""
+    return tuple(jnp.einsum("ecd,edf->ecf", x_ECD, w, preferred_element_type=x_ECD.dtype) for w in w_EDF)

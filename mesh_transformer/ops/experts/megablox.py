@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.ops.experts.kernel import Kernel
+from mesh_transformer.ops.experts.kernel import Kernel, each, total
 
 # The largest tiles, in bytes of a row of a tile: with two buffers of each tile they fit 16 MiB, the part of a core's
 # memory that a kernel may use.
@@ -79,7 +79,7 @@ def _padded(x_ND: jax.Array, rows: int) -> jax.Array:
 def kernel(*, interpret: bool = False) -> Kernel:
     """The kernels, compiled for a TPU or interpreted on any platform."""
     return Kernel(
-        functools.partial(_product, interpret=interpret),
-        functools.partial(_product, transposed=True, interpret=interpret),
-        functools.partial(_weight_gradient, interpret=interpret),
+        each(functools.partial(_product, interpret=interpret)),
+        total(functools.partial(_product, transposed=True, interpret=interpret)),
+        each(functools.partial(_weight_gradient, interpret=interpret)),
     )

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from mesh_transformer.ops.experts import row_loop
-from mesh_transformer.ops.experts.kernel import Kernel, zeros
+from mesh_transformer.ops.experts.kernel import Kernel, each, total, zeros
 
 # bytes of the matrices' copies
 _COPIES = 1 << 27
-# R at most, and rows that a gradient of a matrix multiplies at a time
+# R at most, and R at least of the gradient of a matrix
 _ROWS, _GRADIENT_ROWS = 256, 512
 
 
@@ -54,7 +54,7 @@ def _group(number_N: jax.Array, ends_E: jax.Array) -> jax.Array:
 
 
 KERNEL = Kernel(
-    _product,
-    functools.partial(_product, transposed=True),
-    functools.partial(row_loop.weight_gradient, rows=_GRADIENT_ROWS),
+    each(_product),
+    total(functools.partial(_product, transposed=True)),
+    functools.partial(row_loop.weight_gradient, least=_GRADIENT_ROWS),
 )

@@ -11,6 +11,8 @@ from mesh_transformer.ops.linear import PackedBlock
 
 KERNELS = {"cpu": row_loop.KERNEL, "gpu": row_blocks.KERNEL, "tpu": megablox.kernel(interpret=True)}
 ROWS, D, F = 300, 20, 12
+# of the matrices that the same rows are multiplied with
+WIDTHS = 12, 8
 # the last group is not the last row; groups of one block and of many, of blocks that are not full; empty groups
 SIZES = {"uneven": (0, 130, 17, 0, 1, 64, 0), "all": (64, 32, 16, 128, 0, 60, 0), "one": (0, 0, 300, 0, 0, 0, 0)}
 
@@ -20,31 +22,37 @@ SIZES = {"uneven": (0, 130, 17, 0, 1, 64, 0), "all": (64, 32, 16, 128, 0, 60, 0)
 def test_products_and_gradients(platform: str, sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(grouped._KERNELS, "cpu", KERNELS[platform])
     rng, counts = np.random.default_rng(0), SIZES[sizes]
-    x, w, dy = (rng.normal(size=shape).astype(np.float32) for shape in ((ROWS, D), (len(counts), D, F), (ROWS, F)))
+    x = rng.normal(size=(ROWS, D)).astype(np.float32)
+    ws, dys = (
+        tuple(rng.normal(size=(*shape, width)).astype(np.float32) for width in WIDTHS)
+        for shape in ((len(counts), D), (ROWS,))
+    )
 
     @jax.jit
-    def run(x, w, dy):
+    def run(x, ws, dys):
         groups, every = jnp.array(counts, jnp.int32), sum(counts) == ROWS
-        y, pull = jax.vjp(lambda x, w: grouped.grouped_matmul(x, w, groups, all_rows=every), x, w)
-        return y, *pull(dy)
+        ys, pull = jax.vjp(lambda x, ws: grouped.grouped_matmul(x, ws, groups, all_rows=every), x, ws)
+        return ys, *pull(dys)
 
-    y, dx, dw = run(x, w, dy)
-    expected = np.zeros((ROWS, F)), np.zeros((ROWS, D)), np.zeros(w.shape)
+    results = jax.tree.leaves(run(x, ws, dys))
+    expected = [np.zeros(result.shape) for result in results]
+    ys, dx, dws = expected[: len(ws)], expected[len(ws)], expected[len(ws) + 1 :]
     for group, (end, count) in enumerate(zip(np.cumsum(counts), counts, strict=True)):
         rows = slice(end - count, end)
-        expected[0][rows] = x[rows].astype(np.float64) @ w[group]
-        expected[1][rows] = dy[rows].astype(np.float64) @ w[group].T
-        expected[2][group] = x[rows].astype(np.float64).T @ dy[rows]
+        for y, dw, w, dy in zip(ys, dws, ws, dys, strict=True):
+            y[rows] = x[rows].astype(np.float64) @ w[group]
+            dx[rows] += dy[rows].astype(np.float64) @ w[group].T
+            dw[group] = x[rows].astype(np.float64).T @ dy[rows]
     # float32 sums of at most 300 products
-    assert max(relative_differences([y, dx, dw], expected)) < 1e-6
-    assert not any(np.asarray(a)[b == 0].any() for a, b in zip((y, dx, dw), expected, strict=True))
+    assert max(relative_differences(results, expected)) < 1e-6
+    assert not any(np.asarray(a)[b == 0].any() for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("platform", KERNELS)
 def test_one_row(platform: str) -> None:
     """As in decoding."""
     x, w = np.ones((1, D), np.float32), np.arange(3 * D * F, dtype=np.float32).reshape(3, D, F)
-    y = jax.jit(KERNELS[platform].product)(x, w, jnp.array([0, 1, 0], jnp.int32))
+    (y,) = jax.jit(KERNELS[platform].product)(x, (w,), jnp.array([0, 1, 0], jnp.int32))
     np.testing.assert_allclose(y, x @ w[1], rtol=1e-6)
 
 
@@ -53,15 +61,15 @@ def test_packed_matrices_on_cpu() -> None:
     x, w = (jax.random.normal(jax.random.key(0), shape).astype(jnp.bfloat16) for shape in ((8, 64), (7, 64, 32)))
     packed = PackedBlock.pack({"experts": {"in": w}}, (), ["experts"]).unpack()["experts"]["in"]
     sizes = jnp.array([0, 3, 0, 5, 0, 0, 0], jnp.int32)
-    program = jax.jit(row_loop.KERNEL.product).lower(x, packed, sizes).compile()
-    np.testing.assert_array_equal(program(x, packed, sizes), row_loop.KERNEL.product(x, w, sizes))
+    program = jax.jit(row_loop.KERNEL.product).lower(x, (packed,), sizes).compile()
+    np.testing.assert_array_equal(program(x, (packed,), sizes), row_loop.KERNEL.product(x, (w,), sizes))
     assert program.memory_analysis().temp_size_in_bytes < w.nbytes
 
 
 def test_small_matrices_on_gpu() -> None:
     """There are no more copies of them than blocks of rows."""
     x, w, sizes = np.ones((64, 32), np.float32), np.ones((8, 32, 32), np.float32), np.full(8, 8, np.int32)
-    program = jax.jit(row_blocks.KERNEL.product).lower(x, w, sizes).compile()
+    program = jax.jit(row_blocks.KERNEL.product).lower(x, (w,), sizes).compile()
     # copies, rows and products of 12 blocks of 16 rows
     assert program.memory_analysis().temp_size_in_bytes < 2 * 12 * (32 + 2 * 16) * 32 * 4
 
