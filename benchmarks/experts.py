@@ -9,6 +9,7 @@ ragged_dot: JAX's product of groups of rows; dense: every token goes through eve
 
 import argparse
 import math
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ DECODE = {"experts": (8, 64), "chosen": 2, "width": 512, "expert_width": 512}
 
 def main() -> None:
     """Measure and report; exit with code 1 if ways that drop nothing differ."""
-    arguments = parse(parser(__doc__, config=None, rounds=15))
+    arguments = parse(parser(__doc__, config=None, rounds=45))
     found = {name: layer(arguments, *case) for name, case in CASES.items()}
     different = [f"{name}, {way}" for name, rows in found.items() for way, row in rows.items() if row.pop("differs")]
     report({"tokens": TOKENS, "width": WIDTH, "layers": found, "decode": [decode(arguments, n) for n in (1, 8)]})
@@ -161,12 +162,14 @@ def _more_flops(inputs: dict[str, Any], times: int) -> float:
 
 
 def _in_turn(rounds: int, programs: dict[Any, tuple[Any, tuple[Any, ...]]]) -> dict[Any, list[float]]:
-    """The seconds of each program in each round."""
+    """The seconds of each program in each round. The order changes, since a program finds in the caches what the one
+    before it left there."""
     import jax
 
     seconds: dict[Any, list[float]] = {key: [] for key in programs}
     for number in range(rounds + 1):
-        for key, (program, arrays) in programs.items():
+        for key in random.Random(number).sample(list(programs), len(programs)):
+            program, arrays = programs[key]
             began = time.perf_counter()
             jax.block_until_ready(program(*arrays))
             if number:
