@@ -35,7 +35,7 @@ def each(product: Product) -> Callable[[jax.Array, Arrays, jax.Array], Arrays]:
     return lambda x, others, sizes_E: tuple(product(x, other, sizes_E) for other in others)
 
 
-def total(product: Product) -> Callable[[Arrays, Arrays, jax.Array], jax.Array]:
+def summed(product: Product) -> Callable[[Arrays, Arrays, jax.Array], jax.Array]:
     """The sum of `product` of each pair."""
 
     def run(xs: Arrays, others: Arrays, sizes_E: jax.Array) -> jax.Array:

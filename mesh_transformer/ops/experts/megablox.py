@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.ops.experts.kernel import Kernel, each, total
+from mesh_transformer.ops.experts.kernel import Kernel, each, summed
 
 # The largest tiles, in bytes of a row of a tile: with two buffers of each tile they fit 16 MiB, the part of a core's
 # memory that a kernel may use.
@@ -80,6 +80,6 @@ def kernel(*, interpret: bool = False) -> Kernel:
     """The kernels, compiled for a TPU or interpreted on any platform."""
     return Kernel(
         each(functools.partial(_product, interpret=interpret)),
-        total(functools.partial(_product, transposed=True, interpret=interpret)),
+        summed(functools.partial(_product, transposed=True, interpret=interpret)),
         each(functools.partial(_weight_gradient, interpret=interpret)),
     )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from mesh_transformer.ops.experts import row_loop
-from mesh_transformer.ops.experts.kernel import Kernel, each, total, zeros
+from mesh_transformer.ops.experts.kernel import Kernel, each, summed, zeros
 
 # bytes of the matrices' copies
 _COPIES = 1 << 27
@@ -55,6 +55,6 @@ def _group(number_N: jax.Array, ends_E: jax.Array) -> jax.Array:
 
 KERNEL = Kernel(
     each(_product),
-    total(functools.partial(_product, transposed=True)),
+    summed(functools.partial(_product, transposed=True)),
     functools.partial(row_loop.weight_gradient, least=_GRADIENT_ROWS),
 )
