@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -58,13 +59,17 @@ class Running:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        # until the listener is closed
-        with contextlib.suppress(OSError):
-            while True:
-                transport = paramiko.Transport(self._listener.accept()[0])
-                transport.add_server_key(self._key)
-                with contextlib.suppress(paramiko.SSHException, EOFError):
-                    transport.start_server(server=self.server)
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            # the listener is closed
+            except OSError:
+                return
+            transport = paramiko.Transport(connection)
+            transport.add_server_key(self._key)
+            # a client that rejects the key ends its connection in any state: the next one is served all the same
+            with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
+                transport.start_server(server=self.server)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +121,7 @@ def test_an_unknown_or_changed_host_is_rejected(running: Running, access: Access
 
 def test_a_known_host_is_accepted(running: Running, access: Access) -> None:
     """A control for the test above."""
+    _reset(running.port)
     Path(access.known_hosts).write_text(running.line)
     (outcome,) = Pod((Host(0, "127.0.0.1"),), access).run("a command")
     assert (outcome.code, outcome.output) == (0, "hello\n")
@@ -123,6 +129,18 @@ def test_a_known_host_is_accepted(running: Running, access: Access) -> None:
     if shutil.which("ssh"):
         done = _system_ssh(access)
         assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+
+
+def _reset(port: int) -> None:
+    """Reset a connection (RST) during the exchange of keys, as a client may that rejects the server's key."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"SSH-2.0-test\r\n")
+        lines = connection.makefile("rb")
+        lines.readline()
+        # the server's first packet
+        lines.read(4)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        lines.close()
 
 
 def _system_ssh(access: Access) -> subprocess.CompletedProcess[str]:
