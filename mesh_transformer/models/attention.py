@@ -17,6 +17,7 @@ from einops import rearrange
 
 from mesh_transformer.families import attention as spec
 from mesh_transformer.models.modules import Context, Linear, Norm, columns, parameter
+from mesh_transformer.ops.attend.cached import Cached
 from mesh_transformer.ops.rotary import Rotation, rotate
 from mesh_transformer.ops.tensor_parallel import column
 from mesh_transformer.parallel.sharding import constrain
@@ -73,10 +74,11 @@ class LatentAttention:
     its latent, and the latent of keys and values with the rotated key (B, T, R + rotary dims) -> the input of `out`,
     (B, T or 1, H V).
 
-    Whole sequences attend to keys and values of all heads, which are made from the latents. With a cache, attention is
-    to the latents: the queries are multiplied by the matrix that makes keys, and the mixed latents by the one that makes
-    values (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). The latent with the rotated key is then one head of keys and
-    values that all heads share.
+    Whole sequences attend to keys and values of all heads, which are made from the latents. The cache holds the latents
+    with the rotated keys. Few queries attend to these as to one head of keys and values that all heads share: the
+    queries are multiplied by the matrix that makes keys, and the mixed latents by the one that makes values
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). For many queries of a prompt, keys and values of all heads are made
+    from the cache (`_makes_keys`).
     """
 
     def __init__(self, attention: spec.LatentAttention, d_model: int, out_stddev: float, name: str):
@@ -108,8 +110,12 @@ class LatentAttention:
         if ctx.rotation:
             q_rotated = rotate(q_rotated, Rotation(*map(ctx.queries, ctx.rotation)), a.rotary.style)
             k_rotated = rotate(k_rotated, ctx.rotation, a.rotary.style)
-        mix = self._absorbed if ctx.attend.latent else self._made
-        mixed = mix(ctx, q_pass, q_rotated, latent, constrain(k_rotated, "batch", "seq", None, None))
+        k_rotated = constrain(k_rotated, "batch", "seq", None, None)
+        if isinstance(ctx.attend, Cached) and ctx.attend.view.latent:
+            entry = jnp.concatenate([constrain(latent, "batch", "seq", None)[:, :, None], k_rotated], axis=-1)
+            mixed = self._from_cache(ctx.attend, q_pass, q_rotated, entry, ctx.window)
+        else:
+            mixed = self._made(ctx, q_pass, q_rotated, latent, k_rotated)
         return rearrange(constrain(mixed, "batch", "seq", "heads", None), "b t h v -> b t (h v)")
 
     def _made(
@@ -123,16 +129,38 @@ class LatentAttention:
         q, k = (jnp.concatenate(x, axis=-1) for x in ((q_pass, q_rotated), (k_pass, k_rotated)))
         return ctx.attend(q, k, v, scale=self._scale, window=ctx.window)
 
-    def _absorbed(
-        self, ctx: Context, q_pass: jax.Array, q_rotated: jax.Array, latent: jax.Array, k_rotated: jax.Array
+    def _from_cache(
+        self,
+        attend: Cached,
+        q_pass: jax.Array,
+        q_rotated: jax.Array,
+        entry: jax.Array,
+        window: jax.Array | int | None,
     ) -> jax.Array:
-        """The same from the latents, without keys and values of heads."""
-        a = self.attention
-        to_k, to_v = jnp.split(self.kv_b.w, [a.nope_dims], axis=-1)
+        """The same with a cache of latents, to which it adds `entry` (B, T, 1, R + rotary dims)."""
+        held = [part for (part,) in attend.hold(entry)]
+        if self._makes_keys(q_pass.shape[1], sum(part.shape[2] for part in held)):
+            q = jnp.concatenate([q_pass, q_rotated], axis=-1)
+            return attend.attend(q, [self._keys_and_values(part) for part in held], scale=self._scale, window=window)
+        to_k, to_v = jnp.split(self.kv_b.w, [self.attention.nope_dims], axis=-1)
         q = jnp.concatenate([jnp.einsum("bthk,hrk->bthr", q_pass, to_k), q_rotated], axis=-1)
-        entry = jnp.concatenate([constrain(latent, "batch", "seq", None)[:, :, None], k_rotated], axis=-1)
-        mixed = ctx.attend(q, entry, scale=self._scale, window=ctx.window)
-        return jnp.einsum("bthr,hrv->bthv", mixed[..., : a.kv_rank], to_v)
+        mixed = attend.attend(q, [(part,) for part in held], scale=self._scale, window=window)
+        return jnp.einsum("bthr,hrv->bthv", mixed[..., : self.attention.kv_rank], to_v)
+
+    def _makes_keys(self, queries: int, positions: int) -> bool:
+        """Whether keys and values of all heads need fewer multiplications than attention to the latents does."""
+        a = self.attention
+        makes = a.kv_rank * (a.nope_dims + a.v_dims)
+        made = positions * makes + queries * positions * (a.head_dim + a.v_dims)
+        return made < queries * makes + queries * positions * 2 * (a.kv_rank + a.rotary.dims)
+
+    def _keys_and_values(self, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Entries of the cache (B, 1, S, R + rotary dims) -> (B, H, S, K) and (B, H, S, V)."""
+        latent, k_rotated = jnp.split(entry, [self.attention.kv_rank], axis=-1)
+        made = constrain(jnp.einsum("bsr,hrk->bhsk", latent[:, 0], self.kv_b.w), "batch", "heads", None, None)
+        k_pass, v = jnp.split(made, [self.attention.nope_dims], axis=-1)
+        k_rotated = jnp.broadcast_to(k_rotated, (*k_pass.shape[:-1], k_rotated.shape[-1]))
+        return jnp.concatenate([k_pass, k_rotated], axis=-1), v
 
     @property
     def _scale(self) -> float:

@@ -65,25 +65,53 @@ def test_layers_that_repeat_are_one_run(kinds, expected):
     assert [run.start for run in runs] == [sum(len(whole) for whole, _ in expected[:i]) for i in range(len(runs))]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "gemma"])
-def test_devices_compute_their_own_heads_of_a_chunk(family):
+# tokens of a chunk; attention of the long one makes keys of all heads from the cached latents
+CHUNKS = {"long": 16, "short": 8}
+
+
+@pytest.mark.parametrize(("family", "chunk"), [("deepseek_v2", "long"), ("deepseek_v2", "short"), ("gemma", "long")])
+def test_devices_compute_their_own_heads_of_a_chunk(family, chunk):
     """The cache has one head, which all heads of queries share: the queries stay split."""
     run = program({**TINY, "model": families.MODELS[family]}, "mesh.tp=4", devices=4)
-    placement, tokens = run.placement.for_decoding(), jnp.zeros((2, 16), jnp.int32)
+    placement, tokens = run.placement.for_decoding(), jnp.zeros((2, CHUNKS[chunk]), jnp.int32)
     model, partition = placement.model, placement.partition
 
     @jax.jit
-    def chunk(params, cache, start):
+    def chunk_step(params, cache, start):
         logits, view = model.apply(params, tokens, cache.view(None, 32), start)
         return logits, view.cache
 
     with use(partition):
         cache = jax.eval_shape(lambda: model.new_cache(2, 32))
         assert {segment.shape[2] for segment in jax.tree.leaves(cache)} == {1}
-        lowered = chunk.lower(placement.abstract(jnp.dtype("float32")), cache, jnp.zeros(2, jnp.int32))
+        lowered = chunk_step.lower(placement.abstract(jnp.dtype("float32")), cache, jnp.zeros(2, jnp.int32))
+    if family == "deepseek_v2":
+        a = run.model.decoder.layers[0].attention
+        made = f"tensor<2x{a.heads}x32x{a.nope_dims + a.v_dims}xf32>"
+        assert (made in lowered.as_text()) == (chunk == "long")
     found = [one for one in collectives(lowered.compile().as_text()) if one.loops]
     assert found
     assert {one.kind for one in found} == {"all-reduce"}
+
+
+def test_chunks_of_every_size_attend_to_the_same_latents():
+    run = program({**TINY, "model": families.MODELS["deepseek_v2"]}, "model.layers=1", "model.dense_layers=[]")
+    model, params = run.model, run.init(jax.random.key(2)).params
+    tokens = TOKENS[0, :2, :32]
+    expected, _ = jax.jit(model.apply)(params, tokens)
+
+    @jax.jit
+    def step(params, tokens, cache, start):
+        logits, view = model.apply(params, tokens, cache.view(None, 40), start)
+        return logits, view.cache
+
+    for size in (*CHUNKS.values(), 1):
+        cache = model.new_cache(2, 40)
+        for start in range(0, 32, size):
+            now = slice(start, start + size)
+            logits, cache = step(params, tokens[:, now], cache, np.full(2, start, np.int32))
+            # float32; the programs add in another order
+            np.testing.assert_allclose(logits, expected[:, now], rtol=0, atol=1e-5, err_msg=f"{size} at {start}")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -116,7 +116,7 @@ class KeyValueView(Protocol):
     """What attention reads keys and values from: of all layers, or of one layer, whose index is 0."""
 
     latent: ClassVar[bool]
-    """See `causal.Attend`."""
+    """Whether latent attention writes its latents, not keys and values of all heads."""
     triangular: ClassVar[bool]
     """Whether the keys are at the queries' own positions, in the same order, and no query sees a later key."""
 
@@ -160,11 +160,6 @@ class Cached:
         self.view, self.layer, self.bias_BHTS = view, layer, bias_BHTS
         self.positions_BT, self.query_positions_BT = positions_BT, query_positions_BT
 
-    @property
-    def latent(self) -> bool:
-        """See `Attend`."""
-        return self.view.latent
-
     def __call__(
         self,
         q_BTHK: jax.Array,
@@ -174,10 +169,28 @@ class Cached:
         softcap: float | None = None,
     ) -> jax.Array:
         """See `Attend`."""
-        self.view = self.view.write(self.layer, self.positions_BT, *keys)
-        held, mask_B1TS = self.view.read(self.layer), self.view.mask(self.query_positions_BT, window)
+        return self.attend(q_BTHK, self.hold(*keys), scale=scale, window=window, softcap=softcap)
+
+    def hold(self, *new: jax.Array) -> Sequence[Sequence[jax.Array]]:
+        """Write the entries of `positions_BT`, (B, T, J, K) each. Returns all entries of the layer, as
+        `KeyValueView.read` does."""
+        self.view = self.view.write(self.layer, self.positions_BT, *new)
+        return self.view.read(self.layer)
+
+    def attend(
+        self,
+        q_BTHK: jax.Array,
+        keys: Sequence[Sequence[jax.Array]],
+        *,
+        scale: float,
+        window: jax.Array | int | None = None,
+        softcap: float | None = None,
+    ) -> jax.Array:
+        """Attention to the entries that `hold` returned, or to keys and values that are made from them: for each part
+        (B, J, S, K) and (B, J, S, V), or one array that is both."""
+        mask_B1TS = self.view.mask(self.query_positions_BT, window)
         attend = _attend_triangular if self.view.triangular else _attend
-        return attend(q_BTHK, held, mask_B1TS, self.bias_BHTS, scale, softcap)
+        return attend(q_BTHK, keys, mask_B1TS, self.bias_BHTS, scale, softcap)
 
 
 def _attend_triangular(

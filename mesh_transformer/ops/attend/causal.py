@@ -27,10 +27,6 @@ MASKED = -1e10
 class Attend(Protocol):
     """Attention of one layer. A block calls it once, with the queries, keys and values of its positions."""
 
-    @property
-    def latent(self) -> bool:
-        """Whether latent attention gives the entries of the cache as `keys`, not keys and values of all heads."""
-
     def __call__(
         self,
         q_BTHK: jax.Array,
@@ -54,7 +50,6 @@ class Causal:
     """An `Attend` of whole sequences to themselves; their positions count up from 0."""
 
     view: ClassVar = None
-    latent: ClassVar[bool] = False
     bias_BHTS: jax.Array | None = None  # B is 1
     segments_BT: jax.Array | None = None  # int32: a query sees the keys of its own segment only; None: all
 

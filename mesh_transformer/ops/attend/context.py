@@ -41,7 +41,6 @@ class SplitHeads:
     heads anyway. The partitioner moves the arrays by all-to-all."""
 
     view: ClassVar = None
-    latent: ClassVar[bool] = False
     partition: Partition
     bias_BHTS: jax.Array | None = None
     segments_BT: jax.Array | None = None
@@ -77,7 +76,6 @@ class SplitPositions:
     """An `Attend` whose queries stay where they are: keys and values travel, or are gathered."""
 
     view: ClassVar = None
-    latent: ClassVar[bool] = False
     partition: Partition
     bias_BHTS: jax.Array | None = None
     segments_BT: jax.Array | None = None
