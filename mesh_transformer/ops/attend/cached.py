@@ -163,13 +163,15 @@ class Cached:
     def __call__(
         self,
         q_BTHK: jax.Array,
-        *keys: jax.Array,
+        k_BTJK: jax.Array,
+        v_BTJV: jax.Array,
+        *,
         scale: float,
         window: jax.Array | int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
         """See `Attend`."""
-        return self.attend(q_BTHK, self.hold(*keys), scale=scale, window=window, softcap=softcap)
+        return self.attend(q_BTHK, self.hold(k_BTJK, v_BTJV), scale=scale, window=window, softcap=softcap)
 
     def hold(self, *new: jax.Array) -> Sequence[Sequence[jax.Array]]:
         """Write the entries of `positions_BT`, (B, T, J, K) each. Returns all entries of the layer, as

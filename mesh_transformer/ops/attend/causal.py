@@ -30,7 +30,9 @@ class Attend(Protocol):
     def __call__(
         self,
         q_BTHK: jax.Array,
-        *keys: jax.Array,
+        k_BTJK: jax.Array,
+        v_BTJV: jax.Array,
+        *,
         scale: float,
         window: jax.Array | int | None = None,
         softcap: float | None = None,
@@ -39,7 +41,6 @@ class Attend(Protocol):
         float32.
 
         Args:
-            keys: keys (B, T, J, K) and values (B, T, J, V); or one array that is both.
             window: number of keys that a query sees, the last of them at its own position; None: all up to its own.
             softcap: the scaled products pass through `soft_capped`.
         """
@@ -56,7 +57,9 @@ class Causal:
     def __call__(
         self,
         q_BTHK: jax.Array,
-        *keys: jax.Array,
+        k_BTJK: jax.Array,
+        v_BTJV: jax.Array,
+        *,
         scale: float,
         window: jax.Array | int | None = None,
         softcap: float | None = None,
@@ -66,7 +69,7 @@ class Causal:
         The queries are computed in up to four parts, each with the keys up to its last query. Four parts compute 5/8 of
         the products and of the softmax. The backward pass keeps only the softmax weights, in q's dtype.
         """
-        arrays = q_BTHK, keys[0], keys[-1], self.bias_BHTS, self.segments_BT, window
+        arrays = q_BTHK, k_BTJK, v_BTJV, self.bias_BHTS, self.segments_BT, window
         with jax.named_scope(ATTEND):
             # the derivative of the soft cap needs more than the softmax weights
             mixed = _attend(scale, *arrays) if softcap is None else _forward(scale, *arrays, softcap=softcap)[0]

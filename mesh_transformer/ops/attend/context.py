@@ -48,13 +48,14 @@ class SplitHeads:
     def __call__(
         self,
         q_BTHK: jax.Array,
-        *keys: jax.Array,
+        k_BTJK: jax.Array,
+        v_BTJV: jax.Array,
+        *,
         scale: float,
         window: jax.Array | int | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
         """See `Attend`. Heads of keys are repeated until each device has whole ones."""
-        k_BTJK, v_BTJK = keys[0], keys[-1]
         rules = self.partition.rules
         split = self.partition.with_rules(seq=None, heads=(*(rules["heads"] or ()), *(rules["seq"] or ())))
 
@@ -63,11 +64,11 @@ class SplitHeads:
 
         times = math.lcm(k_BTJK.shape[2], split.size("heads")) // k_BTJK.shape[2]
         if times > 1:
-            k_BTJK, v_BTJK = (jnp.repeat(x, times, axis=2) for x in (k_BTJK, v_BTJK))
-        q_BTHK, k_BTJK, v_BTJK = (constrain(x, "batch", "seq", "heads", None) for x in (q_BTHK, k_BTJK, v_BTJK))
+            k_BTJK, v_BTJV = (jnp.repeat(x, times, axis=2) for x in (k_BTJK, v_BTJV))
+        q_BTHK, k_BTJK, v_BTJV = (constrain(x, "batch", "seq", "heads", None) for x in (q_BTHK, k_BTJK, v_BTJV))
         bias = None if self.bias_BHTS is None else constrain(self.bias_BHTS, None, "heads", "seq", None)
         causal = Causal(bias, self.segments_BT)
-        mixed = causal(q_BTHK, k_BTJK, v_BTJK, scale=scale, window=window, softcap=softcap)
+        mixed = causal(q_BTHK, k_BTJK, v_BTJV, scale=scale, window=window, softcap=softcap)
         return constrain(mixed, "batch", "seq", "heads", None)
 
 
@@ -83,7 +84,9 @@ class SplitPositions:
     def __call__(
         self,
         q_BTHK: jax.Array,
-        *keys: jax.Array,
+        k_BTJK: jax.Array,
+        v_BTJV: jax.Array,
+        *,
         scale: float,
         window: jax.Array | int | None = None,
         softcap: float | None = None,
@@ -93,7 +96,7 @@ class SplitPositions:
         mode, mesh = self.partition.context_mode, self.partition.current_mesh
         plan = Plan(mesh, axis, self.partition.size("seq"), mode, scale, softcap)
         window = None if window is None else jnp.asarray(window, jnp.int32)
-        return attend(plan, q_BTHK, keys[0], keys[-1], self.bias_BHTS, self.segments_BT, window)
+        return attend(plan, q_BTHK, k_BTJK, v_BTJV, self.bias_BHTS, self.segments_BT, window)
 
 
 Whole = Causal | SplitHeads | SplitPositions
