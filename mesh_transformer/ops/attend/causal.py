@@ -25,7 +25,10 @@ MASKED = -1e10
 
 
 class Attend(Protocol):
-    """Attention of one layer. A block calls it once, with the queries, keys and values of its positions."""
+    """Attention of one layer. A block calls it once, with the queries, keys and values of its positions.
+
+    With a cache of latents, latent attention calls `cached.Cached.hold` and `cached.Cached.attend` instead.
+    """
 
     def __call__(
         self,

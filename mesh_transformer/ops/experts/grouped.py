@@ -23,7 +23,8 @@ def grouped_matmul(x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array, *, all_ro
     """Row i of x times each matrix of its group: (N, D), (E, D, F) each -> (N, F) each, of x's dtype.
 
     The first sizes[0] rows are group 0's, the next sizes[1] rows group 1's, and so on; `sizes_E` is int32. The rows
-    after the last group are 0 in the result and in the gradient of x, and do not count in that of w.
+    after the last group are 0 in the result and in the gradient of x, and do not count in that of w; the gradient of
+    the result must be finite there.
 
     Args:
         all_rows: whether every row belongs to a group. Then no pass over the rows writes zeros.

@@ -1,7 +1,8 @@
 """`grouped_matmul` on a CPU: a loop over the groups that have rows, and in it a loop over blocks of their rows.
 
-The work is that of the rows, and a group without rows costs nothing. The blocks of a group begin at its first row, so
-that the layout has no padding. A block may go on into the rows of the next group: these are computed again later.
+The work is about that of the rows (`gradient_rows` has the exception), and a group without rows costs nothing. The
+blocks of a group begin at its first row, so that the layout has no padding. A block may go on into the rows of the next
+group: these are computed again later.
 
 Several matrices are multiplied as one: XLA for CPU computes a product on several cores if it is wide.
 
@@ -38,10 +39,11 @@ def block_rows(n: int, groups: int) -> int:
 def gradient_rows(n: int, groups: int, *, least: int = _GRADIENT_LEAST) -> tuple[int, int]:
     """The rows of the first block of a group, and of the others, for the gradient of a matrix.
 
-    Each block but the first costs a sum. The first has about the mean rows of a group.
+    Each block but the first costs a sum. The first has about the mean rows of a group, and at least those of the others.
+    Where a few groups have most rows, the first blocks of the other groups double the rows that are multiplied.
     """
     rows = min(n, max(least, block_rows(n, groups)))
-    return rows * max(1, n // groups // rows), rows
+    return rows * max(1, n // groups // max(rows, 1)), rows
 
 
 def _product(x_ND: jax.Array, w_EDF: Arrays, sizes_E: jax.Array) -> Arrays:

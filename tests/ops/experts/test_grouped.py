@@ -13,8 +13,9 @@ KERNELS = {"cpu": row_loop.KERNEL, "gpu": row_blocks.KERNEL, "tpu": megablox.ker
 ROWS, D, F = 300, 20, 12
 # of the matrices that the same rows are multiplied with
 WIDTHS = 12, 8
-# the last group is not the last row; groups of one block and of many, of blocks that are not full; empty groups
-SIZES = {"uneven": (0, 130, 17, 0, 1, 64, 0), "all": (64, 32, 16, 128, 0, 60, 0), "one": (0, 0, 300, 0, 0, 0, 0)}
+# the last group is not the last row, or has fewer rows than a block; groups of one block and of many, of blocks that are
+# not full; empty groups
+SIZES = {"uneven": (0, 130, 17, 0, 1, 64, 0), "all": (64, 32, 16, 128, 0, 55, 5), "one": (0, 0, 300, 0, 0, 0, 0)}
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -54,6 +55,14 @@ def test_one_row(platform: str) -> None:
     x, w = np.ones((1, D), np.float32), np.arange(3 * D * F, dtype=np.float32).reshape(3, D, F)
     (y,) = jax.jit(KERNELS[platform].product)(x, (w,), jnp.array([0, 1, 0], jnp.int32))
     np.testing.assert_allclose(y, x @ w[1], rtol=1e-6)
+
+
+def test_no_rows_on_cpu() -> None:
+    x, w = jnp.ones((0, D)), jnp.ones((3, D, F))
+    (y,), pull = jax.vjp(lambda x, w: grouped.grouped_matmul(x, (w,), jnp.zeros(3, jnp.int32)), x, w)
+    dx, dw = pull((y,))
+    assert (y.shape, dx.shape) == ((0, F), (0, D))
+    np.testing.assert_array_equal(dw, np.zeros_like(w))
 
 
 def test_packed_matrices_on_cpu() -> None:
