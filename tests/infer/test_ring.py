@@ -77,6 +77,7 @@ def mesh(family: str) -> SlotEngine:
 WAYS = {one.__name__: one for one in (stacked, packed_for_cpu, mesh)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "way"), sampled(WINDOWS, WAYS, at_most=2))
 def test_generation_that_fills_the_ring_several_times(family: str, way: str) -> None:
     """A short prompt with a long completion, beside a long prompt in chunks with a short one."""

@@ -37,6 +37,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), RUNS)
 def test_logits_and_greedy_tokens_are_theirs(theirs, name, mesh) -> None:
     expected = theirs(name)

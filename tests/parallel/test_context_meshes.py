@@ -15,6 +15,7 @@ REMAT = ["full", "save_attn", "save_matmuls"]
 FAMILIES = ["gptj", "gptj_t5", "gptj_learned", "gpt_neox", "qwen2", "gemma2", "mistral", "deepseek_v2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh", "mode"), sampled(FAMILIES, MESHES, MODES, at_most=1))
 def test_training_equals_one_device(family: str, mesh: str, mode: str) -> None:
     _compare(family, mesh, mode, "none")

@@ -34,6 +34,7 @@ IN_STAGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, at_most=1))
 def test_training_equals_one_device(family: str, mesh: str) -> None:
     overrides, in_stages = MESHES[mesh], mesh.startswith(("pp", "interleaved"))

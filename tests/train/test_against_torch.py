@@ -86,6 +86,7 @@ def _torch_losses(folder: str, tokens: np.ndarray) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), sampled(MODELS, MESHES, at_most=2))
 def test_losses_of_fine_tuning_are_theirs(theirs: Any, tokens: np.ndarray, name: str, mesh: str) -> None:
     folder, expected = theirs(name)

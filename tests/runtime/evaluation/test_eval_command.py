@@ -106,6 +106,7 @@ def test_the_command_agrees_with_the_loop_and_writes_it_down(trained):
     assert json.loads((trained / "found.json").read_text())["results"] == found["results"]
 
 
+@pytest.mark.slow
 def test_hugging_face_and_classic_checkpoints_give_the_same_numbers(trained):
     arguments = ["--tasks", "bottles", "--include-path", "tasks", "--limit", "20", "--output", "form.json"]
     run(

@@ -97,6 +97,7 @@ Path(sys.argv[1], f"found_{process}.json").write_text(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_give_the_numbers_of_one_device(on_one_device, tmp_path: Path):
     port = str(free_port())

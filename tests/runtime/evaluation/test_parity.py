@@ -35,6 +35,7 @@ def their_scores(questions, their_lm):
     return requests, scores, their_lm.computed - before
 
 
+@pytest.mark.slow
 def test_piqa_and_lambada(our_model, their_scores):
     requests, scores, computed = their_scores
     assert len(requests) == 3 * EXAMPLES

@@ -77,6 +77,7 @@ def _executions(folder):
     return list(runs.values())
 
 
+@pytest.mark.slow
 def test_a_trace_has_whole_steps(train):
     # long enough that the last step has not ended when the trace is to stop
     (folder,) = train("logging.profile_steps=[2, 4]", "optimizer.gradient_accumulation_steps=16")

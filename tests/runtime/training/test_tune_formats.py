@@ -44,6 +44,7 @@ def assert_losses(found: dict[int, tuple[float, float]], expected: dict[str, np.
         np.testing.assert_allclose(found[step], theirs, rtol=LOSS_RTOL, err_msg=str(step))
 
 
+@pytest.mark.slow
 def test_a_run_from_eight_shards_is_the_originals_run_of_one(tmp_path: Path, original: Path) -> None:
     """Fine-tune for 3 steps from the 8-shard start, write a classic run with one shard, and resume it for 2 steps."""
     first, second = tmp_path / "first", tmp_path / "second"
@@ -112,6 +113,7 @@ def test_a_slim_run_cannot_go_on(tmp_path: Path, original: Path) -> None:
     assert "--tune-model-path" in errors
 
 
+@pytest.mark.slow
 def test_sampling_from_a_bucket_of_2021(tmp_path: Path, original: Path) -> None:
     """The same greedy tokens from local and remote shards."""
     prepare(tmp_path, original, golden(original, "mp1/f32/train")["tokens"])
