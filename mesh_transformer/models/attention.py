@@ -75,10 +75,10 @@ class LatentAttention:
     (B, T or 1, H V).
 
     Whole sequences attend to keys and values of all heads, which are made from the latents. The cache holds the latents
-    with the rotated keys. Few queries attend to these as to one head of keys and values that all heads share: the
-    queries are multiplied by the matrix that makes keys, and the mixed latents by the one that makes values
-    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). For many queries of a prompt, keys and values of all heads are made
-    from the cache (`_makes_keys`).
+    with the rotated keys. Few queries attend to these as to one head of keys and values that all heads share
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). The queries are first multiplied by the matrix that makes keys, and
+    the mixed latents at last by the one that makes values. For many queries of a prompt, keys and values of all heads
+    are made from the cache (`_makes_keys`).
     """
 
     def __init__(self, attention: spec.LatentAttention, d_model: int, out_stddev: float, name: str):
