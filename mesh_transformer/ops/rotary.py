@@ -51,33 +51,48 @@ def rotate(x_BTHK: jax.Array, angles: Rotation, style: str) -> jax.Array:
 
 
 def frequencies(rotary: Rotary) -> np.ndarray:
-    """The angle of each pair for one position, (R / 2,) of the rotary's precision: base^(-2i / R), scaled."""
+    """The angle of each pair for one position, (R / 2,) of the rotary's precision: base^(-2i / R), scaled.
+
+    In float32 each operation rounds as in transformers, whose formulas these are: the difference of one ulp would be
+    3e-4 of an angle after 6,000 positions.
+    """
     exponents = np.arange(0, rotary.dims, 2, dtype=rotary.precision) / np.dtype(rotary.precision).type(rotary.dims)
     if rotary.precision == "float64":
         return rotary.base**-exponents
-    plain = 1 / np.float32(rotary.base) ** exponents
+    # numpy's power of float32 is up to two ulps off; torch's is nearly always the rounded one
+    powers = (rotary.base ** exponents.astype(np.float64)).astype(np.float32)
     scaling = rotary.scaling
     if scaling is None:
-        return plain
-    lowered = plain / np.float32(scaling.factor)
-    return (lowered + _kept_share(rotary, scaling, plain) * (plain - lowered)).astype(np.float32)
+        return 1 / powers
+    return _SCALED[scaling.kind](rotary, scaling, powers)
 
 
-def _kept_share(rotary: Rotary, scaling: Scaling, frequencies_R: np.ndarray) -> np.ndarray | float:
-    """How much of each frequency stays: 1 keeps it, 0 divides it by the factor."""
-    if scaling.kind == "linear":
-        return 0.0
-    if scaling.kind == "llama3":
-        turns = scaling.original_seq * frequencies_R / (2 * math.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        return np.clip((turns - low) / (high - low), 0, 1)
+def _linear(_: Rotary, scaling: Scaling, powers_R: np.ndarray) -> np.ndarray:
+    return 1 / powers_R / np.float32(scaling.factor)
+
+
+def _llama3(_: Rotary, scaling: Scaling, powers_R: np.ndarray) -> np.ndarray:
+    plain = 1 / powers_R
+    wavelengths = np.float32(2 * math.pi) / plain
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((scaling.original_seq / wavelengths - np.float32(low)) / np.float32(high - low), 0, 1)
+    return (1 - kept) * plain / np.float32(scaling.factor) + kept * plain
+
+
+def _yarn(rotary: Rotary, scaling: Scaling, powers_R: np.ndarray) -> np.ndarray:
     first, last = (_pair_with_turns(rotary, scaling, turns) for turns in (scaling.beta_fast, scaling.beta_slow))
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary.dims - 1)
     # the ramp of one point has a width too
     width = last - first if last != first else 0.001
-    return 1 - np.clip((np.arange(rotary.dims // 2, dtype=np.float32) - first) / width, 0, 1)
+    pairs = np.arange(rotary.dims // 2, dtype=np.float32)
+    kept = 1 - np.clip((pairs - np.float32(first)) / np.float32(width), 0, 1)
+    return 1 / (np.float32(scaling.factor) * powers_R) * (1 - kept) + 1 / powers_R * kept
+
+
+# the kinds of Scaling
+_SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 def _pair_with_turns(rotary: Rotary, scaling: Scaling, turns: float) -> float:

@@ -22,6 +22,10 @@ TOLERANCE = 2e-5
 CHUNK = 20
 MESHES = {"one": (1, []), "tp2-fsdp2": (4, ["mesh.tp=2", "mesh.fsdp=2"])}
 WITH_EXPERTS = {"tp2-ep2": (4, ["mesh.tp=2", "mesh.ep=2"])}
+# its heads have 128 dims
+LLAMA_3_1 = hf_models.rope(
+    "llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
 RUNS = [*sampled(hf_models.VARIANTS, MESHES, at_most=8), *sampled(hf_models.EXPERTS, WITH_EXPERTS, at_most=1)]
 
 
@@ -65,6 +69,25 @@ def test_logits_and_greedy_tokens_are_theirs(theirs, name, mesh) -> None:
             found.append(np.asarray(logits[:, -1].argmax(-1)))
             logits, cache = step(params, found[-1][:, None], cache, np.full(2, position, np.int32))
     np.testing.assert_array_equal(np.stack(found, 1), expected.tokens)
+
+
+def test_logits_of_a_long_sequence_are_theirs(tmp_path: Path) -> None:
+    """A frequency that is one ulp off shows at a late position: logits were 1e-4 off with numpy's power."""
+    import torch
+
+    sizes = {"hidden_size": 128, "num_attention_heads": 1, "num_hidden_layers": 2, "max_position_embeddings": 131072}
+    model = hf_models.save_model("Llama", {**hf_models.BASE, **LLAMA_3_1, **sizes}, tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # random heads attend to all positions alike; these look at some
+            if "q_proj" in name or "k_proj" in name:
+                parameter.mul_(1.5)
+        prompt = np.random.default_rng(hf_models.SEED).integers(1, hf_models.VOCAB, (1, 4096))
+        expected = model(torch.tensor(prompt)).logits.numpy()
+    model.save_pretrained(tmp_path)
+    source = HFSource(str(tmp_path))
+    found = hf.model_logits(source.model, hf.to_tree(hf.read_all(source)), prompt)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", hf_models.VARIANTS)

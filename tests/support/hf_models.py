@@ -13,7 +13,7 @@ VOCAB, SEQ, PROMPT, NEW = 307, 160, 61, 8
 LEAST_MARGIN = 2e-3
 # of embeddings, above any rounding error; of logits, when a token goes to another expert
 CHANGE, LEAST_JUMP = 3e-6, 2e-3
-_BASE = {
+BASE = {
     "vocab_size": VOCAB,
     "hidden_size": 84,
     "intermediate_size": 118,
@@ -27,11 +27,11 @@ _BASE = {
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40}
 
 
-def _rope(kind: str = "default", theta: float = 1e4, **values: Any) -> dict[str, Any]:
+def rope(kind: str = "default", theta: float = 1e4, **values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **values}}
 
 
-_LLAMA3 = _rope(
+_LLAMA3 = rope(
     "llama3", 5e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=40
 )
 _GPT2 = {"vocab_size": VOCAB, "n_positions": SEQ, "n_embd": 84, "n_layer": 3, "n_head": 6, "n_inner": 118}
@@ -61,12 +61,12 @@ _GROUPS = {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.3}
 # by name: the family of transformers, and the keys of its config
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # 0.45 x 14 dims is 6.3: 6 are rotated
-    "gpt_neox": ("GPTNeoX", {**_BASE, **_rope(partial_rotary_factor=0.45)}),
+    "gpt_neox": ("GPTNeoX", {**BASE, **rope(partial_rotary_factor=0.45)}),
     "gpt_neox_sequential": (
         "GPTNeoX",
         {
-            **_BASE,
-            **_rope(theta=500.0, partial_rotary_factor=1.0),
+            **BASE,
+            **rope(theta=500.0, partial_rotary_factor=1.0),
             "use_parallel_residual": False,
             "hidden_act": "gelu_new",
             "layer_norm_eps": 1e-3,
@@ -74,33 +74,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox_tied": (
         "GPTNeoX",
-        {**_BASE, **_rope(partial_rotary_factor=0.6), "attention_bias": False, "tie_word_embeddings": True},
+        {**BASE, **rope(partial_rotary_factor=0.6), "attention_bias": False, "tie_word_embeddings": True},
     ),
     "gpt2": ("GPT2", _GPT2),
     "gpt2_untied": ("GPT2", {**_GPT2, "tie_word_embeddings": False, "activation_function": "gelu"}),
     "gpt_neo": ("GPTNeo", {**_GPT_NEO, "attention_types": [[["global", "local"], 2]]}),
     "gptj": ("GPTJ", {**_GPT2, "rotary_dim": 10}),
-    "llama2": ("Llama", {**_BASE, **_rope()}),
+    "llama2": ("Llama", {**BASE, **rope()}),
     "llama3_tied": (
         "Llama",
-        {**_BASE, **_LLAMA3, "num_key_value_heads": 2, "head_dim": 22, "tie_word_embeddings": True},
+        {**BASE, **_LLAMA3, "num_key_value_heads": 2, "head_dim": 22, "tie_word_embeddings": True},
     ),
     "llama_linear_biases": (
         "Llama",
         {
-            **_BASE,
-            **_rope("linear", factor=2.5),
+            **BASE,
+            **rope("linear", factor=2.5),
             "num_key_value_heads": 3,
             "attention_bias": True,
             "mlp_bias": True,
         },
     ),
-    "llama_yarn": ("Llama", {**_BASE, "rope_parameters": _YARN, "num_key_value_heads": 2}),
-    "mistral": ("Mistral", {**_BASE, **_rope(), "num_key_value_heads": 2, "head_dim": 14, "sliding_window": 7}),
+    "llama_yarn": ("Llama", {**BASE, "rope_parameters": _YARN, "num_key_value_heads": 2}),
+    "mistral": ("Mistral", {**BASE, **rope(), "num_key_value_heads": 2, "head_dim": 14, "sliding_window": 7}),
     "qwen2": (
         "Qwen2",
         {
-            **_BASE,
+            **BASE,
             "rope_parameters": {**_YARN, "truncate": False, "mscale": 0.7, "mscale_all_dim": 0.9},
             "num_key_value_heads": 2,
             "use_sliding_window": True,
@@ -108,13 +108,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_window_layers": 1,
         },
     ),
-    "qwen3": ("Qwen3", {**_BASE, **_rope(theta=1e6), "num_key_value_heads": 2, "head_dim": 18}),
-    "gemma": ("Gemma", {**_BASE, **_rope(), "num_key_value_heads": 1, "head_dim": 22}),
+    "qwen3": ("Qwen3", {**BASE, **rope(theta=1e6), "num_key_value_heads": 2, "head_dim": 18}),
+    "gemma": ("Gemma", {**BASE, **rope(), "num_key_value_heads": 1, "head_dim": 22}),
     "gemma2": (
         "Gemma2",
         {
-            **_BASE,
-            **_rope(),
+            **BASE,
+            **rope(),
             "num_hidden_layers": 5,
             "num_key_value_heads": 2,
             "head_dim": 22,
@@ -125,8 +125,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (
         "Mixtral",
         {
-            **_BASE,
-            **_rope(theta=1e6),
+            **BASE,
+            **rope(theta=1e6),
             "num_key_value_heads": 2,
             "sliding_window": 9,
             "num_local_experts": 6,
@@ -135,14 +135,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": (
         "Olmoe",
-        {**_BASE, **_rope(), "num_key_value_heads": 3, "num_experts": 10, "num_experts_per_tok": 3, "clip_qkv": 1.5},
+        {**BASE, **rope(), "num_key_value_heads": 3, "num_experts": 10, "num_experts_per_tok": 3, "clip_qkv": 1.5},
     ),
     # layers 0 and 2 are dense
     "qwen2_moe": (
         "Qwen2Moe",
         {
-            **_BASE,
-            **_rope(),
+            **BASE,
+            **rope(),
             **_EXPERTS,
             "num_hidden_layers": 4,
             "shared_expert_intermediate_size": 58,
@@ -151,12 +151,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": (
         "Qwen3Moe",
-        {**_BASE, **_rope(), **_EXPERTS, "head_dim": 18, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        {**BASE, **rope(), **_EXPERTS, "head_dim": 18, "norm_topk_prob": True, "mlp_only_layers": [0]},
     ),
     "deepseek_v2": (
         "DeepseekV2",
         {
-            **_BASE,
+            **BASE,
             **_LATENTS,
             "q_lora_rank": None,
             "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
@@ -165,12 +165,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2_groups": (
         "DeepseekV2",
-        {**_BASE, **_LATENTS, **_GROUPS, **_rope(), "topk_method": "group_limited_greedy", "attention_bias": True},
+        {**BASE, **_LATENTS, **_GROUPS, **rope(), "topk_method": "group_limited_greedy", "attention_bias": True},
     ),
     "deepseek_v3": (
         "DeepseekV3",
         {
-            **_BASE,
+            **BASE,
             **_LATENTS,
             **_GROUPS,
             "num_key_value_heads": 6,
@@ -198,14 +198,18 @@ class Theirs(NamedTuple):
 
 
 def save(name: str, folder: Path) -> Any:
-    """Save a random model of a variant to `folder`.
+    """Save a random model of a variant to `folder`."""
+    return save_model(*VARIANTS[name], folder)
+
+
+def save_model(family: str, keys: dict[str, Any], folder: Path) -> Any:
+    """Save a random model of a family of transformers to `folder`.
 
     Noise moves all weights away from their start: norms are not 1 and biases not 0, so that one left out would show.
     """
     import torch
     import transformers
 
-    family, keys = VARIANTS[name]
     torch.manual_seed(SEED)
     config = getattr(transformers, f"{family}Config")(**keys, attn_implementation="eager")
     model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).eval()
