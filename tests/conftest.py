@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from support.gcs_server import GcsServer
     from support.hub_server import HubServer
 
-pytest_plugins = ["support.times"]
+pytest_plugins = ["support.times", "support.sample"]
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
 CACHE_BYTES = 1 << 30
 

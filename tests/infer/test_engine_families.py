@@ -127,11 +127,17 @@ def scores(family: str) -> None:
         np.testing.assert_allclose(found[number], logprobs[at, continuation].sum(), rtol=1e-5)
 
 
+def files(family: str, behaviour: str) -> list[str]:
+    scored = ["infer/scoring", "ops/attend/packed.py"]
+    generated = ["infer/engine.py", "infer/programs.py", "infer/sampling.py", "ops/attend/cached.py"]
+    return [*(scored if behaviour == "scores" else generated), *families.files_of(families.MODELS[family]["family"])]
+
+
 BEHAVIOURS: dict[str, Callable[[str], None]] = {
     one.__name__: one for one in (requests, chunks, prefix, packed_for_cpu, mesh, context_mesh, scores)
 }
 
 
-@pytest.mark.parametrize(("family", "behaviour"), sampled(families.MODELS, BEHAVIOURS, at_most=4))
+@pytest.mark.parametrize(("family", "behaviour"), sampled(families.MODELS, BEHAVIOURS, seconds=14, files=files))
 def test_the_engine_with_each_family(family: str, behaviour: str) -> None:
     BEHAVIOURS[behaviour](family)

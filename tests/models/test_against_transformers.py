@@ -26,7 +26,18 @@ WITH_EXPERTS = {"tp2-ep2": (4, ["mesh.tp=2", "mesh.ep=2"])}
 LLAMA_3_1 = hf_models.rope(
     "llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
-RUNS = [*sampled(hf_models.VARIANTS, MESHES, at_most=8), *sampled(hf_models.EXPERTS, WITH_EXPERTS, at_most=1)]
+
+
+def files(name: str, mesh: str) -> list[str]:
+    layers = ["models/decoder.py", "models/attention.py", "models/modules.py", "ops/rotary.py", "ops/attend/cached.py"]
+    experts = ["models/feed_forward.py", "ops/experts"] if name in hf_models.EXPERTS else []
+    return [*layers, "checkpoint/hf/source.py", *hf_models.files_of(name), *experts]
+
+
+RUNS = [
+    *sampled(hf_models.VARIANTS, MESHES, seconds=9, files=files),
+    *sampled(hf_models.EXPERTS, WITH_EXPERTS, seconds=15, files=files),
+]
 
 
 @pytest.fixture(scope="module")

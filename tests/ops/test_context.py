@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "all": {"segments": True, "window": 9, "softcap": 0.5, "key_heads": 2},
 }
 # float32 sums in another order
+FILES = ("ops/attend/context.py", "ops/attend/ring.py", "ops/attend/causal.py")
 CLOSE = 5e-6
 
 
@@ -138,7 +139,7 @@ def test_the_order_of_zigzag_is_a_permutation(length: int) -> None:
     assert partition_of("cp4", "ring").sequence_order(length) is None
 
 
-@pytest.mark.parametrize(("mode", "mesh", "case"), sampled(MODES, MESHES, CASES, at_most=4))
+@pytest.mark.parametrize(("mode", "mesh", "case"), sampled(MODES, MESHES, CASES, seconds=3, files=FILES))
 def test_outputs_and_gradients_equal_one_device(mode: str, mesh: str, case: str) -> None:
     if mode == "ulysses" and mesh == "cp3":
         mesh = "cp4"

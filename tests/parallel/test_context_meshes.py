@@ -11,17 +11,18 @@ MESHES = {
 }
 DEVICES = {"cp4": 4}
 MODES = ["zigzag", "ring", "ulysses", "gather"]
+FILES = ("ops/attend/context.py", "ops/attend/ring.py")
 REMAT = ["full", "save_attn", "save_matmuls"]
 FAMILIES = ["gptj", "gptj_t5", "gptj_learned", "gpt_neox", "qwen2", "gemma2", "mistral", "deepseek_v2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "mesh", "mode"), sampled(FAMILIES, MESHES, MODES, at_most=1))
+@pytest.mark.parametrize(("family", "mesh", "mode"), sampled(FAMILIES, MESHES, MODES, seconds=23, files=FILES))
 def test_training_equals_one_device(family: str, mesh: str, mode: str) -> None:
     _compare(family, mesh, mode, "none")
 
 
-@pytest.mark.parametrize(("mesh", "mode", "remat"), sampled(MESHES, MODES, REMAT, at_most=1))
+@pytest.mark.parametrize(("mesh", "mode", "remat"), sampled(MESHES, MODES, REMAT, seconds=17, files=FILES))
 def test_recomputation_equals_one_device(mesh: str, mode: str, remat: str) -> None:
     _compare("gptj", mesh, mode, remat)
 

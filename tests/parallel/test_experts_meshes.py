@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from support.covering import sampled
+from support.families import files_of
 from support.parity import SMALL, assert_equals_one_device
 
 MESHES = {
@@ -34,8 +35,13 @@ IN_STAGES: dict[str, dict[str, Any]] = {
 }
 
 
+def files(family: str, mesh: str) -> list[str]:
+    stages = ["train/pipeline.py", "parallel/pipeline.py"] if "pp" in mesh else []
+    return ["ops/experts", "train/experts.py", "models/feed_forward.py", *files_of(family), *stages]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, at_most=1))
+@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, seconds=30, files=files))
 def test_training_equals_one_device(family: str, mesh: str) -> None:
     overrides, in_stages = MESHES[mesh], mesh.startswith(("pp", "interleaved"))
     model = {**SMALL[family], **CHANGES.get(family, {}), "layers": 4, "n_experts": 8}

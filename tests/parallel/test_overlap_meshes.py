@@ -16,16 +16,19 @@ MESHES = {
 # qwen2 has fewer heads of keys than tp 4 and 8, and biases; gemma2 norms after its products; all wirings are among
 # them; deepseek_v3 has latents that each device holds for its own positions
 FAMILIES = ["gptj", "gpt_neox", "qwen2", "qwen3", "gemma2", "deepseek_v3"]
+FILES = ("ops/collective_matmul.py", "ops/tensor_parallel.py")
 REMAT = ["full", "save_attn", "save_matmuls"]
 
 
-@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, at_most=1))
+@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, seconds=20, files=FILES))
 def test_training_equals_one_device(family: str, mesh: str) -> None:
     # a pipeline always recomputes
     _compare(family, mesh, "full" if mesh.startswith("pp") else "none")
 
 
-@pytest.mark.parametrize(("mesh", "remat"), sampled([name for name in MESHES if name != "pp2_tp4"], REMAT, at_most=1))
+@pytest.mark.parametrize(
+    ("mesh", "remat"), sampled([name for name in MESHES if name != "pp2_tp4"], REMAT, seconds=20, files=FILES)
+)
 def test_recomputation_equals_one_device(mesh: str, remat: str) -> None:
     _compare("gptj", mesh, remat)
 
@@ -35,7 +38,7 @@ def _compare(family: str, mesh: str, remat: str) -> None:
     assert run.partition.overlap_tp
 
 
-@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, at_most=1))
+@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, seconds=20, files=FILES))
 def test_training_with_one_gather_and_one_scatter_equals_one_device(family: str, mesh: str) -> None:
     axes = [*MESHES[mesh], "mesh.shard_activations=true", "mesh.overlap_tp=false"]
     assert not assert_equals_one_device(SMALL[family], *axes).partition.overlap_tp

@@ -33,7 +33,7 @@ def in_one_process(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("count", sampled(ORDERS, at_most=1))
+@pytest.mark.parametrize("count", sampled(ORDERS, seconds=60, files=("parallel/mesh.py", "parallel/sharding.py")))
 def test_as_in_one_process(tmp_path, in_one_process, count):
     permuted.write(tmp_path)
     together = _in_processes(tmp_path, count)

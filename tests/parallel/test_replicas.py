@@ -21,7 +21,9 @@ MESHES = {
 FAMILIES = ["gptj", "gptj_t5", "qwen2"]
 
 
-@pytest.mark.parametrize(("family", "mesh"), sampled(FAMILIES, MESHES, at_most=1))
+@pytest.mark.parametrize(
+    ("family", "mesh"), sampled(FAMILIES, MESHES, seconds=20, files=("train/replicas.py", "parallel/replicas.py"))
+)
 def test_training_equals_one_device(family: str, mesh: str) -> None:
     """The noise scale too: the part of a microbatch that a replica has is a microbatch of one device."""
     stages = "pp2" in mesh

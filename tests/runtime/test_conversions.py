@@ -78,6 +78,7 @@ COMMANDS = {
         with_bias_in_table,
     ),
 }
+FILES = ("runtime/convert.py", "checkpoint/native/writer.py", "checkpoint/hf/writer.py", "checkpoint/classic/writer.py")
 SLIM = Command("slim_model.py --config config.json", "run_slim/step_7", in_bfloat16)
 
 
@@ -166,7 +167,7 @@ def assert_written(workspace: Workspace, command: Command, arrays: Arrays, copy:
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("name", sampled(["slim", *COMMANDS], at_most=3))
+@pytest.mark.parametrize("name", sampled(["slim", *COMMANDS], seconds=9, files=FILES))
 def test_a_command_is_interrupted_killed_and_repeated(
     workspace: Workspace, sources: tuple[Path, Arrays], interruptible: None, name: str
 ) -> None:
@@ -189,7 +190,7 @@ def test_a_command_is_interrupted_killed_and_repeated(
     assert_written(workspace, command, sources[1], workspace.folder)
 
 
-@pytest.mark.parametrize("name", sampled(["slim", *COMMANDS], at_most=3))
+@pytest.mark.parametrize("name", sampled(["slim", *COMMANDS], seconds=4, files=FILES))
 def test_a_command_writes_to_a_bucket_with_faults(
     workspace: Workspace, sources: tuple[Path, Arrays], name: str
 ) -> None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from mesh_transformer.families import FAMILIES
+
 _SIZES = {"layers": 3, "d_model": 64, "n_heads": 8, "n_vocab": 512, "seq": 64}
 _SHARED = {"n_kv_heads": 2, "d_head": 10, "d_ff": 96}
 _EXPERTS = {"n_experts": 6, "experts_per_token": 2}
@@ -89,3 +91,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_top_groups": 2,
     },
 }
+
+
+def files_of(family: str) -> list[str]:
+    """The files of mesh_transformer/ that describe a family: its own, and those of the families that it extends."""
+    modules = [one.__module__ for one in FAMILIES[family].__mro__ if one.__module__.startswith("mesh_transformer.fam")]
+    return sorted({f"{module.removeprefix('mesh_transformer.').replace('.', '/')}.py" for module in modules})

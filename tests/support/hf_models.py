@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesh_transformer.families import FAMILIES
+from support import families
+
 # tests/conftest.py draws it anew in each run and prints it; the same number gives the same weights and prompts
 SEED = int(os.environ["FAMILY_SEED"])
 VOCAB, SEQ, PROMPT, NEW = 307, 160, 61, 8
@@ -178,6 +181,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+def files_of(name: str) -> list[str]:
+    """The files of mesh_transformer/ that describe the family of a variant."""
+    family = next(one for one in FAMILIES if one.replace("_", "") == VARIANTS[name][0].lower())
+    return families.files_of(family)
+
+
 # the variants with routed experts
 EXPERTS = [name for name, (_, keys) in VARIANTS.items() if "num_experts_per_tok" in keys]
 

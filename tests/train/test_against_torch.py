@@ -86,8 +86,12 @@ def _torch_losses(folder: str, tokens: np.ndarray) -> list[float]:
     return losses
 
 
+def files(name: str, mesh: str) -> list[str]:
+    return ["train/step.py", "train/optimizer.py", "optimizers/adam.py", "models/head.py", *hf_models.files_of(name)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), sampled(MODELS, MESHES, at_most=2))
+@pytest.mark.parametrize(("name", "mesh"), sampled(MODELS, MESHES, seconds=15, files=files))
 def test_losses_of_fine_tuning_are_theirs(theirs: Any, tokens: np.ndarray, name: str, mesh: str) -> None:
     folder, expected = theirs(name)
     source, (devices, axes) = HFSource(folder), MESHES[mesh]

@@ -1,0 +1,87 @@
+"""The plugin that leaves combinations out of a default run, by the change and the commit (`support/covering.py`)."""
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.covering import CHANGED_SECONDS, TURNS, Choice, Product, choose
+
+# commits that are no older than this before HEAD landed with it: a session's commits
+LANDED_SECONDS = 3 * 3600
+
+
+def changed_files(folder: Path) -> list[str]:
+    """Files that the last landed commits and uncommitted work changed, relative to the root; none without git."""
+    try:
+        now = int(_git(folder, "log", "-1", "--format=%ct"))
+        base = _git(folder, "rev-list", "-1", f"--before={now - LANDED_SECONDS}", "HEAD") or "HEAD"
+        changed = _git(folder, "diff", "--name-only", "--no-renames", base)
+        return [*changed.splitlines(), *_git(folder, "ls-files", "--others", "--exclude-standard").splitlines()]
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+def commits(folder: Path) -> int:
+    """The number of commits up to HEAD; 0 without git."""
+    try:
+        return int(_git(folder, "rev-list", "--count", "HEAD"))
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Mark the combinations that this run leaves out, before pytest selects by marks."""
+    tests: dict[Product, str] = {}
+    names: dict[Product, str] = {}
+    for item, mark in _combinations(items):
+        tests[mark.args[0]] = item.path.relative_to(config.rootpath).as_posix()
+        names[mark.args[0]] = item.nodeid.partition("[")[0]
+    choice = choose(tests, changed_files(config.rootpath), commits(config.rootpath))
+    for item, mark in _combinations(items):
+        product, case = mark.args
+        if case not in choice.cases[product]:
+            item.add_marker(pytest.mark.unsampled)
+    config.stash[_LINES] = list(_lines(choice, names))
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["sample"] = config.stash[_LINES]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the lines of a worker of pytest-xdist; all workers have the same."""
+    node.config.stash[_LINES] = getattr(node, "workeroutput", {}).get("sample", [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what the run tested of its products."""
+    for line in config.stash.get(_LINES, []):
+        terminalreporter.write_line(line)
+
+
+_LINES = pytest.StashKey[list[str]]()
+
+
+def _combinations(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, pytest.Mark]]:
+    for item in items:
+        if mark := item.get_closest_marker("matrix"):
+            yield item, mark
+
+
+def _lines(choice: Choice, names: dict[Product, str]) -> Iterator[str]:
+    if not choice.cases:
+        return
+    for product, (taken, found) in choice.changed.items():
+        yield f"products of variants: {taken} of {found} that test a changed file: {names[product]}"
+    taken, found = (sum(map(len, sizes)) for sizes in (choice.cases.values(), (one.cases for one in choice.cases)))
+    yield (
+        f"products of variants: {taken} of {found} combinations, for changed files {CHANGED_SECONDS} s of CPU at most; "
+        f"any {2 * TURNS - 1} commits in a row cover each product"
+    )
