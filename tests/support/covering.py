@@ -110,8 +110,8 @@ class Choice(NamedTuple):
 def choose(tests: Mapping[Product, str], changed: Iterable[str], turn: int) -> Choice:
     """The combinations that a run tests.
 
-    Combinations that test a changed file come first, up to CHANGED_SECONDS: cheap products before dear ones, so that
-    many run whole. The turn's share of the coverings follows, then shares of later turns in what is left of
+    Combinations that test a changed file come first, up to CHANGED_SECONDS: a covering of each product, and then whole
+    products, cheap ones before dear ones. The turn's share of the coverings follows, then shares of later turns in what is left of
     CHANGED_SECONDS. Any 2 TURNS - 1 turns in a row have a covering of each product.
 
     Args:
@@ -130,6 +130,11 @@ def choose(tests: Mapping[Product, str], changed: Iterable[str], turn: int) -> C
             left -= product.seconds
 
     touched = {product: found for product in tests if (found := _touched(product, tests[product], changed))}
+    coverings = [[(one, case) for case in ordered(found, str(block), 1)] for one, found in touched.items()]
+    # one combination of each product after the other, so that all have some where the coverings do not fit
+    for turns in itertools.zip_longest(*coverings):
+        for product, case in filter(None, turns):
+            take(product, case)
     for product in sorted(touched, key=lambda one: one.seconds * len(touched[one])):
         for case in ordered(touched[product], str(block)):
             take(product, case)

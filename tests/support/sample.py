@@ -1,5 +1,10 @@
-"""The plugin that leaves combinations out of a default run, by the change and the commit (`support/covering.py`)."""
+"""The plugin that leaves combinations out of a default run, by the change and the commit (`support/covering.py`).
 
+`python -m pytest --changed REV` runs only what the files that were changed since REV select: their combinations, and the
+files of tests that import them.
+"""
+
+import ast
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,11 +18,17 @@ from support.covering import CHANGED_SECONDS, TURNS, Choice, Product, choose
 LANDED_SECONDS = 3 * 3600
 
 
-def changed_files(folder: Path) -> list[str]:
-    """Files that the last landed commits and uncommitted work changed, relative to the root; none without git."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--changed", metavar="REV", help="only the tests that the files changed since REV select")
+
+
+def changed_files(folder: Path, base: str | None = None) -> list[str]:
+    """Files that commits since `base`, None: the last landed commits, and uncommitted work changed; relative to the
+    root. None without git."""
     try:
-        now = int(_git(folder, "log", "-1", "--format=%ct"))
-        base = _git(folder, "rev-list", "-1", f"--before={now - LANDED_SECONDS}", "HEAD") or "HEAD"
+        if base is None:
+            now = int(_git(folder, "log", "-1", "--format=%ct"))
+            base = _git(folder, "rev-list", "-1", f"--before={now - LANDED_SECONDS}", "HEAD") or "HEAD"
         changed = _git(folder, "diff", "--name-only", "--no-renames", base)
         return [*changed.splitlines(), *_git(folder, "ls-files", "--others", "--exclude-standard").splitlines()]
     except (OSError, subprocess.CalledProcessError):
@@ -37,14 +48,16 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the combinations that this run leaves out, before pytest selects by marks."""
     tests: dict[Product, str] = {}
     names: dict[Product, str] = {}
     for item, mark in _combinations(items):
         tests[mark.args[0]] = item.path.relative_to(config.rootpath).as_posix()
         names[mark.args[0]] = item.nodeid.partition("[")[0]
-    choice = choose(tests, changed_files(config.rootpath), commits(config.rootpath))
+    base = config.getoption("--changed")
+    changed = changed_files(config.rootpath, base)
+    choice = choose(tests, changed, commits(config.rootpath))
     for item, mark in _combinations(items):
         product, case = mark.args
         if case not in choice.cases[product]:
@@ -52,6 +65,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
     config.stash[_LINES] = list(_lines(choice, names))
     if hasattr(config, "workeroutput"):
         config.workeroutput["sample"] = config.stash[_LINES]
+    if base:
+        files = {item.path for item in items}
+        selected = {path for path in files if imported(path, config.rootpath).intersection(changed)}
+        paths = selected | {config.rootpath / tests[product] for product in choice.changed}
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in paths])
+        # the file itself, then other files of tests with combinations
+        items[:] = sorted((item for item in items if item.path in paths), key=lambda item: item.path not in selected)
+
+
+def imported(path: Path, root: Path) -> set[str]:
+    """The files that a file of tests imports itself or through tests/support, relative to the root; with itself."""
+    found, left = {path}, [path]
+    while left:
+        names = {
+            f"{module}.{alias}" if alias else module
+            for node in ast.walk(ast.parse(left.pop().read_text()))
+            for module, alias in _imports(node)
+        }
+        for name in names:
+            place = name.replace(".", "/")
+            for file in (root / f"{place}.py", root / f"tests/{place}.py"):
+                if file not in found and file.is_file():
+                    found.add(file)
+                    if file.is_relative_to(root / "tests"):
+                        left.append(file)
+    return {file.relative_to(root).as_posix() for file in found}
+
+
+def _imports(node: ast.AST) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, "") for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module, ""
+        yield from ((node.module, alias.name) for alias in node.names)
 
 
 @pytest.hookimpl(optionalhook=True)

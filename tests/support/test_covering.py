@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,12 @@ def test_what_does_not_fit_is_covered_first_and_cheap_products_run_whole():
     assert parts(choice.cases[dear], 1) == parts(CASES, 1)
 
 
+def test_coverings_that_do_not_fit_share_the_time():
+    first, second = product(CHANGED_SECONDS / 8), product(CHANGED_SECONDS / 8)
+    choice = choose({first: "a", second: "b"}, [f"mesh_transformer/{RING}"], 0)
+    assert choice.changed == {first: (4, 30), second: (4, 30)}
+
+
 def test_without_a_change_later_turns_take_its_time():
     some = product(CHANGED_SECONDS / 4, strength=2)
     (whole, *_), alone = covering._shares([some], "0"), choose({some: "a"}, (), 0).cases[some]
@@ -148,25 +155,56 @@ def test_without_git_nothing_is_changed_and_the_turn_is_the_first(tmp_path: Path
     assert (sample.changed_files(tmp_path), sample.commits(tmp_path)) == ([], 0)
 
 
+def test_the_files_that_a_file_of_tests_imports(repo: Path):
+    """Itself, through tests/support, and a module named in `from package import module`."""
+    found = sample.imported(repo / "tests/ops/test_context.py", repo)
+    some = {
+        "tests/ops/test_context.py",
+        "tests/support/covering.py",
+        "mesh_transformer/ops/attend/context.py",
+        "mesh_transformer/parallel/mesh.py",
+    }
+    assert some <= found
+    assert "mesh_transformer/ops/attend/ring.py" not in found
+    assert "mesh_transformer/families/gptj.py" in sample.imported(repo / "tests/models/test_model.py", repo)
+
+
 TEST = """
 import pytest
-from support.covering import sampled
+from support.covering import CHANGED_SECONDS, sampled
 
-@pytest.mark.parametrize(("number", "letter"), sampled(range(40), "ab", seconds=100, files=("ops/attend/ring.py",)))
+@pytest.mark.parametrize(("number", "letter"), sampled(range(40), "ab", seconds=CHANGED_SECONDS / 3, files=("ops/attend/ring.py",)))
 def test_some(number, letter):
     pass
 """
 
 
-@pytest.mark.parametrize("workers", [[], ["-n1"]])
-def test_a_run_says_what_it_chose(tmp_path: Path, workers) -> None:
-    """The process that prints does not collect if pytest-xdist has workers."""
+@pytest.fixture
+def some_tests(tmp_path: Path) -> list[str]:
+    """A command that tests a folder with a product and another file."""
     (tmp_path / "test_some.py").write_text(TEST)
+    (tmp_path / "test_other.py").write_text("import other\n\ndef test_one():\n    pass\n")
+    (tmp_path / "other.py").touch()
     markers = "markers =\n    matrix: a\n    unsampled: b\n"
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT} {ROOT / 'tests'}\n{markers}")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "support.sample", *workers]
-    run = subprocess.run([*command, "-m", "not unsampled"], cwd=tmp_path, capture_output=True, text=True)
-    # a turn of 4 or 3 of the 40 combinations that cover the product, and three more in CHANGED_SECONDS
-    assert "7 passed" in run.stdout
-    assert "products of variants: 7 of 80 combinations" in run.stdout
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = . {ROOT} {ROOT / 'tests'}\n{markers}")
+    # no other plugins, which take seconds to import
+    options = "-m pytest --disable-plugin-autoload -p no:cacheprovider -p xdist -p support.sample -m"
+    return [sys.executable, *options.split(), "not unsampled"]
+
+
+@pytest.mark.parametrize("workers", [[], ["-n1"]])
+def test_a_run_says_what_it_chose(tmp_path: Path, some_tests: list[str], workers: list[str]) -> None:
+    """The process that prints does not collect if pytest-xdist has workers."""
+    run = subprocess.run([*some_tests, *workers], cwd=tmp_path, capture_output=True, text=True)
+    # a turn has 3 or 4 of the 40 combinations that cover the product, and 3 more fit CHANGED_SECONDS
+    assert re.search(r"^products of variants: [67] of 80 combinations", run.stdout, re.MULTILINE), run.stdout
     assert f"any {2 * TURNS - 1} commits in a row cover each product" in run.stdout
+    assert re.search("[78] passed", run.stdout)
+
+
+def test_a_run_of_changed_files_has_the_tests_that_import_them(tmp_path: Path, some_tests: list[str]) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    commit(tmp_path, "all", 1_800_000_000)
+    (tmp_path / "other.py").write_text("number = 1\n")
+    run = subprocess.run([*some_tests, "--changed", "HEAD"], cwd=tmp_path, capture_output=True, text=True)
+    assert "1 passed, 80 deselected" in run.stdout
