@@ -39,7 +39,7 @@ class Config(OptimizerConfig):
         return {name: partial(self._axes, name) for name in ("v_row", "v_col", "v")}
 
     def _axes(self, slot: str, axes: Axes, shape: tuple[int, ...]) -> Axes:
-        layers = tuple(name for name in axes if name in STACKS)
+        layers = _stacks(axes)
         own = axes[len(layers) :]
         sizes = shape[len(layers) :]
         # as in optax, the row average is over the largest dimension and the column average over the second largest
@@ -64,19 +64,32 @@ class Config(OptimizerConfig):
         )
         clip = optax.clip_by_block_rms(self.clipping_threshold)
 
-        def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
-            updates, state = rms.update(gradients, state, params)
-            return clip.update(updates, optax.EmptyState())[0], state
+        def by_layer(function: Any, results: int, *trees: Any) -> Any:
+            # each array over its own layers: stacks of several kinds of layers differ in length
+            def whole(array: Any, names: Axes, *others: Any) -> Any:
+                mapped = function
+                for _ in _stacks(names):
+                    mapped = jax.vmap(mapped)
+                return mapped(array, *others)
 
-        stacked = jax.tree.map(
-            lambda names: 0 if names[:1] and names[0] in STACKS else None,
-            axes,
-            is_leaf=lambda node: isinstance(node, tuple),
-        )
-        if not jax.tree.leaves(stacked):
-            return optax.GradientTransformation(rms.init, update)
-        slots = FactoredState(None, stacked, stacked, stacked)
-        return optax.GradientTransformation(
-            jax.vmap(rms.init, (stacked,), slots),
-            jax.vmap(update, (stacked, slots, stacked), (stacked, slots)),
-        )
+            found = jax.tree.map(whole, trees[0], axes, *trees[1:])
+            return jax.tree.transpose(jax.tree.structure(trees[0]), jax.tree.structure((0,) * results), found)
+
+        def init(params: Any) -> Any:
+            slots = by_layer(lambda param: tuple(rms.init(param)[1:]), 3, params)
+            return FactoredState(rms.init({}).count, *slots)
+
+        def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+            def layer(gradient: Any, v_row: Any, v_col: Any, v: Any, param: Any) -> Any:
+                direction, new = rms.update(gradient, FactoredState(state.count, v_row, v_col, v), param)
+                return clip.update(direction, optax.EmptyState())[0], *new[1:]
+
+            directions, *slots = by_layer(layer, 4, gradients, state.v_row, state.v_col, state.v, params)
+            return directions, FactoredState(optax.safe_increment(state.count), *slots)
+
+        return optax.GradientTransformation(init, update)
+
+
+def _stacks(axes: Axes) -> Axes:
+    """The dimensions of an array that are layers. They come first."""
+    return tuple(name for name in axes if name in STACKS)

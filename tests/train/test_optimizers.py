@@ -29,8 +29,25 @@ SMALL = {
 TOKENS = np.random.default_rng(0).integers(0, 64, (3, 1, 4, 13)).astype(np.int32)
 MESH = ("mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.zero1=true")
 FACTORED = "optimizer.min_dim_size_to_factor=8"
-AXES = {"tables": {"w": ("vocab", "embed"), "b": ("vocab",)}, "blocks": {"w": ("layers", "embed", "mlp"), "b": ("layers", "mlp")}}  # fmt: skip
-SHAPES = {"tables": {"w": (12, 8), "b": (12,)}, "blocks": {"w": (9, 8, 16), "b": (9, 16)}}
+# the stacks of a model with unlike layers: all layers, the dense ones, the ones with experts
+AXES = {
+    "tables": {"w": ("vocab", "embed"), "b": ("vocab",), "scale": ()},
+    "blocks": {"w": ("layers", "embed", "mlp"), "b": ("layers", "mlp"), "scale": ("layers",)},
+    "dense": {"w": ("unsplit_layers", "mlp", "embed"), "b": ("unsplit_layers", "embed")},
+    "experts": {
+        "w": ("unsplit_layers", "experts", "embed", "mlp"),
+        "b": ("unsplit_layers", "experts", "mlp"),
+        "bias": ("unsplit_layers", "experts"),
+        "square": ("unsplit_layers", "embed", "embed"),
+        "thin": ("unsplit_layers", "embed", "kv_rank"),
+    },
+}
+SHAPES = {
+    "tables": {"w": (12, 8), "b": (12,), "scale": ()},
+    "blocks": {"w": (3, 8, 16), "b": (3, 16), "scale": (3,)},
+    "dense": {"w": (1, 16, 8), "b": (1, 8)},
+    "experts": {"w": (2, 5, 8, 16), "b": (2, 5, 16), "bias": (2, 5), "square": (2, 8, 8), "thin": (2, 8, 3)},
+}
 
 
 def drawn(seed: int) -> dict[str, Any]:
@@ -41,7 +58,12 @@ def drawn(seed: int) -> dict[str, Any]:
 
 def unstacked(tree: dict[str, Any]) -> dict[str, Any]:
     """The same with each layer as a tree of its own."""
-    layers = {str(layer): {name: x[layer] for name, x in tree["blocks"].items()} for layer in range(9)}
+    stacks = {name: arrays for name, arrays in tree.items() if name != "tables"}
+    layers = {
+        f"{stack}/{layer}": {name: x[layer] for name, x in arrays.items()}
+        for stack, arrays in stacks.items()
+        for layer in range(len(arrays["b"]))
+    }
     return {**tree["tables"], **layers}
 
 
@@ -80,17 +102,18 @@ def test_a_slot_has_the_names_of_its_dimensions(name: str) -> None:
     optimizer, params = Optimizer(config, AXES), drawn(0)
     state, slots = optimizer.init(params), optimizer.slot_axes(params)
     assert state.keys() - slots.keys() == {"count", "schedule"}
-    sizes = {"vocab": 12, "embed": 8, "mlp": 16, "layers": 9, None: 1}
-    for slot, axes in slots.items():
-        found = jax.tree.map(lambda x: x.shape, state[slot])
-        assert found == jax.tree.map(
-            lambda names: tuple(sizes[name] for name in names), axes, is_leaf=lambda node: isinstance(node, tuple)
-        )  # fmt: skip
+    sizes = {"vocab": 12, "embed": 8, "mlp": 16, "layers": 3, "experts": 5, "kv_rank": 3, None: 1}
+    for slot, trees in slots.items():
+        for stack, arrays in trees.items():
+            for name, axes in arrays.items():
+                lengths = {**sizes, "unsplit_layers": SHAPES[stack]["b"][0]}
+                assert state[slot][stack][name].shape == tuple(lengths[dimension] for dimension in axes), (stack, name)
     if name == "adafactor":
         assert slots["v_row"]["blocks"]["w"] == ("layers", "embed")
         assert slots["v_col"]["blocks"]["w"] == ("layers", "mlp")
         assert slots["v_row"]["tables"]["w"] == ("embed",)
-        assert slots["v"]["blocks"] == {"w": ("layers", None), "b": ("layers", "mlp")}
+        assert slots["v"]["blocks"] == {"w": ("layers", None), "b": ("layers", "mlp"), "scale": ("layers",)}
+        assert slots["v_row"]["experts"]["w"] == ("unsplit_layers", "experts", "embed")
 
 
 @pytest.mark.parametrize("overrides", [("optimizer.name=lion",), ("optimizer.name=adafactor", FACTORED)])
