@@ -1,17 +1,20 @@
 """Attention whose positions are split over devices, against the plain form on one device."""
 
 import functools
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from support.covering import sampled
 
 from mesh_transformer.config import MeshConfig, mesh_shape
 from mesh_transformer.config.mesh import training_rules
-from mesh_transformer.estimate.hlo import collectives
+from mesh_transformer.estimate.hlo import collective_bytes, collectives
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.parallel.mesh import make_mesh
@@ -33,9 +36,28 @@ CASES: dict[str, dict[str, Any]] = {
     "segments": {"segments": True},
     "all": {"segments": True, "window": 9, "softcap": 0.5, "key_heads": 2},
 }
+# a mesh, heads, and heads of keys, which are repeated until each device has whole ones
+REPEATED_KEY_HEADS = {
+    "cp4": ({"cp": 4}, 8, 2),
+    "cp2_tp2": ({"cp": 2, "tp": 2}, 8, 2),
+    "cp2_one_key_head": ({"cp": 2}, 8, 1),
+    "cp8": ({"cp": 8}, 8, 4),
+    "cp4_not_divisible": ({"cp": 4}, 12, 6),
+}
 # float32 sums in another order
 FILES = ("ops/attend/context.py", "ops/attend/ring.py", "ops/attend/causal.py")
 CLOSE = 5e-6
+
+
+@pytest.fixture
+def no_compile_cache() -> Iterator[None]:
+    """The compiler warns only when it compiles."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 def partition_of(mesh: str, mode: str) -> Partition:
@@ -127,6 +149,46 @@ def compiled_gradient(cp: int, length: int, mode: str) -> Any:
     x = jax.ShapeDtypeStruct((1, length, H, K), jnp.float32, sharding=partition.sharding("batch", "seq", None, None))
     shardings = (x.sharding,) * 3
     return jax.jit(jax.grad(loss, (0, 1, 2)), in_shardings=shardings, out_shardings=shardings).lower(x, x, x).compile()
+
+
+@pytest.mark.parametrize("case", REPEATED_KEY_HEADS)
+def test_ulysses_sends_heads_once_and_gathers_no_positions(case: str, no_compile_cache: None, capfd: Any) -> None:
+    """Also where heads of keys are fewer than the devices: each device gets the keys of its own heads."""
+    mesh, heads, key_heads = REPEATED_KEY_HEADS[case]
+    sent = collective_bytes(compiled_attention(mesh, "ulysses", heads, key_heads))
+    n = math.prod(mesh.values())
+    # q, k, v, the output and their gradients
+    assert sent == {"all-to-all": 4 * (heads + math.lcm(key_heads, n)) * B * T * K * 4 // n}
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+def test_ulysses_sends_less_than_gather_if_it_needs_less() -> None:
+    """See docs/parallelism.md: heads and repeated heads of keys are fewer than heads of keys times devices."""
+    less, more = (sum(collective_bytes(compiled_attention({"cp": 8}, mode, 8, 4)).values()) for mode in MODES[2:])
+    assert less < more
+
+
+def compiled_attention(mesh: dict[str, int], mode: str, heads: int, key_heads: int) -> str:
+    """The program of the output and the gradients of q, k and v, after a rotation as of rotary positions."""
+    shape = mesh_shape(**mesh)
+    devices = jax.devices()[: math.prod(shape.values())]
+    partition = Partition(make_mesh(shape, devices), training_rules(MeshConfig()), context_mode=mode)
+    q, k = (
+        jax.ShapeDtypeStruct((B, T, n, K), jnp.float32, sharding=partition.sharding("batch", "seq", "heads", None))
+        for n in (heads, key_heads)
+    )
+
+    def rotated(x: jax.Array) -> jax.Array:
+        left, right = jnp.split(x, 2, axis=3)
+        return jnp.concatenate([left - right, left + right], axis=3)
+
+    def run(q: Any, k: Any, v: Any, dy: Any) -> Any:
+        with use(partition):
+            y, pull = jax.vjp(lambda q, k, v: context.attention()(rotated(q), rotated(k), v, scale=SCALE), q, k, v)
+            return y, *pull(dy)
+
+    split = tuple(x.sharding for x in (q, q, k, k))
+    return jax.jit(run, out_shardings=split).lower(q, k, k, q).compile().as_text()
 
 
 @pytest.mark.parametrize("length", [16, 24])

@@ -62,10 +62,16 @@ class SplitHeads:
         def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
             return jax.lax.with_sharding_constraint(x, split.sharding(*axes))
 
+        def send(x: jax.Array) -> jax.Array:
+            # Without the first constraint the partitioner splits the heads of an earlier array too: of keys before they
+            # are repeated, for which it gathers all positions, and of the halves of a rotation, in float32.
+            x = jax.lax.with_sharding_constraint(x, self.partition.sharding("batch", "seq", "heads", None))
+            return constrain(x, "batch", "seq", "heads", None)
+
         times = math.lcm(k_BTJK.shape[2], split.size("heads")) // k_BTJK.shape[2]
         if times > 1:
             k_BTJK, v_BTJV = (jnp.repeat(x, times, axis=2) for x in (k_BTJK, v_BTJV))
-        q_BTHK, k_BTJK, v_BTJV = (constrain(x, "batch", "seq", "heads", None) for x in (q_BTHK, k_BTJK, v_BTJV))
+        q_BTHK, k_BTJK, v_BTJV = map(send, (q_BTHK, k_BTJK, v_BTJV))
         bias = None if self.bias_BHTS is None else constrain(self.bias_BHTS, None, "heads", "seq", None)
         causal = Causal(bias, self.segments_BT)
         mixed = causal(q_BTHK, k_BTJK, v_BTJV, scale=scale, window=window, softcap=softcap)
