@@ -36,6 +36,10 @@ REPO = Path(__file__).resolve().parents[2]
 CONFIG = REPO / "configs" / "6B_finetune_v3-8.json"
 SMALL = copy.deepcopy(TINY)
 SMALL["model"] |= {"d_model": 256, "seq": 128}
+# two heads of keys for four devices
+GROUPED = copy.deepcopy(TINY)
+GROUPED["model"] = {"family": "llama", "layers": 2, "d_model": 256, "d_ff": 512, "n_heads": 4, "n_kv_heads": 2}
+GROUPED["model"] |= {"n_vocab": 512, "seq": 128}
 # elements of the largest matrix of a layer
 WIDEST = 256 * 4 * 256
 # a slice of each generation, and the mesh of its training step
@@ -211,6 +215,18 @@ def test_a_pipeline_sends_activations_and_gathers_no_weights():
     assert sent.count(activation) >= 2
     gathered = [array.size for one in found if one.kind == "all-gather" for array in one.arrays]
     assert max(gathered) <= activation
+
+
+def test_ulysses_sends_each_array_once_and_gathers_none():
+    """In bfloat16: queries, keys, values and the output; in the backward pass all again, and their gradients."""
+    compiled = _compile(parse_config(GROUPED, ["mesh.cp=4", "mesh.context_mode=ulysses"]), "v4-8")
+    found = collectives(compiled.as_text())
+    assert not [one for one in found if one.kind == "all-gather"]
+    sent = [one for one in found if one.kind == "all-to-all"]
+    assert all(LAYER_LOOP in one.loops[-1] for one in sent)
+    # each device has one head of queries, of keys and of values for all 8 x 128 positions
+    assert [one.nbytes for one in sent] == [2 * 8 * 128 * 64] * 12
+    assert sum("transpose(" in one.loops[-1] for one in sent) == 8
 
 
 def _between_slices(name: str, *overrides: str) -> list[Collective]:
