@@ -162,6 +162,13 @@ def test_ulysses_sends_heads_once_and_gathers_no_positions(case: str, no_compile
     assert "rematerialization" not in capfd.readouterr().err
 
 
+def test_gather_gathers_keys_and_values_of_a_device_s_own_sequences_and_heads() -> None:
+    """Not what other axes split. The gradients of keys and values return by position."""
+    sent = collective_bytes(compiled_attention({"cp": 2, "fsdp": 2, "tp": 2}, "gather", 8, 2))
+    own = 2 * B // 2 * T * 1 * K * 4
+    assert sent == {"all-gather": own, "all-to-all": own}
+
+
 def test_ulysses_sends_less_than_gather_if_it_needs_less() -> None:
     """See docs/parallelism.md: heads and repeated heads of keys are fewer than heads of keys times devices."""
     less, more = (sum(collective_bytes(compiled_attention({"cp": 8}, mode, 8, 4)).values()) for mode in MODES[2:])

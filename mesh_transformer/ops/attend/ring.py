@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.ops.attend.causal import MASKED, sees, soft_capped
@@ -52,6 +52,12 @@ class Plan:
         """The arrays of the previous device of the ring."""
         ring = [(i, (i + 1) % self.devices) for i in range(self.devices)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, ring), tree)
+
+    def sum_by_position(self, x_NBTJK: jax.Array) -> jax.Array:
+        """The sum over devices of arrays of all positions. Each device sends to every other the positions of that one."""
+        free = P.UNCONSTRAINED
+        split = NamedSharding(self.mesh, P(None, free, self.axis, free, free))
+        return jax.lax.with_sharding_constraint(x_NBTJK, split).sum(0)
 
     def chunks(self, x: Any, dimension: int) -> list[Any]:
         """The chunks of an array of one device, earliest first: with zigzag two, else one."""
@@ -141,9 +147,14 @@ def attend(plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: Any, window:
 
 
 def _specs(plan: Plan) -> tuple[P, ...]:
-    """The splits of q, k, v, the bias, the segments and the window."""
+    """The splits of q, k, v, the bias, the segments and the window.
+
+    With gather the partitioner gathers the keys. An `all_gather` inside the `shard_map` would gather the sequences and
+    heads that other axes split too.
+    """
     rows = P(None, plan.axis)
-    return rows, rows, rows, P(None, None, plan.axis), rows, P()
+    keys = P() if plan.mode == "gather" else rows
+    return rows, keys, keys, P(None, None, plan.axis), keys, P()
 
 
 def _forward(plan: Plan, *arrays: Any) -> tuple[jax.Array, Any]:
@@ -155,9 +166,14 @@ def _forward(plan: Plan, *arrays: Any) -> tuple[jax.Array, Any]:
 
 def _backward(plan: Plan, saved: Any, dy_BTHK: jax.Array) -> tuple[Any, ...]:
     specs = _specs(plan)
-    rows = P(None, plan.axis)
-    run = plan.map(_backward_of_device, (*specs, rows, P(None, None, None, plan.axis), rows), specs[:4])
-    return *run(*saved, dy_BTHK), None, None
+    rows, bias = P(None, plan.axis), specs[3]
+    keys = P(plan.axis) if plan.mode == "gather" else rows
+    run = plan.map(_backward_of_device, (*specs, rows, P(None, None, None, plan.axis), rows), (rows, keys, keys, bias))
+    dq, *dkeys, dbias = run(*saved, dy_BTHK)
+    if plan.mode == "gather":
+        dkeys = [plan.sum_by_position(x) for x in dkeys]
+    dk, dv = (x.astype(dy_BTHK.dtype) for x in dkeys)
+    return dq, dk, dv, dbias, None, None
 
 
 attend.defvjp(_forward, _backward)
@@ -192,7 +208,10 @@ def _forward_of_device(plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: 
 def _backward_of_device(
     plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: Any, window: Any, mixed: Any, log_z: Any, dy: Any
 ) -> Any:
-    """The gradients of q, k, v and the bias, as in `ops.attend.causal`, with the softmax from its normalizer."""
+    """The gradients of q, k, v and the bias, as in `ops.attend.causal`, with the softmax from its normalizer.
+
+    Those of k and v are float32; with gather of all positions, (1, B, T, J, K), and not yet summed over the devices.
+    """
     queries = _queries(plan, q, k.shape[2], bias, segments)
     delta = (dy.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1)
     delta = rearrange(delta, "b t (j g) -> b j g t", j=k.shape[2])
@@ -234,13 +253,17 @@ def _backward_of_device(
     if bias is not None:
         rows = [rearrange(one.dbias_BJGCT, "b j g c t -> b (j g) c t") for one in dqueries]
         dbias = jnp.concatenate(rows, axis=2).astype(bias.dtype)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias
+    if plan.mode == "gather":
+        dk, dv = dk[None], dv[None]
+    return dq.astype(q.dtype), dk, dv, dbias
 
 
 def _queries(plan: Plan, q_BTHK: Any, j: int, bias_BHTS: Any, segments_BT: Any) -> list[_Queries]:
     """The chunks of a device's queries."""
     device = jax.lax.axis_index(plan.axis)
     q = rearrange(q_BTHK, "b t (j g) k -> b t j g k", j=j)
+    if plan.mode == "gather" and segments_BT is not None:
+        segments_BT = jax.lax.dynamic_slice_in_dim(segments_BT, device * q.shape[1], q.shape[1], axis=1)
     bias = None if bias_BHTS is None else rearrange(bias_BHTS, "b (j g) t s -> b j g t s", j=j)
     chunks = zip(plan.chunks(q, 1), plan.chunks(segments_BT, 1), plan.chunks(bias, 3), strict=True)
     return [
@@ -269,7 +292,7 @@ def _all_visits(plan: Plan, visit: Any, state: Any, keys: list[_Sent], gradients
     """
     own, n = jax.lax.axis_index(plan.axis), plan.devices
     if plan.mode == "gather":
-        return _gathered_visit(plan, visit, state, keys, gradients)
+        return visit(state, None, keys, gradients)
 
     def later(carry: Any, step: Any) -> tuple[Any, None]:
         state, keys, gradients = carry
@@ -286,14 +309,6 @@ def _all_visits(plan: Plan, visit: Any, state: Any, keys: list[_Sent], gradients
     state, keys, gradients = carry
     state, gradients = visit(state, (own + 1) % n, keys, plan.send(gradients))
     return state, plan.send(gradients)
-
-
-def _gathered_visit(plan: Plan, visit: Any, state: Any, keys: list[_Sent], gradients: Any) -> tuple[Any, Any]:
-    """One visit of the keys of all devices. The sum of their gradients returns to the device."""
-    whole = [jax.tree.map(lambda x: jax.lax.all_gather(x, plan.axis, axis=1, tiled=True), one) for one in keys]
-    zeros = jax.tree.map(lambda x: plan.empty((x.shape[0], plan.devices * x.shape[1], *x.shape[2:])), gradients)
-    state, summed = visit(state, None, whole, zeros)
-    return state, jax.tree.map(lambda x: jax.lax.psum_scatter(x, plan.axis, scatter_dimension=1, tiled=True), summed)
 
 
 def _visit(
