@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, cast
 
 from mesh_transformer.data import template_process
-from mesh_transformer.data.template_process import TIME_S
+from mesh_transformer.data.template_process import TIME_S, WALL_S
 from mesh_transformer.errors import UserError
 
 # what Python needs to start; the other variables may be secrets
@@ -62,20 +63,29 @@ class ChatTemplate:
     def close(self) -> None:
         """End the process. The next text starts another one."""
         if self._process is not None:
+            # not by the end of its input, which a stopped process does not see
+            self._process.kill()
             self._process.communicate()
             self._process = None
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
         process = self._process = self._running()
         to, back = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+        # ends the waits for the process below
+        timer = threading.Timer(WALL_S, process.kill)
+        timer.start()
         # if the process has ended, there is no answer
         with contextlib.suppress(BrokenPipeError):
             to.write(json.dumps(request).encode() + b"\n")
             to.flush()
         answer = back.readline()
+        in_time = timer.is_alive()
+        timer.cancel()
         if answer.endswith(b"\n"):
             return json.loads(answer)
         self.close()
+        if not in_time:
+            return {"error": f"it takes longer than {WALL_S:g} s by the clock"}
         late = process.returncode == -signal.SIGPROF
         return {"error": f"it takes longer than {TIME_S:g} s" if late else "its process ended unexpectedly"}
 

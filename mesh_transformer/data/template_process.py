@@ -4,15 +4,22 @@ It reads a JSON object per line, {"source", "variables"}, and answers each with 
 nothing of this package, so that it starts in a tenth of a second.
 """
 
+import contextlib
+import encodings
 import functools
+import html  # noqa: F401  (striptags)
+import importlib
 import json
+import pkgutil
 import resource
 import signal
 import sys
+import textwrap  # noqa: F401  (wordwrap)
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+import jinja2.constants  # noqa: F401  (lipsum)
 from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
@@ -24,6 +31,8 @@ from jinja2.utils import Namespace
 MEMORY_BYTES = 512 << 20
 # of the processor, for one text
 TIME_S = 1.0
+# by the clock, for one text: the process may be stopped, or wait for a processor
+WALL_S = 10.0
 TEXT_CHARS = 4 << 20
 _MESSAGE_CHARS = 1000
 # a process that breaks out of the sandbox still cannot open a file or a socket, or start a process
@@ -111,16 +120,28 @@ def render(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
         return {"text": "".join(text)}
     except MemoryError:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
+    except (OSError, ImportError) as error:
+        # not its text, which may have a path of this machine
+        return {"error": f"{type(error).__name__}: a template cannot open or import anything"}
     except Exception as error:  # noqa: BLE001  (a template can raise any exception)
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         return {"error": f"{kind}{error}"[:_MESSAGE_CHARS]}
+
+
+def _import_encodings() -> None:
+    """Import what `str.encode` and `bytes.decode` import at the first use: no file can be opened later."""
+    for module in pkgutil.iter_modules(encodings.__path__):
+        # two of them are of Windows
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"encodings.{module.name}")
 
 
 def main() -> None:
     """Answer each line of the standard input. A text that takes too long ends the process by SIGPROF."""
     # Ctrl-C in a terminal reaches all processes; the server that drains still needs this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # whatever Python and Jinja open at the first use
+    # whatever Python and Jinja open at the first use; the imports above that have no other use are such too
+    _import_encodings()
     render("{{ strftime_now('%c %Z') }}{{ raise_exception('') }}", {})
     for limit, most in _LIMITS.items():
         resource.setrlimit(limit, (most, most))

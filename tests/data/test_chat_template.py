@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from support.chat_templates import CHATML, TEMPLATES, chat_folder
 from transformers import AutoTokenizer
 
+from mesh_transformer.data import chat_template, template_process
 from mesh_transformer.data.chat_template import ChatTemplate
 from mesh_transformer.data.template_process import MEMORY_BYTES
 from mesh_transformer.data.tokenizer import load_tokenizer, save_tokenizer
@@ -65,6 +67,60 @@ def test_a_text_is_that_of_transformers(render: Any, theirs: Any, name: str, pro
                     render(TEMPLATES[name], chat, add_generation_prompt=prompt, variables=variables)
             else:
                 assert render(TEMPLATES[name], chat, add_generation_prompt=prompt, variables=variables) == wanted
+
+
+# by what a filter, a test, a function or a method imports at its first use
+LATE = {
+    "wordwrap": "{{ messages[0].content | wordwrap(9) }}",
+    "striptags": "{{ messages[0].content | striptags }}",
+    "lipsum": "{{ lipsum(n=2, min=5, max=6) | length > 0 }}",
+    **{
+        name: f"{{{{ messages[0].content.encode('{name}') }}}}"
+        for name in ("idna", "punycode", "utf-16", "utf_7", "cp037", "shift_jis", "unicode_escape")
+    },
+}
+VALUES = {"text": "a <b>c</b> http://x.y z", "numbers": [3, 1, 2], "fields": {"a": 1}, "real": 1.5, "rows": [{"a": 1}]}
+ARGUMENTS = ("", "(1)", "('a')", "(2, 'a')", "(attribute='a')")
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_is_imported_at_the_first_use(theirs: Any, name: str) -> None:
+    """In a process of its own: another text may have imported it."""
+    with contextlib.closing(ChatTemplate(LATE[name], {})) as template:
+        assert template.render(CHAT[:1]) == theirs.apply_chat_template(
+            CHAT[:1], chat_template=LATE[name], tokenize=False
+        )
+
+
+def test_every_filter_and_test_is_that_of_transformers(render: Any, theirs: Any) -> None:
+    """One process makes all texts. A text that transformers refuses is refused, and no answer has a path."""
+    known = template_process.environment()
+    names = [f"| {name}{given}" for name in known.filters for given in ARGUMENTS if name != "random"]
+    names += [f"is {name}{given}" for name in known.tests for given in ARGUMENTS[:2]]
+    sources = [f"{{{{ {value} {name} }}}}" for value in VALUES for name in names]
+    made = 0
+    for source in sources:
+        try:
+            wanted = theirs.apply_chat_template(CHAT[:1], chat_template=source, tokenize=False, **VALUES)
+        except Exception:  # noqa: BLE001  (what a template raises)
+            with pytest.raises(UserError) as refused:
+                render(source, CHAT[:1], variables=VALUES)
+            assert sys.prefix not in str(refused.value)
+            assert "site-packages" not in str(refused.value)
+            continue
+        found = render(source, CHAT[:1], variables=VALUES)
+        # addresses of objects differ
+        assert re.sub("0x[0-9a-f]+", "", found) == re.sub("0x[0-9a-f]+", "", wanted), source
+        made += 1
+    assert made > len(sources) / 3
+
+
+def test_an_answer_has_no_path_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise ImportError("cannot import name 'a'", name="a", path="/usr/lib/python3/a.py")
+
+    monkeypatch.setattr(template_process, "_compiled", fails)
+    assert template_process.render("", {}) == {"error": "ImportError: a template cannot open or import anything"}
 
 
 @settings(max_examples=40, deadline=None)
@@ -251,7 +307,26 @@ def test_the_next_text_follows_one_that_exceeded_its_limits() -> None:
             time.sleep(0.01)
         assert template.render([{"content": "c\ud800"}]) == "c\ud800"
         process = template._process
-    assert process.returncode == 0
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("text", ["short", "longer than a pipe " * 20_000])
+def test_a_process_that_is_stopped_is_ended_by_the_clock(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """It reads nothing and answers nothing. The next text has a new process."""
+    monkeypatch.setattr(chat_template, "WALL_S", 0.5)
+    with contextlib.closing(ChatTemplate("{{ messages[0].content }}", {})) as template:
+        assert template.render([{"content": "a"}]) == "a"
+        stopped = template._process
+        os.kill(stopped.pid, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(UserError, match=r"longer than 0\.5 s by the clock"):
+            template.render([{"content": text}])
+        assert time.monotonic() - start < 5
+        assert stopped.returncode == -signal.SIGKILL
+        monkeypatch.setattr(chat_template, "WALL_S", template_process.WALL_S)
+        assert template.render([{"content": text}]) == text
+        os.kill(template._process.pid, signal.SIGSTOP)
+    assert template._process is None
 
 
 def test_the_process_can_open_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
