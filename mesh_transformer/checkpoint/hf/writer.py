@@ -201,18 +201,19 @@ def _size(planned: _OutputTensor) -> int:
 def _plan(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> list[_OutputTensor]:
     """All tensors to write, in the order of the computation, layer by layer."""
     plan: list[_OutputTensor] = []
-    for _, rows in itertools.groupby(model.hf_tensors(), lambda row: row.stacked):
-        by_name: dict[str, list[Tensor]] = {}
-        for row in rows:
-            by_name.setdefault(row.foreign, []).append(row)
+    by_name: dict[str, list[Tensor]] = {}
+    for row in model.hf_tensors():
+        by_name.setdefault(row.foreign, []).append(row)
+    tensors = [sorted(parts, key=lambda row: row.part or 0) for parts in by_name.values()]
+    for _, stage in itertools.groupby(tensors, lambda parts: parts[0].stacked):
         of_stage = []
-        for members in by_name.values():
-            first = members[0]
+        for parts in stage:
+            first = parts[0]
             shape, stored = foreign_shape(first, model), source.tensors[f"params/{first.parameter}"].dtype
             rounds = dtype is not None and dtype.itemsize <= stored.itemsize
             cast = stored if dtype is None or (rounds and f"params/{first.parameter}" in _EXACT) else dtype
             for place, name in foreign_names(first, model):
-                of_stage.append(_OutputTensor(name, shape, cast, members, place))
+                of_stage.append(_OutputTensor(name, shape, cast, parts, place))
         plan += sorted(of_stage, key=lambda planned: planned.rows[0].layer(planned.place))
     return plan
 

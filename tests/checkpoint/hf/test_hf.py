@@ -1,6 +1,7 @@
 """The Hugging Face format compared with transformers, and round trips."""
 
 import json
+import random
 import tracemalloc
 
 import golden
@@ -10,13 +11,14 @@ import pytest
 import safetensors.numpy
 from support import hf_folders as hf
 from support.builders import program
+from support.families import MODELS
 
 from mesh_transformer.checkpoint.hf import writer as hf_write
 from mesh_transformer.checkpoint.hf.safetensors_file import read_header
 from mesh_transformer.checkpoint.hf.source import HFSource
 from mesh_transformer.checkpoint.hf.writer import write_hf
 from mesh_transformer.errors import UserError
-from mesh_transformer.families import gpt_neox
+from mesh_transformer.families import FAMILIES, gpt_neox
 
 # For float32: logits are up to about 10, and the two programs differ by less than 1e-5.
 TOLERANCE = 1e-4
@@ -119,6 +121,22 @@ def test_a_round_trip_keeps_every_bit(tmp_path, dtype) -> None:
     index = json.loads((tmp_path / "written/model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == header.keys()
     assert index["metadata"]["total_size"] == sum(t.dtype.itemsize * int(np.prod(t.shape)) for t in header.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_order_of_a_table_does_not_matter(tmp_path, monkeypatch, family) -> None:
+    """The parts of a fused tensor are in the order of `part`, in whatever order the rows of the table stand."""
+    sizes = {"d_model": 16, "n_heads": 8, "n_vocab": 24, "seq": 8}
+    # two shared experts, which the folder holds as one
+    shared = {"shared_d_ff": 80} if family == "deepseek_v2" else {}
+    fields = MODELS.get(family, {"family": family, "layers": 2, "pe_rotary_dims": 2})
+    model = FAMILIES[family](**{**fields, **sizes, **shared})
+    source, rows = hf.MemorySource(hf.random_params(model)), list(model.hf_tensors())
+    write_hf(source, model, str(tmp_path / "table"))
+    random.Random(family).shuffle(rows)
+    monkeypatch.setattr(type(model), "hf_tensors", lambda self: rows)
+    write_hf(source, model, str(tmp_path / "shuffled"))
+    assert_same(*(safetensors.numpy.load_file(tmp_path / name / "model.safetensors") for name in ("table", "shuffled")))
 
 
 def test_negative_zeros_are_kept_if_the_bias_is_zero(tmp_path) -> None:
