@@ -55,8 +55,17 @@ class ConfigJson:
             raise UserError(f"{said}: these keys mean the same, keep one")
         return value
 
-    def size(self, *names: str, default: int | None, null: bool = False, most: int = INT32_MAX, why: str = "") -> Any:
-        """A whole number from 1 to `most`; None, if the value is null and `null` allows it or the default is None.
+    def size(
+        self,
+        *names: str,
+        default: int | None,
+        null: bool = False,
+        least: int = 1,
+        most: int = INT32_MAX,
+        why: str = "",
+    ) -> Any:
+        """A whole number from `least` to `most`; None, if the value is null and `null` allows it or the default is
+        None.
 
         Raises:
             UserError: the value is something else.
@@ -64,13 +73,16 @@ class ConfigJson:
         value = self.take(*names, default=default)
         if value is None and (null or default is None):
             return None
-        if type(value) is not int or not 1 <= value <= most:
-            limits = "of 1 or more" if most == INT32_MAX else f"from 1 to {most}"
+        if type(value) is not int or not least <= value <= most:
+            limits = f"of {least} or more" if most == INT32_MAX else f"from {least} to {most}"
             raise UserError(f"{names[0]} is {value!r:.60}: expected a whole number {limits}{why}")
         return value
 
-    def number(self, *names: str, default: float | None, most: float = 1e30, null: bool = False) -> Any:
-        """A number above 0 and at most `most`; None, if the value is null and `null` allows it or the default is None.
+    def number(
+        self, *names: str, default: float | None, most: float = 1e30, null: bool = False, zero: bool = False
+    ) -> Any:
+        """A number above 0, or 0 if `zero` allows it, and at most `most`; None, if the value is null and `null` allows
+        it or the default is None.
 
         Raises:
             UserError: the value is something else.
@@ -78,8 +90,9 @@ class ConfigJson:
         value = self.take(*names, default=default)
         if value is None and (null or default is None):
             return None
-        if type(value) not in (int, float) or not 0 < value <= most:
-            raise UserError(f"{names[0]} is {value!r:.60}: expected a number above 0 and at most {most:g}")
+        if type(value) not in (int, float) or not 0 <= value <= most or (value == 0 and not zero):
+            limits = f"from 0 to {most:g}" if zero else f"above 0 and at most {most:g}"
+            raise UserError(f"{names[0]} is {value!r:.60}: expected a number {limits}")
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:

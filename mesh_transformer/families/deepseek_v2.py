@@ -167,11 +167,9 @@ class DeepSeekLike(SomeDense):
         """See `LlamaLike`."""
         fields, defaults = super().fields_from_hf(keys), cls.HF_DEFAULTS
         ranks = {field: keys.size(key, default=defaults[key], null=field == "q_rank") for field, key in _RANKS.items()}
-        dense = keys.take("first_k_dense_replace", default=defaults["first_k_dense_replace"])
-        if type(dense) is not int or not 0 <= dense <= fields["layers"]:
-            raise UserError(
-                f"first_k_dense_replace is {dense!r:.60}: expected a whole number from 0 to {fields['layers']}"
-            )
+        dense = keys.size(
+            "first_k_dense_replace", default=defaults["first_k_dense_replace"], least=0, most=fields["layers"]
+        )
         cls._check_fixed(keys)
         width = keys.size("moe_intermediate_size", default=defaults["moe_intermediate_size"])
         return {

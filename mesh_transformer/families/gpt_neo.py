@@ -7,7 +7,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.gpt2 import Gpt2Like
 from mesh_transformer.families.spec import TRANSPOSED, Attention, Tensor
-from mesh_transformer.fields import Tokens
+from mesh_transformer.fields import MOST_LAYERS, Tokens
 
 _TYPES = ("global", "local")
 
@@ -37,7 +37,7 @@ class Config(Gpt2Like):
     @classmethod
     def from_hf(cls, keys: ConfigJson) -> Self:
         """See `ModelConfig`."""
-        layers = keys.size("num_layers", "num_hidden_layers", default=24)
+        layers = keys.size("num_layers", "num_hidden_layers", default=24, most=MOST_LAYERS)
         types = keys.take("attention_types", default=[[list(_TYPES), layers // 2]])
         found = keys.take("attention_layers", default=None) or _expanded(types, layers)
         known = [way for way in ("odd", "none", "all") if _kinds(way, layers) == found]
@@ -95,7 +95,9 @@ def _expanded(types: Any, layers: int) -> list[str]:
     """The list of `attention_layers` that `attention_types`, [[[kind, ...], times], ...], stands for; empty if it is not
     for this number of layers."""
     try:
-        fits = sum(len(kinds) * times for kinds, times in types) == layers
+        # a list repeated more often than there are layers may not fit in memory
+        fits = all(0 < times <= layers for _, times in types)
+        fits = fits and sum(len(kinds) * times for kinds, times in types) == layers
         return [kind for kinds, times in types for kind in kinds * times] if fits else []
     except (TypeError, ValueError):
         return []

@@ -48,9 +48,10 @@ class QwenLike(LlamaLike):
         """See `LlamaLike`."""
         fields = super().fields_from_hf(keys)
         window = keys.size("sliding_window", default=4096, null=True)
-        full = keys.take("max_window_layers", default=28)
+        windowed = keys.flag("use_sliding_window", default=False)
+        full = keys.size("max_window_layers", default=28, least=0, null=not windowed)
         types = keys.take("layer_types", default=None)
-        if not keys.flag("use_sliding_window", default=False):
+        if not windowed:
             window = None
         if window is not None:
             fields |= {"window": window, "full_layers": full}

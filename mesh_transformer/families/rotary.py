@@ -132,7 +132,7 @@ class RotaryConfig(ModelConfig):
             "rotary_base": rope.number("rope_theta", default=cls.HF_ROTARY_BASE),
             "rotary_scaling": scaling,
         }
-        mscale, all_dims = (_number_or_zero(rope, name) for name in ("mscale", "mscale_all_dim"))
+        mscale, all_dims = (rope.number(name, default=None, zero=True) for name in ("mscale", "mscale_all_dim"))
         for name in [name for names in _FIELDS[scaling] for name in names]:
             take = rope.number if name == "factor" else rope.take
             fields[f"rotary_{name}"] = take(_HF_NAMES.get(name, name), default=None)
@@ -155,13 +155,6 @@ class RotaryConfig(ModelConfig):
             "rope_theta": self.rotary_base,
             "rope_scaling": None if kind == "default" else {**values, "rope_theta": self.rotary_base},
         }
-
-
-def _number_or_zero(keys: ConfigJson, name: str) -> Any:
-    value = keys.take(name, default=None)
-    if value is not None and (type(value) not in (int, float) or not 0 <= value <= 1e30):
-        raise UserError(f"{name} is {value!r:.60}: expected a number from 0 to 1e30")
-    return value
 
 
 def yarn_factor(factor: float, mscale: float = 1.0) -> float:

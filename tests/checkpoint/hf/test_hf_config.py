@@ -121,6 +121,41 @@ def test_numbers_out_of_range_are_refused(tmp_path, name, value) -> None:
         read(tmp_path, {"model_type": "gpt_neox", name: value})
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        *(
+            ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": value}, "max_window_layers is")
+            for value in (None, "28", [28], 1.5, True, -1)
+        ),
+        ({"model_type": "qwen2", "max_window_layers": "28"}, "max_window_layers is '28': expected a whole number of 0"),
+        (
+            {"model_type": "gpt_neo", "num_layers": 2**31 - 1},
+            "num_layers is 2147483647: expected a whole number from 1",
+        ),
+        *(
+            ({"model_type": "gpt_neo", "attention_types": types}, "attention_types is .* for 24 layers")
+            for types in (
+                [["", 10**30], [["global"], 24]],
+                [[["global"], 10**10], [["local"], 24 - 10**10]],
+                [[["global"], True], [["local"], 23]],
+                [[["global"], 24.0]],
+                [[["global"], None]],
+            )
+        ),
+    ],
+)
+def test_values_that_are_computed_with_are_checked(tmp_path, values, reason) -> None:
+    with pytest.raises(UserError, match=f"config.json: {reason}"):
+        read(tmp_path, values)
+
+
+@pytest.mark.parametrize("values", [{}, {"max_window_layers": None}, {"max_window_layers": 0}])
+def test_layers_without_windows_need_no_number_of_them(tmp_path, values) -> None:
+    """As for transformers, which reads max_window_layers only with use_sliding_window."""
+    assert read(tmp_path, {"model_type": "qwen2", "use_sliding_window": False, **values}).window is None
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": NaN}', '{"a": 1, "a": 2}', "[" * 100_000])
 def test_a_config_that_is_not_a_json_object_is_refused(tmp_path, text) -> None:
     with pytest.raises(UserError, match="config.json"):
