@@ -223,12 +223,14 @@ def stored_position(stream: Stream) -> Position:
     return {"version": 1, "order": stream.order, **stream.position()}
 
 
-def resume(stream: Stream, position: Mapping[str, Any]) -> None:
+def resume(stream: Stream, position: Any) -> None:
     """Continue at a stored position.
 
     Raises:
         UserError: it has another form, or was stored for other files or another order.
     """
+    if not isinstance(position, dict):
+        raise UserError(f"the stored data position cannot be read: {position!r}"[:500])
     whole = all(type(position.get(key)) is int and position[key] >= 0 for key in _NUMBERS)
     files = position.get("files", {})
     stamped = isinstance(files, dict) and all(
@@ -236,7 +238,7 @@ def resume(stream: Stream, position: Mapping[str, Any]) -> None:
     )
     named = isinstance(position.get("name"), str)
     if position.get("version") != 1 or not (whole and named and stamped):
-        raise UserError(f"the stored data position cannot be read: {dict(position)!r}"[:500])
+        raise UserError(f"the stored data position cannot be read: {position!r}"[:500])
     if position.get("order") != stream.order:
         raise UserError(
             f"the stored data position has the order '{position.get('order')}', this run has the order "

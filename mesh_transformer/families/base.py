@@ -4,6 +4,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
+from pydantic import model_validator
+
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.spec import Activation, Decoder, Tensor
 from mesh_transformer.fields import (
@@ -15,6 +17,7 @@ from mesh_transformer.fields import (
     Heads,
     Layers,
     Rows,
+    Size,
     Tokens,
     size,
 )
@@ -29,6 +32,9 @@ _HARMLESS = re.compile(
     r"| rotary | scale_attn_weights | n_ctx | jax | compat | badwordsids | newlinemode | antemplate | formatoptns | welcome",
     re.VERBOSE,
 )
+
+# the frequencies of the rotated dims are an array in memory, and a file may give any number
+MOST_ROTARY_DIMS = 1 << 16
 
 TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 # the values of config.json for the activations of feed-forward layers without a gate
@@ -173,6 +179,16 @@ class ModelConfig(Group):
             values["d_head"] = d_model // n_heads
         return values
 
+    @model_validator(mode="after")
+    def _check_vocabulary(self) -> Self:
+        rows = Size("n_vocab", self.n_vocab, "vocab_multiple", self.vocab_multiple).whole
+        if rows > INT32_MAX:
+            raise UserError(
+                f"model.n_vocab {self.n_vocab}, rounded up to a multiple of model.vocab_multiple {self.vocab_multiple}, is "
+                f"{rows}: at most {INT32_MAX} rows are possible; lower one of them"
+            )
+        return self
+
     def decoder(self) -> Decoder:
         """The decoder that the config describes."""
         raise NotImplementedError
@@ -258,6 +274,8 @@ class ModelConfig(Group):
                 f"model.d_head {self.d_head} is too narrow for rotary position encoding, which rotates pairs of dims: "
                 f"lower model.n_heads {self.n_heads}, or set model.d_head to 2 or more"
             )
+        if dims > MOST_ROTARY_DIMS:
+            raise UserError(f"model.{field} {dims} is too large: at most {MOST_ROTARY_DIMS} dims are rotated")
         if dims > self.d_head or dims % 2:
             raise UserError(
                 f"model.{field} {dims} must be even and at most model.d_head {self.d_head}: "

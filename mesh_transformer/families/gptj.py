@@ -29,6 +29,9 @@ NORMS = {
 }
 
 
+# numbers in a table of angles, in float64: sines and cosines are computed before the first step
+MOST_ANGLES = 1 << 25
+
 # three names of one formula in transformers
 HF_EPSILON = 1e-5
 
@@ -68,6 +71,12 @@ class Config(ModelConfig):
     def _check(self) -> Self:
         if self.pe == "rotary":
             self.check_rotary("pe_rotary_dims", self.pe_rotary_dims)
+        width = self.pe_rotary_dims if self.pe == "rotary" else 1
+        if self.seq * width > MOST_ANGLES:
+            raise UserError(
+                f"model.seq {self.seq} is too long for the table of positions of this family: set it to "
+                f"{MOST_ANGLES // width} or less"
+            )
         return self
 
     def architecture(self) -> dict[str, Any]:

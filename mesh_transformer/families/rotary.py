@@ -3,12 +3,16 @@
 import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from annotated_types import Ge, Le
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.attention import Rotary, Scaling
 from mesh_transformer.families.base import ConfigJson, ModelConfig
-from mesh_transformer.fields import Derived, Positive, Switch, Tokens
+from mesh_transformer.fields import Derived, Positive, Real, Switch, Tokens
+
+# of a frequency in the original context: outside of this range, their logarithm may not be finite
+Turns = Annotated[Real, Ge(1e-6), Le(1e6)]
 
 # the fields that each kind of scaling needs, then those that it may have
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -42,9 +46,9 @@ class RotaryConfig(ModelConfig):
     """llama3: a frequency with fewer turns than this in the original context is divided"""
     rotary_high_freq_factor: Positive | None = None
     """llama3: a frequency with more turns than this in the original context stays"""
-    rotary_beta_fast: Annotated[Positive | None, Derived("32")] = None
+    rotary_beta_fast: Annotated[Turns | None, Derived("32")] = None
     """yarn: a frequency with more turns than this in the original context stays"""
-    rotary_beta_slow: Annotated[Positive | None, Derived("1")] = None
+    rotary_beta_slow: Annotated[Turns | None, Derived("1")] = None
     """yarn: a frequency with fewer turns than this in the original context is divided"""
     rotary_attention_factor: Annotated[Positive | None, Derived("0.1 ln(rotary_factor) + 1")] = None
     """yarn: the number that multiplies sines and cosines"""
@@ -64,6 +68,8 @@ class RotaryConfig(ModelConfig):
                 )
             if not given and name in needed:
                 raise UserError(f"model.rotary_scaling {self.rotary_scaling} needs model.rotary_{name}: set it")
+        if self.rotary_scaling == "yarn" and self.rotary_base <= 1:
+            raise UserError(f"model.rotary_base {self.rotary_base:g} must be over 1 with model.rotary_scaling yarn")
         low, high = self.rotary_low_freq_factor, self.rotary_high_freq_factor
         if low and high and low >= high:
             raise UserError(

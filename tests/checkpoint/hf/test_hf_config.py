@@ -92,6 +92,8 @@ def test_aliases_are_read(tmp_path) -> None:
         ({"n_layer": 3.0}, "n_layer is 3.0"),
         ({"n_layer": True}, "n_layer is True"),
         ({"n_layer": 2**31}, "n_layer is 2147483648"),
+        ({"n_positions": 2**31 - 1}, "model.seq 2147483647 is too long .* set it to 5592405 or less"),
+        ({"vocab_size": 2**31 - 1}, "n_vocab 2147483647, rounded up .* is 2147483648: at most 2147483647"),
         ({"vocab_size": -1}, "vocab_size is -1"),
         ({"n_inner": 0}, "n_inner is 0"),
         ({"quantization_config": {"bits": 8}}, "quantized"),
@@ -132,6 +134,18 @@ def test_numbers_out_of_range_are_refused(tmp_path, name, value) -> None:
         (
             {"model_type": "gpt_neo", "num_layers": 2**31 - 1},
             "num_layers is 2147483647: expected a whole number from 1",
+        ),
+        ({"model_type": "llama", "head_dim": 2**31 - 2}, "model.d_head 2147483646 is too large: at most 65536 dims"),
+        *(
+            (
+                {"model_type": "llama", "rope_theta": base, "rope_scaling": {"type": "yarn", "factor": 2.0, **turns}},
+                reason,
+            )
+            for base, turns, reason in (
+                (1, {}, "model.rotary_base 1 must be over 1 with"),
+                (1e4, {"beta_fast": 5e-324}, "model.rotary_beta_fast: .* greater than or equal to"),
+                (1e4, {"beta_slow": 1e308}, "model.rotary_beta_slow: .* less than or equal to"),
+            )
         ),
         *(
             ({"model_type": "gpt_neo", "attention_types": types}, "attention_types is .* for 24 layers")
