@@ -235,6 +235,7 @@ def _from_folder(folder: str, name: str) -> HubTokenizer:
     # some faults of a normalizer or a decoder appear only in use
     with _errors_explained(place), contextlib.suppress(Exception):
         found.decode(found.encode("a é"))
+        found.encode("a é", add_special_tokens=True)
     return found
 
 

@@ -100,14 +100,24 @@ def tokenizer_json(**parts):
     }
 
 
+# a start token before each text, whose entry is under another name
+UNNAMED = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+AROUND = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+}
+
+
 @pytest.mark.parametrize(
     "parts",
     [
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}},
         {"decoder": {"type": "Strip", "content": "a", "start": 9, "stop": 9}},
+        {"post_processor": {**AROUND, "special_tokens": {"<s>": UNNAMED}}},
     ],
-    ids=["read", "encode", "decode"],
+    ids=["read", "encode", "decode", "special tokens"],
 )
 def test_a_panic_of_the_library_names_the_file(tmp_path, parts):
     path = tmp_path / "tokenizer.json"
