@@ -73,6 +73,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-count", type=int, default=2000, metavar="N", help="inputs of each fuzzer (-m fuzz)")
+    parser.addoption(
+        "--fuzz-seed", type=int, metavar="SEED", help="seed of the first input, to repeat it; drawn anew without it"
+    )
+
+
 def pytest_report_header() -> str:
     """Say which random models this run has."""
     return f"random models: FAMILY_SEED={os.environ['FAMILY_SEED']}"

@@ -9,7 +9,7 @@ NO_SHARED = (
     "the folder `shared`, which is not shipped, is not beside this checkout: put a copy there; "
     "tests/golden/README.md lists what it holds"
 )
-DEFAULT_MARKERS = "not pod and not faults and not unsampled"  # as in pyproject.toml
+DEFAULT_MARKERS = "not pod and not faults and not unsampled and not fuzz"  # as in pyproject.toml
 
 
 def closing_lines(skipped: Iterable[pytest.TestReport], markers: str) -> Iterator[str]:
@@ -24,4 +24,5 @@ def closing_lines(skipped: Iterable[pytest.TestReport], markers: str) -> Iterato
         yield f"{tests} skipped: {reason}"
     if markers == DEFAULT_MARKERS:
         yield "not selected: tests of a pod and of faults: scripts/test.sh -m 'pod or faults' --numprocesses=0"
+        yield "not selected: many inputs of each fuzzer: scripts/test.sh -m fuzz --numprocesses=0"
         yield "not selected: the rest of each product of variants: scripts/test.sh -m matrix"

@@ -1,0 +1,78 @@
+"""The JSON of a native step: its tensors, and what the run recorded, such as its config and its position in the data."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import numpy as np
+from support import hf_folders as hf
+from support.loading import train
+from support.mutations import manifest_of, mutated_bytes, mutated_json
+
+from fuzz.harness import Attempt
+from mesh_transformer.checkpoint.native.writer import write_native
+from mesh_transformer.checkpoint.open import find_checkpoint, open_source, origin_of
+from mesh_transformer.checkpoint.store import Checkpoint
+from mesh_transformer.config import parse_config
+from mesh_transformer.data.records import write_records
+from mesh_transformer.runtime.session.weights import config_for
+from mesh_transformer.runtime.training.start import LoggedProgress, _resume
+
+CONFIG = parse_config(
+    {
+        "model": {
+            "layers": 1,
+            "d_model": 12,
+            "n_heads": 3,
+            "n_vocab": 7,
+            "vocab_multiple": 8,
+            "seq": 8,
+            "pe_rotary_dims": 4,
+        }
+    }
+)
+
+
+@contextmanager
+def fuzzer(folder: Path) -> Iterator[Attempt]:
+    """Takes the config of a step, opens it, reads every tensor, and resumes its run up to the position in the data."""
+    records = folder / "train.tfrecords"
+    write_records(str(records), [np.full(5, k) for k in range(40)])
+    loader = train(records)
+    next(loader)
+    source = hf.MemorySource(hf.random_params(CONFIG.model))
+    source.extra = {
+        "config": CONFIG.model_dump(mode="json"),
+        "counters": {"tokens": 100, "steps_redone": 0},
+        "loader": loader.get_state(),
+        "origin": {"dtype": "float32"},
+    }
+    step = Path(write_native(source, str(folder / "run")))
+    path = step / "manifest" / "metadata"
+    whole = path.read_bytes()
+    body = json.loads(whole)["body"]
+    session = SimpleNamespace(config=CONFIG, tokens_per_step=8, sequences_per_step=4)
+
+    def read() -> None:
+        config = config_for(None, [], str(step))
+        source = open_source(str(step), config.model)
+        counts = source.counts
+        origin_of(find_checkpoint(str(step)), source)
+        hf.read_all(source)
+        checkpoint = Checkpoint(counts.step, None, source.extra)
+        position = _resume(session, checkpoint, LoggedProgress()).loader_state
+        if position is not None:
+            loader.set_state(position)
+
+    def attempt(random: Random) -> str:
+        path.write_bytes(
+            mutated_bytes(random, whole) if random.random() < 0.1 else manifest_of(mutated_json(random, body))
+        )
+        read()
+        return "read"
+
+    read()
+    yield attempt
