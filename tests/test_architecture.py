@@ -287,17 +287,17 @@ def test_imports_have_no_cycle() -> None:
 
 
 def test_tests_mirror_the_package() -> None:
-    """A folder of tests has the name of the folder that it tests; shared code is in `support`."""
+    """A folder of tests has the name of the folder that it tests; shared code is in `support`. `fuzz` tests all readers."""
     tests = ROOT / "tests"
     folders = {file.parent.relative_to(tests) for file in tests.rglob("test_*.py")}
-    others = {Path("support"), Path("pod")}
+    others = {Path("support"), Path("pod"), Path("fuzz")}
     assert not [folder for folder in folders - others if not (ROOT / PACKAGE / folder).is_dir()]
     misplaced = [
         file.relative_to(tests)
         for file in tests.rglob("*.py")
         if not file.name.startswith("test_")
         and file.name != "conftest.py"
-        and not {"support", "golden", "cd47221"} & set(file.parts)
+        and not {"support", "golden", "cd47221", "fuzz"} & set(file.parts)
     ]
     assert not misplaced, "shared code of tests belongs in tests/support"
 
