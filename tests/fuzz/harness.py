@@ -28,8 +28,9 @@ LIMIT_S = 10.0
 LIMIT_BYTES = 512 << 20
 # address space that a process may add while it reads: an allocation of more fails before it fills the machine
 _ROOM_BYTES = 4 << 30
-# until the first input is read: imports
+# until a process is ready to read the first input: imports
 _START_S = 180.0
+_READY = "ready"
 # bad ends of a run, after which it ends
 _MOST_BAD = 20
 REFUSED = "refused"
@@ -137,14 +138,20 @@ def _forget_peak() -> None:
 
 
 def _ends_apart(fuzzer: Fuzzer, first: int, count: int) -> Iterator[End]:
-    """The ends that a new process sends, and the end of the input at which it dies or hangs."""
+    """The ends that a new process sends, and the end of the input at which it dies or hangs.
+
+    Raises:
+        RuntimeError: the process could not prepare the first input.
+    """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_ends, args=(fuzzer, first, count, sender), daemon=True)
     process.start()
     sender.close()
-    seed, peak, wait_s = first, 0, _START_S
+    seed, peak, wait_s = first, 0, 2 * LIMIT_S
     try:
+        if not _is_ready(receiver):
+            raise RuntimeError(f"the fuzzer of {fuzzer.__module__} did not start: its standard error has the reason")
         while seed < first + count:
             # a reader that hangs inside a library cannot be interrupted there
             if not receiver.poll(wait_s):
@@ -152,9 +159,11 @@ def _ends_apart(fuzzer: Fuzzer, first: int, count: int) -> Iterator[End]:
                 return
             end: End = receiver.recv()
             yield end
-            seed, peak, wait_s = end.seed + 1, end.peak_bytes, 2 * LIMIT_S
+            seed, peak = end.seed + 1, end.peak_bytes
         # it ends what it started, such as a server
         process.join(_START_S)
+        if process.exitcode != 0:
+            yield End(seed - 1, "process fails at its end", peak, f"exit code {process.exitcode}")
     except EOFError:
         process.join()
         yield End(seed, "process died", peak, f"exit code {process.exitcode}")
@@ -164,9 +173,17 @@ def _ends_apart(fuzzer: Fuzzer, first: int, count: int) -> Iterator[End]:
         receiver.close()
 
 
+def _is_ready(receiver: Connection) -> bool:
+    try:
+        return receiver.poll(_START_S) and receiver.recv() == _READY
+    except EOFError:
+        return False
+
+
 def _send_ends(fuzzer: Fuzzer, first: int, count: int, sender: Connection) -> None:
     with tempfile.TemporaryDirectory() as folder, fuzzer(Path(folder)) as attempt:
         _limit_room()
+        sender.send(_READY)
         for seed in range(first, first + count):
             sender.send(_end(attempt, seed))
 

@@ -18,17 +18,19 @@ from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.runtime.serving.protocol import ErrorResponse
 
 _SAMPLED = {
-    "model": "tiny", "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.5,
-    "repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "min_tokens": 1, "logit_bias": {"5": 1.5}, "seed": 7, "stop": ["x", "yz"],
-    "stop_token_ids": [9], "ignore_eos": False, "n": 2, "stream": False, "user": "me",
+    "model": "tiny", "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5,
+    "frequency_penalty": 0.5, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "min_tokens": 1,
+    "logit_bias": {"5": 1.5}, "seed": 7, "stop": ["x", "yz"], "stop_token_ids": [9], "ignore_eos": False, "n": 2,
+    "stream": False, "user": "me",
 }  # fmt: skip
 _CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [{"type": "text", "text": "Hé"}]}]
+_STREAMED = {**_SAMPLED, "stream": True}
 # a valid body for each route, of some two
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "ab", "max_tokens": 4, "logprobs": 2, "echo": True, "best_of": 2, **_SAMPLED}),
-    ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 3, **_SAMPLED, "stream": True, "stream_options": {"include_usage": True}}),
+    ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 3, **_STREAMED, "stream_options": {"include_usage": True}}),
     ("/v1/chat/completions", {"messages": _CHAT, "max_tokens": 4, "logprobs": True, "top_logprobs": 2, **_SAMPLED}),
-    ("/v1/chat/completions", {"messages": _CHAT, "max_completion_tokens": 3, **_SAMPLED, "stream": True, "chat_template_kwargs": {"enable_thinking": False}}),
+    ("/v1/chat/completions", {"messages": _CHAT, "max_completion_tokens": 3, "chat_template_kwargs": {"x": 1}, **_STREAMED}),
     ("/complete", {"context": "ab", "top_p": 0.9, "temp": 0.7, "length": 4, "top_k": 5, "stop": ["x"]}),
     ("/tokenize", {"model": "tiny", "prompt": "ab", "add_special_tokens": True, "return_token_strs": True}),
     ("/tokenize", {"messages": _CHAT, "add_generation_prompt": True, "chat_template_kwargs": {}}),
@@ -36,26 +38,24 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 # what chat requests are refused for, and unknown fields
 DONORS = [
-    {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "documents": [], "echo": True, "suffix": "", "best_of": 1},
+    {
+        "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "documents": [], "echo": True, "suffix": "",
+        "best_of": 1,
+    },
     *(body for _, body in BODIES),
 ]  # fmt: skip
 PATHS = [
-    "/",
-    "/health",
-    "/metrics",
-    "/version",
-    "/openapi.json",
-    "/v1/models",
-    "/v1/models/tiny",
-    "/v1/engines/tiny/completions",
-    "/x",
-]
+    "/", "/health", "/metrics", "/version", "/openapi.json", "/v1/models", "/v1/models/tiny",
+    "/v1/engines/tiny/completions", "/x",
+]  # fmt: skip
 METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "X"]
 HEADERS = [
-    "Content-Type: text/plain", "Content-Type: application/json; charset=utf-16", "Content-Encoding: gzip", "Expect: 100-continue",
-    "Transfer-Encoding: chunked", "Transfer-Encoding: gzip, chunked", "Content-Length: 0", "Content-Length: -1", "Content-Length: 99999999999999999999",
-    "Authorization: Bearer x", "Origin: http://x", "Upgrade: websocket", "Upgrade: h2c", "Connection: upgrade", "Range: bytes=0-1", "Host: y",
-    "Accept: text/event-stream", "If-None-Match: *", "X: " + "y" * 70_000, "X: \x00", "Cookie: a=b; c", "X-Forwarded-For: 1.2.3.4", " folded",
+    "Content-Type: text/plain", "Content-Type: application/json; charset=utf-16", "Content-Encoding: gzip",
+    "Expect: 100-continue", "Transfer-Encoding: chunked", "Transfer-Encoding: gzip, chunked", "Content-Length: 0",
+    "Content-Length: -1", "Content-Length: 99999999999999999999", "Authorization: Bearer x", "Origin: http://x",
+    "Upgrade: websocket", "Upgrade: h2c", "Connection: upgrade", "Range: bytes=0-1", "Host: y",
+    "Accept: text/event-stream", "If-None-Match: *", "X: " + "y" * 70_000, "X: \x00", "Cookie: a=b; c",
+    "X-Forwarded-For: 1.2.3.4", " folded",
 ]  # fmt: skip
 
 

@@ -21,21 +21,25 @@ CHAT: list[dict[str, Any]] = [
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 # what a stranger could write: whole tags, and pieces of expressions
 TAGS = [
-    "{% for x in messages %}", "{% for x in range(9) recursive %}", "{% endfor %}", "{% if x %}", "{% else %}", "{% endif %}",
-    "{% set x = messages %}", "{% set x = namespace(n=1) %}", "{% set x.n = x.n ~ x.n %}", "{% set x %}a{% endset %}",
-    "{% macro f(n=2) %}{{ n }}{{ f(n - 1) }}{% endmacro %}", "{{ f(1) }}", "{% block a %}b{% endblock %}", "{{ self.a() }}",
-    "{% generation %}", "{% endgeneration %}", "{% break %}", "{% continue %}", "{% filter upper %}a{% endfilter %}",
-    "{% call f(1) %}{% endcall %}", "{% import 'a' as b %}", "{% include 'a' %}", "{% extends 'a' %}", "{% raw %}{{{% endraw %}",
-    "{# comment", "{{ x }}", "{{ x.n }}", "{{ loop.index }}", "{{ loop(x) }}", "{{ caller() }}", "{{ messages | tojson(indent=9) }}",
-    "{{ raise_exception('no') }}", "{{ strftime_now('%Y') }}", "{{ cycler(1).next() }}", "{{ 'a' * 999 }}", "{{ lipsum(n=2) }}",
-    "{{ x.__class__ }}", "{{ x | attr('__init__') }}", "{{ ''['__class__'] }}", "{{ 9 ** 9 }}", "\ud800", "\0", "{{ '\\ud800' }}",
+    "{% for x in messages %}", "{% for x in range(9) recursive %}", "{% endfor %}", "{% if x %}", "{% else %}",
+    "{% endif %}", "{% set x = messages %}", "{% set x = namespace(n=1) %}", "{% set x.n = x.n ~ x.n %}",
+    "{% set x %}a{% endset %}", "{% macro f(n=2) %}{{ n }}{{ f(n - 1) }}{% endmacro %}", "{{ f(1) }}",
+    "{% block a %}b{% endblock %}", "{{ self.a() }}", "{% generation %}", "{% endgeneration %}", "{% break %}",
+    "{% continue %}", "{% filter upper %}a{% endfilter %}", "{% call f(1) %}{% endcall %}", "{% import 'a' as b %}",
+    "{% include 'a' %}", "{% extends 'a' %}", "{% raw %}{{{% endraw %}", "{# comment", "{{ x }}", "{{ x.n }}",
+    "{{ loop.index }}", "{{ loop(x) }}", "{{ caller() }}", "{{ messages | tojson(indent=9) }}",
+    "{{ raise_exception('no') }}", "{{ strftime_now('%Y') }}", "{{ cycler(1).next() }}", "{{ 'a' * 999 }}",
+    "{{ lipsum(n=2) }}", "{{ x.__class__ }}", "{{ x | attr('__init__') }}", "{{ ''['__class__'] }}", "{{ 9 ** 9 }}",
+    "\ud800", "\0", "{{ '\\ud800' }}",
 ]  # fmt: skip
 PIECES = [
-    "messages", "messages[0]", "message", "loop.index0", "'a'", "1", "-1", "none", "true", "x", "bos_token", "('a', 1)", "{'a': 1}", "[[]]",
-    " | length", " | tojson", " | trim", " | join", " | list", " | map(attribute='role')", " | indent(999)", " | center(999)",
-    " | attr('x')", " | groupby('role')", " | batch(2)", " | default(1)", " | string", " | int", " | sum", " | select", " | xmlattr",
-    " * 9", " ** 9", " * 99999999", " + 1", " ~ 'b'", " % 0", " // 0", "[1:]", "[-9]", ".role", "['content']", "()", ".items()", ".join(x)",
-    ".split('')", ".format(1)", "'%9d' % 1", "'{:9}'.format(1)", " is defined", " == 1", " in x", "not ", "(", ")", "]", "}", "(" * 99,
+    "messages", "messages[0]", "message", "loop.index0", "'a'", "1", "-1", "none", "true", "x", "bos_token",
+    "('a', 1)", "{'a': 1}", "[[]]", " | length", " | tojson", " | trim", " | join", " | list",
+    " | map(attribute='role')", " | indent(999)", " | center(999)", " | attr('x')", " | groupby('role')",
+    " | batch(2)", " | default(1)", " | string", " | int", " | sum", " | select", " | xmlattr", " * 9", " ** 9",
+    " * 99999999", " + 1", " ~ 'b'", " % 0", " // 0", "[1:]", "[-9]", ".role", "['content']", "()", ".items()",
+    ".join(x)", ".split('')", ".format(1)", "'%9d' % 1", "'{:9}'.format(1)", " is defined", " == 1", " in x",
+    "not ", "(", ")", "]", "}", "(" * 99,
 ]  # fmt: skip
 _TAG = re.compile(r"({[%{#].*?[%}#]})", re.DOTALL)
 _WORD = re.compile(r"\w+|[^\w\s]")

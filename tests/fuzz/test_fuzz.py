@@ -1,7 +1,4 @@
-"""Every mutated input is read or refused, in bounded time and memory: a few in each run, many with `-m fuzz`.
-
-python -m pytest -m fuzz --fuzz-count 20000 --capture=no
-"""
+"""Every mutated input is read or refused, in bounded time and memory: a few in each run, many with `-m fuzz`."""
 
 import secrets
 import sys

@@ -19,7 +19,10 @@ PARTS = {
     "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
     "decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 1},
     "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
-    "padding": {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "a"},
+    "padding": {
+        "strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "a",
+    },
     "model": {"type": "WordLevel", "vocab": {"<|endoftext|>": 0, "a": 1, "b": 2}, "unk_token": "a"},
     "chat_template": "{{ messages }}",
     "added_tokens_decoder": {"0": {"content": "<|endoftext|>", "special": True}},

@@ -12,10 +12,11 @@ from typing import Any
 
 # JSON values at the limits of types and ranges, and names that a reader of a file could mistake for another thing
 SPECIAL = [
-    None, True, False, -1, 0, 1, 2, 7, 1.5, 28.0, 2**31 - 1, 2**31, 2**32, 2**40, 2**63, 2**70, 10**9, -(10**9), 10**400, 1e-300, 1e300,
-    float("nan"), float("inf"), float("-inf"), "", "x", "1", "\ud800", "\0", [], [[]], {}, {"": None},
-    "object", "O", "V8", "str", "float32", "float64", "int32", "bfloat16", "int4", "datetime64", "__file__", "<f4", ">f4",
-    [-1], [0], [2**40, 2**40], [1] * 99, [True], ["1"], [None], [[2], "float32", 3], [["a"], 10**9], "step", "../x",
+    None, True, False, -1, 0, 1, 2, 7, 1.5, 28.0, 2**31 - 1, 2**31, 2**32, 2**40, 2**63, 2**70, 10**9, -(10**9),
+    10**400, 1e-300, 1e300, float("nan"), float("inf"), float("-inf"), "", "x", "1", "\ud800", "\0", [], [[]], {},
+    {"": None}, "object", "O", "V8", "str", "float32", "float64", "int32", "bfloat16", "int4", "datetime64",
+    "__file__", "<f4", ">f4", [-1], [0], [2**40, 2**40], [1] * 99, [True], ["1"], [None], [[2], "float32", 3],
+    [["a"], 10**9], "step", "../x",
 ]  # fmt: skip
 LONG_CHARS = 100_000
 DEPTHS = (3, 50, 900, 1000, 5000)
