@@ -243,7 +243,7 @@ class CheckpointStore:
         for step in steps if jax.process_index() == 0 else ():
             target = _free_path(files.join(self._root, "set_aside"), f"step_{step}")
             log.warning(
-                "checkpoint step %d in %s is damaged, abandoned or not from this program: moved to %s",
+                "checkpoint step %d in %s is damaged, replaced, abandoned or not from this program: moved to %s",
                 step,
                 self._root,
                 target,

@@ -19,20 +19,35 @@ __all__ = ["Checkpoint", "load_tree", "save_tree"]
 TOP = "tree"
 
 
-def save_tree(root: str, step: int, tree: Any, extra: dict[str, Any] | None = None, *, keep_latest: int = 3) -> None:
+def save_tree(
+    root: str,
+    step: int,
+    tree: Any,
+    extra: dict[str, Any] | None = None,
+    *,
+    keep_latest: int = 3,
+    replace: bool = False,
+) -> None:
     """Save a tree of `jax.Array` as a step under `root`, local or `gs://`, and return when it is complete.
 
-    All processes must call it. Finished steps with the same or a greater number are moved to `{root}/set_aside`.
+    All processes must call it. Finished steps with a greater number are moved to `{root}/set_aside`.
 
     Args:
         extra: JSON to keep with the tree.
         keep_latest: number of newest steps to keep.
+        replace: whether the step may exist. The existing one is moved to `{root}/set_aside` and never deleted.
 
     Raises:
+        UserError: the step exists, and `replace` is not set.
         TypeError: `extra` is not JSON.
     """
     store = CheckpointStore(root, keep_latest=keep_latest)
     try:
+        if not replace and step in store.steps():
+            raise UserError(
+                f"{store.folder(step)} exists: save another step, or pass replace=True, which moves the existing step to "
+                f"{files.join(root, 'set_aside')}"
+            )
         store.save(step, {TOP: tree}, extra or {})
     finally:
         store.close()

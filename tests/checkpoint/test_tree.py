@@ -46,3 +46,15 @@ def test_another_tree_or_folder_is_refused(tmp_path: Path) -> None:
     tensors.write_bytes(data)
     with pytest.raises(DamagedCheckpoint, match="wrong checksum of tree/w"):
         load_tree(str(tmp_path), weights)
+
+
+def test_an_existing_step_is_kept_unless_its_replacement_is_asked_for(tmp_path: Path) -> None:
+    old, new = {"w": jax.numpy.zeros(8)}, {"w": jax.numpy.ones(8)}
+    save_tree(str(tmp_path), 1, old)
+    with pytest.raises(UserError, match=r"step_1 exists: save another step, or pass replace=True"):
+        save_tree(str(tmp_path), 1, new)
+    assert not (tmp_path / "set_aside").exists()
+    assert_equal(load_tree(str(tmp_path), old).state, old)
+    save_tree(str(tmp_path), 1, new, replace=True)
+    assert_equal(load_tree(str(tmp_path), old).state, new)
+    assert_equal(load_tree(str(tmp_path / "set_aside"), old, step=1).state, old)
