@@ -1,5 +1,6 @@
 """The plots in the folder of a run: the losses and the balance of the experts."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from mesh_transformer.runtime.training.run_folder import CURVE, EXPERTS_PICTURE,
 
 _BALANCE_LOSS = "experts/balance_loss"
 _DPI = 120
+_PARTIAL = ".tmp"
 
 
 class Plot:
@@ -89,6 +91,13 @@ def plot_experts(folder: str) -> None:
     _write(figure, os.path.join(folder, EXPERTS_PICTURE))
 
 
+def remove_partial(folder: str) -> None:
+    """Remove the unfinished pictures that a killed process left in `folder`."""
+    for name in (CURVE, EXPERTS_PICTURE):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, name + _PARTIAL))
+
+
 def _records(folder: str) -> dict[int, dict[str, Any]]:
     """The metrics of each step. Those of a repeated step replace those of before."""
     return {record["step"]: record for record in read_json_lines(os.path.join(folder, METRICS))}
@@ -112,5 +121,5 @@ def _lines(axes: Any, records: dict[int, dict[str, Any]], names: list[str]) -> N
 
 def _write(figure: Any, path: str) -> None:
     """Write a PNG, so that the file is always a whole picture."""
-    figure.savefig(path + ".tmp", dpi=_DPI, format="png")
-    os.replace(path + ".tmp", path)
+    figure.savefig(path + _PARTIAL, dpi=_DPI, format="png")
+    os.replace(path + _PARTIAL, path)

@@ -122,7 +122,7 @@ def _changes(recorded: Any, config: Config) -> list[str]:
     before, now = moved(recorded if isinstance(recorded, dict) else {}), config.model_dump(mode="json")
     return [
         f"{group}.{name} {json.dumps(old[name])} -> {json.dumps(value)}"
-        for group in ("model", "compute", "experts", "optimizer", "data")
+        for group in ("model", "compute", "experts", "optimizer", "data", "mesh")
         if isinstance(old := before.get(group), dict)
         for name, value in now[group].items()
         if name in old and old[name] != value

@@ -25,7 +25,7 @@ from mesh_transformer.runtime.training import expert_load, run_folder, start
 from mesh_transformer.runtime.training.config import training_config
 from mesh_transformer.runtime.training.feeds import open_train_feed
 from mesh_transformer.runtime.training.observer import Observer
-from mesh_transformer.runtime.training.plots import Plot, plot_experts, plot_losses
+from mesh_transformer.runtime.training.plots import Plot, plot_experts, plot_losses, remove_partial
 from mesh_transformer.runtime.training.profile import StepProfile, write_step_table
 from mesh_transformer.runtime.training.report import Goodput, MetricsReporter, StepWork
 from mesh_transformer.runtime.training.result import TrainingResult
@@ -144,6 +144,7 @@ class TrainingRun:
                 run_folder.check_writable(self.folder)
                 self.lock = stack.enter_context(run_folder.RunLock(self.folder))
                 self.run_id = run_folder.claim_run_folder(root, self.folder)
+                remove_partial(self.folder)
             run_folder.check_shared(root)
             return self._train()
 

@@ -75,15 +75,21 @@ def test_the_pictures_of_a_run(folder):
         assert image.colorspace == len(picture.mode)
 
 
-def test_a_resume_removes_half_a_record_and_logs_changed_options(folder, monkeypatch, caplog):
+def test_a_resume_removes_half_a_record_and_unfinished_pictures_and_logs_changed_options(folder, monkeypatch, caplog):
     monkeypatch.chdir(folder)
     path = folder / "run/experts.jsonl"
     before = path.read_bytes()
     path.write_bytes(before + b'{"step": 6, "load": {"held": [[0.5, 1.')
+    # what a kill during a drawing leaves
+    for name in ("loss.png.tmp", "experts.png.tmp"):
+        (folder / "run" / name).write_bytes(b"\x89PNG")
     caplog.set_level("INFO")
-    assert trainer.train(load_config("config.json", ["experts.z_loss=0.5"]), TuningSource()).step == 4
+    # without plots, so that no drawing replaces the unfinished pictures
+    changes = ["experts.z_loss=0.5", "mesh.fsdp=2", "logging.plot=false"]
+    assert trainer.train(load_config("config.json", changes), TuningSource()).step == 4
     assert path.read_bytes() == before
-    assert "resuming with changed options: experts.z_loss 0.001 -> 0.5" in caplog.messages
+    assert not list((folder / "run").glob("*.tmp"))
+    assert "resuming with changed options: experts.z_loss 0.001 -> 0.5, mesh.fsdp 1 -> 2" in caplog.messages
 
 
 def test_the_colour_is_the_load(tmp_path):
