@@ -263,12 +263,16 @@ class ModelConfig(Group):
             f"the classic format cannot hold model.family {self.family}: use the native or the Hugging Face format"
         )
 
-    def check_rotary(self, field: str, dims: int) -> None:
+    def check_rotary(self, field: str, dims: int, *, odd: bool = False) -> None:
         """Refuse a number of rotary dims, the value of `field`, that does not fit a head.
+
+        Args:
+            odd: an odd number is allowed, and one dim more is rotated.
 
         Raises:
             UserError: the number is odd or exceeds d_head.
         """
+        rotated = dims + dims % 2 if odd else dims
         if self.d_head < 2:
             raise UserError(
                 f"model.d_head {self.d_head} is too narrow for rotary position encoding, which rotates pairs of dims: "
@@ -276,7 +280,7 @@ class ModelConfig(Group):
             )
         if dims > MOST_ROTARY_DIMS:
             raise UserError(f"model.{field} {dims} is too large: at most {MOST_ROTARY_DIMS} dims are rotated")
-        if dims > self.d_head or dims % 2:
+        if rotated > self.d_head or rotated % 2:
             raise UserError(
                 f"model.{field} {dims} must be even and at most model.d_head {self.d_head}: "
                 f"set model.{field} to {self.d_head - self.d_head % 2} or less"

@@ -24,7 +24,8 @@ class Config(ModelConfig):
     family: Literal["gpt_neox"] = "gpt_neox"
     """model family: a file in mesh_transformer/families"""
     rotary_dims: Annotated[Dims, Derived("d_head / 4, even")] = 0
-    """number of leading dims of each head that rotary encoding rotates; even, at most d_head"""
+    """number of leading dims of each head that rotary encoding rotates, at most d_head; of an odd number, one dim more is
+    rotated, as in transformers"""
     rotary_base: Positive = 10000.0
     """base of the rotary frequencies"""
     parallel_residual: Switch = True
@@ -48,7 +49,7 @@ class Config(ModelConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.check_rotary("rotary_dims", self.rotary_dims)
+        self.check_rotary("rotary_dims", self.rotary_dims, odd=True)
         return self
 
     def decoder(self) -> Decoder:

@@ -51,7 +51,7 @@ def rotate(x_BTHK: jax.Array, angles: Rotation, style: str) -> jax.Array:
 
 
 def frequencies(rotary: Rotary) -> np.ndarray:
-    """The angle of each pair for one position, (R / 2,) of the rotary's precision: base^(-2i / R), scaled.
+    """The angle of each pair for one position, (R / 2,) rounded up, of the rotary's precision: base^(-2i / R), scaled.
 
     In float32 each operation rounds as in transformers, whose formulas these are: the difference of one ulp would be
     3e-4 of an angle after 6,000 positions.
