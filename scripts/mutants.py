@@ -127,7 +127,11 @@ def run(mutant: Mutant, copy: Path, python: str) -> str:
     if done.returncode == 5:
         return f"{SURVIVED}: no test is selected"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return failed.group(1) if failed else f"exit code {done.returncode}: {done.stdout[-500:]}"
+    if failed is None:
+        raise SystemExit(
+            f"the tests did not run: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    return failed.group(1)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -118,7 +118,8 @@ _LINES = pytest.StashKey[list[str]]()
 
 def _combinations(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, pytest.Mark]]:
     for item in items:
-        if mark := item.get_closest_marker("matrix"):
+        # without arguments: a test of many inputs, which is no product
+        if (mark := item.get_closest_marker("matrix")) and mark.args:
             yield item, mark
 
 

@@ -119,10 +119,14 @@ class MetricsReporter:
         self._write()
         self._pending = _Pending(step, metrics)
 
+    def reopen(self, step: int, scalars: Scalars) -> None:
+        """Begin with a step that an earlier process has written with these scalars, so that `add` completes them."""
+        self._pending = _Pending(step, None, {**scalars, "train/steps_redone": self._steps_redone})
+
     def add(self, scalars: Scalars) -> None:
-        """Add scalars, such as those of a validation, to the newest step after `settle`."""
+        """Add scalars, such as those of a validation, to the newest step after `settle`, or to that of `reopen`."""
         if self._pending is None:
-            raise AssertionError("add() before push()")
+            raise AssertionError("add() before push() and reopen()")
         self._pending.scalars.update(scalars)
         losses = {name: value for name, value in scalars.items() if name.startswith(_VAL_LOSS)}
         self.val_loss |= {name.removeprefix(_VAL_LOSS): value for name, value in losses.items()}
@@ -194,4 +198,6 @@ class MetricsReporter:
     def _emit(self, pending: _Pending) -> None:
         for sink in self._sinks:
             sink.write(pending.step, pending.scalars)
-        self._progress.update(pending.step, **step_summary(pending.scalars))
+        # the metrics of a step of an earlier process may be lost
+        shown = step_summary(pending.scalars) if "train/loss" in pending.scalars else {}
+        self._progress.update(pending.step, **shown)

@@ -20,7 +20,6 @@ from mesh_transformer.checkpoint.open import (
 from mesh_transformer.checkpoint.origin import Origin, read_origin
 from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
-from mesh_transformer.config import Config
 from mesh_transformer.config.names import moved
 from mesh_transformer.data.classic_position import classic_position
 from mesh_transformer.errors import UserError
@@ -30,6 +29,9 @@ from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import load_user_checkpoint, open_checkpoint
 from mesh_transformer.train.optimizer import OptState
 from mesh_transformer.train.step import TrainProgram, TrainState
+
+# what a checkpoint notes if a signal interrupted the validation after its step
+VALIDATION_DUE = "validation_due"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,7 @@ class StartPoint(NamedTuple):
     Args:
         loader_state: the position in the training data. None: its beginning.
         origin: the Hugging Face folder that the run started from, if any.
+        validates: whether the run begins with the validation after `step`, which a signal interrupted.
     """
 
     state: TrainState
@@ -67,6 +70,7 @@ class StartPoint(NamedTuple):
     counters: Counters
     loader_state: dict[str, Any] | None
     origin: Origin | None = None
+    validates: bool = False
 
 
 def resume_or_start(
@@ -92,7 +96,8 @@ def resume_or_start(
         if source.tune_model_path:
             log.info("resuming this run: --tune-model-path is used at the first start only")
         origin = read_origin(store.folder(checkpoint.step), checkpoint.extra)
-        return _resume(session, checkpoint, logged)._replace(origin=origin)
+        validates = checkpoint.extra.get(VALIDATION_DUE) is True
+        return _resume(session, checkpoint, logged)._replace(origin=origin, validates=validates)
     # steps in the metrics file without a checkpoint: the run ended before its first checkpoint
     counters = Counters(steps_redone=logged.steps_redone + logged.step)
     if source.tune_model_path:
@@ -108,7 +113,7 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) ->
     counters = _counters(extra.get("counters", {"tokens": step * session.tokens_per_step}))
     counters = counters._replace(steps_redone=max(counters.steps_redone, logged.steps_redone) + redone)
     log.info("resuming after step %d; repeating %d steps", step, redone)
-    if jax.process_index() == 0 and (changes := _changes(extra.get("config"), session.config)):
+    if jax.process_index() == 0 and (changes := _changes(extra, session)):
         log.info("resuming with changed options: %s", ", ".join(changes))
     if session.config.data.restart:
         log.warning("data.restart: reading the training data from its beginning")
@@ -117,9 +122,13 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) ->
     return StartPoint(checkpoint.state, step, counters, loader)
 
 
-def _changes(recorded: Any, config: Config) -> list[str]:
-    """The options that differ from the config in the checkpoint, such as `optimizer.lr 0.01 -> 0.02`."""
-    before, now = moved(recorded if isinstance(recorded, dict) else {}), config.model_dump(mode="json")
+def _changes(extra: dict[str, Any], session: Session) -> list[str]:
+    """The options that differ from the config in the checkpoint, such as `optimizer.lr 0.01 -> 0.02`, and the axes of the
+    mesh of all devices, which the config may leave open."""
+    recorded, mesh = extra.get("config"), extra.get("mesh")
+    before, now = moved(recorded if isinstance(recorded, dict) else {}), session.config.model_dump(mode="json")
+    if isinstance(before.get("mesh"), dict) and isinstance(mesh, dict):
+        before, now["mesh"] = {**before, "mesh": {**before["mesh"], **mesh}}, {**now["mesh"], **session.shape}
     return [
         f"{group}.{name} {json.dumps(old[name])} -> {json.dumps(value)}"
         for group in ("model", "compute", "experts", "optimizer", "data", "mesh")

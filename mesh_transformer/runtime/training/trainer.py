@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 
 import jax
 from jax.experimental import multihost_utils
@@ -214,6 +214,12 @@ class TrainingRun:
     def _loop(self, start_point: start.StartPoint, report: MetricsReporter, profile: StepProfile) -> tuple[int, int]:
         """The exit code, and the step after which the run ended."""
         total, data, state = self.config.optimizer.total_steps, self.config.data, start_point.state
+        if start_point.validates:
+            report.reopen(start_point.step, self._record(start_point.step))
+            if not self._validate(start_point.step, state, report):
+                code = self.interrupt.exit_code(start_point.step)
+                if code is not None:
+                    return code, start_point.step
         for step in range(start_point.step + 1, total + 1):
             with profile.step(step):
                 self.observer.phase("data", step)
@@ -222,11 +228,10 @@ class TrainingRun:
                 self.observer.phase("step" if step > start_point.step + 2 else "compile", step)
                 state, metrics = self.program.train_step(state, tokens)
                 report.push(step, metrics)
-            if step % data.val_every == 0 or step == total:
-                self._validate(step, state, report)
+            validated = step % data.val_every != 0 and step != total or self._validate(step, state, report)
             code = self.interrupt.exit_code(step)
             if step % self.config.checkpoint.ckpt_every == 0 or step == total or code is not None:
-                self._save(step, state, start_point, report)
+                self._save(step, state, start_point, report, validated=validated)
             if code is not None:
                 self.observer.phase("finish", step)
                 return code, step
@@ -234,20 +239,24 @@ class TrainingRun:
         self.observer.phase("finish", total)
         return 0, max(start_point.step, total)
 
-    def _validate(self, step: int, state: TrainState, report: MetricsReporter) -> None:
+    def _validate(self, step: int, state: TrainState, report: MetricsReporter) -> bool:
+        """Validate after `step`. Returns whether all was computed, before a signal asked the run to stop."""
         if not self.validation and not self.evaluation:
-            return
+            return True
         report.settle()
         self.observer.phase("validate", step)
         with report.pause():
             validated = self.validation.run(state.params, step)
-            measured = {**validated.scalars, **self.evaluation.run(state.params)}
-            report.add(measured)
-            if self.is_first and validated.load:
+            evaluated = self.evaluation.run(state.params) if validated.finished else {}
+            measured = {**validated.scalars, **evaluated}
+            if measured:
+                report.add(measured)
+            if self.is_first and validated.load and validated.finished:
                 self._show_load(step, validated.load, report)
         if self.is_first and measured:
             numbers = (f"{name} {value:.4f}" for name, value in measured.items())
             log.info("step %d: %s", step, "  ".join(numbers))
+        return validated.finished and bool(evaluated or not self.evaluation)
 
     def _show_load(self, step: int, load: expert_load.Load, report: MetricsReporter) -> None:
         """Record the load of the experts, and give its picture to the sinks."""
@@ -257,18 +266,24 @@ class TrainingRun:
             show = functools.partial(report.picture, step, experts.LOAD, path)
             self.experts_plot.update(show, last=step == self.config.optimizer.total_steps)
 
-    def _save(self, step: int, state: TrainState, start_point: start.StartPoint, report: MetricsReporter) -> None:
+    def _save(
+        self, step: int, state: TrainState, start_point: start.StartPoint, report: MetricsReporter, *, validated: bool
+    ) -> None:
         """Save the state after `step`, after checking that the step is finite."""
         report.settle()
         self.observer.phase("save", step)
         self._check_folder()
         with report.pause():
             tokens = start_point.counters.tokens + (step - start_point.step) * self.session.tokens_per_step
-            extra = {
+            extra: dict[str, Any] = {
                 "loader": self.feed.get_state(),
                 "counters": start_point.counters._replace(tokens=tokens)._asdict(),
                 "config": self.config.model_dump(mode="json"),
+                "mesh": dict(self.session.shape),
             }
+            if not validated:
+                log.info("step %d: the validation is not finished; the resumed run begins with it", step)
+                extra[start.VALIDATION_DUE] = True
             self.store.save(step, state, extra, start_point.origin)
             self._publish(last=False)
 
@@ -291,6 +306,12 @@ class TrainingRun:
         expert_load.cut_broken_end(self.folder)
         last = next(reversed(logs.read_json_lines(path)), {"step": 0})
         return start.LoggedProgress(last["step"], int(last.get("train/steps_redone") or 0))
+
+    def _record(self, step: int) -> dict[str, float]:
+        """The scalars of a step that this run wrote before it was resumed, if the metrics file has them."""
+        records = logs.read_json_lines(os.path.join(self.folder, run_folder.METRICS)) if self.is_first else []
+        found: dict[str, float] = next((record for record in reversed(records) if record["step"] == step), {})
+        return {name: value for name, value in found.items() if name != "step" and value is not None}
 
     def _publish(self, *, last: bool) -> None:
         """Draw the plots, if the last ones are old enough. Copy the plots and the metrics of a run in a bucket there."""

@@ -23,10 +23,12 @@ class Validated(NamedTuple):
     Args:
         scalars: {"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": fraction of correct predictions}.
         load: of each set, the mean over its batches. Empty for a model without routed experts.
+        finished: whether all sets were computed, before a signal asked the run to stop.
     """
 
     scalars: dict[str, float]
     load: Load
+    finished: bool
 
 
 class Validation:
@@ -59,12 +61,12 @@ class Validation:
         for name, feed in self._feeds.items():
             results = self._evaluate(name, feed, params, step)
             if not results:
-                break
+                return Validated(scalars, load, finished=False)
             for metric in ("loss", "accuracy"):
                 scalars[f"val/{metric}_{name}"] = float(np.mean([result[metric] for result in results]))
             if experts.LOAD in results[0]:
                 load[name] = np.mean([result[experts.LOAD] for result in results], axis=0)
-        return Validated(scalars, load)
+        return Validated(scalars, load, finished=True)
 
     def _evaluate(self, name: str, feed: Batches, params: Params, step: int) -> list[dict[str, Any]]:
         n = self._session.config.data.val_batches

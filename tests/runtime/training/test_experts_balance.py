@@ -89,7 +89,10 @@ def test_a_resume_removes_half_a_record_and_unfinished_pictures_and_logs_changed
     assert trainer.train(load_config("config.json", changes), TuningSource()).step == 4
     assert path.read_bytes() == before
     assert not list((folder / "run").glob("*.tmp"))
-    assert "resuming with changed options: experts.z_loss 0.001 -> 0.5, mesh.fsdp 1 -> 2" in caplog.messages
+    assert (
+        "resuming with changed options: experts.z_loss 0.001 -> 0.5, mesh.dp 8 -> 4, mesh.fsdp 1 -> 2"
+        in caplog.messages
+    )
 
 
 def test_the_colour_is_the_load(tmp_path):
