@@ -71,20 +71,27 @@ class ChatTemplate:
     def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
         process = self._process = self._running()
         to, back = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+        overdue = threading.Event()
+
+        def end() -> None:
+            overdue.set()
+            process.kill()
+
         # ends the waits for the process below
-        timer = threading.Timer(WALL_S, process.kill)
+        timer = threading.Timer(WALL_S, end)
         timer.start()
         # if the process has ended, there is no answer
         with contextlib.suppress(BrokenPipeError):
             to.write(json.dumps(request).encode() + b"\n")
             to.flush()
         answer = back.readline()
-        in_time = timer.is_alive()
         timer.cancel()
+        timer.join()
+        if overdue.is_set() or not answer.endswith(b"\n"):
+            self.close()
         if answer.endswith(b"\n"):
             return json.loads(answer)
-        self.close()
-        if not in_time:
+        if overdue.is_set():
             return {"error": f"it takes longer than {WALL_S:g} s by the clock"}
         late = process.returncode == -signal.SIGPROF
         return {"error": f"it takes longer than {TIME_S:g} s" if late else "its process ended unexpectedly"}

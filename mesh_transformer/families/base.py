@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -37,8 +37,18 @@ _HARMLESS = re.compile(
 MOST_ROTARY_DIMS = 1 << 16
 
 TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-# the values of config.json for the activations of feed-forward layers without a gate
-ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", **dict.fromkeys(TANH_GELUS, "gelu_tanh"), "relu": "relu"}
+ActivationName = Literal["gelu", "gelu_tanh", "gelu_fast", "gelu_pytorch_tanh", "relu"]
+"""The activation of feed-forward layers without a gate. Of the names of one function, an export has that of its origin."""
+# what each name computes
+ACTIVATIONS: dict[ActivationName, Activation] = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+# the names that differ in config.json
+_HF_ACTIVATIONS: dict[ActivationName, str] = {"gelu_tanh": "gelu_new"}
 
 
 class ConfigJson:
@@ -195,7 +205,9 @@ class ModelConfig(Group):
 
     def architecture(self) -> dict[str, Any]:
         """The fields that define the function of a checkpoint's tensors."""
-        return self.model_dump(mode="json", exclude={"seq", "seed", "vocab_multiple"})
+        fields = self.model_dump(mode="json", exclude={"seq", "seed", "vocab_multiple"})
+        # two names of one function are no difference
+        return {**fields, **({"activation": ACTIVATIONS[fields["activation"]]} if "activation" in fields else {})}
 
     @classmethod
     def from_hf(cls, keys: ConfigJson) -> Self:
@@ -230,20 +242,21 @@ class ModelConfig(Group):
             )
 
     @staticmethod
-    def activation_from_hf(value: Any, key: str, known: Mapping[str, Activation]) -> Activation:
+    def activation_from_hf(value: Any, key: str) -> ActivationName:
         """The activation that a value of `key` names.
 
         Raises:
-            UserError: it is not one of the `known` values.
+            UserError: it is not known.
         """
+        known = {_HF_ACTIVATIONS.get(name, str(name)): name for name in ACTIVATIONS}
         if not isinstance(value, str) or value not in known:
             raise UserError(f"{key} is {value!r:.60}: only {', '.join(known)} are supported")
         return known[value]
 
     @staticmethod
-    def activation_to_hf(activation: Activation) -> str:
-        """The first name in config.json of an activation."""
-        return next(name for name, known in ACTIVATIONS.items() if known == activation)
+    def activation_to_hf(activation: ActivationName) -> str:
+        """The name of an activation in config.json."""
+        return _HF_ACTIVATIONS.get(activation, activation)
 
     def hf_unused(self, stored: Collection[str]) -> set[str]:
         """Those of the `stored` names of tensors that are not parameters."""

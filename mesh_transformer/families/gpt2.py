@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ACTIVATIONS, ConfigJson, ModelConfig
+from mesh_transformer.families.base import ACTIVATIONS, ActivationName, ConfigJson, ModelConfig
 from mesh_transformer.families.spec import TRANSPOSED, Attention, Decoder, Dense, Layer, Norm, Tensor
 from mesh_transformer.fields import Positive, Switch
 
@@ -18,8 +18,9 @@ class Gpt2Like(ModelConfig):
 
     norm_eps: Positive = 1e-5
     """epsilon that each norm adds to the variance"""
-    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu_tanh"
-    """activation of the feed-forward layer: the exact gelu, its approximation by tanh, or relu"""
+    activation: ActivationName = "gelu_tanh"
+    """activation of the feed-forward layer: the exact gelu, its approximation by tanh, or relu. gelu_fast and
+    gelu_pytorch_tanh are further names of gelu_tanh, which exports keep"""
     tied_head: Switch = True
     """the head uses the token embeddings as its weights"""
 
@@ -36,7 +37,7 @@ class Gpt2Like(ModelConfig):
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""
         norm, attention = Norm(eps=self.norm_eps), self.attention()
-        ff = Dense(d_ff=self.d_ff, activation=self.activation)
+        ff = Dense(d_ff=self.d_ff, activation=ACTIVATIONS[self.activation])
         layer = Layer(attention=attention, ff=ff, norm=norm, wiring="sequential")
         return Decoder(
             d_model=self.d_model,
@@ -56,7 +57,7 @@ class Gpt2Like(ModelConfig):
         return {
             "n_vocab": keys.size("vocab_size", default=50257),
             "norm_eps": keys.number("layer_norm_epsilon", default=1e-5),
-            "activation": cls.activation_from_hf(activation, "activation_function", ACTIVATIONS),
+            "activation": cls.activation_from_hf(activation, "activation_function"),
             "tied_head": keys.flag("tie_word_embeddings", default=True),
         }
 

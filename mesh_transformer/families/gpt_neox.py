@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.attention import Attention, Norm, Rotary
-from mesh_transformer.families.base import ACTIVATIONS, ConfigJson, ModelConfig
+from mesh_transformer.families.base import ACTIVATIONS, ActivationName, ConfigJson, ModelConfig
 from mesh_transformer.families.spec import TRANSPOSED, Decoder, Dense, Layer, Tensor
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
 
@@ -32,8 +32,9 @@ class Config(ModelConfig):
     """attention and feed-forward read the same residual stream; false: the feed-forward follows the attention"""
     norm_eps: Positive = 1e-5
     """epsilon that each norm adds to the variance"""
-    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
-    """activation of the feed-forward layer: the exact gelu, its approximation by tanh, or relu"""
+    activation: ActivationName = "gelu"
+    """activation of the feed-forward layer: the exact gelu, its approximation by tanh, or relu. gelu_fast and
+    gelu_pytorch_tanh are further names of gelu_tanh, which exports keep"""
     attention_bias: Switch = True
     """biases on q, k, v and the output of the attention"""
     tied_head: Switch = False
@@ -64,7 +65,7 @@ class Config(ModelConfig):
                 bias=self.attention_bias,
                 out_bias=self.attention_bias,
             ),
-            ff=Dense(d_ff=self.d_ff, activation=self.activation),
+            ff=Dense(d_ff=self.d_ff, activation=ACTIVATIONS[self.activation]),
             norm=norm,
             wiring="parallel" if self.parallel_residual else "sequential",
         )
@@ -107,7 +108,7 @@ class Config(ModelConfig):
             rotary_base=rope.number("rope_theta", default=10000.0),
             parallel_residual=keys.flag("use_parallel_residual", default=True),
             norm_eps=keys.number("layer_norm_eps", default=1e-5),
-            activation=cls.activation_from_hf(activation, "hidden_act", ACTIVATIONS),
+            activation=cls.activation_from_hf(activation, "hidden_act"),
             attention_bias=keys.flag("attention_bias", default=True),
             tied_head=keys.flag("tie_word_embeddings", default=False),
         )

@@ -109,7 +109,16 @@ def test_released_configs_are_read(tmp_path) -> None:
     )
     pythia = gpt_neox.Config(layers=6, d_model=512, n_heads=8, n_vocab=50304, rotary_dims=16)
     assert read(tmp_path, PYTHIA) == pythia
-    assert read(tmp_path, {**PYTHIA, **NEOX_20B}) == pythia.model_copy(update={"activation": "gelu_tanh"})
+    assert read(tmp_path, {**PYTHIA, **NEOX_20B}) == pythia.model_copy(update={"activation": "gelu_fast"})
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"])
+def test_an_export_has_the_activation_of_its_origin(tmp_path, name) -> None:
+    """transformers has several names for the approximation by tanh. They are one architecture."""
+    model = read(tmp_path, {**PYTHIA, "hidden_act": name})
+    assert model.to_hf()["hidden_act"] == name
+    tanh = model.model_copy(update={"activation": "gelu_tanh"})
+    assert (model.architecture() == tanh.architecture()) == (name not in ("gelu", "relu"))
 
 
 @pytest.mark.parametrize("diff", [True, False])

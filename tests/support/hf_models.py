@@ -71,7 +71,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             **BASE,
             **rope(theta=500.0, partial_rotary_factor=1.0),
             "use_parallel_residual": False,
-            "hidden_act": "gelu_new",
+            "hidden_act": "gelu_fast",
             "layer_norm_eps": 1e-3,
         },
     ),
