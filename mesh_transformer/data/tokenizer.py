@@ -107,7 +107,8 @@ class HubTokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.n_vocab = len(tokenizer)
+        # not the number of tokens: IDs may leave numbers out
+        self.n_vocab = 1 + max(tokenizer.get_vocab().values())
         self.bos, self.eot = tokenizer.bos_token_id, _eot_id(self._backend, tokenizer, name)
         own = [self.eot] if tokenizer.eos_token_id is None else [self.eot, tokenizer.eos_token_id]
         self.end_tokens = tuple(dict.fromkeys([*own, *end_tokens]))

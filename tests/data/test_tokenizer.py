@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.gcs_server import GcsServer
+from transformers import PreTrainedTokenizerFast
 
+from mesh_transformer.data.prepare import Options, prepare
+from mesh_transformer.data.records import RecordReader
 from mesh_transformer.data.tokenizer import ByteTokenizer, load_tokenizer
 from mesh_transformer.errors import UserError
 
@@ -126,6 +129,23 @@ def test_a_panic_of_the_library_names_the_file(tmp_path, parts):
     path.write_text(json.dumps(tokenizer_json(**parts)))
     with pytest.raises(UserError, match=rf"{path}: the tokenizer cannot be read .*data\.tokenizer="):
         load_tokenizer(str(tmp_path))
+
+
+def test_ids_that_leave_numbers_out(tmp_path):
+    """The last ID counts, not the number of tokens. A number without a token is no text."""
+    model = {"type": "BPE", "vocab": {"<|endoftext|>": 0, "a": 1, "b": 70_000}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(model=model, decoder={"type": "Fuse"})))
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    ours = load_tokenizer(str(tmp_path))
+    assert ours.n_vocab == 70_001
+    assert ours.encode("ab") == theirs.encode("ab") == [1, 70_000]
+    assert ours.decode([1, 2, 70_000, 70_001]) == theirs.decode([1, 70_000]) == "ab"
+    assert [ours.token_name(token) for token in (1, 2, 70_000)] == ["a", "", "b"]
+    assert [ours.token_bytes(token) for token in (1, 2, 70_000)] == [b"a", b"", b"b"]
+    (tmp_path / "a.txt").write_text("ab" * 50)
+    written = prepare([str(tmp_path / "a.txt")], "out", str(tmp_path), ours, Options(seq=9))
+    with RecordReader(written.path) as records:
+        assert set(records.read().tokens().tolist()) == {1, 70_000}
 
 
 def test_other_threads_go_on_while_a_long_text_is_encoded(gpt2):
