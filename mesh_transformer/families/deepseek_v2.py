@@ -253,6 +253,7 @@ class Config(DeepSeekLike):
 
     HF_MODEL_TYPE: ClassVar = "deepseek_v2"
     HF_ARCHITECTURE: ClassVar = "DeepseekV2ForCausalLM"
+    HF_HEADS_DIVIDE_WIDTH: ClassVar = True
     HF_END_OF_TEXT: ClassVar = 100001
     HF_SCORES: ClassVar = "softmax"
     HF_DEFAULTS: ClassVar = {

@@ -15,6 +15,7 @@ class Config(GemmaLike):
 
     HF_MODEL_TYPE: ClassVar = "gemma2"
     HF_ARCHITECTURE: ClassVar = "Gemma2ForCausalLM"
+    HF_HEADS_DIVIDE_WIDTH: ClassVar = True
     HF_ACTIVATIONS: ClassVar = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 26,

@@ -40,6 +40,8 @@ GATED = {"gate": "gate_proj", "in": "up_proj", "out": "down_proj"}
 class LlamaLike(RotaryConfig):
     """Root mean square norms, rotary encoding, shared keys and values, and a gated feed-forward layer."""
 
+    # whether the config class of transformers refuses a hidden_size that num_attention_heads does not divide
+    HF_HEADS_DIVIDE_WIDTH: ClassVar = False
     # what transformers takes for keys that a config.json leaves out
     HF_DEFAULTS: ClassVar[dict[str, Any]]
     HF_BUFFERS: ClassVar = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
@@ -145,7 +147,7 @@ class LlamaLike(RotaryConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """See `ModelConfig`."""
-        if self.d_model % self.n_heads:
+        if self.HF_HEADS_DIVIDE_WIDTH and self.d_model % self.n_heads:
             reason = f"{self.HF_ARCHITECTURE} requires that model.n_heads divides model.d_model"
             self.refuse_hf([reason], "native", any_d_head=True)
         return {
@@ -215,6 +217,7 @@ class Config(LlamaLike):
 
     HF_MODEL_TYPE: ClassVar = "llama"
     HF_ARCHITECTURE: ClassVar = "LlamaForCausalLM"
+    HF_HEADS_DIVIDE_WIDTH: ClassVar = True
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 32,
         "hidden_size": 4096,

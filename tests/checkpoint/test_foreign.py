@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import families
+from support.covering import sampled
 
 from mesh_transformer.checkpoint.hf.source import (
     export_tensor,
@@ -13,7 +15,9 @@ from mesh_transformer.checkpoint.hf.source import (
     read_model,
     unpadded_shape,
 )
+from mesh_transformer.checkpoint.hf.writer import config_json
 from mesh_transformer.checkpoint.tensors import parameter_shapes
+from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import gpt_neox, gptj
 from mesh_transformer.families.spec import Split
@@ -75,6 +79,50 @@ def test_the_classic_format_supports_only_gpt_j() -> None:
 
 
 # ---- config.json ----
+
+
+WIDTHS = {"even": {"d_model": 64, "d_head": 10}, "odd": {"d_model": 66, "d_head": 10}}
+
+
+def files(name: str, width: str) -> list[str]:
+    return families.files_of(families.MODELS[name]["family"] if name in families.MODELS else name)
+
+
+@pytest.mark.parametrize(("name", "width"), sampled([*families.MODELS, "gptj"], WIDTHS, seconds=0.5, files=files))
+def test_an_export_is_refused_where_transformers_refuses_it(name, width) -> None:
+    """8 heads of 10 dims are not d_model; 66 is no multiple of 8."""
+    import torch
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    values: dict[str, Any] = {"n_heads": 8, "layers": 4, "n_vocab": 40, **WIDTHS[width]}
+    base = families.MODELS.get(name, {"family": "gptj", "seq": 9})
+    if "kv_rank" in base:
+        # DeepseekV2Attention fails for heads of an odd width
+        values |= {"nope_dims": 12, "d_head": 12 + base["rotary_dims"], "shared_d_ff": 80}
+    model = parse_config({"model": {**base, **values}}).model
+    # the keys that to_hf() writes, without its verdict
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "refuse_hf", lambda *args, **kwargs: None)
+        keys = config_json(model, np.dtype(np.float32))
+    reason = None
+    try:
+        config = transformers.AutoConfig.for_model(**keys, attn_implementation="eager")
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+        theirs.set_experts_implementation("eager")
+        theirs(torch.tensor([[1, 2, 3]]))
+        stored = {key: tuple(tensor.shape) for key, tensor in theirs.state_dict().items()}
+        # a config class may ignore head_dim
+        rows = [row for row in model.hf_tensors() if row.parameter.startswith("blocks/attention")]
+        if any(stored[row.name((0,))] != foreign_shape(row, model) for row in rows):
+            reason = "other shapes"
+    except (ValueError, RuntimeError, StrictDataclassError) as error:
+        reason = str(error)
+    if reason is None:
+        model.to_hf()
+    else:
+        with pytest.raises(UserError, match=r"model\.d_model"):
+            model.to_hf()
 
 
 def read(tmp_path, values: dict[str, Any]) -> Any:
