@@ -21,6 +21,7 @@ from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.holdings import Holding, Spans, holdings, merged, spans
 from mesh_transformer.runtime.training import run_folder
 from mesh_transformer.runtime.training.config import training_config
+from mesh_transformer.runtime.training.plots import write_png
 from mesh_transformer.train.step import TrainProgram
 
 PICTURE = "mesh.png"
@@ -280,9 +281,7 @@ def draw(plan: MeshPlan, path: str) -> None:
     axes.set(xlim=(-0.02, width + 0.02), ylim=(height + 0.02, 0))
     axes.axis("off")
     axes.set_title(f"{named(plan.shape)}\n{_legend(plan.axes, many)}", fontsize=9)
-    partial = path + ".tmp"
-    figure.savefig(partial, dpi=110, format="png")
-    os.replace(partial, path)
+    write_png(figure, path, dpi=110)
 
 
 def _legend(axes: Sequence[str], numbers: bool) -> str:

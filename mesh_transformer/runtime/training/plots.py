@@ -1,6 +1,7 @@
 """The plots in the folder of a run: the losses and the balance of the experts."""
 
 import contextlib
+import io
 import os
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mesh_transformer import files
 from mesh_transformer.errors import is_disk_full
 from mesh_transformer.logs import log, read_json_lines
 from mesh_transformer.runtime.training import expert_load
@@ -15,7 +17,6 @@ from mesh_transformer.runtime.training.run_folder import CURVE, EXPERTS_PICTURE,
 
 _BALANCE_LOSS = "experts/balance_loss"
 _DPI = 120
-_PARTIAL = ".tmp"
 
 
 class Plot:
@@ -64,7 +65,7 @@ def plot_losses(folder: str) -> None:
     for balance in other:
         _lines(balance, records, [_BALANCE_LOSS])
         balance.set(ylabel="balance loss, before its weight (1: even)", title="Load of the experts")
-    _write(figure, os.path.join(folder, CURVE))
+    write_png(figure, os.path.join(folder, CURVE))
 
 
 def plot_experts(folder: str) -> None:
@@ -88,14 +89,14 @@ def plot_experts(folder: str) -> None:
     _lines(below, _records(folder), ["experts/largest_load", "experts/smallest_load"])
     below.axhline(1, color="gray", linewidth=0.5)
     below.set(ylabel="tokens / mean of the layer", title="Training")
-    _write(figure, os.path.join(folder, EXPERTS_PICTURE))
+    write_png(figure, os.path.join(folder, EXPERTS_PICTURE))
 
 
 def remove_partial(folder: str) -> None:
     """Remove the unfinished pictures that a killed process left in `folder`."""
     for name in (CURVE, EXPERTS_PICTURE):
         with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, name + _PARTIAL))
+            os.remove(os.path.join(folder, f"{name}.tmp"))
 
 
 def _records(folder: str) -> dict[int, dict[str, Any]]:
@@ -119,7 +120,9 @@ def _lines(axes: Any, records: dict[int, dict[str, Any]], names: list[str]) -> N
         axes.legend()
 
 
-def _write(figure: Any, path: str) -> None:
-    """Write a PNG, so that the file is always a whole picture."""
-    figure.savefig(path + _PARTIAL, dpi=_DPI, format="png")
-    os.replace(path + _PARTIAL, path)
+def write_png(figure: Any, path: str, dpi: int = _DPI) -> None:
+    """Write a PNG, so that the file is always a whole picture. It is drawn in memory, which takes most of the time: a kill
+    rarely leaves an unfinished file."""
+    png = io.BytesIO()
+    figure.savefig(png, dpi=dpi, format="png")
+    files.replace(path, png.getvalue())
