@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from mesh_transformer import hub
+from mesh_transformer.data import token_ids
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary
 
@@ -229,9 +230,11 @@ def _from_folder(folder: str, name: str) -> HubTokenizer:
         kind = getattr(transformers, "GPT2TokenizerFast")  # noqa: B009  (an alias the stubs do not list)
     place = join(name, "tokenizer.json") if "tokenizer.json" in has else name
     with _errors_explained(place):
+        token_ids.check_files(folder, name)
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False) or len(tokenizer) <= 1:
         raise UserError(f"{name}: its tokenizer is empty or not supported; {_WAY_OUT}")
+    token_ids.check_vocabulary(tokenizer.get_vocab(), place)
     found = HubTokenizer(tokenizer, name, _end_tokens(folder, name))
     # some faults of a normalizer or a decoder appear only in use
     with _errors_explained(place), contextlib.suppress(Exception):
@@ -246,7 +249,8 @@ def _errors_explained(place: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        panic = type(error).__name__ == "PanicException"
+        if isinstance(error, UserError) or not (panic or isinstance(error, Exception)):
             raise
         reason = str(error).strip().replace("\n", " ")
         raise UserError(f"{place}: the tokenizer cannot be read ({reason}); {_WAY_OUT}"[:800]) from error

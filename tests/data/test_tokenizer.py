@@ -148,6 +148,64 @@ def test_ids_that_leave_numbers_out(tmp_path):
         assert set(records.read().tokens().tolist()) == {1, 70_000}
 
 
+FAR = (1 << 20) + 1
+SPECIAL = {"<s>": {"id": "<s>", "ids": [0, FAR], "tokens": ["<s>", "<s>"]}}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "token"),
+    [
+        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 1, "far": FAR}, "merges": []}}, "far"),
+        ("tokenizer.json", {"model": {"type": "Unigram", "unk_id": FAR, "vocab": [["a", 0.0], ["b", 0.0]]}}, "unk_id"),
+        ("tokenizer.json", {"added_tokens": [{"id": FAR, "content": "far", "special": True}]}, "far"),
+        ("tokenizer.json", {"post_processor": {"type": "TemplateProcessing", "special_tokens": SPECIAL}}, "<s>"),
+        (
+            "tokenizer.json",
+            {"post_processor": {"type": "Sequence", "processors": [{"type": "BertProcessing", "sep": ["far", FAR]}]}},
+            "far",
+        ),
+        ("tokenizer_config.json", {"added_tokens_decoder": {str(FAR): {"content": "far"}}}, "far"),
+        ("added_tokens.json", {"far": FAR}, "far"),
+        ("vocab.json", {"a": 0, "far": FAR}, "far"),
+        ("tokenizer.5.0.json", {"model": {"vocab": {"far": 400_000_000}}}, "far"),
+        ("tokenizer.model", f"YQ== 0\nZmFy {FAR}\n", "ZmFy"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_ids_far_beyond_the_number_of_tokens_are_refused_unread(tmp_path, monkeypatch, file, content, token):
+    from transformers import AutoTokenizer
+
+    def read(*_, **__):
+        raise AssertionError("the library reads the files")
+
+    for kind in (AutoTokenizer, PreTrainedTokenizerFast):
+        monkeypatch.setattr(kind, "from_pretrained", read)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+    (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(
+        UserError, match=rf"{tmp_path / file}: the token '{token}' has the ID \d+; .* at most {1 << 20}:"
+    ):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_vocabulary_from_another_kind_of_file_is_checked_when_it_was_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("mesh_transformer.data.token_ids.check_files", lambda *_: None)
+    model = {"type": "BPE", "vocab": {"<|endoftext|>": 0, "a": 1, "b": FAR}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(model=model)))
+    with pytest.raises(UserError, match=rf"the token 'b' has the ID {FAR}; with 3 tokens"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_ids_up_to_four_times_the_number_of_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr("mesh_transformer.data.token_ids._ALWAYS_ALLOWED", 0)
+    path = tmp_path / "tokenizer.json"
+    for last in (12, 13):
+        model = {"type": "BPE", "vocab": {"<|endoftext|>": 0, "a": 1, "b": last}, "merges": []}
+        path.write_text(json.dumps(tokenizer_json(model=model)))
+        with contextlib.nullcontext() if last == 12 else pytest.raises(UserError, match="ID 13; with 3 .* at most 12:"):
+            assert load_tokenizer(str(tmp_path)).encode("ab") == [1, last]
+
+
 def test_other_threads_go_on_while_a_long_text_is_encoded(gpt2):
     done, ticks = threading.Event(), []
 
