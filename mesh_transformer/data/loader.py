@@ -4,6 +4,7 @@ Every host reads the whole stream and decodes only its own rows. The state of a 
 (`stream.py`). Importing this module imports Grain and JAX.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import grain
 import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
 
-from mesh_transformer.data.prepare import cached_records
+from mesh_transformer.data.prepare import cached_records, former_cached_name
 from mesh_transformer.data.records import Record, RecordReader
 from mesh_transformer.data.sources import find_source, is_text, record_files
 from mesh_transformer.data.stream import Ordered, Shuffled, Stream, resume, stored_position
@@ -99,11 +100,13 @@ def make_train_loader(
             a damaged record, and if a whole pass fills no batch.
     """
     shape = Batching(seq, accumulation, batch, tuple(rows), n_vocab)
-    files = _files(source, shape, tokenizer)
+    path = find_source(source)
+    files = _files(path, shape, tokenizer)
+    former_name = functools.partial(former_cached_name, path, seq, tokenizer) if is_text(path) else None
 
     def begin() -> _BatchIterator:
         stream = Shuffled(files, shuffle_window, seed) if shuffle else Ordered(files, batch_across_files)
-        return _BatchIterator(stream, shape, len(files), source)
+        return _BatchIterator(stream, shape, len(files), source, former_name=former_name)
 
     return iter(ThreadPrefetchIterDataset(_Batches(begin), prefetch_buffer_size=prefetch))
 
@@ -125,7 +128,7 @@ def make_val_loader(
     file, otherwise never. Arguments and errors as in `make_train_loader`.
     """
     shape = Batching(seq, 1, batch, tuple(rows), n_vocab)
-    files = _files(source, shape, tokenizer)
+    files = _files(find_source(source), shape, tokenizer)
 
     def begin() -> _BatchIterator:
         return _BatchIterator(Ordered(files, across_files=False), shape, len(files), source, repeat)
@@ -134,9 +137,8 @@ def make_val_loader(
     return ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch)
 
 
-def _files(source: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]:
-    """The record files of `source`. Checks their first record."""
-    path = find_source(source)
+def _files(path: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]:
+    """The record files of a source. Checks their first record."""
     files = (cached_records(path, shape.seq, tokenizer),) if is_text(path) else record_files(path)
     for file in files:
         with RecordReader(file) as reader:
@@ -148,10 +150,24 @@ def _files(source: str, shape: Batching, tokenizer: str | None) -> tuple[str, ..
 
 
 class _BatchIterator(grain.DatasetIterator):
-    def __init__(self, stream: Stream, shape: Batching, n_files: int, source: str, repeat: bool = True):
+    """The batches of a stream.
+
+    Args:
+        former_name: returns the name of the only file in positions of earlier versions.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        shape: Batching,
+        n_files: int,
+        source: str,
+        repeat: bool = True,
+        former_name: Callable[[], str] | None = None,
+    ):
         super().__init__()
         self._stream, self._shape, self._n_files = stream, shape, n_files
-        self._source, self._repeat = source, repeat
+        self._source, self._repeat, self._former_name = source, repeat, former_name
         self._first_epoch = stream.epoch
         # records left over at the end of each file since the last batch
         self._dropped: list[int] = []
@@ -181,6 +197,9 @@ class _BatchIterator(grain.DatasetIterator):
         return stored_position(self._stream)
 
     def set_state(self, state: dict[str, Any]) -> None:
+        name = self._stream.position()["name"]
+        if self._former_name is not None and state.get("name") not in (None, name):
+            state = {**state, "name": name} if state["name"] == self._former_name() else state
         resume(self._stream, state)
         self._dropped.clear()
 

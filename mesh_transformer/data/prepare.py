@@ -108,17 +108,26 @@ def cached_records(path: str, seq: int, tokenizer: str | None) -> str:
     tokens = load_tokenizer(tokenizer)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = os.path.join(base, "mesh_transformer", "datasets")
-    prefix = hashlib.sha256(f"{_CACHE_FORMAT} {seq} {tokens.fingerprint}\n".encode())
-    with open_binary(path) as file:
-        key = hashlib.file_digest(file, prefix.copy).hexdigest()[:32]  # type: ignore[arg-type]
-    stem = os.path.splitext(os.path.basename(path))[0]
-    target = os.path.join(folder, f"{stem}-{key}.tfrecords")
+    target = os.path.join(folder, _cached_name(path, seq, tokens.fingerprint))
     if not os.path.isfile(target):
         os.makedirs(folder, exist_ok=True)
         with scratch_file(folder) as scratch:
             write_corpus([path], scratch, tokens, Options(seq=seq, preserve_data_order=True))
             os.replace(scratch, target)
     return target
+
+
+def former_cached_name(path: str, seq: int, tokenizer: str | None) -> str:
+    """The name that earlier versions gave to the file of `cached_records`. Their stored data positions have it."""
+    return _cached_name(path, seq, load_tokenizer(tokenizer).former_fingerprint)
+
+
+def _cached_name(path: str, seq: int, fingerprint: str) -> str:
+    prefix = hashlib.sha256(f"{_CACHE_FORMAT} {seq} {fingerprint}\n".encode())
+    with open_binary(path) as file:
+        key = hashlib.file_digest(file, prefix.copy).hexdigest()[:32]  # type: ignore[arg-type]
+    stem = os.path.splitext(os.path.basename(path))[0]
+    return f"{stem}-{key}.tfrecords"
 
 
 def write_corpus(files: list[str], path: str, tokenizer: Tokenizer, options: Options) -> Written:

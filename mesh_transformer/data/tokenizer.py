@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import glob
 import hashlib
 import json
 import os
@@ -31,9 +32,9 @@ _MAX_END_TOKENS = 15
 class Tokenizer(Protocol):
     """The interface of a tokenizer.
 
-    Ids are 0..n_vocab - 1. `bos` begins a text, for some models; `eot` ends a document; each of `end_tokens` ends a completion, `eot` too. Tokenizers that
-    give the same ids have the same `fingerprint`. `chat_template` is the source of a `ChatTemplate`, if there is one,
-    and `special_names` its variables: `bos_token`, `eos_token` and so on.
+    Ids are 0..n_vocab - 1. `bos` begins a text, for some models; `eot` ends a document; each of `end_tokens` ends a
+    completion, `eot` too. Tokenizers with the same `fingerprint` give the same ids. `chat_template` is the source of a
+    `ChatTemplate`, if there is one, and `special_names` its variables: `bos_token`, `eos_token` and so on.
     """
 
     n_vocab: int
@@ -43,6 +44,10 @@ class Tokenizer(Protocol):
     fingerprint: str
     chat_template: str | None
     special_names: Mapping[str, str]
+
+    @property
+    def former_fingerprint(self) -> str:
+        """The fingerprint that earlier versions stored. It depends on the version of the tokenizers library."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The ids of `text`. Names of special tokens become their ids.
@@ -74,7 +79,7 @@ class ByteTokenizer:
     bos: int | None = None
     eot = 256
     end_tokens: tuple[int, ...] = (256,)
-    fingerprint = "bytes"
+    fingerprint = former_fingerprint = "bytes"
     chat_template: str | None = None
     special_names: Mapping[str, str] = {"eos_token": EOT_TEXT}
 
@@ -101,10 +106,11 @@ class HubTokenizer:
     """A fast Hugging Face tokenizer. It adds start and end tokens only where it is asked to.
 
     Args:
+        fingerprint: of its files.
         end_tokens: the tokens that end a completion, besides the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: Any, name: str, end_tokens: Iterable[int] = ()):
+    def __init__(self, tokenizer: Any, name: str, fingerprint: str, end_tokens: Iterable[int] = ()):
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -115,7 +121,11 @@ class HubTokenizer:
         self.end_tokens = tuple(dict.fromkeys([*own, *end_tokens]))
         self.chat_template = _chat_template(tokenizer, name)
         self.special_names = tokenizer.special_tokens_map
-        self.fingerprint = hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+        self.fingerprint = fingerprint
+
+    @property
+    def former_fingerprint(self) -> str:
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         self._backend.encode_special_tokens = False
@@ -235,7 +245,7 @@ def _from_folder(folder: str, name: str) -> HubTokenizer:
     if not getattr(tokenizer, "is_fast", False) or len(tokenizer) <= 1:
         raise UserError(f"{name}: its tokenizer is empty or not supported; {_WAY_OUT}")
     token_ids.check_vocabulary(tokenizer.get_vocab(), place)
-    found = HubTokenizer(tokenizer, name, _end_tokens(folder, name))
+    found = HubTokenizer(tokenizer, name, _fingerprint(folder, name), _end_tokens(folder, name))
     # some faults of a normalizer or a decoder appear only in use
     with _errors_explained(place), contextlib.suppress(Exception):
         found.decode(found.encode("a é"))
@@ -272,17 +282,39 @@ def _end_tokens(folder: str, name: str) -> list[int]:
     files = [file for file in ("generation_config.json", "config.json") if os.path.isfile(os.path.join(folder, file))]
     if not files:
         return []
-    place = join(name, files[0])
-    with open(os.path.join(folder, files[0]), "rb") as file:
-        content = file.read(_MAX_CONFIG_BYTES + 1)
-    try:
-        found = json.loads(content).get("eos_token_id") if len(content) <= _MAX_CONFIG_BYTES else None
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{place} is not a JSON object ({error}): correct it or delete it") from error
+    place, found = join(name, files[0]), _config(folder, name, files[0]).get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if len(ids) > _MAX_END_TOKENS or not all(type(id) is int and 0 <= id < 2**31 for id in ids):
         raise UserError(f"{place}: eos_token_id must be a token ID or a list of at most {_MAX_END_TOKENS}; got {found}")
     return ids
+
+
+def _fingerprint(folder: str, name: str) -> str:
+    """A hash of the files that decide which ids a text gets. config.json may name the class of the tokenizer."""
+    hashed = hashlib.sha256()
+    paths = set(glob.glob(os.path.join(glob.escape(folder), "tokenizer*.json")))
+    paths |= {os.path.join(folder, file) for file in hub.TOKENIZER_FILES if file != "chat_template.jinja"}
+    for path in sorted(filter(os.path.isfile, paths)):
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        hashed.update(f"{os.path.basename(path)} {digest}\n".encode())
+    if os.path.isfile(os.path.join(folder, "config.json")):
+        config = _config(folder, name, "config.json")
+        hashed.update(json.dumps([config.get("model_type"), config.get("tokenizer_class")]).encode())
+    return hashed.hexdigest()
+
+
+def _config(folder: str, name: str, file_name: str) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is too large."""
+    with open(os.path.join(folder, file_name), "rb") as file:
+        content = file.read(_MAX_CONFIG_BYTES + 1)
+    try:
+        found = json.loads(content) if len(content) <= _MAX_CONFIG_BYTES else {}
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{join(name, file_name)} is not a JSON object ({error}): correct it or delete it") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{join(name, file_name)} is not a JSON object: correct it or delete it")
+    return found
 
 
 def _chat_template(tokenizer: Any, name: str) -> str | None:

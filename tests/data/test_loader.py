@@ -1,6 +1,7 @@
 """Batches: equal to the original's, and the same whatever the hosts, the read-ahead and the interruptions."""
 
 import gc
+import hashlib
 import itertools
 import logging
 import subprocess
@@ -274,6 +275,31 @@ def test_text_is_tokenized_once(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="do not fill one sequence of 17"):
         first()
     assert len(list(folder.iterdir())) == 2
+
+
+def test_a_position_in_a_text_that_an_earlier_version_stored(tmp_path, monkeypatch, texts):
+    """The name of its file had a hash of the tokenizer as the library writes it, not of the tokenizer's files."""
+    from transformers import GPT2TokenizerFast
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text, folder = "To be, or not to be. " * 40, str(texts / "gpt2_tokenizer")
+    (tmp_path / "play.txt").write_text(text)
+    written = GPT2TokenizerFast.from_pretrained(folder).backend_tokenizer.to_str()
+    key = hashlib.sha256(f"1 16 {hashlib.sha256(written.encode()).hexdigest()}\n{text}".encode()).hexdigest()[:32]
+
+    def loader():
+        return make_train_loader(str(tmp_path / "play.txt"), seq=16, batch=2, rows=range(2), tokenizer=folder)
+
+    first, resumed = loader(), loader()
+    next(first)
+    state = first.get_state()
+    former = {**state, "name": f"play-{key}.tfrecords"}
+    assert former != state
+    resumed.set_state(former)
+    np.testing.assert_array_equal(next(resumed), next(first))
+    assert resumed.get_state() == first.get_state()
+    with pytest.raises(UserError, match="the stored data position is in play-other.tfrecords"):
+        loader().set_state({**state, "name": "play-other.tfrecords"})
 
 
 def test_several_processes_may_fill_the_cache(tmp_path, monkeypatch):

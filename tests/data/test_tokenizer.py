@@ -82,6 +82,37 @@ def test_the_fingerprint_tells_tokenizers_apart(texts, gpt2):
 
 
 @pytest.mark.parametrize(
+    ("file", "changed", "same"),
+    [
+        ("tokenizer.json", json.dumps({"a": 1}), False),
+        ("tokenizer_config.json", json.dumps({"add_prefix_space": True}), False),
+        ("config.json", json.dumps({"model_type": "gpt2"}), False),
+        ("config.json", json.dumps({"hidden_size": 9}), True),
+        ("chat_template.jinja", "{{ messages }}", True),
+        ("generation_config.json", "{}", True),
+    ],
+)
+def test_the_fingerprint_is_of_the_files_content(tmp_path, monkeypatch, file, changed, same):
+    """Only files that decide which ids a text gets."""
+    import transformers
+
+    folders = [tmp_path / name for name in ("first", "second")]
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "from_pretrained", lambda *_, **__: read)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: read)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(tokenizer_json()))
+    read = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token="<|endoftext|>")
+    for folder in folders:
+        folder.mkdir()
+        shutil.copyfile(path, folder / "tokenizer.json")
+        for name in ("config.json", "tokenizer_config.json"):
+            (folder / name).write_text("{}")
+    (folders[1] / file).write_text(changed)
+    first, second = (load_tokenizer(str(folder)).fingerprint for folder in folders)
+    assert (first == second) is same
+
+
+@pytest.mark.parametrize(
     "content", [{}, {"tokenizer.json": "{"}, {"vocab.json": "[]", "merges.txt": ""}, {"vocab.json": "{}"}]
 )
 def test_folders_without_a_tokenizer(tmp_path, content):

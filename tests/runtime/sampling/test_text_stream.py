@@ -49,7 +49,7 @@ def sentencepiece() -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
-    return HubTokenizer(tokenizer, "sentencepiece")
+    return HubTokenizer(tokenizer, "sentencepiece", fingerprint="sentencepiece")
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def wordpiece() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[SEP]")
-    return HubTokenizer(tokenizer, "wordpiece")
+    return HubTokenizer(tokenizer, "wordpiece", fingerprint="wordpiece")
 
 
 def pieces(stream: TextStream, tokens: Sequence[int]) -> list[str]:
