@@ -139,7 +139,9 @@ def make_val_loader(
 
 def _files(path: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]:
     """The record files of a source. Checks their first record."""
-    files = (cached_records(path, shape.seq, tokenizer),) if is_text(path) else record_files(path)
+    # one host warns
+    n_vocab = shape.n_vocab if shape.rows[0] == 0 else None
+    files = (cached_records(path, shape.seq, tokenizer, n_vocab),) if is_text(path) else record_files(path)
     for file in files:
         with RecordReader(file) as reader:
             record = reader.read()

@@ -19,7 +19,7 @@ import numpy as np
 from mesh_transformer.data.cleaning import make_cleaner
 from mesh_transformer.data.corpus import Piece, file_pieces
 from mesh_transformer.data.records import write_records
-from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer
+from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer, warn_of_more_ids
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import check_credentials, check_writable, is_remote, join, open_binary, upload
 from mesh_transformer.logs import Progress
@@ -97,15 +97,20 @@ def prepare(files: list[str], name: str, output_dir: str, tokenizer: Tokenizer, 
     return replace(written, path=path)
 
 
-def cached_records(path: str, seq: int, tokenizer: str | None) -> str:
+def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | None = None) -> str:
     """The record file of a text file, from the user's cache folder: sequences of seq + 1 tokens in the text's order.
 
     Several processes may call it at once. Each writes under its own name; the last one to finish replaces the others.
+
+    Args:
+        n_vocab: of the model. A warning names a tokenizer with more IDs. None: no warning.
 
     Raises:
         UserError: the text is not UTF-8 or shorter than one sequence, or there is no such tokenizer.
     """
     tokens = load_tokenizer(tokenizer)
+    if n_vocab is not None:
+        warn_of_more_ids(tokens, n_vocab)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = os.path.join(base, "mesh_transformer", "datasets")
     target = os.path.join(folder, _cached_name(path, seq, tokens.fingerprint))

@@ -5,6 +5,7 @@ import functools
 import glob
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -28,13 +29,16 @@ _FILES = (*hub.TOKENIZER_FILES, *hub.CONFIG_FILES)
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_END_TOKENS = 15
 
+_log = logging.getLogger(__name__)
+
 
 class Tokenizer(Protocol):
     """The interface of a tokenizer.
 
-    Ids are 0..n_vocab - 1. `bos` begins a text, for some models; `eot` ends a document; each of `end_tokens` ends a
-    completion, `eot` too. Tokenizers with the same `fingerprint` give the same ids. `chat_template` is the source of a
-    `ChatTemplate`, if there is one, and `special_names` its variables: `bos_token`, `eos_token` and so on.
+    Ids are 0..n_vocab - 1, perhaps with gaps. `bos` begins a text, for some models; `eot` ends a document; each of
+    `end_tokens` ends a completion, `eot` too. Tokenizers with the same `fingerprint` give the same ids. `chat_template`
+    is the source of a `ChatTemplate`, if there is one, and `special_names` its variables: `bos_token`, `eos_token` and
+    so on.
     """
 
     n_vocab: int
@@ -185,6 +189,21 @@ def load_tokenizer(spec: str | None, folder: str | None = None) -> Tokenizer:
     if spec.startswith((".", "/", "~")):
         raise UserError(f"no such tokenizer folder: {spec}; {_WAY_OUT}")
     return _from_folder(_download(spec), spec)
+
+
+def warn_of_more_ids(tokenizer: Tokenizer, n_vocab: int) -> None:
+    """Log a warning, once in a process, if a tokenizer has IDs that a model with `n_vocab` tokens does not have."""
+    if tokenizer.n_vocab > n_vocab:
+        _warn_of_more_ids(tokenizer.fingerprint, tokenizer.n_vocab, n_vocab)
+
+
+@functools.cache
+def _warn_of_more_ids(fingerprint: str, ids: int, n_vocab: int) -> None:
+    _log.warning(
+        "the tokenizer has IDs up to %d, model.n_vocab is %d: a text with an ID above %d is refused; data.tokenizer "
+        "chooses another tokenizer",
+        *(ids - 1, n_vocab, n_vocab - 1),
+    )
 
 
 def save_tokenizer(spec: str, folder: str) -> None:

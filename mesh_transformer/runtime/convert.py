@@ -29,7 +29,7 @@ from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.target import check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig, is_set
-from mesh_transformer.data.tokenizer import load_tokenizer, save_tokenizer
+from mesh_transformer.data.tokenizer import load_tokenizer, save_tokenizer, warn_of_more_ids
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer
 from mesh_transformer.runtime.sampling import sampler
@@ -189,14 +189,20 @@ def check_output(output: str, format: Format, step: int) -> None:
 
 
 def _end_of_text(tokenizer: str, model: ModelConfig) -> int:
-    """The tokenizer's end-of-text token. Refuses a tokenizer with more tokens than the model."""
+    """The tokenizer's end-of-text token. Warns of a tokenizer with more IDs than the model.
+
+    Raises:
+        UserError: there is no such tokenizer, or the model does not have its end-of-text token.
+    """
     if tokenizer == "bytes":
         raise UserError("--tokenizer bytes has no files to copy: omit it")
     loaded = load_tokenizer(tokenizer)
-    if loaded.n_vocab > model.n_vocab:
+    if loaded.eot >= model.n_vocab:
         raise UserError(
-            f"--tokenizer {tokenizer} has {loaded.n_vocab} tokens, the model {model.n_vocab}: choose the model's tokenizer"
+            f"--tokenizer {tokenizer} ends a text with the token {loaded.eot}, but model.n_vocab is {model.n_vocab}: choose "
+            f"the model's tokenizer"
         )
+    warn_of_more_ids(loaded, model.n_vocab)
     return loaded.eot
 
 

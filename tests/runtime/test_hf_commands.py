@@ -91,7 +91,7 @@ def test_dtype_and_tokenizer(folder, texts) -> None:
     to_hf(folder, "--input-ckpt", "hf", "--output-path", "half", "--dtype", "fp16")
     assert {str(i.dtype) for i in HFSource(str(folder / "half")).tensors.values()} == {"float16"}
     errors = to_hf(folder, "--input-ckpt", "hf", "--output-path", "no", "--tokenizer", tokenizer, code=2)
-    assert "has 50257 tokens, the model 132" in errors
+    assert "ends a text with the token 50256, but model.n_vocab is 132" in errors
     errors = to_hf(folder, "--input-ckpt", "hf", "--output-path", "no", "--tokenizer", "bytes", code=2)
     assert "has no files" in errors
     assert not (folder / "no").exists()

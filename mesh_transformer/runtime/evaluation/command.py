@@ -14,7 +14,7 @@ import jax
 from mesh_transformer import __version__, files, logs, platforms
 from mesh_transformer.config import Config
 from mesh_transformer.data.cleaning import make_cleaner
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokenizer import load_tokenizer, warn_of_more_ids
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.scoring.packing import TokenCounts
 from mesh_transformer.logs import log
@@ -196,7 +196,10 @@ class RunEvaluation:
         )
         from mesh_transformer.runtime.evaluation.adaptor import HarnessLM
 
-        self._model = EvalModel(session, load_tokenizer(session.tokenizer), stop=stop)
+        tokenizer = load_tokenizer(session.tokenizer)
+        if jax.process_index() == 0:
+            warn_of_more_ids(tokenizer, session.config.model.n_vocab)
+        self._model = EvalModel(session, tokenizer, stop=stop)
         self._lm = HarnessLM(self._model)
         self._cast = jax.jit(session.whole_sequences.cast)
         dry_run = HarnessLM(DryRunModel(self._model))

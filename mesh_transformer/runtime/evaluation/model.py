@@ -175,10 +175,12 @@ class EvalModel:
         Raises:
             UserError: a token is not.
         """
-        if tokens and max(tokens) >= self._model.decoder.n_vocab:
+        n_vocab = self._model.decoder.n_vocab
+        wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
+        if wrong is not None:
             raise UserError(
-                f"a text has the token {max(tokens)}, but model.n_vocab is {self._model.decoder.n_vocab}: set data.tokenizer "
-                f"to the tokenizer of this model"
+                f"a text of a task has the token {wrong} ({self.tokenizer.token_name(wrong)!r}), but model.n_vocab is "
+                f"{n_vocab}: set data.tokenizer to the tokenizer of this model"
             )
 
     def log_likelihoods(self, queries: Sequence[Query]) -> list[tuple[float, bool]]:

@@ -236,9 +236,11 @@ class Sampler:
             text, prompt = prompt, tokenizer.encode(prompt, add_special_tokens=True)
         if not prompt:
             raise UserError("the prompt is empty: give at least one token")
-        if min(prompt) < 0 or max(prompt) >= c.n_vocab:
+        wrong = next((token for token in prompt if not 0 <= token < c.n_vocab), None)
+        if wrong is not None:
             raise UserError(
-                f"prompt tokens must be 0 to {c.n_vocab - 1} (model.n_vocab); found {min(prompt)} to {max(prompt)}"
+                f"the prompt has the token {wrong}, but model.n_vocab is {c.n_vocab}: "
+                + (f"give token IDs of 0 to {c.n_vocab - 1}" if text is None else "set data.tokenizer to the model's")
             )
         left = c.seq - len(prompt)
         if left < 1 and request.truncate:

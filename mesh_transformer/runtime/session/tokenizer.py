@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+import jax
+
 from mesh_transformer.checkpoint.open import find_checkpoint, hf_files, recorded_config
 from mesh_transformer.config import Config, parse_config
-from mesh_transformer.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from mesh_transformer.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, warn_of_more_ids
 from mesh_transformer.runtime.session.weights import split_step, start_checkpoint
 
 
@@ -21,13 +23,17 @@ class CheckpointTokenizer(NamedTuple):
 
 
 def open_tokenizer(config: Config, checkpoint: str) -> Tokenizer:
-    """The tokenizer that the config names, else that of the checkpoint, else GPT-2's.
+    """The tokenizer that the config names, else that of the checkpoint, else GPT-2's. Warns if it has more IDs than the
+    model.
 
     Raises:
         UserError: there is no checkpoint, or its tokenizer cannot be read; or it came from a Hugging Face folder without
             a tokenizer.
     """
-    return load_tokenizer(config.data.tokenizer or tokenizer_of(checkpoint).spec)
+    tokenizer = load_tokenizer(config.data.tokenizer or tokenizer_of(checkpoint).spec)
+    if jax.process_index() == 0:
+        warn_of_more_ids(tokenizer, config.model.n_vocab)
+    return tokenizer
 
 
 def tokenizer_of(checkpoint: str) -> CheckpointTokenizer:

@@ -193,7 +193,7 @@ def test_ftfy_cleans_what_is_scored(our_model):
 def test_a_smaller_vocabulary_than_the_tokenizers_is_refused(tokenizer):
     model = gpt2_model(n_vocab=300)
     lm = HarnessLM(ours(model, hf.random_params(model), tokenizer))
-    with pytest.raises(UserError, match=r"model\.n_vocab is 300"):
+    with pytest.raises(UserError, match=r"has the token 464 \('The'\), but model\.n_vocab is 300"):
         lm.loglikelihood(harness_requests(("The", " end")))
 
 
