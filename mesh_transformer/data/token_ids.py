@@ -18,9 +18,8 @@ from mesh_transformer.files import join
 _ALWAYS_ALLOWED = 1 << 20
 # IDs up to this many times the number of tokens
 _HOLES = 4
-# a post-processor of type Sequence may hold others
-_MAX_NESTING = 8
-
+# the field of a Unigram model with the ID of its token for unknown text
+_UNKNOWN = "unk_id"
 # a line of a file that tiktoken reads
 _TIKTOKEN = re.compile(rb"\s*([A-Za-z0-9+/=]+)\s+(\d{1,30})\s*")
 # name of a token, its ID
@@ -37,10 +36,10 @@ def check_files(folder: str, name: str) -> None:
         UserError: an ID is too large.
         ValueError: a file is not JSON.
     """
-    paths = [*glob.glob(os.path.join(glob.escape(folder), "tokenizer*.json"))]
+    paths = glob.glob(os.path.join(glob.escape(folder), "tokenizer*.json"))
     paths += [os.path.join(folder, file) for file in ("vocab.json", "added_tokens.json", "tokenizer.model")]
     found = {os.path.basename(path): list(_entries(path)) for path in paths if os.path.isfile(path)}
-    tokens = {token for entries in found.values() for token, _ in entries}
+    tokens = {token for entries in found.values() for token, _ in entries} - {_UNKNOWN}
     for file, entries in found.items():
         _check(entries, len(tokens), join(name, file))
 
@@ -82,7 +81,7 @@ def _entries(path: str) -> Iterator[Entry]:
     content = _object(content)
     model = _object(content.get("model"))
     yield from _vocabulary(model.get("vocab"))
-    yield "unk_id", model.get("unk_id")
+    yield _UNKNOWN, model.get(_UNKNOWN)
     for token in _list(content.get("added_tokens")):
         yield _named(token), _object(token).get("id")
     yield from _special_tokens(content.get("post_processor"))
@@ -101,7 +100,7 @@ def _vocabulary(vocabulary: Any) -> Iterator[Entry]:
     yield from _object(vocabulary).items()
 
 
-def _special_tokens(processor: Any, nesting: int = 0) -> Iterator[Entry]:
+def _special_tokens(processor: Any) -> Iterator[Entry]:
     """The special tokens of a post-processor of type TemplateProcessing, BertProcessing or RobertaProcessing."""
     processor = _object(processor)
     for token, entry in _object(processor.get("special_tokens")).items():
@@ -111,9 +110,9 @@ def _special_tokens(processor: Any, nesting: int = 0) -> Iterator[Entry]:
         pair = _list(processor.get(kind))
         if len(pair) == 2:
             yield str(pair[0]), pair[1]
-    if nesting < _MAX_NESTING:
-        for other in _list(processor.get("processors")):
-            yield from _special_tokens(other, nesting + 1)
+    # of type Sequence
+    for other in _list(processor.get("processors")):
+        yield from _special_tokens(other)
 
 
 def _named(token: Any) -> str:

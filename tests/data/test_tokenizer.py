@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.gcs_server import GcsServer
 from transformers import PreTrainedTokenizerFast
 
+from mesh_transformer.data import token_ids
 from mesh_transformer.data.prepare import Options, prepare
 from mesh_transformer.data.records import RecordReader
 from mesh_transformer.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -234,6 +235,7 @@ def test_ids_up_to_four_times_the_number_of_tokens(tmp_path, monkeypatch):
         model = {"type": "BPE", "vocab": {"<|endoftext|>": 0, "a": 1, "b": last}, "merges": []}
         path.write_text(json.dumps(tokenizer_json(model=model)))
         with contextlib.nullcontext() if last == 12 else pytest.raises(UserError, match="ID 13; with 3 .* at most 12:"):
+            token_ids.check_files(str(tmp_path), "folder")
             assert load_tokenizer(str(tmp_path)).encode("ab") == [1, last]
 
 
