@@ -60,6 +60,26 @@ def check_same_architecture(expected: ModelConfig, found: ModelConfig, where: st
     )
 
 
+def warn_of_longer_context(source: TensorSource, model: ModelConfig) -> None:
+    """Log a warning if the context of `model` is longer than the one that a checkpoint's model was trained with.
+
+    Without a recorded model the trained context is not known: no warning.
+
+    Raises:
+        UserError: the recorded model cannot be read.
+    """
+    recorded = recorded_model(source.extra.get("config"), source.where)
+    if recorded is not None and model.seq > recorded.seq and _is_first_process():
+        log.warning(
+            "model.seq is %d, but %s was trained with a context of %d: what the model computes after position %d may be "
+            "useless",
+            model.seq,
+            source.where,
+            recorded.seq,
+            recorded.seq,
+        )
+
+
 def _argument(value: Any) -> str:
     """A value as --set takes it, without spaces."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
@@ -121,8 +141,13 @@ def recorded_model(config: Any, where: str) -> ModelConfig | None:
 
 @functools.cache
 def _warn_unrecorded(where: str) -> None:
-    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+    if _is_first_process():
         log.warning(
             "%s does not record its model: n_heads, pe_rotary_dims and norm are not checked against the config",
             where,
         )
+
+
+def _is_first_process() -> bool:
+    """Whether this is process 0, without a start of the backend where there is one process."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0

@@ -184,6 +184,31 @@ def test_a_checkpoint_without_a_model_gives_one_warning(written: Path, caplog: p
     )
 
 
+# what device_sample.py and device_serve.py, and eval_harness.py call
+READINGS = {
+    "sample, serve": lambda config, folder: open_engine(config, folder, slots=1),
+    "evaluate": lambda config, folder: read_params(Session.open(config), folder),
+}
+
+
+@pytest.mark.parametrize("folder", ["native", "classic/step_7", "hf", "unknown"])
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_context_longer_than_the_trained_one_gives_one_warning(
+    written: Path, reading: str, folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, trained = written / folder, MODEL.seq
+    where = path / "step_7" if folder == "native" else path
+    expected = (
+        f"model.seq is {trained + 1}, but {where} was trained with a context of {trained}: what the model computes "
+        f"after position {trained} may be useless"
+    )
+    for seq in (trained - 1, trained, trained + 1):
+        caplog.clear()
+        READINGS[reading](config(f"model.seq={seq}"), str(path))
+        warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and "seq" in r.getMessage()]
+        assert warnings == ([expected] if seq > trained and folder != "unknown" else [])
+
+
 class Plain(OptimizerConfig):
     """An optimizer without slots."""
 

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from mesh_transformer import files
 from mesh_transformer.checkpoint.hf import safetensors_file, torch_file
 from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed
-from mesh_transformer.checkpoint.identity import check_same_architecture
+from mesh_transformer.checkpoint.identity import check_same_architecture, with_model
 from mesh_transformer.checkpoint.tensors import Counts, FileTensor, Index, TensorInfo, parameter_shapes
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
@@ -91,7 +91,7 @@ class HFSource:
         if model is not None:
             check_same_architecture(model, found, where=folder)
         self.where, self.model = folder, model or found
-        self.counts, self.extra = Counts(0), dict[str, Any]()
+        self.counts, self.extra = Counts(0), with_model({}, found)
         self._stored = _full_names(open_tensors(folder), self.model)
         self._cached: tuple[FileTensor, np.ndarray] | None = None
         self._lock = threading.Lock()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mesh_transformer import files, hub, platforms
+from mesh_transformer.checkpoint.identity import warn_of_longer_context
 from mesh_transformer.checkpoint.load import fail_together, load, load_by_layer
 from mesh_transformer.checkpoint.open import find_checkpoint, finished_steps, open_source, recorded_config
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
@@ -79,6 +80,8 @@ def start_checkpoint(root: str, tune_model_path: str | None) -> str | None:
 def read_params(session: Session, path: str, *, for_decode: bool = False) -> Weights:
     """Load the parameters of the checkpoint at `path`, without the optimizer state, as `Session.whole_sequences` has them.
 
+    A context longer than the checkpoint's is a warning.
+
     Args:
         for_decode: use the layout that is fastest for decoding on this platform.
 
@@ -86,6 +89,7 @@ def read_params(session: Session, path: str, *, for_decode: bool = False) -> Wei
         UserError: there is no checkpoint, it is of another model, or it is damaged.
     """
     source, model = open_checkpoint(session, path), session.placement.model
+    warn_of_longer_context(source, session.config.model)
     abstract = session.whole_sequences.abstract(model.dtype)
     with explain_damage(source):
         if for_decode and jax.default_backend() == "cpu":
