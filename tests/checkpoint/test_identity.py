@@ -191,8 +191,10 @@ READINGS = {
 }
 
 
-@pytest.mark.parametrize("folder", ["native", "classic/step_7", "hf", "unknown"])
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize(
+    ("reading", "folder"),
+    [("sample, serve", "native"), *(("evaluate", folder) for folder in ("native", "classic/step_7", "hf", "unknown"))],
+)
 def test_a_context_longer_than_the_trained_one_gives_one_warning(
     written: Path, reading: str, folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
