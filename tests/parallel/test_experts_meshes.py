@@ -36,7 +36,7 @@ IN_STAGES: dict[str, dict[str, Any]] = {
 
 
 def files(family: str, mesh: str) -> list[str]:
-    stages = ["train/pipeline.py", "parallel/pipeline.py"] if "pp" in mesh else []
+    stages = ["train/pipeline.py", "train/pipeline_forward.py", "parallel/pipeline.py"] if "pp" in mesh else []
     return ["ops/experts", "train/experts.py", "models/feed_forward.py", *files_of(family), *stages]
 
 

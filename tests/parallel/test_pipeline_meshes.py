@@ -23,7 +23,7 @@ MESHES = {
 }
 DEVICES = {"pp4": 4, "interleaved_pp2_tp2": 4, "interleaved_pp2_fsdp2_per_step": 4}
 # qwen2: grouped heads, windows in some layers, a table that embedding and head share
-FILES = ("train/pipeline.py", "train/schedule.py", "parallel/pipeline.py")
+FILES = ("train/pipeline.py", "train/pipeline_forward.py", "train/schedule.py", "parallel/pipeline.py")
 FAMILIES = ["gptj", "gptj_t5", "gptj_learned", "gpt_neox", "qwen2", "gemma2"]
 
 

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: prompts against transformers' chat template, messages against the fake engine alone."""
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -325,7 +326,7 @@ def test_the_process_of_the_template_ends_with_the_server(tokenizer: Tokenizer) 
         template = served.model.chat_template
         assert template is not None
         process = template._process
-    assert process.returncode == 0
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_template_in_the_style_of_chatml_is_used_whole(server: Served, tokenizer: Tokenizer) -> None:
