@@ -110,8 +110,8 @@ class Choice(NamedTuple):
 def choose(tests: Mapping[Product, str], changed: Iterable[str], turn: int) -> Choice:
     """The combinations that a run tests.
 
-    Combinations that test a changed file come first, up to CHANGED_SECONDS: a covering of each product, and then whole
-    products, cheap ones before dear ones. The turn's share of the coverings follows, then shares of later turns in what is left of
+    Combinations that test a changed file come first, up to CHANGED_SECONDS: whole products that fit their share of this
+    time, then coverings of the other products, then more of these. The turn's share of the coverings follows, then shares of later turns in what is left of
     CHANGED_SECONDS. Any 2 TURNS - 1 turns in a row have a covering of each product.
 
     Args:
@@ -130,12 +130,18 @@ def choose(tests: Mapping[Product, str], changed: Iterable[str], turn: int) -> C
             left -= product.seconds
 
     touched = {product: found for product in tests if (found := _touched(product, tests[product], changed))}
-    coverings = [[(one, case) for case in ordered(found, str(block), 1)] for one, found in touched.items()]
+    by_cost = sorted(touched, key=lambda one: one.seconds * len(touched[one]))
+    # a product runs whole if it fits an equal share of what the cheaper ones leave
+    while by_cost and by_cost[0].seconds * len(touched[by_cost[0]]) <= left / len(by_cost):
+        whole = by_cost.pop(0)
+        for case in touched[whole]:
+            take(whole, case)
+    coverings = [[(one, case) for case in ordered(touched[one], str(block), 1)] for one in by_cost]
     # one combination of each product after the other, so that all have some where the coverings do not fit
     for turns in itertools.zip_longest(*coverings):
         for product, case in filter(None, turns):
             take(product, case)
-    for product in sorted(touched, key=lambda one: one.seconds * len(touched[one])):
+    for product in by_cost:
         for case in ordered(touched[product], str(block)):
             take(product, case)
     counts = {product: (len(cases[product]), len(found)) for product, found in touched.items()}

@@ -70,8 +70,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         selected = {path for path in files if imported(path, config.rootpath).intersection(changed)}
         paths = selected | {config.rootpath / tests[product] for product in choice.changed}
         config.hook.pytest_deselected(items=[item for item in items if item.path not in paths])
-        # the file itself, then other files of tests with combinations
-        items[:] = sorted((item for item in items if item.path in paths), key=lambda item: item.path not in selected)
+        # files that import a changed file come first, then cheap combinations: a fault shows soon
+        seconds = {item: mark.args[0].seconds for item, mark in _combinations(items)}
+        usual = sorted(seconds.values())[len(seconds) // 2] if seconds else 0.0
+        items[:] = sorted(
+            (item for item in items if item.path in paths),
+            key=lambda item: (item.path not in selected, seconds.get(item, usual)),
+        )
 
 
 def imported(path: Path, root: Path) -> set[str]:

@@ -100,6 +100,13 @@ def test_what_does_not_fit_is_covered_first_and_cheap_products_run_whole():
     assert parts(choice.cases[dear], 1) == parts(CASES, 1)
 
 
+def test_a_cheap_product_runs_whole_beside_dear_ones():
+    dear = [product(CHANGED_SECONDS / 8) for _ in range(2)]
+    cheap = product(CHANGED_SECONDS / 4 / len(CASES))
+    choice = choose({dear[0]: "a", cheap: "b", dear[1]: "c"}, [f"mesh_transformer/{RING}"], 0)
+    assert choice.changed == {dear[0]: (3, 30), cheap: (30, 30), dear[1]: (3, 30)}
+
+
 def test_coverings_that_do_not_fit_share_the_time():
     first, second = product(CHANGED_SECONDS / 8), product(CHANGED_SECONDS / 8)
     choice = choose({first: "a", second: "b"}, [f"mesh_transformer/{RING}"], 0)
