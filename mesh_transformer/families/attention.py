@@ -47,8 +47,8 @@ class Rotary:
     """Rotary position encoding (Su et al. 2021, arXiv:2104.09864) of the first `dims` of each head.
 
     pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). `precision`
-    is that of position * frequency: float32 in transformers, float64 in the original GPT-J. Of an odd number of dims, one
-    dim more is rotated.
+    is that of position * frequency: float32 in transformers, float64 in the original GPT-J. With an odd number of dims,
+    one dim more is rotated.
     """
 
     dims: int

@@ -38,7 +38,7 @@ MOST_ROTARY_DIMS = 1 << 16
 
 TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 ActivationName = Literal["gelu", "gelu_tanh", "gelu_fast", "gelu_pytorch_tanh", "relu"]
-"""The activation of feed-forward layers without a gate. Of the names of one function, an export has that of its origin."""
+"""The activation of feed-forward layers without a gate. Some names mean one function: an export has its origin's name."""
 # what each name computes
 ACTIVATIONS: dict[ActivationName, Activation] = {
     "gelu": "gelu",
