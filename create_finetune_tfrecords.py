@@ -6,15 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from mesh_transformer import logs
-from mesh_transformer.data.corpus import input_files
-from mesh_transformer.data.prepare import Options, prepare
-from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.runtime import cli
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
+    from mesh_transformer.data.prepare import Options
+
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add(
@@ -52,6 +50,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the arguments and write the records."""
+    from mesh_transformer import logs
+    from mesh_transformer.data.corpus import input_files
+    from mesh_transformer.data.prepare import Options, prepare
+    from mesh_transformer.data.tokenizer import load_tokenizer
+
     args = vars(parse(arguments))
     logs.set_up(logging.DEBUG if args.pop("verbose") else logging.INFO)
     source, name, folder, spec = (args.pop(key) for key in ("input", "name", "output_dir", "tokenizer"))

@@ -11,18 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mesh_transformer import logs, slices
-from mesh_transformer.cloud import shell
-from mesh_transformer.cloud.api import ErrorKind, TpuFailed, TpuRefused
-from mesh_transformer.cloud.hosts import Access, Host, HostsFailed, HostsRefused, Outcome
-from mesh_transformer.cloud.launch import pod_of, public_keys
-from mesh_transformer.cloud.pod import Pod
-from mesh_transformer.cloud.request import Tier, TpuRequest
-from mesh_transformer.cloud.ssh import command_line
-from mesh_transformer.cloud.state import Tpu, TpuPhase
-from mesh_transformer.cloud.tpus import DAY_S, Tpus
-from mesh_transformer.errors import UserError
+from mesh_transformer import environment
 from mesh_transformer.runtime import cli
+
+with environment.explained_imports(__name__):
+    from mesh_transformer import logs, slices
+    from mesh_transformer.cloud import shell
+    from mesh_transformer.cloud.api import ErrorKind, TpuFailed, TpuRefused
+    from mesh_transformer.cloud.hosts import Access, Host, HostsFailed, HostsRefused, Outcome
+    from mesh_transformer.cloud.launch import pod_of, public_keys
+    from mesh_transformer.cloud.pod import Pod
+    from mesh_transformer.cloud.request import Tier, TpuRequest
+    from mesh_transformer.cloud.ssh import command_line
+    from mesh_transformer.cloud.state import Tpu, TpuPhase
+    from mesh_transformer.cloud.tpus import DAY_S, Tpus
+    from mesh_transformer.errors import UserError
 
 __all__ = [
     "Access", "Host", "HostsFailed", "HostsRefused", "ErrorKind", "Outcome", "TpuPhase", "Pod", "TpuRequest", "Tpu", "TpuFailed",

@@ -1,5 +1,7 @@
 """Exceptions for bad input, which the user can correct, and for runs that fail."""
 
+from __future__ import annotations
+
 import errno
 from collections.abc import Sequence
 

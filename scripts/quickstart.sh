@@ -22,9 +22,18 @@ done
     --prompt "ROMEO:" --max-new-tokens 100 --temperature 0.8 --seed 0
 
 .venv/bin/python - "$config" ${overrides[@]+"${overrides[@]}"} <<'PY'
-import os, sys
+import os, shlex, sys
 from mesh_transformer.config import load_config
 root = load_config(sys.argv[1], sys.argv[3::2]).checkpoint.root
-root = root if "://" in root else os.path.abspath(root)
-print(f"\nCheckpoints and metrics: {root}\nLoss curve: {root}/loss.png")
+place = root if "://" in root else os.path.abspath(root)
+run = shlex.quote(root)
+print(f"""
+A token of this model is one byte. Checkpoints and metrics: {place}
+Loss curve: {place}/loss.png
+
+Next, in this folder:
+    source .venv/bin/activate
+    python device_serve.py --ckpt {run}                      # a page to write with the model: http://127.0.0.1:5000
+    python device_sample.py --ckpt {run} --prompt "JULIET:"  # other samples, as many as you like
+    python device_train.py --config {sys.argv[1]} --set optimizer.lr=1e-3 --set checkpoint.model_dir=runs/mine""")
 PY

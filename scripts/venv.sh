@@ -13,16 +13,24 @@ venv=$1
 shift
 stamp=$venv/.installed
 
+# 3.11 to 3.14, as mesh_transformer/environment.py says
+supported() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))'
+}
+
 find_python() {
-    local name
-    for name in python3.11 python3.12 python3.13 python3 python; do
-        if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-            echo "$name"
-            return
+    local name found=()
+    for name in python3.11 python3.12 python3.13 python3.14 python3 python; do
+        if command -v "$name" >/dev/null; then
+            if supported "$name"; then
+                echo "$name"
+                return
+            fi
+            found+=("$("$name" --version 2>&1)")
         fi
     done
-    echo "No Python 3.11 or newer on the PATH (tried python3.11, python3.12, python3.13, python3, python): install one." >&2
-    exit 1
+    echo "error: Python 3.11 to 3.14 is needed; found on the PATH: ${found[*]:-none}. Install python3.11 to python3.14." >&2
+    exit 2
 }
 
 fingerprint() {
@@ -36,7 +44,7 @@ print(digest.hexdigest())
 PY
 }
 
-if [[ ! -x $venv/bin/python ]] || ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+if [[ ! -x $venv/bin/python ]] || ! supported "$venv/bin/python"; then
     python=$(find_python)
     echo "Creating $venv with $("$python" --version)" >&2
     "$python" -m venv --clear "$venv" || {

@@ -18,6 +18,7 @@ RANKS = [
         "accelerators",
         "config",
         "cpu_devices",
+        "environment",
         "families",
         "optimizers",
         "fields",

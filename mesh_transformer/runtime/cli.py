@@ -1,5 +1,8 @@
 """The options that commands share, and errors as one line with an exit code."""
 
+from __future__ import annotations
+
+import _thread
 import argparse
 import atexit
 import dataclasses
@@ -9,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from mesh_transformer import cpu_devices
+from mesh_transformer import cpu_devices, environment
 from mesh_transformer.errors import RunError, UserError
 
 T = TypeVar("T")
@@ -136,14 +139,17 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run an entry point and exit with its code: 0 by default, 2 for bad input, 1 for a failed run, 130 after Ctrl-C.
 
-    An error is printed as one line.
+    An error is printed as one line, and so is a package that is not installed.
     """
     collect_rarely()
     cpu_devices.give_threads()
     # a training run replaces this handler
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    sys.unraisablehook = _repeat_interrupt
     try:
-        code = main() or 0
+        environment.check_python()
+        with environment.requirements():
+            code = main() or 0
     except (UserError, RunError) as error:
         _silence_deletions()
         sys.stderr.write(f"error: {error}\n")
@@ -171,6 +177,14 @@ def collect_rarely() -> None:
     gc.set_threshold(_NEW_OBJECTS)
     # registered first, so that it is called after all other functions of this kind
     atexit.register(gc.freeze)
+
+
+def _repeat_interrupt(ignored: sys.UnraisableHookArgs) -> None:
+    """Raise a Ctrl-C once more that came during a callback of the garbage collector, where Python ignores exceptions."""
+    if isinstance(ignored.exc_value, KeyboardInterrupt):
+        _thread.interrupt_main()
+    else:
+        sys.__unraisablehook__(ignored)
 
 
 def _silence_deletions() -> None:

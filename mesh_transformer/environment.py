@@ -1,0 +1,81 @@
+"""The Python and the packages that the commands need. This module imports only the standard library, and runs on older
+versions of Python."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mesh_transformer.errors import UserError
+
+# README.md, CONTRIBUTING.md, pyproject.toml and scripts/venv.sh say the same
+OLDEST, NEWEST = (3, 11), (3, 14)
+CHECKOUT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def check_python() -> None:
+    """Check the version of Python.
+
+    Raises:
+        UserError: it is not supported.
+    """
+    if not OLDEST <= sys.version_info[:2] <= NEWEST:
+        found = ".".join(map(str, sys.version_info[:3]))
+        oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+        raise UserError(f"this is Python {found} ({sys.executable}), but {oldest} to {newest} is needed: {_way_in()}")
+
+
+@contextmanager
+def requirements() -> Iterator[None]:
+    """Explain a package that an import inside the context does not find.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (message := not_installed(error)) is None:
+            raise
+        raise UserError(message) from error
+
+
+def not_installed(error: ModuleNotFoundError) -> str | None:
+    """What to do about a package that is not installed. None if the module is ours or Python's: then the program has a
+    fault."""
+    name = (error.name or "").partition(".")[0]
+    if not name or name == __package__ or name in sys.stdlib_module_names:
+        return None
+    return f"the package {name} is not installed for {sys.executable}: {_way_in()}"
+
+
+@contextmanager
+def explained_imports(name: str) -> Iterator[None]:
+    """As `requirements`, for the imports of a file that is a command and a module: the command prints the error and
+    exits with code 2.
+
+    Args:
+        name: `__name__` of the file.
+    """
+    if name != "__main__":
+        yield
+        return
+    try:
+        check_python()
+        with requirements():
+            yield
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+
+
+def _way_in() -> str:
+    """What to do, so that the commands find their packages."""
+    venv = os.path.join(CHECKOUT, ".venv")
+    activate = os.path.join(venv, *(("Scripts", "activate") if os.name == "nt" else ("bin", "activate")))
+    if os.path.exists(activate) and os.path.realpath(sys.prefix) != os.path.realpath(venv):
+        shown = os.path.relpath(activate) if os.getcwd() == CHECKOUT else activate
+        return f"run {shown if os.name == 'nt' else 'source ' + shown}"
+    return "run pip install -r requirements.txt && pip install -e . --no-deps, or bash scripts/quickstart.sh"
