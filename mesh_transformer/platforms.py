@@ -31,10 +31,43 @@ HEARTBEAT_TIMEOUT_S = 20
 LEAVE_S = 5
 # the values of "auto" on a CPU, and elsewhere
 _AUTO = {"dtype": ("float32", "bfloat16"), "remat": ("none", "full"), "logits_mib": (128, 1024)}
+# values of JAX_PLATFORMS: the device, and the extra of pyproject.toml for it
+_PLATFORMS = {"cuda": ("GPU", "cuda"), "gpu": ("GPU", "cuda"), "tpu": ("TPU", "tpu")}
+_JAX_ADVICE = " (set JAX_PLATFORMS='' to automatically choose an available backend)"
 _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
-def start_distributed() -> None:
+def start_devices() -> None:
+    """Join the other processes of the job, if the environment names any, and open the devices.
+
+    Raises:
+        UserError, OSError: as in `join_job` and `open_devices`.
+    """
+    join_job()
+    open_devices()
+
+
+def open_devices() -> None:
+    """Open the devices of this process.
+
+    Raises:
+        UserError: JAX_PLATFORMS names a platform that this machine does not have, or a device cannot be used.
+    """
+    try:
+        jax.devices()
+    # without a GPU, JAX raises an AssertionError without a text
+    except (AssertionError, RuntimeError) as error:
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        device, extra = next((_PLATFORMS[name] for name in asked.split(",") if name in _PLATFORMS), ("device", None))
+        given = f"JAX_PLATFORMS={asked}" if asked else "JAX_PLATFORMS is not set"
+        reason = " ".join(str(error).split()).removesuffix(_JAX_ADVICE)[:300]
+        install = f"install the packages for it (pip install -e '.[{extra}]'), or " if extra else ""
+        raise UserError(
+            f"no {device} found ({given}){reason and f': {reason}'}; {install}unset JAX_PLATFORMS"
+        ) from error
+
+
+def join_job() -> None:
     """Join the other processes of the job, if the environment names a coordinator.
 
     The variables are JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. Without
@@ -86,7 +119,7 @@ def _share_compile_cache() -> None:
 
 
 def _check_can_listen(address: str) -> None:
-    """Raises as `start_distributed`. Without this check jaxlib ends with a segmentation fault if it cannot listen."""
+    """Raises as `join_job`. Without this check jaxlib ends with a segmentation fault if it cannot listen."""
     host, _, port = address.rpartition(":")
     try:
         if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:

@@ -8,7 +8,7 @@ import pytest
 from support.commands import free_port
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.platforms import start_distributed
+from mesh_transformer.platforms import join_job
 
 # an address reserved for examples
 ELSEWHERE = "203.0.113.7"
@@ -31,7 +31,7 @@ def job(monkeypatch: pytest.MonkeyPatch):
         }
         for name, value in given.items():
             monkeypatch.setenv(name, value)
-        start_distributed()
+        join_job()
         return asked
 
     monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)

@@ -289,6 +289,7 @@ def reshard(
     prompt_sampler = None
     if prompt is not None:
         platforms.CompileCache()
+        platforms.open_devices()
         if jax.device_count() % shards:
             raise UserError(
                 f"--prompt with {shards} shards needs a multiple of {shards} devices, found {jax.device_count()}: give "

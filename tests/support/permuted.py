@@ -1,7 +1,7 @@
 """Trains, validates and scores once, in one process or in one of several with their devices anywhere in the mesh.
 
 As a program it is one of several processes: `permuted.py FOLDER ORDER` with the variables that
-`platforms.start_distributed` reads. ORDER lists the devices in the order of the mesh. The output is
+`platforms.join_job` reads. ORDER lists the devices in the order of the mesh. The output is
 FOLDER/found_PROCESS.json.
 """
 
@@ -154,7 +154,7 @@ def _main(folder: str, order: str) -> None:
         grid = np.array([devices[int(i)] for i in order.split(",")], object).reshape(tuple(shape.values()))
         return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
-    platforms.start_distributed()
+    platforms.join_job()
     placement.make_hybrid_mesh = make_hybrid_mesh
     result = found(Path(folder))
     Path(folder, f"found_{jax.process_index()}.json").write_text(json.dumps(result))

@@ -104,7 +104,7 @@ def evaluate(config: Config, options: EvalOptions) -> Evaluation:
 
     source = options.checkpoint or config.checkpoint.root
     platforms.CompileCache()
-    platforms.start_distributed()
+    platforms.start_devices()
     session = Session.open(config)
     tokenizer = open_tokenizer(config, source)
     tasks = Tasks(

@@ -276,7 +276,7 @@ def run(config_path: str | None, overrides: Sequence[str], options: SampleOption
     if options.prompt_tokens is not None:
         prompts = [parse_tokens(options.prompt_tokens)]
     platforms.CompileCache()
-    platforms.start_distributed()
+    platforms.start_devices()
     Sampler(config, options, source, prompts).show(source, as_json=options.json)
     return 0
 
@@ -293,7 +293,7 @@ def sample_prompts(
         UserError: an argument, the config, the devices, the tokenizer or the checkpoint cannot be used.
     """
     platforms.CompileCache()
-    platforms.start_distributed()
+    platforms.start_devices()
     return list(Sampler(config, request, checkpoint, prompts).samples(checkpoint))
 
 

@@ -113,6 +113,11 @@ class EngineLoop:
             if self._forget(id):
                 self._inbox.put(methodcaller("cancel", id))
 
+    @property
+    def busy(self) -> bool:
+        """Whether a sequence runs or waits."""
+        return bool(self._live)
+
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and wait for the live sequences, at most this number of seconds."""
         if self.state != "failed":

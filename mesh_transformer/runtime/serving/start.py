@@ -106,6 +106,8 @@ def run(
     keys = read_keys(options.api_key_file) if options.api_key_file is not None else []
     source = options.checkpoint or config.checkpoint.root
     tokenizer = open_tokenizer(config, source)
+    if open_engine is None:
+        platforms.open_devices()
     listener = bind(options.host, options.port)
     if not keys and not is_loopback(listener):
         warning = "other machines can reach %s, and there is no --api-key-file: anyone can use this server"
@@ -161,7 +163,10 @@ class Service:
         deadline = time.monotonic()
         if not self._loop.ended.is_set():
             deadline += self._drain_s
-            log.info("stopping: running requests have %g seconds to finish", self._drain_s)
+            if self._loop.busy:
+                log.info("stopping: running requests have %g seconds to finish", self._drain_s)
+            else:
+                log.info("stopping")
             await _first(self._loop.drain(self._drain_s), stop_now.wait())
             if left := self._loop.cut_off():
                 log.warning("cancelled %d unfinished sequences", left)

@@ -182,7 +182,7 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
         jax.config.update("jax_platforms", "cpu")
     config = training_config(config_path, overrides, tune_model_path)
     if not slice_name:
-        platforms.start_distributed()
+        platforms.start_devices()
     plan = MeshPlan.of(config, platforms.slice_devices(slice_name) if slice_name else jax.devices())
     if slice_name or jax.process_index() == 0:
         folder = config.checkpoint.model_dir

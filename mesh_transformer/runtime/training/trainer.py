@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, Self
 
 import jax
@@ -69,7 +70,7 @@ def train(
     """
     began = time.monotonic()
     compiled = platforms.CompileCache()
-    platforms.start_distributed()
+    platforms.start_devices()
     with Interrupt() as interrupt:
         session = Session.open(*with_run_tokenizer(config, source.tune_model_path))
         observer = observer or Observer()
@@ -85,17 +86,25 @@ class Interrupt(StopSignals):
     """While active, SIGTERM and Ctrl-C request a save and a stop, and do not end the process.
 
     In a job of several processes, a SIGTERM to one of them stops all, after the same step. The coordination service of
-    JAX chooses the step. In a job of one process, a second Ctrl-C ends it at once. `received` can differ between
-    processes, but `exit_code` is the same in all.
+    JAX chooses the step. In a job of one process, a second Ctrl-C ends it at once, and so does one before the first
+    step. `received` can differ between processes, but `exit_code` is the same in all.
+
+    `in_loop` says whether steps are computed, so that there is something to save.
     """
 
     def __init__(self) -> None:
         super().__init__("saving after this step")
+        self.in_loop = False
 
     def __enter__(self) -> Self:
         if jax.process_count() == 1:
             super().__enter__()
         return self
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and not self.in_loop:
+            raise KeyboardInterrupt
+        super()._receive(number, frame)
 
     def exit_code(self, step: int) -> int | None:
         """128 + the signal number if the run must save after `step` and stop, else None. Call it at each step."""
@@ -214,6 +223,7 @@ class TrainingRun:
     def _loop(self, start_point: start.StartPoint, report: MetricsReporter, profile: StepProfile) -> tuple[int, int]:
         """The exit code, and the step after which the run ended."""
         total, data, state = self.config.optimizer.total_steps, self.config.data, start_point.state
+        self.interrupt.in_loop = True
         if start_point.validates:
             report.reopen(start_point.step, self._record(start_point.step))
             if not self._validate(start_point.step, state, report):

@@ -249,6 +249,8 @@ def run_here(trained, monkeypatch, capfd):
     """Runs device_train.py in this process. Returns its exit code and standard error."""
     monkeypatch.chdir(trained)
     monkeypatch.setenv("XDG_CACHE_HOME", str(trained / "cache"))
+    # a command replaces it
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     handler = signal.getsignal(signal.SIGTERM)
 
     def command(*arguments):
@@ -340,6 +342,50 @@ def test_ctrl_c_is_one_line_with_unfinished_objects(tmp_path):
         [sys.executable, program], env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, text=True
     )
     assert (child.returncode, child.stdout, child.stderr) == (130, "", "interrupted\n")
+
+
+def test_a_ctrl_c_that_python_ignores_in_the_garbage_collector_ends_the_command(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import gc, signal, time\n"
+        "from mesh_transformer.runtime import cli\n"
+        "def interrupt(phase, info):\n"
+        "    gc.callbacks.clear()\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "def main():\n"
+        "    gc.callbacks.append(interrupt)\n"
+        "    gc.collect()\n"
+        "    time.sleep(5)\n"
+        "    raise SystemExit('the interrupt was lost')\n"
+        "cli.run(main)\n"
+    )
+    child = subprocess.run(
+        [sys.executable, program], env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, text=True
+    )
+    assert (child.returncode, child.stdout, child.stderr) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_before_the_first_step_ends_the_run_at_once(trained, run_here, monkeypatch):
+    def read(session):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(trainer.train, "__defaults__", (None, read))
+    code, errors = run_here("--set", "checkpoint.model_dir=other")
+    assert code == 130
+    assert errors.splitlines()[-1] == "interrupted"
+    assert "saving" not in errors
+
+
+@pytest.mark.parametrize(
+    ("platform", "message"),
+    [
+        ("cuda", "no GPU found (JAX_PLATFORMS=cuda); install the packages for it (pip install -e '.[cuda]'), or unset"),
+        ("tpu", "no TPU found (JAX_PLATFORMS=tpu): Unable to initialize backend 'tpu': "),
+    ],
+)
+def test_an_accelerator_that_is_absent_is_one_line(trained, platform, message):
+    _, errors = run("device_train.py", "--config", "config.json", cwd=trained, code=2, JAX_PLATFORMS=platform)
+    assert_one_line(errors, message)
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(trained, tmp_path):
