@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from mesh_transformer import hub
+from mesh_transformer import files, hub
 from mesh_transformer.data import token_ids
+from mesh_transformer.data.byte_tokenizer import EOT_TEXT, ByteTokenizer, bytes_of_characters
 from mesh_transformer.errors import UserError
 from mesh_transformer.files import exists, is_remote, join, open_binary
 
-EOT_TEXT = "<|endoftext|>"
 # replaces bytes that are not UTF-8
 UNKNOWN = "\ufffd"
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -76,36 +76,6 @@ class Tokenizer(Protocol):
         """
 
 
-class ByteTokenizer:
-    """UTF-8 bytes as ids 0..255, and 256 for the end of a document."""
-
-    n_vocab = 257
-    bos: int | None = None
-    eot = 256
-    end_tokens: tuple[int, ...] = (256,)
-    fingerprint = former_fingerprint = "bytes"
-    chat_template: str | None = None
-    special_names: Mapping[str, str] = {"eos_token": EOT_TEXT}
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return list(text.encode("utf-8", "replace"))
-
-    def encode_literal(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Iterable[int], *, special_names: bool = False) -> str:
-        known = (i for i in map(int, ids) if special_names or i != self.eot)
-        return b"".join(map(self.token_bytes, known)).decode("utf-8", "replace")
-
-    def token_name(self, token: int) -> str:
-        return f"<0x{token:02X}>" if 0 <= token < self.eot else self.token_bytes(token).decode()
-
-    def token_bytes(self, token: int) -> bytes:
-        if token == self.eot:
-            return EOT_TEXT.encode()
-        return bytes([token]) if 0 <= token < self.eot else b""
-
-
 class HubTokenizer:
     """A fast Hugging Face tokenizer. It adds start and end tokens only where it is asked to.
 
@@ -158,7 +128,7 @@ class HubTokenizer:
         name = self._backend.id_to_token(token)
         if _BYTE.fullmatch(name):
             return bytes([int(name[3:5], 16)])
-        bytes_of = _byte_level()
+        bytes_of = bytes_of_characters()
         return bytes(bytes_of[c] for c in name) if bytes_of.keys() >= set(name) else name.encode()
 
 
@@ -207,11 +177,16 @@ def _warn_of_more_ids(fingerprint: str, ids: int, n_vocab: int) -> None:
 
 
 def save_tokenizer(spec: str, folder: str) -> None:
-    """Copy the tokenizer files of a folder or a hub repository to `folder`; both may be on gs://.
+    """Copy the tokenizer files of a folder or a hub repository to `folder`, or write those of `bytes`; both may be on
+    gs://.
 
     Raises:
         UserError: there is no such tokenizer.
     """
+    if spec == "bytes":
+        for name, content in ByteTokenizer.files().items():
+            files.replace(join(folder, name), content)
+        return
     source = spec if is_remote(spec) or os.path.isdir(spec) else _download(spec)
     _copy(source, folder, hub.TOKENIZER_FILES)
 
@@ -343,14 +318,6 @@ def _chat_template(tokenizer: Any, name: str) -> str | None:
     if source is not None and not (isinstance(source, str) and len(source) <= MAX_TEMPLATE_CHARS):
         raise UserError(f"{name}: its chat template must be a text of at most {MAX_TEMPLATE_CHARS} characters")
     return source
-
-
-@functools.cache
-def _byte_level() -> dict[str, int]:
-    """The byte that each character stands for in the token names of byte-level vocabularies, such as GPT-2's."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _valid(text: str) -> str:

@@ -29,10 +29,11 @@ from mesh_transformer.checkpoint.origin import Origin
 from mesh_transformer.checkpoint.target import check_free, new_folder
 from mesh_transformer.checkpoint.tensors import TensorSource
 from mesh_transformer.config import ModelConfig, is_set
-from mesh_transformer.data.tokenizer import load_tokenizer, save_tokenizer, warn_of_more_ids
+from mesh_transformer.data.tokenizer import ByteTokenizer, load_tokenizer, save_tokenizer, warn_of_more_ids
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import Transfer
 from mesh_transformer.runtime.sampling import sampler
+from mesh_transformer.runtime.session.tokenizer import tokenizer_of
 from mesh_transformer.runtime.session.weights import config_for, explain_damage, split_step
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
@@ -56,8 +57,8 @@ def to_hf(
         config_path: the config file; None: the checkpoint records its model.
         dtype: a key of DTYPES; None: the dtype of the Hugging Face folder that the checkpoint came from, else float16
             as in the original.
-        tokenizer: a folder or a name on the hub, copied to the output; None: that of the Hugging Face folder that the
-            checkpoint came from, if any.
+        tokenizer: `bytes`, or a folder or a name on the hub, copied to the output; None: that of the Hugging Face folder
+            that the checkpoint came from, or `bytes` if the run used it.
         push: a repository on the hub, to which the output is uploaded.
         overwrite: whether to replace an existing output.
         debug: whether to log every tensor.
@@ -68,7 +69,8 @@ def to_hf(
     logs.set_up(logging.DEBUG if debug else logging.INFO)
     if push is not None:
         _check_push(push, output)
-    model = config_for(config_path, overrides, checkpoint).model
+    config = config_for(config_path, overrides, checkpoint)
+    model = config.model
     # raises UserError if transformers does not support the model
     model.to_hf()
     check_free(output, overwrite=overwrite, replaceable=weight_files)
@@ -76,6 +78,8 @@ def to_hf(
     source = open_folder(found, model)
     origin = origin_of(found, source)
     output_dtype = np.dtype(DTYPES[dtype]) if dtype else _default_dtype(found.format, source, origin)
+    if tokenizer is None and (origin is None or not origin.files.keys() & set(hub.TOKENIZER_FILES)):
+        tokenizer = _own_tokenizer(config.data.tokenizer or tokenizer_of(checkpoint).spec, model)
     end_of_text = _end_of_text(tokenizer, model) if tokenizer else None
     if origin is not None and tokenizer:
         origin = origin.without(hub.TOKENIZER_FILES)
@@ -92,6 +96,16 @@ def to_hf(
     logs.log.info("%s: written from %s", output, source.where)
     if push is not None:
         logs.log.info("uploaded to %s", hub.push(output, push))
+
+
+def _own_tokenizer(spec: str | None, model: ModelConfig) -> str | None:
+    """The tokenizer `spec` of a run, if it is `bytes`. Otherwise a log line says how to add it to the output."""
+    if spec == "bytes" and model.n_vocab >= ByteTokenizer.n_vocab:
+        return spec
+    logs.log.warning(
+        "the output has no tokenizer: --tokenizer NAME adds one%s", f" (the run's: {spec})" if spec else ""
+    )
+    return None
 
 
 def _check_push(name: str, output: str) -> None:
@@ -194,8 +208,6 @@ def _end_of_text(tokenizer: str, model: ModelConfig) -> int:
     Raises:
         UserError: there is no such tokenizer, or the model does not have its end-of-text token.
     """
-    if tokenizer == "bytes":
-        raise UserError("--tokenizer bytes has no files to copy: omit it")
     loaded = load_tokenizer(tokenizer)
     if loaded.eot >= model.n_vocab:
         raise UserError(

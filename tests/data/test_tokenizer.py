@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.gcs_server import GcsServer
 from transformers import PreTrainedTokenizerFast
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from mesh_transformer.data import token_ids
 from mesh_transformer.data.prepare import Options, prepare
 from mesh_transformer.data.records import RecordReader
-from mesh_transformer.data.tokenizer import ByteTokenizer, load_tokenizer
+from mesh_transformer.data.tokenizer import ByteTokenizer, load_tokenizer, save_tokenizer
 from mesh_transformer.errors import UserError
 
 
@@ -38,6 +38,37 @@ def test_bytes_vocabulary():
     tokenizer = load_tokenizer("bytes")
     assert (tokenizer.n_vocab, tokenizer.eot) == (257, 256)
     assert tokenizer.decode([0xC3]) == "\ufffd"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The files of the byte tokenizer, read by transformers and by us."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("bytes")
+    save_tokenizer("bytes", str(folder))
+    return AutoTokenizer.from_pretrained(folder), load_tokenizer(str(folder))
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_transformers_reads_the_bytes(exported, text):
+    text = text.encode("utf-8", "replace").decode()
+    theirs, ours = exported
+    ids = ByteTokenizer().encode(text)
+    assert theirs.encode(text) == ids
+    assert theirs.decode([*ids, 256], skip_special_tokens=True) == text
+    assert ours.encode(text, add_special_tokens=True) == ids
+    assert ours.decode([*ids, 256]) == text
+
+
+def test_the_files_of_bytes_have_the_same_vocabulary(exported):
+    (_, ours), bytes_ = exported, ByteTokenizer()
+    assert (ours.n_vocab, ours.eot, ours.end_tokens, ours.bos) == (257, 256, (256,), None)
+    for token in range(-1, 258):
+        assert ours.token_bytes(token) == bytes_.token_bytes(token)
+    assert ours.encode("a<|endoftext|>") == [97, 256]
+    assert ours.encode_literal(["a<|endoftext|>"]) == [list(b"a<|endoftext|>")]
 
 
 def test_gpt2_known_ids(gpt2):

@@ -93,7 +93,7 @@ def test_dtype_and_tokenizer(folder, texts) -> None:
     errors = to_hf(folder, "--input-ckpt", "hf", "--output-path", "no", "--tokenizer", tokenizer, code=2)
     assert "ends a text with the token 50256, but model.n_vocab is 132" in errors
     errors = to_hf(folder, "--input-ckpt", "hf", "--output-path", "no", "--tokenizer", "bytes", code=2)
-    assert "has no files" in errors
+    assert "ends a text with the token 256, but model.n_vocab is 132" in errors
     assert not (folder / "no").exists()
 
     large = hf.model_config(n_vocab=50400, layers=1, d_model=8, n_heads=1)

@@ -15,6 +15,8 @@ import pytest
 from support.commands import CONFIG, REPO, finish, metrics, run, start, wait_for_step, write_run
 
 import device_train
+import from_hf_weights
+import to_hf_weights
 from mesh_transformer import logs
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import UserError
@@ -186,6 +188,24 @@ def test_sampling_on_eight_devices_gives_the_same_tokens(trained, greedy):
     assert "mesh.cp 2 splits the heads, as mesh.tp does" in errors
     assert eight[0]["tokens"] == greedy["tokens"]
     np.testing.assert_allclose(eight[0]["logprobs"], greedy["logprobs"], atol=1e-5)
+
+
+def test_a_run_converted_to_hugging_face_and_back_keeps_its_tokenizer(trained, monkeypatch, greedy):
+    monkeypatch.chdir(trained)
+    monkeypatch.setattr(
+        sys, "argv", ["to_hf_weights.py", "--input-ckpt", "run", "--output-path", "hf", "--dtype", "fp32"]
+    )
+    to_hf_weights.main()
+    monkeypatch.setattr(sys, "argv", ["from_hf_weights.py", "--input", "hf", "--output-path", "back"])
+    from_hf_weights.main()
+    # the command's run of the config would hide a tokenizer that is absent
+    output, _ = run(
+        "device_sample.py", "--ckpt", "back", "--prompt", "99 bottles", "--temperature", "0", "--max-new-tokens", "8",
+        "--json", cwd=trained,
+    )  # fmt: skip
+    sample = json.loads(output)
+    assert sample["tokens"] == greedy["tokens"]
+    assert sample["completion"] == bytes(sample["tokens"]).decode()
 
 
 def test_a_prompt_beyond_the_context(trained):
