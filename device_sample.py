@@ -57,8 +57,8 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed",
         type=int,
-        default=0,
-        help="random seed; the same seed and prompt give the same samples (default: %(default)s)",
+        metavar="N",
+        help="random seed; the same seed and prompt give the same samples (default: a drawn one, which the log names)",
     )
     parser.add_argument(
         "--truncate",

@@ -12,6 +12,7 @@ def main() -> None:
         "--input",
         required=True,
         dest="folder",
+        type=cli.checkpoint_path,
         metavar="DIR",
         help="folder with config.json and model.safetensors or pytorch_model.bin, in one file or in shards with an index; "
         "local or gs://; or a model on the Hugging Face hub, hf://ORG/NAME or hf://ORG/NAME@REVISION",

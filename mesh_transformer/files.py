@@ -52,7 +52,7 @@ def open_binary(path: str, mode: str = "rb") -> IO[bytes]:
             # the caller closes it
             return open(path, mode)  # noqa: SIM115
         except FileNotFoundError as error:
-            raise UserError(f"no such file: {path}") from error
+            raise UserError(f"no such file: {path}{seen_from(path)}") from error
     import smart_open
 
     params = {"client": _gcs_client(), "blob_open_kwargs": {"retry": _retry()}}
@@ -75,7 +75,7 @@ def size(path: str) -> int:
     """
     if not is_remote(path):
         if not os.path.isfile(path):
-            raise UserError(f"no such file: {path}")
+            raise UserError(f"no such file: {path}{seen_from(path)}")
         return os.path.getsize(path)
     blob = _blob(path)
     with _missing_explained(path):
@@ -155,6 +155,13 @@ def list_dir(path: str) -> list[str]:
         folder.removeprefix(prefix).rstrip("/") for folder in pages.prefixes
     }
     return sorted(names - {""})
+
+
+def seen_from(path: str) -> str:
+    """For a message about a relative path that does not exist: the current folder, which may be the mistake. Empty for
+    others."""
+    relative = not is_remote(path) and not os.path.isabs(path) and not os.path.exists(path)
+    return f" (the current folder is {os.getcwd()})" if relative else ""
 
 
 def upload(source: str, target: str) -> None:

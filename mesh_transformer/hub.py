@@ -35,6 +35,11 @@ _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "model-*.sa
 _BIN = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"(?P<name>(?:{_PART}/)?{_PART})(?:@(?P<revision>{_PART}(?:/{_PART})*))?", re.ASCII)
+# of the page of a model, or of a revision's files
+_ADDRESS = re.compile(
+    rf"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<name>{_PART}/{_PART})(?:/tree/(?P<revision>{_PART}))?/?",
+    re.ASCII,
+)
 
 
 class Repository(NamedTuple):
@@ -47,6 +52,17 @@ class Repository(NamedTuple):
 def is_name(path: str) -> bool:
     """Whether a path names a repository on the hub."""
     return path.startswith(PREFIX)
+
+
+def as_name(path: str) -> str | None:
+    """The hub's name that a user may mean: `path` is ORG/NAME or ORG/NAME@REVISION and no local folder, or the web address of
+    a model. None for others, and for a path in a local folder that exists."""
+    address = _ADDRESS.fullmatch(path)
+    if address is not None:
+        return f"{PREFIX}{address['name']}" + (f"@{address['revision']}" if address["revision"] else "")
+    name = _NAME.fullmatch(path)
+    local = os.path.exists(path) or os.path.exists(os.path.dirname(path))
+    return None if name is None or "/" not in name["name"] or local else f"{PREFIX}{path}"
 
 
 def parse(path: str) -> Repository:

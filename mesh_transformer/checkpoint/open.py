@@ -70,9 +70,12 @@ def find_checkpoint(path: str, *, weights: bool = True) -> CheckpointFolder:
         raise UserError(f"{path} holds {listed(stored)} but no config.json: put config.json into the folder")
     if stored:
         return CheckpointFolder(Format.HUGGING_FACE, path)
+    root, _, name = path.rpartition("/")
+    if not names and re.fullmatch(r"step_\d+", name) and (steps := finished_steps(root or ".")):
+        raise UserError(f"no {name} in {root or '.'}: it has {listed(steps)}")
     hint = "" if names or files.is_remote(path) else f"; a model on the Hugging Face hub is named {hub.FORM}"
     raise UserError(
-        f"no checkpoint in {path}: expected the folder of a run or one of its step_N folders, a classic step_N folder "
+        f"no checkpoint in {path}{files.seen_from(path)}: expected the folder of a run or one of its step_N folders, a classic step_N folder "
         f"with shard_0 in it, or a Hugging Face folder with config.json and weights; found {listed(names, most=8)}{hint}"
     )
 

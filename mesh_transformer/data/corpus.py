@@ -11,7 +11,7 @@ from typing import IO, NamedTuple
 from mesh_transformer.data.inflate import Compression, inflated
 from mesh_transformer.data.tar import damage_explained, tar_members
 from mesh_transformer.errors import UserError
-from mesh_transformer.files import is_remote, open_binary
+from mesh_transformer.files import is_remote, open_binary, seen_from
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def input_files(path: str) -> list[str]:
             raise UserError(f"{path}: unknown file suffix; allowed: {_ACCEPTED}")
         return [path]
     if not os.path.isdir(path):
-        raise UserError(f"no such file or folder: {path}")
+        raise UserError(f"no such file or folder: {path}{seen_from(path)}")
     named = ((folder, name) for folder, _, names in os.walk(path) for name in names)
     found = sorted(os.path.join(folder, name) for folder, name in named if not name.startswith("."))
     files = [file for file in found if _kind(file)[0] is not None]

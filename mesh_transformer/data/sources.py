@@ -5,7 +5,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.files import exists, is_remote, join, open_binary
+from mesh_transformer.files import exists, is_remote, join, open_binary, seen_from
 
 _RECORD_FILE = re.compile(r"\.tfrecords?(\.(gz|gzip|zlib|z))?$", re.IGNORECASE)
 _MAX_INDEX_BYTES = 16 << 20
@@ -25,7 +25,7 @@ def find_source(source: str) -> str:
         if _is_file(path):
             return path
     raise UserError(
-        f"data set not found, tried {' and '.join(tried)}: give an index file (one record file a line), "
+        f"data set not found, tried {' and '.join(tried)}{seen_from(source)}: give an index file (one record file a line), "
         f"a .tfrecords file or a .txt file, by its path, its gs:// address or its name under data/"
     )
 

@@ -8,6 +8,7 @@ import atexit
 import dataclasses
 import functools
 import gc
+import os
 import signal
 import sys
 import threading
@@ -70,15 +71,21 @@ def add_checkpoint(parser: argparse.ArgumentParser, flag: str = "--ckpt", *, req
     """Add the option for the checkpoint to read, of any format."""
     default = "" if required else " (default: the run of the config)"
     parser.add_argument(
-        flag, dest="checkpoint", type=_path, required=required, metavar="DIR", help=f"{ANY_FORMAT}{default}"
+        flag, dest="checkpoint", type=checkpoint_path, required=required, metavar="DIR", help=f"{ANY_FORMAT}{default}"
     )
 
 
-def _path(text: str) -> str:
-    """The path of a checkpoint. An empty one, such as that of an unset variable of the shell, does not mean "none"."""
+def checkpoint_path(text: str) -> str:
+    """The path of a checkpoint, or its hf:// name. An empty path, such as an unset variable of the shell, does not mean
+    "none"."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
-    return text
+    from mesh_transformer import hub
+
+    name = hub.as_name(text)
+    if name is not None and not text.startswith("http"):
+        sys.stderr.write(f"no folder {text} in {os.getcwd()}: taken as {name}, a model on the Hugging Face hub\n")
+    return name or text
 
 
 def add_tuning(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +104,7 @@ def add_tuning(parser: argparse.ArgumentParser) -> None:
 
 def add_model_path(parser: argparse.ArgumentParser, help: str) -> None:
     """Add --tune-model-path."""
-    parser.add_argument("--tune-model-path", type=_path, metavar="DIR", help=help)
+    parser.add_argument("--tune-model-path", type=checkpoint_path, metavar="DIR", help=help)
 
 
 def parse_tuned(parser: argparse.ArgumentParser) -> argparse.Namespace:

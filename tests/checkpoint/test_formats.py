@@ -1,6 +1,7 @@
 """Detection of a format by the contents of a folder, and classic and native steps in one folder."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from mesh_transformer.checkpoint.open import (
 )
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import load_config
+from mesh_transformer.data.sources import find_source
 from mesh_transformer.errors import UserError
 
 
@@ -78,6 +80,25 @@ def test_folders_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     touch(tmp_path / "v2/params/shard_0.npz", tmp_path / "v2/meta.json")
     with pytest.raises(UserError, match="unreleased V2 model"):
         find_checkpoint(str(tmp_path / "v2"))
+
+
+def test_a_step_that_does_not_exist_names_the_steps_that_do(tmp_path: Path) -> None:
+    native(str(tmp_path / "run"), 1, 20)
+    with pytest.raises(UserError, match=r"^no step_999 in .*/run: it has step_1, step_20$"):
+        find_checkpoint(str(tmp_path / "run/step_999"))
+
+
+def test_a_relative_path_that_does_not_exist_names_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = re.escape(f" (the current folder is {tmp_path})")
+    with pytest.raises(UserError, match=f"^no checkpoint in runs/x{here}: expected"):
+        find_checkpoint("runs/x")
+    with pytest.raises(UserError, match=f"^data set not found, tried x.txt and data/x.txt{here}: give"):
+        find_source("x.txt")
+    with pytest.raises(UserError, match=f"^no such file: x.json{here}$"):
+        load_config("x.json")
 
 
 def test_unfinished_steps_in_a_bucket_are_ignored(gcs: GcsServer) -> None:

@@ -40,7 +40,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, worker_environment: dict[
     with driver(folder, "--processes", "2", **worker_environment, TMPDIR=str(folder)) as run:
         last = run.finish().splitlines()[-1]
     assert f" I reached step {STEPS} of {STEPS}, val loss " in last, last
-    assert last.endswith("; checkpoint run/step_120; sample: python device_sample.py --config config.json")
+    assert last.endswith("; checkpoint run/step_120; sample: python device_sample.py --ckpt run --prompt Hello")
     return folder / "run"
 
 

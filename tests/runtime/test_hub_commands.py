@@ -22,6 +22,7 @@ from mesh_transformer import hub, logs, platforms
 from mesh_transformer.cluster.base import Job
 from mesh_transformer.cluster.driver.compute_target import ComputeTarget
 from mesh_transformer.errors import UserError
+from mesh_transformer.runtime import cli
 
 Run = Callable[..., str]
 SPECIAL = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
@@ -190,6 +191,40 @@ def test_sampling_from_the_hub(run: Run, hub_server: HubServer, tmp_path: Path) 
     assert by_tokens == {**by_prompt, "prompt": None, "completion": None}
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("EleutherAI/pythia-70m", "hf://EleutherAI/pythia-70m"),
+        ("EleutherAI/pythia-70m@step3000", "hf://EleutherAI/pythia-70m@step3000"),
+        ("https://huggingface.co/EleutherAI/pythia-70m", "hf://EleutherAI/pythia-70m"),
+        ("https://huggingface.co/EleutherAI/pythia-70m/tree/step3000/", "hf://EleutherAI/pythia-70m@step3000"),
+        # a folder, or a path in a folder
+        *(
+            (path, path)
+            for path in ("runs/mine", "runs/absent", "absent", "runs/mine/step_1", "/runs/mine", "./runs/b")
+        ),
+        *((path, path) for path in ("gs://bucket/run", "hf://org/model", "a/b/step_1", "https://example.com/a/b")),
+    ],
+)
+def test_a_path_that_means_a_name_on_the_hub(tmp_path: Path, given: str, name: str) -> None:
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    assert cli.checkpoint_path(given) == name
+
+
+def test_a_name_without_its_prefix_is_read_from_the_hub(
+    run: Run, hub_server: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub_server.commit_folder("org/model", save(tmp_path / "hf", "gpt_neox", torch.float32))
+    run("from_hf_weights", "--input", "https://huggingface.co/org/model", "--output-path", "by_address")
+    run("from_hf_weights", "--input", "org/model", "--output-path", "by_name")
+    assert (tmp_path / "by_name/step_0/hf/config.json").exists()
+    assert (tmp_path / "by_address/step_0/hf/config.json").exists()
+    with pytest.raises(UserError, match="hf://runs/mine: no such repository"):
+        run("from_hf_weights", "--input", "runs/mine", "--output-path", "other")
+    said = f"no folder runs/mine in {tmp_path}: taken as hf://runs/mine, a model on the Hugging Face hub\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 def test_without_a_tokenizer(run: Run, tmp_path: Path) -> None:
     save(tmp_path / "hf", "gpt_neox", torch.float32, tokenizer=False)
     run("from_hf_weights", "--input", "hf", "--output-path", "native")
@@ -340,7 +375,17 @@ def test_a_command_of_its_own(hub_server: HubServer, tmp_path: Path) -> None:
     """The library's variables, and errors as one line with exit code 2."""
     hub_server.commit_folder("org/model", save(tmp_path / "hf", "gptj", torch.float16), private=True)
     environment = hub_server.environment(tmp_path / "home")
-    ask = ["device_sample.py", "--ckpt", "hf://org/model", "--prompt-tokens", "1", "--max-new-tokens", "1"]
+    ask = [
+        "device_sample.py",
+        "--ckpt",
+        "hf://org/model",
+        "--prompt-tokens",
+        "1",
+        "--max-new-tokens",
+        "1",
+        "--seed",
+        "0",
+    ]
     _, errors = commands.run(*ask, cwd=tmp_path, code=2, **environment)
     assert errors.startswith("error: hf://org/model: no such repository on the Hugging Face hub, or a private one")
     assert errors.count("\n") == 1

@@ -48,7 +48,7 @@ def train(given: argparse.Namespace) -> int:
         delete_old_run(config, yes=given.yes, before=lambda: target.end_workers(config))
     code, result = target.run(Job.of("train", config, **source), config)
     if result is not None:
-        log.info("%s", TrainingResult(**result).summary(given.config_path, given.overrides))
+        log.info("%s", TrainingResult(**result).summary())
     elif code:
         log.info("stopped; the same command resumes from the newest checkpoint")
     return code

@@ -6,12 +6,15 @@ import contextlib
 import dataclasses
 import json
 import math
+import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from mesh_transformer import logs, platforms
 from mesh_transformer.config import Config
@@ -56,7 +59,7 @@ class SampleRequest(SamplingOptions):
             ("max-new-tokens", self.max_new_tokens, "1 or more", 1 <= (self.max_new_tokens or 0) < 2**31),
             ("num-samples", self.num_samples, "1 or more", self.num_samples >= 1),
             ("stop", "''", "at least one character", "" not in self.stop),
-            ("seed", self.seed, "0 to 2**32 - 1", 0 <= self.seed < 2**32),
+            ("seed", self.seed, "0 to 2**32 - 1", 0 <= (self.seed or 0) < 2**32),
         ]:
             if value is not None and not fits:
                 raise UserError(f"--{name} must be {allowed}; got {value}")
@@ -74,8 +77,13 @@ class SampleRequest(SamplingOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleOptions(SampleRequest):
-    """The options of device_sample.py."""
+    """The options of device_sample.py.
 
+    Args:
+        seed: None: draw one, and log it.
+    """
+
+    seed: int | None = None  # type: ignore[assignment]
     checkpoint: str | None = None
     prompt: str | None = None
     prompt_tokens: str | None = None
@@ -277,8 +285,19 @@ def run(config_path: str | None, overrides: Sequence[str], options: SampleOption
         prompts = [parse_tokens(options.prompt_tokens)]
     platforms.CompileCache()
     platforms.start_devices()
-    Sampler(config, options, source, prompts).show(source, as_json=options.json)
+    Sampler(config, _with_seed(options), source, prompts).show(source, as_json=options.json)
     return 0
+
+
+def _with_seed(options: SampleOptions) -> SampleOptions:
+    """The options with a seed, the same in all processes."""
+    if options.seed is not None:
+        return options
+    # an int32 is broadcast without a loss in any configuration of JAX
+    seed = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbelow(2**31))))
+    if options.temperature and jax.process_index() == 0:
+        log.info("seed %d: --seed %d gives the same samples again", seed, seed)
+    return dataclasses.replace(options, seed=seed)
 
 
 def sample_prompts(

@@ -1,10 +1,9 @@
 """The result of a training run, and its summary, which the command or the driver logs as the last line."""
 
+import posixpath
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
-
-from mesh_transformer.config.load import is_ignored
 
 
 class TrainingResult(NamedTuple):
@@ -24,15 +23,12 @@ class TrainingResult(NamedTuple):
     val_loss: Mapping[str, float]
     checkpoint: str
 
-    def summary(self, config_path: str, overrides: Sequence[str]) -> str:
-        """One line with the progress, the checkpoint and a command that samples from it, with this config and
-        `overrides`."""
+    def summary(self) -> str:
+        """One line with the progress, the checkpoint and a command that samples from it, on any devices."""
         if self.code:
             return f"saved after step {self.step:,} of {self.total_steps:,}; the same command resumes from there"
-        options = [part for change in overrides if not is_ignored(change) for part in ("--set", change)]
-        if ignored := [change.removeprefix("-") for change in overrides if is_ignored(change)]:
-            options += ["--ignore-keys", ",".join(ignored)]
-        sample = shlex.join(["python", "device_sample.py", "--config", config_path, *options])
+        run = posixpath.dirname(self.checkpoint)
+        sample = shlex.join(["python", "device_sample.py", "--ckpt", run, "--prompt", "Hello"])
         after = f"checkpoint {self.checkpoint}; sample: {sample}"
         if self.start_step >= self.total_steps:
             return (

@@ -49,7 +49,7 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
     config = training_config(config_path, overrides, tune_model_path)
     result = train(config, start.TuningSource(tune_model_path, fresh_opt))
     if jax.process_index() == 0:
-        log.info("%s", result.summary(config_path, overrides))
+        log.info("%s", result.summary())
     return result.code
 
 

@@ -1,6 +1,7 @@
 """The options of device_sample.py, in this process with a fake engine."""
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -76,6 +77,20 @@ def test_options_reach_the_engine(sample):
     assert RecordingEngine.recorded[0] == wanted
     assert all(value != OPTIONS[name].default for name, value in wanted.options.items())
     assert [params.seed for params in RecordingEngine.recorded] == [2**32 - 1, 0]
+
+
+def test_the_seed_is_drawn_and_named(sample, caplog):
+    caplog.set_level("INFO")
+    _, first, _ = sample("--prompt-tokens", "97,98")
+    seed = re.fullmatch(r"seed (\d+): --seed \1 gives the same samples again", caplog.messages[-1])
+    assert seed is not None
+    assert sample("--prompt-tokens", "97,98", "--seed", seed[1])[1][0]["tokens"] == first[0]["tokens"]
+    sample("--prompt-tokens", "97,98")
+    first_seed, same, other = (params.seed for params in RecordingEngine.recorded)
+    assert first_seed == same == int(seed[1]) != other
+    caplog.clear()
+    sample("--prompt-tokens", "97,98", "--temperature", "0")
+    assert not any("seed" in message for message in caplog.messages)
 
 
 def test_stop_texts_end_each_sample_before_them(sample):

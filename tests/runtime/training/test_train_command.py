@@ -39,7 +39,7 @@ def trained(tmp_path_factory) -> Path:
     loss = metrics(folder / "run")[-1]["val/loss_held"]
     assert lines[-1].endswith(
         f" I reached step 12 of 12, val loss {loss:.2f}; checkpoint run/step_12; "
-        f"sample: python device_sample.py --config config.json"
+        "sample: python device_sample.py --ckpt run --prompt Hello"
     )
     output = [line.partition(" I ")[2] for line in lines if "val/loss_held" in line]
     assert [line.partition(":")[0] for line in output] == ["step 5", "step 10", "step 12"]
@@ -74,7 +74,7 @@ def test_a_finished_run_does_nothing_more(trained):
     _, errors = run("device_train.py", "--config", "config.json", cwd=trained)
     last = errors.splitlines()[-1]
     assert "the run is complete: step 12 of 12; to continue, increase the steps: --set optimizer.total_steps=N;" in last
-    assert "checkpoint run/step_12; sample: python device_sample.py --config config.json" in last
+    assert "checkpoint run/step_12; sample: python device_sample.py --ckpt run --prompt Hello" in last
     assert "changed options" not in errors
     assert (trained / "run/metrics.jsonl").read_bytes() == before
 
@@ -107,15 +107,14 @@ def test_another_model_of_equal_shapes_is_not_resumed(trained):
     assert _written(trained / "run") == before
 
 
-def test_the_last_line_names_every_set_and_a_command_that_works():
-    result = TrainingResult(0, 0, 2000, 2000, {"a": 1.661, "b": 2.0}, "runs/x/step_2000")
-    output = result.summary("my config.json", ["checkpoint.model_dir=runs/x", "-secret", "-data.odd"])
-    assert output == (
-        "reached step 2,000 of 2,000, val loss 1.66 (a), 2.00 (b); checkpoint runs/x/step_2000; sample: "
-        "python device_sample.py --config 'my config.json' --set checkpoint.model_dir=runs/x --ignore-keys secret,data.odd"
+def test_the_last_line_names_a_command_that_works_on_any_devices():
+    result = TrainingResult(0, 0, 2000, 2000, {"a": 1.661, "b": 2.0}, "runs/my x/step_2000")
+    assert result.summary() == (
+        "reached step 2,000 of 2,000, val loss 1.66 (a), 2.00 (b); checkpoint runs/my x/step_2000; sample: "
+        "python device_sample.py --ckpt 'runs/my x' --prompt Hello"
     )
     stopped = result._replace(code=143, step=1200)
-    assert stopped.summary("c", []) == "saved after step 1,200 of 2,000; the same command resumes from there"
+    assert stopped.summary() == "saved after step 1,200 of 2,000; the same command resumes from there"
 
 
 @pytest.mark.parametrize(("mfu", "least"), [({}, 15), ({"train/mfu": 0.432}, 6)])
