@@ -234,5 +234,7 @@ def _reason(error: BaseException) -> str:
     """The first cause of an error, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
+    if type(error).__name__ == "OfflineModeIsEnabled":
+        return "HF_HUB_OFFLINE is set"
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said}"[:200]
