@@ -40,6 +40,21 @@ def is_disk_full(error: BaseException | None) -> bool:
     return False
 
 
+def out_of_memory(error: BaseException | None) -> RunError | None:
+    """What to tell the user of an allocation that failed, on a device or on the host; None: the error is another one."""
+    text = str(error)
+    of_device = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+    exhausted = "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+    if not isinstance(error, MemoryError) and not (of_device and exhausted):
+        return None
+    reason = text.partition("\n")[0] or type(error).__name__
+    return RunError(
+        f"out of memory ({reason:.300}): in training, lower the batch, raise "
+        "optimizer.gradient_accumulation_steps or use compute.remat=full; in sampling and serving, compute fewer sequences "
+        "at a time (--num-samples, --slots); or use a smaller model or more devices"
+    )
+
+
 def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
     """Names for a message: the first of them, and how many more there are."""
     more = [f"and {len(names) - most} more"] if len(names) > most else []

@@ -25,6 +25,7 @@ RANKS = [
         "logs",
         "errors",
         "files",
+        "host_memory",
         "hub",
         "liveness",
         "slices",

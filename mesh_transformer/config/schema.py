@@ -68,6 +68,10 @@ class ComputeConfig(Group):
     logits_mib: Literal["auto"] | Mebibytes = "auto"
     """memory for float32 logits on each device in training and validation; the head and the loss run over chunks of
     the positions whose logits fit in it; auto: 128 on CPU, 1024 elsewhere"""
+    # not in the repr: eval_harness.py --cache finds the answers of a model by the repr of its fields
+    memory_check: Switch = Field(True, repr=False)
+    """refuse a model whose parameters, optimizer state and gradients, or cache, do not fit the memory of a device, before
+    they are allocated; false: go on"""
 
 
 class DataConfig(Group):

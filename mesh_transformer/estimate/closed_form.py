@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mesh_transformer import slices
-from mesh_transformer.accelerators import Accelerator
+from mesh_transformer.accelerators import ACCELERATORS, Accelerator
 from mesh_transformer.config import Config
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import experts
@@ -127,6 +127,12 @@ def estimate(
     check_modelled(n_devices, accelerator)
     step = StepSizes.of(config, config.check_devices(n_devices), accelerator)
     return Estimate(_memory(step, fused_attention is not None), _time(step, fused_attention))
+
+
+def step_gib(config: Config, n_devices: int) -> dict[str, float]:
+    """GiB by use on one device of any kind. No field of `config.compute` is "auto"."""
+    # the rates of a device have no effect on memory
+    return _memory(StepSizes.of(config, config.check_devices(n_devices), ACCELERATORS["v4"]), fused=False)
 
 
 def check_modelled(n_devices: int, accelerator: Accelerator) -> None:

@@ -1,16 +1,42 @@
-"""The largest parts of the memory of a training step on one device."""
+"""The memory of one device: the arrays that must exist at once, and the largest parts of a compiled training step."""
+
+from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from mesh_transformer.train.step import TrainProgram
+if TYPE_CHECKING:
+    from mesh_transformer.models.placement import Placement
+    from mesh_transformer.train.step import TrainProgram
 
 
 def bytes_per_device(tree: Any) -> int:
     """The bytes of one device of a tree of `jax.ShapeDtypeStruct` with shardings."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def training_arrays(program: TrainProgram) -> dict[str, int]:
+    """Bytes of the arrays of one device that exist at once in each step: less than a step needs.
+
+    The norm of the gradient is computed before the first update, so the gradients of all parameters exist beside the
+    state: in float32 if they are sums of several microbatches, else at least in the compute dtype.
+    """
+    state = program.abstract_state
+    gradients = program.moments.abstract(state.params, program.axes)
+    summed = program.config.optimizer.gradient_accumulation_steps > 1
+    itemsize = 4 if summed else program.model.dtype.itemsize
+    return {
+        "parameters": bytes_per_device(state.params),
+        "moments": bytes_per_device(state.opt_state),
+        "gradients": bytes_per_device(gradients) * itemsize // 4,
+    }
+
+
+def weights(placement: Placement) -> dict[str, int]:
+    """Bytes of the parameters of one device for sampling and scoring, which store them in the compute dtype."""
+    return {"parameters": bytes_per_device(placement.abstract(placement.model.dtype))}
 
 
 def training_parts(program: TrainProgram, accumulation: int, batch: int, peak_bytes: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The programs of the server, lowered for devices that are not attached."""
+"""The programs of the server, lowered for devices that are not attached, and the memory that it needs."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.infer.engine import MAX_PREFILL_TOKENS
+from mesh_transformer.estimate.memory import bytes_per_device, weights
+from mesh_transformer.infer.engine import MAX_PREFILL_TOKENS, cache_positions
 from mesh_transformer.infer.programs import MAX_STEPS, ChunkBatch, SlotPrograms
 from mesh_transformer.models.placement import Placement
 
@@ -41,8 +42,7 @@ def programs(placement: Placement, slots: int) -> Iterator[ServingProgram]:
     size = min(MAX_PREFILL_TOKENS, context)
     made = SlotPrograms(placement, slots, context, longest_chunk=size, stacked=True)
     params = placement.abstract(model.dtype)
-    state = jax.eval_shape(made.empty)
-    state = jax.tree.map(lambda x, split: x.update(sharding=split), state, made.shardings)
+    state = made.abstract
     whole: Any = placement.partition.sharding()
 
     def on_device(tree: Any) -> Any:
@@ -54,3 +54,12 @@ def programs(placement: Placement, slots: int) -> Iterator[ServingProgram]:
     yield ServingProgram("prefill", prefill, 1, size, context, params, state.cache)
     decode = made.generate.lower(params, state, None, number, number, length=context)
     yield ServingProgram("decode", decode, slots, MAX_STEPS * slots, context, params, state.cache)
+
+
+def serving_arrays(placement: Placement, slots: int, context: int | None) -> dict[str, int]:
+    """Bytes of the arrays of one device that exist as long as an engine: the parameters, and the state of all slots, most
+    of which is the cache. `context` as in `infer.engine.SlotEngine`."""
+    positions = cache_positions(placement.model.decoder.seq, context)
+    chunk = min(MAX_PREFILL_TOKENS, positions)
+    made = SlotPrograms(placement, slots, positions, longest_chunk=chunk, stacked=True)
+    return {**weights(placement), "cache": bytes_per_device(made.abstract)}

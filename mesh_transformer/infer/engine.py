@@ -28,6 +28,13 @@ MIN_CHUNK = 128
 MAX_PREFILL_TOKENS = 512
 
 
+def cache_positions(longest: int, context: int | None) -> int:
+    """Positions of a slot: `context`, rounded up to a whole cache segment; at most `longest`, the context of the model,
+    which None means too."""
+    ends = segment_ends(longest)
+    return next(n for n in ends if n >= min(context or math.inf, ends[-1]))
+
+
 class SlotEngine:
     """An implementation of `requests.Engine` that needs few compiled programs.
 
@@ -55,8 +62,7 @@ class SlotEngine:
         """
         model, partition = placement.model, placement.partition
         self.model, self.mesh = model, partition.mesh
-        ends = segment_ends(model.decoder.seq)
-        self.slots, self.context = slots, next(n for n in ends if n >= min(context or math.inf, ends[-1]))
+        self.slots, self.context = slots, cache_positions(model.decoder.seq, context)
         self.max_prefill_tokens, self._max_chunk = max_prefill_tokens, min(max_prefill_tokens, self.context)
         self._params, self._n_vocab = params, model.decoder.padded_vocab
         windows = {layer.attention.window for layer in model.decoder.layers}

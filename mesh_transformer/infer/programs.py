@@ -148,6 +148,8 @@ class SlotPrograms:
         self.shardings = shardings = jax.tree.map(lambda _: whole, abstract)._replace(
             cache=self.model.map_cache(lambda _, names: self.partition.sharding(*names), abstract.cache)
         )
+        # what `empty` returns
+        self.abstract = jax.tree.map(lambda x, split: x.update(sharding=split), abstract, shardings)
         self.empty = jax.jit(none, out_shardings=shardings)
         self.insert = jax.jit(insert, donate_argnums=0, out_shardings=shardings)
         self.copy_cache = jax.jit(copy_cache, donate_argnums=0, out_shardings=shardings)

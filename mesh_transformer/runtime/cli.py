@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from mesh_transformer import cpu_devices, environment
-from mesh_transformer.errors import RunError, UserError
+from mesh_transformer.errors import RunError, UserError, out_of_memory
 
 T = TypeVar("T")
 # a search for garbage after so many new objects; the default of CPython 3.11 is 700
@@ -158,7 +158,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     try:
         environment.check_python()
         with environment.requirements():
-            code = main() or 0
+            code = _explained(main) or 0
     except (UserError, RunError) as error:
         _silence_deletions()
         sys.stderr.write(f"error: {error}\n")
@@ -175,6 +175,16 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         sys.stderr.write("interrupted\n")
         code = 128 + signal.SIGINT
     sys.exit(code)
+
+
+def _explained(main: Callable[[], int | None]) -> int | None:
+    """The result of `main`. An allocation that fails is a RunError."""
+    try:
+        return main()
+    except Exception as error:
+        if failure := out_of_memory(error):
+            raise failure from error
+        raise
 
 
 def collect_rarely() -> None:

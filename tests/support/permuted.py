@@ -32,6 +32,7 @@ from mesh_transformer.runtime.training.feeds import open_train_feed, open_val_fe
 from mesh_transformer.runtime.training.observer import Observer
 from mesh_transformer.runtime.training.start import TuningSource
 from mesh_transformer.runtime.training.trainer import Interrupt, TrainingRun
+from mesh_transformer.train.step import TrainProgram
 from support.commands import metrics, write_run
 
 STEPS = 4
@@ -123,7 +124,8 @@ def found(folder: Path) -> dict:
 def _train(session: Session, open_feed) -> None:
     with Interrupt() as interrupt:
         source, feed = TuningSource(None, False), open_feed(session)
-        run = TrainingRun(session, source, interrupt, Observer(), feed, time.monotonic())
+        program = TrainProgram(session.placement, session.config)
+        run = TrainingRun(session, program, source, interrupt, Observer(), feed, time.monotonic())
         assert run.train().code == 0
 
 

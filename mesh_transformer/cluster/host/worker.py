@@ -33,7 +33,7 @@ from mesh_transformer.cluster.base import ErrorCategory, Job, WorkerError
 from mesh_transformer.cluster.host import processes
 from mesh_transformer.cluster.host.stream import StreamedFeed
 from mesh_transformer.config import Config, parse_config
-from mesh_transformer.errors import RunError, UserError
+from mesh_transformer.errors import RunError, UserError, out_of_memory
 from mesh_transformer.liveness import Watch
 from mesh_transformer.logs import Scalars
 from mesh_transformer.runtime import cli
@@ -144,6 +144,9 @@ class Worker(Observer):
             time.sleep(HEARTBEAT_S)
 
     def _report(self, error: Exception) -> NoReturn:
+        # on the host it may pass with the other processes of the machine, on a device it does not
+        if not isinstance(error, MemoryError):
+            error = out_of_memory(error) or error
         error_category = category([base.__name__ for base in type(error).__mro__], str(error))
         expected = isinstance(error, UserError | RunError)
         message = str(error) if expected else f"{type(error).__name__}: {str(error)[:2000]}"

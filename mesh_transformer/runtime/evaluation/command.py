@@ -27,6 +27,7 @@ from mesh_transformer.runtime.evaluation.model import (
     EvaluationStopped,
 )
 from mesh_transformer.runtime.evaluation.tasks import DEFAULT_TASKS, Tasks, check_installed
+from mesh_transformer.runtime.session import memory
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.tokenizer import open_tokenizer
 from mesh_transformer.runtime.session.weights import config_for, read_params
@@ -106,6 +107,7 @@ def evaluate(config: Config, options: EvalOptions) -> Evaluation:
     platforms.CompileCache()
     platforms.start_devices()
     session = Session.open(config)
+    memory.check_scoring(session)
     tokenizer = open_tokenizer(config, source)
     tasks = Tasks(
         options.tasks,

@@ -23,7 +23,7 @@ import uvicorn
 
 from mesh_transformer import hub, logs, platforms
 from mesh_transformer.config import Config
-from mesh_transformer.errors import RunError, UserError
+from mesh_transformer.errors import RunError, UserError, out_of_memory
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serving.access import BoundedConnection
 from mesh_transformer.runtime.serving.app import make_app
@@ -118,11 +118,12 @@ def run(
     model = ServedModel(name, config.model.n_vocab, tokenizer, loop, options.timeout_s)
     service = Service(model, keys, listener, options.drain_s)
     ended = asyncio.run(_until_signal(service))
-    if isinstance(loop.failure, UserError | RunError):
-        raise loop.failure
-    code = 1 if loop.failure else 0
-    if loop.failure:
-        log.error("the engine failed", exc_info=loop.failure)
+    failure = out_of_memory(loop.failure) or loop.failure
+    if isinstance(failure, UserError | RunError):
+        raise failure
+    code = 1 if failure else 0
+    if failure:
+        log.error("the engine failed", exc_info=failure)
     # a compilation cannot be interrupted, and a normal exit would wait for it or crash
     if not ended:
         sys.stderr.flush()

@@ -15,6 +15,7 @@ import mesh_transformer
 from mesh_transformer.config import Config
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.logs import Progress, log
+from mesh_transformer.runtime.session import memory
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import read_params
 
@@ -27,10 +28,12 @@ def open_engine(config: Config, checkpoint: str, *, slots: int, context: int | N
         context: positions per slot. None: the context of the model.
 
     Raises:
-        UserError: the devices do not fit the mesh, or the checkpoint does not fit the config.
+        UserError: the devices do not fit the mesh, or the checkpoint does not fit the config; or parameters and cache do
+            not fit the memory.
     """
     session = Session.open(config)
     placement = session.whole_sequences.for_decoding()
+    memory.check_serving(session, placement, slots, context)
     weights = read_params(session, checkpoint, for_decode=True)
     log.info("parameters of step %d from %s", weights.step, checkpoint)
     engine = ServingEngine(placement, weights.params, slots=slots, context=context)

@@ -20,6 +20,7 @@ from mesh_transformer.data.loader import Loader
 from mesh_transformer.errors import RunError, UserError, is_disk_full
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.runtime.evaluation.command import RunEvaluation
+from mesh_transformer.runtime.session import memory
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.tokenizer import with_run_tokenizer
 from mesh_transformer.runtime.training import expert_load, run_folder, start
@@ -76,8 +77,10 @@ def train(
         observer = observer or Observer()
         observer.phase("open", 0)
         config.check_devices(jax.device_count())
+        program = TrainProgram(session.placement, session.config)
+        memory.check_training(session, program)
         with contextlib.closing(open_feed(session)) as feed:
-            result = TrainingRun(session, source, interrupt, observer, feed, began).train()
+            result = TrainingRun(session, program, source, interrupt, observer, feed, began).train()
     log.info("%s", compiled)
     return result
 
@@ -123,6 +126,7 @@ class TrainingRun:
     def __init__(
         self,
         session: Session,
+        program: TrainProgram,
         source: start.TuningSource,
         interrupt: Interrupt,
         observer: Observer,
@@ -131,7 +135,7 @@ class TrainingRun:
     ):
         self.interrupt, self.observer, self.began = interrupt, observer, began
         self.session, self.config, self.source, self.feed = session, session.config, source, feed
-        self.program = TrainProgram(session.placement, self.config)
+        self.program = program
         self.validation = Validation(session, self.program, self._stop_requested)
         self.evaluation = RunEvaluation(session, self._stop_requested)
         self.folder = self.config.checkpoint.model_dir
