@@ -40,6 +40,7 @@ def test_as_in_one_process(tmp_path, in_one_process, count):
     assert any(one["rows"] != list(range(one["rows"][0], one["rows"][-1] + 1)) for one in together)
     assert set().union(*(one["rows"] for one in together)) == set(in_one_process["rows"])
     for one in together:
+        assert one["devices_in_one_memory"] == DEVICES
         _assert_same(one["metrics"], in_one_process["metrics"])
         np.testing.assert_allclose(one["log_likelihoods"], in_one_process["log_likelihoods"], rtol=1e-5)
 

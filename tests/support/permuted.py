@@ -26,6 +26,7 @@ from mesh_transformer.infer.scoring.packing import Query
 from mesh_transformer.models import placement
 from mesh_transformer.parallel.mesh import process_rows
 from mesh_transformer.runtime.evaluation.model import EvalModel
+from mesh_transformer.runtime.session.memory import find_room
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import read_params
 from mesh_transformer.runtime.training.feeds import open_train_feed, open_val_feed, read_train_set
@@ -116,6 +117,7 @@ def found(folder: Path) -> dict:
     queries = [Query(tokens.encode(text), tokens.encode(more)) for text, more in TEXTS]
     return {
         "rows": session.rows(session.microbatch),
+        "devices_in_one_memory": find_room(session.placement.partition.mesh.local_devices).devices,
         "metrics": metrics(folder / "run"),
         "log_likelihoods": [value for value, _ in model.log_likelihoods(queries)],
     }
