@@ -123,6 +123,14 @@ def test_a_system_without_these_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert host_memory.available() is None
 
 
+def test_psutil_answers_where_there_are_no_such_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    psutil = pytest.importorskip("psutil")
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    available, limit = left()
+    assert available == pytest.approx(psutil.virtual_memory().available, rel=0.5)
+    assert limit == "this machine"
+
+
 def test_this_machine() -> None:
     found = host_memory.available()
     assert found is None or 0 < found.available < 1 << 50
