@@ -81,6 +81,7 @@ MAY_IMPORT = {
     "haiku": {"parallel/sharding.py", "models/"},
     "lm_eval": {"runtime/evaluation/"},
 }
+ONLY_UNIX = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 MAY_SHARD_MAP = {"ops/", "parallel/"}
 # one file of 400 lines is easier to read than two files that call each other
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
@@ -194,6 +195,20 @@ def no_print(tree: ast.Module, path: str) -> Iterator[str]:
             yield f"{node.lineno}: print: use logs"
 
 
+def portable(tree: ast.Module, path: str) -> Iterator[str]:
+    inside = {
+        statement
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for statement in ast.walk(function)
+    }
+    for node in set(ast.walk(tree)) - inside:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for line, name in imports(ast.Module([node], [])):
+                if name.split(".")[0] in ONLY_UNIX:
+                    yield f"{line}: {name} is not on Windows: import it in the function that uses it"
+
+
 def no_bare_except(tree: ast.Module, path: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
@@ -239,6 +254,7 @@ CHECKERS: list[Checker] = [
     pure,
     no_axis_names,
     no_print,
+    portable,
     no_bare_except,
     no_assert,
     short_functions,
@@ -353,6 +369,8 @@ VIOLATIONS: list[tuple[Checker, str, str]] = [
     (no_axis_names, "train/step.py", "shape.fsdp"),
     (no_print, "data/loader.py", "print(1)"),
     (no_print, "runtime/cli.py", "def f():\n    print(1)"),
+    (portable, "runtime/training/run_folder.py", "import os, fcntl"),
+    (portable, "entry.py", "try:\n    from resource import getrlimit\nexcept ImportError:\n    pass"),
     (no_bare_except, "entry.py", "try:\n    f()\nexcept:\n    pass"),
     (no_assert, "config/load.py", "assert raw"),
     (no_assert, "entry.py", "def main():\n    assert raw"),
@@ -382,6 +400,7 @@ PERMITTED: list[tuple[Checker, str, str]] = [
     (pure, "runtime/training/trainer.py", "import time\nopen('x')"),
     (no_axis_names, "train/step.py", "partition.size('vocab')"),
     (no_axis_names, "runtime/convert.py", "config.mesh.tp"),
+    (portable, "runtime/training/run_folder.py", "def f():\n    import fcntl"),
     (no_assert, "ops/linear.py", "assert x.ndim == 3"),
     (no_assert, "data/loader.py", "def f(path):\n    record = g(path)\n    assert record is not None"),
     (short_functions, "ops/linear.py", "def f():\n" + "    x = 1\n" * 59),

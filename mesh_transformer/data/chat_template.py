@@ -1,6 +1,7 @@
 """Chat templates: messages to text. A template is a Jinja program from a stranger, so a process with limits runs it."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -69,6 +70,9 @@ class ChatTemplate:
             self._process = None
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
+        # without its limits a program from a stranger is not run
+        if importlib.util.find_spec("resource") is None:
+            return {"error": "this operating system does not limit the memory and time of a template"}
         process = self._process = self._running()
         to, back = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
         overdue = threading.Event()

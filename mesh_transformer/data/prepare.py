@@ -201,7 +201,11 @@ class TokenStore:
         """Tokens start..stop in the order of `add`, int32."""
         self._file.flush()
         size = self._dtype.itemsize
-        data = os.pread(self._file.fileno(), (stop - start) * size, start * size)
+        descriptor = self._file.fileno()
+        # not by pread, which Windows does not have; the next `add` continues at the end
+        os.lseek(descriptor, start * size, os.SEEK_SET)
+        data = os.read(descriptor, (stop - start) * size)
+        os.lseek(descriptor, 0, os.SEEK_END)
         return np.frombuffer(data, self._dtype).astype(np.int32)
 
 

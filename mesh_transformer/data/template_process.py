@@ -11,7 +11,6 @@ import html  # noqa: F401  (striptags)
 import importlib
 import json
 import pkgutil
-import resource
 import signal
 import sys
 import textwrap  # noqa: F401  (wordwrap)
@@ -36,12 +35,7 @@ WALL_S = 10.0
 TEXT_CHARS = 4 << 20
 _MESSAGE_CHARS = 1000
 # a process that breaks out of the sandbox still cannot open a file or a socket, or start a process
-_LIMITS = {
-    resource.RLIMIT_AS: MEMORY_BYTES,
-    resource.RLIMIT_NOFILE: 0,
-    resource.RLIMIT_NPROC: 0,
-    resource.RLIMIT_CORE: 0,
-}
+_LIMITS = {"RLIMIT_AS": MEMORY_BYTES, "RLIMIT_NOFILE": 0, "RLIMIT_NPROC": 0, "RLIMIT_CORE": 0}
 
 
 def environment() -> Environment:
@@ -138,13 +132,16 @@ def _import_encodings() -> None:
 
 def main() -> None:
     """Answer each line of the standard input. A text that takes too long ends the process by SIGPROF."""
+    # not above: `chat_template.py` imports this module on any system
+    import resource
+
     # Ctrl-C in a terminal reaches all processes; the server that drains still needs this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # whatever Python and Jinja open at the first use; the imports above that have no other use are such too
     _import_encodings()
     render("{{ strftime_now('%c %Z') }}{{ raise_exception('') }}", {})
-    for limit, most in _LIMITS.items():
-        resource.setrlimit(limit, (most, most))
+    for name, most in _LIMITS.items():
+        resource.setrlimit(getattr(resource, name), (most, most))
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, TIME_S)
         answer = render(**json.loads(line))

@@ -10,7 +10,6 @@ Worker and agent processes that do not answer are killed. A process ID may be re
 """
 
 import contextlib
-import fcntl
 import os
 import signal
 import tempfile
@@ -111,6 +110,9 @@ def lock_driver(run: str) -> int:
 
 
 def _lock(file: int, wait_s: float) -> bool:
+    # not above: the driver of a pod imports this module on any system
+    import fcntl
+
     deadline = time.monotonic() + wait_s
     while True:
         try:

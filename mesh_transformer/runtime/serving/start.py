@@ -8,7 +8,6 @@ import ipaddress
 import logging
 import math
 import os
-import resource
 import signal
 import socket
 import stat
@@ -256,8 +255,14 @@ def read_keys(path: str) -> list[bytes]:
 
 def connection_limit(sequences: int) -> int:
     """The largest number of open connections, if `sequences` can run or wait."""
+    wanted = sequences + _SPARE_CONNECTIONS
+    try:
+        # Windows has neither the module nor the limit
+        import resource
+    except ImportError:
+        return wanted
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(sequences + _SPARE_CONNECTIONS, files - _SPARE_FILES))
+    return max(1, min(wanted, files - _SPARE_FILES))
 
 
 def bind(host: str, port: int) -> socket.socket:

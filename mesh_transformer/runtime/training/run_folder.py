@@ -4,7 +4,6 @@ For a run in a bucket, the folder is a working copy of the files in the bucket.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -26,6 +25,8 @@ EXPERTS, EXPERTS_PICTURE = "experts.jsonl", "experts.png"
 PROFILE = "profile"
 _TENSORBOARD = "tensorboard"
 LOCK = "run.lock"
+# child processes do not get the file, and a link to another file is refused; Windows has neither flag
+_ONLY_HERE = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 # time for the kernel to free the lock of a process of this machine that was killed
 WAIT_S = 3.0
 # the same for a process of another machine: file servers free the locks of a dead machine after about 90 s
@@ -35,7 +36,7 @@ REMOTE_WAIT_S = 120.0
 class RunLock:
     """A context manager that locks an existing folder. The kernel frees the lock when this process ends.
 
-    On a file system without locks, it only logs a warning.
+    On a file system or an operating system without such locks, it only logs a warning.
 
     Raises:
         UserError: on entry, if another process holds the lock. The message names the process.
@@ -46,7 +47,7 @@ class RunLock:
         self._file = -1
 
     def __enter__(self) -> Self:
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | _ONLY_HERE, 0o644)
         try:
             self._acquire()
         except BaseException:
@@ -60,7 +61,8 @@ class RunLock:
         # the lock does not need this record, so a full disk is no error
         with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps(record).encode(), 0)
+            os.lseek(self._file, 0, os.SEEK_SET)
+            os.write(self._file, json.dumps(record).encode())
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -89,17 +91,21 @@ class RunLock:
 
     def _try_lock(self) -> bool:
         try:
+            # Windows does not have it
+            import fcntl
+
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError as error:
+        except (OSError, ImportError) as error:
             log.warning("%s cannot be locked (%s): make sure that only one run writes to it", self._folder, error)
         return True
 
     def _holder(self) -> dict[str, Any]:
         """The record that the holder of the lock wrote about itself. Empty if it has not written it yet."""
         try:
-            record = json.loads(os.pread(self._file, 500, 0))
+            os.lseek(self._file, 0, os.SEEK_SET)
+            record = json.loads(os.read(self._file, 500))
         except (ValueError, RecursionError):
             return {}
         return record if isinstance(record, dict) else {}
