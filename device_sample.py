@@ -21,6 +21,7 @@ def main() -> int:
     _add_sampling_options(parser)
     parser.add_argument("--json", action="store_true", help="print each sample as one line of JSON")
     arguments = parser.parse_args()
+    cli.starting()
     from mesh_transformer.runtime.sampling import sampler
 
     options = cli.fields(sampler.SampleOptions, arguments)

@@ -42,6 +42,7 @@ def main(open_engine: Callable[..., Any] | None = None) -> int:
         described = f"{text} (default: %(default)s)"
         parser.add_argument(flag, dest=name, type=type(default), default=default, metavar=metavar, help=described)
     arguments = parser.parse_args()
+    cli.starting()
     from mesh_transformer.runtime.serving import start
 
     options = cli.fields(start.ServeOptions, arguments)

@@ -19,6 +19,7 @@ def main() -> int:
         "a TPU slice, such as v3-32: for this slice, which need not be attached (docs/parallelism.md)",
     )
     options = cli.parse_tuned(parser)
+    cli.starting()
     if options.plan_mesh is not None:
         from mesh_transformer.runtime.training import mesh_plan
 

@@ -43,6 +43,7 @@ def main() -> int:
     ComputeTarget.add_arguments(parser)
     arguments = parser.parse_args()
     target = ComputeTarget.of(arguments)
+    cli.starting()
     from mesh_transformer.runtime.evaluation import command
 
     options = cli.fields(command.EvalOptions, arguments)

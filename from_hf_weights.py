@@ -22,6 +22,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.shards is not None and (options.format != "classic" or options.shards < 1):
         parser.error("--shards must be 1 or more, and needs --format classic")
+    cli.starting()
     from mesh_transformer.runtime import convert
 
     convert.from_hf(**vars(options))

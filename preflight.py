@@ -52,6 +52,7 @@ def main() -> int:
         help="picture of memory and time; empty: none (default: %(default)s)",
     )
     arguments = parser.parse_args()
+    cli.starting()
     from mesh_transformer.runtime.preflight import command
 
     options = cli.fields(command.PreflightOptions, arguments)

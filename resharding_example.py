@@ -23,6 +23,7 @@ def main() -> None:
         help="complete this text with the new checkpoint, or with --ckpt if --out is not given, and print the result",
     )
     options = vars(parser.parse_args())
+    cli.starting()
     from mesh_transformer.runtime import convert
 
     convert.reshard(**options)

@@ -13,6 +13,7 @@ def main() -> None:
     parser.add_argument("--f16", action="store_true", help="write float16, in RUN_slim_f16 (default: bfloat16)")
     cli.add_overwrite(parser)
     options = vars(parser.parse_args())
+    cli.starting()
     from mesh_transformer.runtime import convert
 
     convert.slim(**options)

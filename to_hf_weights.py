@@ -32,6 +32,7 @@ def main() -> None:
     cli.add_overwrite(parser)
     options = vars(parser.parse_args())
     del options["cpu"]
+    cli.starting()
     from mesh_transformer.runtime import convert
 
     convert.to_hf(**options)

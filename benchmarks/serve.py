@@ -87,7 +87,7 @@ def served(arguments: argparse.Namespace) -> Any:
     try:
         assert child.stderr is not None
         line = next(line for line in child.stderr if "listening on" in line)
-        url = line.rpartition("listening on ")[2].strip()
+        url = line.rpartition("listening on ")[2].split()[0]
         with httpx.Client(base_url=url, timeout=600) as client:
             while client.get("/health").status_code != 200:
                 time.sleep(0.05)

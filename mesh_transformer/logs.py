@@ -48,7 +48,8 @@ class _BarFriendly(logging.Formatter):
 class Progress:
     """A bar with rate and ETA on a terminal, or a plain line every few seconds (on standard error).
 
-    Without a `total` it shows only the count.
+    The rate is that of the time after the first update, because the time before includes compilation. Without a `total`
+    it shows only the count.
     """
 
     def __init__(
@@ -63,18 +64,18 @@ class Progress:
     ):
         from tqdm import tqdm
 
-        bar = "{desc} {n_fmt}/{total_fmt} |{bar}| eta {remaining}{postfix}"
-
         self._plain = not sys.stderr.isatty()
-        self._what, self._total, self._start = what, total, done
-        self._began = self._printed = time.monotonic()
+        self._what, self._total = what, total
+        # units and time of the first update
+        self._first: tuple[int, float] | None = None
+        self._printed = time.monotonic()
         self._quiet, self._leave = quiet, leave
         self._bar = tqdm(
             total=total,
             initial=done,
             desc=what,
             unit=unit,
-            bar_format="{desc} {n_fmt}{postfix}" if total is None else bar,
+            bar_format=self._bar_format("?"),
             disable=quiet or self._plain,
             dynamic_ncols=True,
             leave=leave,
@@ -84,22 +85,50 @@ class Progress:
         """Show that `done` units are finished, and the values `shown`."""
         liveness.record_progress()
         details = "  ".join(f"{name} {value}" for name, value in shown.items())
+        now = time.monotonic()
+        is_first = self._first is None
+        self._first = self._first or (done, now)
+        eta = self._eta(done, now)
+        self._bar.bar_format = self._bar_format(eta)
         self._bar.set_postfix_str(details, refresh=False)
         self._bar.update(done - self._bar.n if not self._bar.disable else 0)
-        now = time.monotonic()
         last = self._total is not None and done >= self._total and self._leave
-        if self._plain and not self._quiet and (now - self._printed >= _LINE_EVERY_S or last):
+        due = now - self._printed >= _LINE_EVERY_S or last
+        if due or is_first:
             self._printed = now
+        if due and self._plain and not self._quiet:
             parts = [f"{self._what} {done}", details]
             if self._total is not None:
-                rate = (done - self._start) / max(now - self._began, 1e-9)
-                eta = timedelta(seconds=int((self._total - done) / rate)) if rate else "?"
                 parts = [f"{self._what} {done}/{self._total}", details, f"eta {eta}"]
             log.info("%s", "  ".join(filter(None, parts)))
+
+    def begin(self, what: str) -> None:
+        """Show what the next unit is: beside the bar, or as a plain line."""
+        if not self._plain:
+            self._bar.set_postfix_str(what)
+        elif not self._quiet:
+            log.info("%s: %s", self._what, what)
+
+    def exclude(self, seconds: float) -> None:
+        """Do not count these last seconds for the rate."""
+        if self._first is not None:
+            self._first = (self._first[0], self._first[1] + seconds)
 
     def close(self) -> None:
         """Stop updating the bar."""
         self._bar.close()
+
+    def _eta(self, done: int, now: float) -> str:
+        """The time left; "?" before the second update."""
+        if self._total is None or self._first is None or done <= self._first[0]:
+            return "0:00:00" if done == self._total else "?"
+        rate = (done - self._first[0]) / max(now - self._first[1], 1e-9)
+        return str(timedelta(seconds=int((self._total - done) / rate)))
+
+    def _bar_format(self, eta: str) -> str:
+        if self._total is None:
+            return "{desc} {n_fmt}{postfix}"
+        return f"{{desc}} {{n_fmt}}/{{total_fmt}} |{{bar}}| eta {eta}{{postfix}}"
 
 
 def step_summary(scalars: Scalars) -> dict[str, str]:

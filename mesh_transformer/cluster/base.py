@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 from mesh_transformer import files
 from mesh_transformer.config import Config
 
+# A worker's log marks the lines of an error that it reports. The driver shows the error itself, once.
+REPORTED = "reported to the driver: "
 WorkerState = Literal["idle", "running", "ended"]
 ErrorCategory = Literal["user", "run", "bug", "machine"]
 

@@ -115,6 +115,7 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
     folder = os.path.join(base, "mesh_transformer", "datasets")
     target = os.path.join(folder, _cached_name(path, seq, tokens.fingerprint))
     if not os.path.isfile(target):
+        _log.info("tokenizing %s: the tokens stay in %s", path, folder)
         os.makedirs(folder, exist_ok=True)
         with scratch_file(folder) as scratch:
             write_corpus([path], scratch, tokens, Options(seq=seq, preserve_data_order=True))

@@ -145,6 +145,15 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
 
 
+def starting() -> None:
+    """Say that the command has started. Call it before the import of JAX, which takes seconds."""
+    # not above: --help needs no log
+    from mesh_transformer import logs
+
+    logs.set_up()
+    logs.log.info("importing JAX")
+
+
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run an entry point and exit with its code: 0 by default, 2 for bad input, 1 for a failed run, 130 after Ctrl-C.
 

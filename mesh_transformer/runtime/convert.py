@@ -74,6 +74,7 @@ def to_hf(
     # raises UserError if transformers does not support the model
     model.to_hf()
     check_free(output, overwrite=overwrite, replaceable=weight_files)
+    logs.log.info("reading %s", checkpoint)
     found = find_checkpoint(checkpoint)
     source = open_folder(found, model)
     origin = origin_of(found, source)
@@ -138,6 +139,7 @@ def from_hf(
         UserError: an argument or the folder cannot be used; `output` is unchanged.
     """
     logs.set_up()
+    logs.log.info("reading %s", folder)
     found = find_checkpoint(folder) if hub.is_name(folder) else CheckpointFolder(Format.HUGGING_FACE, folder)
     model = read_model(found.path)
     logs.log.info("%s: %s", folder, model.model_dump(exclude_defaults=True))
@@ -248,6 +250,7 @@ def slim(
     root, named = split_step(checkpoint or config.checkpoint.root)
     if None not in (named, step):
         raise UserError(f"{checkpoint} and --ckpt-step {step} both name a step: give only one of them")
+    logs.log.info("reading %s", checkpoint or root)
     source = open_step(root, config.model, step if named is None else named)
     write_step(
         source,
@@ -294,6 +297,7 @@ def reshard(
     shards = config.mesh.tp if shards_out is None else shards_out
     if output is not None and format is Format.CLASSIC:
         check_shards(config.model, shards, output)
+    logs.log.info("reading %s", checkpoint)
     found = find_checkpoint(checkpoint)
     if output is not None and format is Format.NATIVE and found.format is Format.NATIVE:
         raise UserError(f"{found.path} is already native and can be read on any number of devices: copy the folder")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,12 @@ def straight(tmp_path_factory: pytest.TempPathFactory, worker_environment: dict[
     folder = tmp_path_factory.mktemp("straight")
     write(folder)
     with driver(folder, "--processes", "2", **worker_environment, TMPDIR=str(folder)) as run:
-        last = run.finish().splitlines()[-1]
+        lines = [line.strip().partition(" ")[2] for line in run.finish().splitlines()]
+    last = lines[-1]
+    assert lines[0].endswith(" I starting 2 workers")
+    assert "compiling: training step" in "\n".join(lines)
+    # nothing of Gloo, XLA or JAX
+    assert [line for line in lines if not re.match(r"(\[[01]\] )?\d\d:\d\d:\d\d [IW] (?!\[process)", line)] == []
     assert f" I reached step {STEPS} of {STEPS}, val loss " in last, last
     assert last.endswith("; checkpoint run/step_120; sample: python device_sample.py --ckpt run --prompt Hello")
     return folder / "run"

@@ -54,6 +54,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("--processes", "run in N processes on this machine", {"type": int, "metavar": "N"}),
     ("--env", "environment variable of the workers; may be repeated",
      {"action": "append", "default": [], "metavar": "NAME=VALUE"}),
+    ("--verbose", "show all lines of the workers, also those of Gloo, XLA and JAX", {"action": "store_true"}),
     ("--price", "price of a chip-hour; the driver prints the cost of the run", {"type": float, "metavar": "P"}),
 )  # fmt: skip
 # Ray's object store holds only some batches
@@ -83,6 +84,7 @@ class ComputeTarget:
         processes: number of processes on this machine.
         price: price of one chip per hour, for the cost line.
         variables: environment variables of the workers, added to those of their host.
+        verbose: as `Display`.
 
     Raises:
         UserError: two options contradict each other, or a value is out of range.
@@ -101,6 +103,7 @@ class ComputeTarget:
     processes: int | None = None
     price: float | None = None
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    verbose: bool = False
 
     def __post_init__(self) -> None:
         on_tpu, installs = self.tpu is not None, self.wheelhouse is not None
@@ -157,10 +160,11 @@ class ComputeTarget:
             UserError, RunError: as `Supervisor.run`.
         """
         if self.in_this_process:
+            log.info("importing JAX")
             return run_job(job)
         with self.open(config) as (cluster, hosts), StopSignals() as stop:
             # StopSignals comes second: Ray sets signal handlers too
-            display = Display(self.price, cluster.label)
+            display = Display(self.price, cluster.label, verbose=self.verbose)
             outcome = Supervisor(cluster, job, hosts=hosts, display=display, stop=stop).run()
             cluster.kill()
             return outcome
@@ -199,6 +203,7 @@ class ComputeTarget:
         hosts = Hosts(ray, slices=self.slices) if ray is not None else self._slice(config)
         # a late call must not start another cluster
         os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+        log.info("joining the Ray cluster")
         # imported late: the import reads the variables of Ray, such as the token that a launch sets
         from mesh_transformer.cluster.backends.ray_cluster import RayCluster
 

@@ -164,6 +164,7 @@ class Supervisor:
 
     def _start(self) -> None:
         self._feed_requests, self._stop_requested = {}, False
+        log.info("starting %d workers", self._cluster.count)
         self._cluster.start(self._job)
         self._display.started()
 

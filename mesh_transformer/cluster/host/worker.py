@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from mesh_transformer import cpu_devices, logs
-from mesh_transformer.cluster.base import ErrorCategory, Job, WorkerError
+from mesh_transformer.cluster.base import REPORTED, ErrorCategory, Job, WorkerError
 from mesh_transformer.cluster.host import processes
 from mesh_transformer.cluster.host.stream import StreamedFeed
 from mesh_transformer.config import Config, parse_config
@@ -151,11 +151,8 @@ class Worker(Observer):
         expected = isinstance(error, UserError | RunError)
         message = str(error) if expected else f"{type(error).__name__}: {str(error)[:2000]}"
         trace = traceback.format_exc()
-        if error_category == "machine" and not expected:
-            # may be a consequence of another worker's end, so it is information: the driver hides it
-            for line in trace.splitlines():
-                logs.log.info("%s", line)
-        logs.log.error("%s", trace if error_category == "bug" else message)
+        for line in (message if expected else trace).splitlines():
+            logs.log.error("%s%s", REPORTED, line)
         self._send({"kind": "error", "error": WorkerError(error_category, message, trace)})
         sys.stderr.flush()
         # the normal end of jax would wait for the other processes

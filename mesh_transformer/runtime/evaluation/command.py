@@ -117,6 +117,7 @@ def evaluate(config: Config, options: EvalOptions) -> Evaluation:
         limit=options.limit,
     )
     answers = AnswerCache(options.cache) if options.cache is not None else None
+    log.info("reading %s", source)
     weights = read_params(session, source)
     log.info("parameters of step %d from %s", weights.step, source)
     model = EvalModel(session, tokenizer, batch_tokens=options.batch_tokens, answers=answers)

@@ -64,7 +64,7 @@ def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -
     done = 0
     for target, cases in plan:
         rows = []
-        for row in _predictions(cases, target, options):
+        for row in _predictions(cases, target, options, progress):
             rows.append(row)
             done = min(done + 1, total)
             progress.update(done, slice=target.name, result=report.verdict(row))
@@ -112,9 +112,13 @@ def _cases(config: Config, target: Target, options: PreflightOptions) -> list[Ca
     return [(one.config, one.overrides) for one in found.best or found.misses]
 
 
-def _predictions(cases: Sequence[Case], target: Target, options: PreflightOptions) -> Iterator[Prediction]:
+def _predictions(
+    cases: Sequence[Case], target: Target, options: PreflightOptions, progress: logs.Progress
+) -> Iterator[Prediction]:
     folder = default_folder()
+    what = "serving programs" if options.serve else "training step"
     for config, changes in cases:
+        progress.begin(" ".join([what, "for", target.name, *changes]))
         if options.serve:
             yield from predict_serving(config, target, changes, folder, options.slots)
         else:

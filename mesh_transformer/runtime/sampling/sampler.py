@@ -199,6 +199,8 @@ class Sampler:
         context = max(len(one.tokens) + one.new for one in prompts) if prompts else None
         slots = min(self._request.num_samples, MAX_SLOTS)
         engine = open_engine(self._config, checkpoint, slots=slots, context=context)
+        if prompts is not None:
+            log.info("compiling and sampling")
         for prompt in self._prompts_from_stdin() if prompts is None else prompts:
             yield self._sample(engine, prompt)
 

@@ -158,7 +158,8 @@ class Service:
         self._loop.start()
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         host, port = self._listener.getsockname()[:2]
-        log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        where = f"[{host}]" if ":" in host else host
+        log.info("listening on http://%s:%d (it answers after the line `ready`)", where, port)
         await _first(serving, stopping.wait(), self._loop.ended.wait())
         deadline = time.monotonic()
         if not self._loop.ended.is_set():

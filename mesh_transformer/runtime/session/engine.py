@@ -34,6 +34,7 @@ def open_engine(config: Config, checkpoint: str, *, slots: int, context: int | N
     session = Session.open(config)
     placement = session.whole_sequences.for_decoding()
     memory.check_serving(session, placement, slots, context)
+    log.info("reading %s", checkpoint)
     weights = read_params(session, checkpoint, for_decode=True)
     log.info("parameters of step %d from %s", weights.step, checkpoint)
     engine = ServingEngine(placement, weights.params, slots=slots, context=context)
@@ -52,6 +53,8 @@ class ServingEngine(SlotEngine):
         """
         programs, marker = self.programs(), self._warm_up_marker()
         first = 3 if marker is not None and marker.exists() else len(programs)
+        if first == len(programs):
+            log.info("compiling %d programs", first)
         progress = Progress("compiling", first, unit="programs", quiet=first < len(programs))
         # one thread traces a program while the other compiles or loads one
         with ThreadPoolExecutor(2) as pool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import Batches, Loader, make_train_loader, make_val_loader
 from mesh_transformer.errors import UserError
+from mesh_transformer.logs import log
 from mesh_transformer.runtime.session.session import Session
 
 
@@ -32,6 +33,7 @@ def read_train_set(config: Config, microbatch: int, rows: Sequence[int], tokeniz
     data = config.data
     if data.train_set is None:
         raise UserError("data.train_set is not set: set it to an index file, a .tfrecords file or a .txt file")
+    log.info("reading %s", data.train_set)
     return make_train_loader(
         data.train_set,
         seq=config.seq,
@@ -54,6 +56,7 @@ def open_val_feed(session: Session, source: str) -> Batches:
         UserError: the set cannot be read, or it is smaller than one batch.
     """
     batch = session.val_batch
+    log.info("reading %s", source)
     feed = make_val_loader(
         source,
         seq=session.config.seq,

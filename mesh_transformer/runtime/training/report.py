@@ -160,11 +160,19 @@ class MetricsReporter:
             sink.picture(step, name, path)
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Exclude a time, such as that of a validation, from the time of the next step."""
+    def pause(self, *, compiles: bool = False) -> Iterator[None]:
+        """Exclude a time, such as that of a validation, from the time of the next step.
+
+        Args:
+            compiles: it is longer than later ones, because it compiles programs, so the time left does not follow from
+                it.
+        """
         began = time.monotonic()
         yield
-        self._ready += time.monotonic() - began
+        lasted = time.monotonic() - began
+        self._ready += lasted
+        if compiles:
+            self._progress.exclude(lasted)
 
     def __enter__(self) -> Self:
         return self

@@ -140,6 +140,8 @@ class TrainingRun:
         self.evaluation = RunEvaluation(session, self._stop_requested)
         self.folder = self.config.checkpoint.model_dir
         self.is_first = jax.process_index() == 0
+        # whether this process has validated, so that the programs are compiled
+        self.validated = False
         self.lock: run_folder.RunLock | None = None
         self.loss_plot = Plot("loss", functools.partial(plot_losses, self.folder), PLOT_EVERY_S)
         self.experts_plot = Plot("experts", functools.partial(plot_experts, self.folder), 0)
@@ -238,6 +240,8 @@ class TrainingRun:
             with profile.step(step):
                 self.observer.phase("data", step)
                 tokens = self.session.place_batch(next(self.feed))
+                if step == start_point.step + 1:
+                    log.info("compiling: training step")
                 # the metrics of the first step are read after the dispatch of the second one
                 self.observer.phase("step" if step > start_point.step + 2 else "compile", step)
                 state, metrics = self.program.train_step(state, tokens)
@@ -259,7 +263,10 @@ class TrainingRun:
             return True
         report.settle()
         self.observer.phase("validate", step)
-        with report.pause():
+        first, self.validated = not self.validated, True
+        if first:
+            log.info("compiling: validation")
+        with report.pause(compiles=first):
             validated = self.validation.run(state.params, step)
             evaluated = self.evaluation.run(state.params) if validated.finished else {}
             measured = {**validated.scalars, **evaluated}

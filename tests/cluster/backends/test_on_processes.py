@@ -52,7 +52,9 @@ def test_streamed_batches_and_the_end_of_the_driver(tmp_path, straight, environm
     with driver(tmp_path, *TWO, **environment) as run:
         run.wait_for_step(20)
         run.process.send_signal(signal.SIGTERM)
-        run.finish(143)
+        errors = run.finish(143)
+    assert "preemption_notifier" not in errors
+    assert "Reached preemption sync point" not in errors
     first = _last_saved(tmp_path)
     with driver(tmp_path, *TWO, **environment) as run:
         run.wait_for_step(max(first + 1, 50))
@@ -124,7 +126,10 @@ def test_a_user_error_ends_the_run_at_once(tmp_path, environment, change, code, 
     write(tmp_path)
     with driver(tmp_path, *TWO, "--set", change, **environment) as run:
         errors = run.finish(code)
-    assert message in errors.splitlines()[-1]
+    assert message in errors.splitlines()[-1].partition(" error: ")[2]
+    assert errors.count(message) == 1
+    # the driver kills the others
+    assert any(message in log.read_text() for log in tmp_path.glob("mesh-transformer-*/run-*-[01].log"))
     assert "restarting in" not in errors
     assert "Traceback" not in errors
 

@@ -65,6 +65,49 @@ def test_lines_of_workers(slices: int, shown: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == shown
 
 
+# the output of workers of which others were killed or stopped, as it was
+OUTPUT = """\
+[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1
+01:26:03 I 872,640 parameters
+W1125 01:26:57.748565   20908 preemption_notifier.cc:90] SIGTERM caught at 2026-11-25T01:26:57.748563892+00:00
+01:27:18 W [process=0][thread=save_finalize] Reached preemption sync point, step=2
+01:26:31 W a warning of this program
+E1125 01:26:32.309256   19889 coordination_service.cc:1549] [927085264571945752] Use error polling: UNAVAILABLE: The \
+following tasks are unhealthy (stopped sending heartbeats):
+1
+The tasks have crashed. Check the task logs for an earlier error [type.googleapis.com/tensorflow='']
+F1125 01:26:32.310015   19900 client.h:80] Terminating process because the JAX distributed service detected fatal errors.
+
+RPC: /xla.coordination.CoordinationService/PollForError [type.googleapis.com/tensorflow='']
+*** Check failure stack trace: ***
+    @     0x7fee55440634  absl::lts_20260107::log_internal::LogMessage::SendToLog()
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+01:26:33 E reported to the driver: JaxRuntimeError: UNKNOWN: Gloo all-reduce failed
+"""
+
+
+@pytest.mark.parametrize("worker_id", [0, 1])
+def test_lines_of_libraries_need_verbose(worker_id: int, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [(worker_id, line) for line in OUTPUT.splitlines()]
+    statuses = (Status(0), Status(1))
+
+    def shown(display: Display, *polls: list[tuple[int, str]]) -> list[str]:
+        for poll in polls:
+            display.show(Poll(statuses, lines=tuple(poll)))
+        return [line.removeprefix(f"[{worker_id}] ") for line in capsys.readouterr().err.splitlines()]
+
+    expected = [
+        "01:26:03 I 872,640 parameters",
+        "01:26:31 W a warning of this program",
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1, in <module>',
+    ]
+    # a message may arrive in parts
+    assert shown(Display(), lines[:7], lines[7:]) == expected[worker_id:]
+    assert shown(Display(verbose=True), lines) == OUTPUT.splitlines()
+
+
 def test_labels_of_ray_nodes() -> None:
     """TPU worker IDs begin at 0 in each slice, so they number the hosts of one slice only."""
     ray_cluster = pytest.importorskip("mesh_transformer.cluster.backends.ray_cluster")

@@ -35,6 +35,16 @@ def trained(tmp_path_factory) -> Path:
     assert output == ""
     assert "training 12/12" in errors
     lines = errors.splitlines()
+    before = [
+        line.partition(" I ")[2].partition(": the tokens")[0] for line in lines[:7] if " parameters; " not in line
+    ]
+    # the text is the training set and the validation set
+    assert before == [
+        "importing JAX", "reading text.txt", "tokenizing text.txt", "reading text.txt", "compiling: initial parameters",
+        "compiling: training step",
+    ]  # fmt: skip
+    compiled = next(i for i, line in enumerate(lines) if "compiling: validation" in line)
+    assert "val/loss_held" in lines[compiled + 1]
     assert "programs compiled" in lines[-2]
     loss = metrics(folder / "run")[-1]["val/loss_held"]
     assert lines[-1].endswith(
