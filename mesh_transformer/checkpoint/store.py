@@ -153,6 +153,7 @@ class CheckpointStore:
         reasons: dict[int, str] = {}
         while (step := self.newest(reasons)) is not None:
             try:
+                log.info("reading %s", self.folder(step))
                 with files.remote_call(self._root):
                     source = fail_together(partial(NativeSource, self.folder(step)))
                     if self._model is not None:

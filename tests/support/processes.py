@@ -27,7 +27,7 @@ def process(
     try:
         assert child.stderr is not None
         output = ""
-        while (match := re.search(r"listening on (http://\S+)", output)) is None:
+        while (match := re.search(r"listening on (http://\S+) \(it answers after", output)) is None:
             line = child.stderr.readline()
             assert line, output
             output += line

@@ -104,6 +104,7 @@ def write_step_table(program: TrainProgram) -> None:
     """
     config, mesh = program.config, program.partition.mesh
     batch = config.microbatch(dict(mesh.shape))
+    log.info("compiling: training step, for the table of its operations")
     compiled = compile_step(program, config.optimizer.gradient_accumulation_steps, batch)
     if jax.process_index() > 0:
         return
