@@ -13,7 +13,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     from mesh_transformer.data.prepare import Options
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = cli.Parser(description=__doc__)
     add = parser.add_argument
     add(
         "input",
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from mesh_transformer.data.corpus import input_files
     from mesh_transformer.data.prepare import Options, prepare
     from mesh_transformer.data.tokenizer import load_tokenizer
+    from mesh_transformer.errors import plural
 
     args = vars(parse(arguments))
     logs.set_up(logging.DEBUG if args.pop("verbose") else logging.INFO)
@@ -63,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logs.log.info("reading %d files of %s", len(files), source)
     written = prepare(files, name, folder, load_tokenizer(spec), Options(**args))
     null = f"; lines skipped because their text is null: {written.null_lines}" if written.null_lines else ""
-    sys.stdout.write(f"{written.path}: {written.sequences} sequences, {written.tokens} tokens{null}\n")
+    sys.stdout.write(
+        f"{written.path}: {plural(written.sequences, 'sequence')}, {plural(written.tokens, 'token')}{null}\n"
+    )
 
 
 if __name__ == "__main__":

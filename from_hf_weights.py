@@ -1,13 +1,11 @@
 """Convert a Hugging Face folder to a native or classic checkpoint at step 0."""
 
-import argparse
-
 from mesh_transformer.runtime import cli
 
 
 def main() -> None:
     """Parse the arguments and convert."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = cli.Parser(description=__doc__)
     parser.add_argument(
         "--input",
         required=True,

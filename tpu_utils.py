@@ -25,7 +25,7 @@ with environment.explained_imports(__name__):
     from mesh_transformer.cloud.ssh import command_line
     from mesh_transformer.cloud.state import Tpu, TpuPhase
     from mesh_transformer.cloud.tpus import DAY_S, Tpus
-    from mesh_transformer.errors import UserError
+    from mesh_transformer.errors import UserError, plural
 
 __all__ = [
     "Access", "Host", "HostsFailed", "HostsRefused", "ErrorKind", "Outcome", "TpuPhase", "Pod", "TpuRequest", "Tpu", "TpuFailed",
@@ -66,7 +66,7 @@ def _create(arguments: argparse.Namespace, tpus: Tpus) -> None:
 def _list(arguments: argparse.Namespace, tpus: Tpus) -> None:
     found = tpus.all()
     for tpu in found:
-        _say(f"{tpu.name:24} {tpu.size:16} {tpu.tier:12} {len(tpu.hosts()):4} hosts  {tpu.state}")
+        _say(f"{tpu.name:24} {tpu.size:16} {tpu.tier:12} {plural(len(tpu.hosts()), 'host'):10} {tpu.state}")
     if not found:
         _say(f"no TPUs in {tpus.zone} of {tpus.project}")
 
@@ -215,8 +215,8 @@ _COMMANDS: list[tuple[Callable[..., None], str, list[Option]]] = [
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    actions = parser.add_subparsers(required=True, metavar="create|list|describe|ssh|run|delete")
+    parser = cli.Parser(description=(__doc__ or "").split("\n")[0])
+    actions = parser.add_subparsers(required=True)
     for action, meaning, options in _COMMANDS:
         command = actions.add_parser(action.__name__[1:], help=meaning)
         command.set_defaults(action=action)

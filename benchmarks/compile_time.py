@@ -54,7 +54,7 @@ def starts() -> list[dict[str, float]]:
             environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": f"{folder}/compiled"}
             began = time.perf_counter()
             child = subprocess.run(train, cwd=REPO, env=environment, stderr=subprocess.PIPE, text=True, check=True)
-            match = re.search(r"(\d+) programs compiled, (\d+) read", child.stderr)
+            match = re.search(r"(\d+) programs? compiled, (\d+) read", child.stderr)
             if match is None:
                 raise RuntimeError(child.stderr)
             seconds = round(time.perf_counter() - began, 1)

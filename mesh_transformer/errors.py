@@ -1,4 +1,4 @@
-"""Exceptions for bad input, which the user can correct, and for runs that fail."""
+"""Exceptions for bad input, which the user can correct, and for runs that fail; words for messages."""
 
 from __future__ import annotations
 
@@ -59,3 +59,20 @@ def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
     """Names for a message: the first of them, and how many more there are."""
     more = [f"and {len(names) - most} more"] if len(names) > most else []
     return between.join([*names[:most], *more]) or "nothing"
+
+
+def plural(count: int, noun: str, several: str = "") -> str:
+    """A count for a message: `1 process`, `1,000 tokens`, `2 processes`.
+
+    Args:
+        several: the noun in the plural; empty: `noun` with an s.
+    """
+    return f"{count:,} {noun if count == 1 else several or noun + 's'}"
+
+
+def byte_size(count: int) -> str:
+    """Bytes for a message, in units of 1,000 that leave at least one digit before the point: `524 kB`, `1.5 GB`."""
+    value, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.3g} {units[0]}"

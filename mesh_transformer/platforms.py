@@ -18,7 +18,7 @@ from jax.experimental import topologies
 
 from mesh_transformer import slices
 from mesh_transformer.config import ComputeConfig
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, plural
 
 _CACHE_SETTINGS = {
     "jax_compilation_cache_max_size": 8 << 30,
@@ -197,7 +197,7 @@ class CompileCache:
     def __str__(self) -> str:
         if not self.requests:
             return "the compile cache is off"
-        return f"{self.requests - self.read} programs compiled, {self.read} read from {self.folder}"
+        return f"{plural(self.requests - self.read, 'program')} compiled, {self.read} read from {self.folder}"
 
 
 def resolve(compute: ComputeConfig, platform: str) -> ComputeConfig:

@@ -7,7 +7,7 @@ Sources: Google's pages on each generation (cloud.google.com/tpu/docs/v2 ... v6e
 import re
 from dataclasses import dataclass
 
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, plural
 
 # in a name such as 2xv5e-16
 MAX_SLICES = 256
@@ -135,8 +135,8 @@ class SliceType:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.hosts} host{'s' * (self.hosts > 1)}, {self.chips} chips ({self.topology}), "
-            f"{self.cores} cores, {self.devices} JAX devices of {self.memory_gib_per_device:g} GiB"
+            f"{self.name}: {plural(self.hosts, 'host')}, {plural(self.chips, 'chip')} ({self.topology}), "
+            f"{plural(self.cores, 'core')}, {plural(self.devices, 'JAX device')} of {self.memory_gib_per_device:g} GiB"
         )
 
 

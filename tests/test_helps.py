@@ -36,6 +36,29 @@ TEXTS = {
 }
 
 
+MISTAKES = (
+    "device_sample --bogus",
+    "tpu_utils create --bogus",
+    "create_finetune_tfrecords",
+    "from_hf_weights --bogus",
+    "train --bogus",
+)
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_line_that_names_the_help(
+    command: str, repo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(repo / f"{name}.py"))["main"]()
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    action = " create" * ("create" in arguments)
+    assert re.fullmatch(rf"error: .+; see {name}\.py{action} --help\n", shown)
+
+
 @pytest.mark.parametrize("command", ENTRY_POINTS)
 def test_every_option_is_explained(
     command: str, repo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -5,7 +5,7 @@ Orbax writes the checkpoints and `load.py` reads them.
     {root}/step_1000/state/      the tensors (OCDBT)
     {root}/step_1000/hf/         if the run started from a Hugging Face folder: see origin.py
     {root}/step_1000/manifest/   shapes, dtypes, checksums and the caller's JSON: see native/manifest.py
-    {root}/set_aside/step_1000/  a step that a later save moved away: damaged, or from an abandoned branch of the run
+    {root}/set_aside/step_1000/  a step that a later save moved away: replaced, damaged, or from an abandoned branch of the run
 
 A step is finished when its folder is renamed from a temporary name (local) or holds `commit_success.txt`
 (`gs://`, where nothing can be renamed). Other files under the root, including steps of the original program
@@ -49,6 +49,8 @@ SAVE_TIMEOUT_S = 3600
 # Orbax lets each replica of an array write a slice of it, and compiles a program for each shape: not for small slices
 REPLICA_SLICE_BYTES = 1 << 20
 TEMPORARY = ".orbax-checkpoint-tmp"
+# why `save` moves an intact step away, which is no reason to warn
+_REPLACED = "replaced by a newer save of this step"
 # the names that a save creates in the folder of a step
 STEP_FILES = {"state", "manifest", FOLDER, "_CHECKPOINT_METADATA", COMMIT_MARKER}
 
@@ -117,8 +119,13 @@ class CheckpointStore:
         foreign = files.list_dir(self.folder(step)) and not self._finished(f"step_{step}")
         recorded = extra if origin is None else {**extra, "origin": origin.to_json()}
         document = manifests.encode(manifests.describe(state, recorded))
-        older = [old for old in manager.all_steps() if old >= step or old in self._damaged]
-        self._set_aside([step, *older] if foreign else older)
+        reasons = {old: f"newer than step {step}, which is saved now" for old in manager.all_steps() if old > step}
+        if foreign:
+            reasons[step] = "not from this program"
+        elif step in manager.all_steps():
+            reasons[step] = _REPLACED
+        reasons |= {old: "damaged" for old in manager.all_steps() if old in self._damaged}
+        self._set_aside(reasons)
         self._damaged.clear()
         tensors = ocp.args.PyTreeSave(state, save_args=jax.tree.map(_save_args, state))
         kept = {} if origin is None else {FOLDER: _SaveFiles(origin.files)}
@@ -238,17 +245,14 @@ class CheckpointStore:
             else:
                 files.remove_tree(folder)
 
-    def _set_aside(self, steps: list[int]) -> None:
-        if not steps:
+    def _set_aside(self, reasons: Mapping[int, str]) -> None:
+        """Move each step to `set_aside/`. It is logged with its reason."""
+        if not reasons:
             return
-        for step in steps if jax.process_index() == 0 else ():
+        for step, reason in reasons.items() if jax.process_index() == 0 else ():
             target = _free_path(files.join(self._root, "set_aside"), f"step_{step}")
-            log.warning(
-                "checkpoint step %d in %s is damaged, replaced, abandoned or not from this program: moved to %s",
-                step,
-                self._root,
-                target,
-            )
+            level = logging.INFO if reason is _REPLACED else logging.WARNING
+            log.log(level, "checkpoint step %d in %s is %s: moved to %s", step, self._root, reason, target)
             files.move_tree(self.folder(step), target)
         multihost_utils.sync_global_devices("mesh_transformer: set aside")
         self._writer().reload()

@@ -25,7 +25,7 @@ from mesh_transformer.cloud.request import TpuRequest
 from mesh_transformer.cloud.shell import HomePath, Word, below
 from mesh_transformer.cloud.state import Tpu, TpuPhase
 from mesh_transformer.cloud.tpus import DAY_S, Tpus
-from mesh_transformer.errors import RunError, UserError
+from mesh_transformer.errors import RunError, UserError, plural
 
 log = logging.getLogger(__name__)
 # in the home folder of each host
@@ -218,7 +218,7 @@ def provision(
                 _set_up(pod, environment, artifacts, missing["environment"])
     with _timed(seconds, "ray"):
         _start_ray(pod, join, below(programs, "ray"), code_folder)
-    log.info("%d hosts: %s", len(pod.hosts), ", ".join(f"{name} {s:.1f} s" for name, s in seconds.items()))
+    log.info("%s: %s", plural(len(pod.hosts), "host"), ", ".join(f"{name} {s:.1f} s" for name, s in seconds.items()))
     return Provisioned(code_folder, shell.join(below(programs, "python")), missing, seconds)
 
 

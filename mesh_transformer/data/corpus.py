@@ -10,7 +10,7 @@ from typing import IO, NamedTuple
 
 from mesh_transformer.data.inflate import Compression, inflated
 from mesh_transformer.data.tar import damage_explained, tar_members
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, plural
 from mesh_transformer.files import is_remote, open_binary, seen_from
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def _warn_skipped(place: str, first: list[str], count: int) -> None:
     """Warn of skipped files: how many, and the names of the first."""
     if count:
         some = ", ".join(name[:100] for name in first) + (", ..." if count > _NAMED else "")
-        _log.warning("%s: skipped %d files (%s); allowed: %s", place, count, some, _ACCEPTED)
+        _log.warning("%s: skipped %s (%s); allowed: %s", place, plural(count, "file"), some, _ACCEPTED)
 
 
 def _text_blocks(file: IO[bytes], place: str) -> Iterator[str]:

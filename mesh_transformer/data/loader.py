@@ -18,7 +18,7 @@ from mesh_transformer.data.prepare import cached_records, former_cached_name
 from mesh_transformer.data.records import Record, RecordReader
 from mesh_transformer.data.sources import find_source, is_text, record_files
 from mesh_transformer.data.stream import Ordered, Shuffled, Stream, resume, stored_position
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, plural
 
 _log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def _files(path: str, shape: Batching, tokenizer: str | None) -> tuple[str, ...]
         if record is not None:
             _tokens(record, shape)
             return files
-    raise UserError(f"{path}: no record in {len(files)} record file(s): make them again")
+    raise UserError(f"{path}: no record in {plural(len(files), 'record file')}: make the data again")
 
 
 class _BatchIterator(grain.DatasetIterator):
@@ -218,8 +218,8 @@ class _BatchIterator(grain.DatasetIterator):
         if records and not self._drop_logged:
             self._drop_logged = True
             _log.info(
-                "%s: dropped the last %d records of a file, because a step takes %d; later files are cut likewise",
-                *(self._source, records, self._shape.records),
+                "%s: dropped the last %s of a file, because a step takes %d; later files are cut likewise",
+                *(self._source, plural(records, "record"), self._shape.records),
             )
         if at_end:
             raise StopIteration
@@ -227,8 +227,8 @@ class _BatchIterator(grain.DatasetIterator):
     def _too_few(self) -> str:
         s, training = self._shape, self._repeat
         return (
-            f"{self._source}: a whole pass fills no batch: {self._n_files} record file(s), the longest with "
-            f"{max(self._dropped)} records, and a step takes {s.records} (batch {s.batch} x {s.accumulation} "
+            f"{self._source}: a whole pass fills no batch: {plural(self._n_files, 'record file')}, the longest with "
+            f"{plural(max(self._dropped), 'record')}, and a step takes {s.records} (batch {s.batch} x {s.accumulation} "
             f"microbatches) from one file: "
             + ("set data.batch_across_files, lower " if training else "lower ")
             + "the batch (data.per_replica_batch, optimizer.gradient_accumulation_steps, "

@@ -20,7 +20,7 @@ from mesh_transformer.data.cleaning import make_cleaner
 from mesh_transformer.data.corpus import Piece, file_pieces
 from mesh_transformer.data.records import write_records
 from mesh_transformer.data.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer, warn_of_more_ids
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, plural
 from mesh_transformer.files import check_credentials, check_writable, is_remote, join, open_binary, upload
 from mesh_transformer.logs import Progress
 
@@ -118,7 +118,7 @@ def cached_records(path: str, seq: int, tokenizer: str | None, n_vocab: int | No
         _log.info("tokenizing %s: the tokens stay in %s", path, folder)
         os.makedirs(folder, exist_ok=True)
         with scratch_file(folder) as scratch:
-            write_corpus([path], scratch, tokens, Options(seq=seq, preserve_data_order=True))
+            write_corpus([path], scratch, tokens, Options(seq=seq, preserve_data_order=True), "data.seq")
             os.replace(scratch, target)
     return target
 
@@ -136,8 +136,13 @@ def _cached_name(path: str, seq: int, fingerprint: str) -> str:
     return f"{stem}-{key}.tfrecords"
 
 
-def write_corpus(files: list[str], path: str, tokenizer: Tokenizer, options: Options) -> Written:
+def write_corpus(
+    files: list[str], path: str, tokenizer: Tokenizer, options: Options, seq_option: str = "--seq"
+) -> Written:
     """Write the sequences of `files` to the local `path`.
+
+    Args:
+        seq_option: what the user sets to choose `options.seq`, for a message.
 
     Raises:
         UserError: bad input, or less text than one sequence.
@@ -147,8 +152,8 @@ def write_corpus(files: list[str], path: str, tokenizer: Tokenizer, options: Opt
         length = options.seq + 1
         if store.n_tokens * options.n_repack_epochs < length:
             raise UserError(
-                f"{files[0]}{' and others' if len(files) > 1 else ''}: {store.n_documents} documents with "
-                f"{store.n_tokens} tokens do not fill one sequence of {length}: add text or choose a shorter --seq"
+                f"{files[0]}{' and others' if len(files) > 1 else ''}: {plural(store.n_tokens, 'token')} do not fill one "
+                f"sequence of {length:,} ({plural(store.n_documents, 'document')}): add text or choose a shorter {seq_option}"
             )
         total = store.n_tokens * options.n_repack_epochs // length
         count = write_records(path, _tracked(sequences(store, options), "sequences", total))

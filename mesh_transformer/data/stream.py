@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.data.records import Record, RecordReader
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, plural
 from mesh_transformer.files import read_range, size
 
 Position = dict[str, Any]
@@ -248,7 +248,7 @@ def resume(stream: Stream, position: Any) -> None:
 
 
 def _some(files: Sequence[str]) -> str:
-    return ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
+    return ", ".join(files[:3]) + (f" and {plural(len(files) - 3, 'more file')}" if len(files) > 3 else "")
 
 
 def _stamp(path: str) -> str:

@@ -27,13 +27,20 @@ ANY_FORMAT = (
 )
 
 
+class Parser(argparse.ArgumentParser):
+    """Parses the arguments of a command. A mistake is one line; argparse alone prints its whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
 def parser(description: str, *, needs_config: bool = False) -> argparse.ArgumentParser:
     """A parser with --config, --set and --ignore-keys. The last two make up `overrides` (config/load.py).
 
     Args:
         needs_config: whether --config is required. Otherwise a checkpoint may name the model.
     """
-    parser = argparse.ArgumentParser(description=description)
+    parser = Parser(description=description)
     parser.add_argument(
         "--config",
         required=needs_config,

@@ -109,6 +109,13 @@ def _own_tokenizer(spec: str | None, model: ModelConfig) -> str | None:
     return None
 
 
+def _description(model: ModelConfig) -> str:
+    """The family, and each field that is not the default: `gpt2, layers 12, d_model 768`."""
+    named = model.model_dump(exclude_defaults=True)
+    named.pop("family", None)
+    return ", ".join([model.family, *(f"{name} {value}" for name, value in named.items())])
+
+
 def _check_push(name: str, output: str) -> None:
     if files.is_remote(output):
         raise UserError(f"--push {name} uploads a local folder: give a local --output-path, not {output}")
@@ -142,7 +149,7 @@ def from_hf(
     logs.log.info("reading %s", folder)
     found = find_checkpoint(folder) if hub.is_name(folder) else CheckpointFolder(Format.HUGGING_FACE, folder)
     model = read_model(found.path)
-    logs.log.info("%s: %s", folder, model.model_dump(exclude_defaults=True))
+    logs.log.info("%s: %s", folder, _description(model))
     source = open_folder(found, model)
     origin = origin_of(found, source)
     write_step(source, model, output, format=Format(format), shards=shards or 1, origin=origin, overwrite=overwrite)

@@ -87,6 +87,7 @@ def test_restore_falls_back_to_the_previous_step(
     assert_equal(again.state, state(20, width=512))
     assert store.steps() == [1, 2]
     assert (root / "set_aside" / "step_2").is_dir()
+    assert f"checkpoint step 2 in {root} is damaged: moved to {root}/set_aside/step_2" in caplog.messages
     store.close()
 
 
@@ -126,7 +127,9 @@ def test_remains_of_an_interrupted_save_are_deleted_by_the_next_writer_only(root
     assert reader.steps() == [1, 2]
 
 
-def test_a_save_of_an_earlier_step_sets_abandoned_steps_aside(root: Path) -> None:
+def test_a_save_of_an_earlier_step_sets_abandoned_steps_aside(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A log line says why each of them is moved. A whole step that is saved again is no reason to warn."""
+    caplog.set_level("INFO", "mesh_transformer")
     store = CheckpointStore(str(root), keep_latest=1)
     # in the second round the name exists in set_aside/
     for n in range(2):
@@ -136,6 +139,12 @@ def test_a_save_of_an_earlier_step_sets_abandoned_steps_aside(root: Path) -> Non
     store.close()
     assert store.steps() == [1]
     assert sorted(os.listdir(root / "set_aside")) == ["step_2", "step_2.1", "step_2.2"]
+    aside, where = root / "set_aside", f"checkpoint step 2 in {root} is"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records if "moved to" in record.message] == [
+        ("INFO", f"{where} replaced by a newer save of this step: moved to {aside}/step_2"),
+        ("INFO", f"{where} replaced by a newer save of this step: moved to {aside}/step_2.1"),
+        ("WARNING", f"{where} newer than step 1, which is saved now: moved to {aside}/step_2.2"),
+    ]
     moved = CheckpointStore(str(root), read_only=True)
     shutil.move(root / "set_aside" / "step_2", root / "step_2")
     assert moved.restore(abstract(state(0, width=512))).extra == {"seen": 2}  # type: ignore[union-attr]

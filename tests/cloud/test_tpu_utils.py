@@ -57,7 +57,11 @@ def test_life_of_a_tpu(api: TpuApi, tmp_path: Path) -> None:
         (["run", "b"], 2, "error: run needs a command: python tpu_utils.py run NAME --zone Z -- COMMAND"),
         (["ssh", "b"], 2, "error: TPU b: not found"),
         (["create", "b", "--type", "v3-8", "--label", "x"], 2, "write NAME=VALUE"),
-        ([], 2, "usage: "),
+        (
+            [],
+            2,
+            "error: the following arguments are required: {create,list,describe,ssh,run,delete}; see tpu_utils.py --help",
+        ),
     ],
 )
 def test_mistakes(api: TpuApi, tmp_path: Path, arguments: list[str], code: int, said: str) -> None:

@@ -272,7 +272,9 @@ def test_text_is_tokenized_once(tmp_path, monkeypatch):
     assert first() == ("x" + text)[:51]
     assert len(list(folder.iterdir())) == 2
     (tmp_path / "play.txt").write_text("short")
-    with pytest.raises(UserError, match="do not fill one sequence of 17"):
+    with pytest.raises(
+        UserError, match=r"do not fill one sequence of 17 \(1 document\): add text or choose a shorter data\.seq$"
+    ):
         first()
     assert len(list(folder.iterdir())) == 2
 

@@ -165,7 +165,7 @@ def test_lines_as_the_originals_reader_took_them(tmp_path, monkeypatch, capsys):
     create_finetune_tfrecords.main(["a.jsonl", "n", "--tokenizer", "bytes", "--seq", "14"])
     assert (
         capsys.readouterr().out
-        == "./n_1.tfrecords: 1 sequences, 15 tokens; lines skipped because their text is null: 2\n"
+        == "./n_1.tfrecords: 1 sequence, 15 tokens; lines skipped because their text is null: 2\n"
     )
 
 
@@ -328,14 +328,14 @@ def test_command_line(tmp_path, texts):
     (path,) = tmp_path.glob("small_*.tfrecords")
     rows = np.stack(list(read_records(str(path))))
     assert path.name == f"small_{len(rows)}.tfrecords"
-    assert f"{path.name}: {len(rows)} sequences, {rows.size} tokens" in done.stdout
+    assert f"{path.name}: {len(rows)} sequences, {rows.size:,} tokens" in done.stdout
     assert rows.shape[1] == 9
 
     done = subprocess.run(
         [*command, "--seq", "9999", "--tokenizer", "bytes"], cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: in.txt: 1 documents with 1301 tokens do not fill one sequence of 10000")
+    assert done.stderr.startswith("error: in.txt: 1,301 tokens do not fill one sequence of 10,000 (1 document): add")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", path.name]
 
 

@@ -54,7 +54,7 @@ def test_the_whole_launch(straight: tuple[Path, str, list[str]], drivers: PodDri
     """From an empty cloud to a trained, evaluated and saved model."""
     folder, shown, logs = straight
     assert drivers.api.calls.count("CreateNode") == 1
-    assert "8 x cpu in 4 process(es): dp 2 x fsdp 2 x tp 2" in shown
+    assert "8 x cpu in 4 processes: dp 2 x fsdp 2 x tp 2" in shown
     # gloo logs the number of each host
     for i, log in enumerate(logs):
         assert set(re.findall(r"Rank (\d) is connected to 3 peer ranks", log)) == {str(i)}

@@ -38,7 +38,7 @@ def _counts(folder: Path, model_dir: str, **environment: str) -> tuple[int, int,
         "optimizer.total_steps=3",
     )
     _, errors = run("device_train.py", *arguments, cwd=folder, **environment)
-    match = re.search(r"(\d+) programs compiled, (\d+) read from (\S+)", errors)
+    match = re.search(r"(\d+) programs? compiled, (\d+) read from (\S+)", errors)
     assert match, errors[-2000:]
     return int(match[1]), int(match[2]), match[3]
 

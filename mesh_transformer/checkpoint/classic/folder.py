@@ -22,7 +22,7 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint.classic.npz import NpzReader
 from mesh_transformer.checkpoint.tensors import parameter_shapes
 from mesh_transformer.config import ModelConfig, strict_json
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, plural
 from mesh_transformer.families.spec import Split
 
 FILES_PER_SHARD = 16
@@ -103,7 +103,7 @@ def inspect(folder: str) -> StepContents:
         raise UserError(f"{folder}: expected the folders shard_0, shard_1, ..., found {names[:5] or 'nothing'}")
     missing = sorted(set(range(numbers[-1] + 1)) - set(numbers))
     if missing:
-        raise UserError(f"{folder}: shard_{missing[0]} is missing, found {len(numbers)} shards")
+        raise UserError(f"{folder}: shard_{missing[0]} is missing, found {plural(len(numbers), 'shard')}")
     for number in numbers:
         existing = set(files.list_dir(files.join(folder, f"shard_{number}")))
         absent = [f"{i}.npz" for i in range(FILES_PER_SHARD) if f"{i}.npz" not in existing]

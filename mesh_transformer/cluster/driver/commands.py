@@ -14,7 +14,7 @@ from mesh_transformer.cluster.base import Job
 from mesh_transformer.cluster.driver.compute_target import ComputeTarget
 from mesh_transformer.cluster.driver.fit import check_fit
 from mesh_transformer.config import Config, parse_config
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, plural
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.training.config import training_config
 from mesh_transformer.runtime.training.result import TrainingResult
@@ -130,7 +130,7 @@ def delete_old_run(config: Config, *, yes: bool, before: Callable[[], None] = la
         )
     steps = sum(name.startswith("step_") for name in names)
     if not yes:
-        question = f"--new: delete {root} with {steps} checkpoint(s) and all its metrics?"
+        question = f"--new: delete {root} with {plural(steps, 'checkpoint')} and all its metrics?"
         if not sys.stdin.isatty():
             raise UserError(f"{question} There is no terminal for the answer: give --yes")
         sys.stderr.write(f"{question} [y/N] ")

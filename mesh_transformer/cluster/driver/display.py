@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mesh_transformer.cluster.base import REPORTED, Event, Poll
+from mesh_transformer.errors import plural
 from mesh_transformer.logs import Progress, log, step_summary
 
 # the level of a line of our own log
@@ -83,8 +84,8 @@ class Display:
         if self._chips:
             hours, used = (time.monotonic() - self._driver_started_at) / 3600, self._chip_hours
             price = "" if self._price is None else f", {self._price * used:,.2f} at {self._price} each"
-            text = "cost: %d chips, %.3f h of this driver, %.3f chip-hours of workers%s"
-            log.info(text, self._chips, hours, used, price)
+            text = "cost: %s, %.3f h of this driver, %.3f chip-hours of workers%s"
+            log.info(text, plural(self._chips, "chip"), hours, used, price)
 
     def _is_for_user(self, worker_id: int, line: str) -> bool:
         level = _LOG_LEVEL.match(line)
@@ -103,8 +104,8 @@ class Display:
             self._bar.close()
         self._bar = Progress("training", start_point["total"], unit="step", done=start_point["step"])
         if start_point["step"] or start_point["steps_redone"]:
-            text = "resuming after step %d; %d steps repeated so far"
-            log.info(text, start_point["step"], start_point["steps_redone"])
+            text = "resuming after step %d; %s repeated so far"
+            log.info(text, start_point["step"], plural(start_point["steps_redone"], "step"))
 
     def _show_metrics(self, metrics: Sequence[Event]) -> None:
         """Show the newest of the metrics that have arrived together, so that the rate is that of the workers."""

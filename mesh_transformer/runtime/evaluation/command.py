@@ -15,7 +15,7 @@ from mesh_transformer import __version__, files, logs, platforms
 from mesh_transformer.config import Config
 from mesh_transformer.data.cleaning import make_cleaner
 from mesh_transformer.data.tokenizer import load_tokenizer, warn_of_more_ids
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, plural
 from mesh_transformer.infer.scoring.packing import TokenCounts
 from mesh_transformer.logs import log
 from mesh_transformer.models.model import Params
@@ -162,8 +162,8 @@ def show(evaluation: Evaluation, output: str | None) -> None:
     """Print the tables, and write the report to the file `output`, if it is given."""
     report, tokens = evaluation.report, evaluation.report["tokens"]
     log.info(
-        "scored %s requests in %s s: %s tokens, of which %s were shared; computed %s tokens, %.1f%% of them padding",
-        *(f"{tokens['scored_requests']:,}", report["seconds"], f"{tokens['as_given']:,}"),
+        "scored %s in %s s: %s, of which %s were shared; computed %s tokens, %.1f%% of them padding",
+        *(plural(tokens["scored_requests"], "request"), report["seconds"], plural(tokens["as_given"], "token")),
         *(f"{tokens['shared']:,}", f"{tokens['computed']:,}", 100 * tokens["padding_share"]),
     )
     version = report["versions"]["lm_eval"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import secrets
@@ -171,7 +172,8 @@ class Sampler:
         prompts: texts, or lists of token IDs. None: read prompts from standard input, one per line.
 
     Raises:
-        UserError: the devices do not fit the mesh, a prompt does not fit the model, or there is no tokenizer.
+        UserError: the devices do not fit the mesh, a prompt does not fit the model, standard input has no prompt, or there
+            is no tokenizer.
     """
 
     def __init__(
@@ -188,6 +190,10 @@ class Sampler:
         if prompts is None or request.stop or any(isinstance(prompt, str) for prompt in prompts):
             self._tokenizer = open_tokenizer(config, checkpoint)
         self._prompts = None if prompts is None else list(map(self._fit, prompts))
+        self._lines = _lines() if prompts is None else iter(())
+        # the wait for a person is after the weights are loaded; other input begins before, because it may have no prompt
+        if prompts is None and not sys.stdin.isatty():
+            self._lines = itertools.chain(list(itertools.islice(self._lines, 1)), self._lines)
 
     def samples(self, checkpoint: str) -> Iterator[list[Sample]]:
         """Load the weights, and return the `num_samples` samples of each prompt.
@@ -227,7 +233,7 @@ class Sampler:
 
     def _prompts_from_stdin(self) -> Iterator[_Prompt]:
         """Prompts from standard input. A line that does not fit the context is logged as an error and skipped."""
-        for line in _lines():
+        for line in self._lines:
             try:
                 yield self._fit(line)
             except UserError as error:
@@ -331,17 +337,29 @@ def parse_tokens(text: str) -> list[int]:
 
 
 def _lines() -> Iterator[str]:
-    """The nonempty lines of standard input. On a terminal, it shows a prompt, and Ctrl-C ends the input."""
-    asking = sys.stdin.isatty()
+    """The nonempty lines of standard input. On a terminal, it asks for each one, and Ctrl-C ends the input.
+
+    Raises:
+        UserError: there is no line, and standard input is no terminal.
+    """
+    asking, found = sys.stdin.isatty(), False
+    if asking:
+        sys.stderr.write("one prompt per line; Ctrl-D ends\n")
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             if asking:
                 sys.stderr.write("prompt> ")
                 sys.stderr.flush()
             line = sys.stdin.readline()
+            if not line and not (asking or found):
+                raise UserError(
+                    "no prompt was given: add --prompt TEXT, or write one prompt per line to standard input"
+                )
             if not line:
+                sys.stderr.write("\n" * asking)
                 return
             if line.strip():
+                found = True
                 yield line.rstrip("\n")
 
 

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, ge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mesh_transformer.errors import plural
 from mesh_transformer.infer.requests import Engine, SamplingParams
 from mesh_transformer.infer.scheduler import RequestOutput, Scheduler, SchedulerStats
 from mesh_transformer.logs import log
@@ -179,7 +180,7 @@ class EngineLoop:
         self.context = context
         if self.state == "warming up":
             self.state = "ok"
-            log.info("ready: %d slots, context of %d tokens", self.slots, context)
+            log.info("ready: %s, context of %d tokens", plural(self.slots, "slot"), context)
 
     def _fail(self, error: BaseException) -> None:
         self.state, self.failure = "failed", error

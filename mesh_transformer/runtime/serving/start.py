@@ -22,7 +22,7 @@ import uvicorn
 
 from mesh_transformer import hub, logs, platforms
 from mesh_transformer.config import Config
-from mesh_transformer.errors import RunError, UserError, out_of_memory
+from mesh_transformer.errors import RunError, UserError, out_of_memory, plural
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.serving.access import BoundedConnection
 from mesh_transformer.runtime.serving.app import make_app
@@ -170,7 +170,7 @@ class Service:
                 log.info("stopping")
             await _first(self._loop.drain(self._drain_s), stop_now.wait())
             if left := self._loop.cut_off():
-                log.warning("cancelled %d unfinished sequences", left)
+                log.warning("cancelled %s", plural(left, "unfinished sequence"))
         stopped = asyncio.ensure_future(self._loop.stop(_LAST_STEP_S if self._loop.context else 0))
         # uvicorn closes idle connections and waits for the others
         self._server.should_exit = True

@@ -13,6 +13,7 @@ import jax
 
 import mesh_transformer
 from mesh_transformer.config import Config
+from mesh_transformer.errors import byte_size
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.runtime.session import memory
@@ -38,7 +39,7 @@ def open_engine(config: Config, checkpoint: str, *, slots: int, context: int | N
     weights = read_params(session, checkpoint, for_decode=True)
     log.info("parameters of step %d from %s", weights.step, checkpoint)
     engine = ServingEngine(placement, weights.params, slots=slots, context=context)
-    log.info("cache of %.3g GB, slots: %d, context: %d", engine.cache_bytes / 1e9, slots, engine.context)
+    log.info("cache of %s, slots: %d, context: %d", byte_size(engine.cache_bytes), slots, engine.context)
     return engine
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from mesh_transformer.config import Config, MeshShape
 from mesh_transformer.config.mesh import named
+from mesh_transformer.errors import plural
 from mesh_transformer.estimate import overlap
 from mesh_transformer.logs import log
 from mesh_transformer.models.placement import Placement
@@ -121,8 +122,8 @@ class Session:
         device, model = jax.devices()[0].device_kind, self.placement.model
         return (
             f"{count_parameters(self.placement.abstract(model.dtype)):,} parameters; {jax.device_count()} x {device} "
-            f"in {jax.process_count()} process(es): {named(self.shape)}; {model.dtype}; "
-            f"{self.tokens_per_step:,} tokens per step"
+            f"in {plural(jax.process_count(), 'process', 'processes')}: {named(self.shape)}; {model.dtype}; "
+            f"{plural(self.tokens_per_step, 'token')} per step"
         )
 
 

@@ -15,6 +15,7 @@ import jax
 from mesh_transformer import logs, platforms
 from mesh_transformer.config import Config, MeshShape
 from mesh_transformer.config.mesh import named
+from mesh_transformer.errors import plural
 from mesh_transformer.estimate.memory import bytes_per_device
 from mesh_transformer.logs import log
 from mesh_transformer.models.placement import Placement
@@ -205,7 +206,7 @@ def lines(plan: MeshPlan) -> list[str]:
         slices = f", {len(set(plan.slices.values()))} slices"
         between = f"; across slices: {', '.join(filter(plan.crosses_slices, plan.axes))}"
     found = [
-        f"{named(plan.shape)}: {len(plan.held)} x {kind}{slices}, {len(plan.hosts)} host(s)",
+        f"{named(plan.shape)}: {len(plan.held)} x {kind}{slices}, {plural(len(plan.hosts), 'host')}",
         f"Axes inside a host: {', '.join(inside) or 'none'}; across hosts: {', '.join(across) or 'none'}{between}.",
         f"Each device: {_size(plan.parameter_bytes)} of parameters (float32), {_size(plan.state_bytes)} of optimizer "
         "state.",

@@ -22,7 +22,7 @@ from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
 from mesh_transformer.checkpoint.tensors import TensorSource, slots
 from mesh_transformer.config.names import moved
 from mesh_transformer.data.classic_position import classic_position
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, plural
 from mesh_transformer.logs import log
 from mesh_transformer.models.model import Params
 from mesh_transformer.runtime.session.session import Session
@@ -113,7 +113,7 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) ->
     redone = max(0, logged.step - step)
     counters = _counters(extra.get("counters", {"tokens": step * session.tokens_per_step}))
     counters = counters._replace(steps_redone=max(counters.steps_redone, logged.steps_redone) + redone)
-    log.info("resuming after step %d; repeating %d steps", step, redone)
+    log.info("resuming after step %d; repeating %s", step, plural(redone, "step"))
     if jax.process_index() == 0 and (changes := _changes(extra, session)):
         log.info("resuming with changed options: %s", ", ".join(changes))
     if session.config.data.restart:

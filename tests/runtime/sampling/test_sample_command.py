@@ -1,5 +1,6 @@
 """The options of device_sample.py, in this process with a fake engine."""
 
+import io
 import json
 import re
 import sys
@@ -91,6 +92,28 @@ def test_the_seed_is_drawn_and_named(sample, caplog):
     caplog.clear()
     sample("--prompt-tokens", "97,98", "--temperature", "0")
     assert not any("seed" in message for message in caplog.messages)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_prompts_from_standard_input(sample, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n\ncd"))
+    code, samples, errors = sample("--seed", "1")
+    assert (code, errors, [one["prompt"] for one in samples]) == (0, "", ["ab", "cd"])
+    monkeypatch.setattr(sys, "stdin", Terminal("ab\n"))
+    assert sample("--seed", "1")[2] == "one prompt per line; Ctrl-D ends\nprompt> prompt> \n"
+
+
+@pytest.mark.parametrize("given", ["", "\n \n"])
+def test_no_prompt_is_an_error_before_the_weights_are_read(sample, monkeypatch, given):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+    monkeypatch.setattr(sampler, "open_engine", lambda *_, **__: pytest.fail("the weights were read"))
+    code, samples, errors = sample()
+    assert (code, samples) == (2, [])
+    assert errors == ("error: no prompt was given: add --prompt TEXT, or write one prompt per line to standard input\n")
 
 
 def test_stop_texts_end_each_sample_before_them(sample):

@@ -58,7 +58,7 @@ def test_the_command_prints_and_draws_without_the_step(
     assert max((x.nbytes for x in jax.live_arrays() if id(x) not in before), default=0) <= 64
     assert not [name for name in compiled if "init" in name or "step" in name], compiled
     out = capsys.readouterr().out
-    assert out.startswith("dp 2 x cp 2 x tp 2: 8 x cpu, 1 host(s)\n")
+    assert out.startswith("dp 2 x cp 2 x tp 2: 8 x cpu, 1 host\n")
     assert "heads 0-3" not in out
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["mesh.png"]
     assert (tmp_path / "run/mesh.png").read_bytes().startswith(b"\x89PNG")
@@ -169,7 +169,7 @@ def test_the_table_has_the_slice_of_each_device(tmp_path: Path, monkeypatch: pyt
     assert [row["slice"] for row in rows] == [*"00001111"]
     assert [row["slice"] for row in rows] == [row["dp"] for row in rows]
     first, second, *_ = mesh_plan.lines(plan)
-    assert first == "dp 2 x fsdp 2 x tp 2: 8 x cpu, 2 slices, 1 host(s)"
+    assert first == "dp 2 x fsdp 2 x tp 2: 8 x cpu, 2 slices, 1 host"
     assert second.endswith("; across slices: dp.")
     mesh_plan.draw(plan, str(tmp_path / "mesh.png"))
 
