@@ -1,6 +1,7 @@
-"""Every relative link of the documentation leads to an existing file, and to a heading of that page."""
+"""The documentation: its links, and what its commands write."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,31 @@ def test_a_broken_link_is_found(tmp_path: Path, target: str) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# A heading, of `code`\n\n[here](#a-heading-of-code) [there]({target}) `[code](none)`\n")
     assert broken_links(page) == [target]
+
+
+# what a command writes: the value of an option, or the target of a redirection
+WRITTEN = re.compile(
+    r"(?:--(?:out|output|output-path|output-dir|plot)[ =]|checkpoint\.model_dir=|mkdir -p |[^<-]> )([a-z][\w./-]*)"
+)
+
+
+def written(page: Path) -> set[str]:
+    """The paths below the checkout that the commands of a page write, without docs/."""
+    lines = re.findall(r"^ {4}.*$", page.read_text(), re.MULTILINE)
+    paths = {path.rstrip("/") for line in lines for path in WRITTEN.findall(line)}
+    return {path for path in paths if not path.startswith("docs/")} - {"data"}
+
+
+def test_git_ignores_what_the_commands_write(repo: Path, tmp_path: Path) -> None:
+    paths = set().union(*map(written, [repo / "README.md", *repo.glob("docs/*.md")]))
+    assert {"runs/mine", "mine_hf", "pythia_native", "gptj_1/step_383500", "found.json", "pins.txt"} <= paths
+    # of `pip wheel .`, of commands without an option for it, and a config that a page says to write
+    paths |= {"build/lib", "preflight.png", "loss.png", "data/docs_8409.tfrecords", "pythia_docs.json"}
+    # a pattern may be of folders only
+    given = {path if Path(path).suffix else f"{path}/file" for path in paths}
+    (tmp_path / ".gitignore").write_text((repo / ".gitignore").read_text())
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    asked = subprocess.run(
+        ["git", "check-ignore", *given], cwd=tmp_path, text=True, stdout=subprocess.PIPE, check=False
+    )
+    assert given - set(asked.stdout.split()) == set()
