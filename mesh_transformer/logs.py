@@ -132,7 +132,12 @@ class Progress:
 
 
 def step_summary(scalars: Scalars) -> dict[str, str]:
-    """What a progress line shows of the metrics of a training step: loss, tokens/s, and the MFU if it is known."""
+    """What a progress line shows of the metrics of a training step: loss, tokens/s, and the MFU if it is known.
+
+    A record of a validation only, such as that of step 0, shows nothing.
+    """
+    if "train/loss" not in scalars:
+        return {}
     shown = {"loss": f"{scalars['train/loss']:.4f}", "tokens/s": f"{scalars['train/tokens_per_sec']:,.0f}"}
     if "train/mfu" in scalars:
         shown["mfu"] = f"{scalars['train/mfu']:.0%}"

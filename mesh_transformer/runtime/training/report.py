@@ -120,7 +120,8 @@ class MetricsReporter:
         self._pending = _Pending(step, metrics)
 
     def reopen(self, step: int, scalars: Scalars) -> None:
-        """Begin with a step that an earlier process has written with these scalars, so that `add` completes them."""
+        """Begin with a step that an earlier process has written with these scalars, so that `add` completes them. Step 0
+        has none."""
         self._pending = _Pending(step, None, {**scalars, "train/steps_redone": self._steps_redone})
 
     def add(self, scalars: Scalars) -> None:
@@ -206,6 +207,4 @@ class MetricsReporter:
     def _emit(self, pending: _Pending) -> None:
         for sink in self._sinks:
             sink.write(pending.step, pending.scalars)
-        # the metrics of a step of an earlier process may be lost
-        shown = step_summary(pending.scalars) if "train/loss" in pending.scalars else {}
-        self._progress.update(pending.step, **shown)
+        self._progress.update(pending.step, **step_summary(pending.scalars))

@@ -62,7 +62,8 @@ class StartPoint(NamedTuple):
     Args:
         loader_state: the position in the training data. None: its beginning.
         origin: the Hugging Face folder that the run started from, if any.
-        validates: whether the run begins with the validation after `step`, which a signal interrupted.
+        validates: whether the run begins with the validation after `step`: one that a signal interrupted, or that of the
+            parameters which a fine-tuning starts from.
     """
 
     state: TrainState
@@ -102,6 +103,7 @@ def resume_or_start(
     counters = Counters(steps_redone=logged.steps_redone + logged.step)
     if source.tune_model_path:
         state, origin = _tuned(session, program, source.tune_model_path, source.fresh_opt)
+        return StartPoint(state, 0, counters, None, origin, validates=True)
         return StartPoint(state, 0, counters, None, origin)
     log.info("compiling: initial parameters")
     return StartPoint(program.init(jax.random.key(session.config.model.seed)), 0, counters, None)

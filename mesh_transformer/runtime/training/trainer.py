@@ -230,11 +230,14 @@ class TrainingRun:
         """The exit code, and the step after which the run ended."""
         total, data, state = self.config.optimizer.total_steps, self.config.data, start_point.state
         self.interrupt.in_loop = True
-        if start_point.validates:
+        if start_point.validates and (self.validation or self.evaluation):
             report.reopen(start_point.step, self._record(start_point.step))
             if not self._validate(start_point.step, state, report):
                 code = self.interrupt.exit_code(start_point.step)
                 if code is not None:
+                    # a fine-tuning has no checkpoint yet
+                    if start_point.step not in self.store.steps():
+                        self._save(start_point.step, state, start_point, report, validated=False)
                     return code, start_point.step
         for step in range(start_point.step + 1, total + 1):
             with profile.step(step):

@@ -33,10 +33,16 @@ class Stop(Observer):
             signal.raise_signal(signal.SIGTERM)
 
 
-def train(folder: Path, code: int = 0, observer: Observer | None = None) -> dict[int, dict[str, Any]]:
-    """The last record of each step, after a run that ends with `code`."""
+def train(
+    folder: Path, code: int = 0, observer: Observer | None = None, tuned: str | None = None
+) -> dict[int, dict[str, Any]]:
+    """The last record of each step, after a run that ends with `code`.
+
+    Args:
+        tuned: the checkpoint to start from.
+    """
     path = f"checkpoint.model_dir={folder}"
-    result = trainer.train(load_config("config.json", [path]), TuningSource(), observer)
+    result = trainer.train(load_config("config.json", [path]), TuningSource(tuned), observer)
     assert result.code == code
     return {record["step"]: record for record in read_json_lines(str(folder / "metrics.jsonl"))}
 
@@ -56,3 +62,25 @@ def test_the_resumed_run_begins_with_the_validation(tmp_path, monkeypatch, step)
         assert expected[number].keys() == found[number].keys() > VALIDATED
         for name in (*VALIDATED, "train/loss"):
             assert found[number][name] == expected[number][name], name
+
+
+def test_a_fine_tuning_begins_with_a_validation_of_the_parameters_that_it_starts_from(tmp_path, monkeypatch) -> None:
+    """Step 0 has the loss of the source's last step, also after a signal at that place. A resumed run does not repeat
+    it."""
+    write_run(tmp_path, **GROUPS)
+    monkeypatch.chdir(tmp_path)
+    source = train(tmp_path / "source")
+    assert 0 not in source
+    found = train(tmp_path / "run", 128 + signal.SIGTERM, Stop(0), "source")
+    assert found.keys() <= {0}
+    assert (tmp_path / "run/step_0").is_dir()
+    found, straight = train(tmp_path / "run", tuned="source"), train(tmp_path / "straight", tuned="source")
+    for records in (found, straight):
+        assert records[0].keys() == {"step", "train/steps_redone", *VALIDATED}
+        assert {name: records[0][name] for name in VALIDATED} == {name: source[4][name] for name in VALIDATED}
+    for step in range(5):
+        for name in (*VALIDATED, *(["train/loss"] * (step > 0))):
+            assert found[step].get(name) == straight[step].get(name), (step, name)
+    written = (tmp_path / "run/metrics.jsonl").read_text()
+    train(tmp_path / "run", tuned="source")
+    assert (tmp_path / "run/metrics.jsonl").read_text() == written
