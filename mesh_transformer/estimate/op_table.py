@@ -26,7 +26,7 @@ def write_op_table(path: Path, hlo: str, accelerator: Accelerator | None, loops:
     timeline = Timeline(hlo, accelerator or _UNKNOWN, loops)
     estimate = timeline.estimate()
     with path.open("w", newline="") as file:
-        table = csv.writer(file, delimiter="\t")
+        table = csv.writer(file, delimiter="\t", lineterminator="\n")
         table.writerow(COLUMNS)
         for name, spent in sorted(estimate.spent.items(), key=lambda item: -item[1].seconds):
             one = timeline.module.instructions[name]

@@ -9,7 +9,7 @@ import jax
 
 from mesh_transformer import logs
 from mesh_transformer.config import Config
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, plural
 from mesh_transformer.estimate.prediction import Prediction, predict_serving, predict_training
 from mesh_transformer.estimate.programs import default_folder
 from mesh_transformer.estimate.search import remedies, search
@@ -79,8 +79,15 @@ def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -
         if not any(row.fits for row in rows):
             log.warning("%s", report.advice(target, rows, _remedies(config, target)))
     if options.plot:
-        report.plot(found, options.plot)
+        report.plot(found, options.plot, _title(config_path, config))
     return 0 if all(any(row.fits for row in rows) for rows in found) else 1
+
+
+def _title(config_path: str, config: Config) -> str:
+    """The name of the config, the model, and the length of a sequence."""
+    model = config.model
+    what = f"{model.family}, {plural(model.layers, 'layer')} of width {model.d_model:,}"
+    return f"{Path(config_path).name}: {what}; sequences of {plural(config.seq, 'token')}"
 
 
 def _check(options: PreflightOptions) -> None:

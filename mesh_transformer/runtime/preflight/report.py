@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mesh_transformer.errors import plural
 from mesh_transformer.estimate.prediction import Prediction
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.estimate.timeline import PARTS
@@ -26,6 +27,20 @@ _HEAD = (
 )
 # parts of the memory and the time, from the table of Okabe and Ito 2008 for all kinds of color vision
 _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
+
+# the share of the axis below which a bar gets its length as a text
+_INVISIBLE = 0.02
+
+
+class _Unit(NamedTuple):
+    """`size`: in GiB or in seconds."""
+
+    name: str
+    size: float
+
+
+_MEMORY_UNITS = (_Unit("GiB", 1.0), _Unit("MiB", 2.0**-10), _Unit("KiB", 2.0**-20))
+_TIME_UNITS = (_Unit("seconds", 1.0), _Unit("milliseconds", 1e-3), _Unit("microseconds", 1e-6))
 
 
 class Costs(NamedTuple):
@@ -67,8 +82,9 @@ def print_table(found: Sequence[Sequence[Prediction]], targets: Sequence[Target]
         if row.reason:
             out(f"\n{row.slice} {_mesh(row)}: {row.reason}\n")
         elif row.best or row.program != "train":
-            out(f"\n{row.slice} {row.program}, GiB of a device: {_parts(row.memory_gib, '.2f')}\n")
-            out(f"{row.slice} {row.program}, predicted seconds: {_parts(row.parts, '.3f')}\n")
+            gib, seconds = _unit(_MEMORY_UNITS, [row.memory_gib]), _unit(_TIME_UNITS, [row.parts])
+            out(f"\n{row.slice} {row.program}, {gib.name} of a device: {_parts(row.memory_gib, gib, 2)}\n")
+            out(f"{row.slice} {row.program}, predicted {seconds.name}: {_parts(row.parts, seconds, 3)}\n")
         if row.best and row.set:
             out(f"{row.slice}, to use it: {' '.join(f'--set {argument}' for argument in row.set)}\n")
         for note in row.notes:
@@ -89,35 +105,59 @@ def advice(target: Target, rows: Sequence[Prediction], remedies: Sequence[str]) 
     return text + (f". It would fit with {', or '.join(remedies)}" if remedies else "")
 
 
-def plot(found: Sequence[Sequence[Prediction]], path: str) -> None:
+def plot(found: Sequence[Sequence[Prediction]], path: str, title: str) -> None:
     """Write a picture of memory and time by part to `path`."""
     from matplotlib.figure import Figure
 
     rows = [row for rows in found for row in rows][::-1]
-    figure = Figure(figsize=(12, 2.2 + 0.5 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(12, 2.4 + 0.65 * len(rows)), layout="constrained")
+    figure.suptitle(title)
     memory, time = figure.subplots(1, 2)
-    labels = [f"{row.slice} {row.program}{' *' * row.best}\n{_mesh(row)}, {row.remat}" for row in rows]
+    labels = [
+        f"{row.slice} {row.program}{' *' * row.best}\n{_mesh(row)}, {row.remat}\n"
+        f"{row.microbatch} x {plural(row.accumulation, 'microbatch', 'microbatches')}"
+        for row in rows
+    ]
     names = list(dict.fromkeys(name for row in rows for name in row.memory_gib))
-    _bars(memory, labels, [row.memory_gib for row in rows], names)
+    unit = _unit(_MEMORY_UNITS, [{"usable": row.usable_gib} for row in rows])
+    held = [row.memory_gib for row in rows]
+    longest = max(row.usable_gib for row in rows)
+    _bars(memory, "Memory, exact", held, names, unit, longest)
+    memory.set_xlabel(f"{unit.name} of a device (black line: usable)")
+    memory.set_yticks(range(len(labels)), labels)
     for place, row in enumerate(rows):
-        memory.plot([row.usable_gib] * 2, [place - 0.45, place + 0.45], color="black")
+        memory.plot([row.usable_gib / unit.size] * 2, [place - 0.45, place + 0.45], color="black")
         if row.reason:
             memory.text(0, place, " does not fit", va="center")
-    memory.set(xlabel="GiB of a device (black line: usable)", title="Memory, exact")
-    _bars(time, labels, [row.parts for row in rows], PARTS)
-    time.set(xlabel="seconds of a step or a call", title="Time, predicted", yticklabels=[])
+        elif (total := sum(row.memory_gib.values())) < _INVISIBLE * longest:
+            own = _unit(_MEMORY_UNITS, [row.memory_gib])
+            memory.text(total / unit.size, place, f" {total / own.size:.1f} {own.name}", va="center")
+    unit = _unit(_TIME_UNITS, [row.parts for row in rows])
+    _bars(time, "Time, predicted", [row.parts for row in rows], PARTS, unit, 0.0)
+    time.set(xlabel=f"{unit.name} of a step or a call", yticks=range(len(labels)), yticklabels=[])
     figure.savefig(path, dpi=120, format="png")
 
 
-def _bars(axes: Any, labels: Sequence[str], values: Sequence[dict[str, float]], names: Sequence[str]) -> None:
-    left = [0.0] * len(labels)
+def _bars(
+    axes: Any,
+    title: str,
+    values: Sequence[Mapping[str, float]],
+    names: Sequence[str],
+    unit: _Unit,
+    least: float,
+) -> None:
+    """A bar for each row. The axis reaches beyond the longest one, and beyond `least`."""
+    left = [0.0] * len(values)
     for name, color in zip(names, _COLORS, strict=False):
-        widths = [row.get(name, 0.0) for row in values]
-        axes.barh(range(len(labels)), widths, left=left, color=color, label=name)
+        widths = [row.get(name, 0.0) / unit.size for row in values]
+        axes.barh(range(len(values)), widths, left=left, color=color, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(labels)), labels)
-    axes.margins(x=0.05)
-    axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=4)
+    axes.set(xlim=(0, 1.05 * max(*left, least / unit.size) or 1), ylim=(-0.6, len(values) - 0.4))
+    axes.xaxis.get_major_locator().set_params(nbins=7)
+    # the title is above the rows of the legend
+    axes.set_title(title, pad=10 + 16 * -(-len(names) // 4))
+    if names:
+        axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1), borderaxespad=0.3, ncols=4)
 
 
 def _line(row: Prediction, target: Target, costs: Costs) -> tuple[str, ...]:
@@ -147,8 +187,16 @@ def _seconds(value: float) -> str:
     return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
-def _parts(parts: dict[str, float], form: str) -> str:
-    return ", ".join(f"{name} {value:{form}}" for name, value in parts.items() if f"{value:{form}}".strip("0."))
+def _unit(units: Sequence[_Unit], rows: Sequence[Mapping[str, float]]) -> _Unit:
+    """The unit in which the largest sum of a row is 1 or more. Without a sum, it is the first one."""
+    largest = max((sum(row.values()) for row in rows), default=0.0)
+    return next((unit for unit in units if largest >= unit.size), units[-1]) if largest else units[0]
+
+
+def _parts(parts: Mapping[str, float], unit: _Unit, digits: int) -> str:
+    """The parts that are not zero with so many digits behind the point, and always the parameters."""
+    shown = {name: f"{value / unit.size:.{digits}f}" for name, value in parts.items()}
+    return ", ".join(f"{name} {text}" for name, text in shown.items() if text.strip("0.") or name == "parameters")
 
 
 def _rounded(value: Any) -> Any:

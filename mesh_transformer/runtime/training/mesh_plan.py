@@ -286,7 +286,9 @@ def draw(plan: MeshPlan, path: str) -> None:
 
 
 def _legend(axes: Sequence[str], numbers: bool) -> str:
-    found = [f"{what}: {axis}" for what, axis in zip(("color", "lightness"), axes, strict=False)]
+    """What the colors mean: devices that differ in the innermost axis only are shades of one color."""
+    outer, inner = (axes[:-1], axes[-1:]) if len(axes) > 1 else (axes, ())
+    found = [f"{what}: {', '.join(some)}" for what, some in (("color", outer), ("shade", inner)) if some]
     return "; ".join([*found, *([f"numbers: {', '.join(axes)}"] if numbers else [])])
 
 
@@ -296,13 +298,18 @@ def _draw_device(axes: Any, plan: MeshPlan, one: Holding, at: tuple[float, float
     axes.add_patch(Rectangle(at, 0.96, 0.96, facecolor=_color(plan, one.place), edgecolor="black", linewidth=0.5))
     place = " ".join(f"{axis} {one.place[axis]}" for axis in plan.axes)
     held = [f"{title} {_text(one.parts[name])}" for name, (title, _) in plan.split.items()]
-    text = "\n".join([f"device {one.device.id}: {place}", *held])
+    text = "\n".join([f"device {one.device.id}{place and f': {place}'}", *held])
     if brief:
         text = ", ".join(str(one.place[axis]) for axis in plan.axes)
     axes.text(at[0] + 0.04, at[1] + 0.06, text, fontsize=5 if brief else 7, va="top", clip_on=True)
 
 
 def _color(plan: MeshPlan, place: Mapping[str, int]) -> tuple[float, float, float]:
-    """The hue of the outermost axis, and the lightness of the next one."""
-    hue, shade, *_ = [*(place[axis] / plan.shape[axis] for axis in plan.axes), 0.0, 0.0]
-    return colorsys.hls_to_rgb(hue, 0.88 - 0.3 * shade, 0.7)
+    """A hue for each place on all axes but the innermost one, which is the lightness. So the devices of a group of tensor
+    parallelism are shades of one color."""
+    outer, inner = (plan.axes[:-1], plan.axes[-1]) if len(plan.axes) > 1 else (plan.axes, None)
+    hue, groups = 0, 1
+    for axis in outer:
+        hue, groups = hue * plan.shape[axis] + place[axis], groups * plan.shape[axis]
+    shade = place[inner] / max(plan.shape[inner] - 1, 1) if inner else 0.0
+    return colorsys.hls_to_rgb(hue / groups, 0.9 - 0.25 * shade, 0.7)

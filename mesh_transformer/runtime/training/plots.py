@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,18 @@ from mesh_transformer.runtime.training import expert_load
 from mesh_transformer.runtime.training.run_folder import CURVE, EXPERTS_PICTURE, METRICS
 
 _BALANCE_LOSS = "experts/balance_loss"
+# steps and values
+Points = list[tuple[int, float]]
+_VAL_LOSS = "val/loss_"
 _DPI = 120
+# width of the map of the experts
+_MAP_INCHES = 6.0
+# fewer points than this are marked, and are never cut off
+_FEW = 20
+# the share of the steps whose losses are far above the others
+_START = 0.1
+# and how much higher they are, over the range of the others, if they are cut off
+_CUT = 1.5
 
 
 class Plot:
@@ -52,19 +63,23 @@ class Plot:
 
 def plot_losses(folder: str) -> None:
     """Plot the training and validation losses in `folder`/metrics.jsonl to `folder`/loss.png, and beside them the balance
-    loss of routed experts, if the metrics have it."""
+    loss of routed experts, if the metrics have it.
+
+    The scale is for the losses after the first steps. If they were far higher before, the legend says how high.
+    """
     from matplotlib.figure import Figure
 
     records = _records(folder)
-    panels = 2 if _points(records, _BALANCE_LOSS) else 1
-    figure = Figure(figsize=(8 * panels, 5), layout="constrained")
-    axes, *other = np.atleast_1d(figure.subplots(1, panels))
-    names = sorted({name for record in records.values() for name in record if name.startswith("val/loss")})
-    _lines(axes, records, ["train/loss", *names])
-    axes.set(ylabel="loss (nats per token)", title="Training")
-    for balance in other:
-        _lines(balance, records, [_BALANCE_LOSS])
-        balance.set(ylabel="balance loss, before its weight (1: even)", title="Load of the experts")
+    balance = _points(records, _BALANCE_LOSS)
+    sets = sorted({name for record in records.values() for name in record if name.startswith(_VAL_LOSS)})
+    validation = {f"validation: {name.removeprefix(_VAL_LOSS)}": _points(records, name) for name in sets}
+    figure = Figure(figsize=(16 if balance else 8, 5), layout="constrained")
+    axes, *other = np.atleast_1d(figure.subplots(1, 2 if balance else 1))
+    _training(axes, _points(records, "train/loss"), validation)
+    axes.set(ylabel="loss (nats per token)", title=f"Loss of {_name(folder)}")
+    for panel in other:
+        _training(panel, balance, {})
+        panel.set(ylabel="balance loss, before its weight (1: even)", title="Balance of its experts")
     write_png(figure, os.path.join(folder, CURVE))
 
 
@@ -78,17 +93,23 @@ def plot_experts(folder: str) -> None:
     if newest is None:
         return
     name, load_LE = next(iter(newest.load.items()))
-    figure = Figure(figsize=(8, 8), layout="constrained")
-    above, below = figure.subplots(2, 1, height_ratios=(3, 2))
+    layers, experts = load_LE.shape
+    # square cells, unless there are very many or very few of them
+    map_inches = min(max(_MAP_INCHES * layers / experts, 1.2, 0.06 * layers), 8.0)
+    figure = Figure(figsize=(8, map_inches + 4.0), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=(map_inches, 2.5))
     scale = TwoSlopeNorm(1, vmin=0, vmax=max(2.0, float(load_LE.max())))
     image = above.imshow(load_LE, cmap="coolwarm", norm=scale, aspect="auto", interpolation="nearest")
-    above.set(xlabel="expert", ylabel="layer with experts", title=f"Load of the experts on {name}, step {newest.step}")
+    title = f"Load of the experts of {_name(folder)}\nvalidation on {name} after step {newest.step:,}"
+    above.set(xlabel="expert", ylabel="layer with experts", title=title)
+    figure.colorbar(image, ax=above, label="load")
+    records = _records(folder)
+    loads = {f"{which} of all experts": _points(records, f"experts/{which}_load") for which in ("largest", "smallest")}
+    _lines(below, loads)
+    below.axhline(1, color="gray", linewidth=0.5)
+    below.set(ylabel="load (1: the mean of the layer)", title="Load in each training step")
     for axis in (above.xaxis, above.yaxis):
         axis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, ax=above, label="tokens / mean of the layer")
-    _lines(below, _records(folder), ["experts/largest_load", "experts/smallest_load"])
-    below.axhline(1, color="gray", linewidth=0.5)
-    below.set(ylabel="tokens / mean of the layer", title="Training")
     write_png(figure, os.path.join(folder, EXPERTS_PICTURE))
 
 
@@ -104,20 +125,49 @@ def _records(folder: str) -> dict[int, dict[str, Any]]:
     return {record["step"]: record for record in read_json_lines(os.path.join(folder, METRICS))}
 
 
-def _points(records: dict[int, dict[str, Any]], name: str) -> list[tuple[int, float]]:
+def _points(records: dict[int, dict[str, Any]], name: str) -> Points:
     return [(step, record[name]) for step, record in sorted(records.items()) if record.get(name) is not None]
 
 
-def _lines(axes: Any, records: dict[int, dict[str, Any]], names: list[str]) -> None:
-    """One line for each metric that has values, over steps."""
-    for name in names:
-        if points := _points(records, name):
-            marker = "o" if name.startswith("val/") else ""
-            axes.plot(*zip(*points, strict=True), label=name, marker=marker, linewidth=1)
+def _name(folder: str) -> str:
+    """The run's name: the last part of its folder."""
+    return os.path.basename(os.path.abspath(folder))
+
+
+def _lines(axes: Any, curves: Mapping[str, Points]) -> None:
+    """One line for each curve that has points, over steps."""
+    for label, points in curves.items():
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker="o" * (len(points) < _FEW), linewidth=1)
     axes.set(xlabel="step")
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.grid(alpha=0.3)
     if axes.get_lines():
-        axes.legend()
+        axes.legend(loc="best")
+
+
+def _training(axes: Any, training: Points, others: Mapping[str, Points]) -> None:
+    """The curve of the training and `others`, on a scale for the steps after the first ones."""
+    shown = _shown_range(training, [point for points in others.values() for point in points])
+    _lines(axes, {f"training ({shown[1]})" if shown else "training": training, **others})
+    if shown:
+        axes.set_ylim(shown[0])
+
+
+def _shown_range(training: Points, others: Points) -> tuple[tuple[float, float], str] | None:
+    """The limits of a scale for the losses after the first steps of the training, and for all `others`, with a text about
+    what lies above. None: the scale of all points is good."""
+    if len(training) < _FEW:
+        return None
+    first, last = training[0][0], training[-1][0]
+    values = [loss for step, loss in training if step > first + _START * (last - first)] + [loss for _, loss in others]
+    high = max(values)
+    low = min([high, *(loss for _, loss in (*training, *others))])
+    margin = max(0.08 * (high - low), 1e-3)
+    step, highest = max(training, key=lambda point: point[1])
+    if highest - high <= _CUT * (high - low):
+        return None
+    return (low - margin, high + margin), f"up to {highest:.2f}, in step {step:,}"
 
 
 def write_png(figure: Any, path: str, dpi: int = _DPI) -> None:

@@ -1,8 +1,11 @@
 """The output of preflight.py for given predictions."""
 
+import dataclasses
+import itertools
 import json
 
 import pytest
+from matplotlib.figure import Figure
 
 from mesh_transformer.estimate.prediction import Prediction
 from mesh_transformer.estimate.target import tpu_target
@@ -81,9 +84,47 @@ def test_advice():
     )
 
 
-def test_a_picture(tmp_path):
-    report.plot([[FITS, MISS]], str(tmp_path / "a.png"))
+TINY = dataclasses.replace(
+    FITS,
+    memory_gib={"parameters": 0.003, "moments": 0.006, "activations": 2e-7},
+    step_s=3e-4,
+    parts={"products": 2e-4, "attention": 1e-4, "waiting": 1e-12},
+)
+
+
+def test_small_parts_have_their_own_unit(capsys):
+    report.print_table([[TINY]], [TARGET], Costs(1, None))
+    shown = capsys.readouterr().out
+    assert "v3-8 train, MiB of a device: parameters 3.07, moments 6.14\n" in shown
+    assert "v3-8 train, predicted microseconds: products 200.000, attention 100.000\n" in shown
+
+
+def test_the_parameters_are_named_even_if_they_round_to_zero(capsys):
+    row = dataclasses.replace(FITS, memory_gib={"parameters": 0.001, "moments": 0.0, "activations": 3.0})
+    report.print_table([[row]], [TARGET], Costs(1, None))
+    assert "GiB of a device: parameters 0.00, activations 3.00\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rows", [[[TINY]], [[MISS]], [[FITS, MISS], [TINY] * 8]], ids=["one", "no time", "many"])
+def test_nothing_in_the_picture_covers_anything_else(rows, tmp_path, monkeypatch):
+    """Titles, legends, labels of ticks and bars of a panel have room: the legend is below the title, and the longest bar
+    ends inside the frame."""
+    drawn, write = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *to, **how: (drawn.append(figure), write(figure, *to, **how)))
+    report.plot(rows, str(tmp_path / "a.png"), "tiny.json: gptj, 4 layers of width 128; sequences of 128 tokens")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    assert figure.get_suptitle().startswith("tiny.json: gptj")
+    for axes in figure.axes:
+        frame, title = axes.get_window_extent(), axes.title.get_window_extent()
+        assert title.y1 < figure._suptitle.get_window_extent().y0
+        if legend := axes.get_legend():
+            assert frame.y1 < legend.get_window_extent().y0
+            assert legend.get_window_extent().y1 < title.y0
+        assert all(bar.get_window_extent().x1 < frame.x1 - 1 for bar in axes.patches)
+        ticks = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
+        assert all(one.x1 < other.x0 for one, other in itertools.pairwise(ticks))
 
 
 @pytest.mark.parametrize("row", [FITS, MISS])

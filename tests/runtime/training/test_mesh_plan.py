@@ -1,5 +1,6 @@
 """device_train.py --plan-mesh."""
 
+import colorsys
 import json
 import re
 import sys
@@ -172,6 +173,16 @@ def test_the_table_has_the_slice_of_each_device(tmp_path: Path, monkeypatch: pyt
     assert first == "dp 2 x fsdp 2 x tp 2: 8 x cpu, 2 slices, 1 host"
     assert second.endswith("; across slices: dp.")
     mesh_plan.draw(plan, str(tmp_path / "mesh.png"))
+
+
+def test_the_devices_of_a_group_of_tensor_parallelism_are_shades_of_one_color() -> None:
+    plan = _plan("mesh.fsdp=2", "mesh.cp=2", "mesh.tp=2")
+    colors = [colorsys.rgb_to_hls(*mesh_plan._color(plan, one.place)) for one in plan.held]
+    groups = [{round(hue, 3) for hue, *_ in colors[first : first + 2]} for first in range(0, 8, 2)]
+    assert [len(group) for group in groups] == [1] * 4
+    assert len(set.union(*groups)) == 4
+    assert all(one[1] - other[1] > 0.2 for one, other in zip(colors[::2], colors[1::2], strict=True))
+    assert mesh_plan._legend(plan.axes, numbers=False) == "color: fsdp, cp; shade: tp"
 
 
 def test_one_device(tmp_path: Path) -> None:

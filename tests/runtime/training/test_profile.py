@@ -154,6 +154,7 @@ def test_a_bad_range_is_refused(value):
 def test_the_table_of_operations(train, tmp_path):
     """The products of the layers run once for each layer and microbatch, forward and backward."""
     train("logging.op_table=true", "optimizer.total_steps=1", "model.layers=3")
+    assert b"\r" not in (tmp_path / "run/profile/op_table.tsv").read_bytes()
     with (tmp_path / "run/profile/op_table.tsv").open() as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     assert tuple(rows[0]) == COLUMNS
