@@ -1,6 +1,7 @@
 """to_hf_weights.py and from_hf_weights.py, as a user runs them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def test_round_trip_of_a_folder(folder, format) -> None:
     more = ["--format", format] + (["--shards", "4"] if format == "classic" else [])
     log = from_hf(folder, "--input", "hf", "--output-path", output, *more)
     assert "MB/s" in log
+    assert re.search(r" I hf: gptj, layers \d+, d_model 192, [^{}']*$", log, re.MULTILINE)
     assert_same_weights(folder / "run/step_0", folder / "hf")
     if format == "classic":
         assert len(list((folder / "run/step_0").glob("shard_*/*.npz"))) == 4 * 16

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from mesh_transformer import files
 from mesh_transformer.errors import is_disk_full
 from mesh_transformer.logs import log, read_json_lines
@@ -74,7 +72,7 @@ def plot_losses(folder: str) -> None:
     sets = sorted({name for record in records.values() for name in record if name.startswith(_VAL_LOSS)})
     validation = {f"validation: {name.removeprefix(_VAL_LOSS)}": _points(records, name) for name in sets}
     figure = Figure(figsize=(16 if balance else 8, 5), layout="constrained")
-    axes, *other = np.atleast_1d(figure.subplots(1, 2 if balance else 1))
+    axes, *other = figure.subplots(1, 2 if balance else 1, squeeze=False)[0]
     _training(axes, _points(records, "train/loss"), validation)
     axes.set(ylabel="loss (nats per token)", title=f"Loss of {_name(folder)}")
     for panel in other:

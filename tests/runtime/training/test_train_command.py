@@ -34,6 +34,7 @@ def trained(tmp_path_factory) -> Path:
     output, errors = run("device_train.py", "--config", "config.json", cwd=folder)
     assert output == ""
     assert "training 12/12" in errors
+    assert " 1 x cpu in 1 process: one device; " in errors
     lines = errors.splitlines()
     before = [
         line.partition(" I ")[2].partition(": the tokens")[0] for line in lines[:7] if " parameters; " not in line
@@ -300,12 +301,14 @@ def run_here(trained, monkeypatch, capfd):
         (["--set", "data.seq=64"], "model.seq 32"),
         (["--set", "data.train_set=absent.txt"], "absent.txt"),
         (["--set", "data.val_set.x=absent.index"], "absent.index"),
+        (["--set", "data.train_set=short.txt"], "sequence of 33 (1 document): add text or choose a shorter data.seq"),
         (["--set", "checkpoint.model_dir=text.txt"], "model_dir text.txt"),
         (["--fresh-opt"], "--tune-model-path"),
         (["--tune-model-path", "nowhere"], "nowhere"),
     ],
 )
 def test_every_bad_input_is_one_line(trained, run_here, arguments, message):
+    (trained / "short.txt").write_text("abc")
     code, errors = run_here("--set", "checkpoint.model_dir=other", *arguments)
     assert code == 2
     assert_one_line(errors, message)
