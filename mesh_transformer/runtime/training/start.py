@@ -104,7 +104,6 @@ def resume_or_start(
     if source.tune_model_path:
         state, origin = _tuned(session, program, source.tune_model_path, source.fresh_opt)
         return StartPoint(state, 0, counters, None, origin, validates=True)
-        return StartPoint(state, 0, counters, None, origin)
     log.info("compiling: initial parameters")
     return StartPoint(program.init(jax.random.key(session.config.model.seed)), 0, counters, None)
 
