@@ -47,9 +47,9 @@ class StepProfile:
         self._steps = range(max(first, computed.start), min(last + 1, computed.stop))
         # the newest step that the trace has
         self._last = 0
-        if wanted and computed and not self._steps:
-            text = "logging.profile_steps [%d, %d]: no trace, because this start computes steps %d to %d"
-            log.info(text, first, last, computed[0], computed[-1])
+        if wanted and not self._steps:
+            found = f"steps {computed[0]} to {computed[-1]}" if computed else "no step"
+            log.info("logging.profile_steps [%d, %d]: no trace, because this start computes %s", first, last, found)
 
     def __enter__(self) -> Self:
         return self

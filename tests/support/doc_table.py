@@ -1,0 +1,140 @@
+"""Which blocks of the documentation the tests do not run, and why; which commands they shorten.
+
+An entry has a page and the beginning of a block; a page "*" stands for all pages.
+"""
+
+from support.doc_blocks import Block
+
+CLOUD = "needs an account of Google Cloud, or a pod"
+CLUSTER = "needs other machines"
+HUB = "downloads from the Hugging Face hub"
+PACKAGES = "installs packages"
+WEIGHTS = "needs the weights of a model that are not in the repository: GPT-J-6B, or Pythia of the section's first part"
+LIBTPU = "needs libtpu, which has an environment of its own; tests marked tpu run there"
+HOURS = "takes from ten minutes to hours"
+TESTS = "runs the tests themselves"
+PATTERN = "a pattern, with names that the reader replaces"
+CLIENT = "needs a package that the tests do not install"
+CHAT = "needs a model with a chat template; tests/runtime/serving calls it with one"
+DATA = "needs a data set that is not in the repository"
+
+Entry = tuple[str, str]
+NOT_RUN: dict[Entry, str] = {
+    ("*", "pip "): PACKAGES,
+    ("*", "gcloud "): CLOUD,
+    ("*", "kubectl "): CLOUD,
+    ("*", "ray "): CLUSTER,
+    ("*", "python tpu_utils.py "): CLOUD,
+    ("*", "python train.py --tpu "): CLOUD,
+    ("*", "python train.py --ray-address "): CLUSTER,
+    ("*", "python -m pytest "): TESTS,
+    ("*", "bash scripts/test.sh"): TESTS,
+    ("README.md", "python create_finetune_tfrecords.py my_texts/"): f"{HUB}: GPT-2's tokenizer",
+    ("README.md", "python device_train.py --config configs/6B_finetune_v3-8.json"): HUB,
+    ("README.md", "python device_sample.py --ckpt hf://"): HUB,
+    ("README.md", "python eval_harness.py --config configs/6B_roto_256.json"): WEIGHTS,
+    ("README.md", "python resharding_example.py --config C"): PATTERN,
+    ("README.md", "python from_hf_weights.py --input hf://"): HUB,
+    ("CONTRIBUTING.md", "bash .ci/run"): TESTS,
+    ("CONTRIBUTING.md", ".venv-tpu/bin/python -m pytest"): LIBTPU,
+    ("CONTRIBUTING.md", "python scripts/mutants.py"): TESTS,
+    ("docs/benchmarks.md", "python benchmarks/"): HOURS,
+    ("docs/benchmarks.md", "python preflight.py"): LIBTPU,
+    ("docs/benchmarks.md", "python device_serve.py --config configs/6B_roto_256.json"): WEIGHTS,
+    ("docs/checkpoints.md", "python device_sample.py --ckpt hf://"): HUB,
+    ("docs/checkpoints.md", "python device_serve.py --ckpt hf://"): HUB,
+    ("docs/checkpoints.md", "python eval_harness.py --ckpt hf://"): HUB,
+    ("docs/checkpoints.md", "python from_hf_weights.py --input hf://"): HUB,
+    ("docs/checkpoints.md", "python to_hf_weights.py --input-ckpt runs/mine --output-path mine_hf --push"): HUB,
+    ("docs/checkpoints.md", "python resharding_example.py --config configs/6B_roto_256.json"): WEIGHTS,
+    ("docs/checkpoints.md", "python to_hf_weights.py --config configs/6B_roto_256.json"): WEIGHTS,
+    ("docs/checkpoints.md", "python from_hf_weights.py --input gptj_hf"): WEIGHTS,
+    ("docs/checkpoints.md", "python device_train.py --config configs/6B_"): WEIGHTS,
+    ("docs/driver.md", "python train.py --processes 2 --config C"): PATTERN,
+    ("docs/driver.md", "(umask 077; ray"): CLUSTER,
+    ("docs/driver.md", "ssh HOST"): CLUSTER,
+    ("docs/driver.md", "export RAY_AUTH_MODE"): CLUSTER,
+    ("docs/driver.md", "from mesh_transformer.cluster"): CLUSTER,
+    ("docs/evaluate.md", "python eval_harness.py --config configs/6B_roto_256.json"): WEIGHTS,
+    ("docs/evaluate.md", "python eval_harness.py --ckpt runs/tiny_shakespeare --tasks lambada"): DATA,
+    ("docs/experts.md", "python preflight.py"): LIBTPU,
+    ("docs/experts.md", "python benchmarks/experts_against_dense.py"): HOURS,
+    ("docs/finetune.md", "python device_train.py --config pythia_docs.json"): WEIGHTS,
+    ("docs/finetune.md", "python device_sample.py --ckpt runs/pythia_docs"): WEIGHTS,
+    ("docs/finetune.md", "python device_train.py --config configs/pythia_70M.json"): HUB,
+    ("docs/finetune.md", "python to_hf_weights.py --input-ckpt runs/pythia_base"): HUB,
+    ("docs/finetune.md", "python create_finetune_tfrecords.py my_texts my_data"): HUB,
+    ("docs/finetune.md", "ls data/my_data_"): HUB,
+    ("docs/finetune.md", "python device_train.py --config configs/6B_finetune_v3-8.json"): WEIGHTS,
+    ("docs/parallelism.md", "python scripts/"): LIBTPU,
+    ("docs/parallelism.md", "python preflight.py"): LIBTPU,
+    ("docs/parallelism.md", "python device_train.py --config configs/6B_finetune_v3-8.json --plan-mesh"): LIBTPU,
+    ("docs/parallelism.md", "python benchmarks/parallel.py"): HOURS,
+    ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v"): LIBTPU,
+    ("docs/preflight.md", "python benchmarks/published.py"): LIBTPU,
+    ("docs/runs.md", "tensorboard "): CLIENT,
+    ("docs/serve.md", "curl http://127.0.0.1:5000/v1/chat/completions"): CHAT,
+    ("docs/serve.md", "lm_eval "): WEIGHTS,
+    ("docs/serve.md", "from langchain_openai import"): CLIENT,
+}
+"""Blocks that are not run, and the reason."""
+
+TEXT: dict[Entry, str] = {
+    ("docs/architecture.md", "accelerators, config, families"): "the order of the layers",
+    ("docs/checkpoints.md", "runs/mine/"): "a tree of files",
+    ("docs/checkpoints.md", "gptj/"): "a tree of files",
+    ("docs/checkpoints.md", "gptj_hf/"): "a tree of files",
+    ("docs/checkpoints.md", "Tensor("): "a line of a Python file",
+    ("docs/config.md", "{"): "an excerpt of a config",
+    ("docs/config.md", "tokens a step ="): "a formula",
+    ("docs/evaluate.md", '"data": {'): "an excerpt of a config",
+    ("docs/evaluate.md", "| model | step |"): "the head of a table",
+    ("docs/pod.md", "error: creating TPU"): "the output of a command that needs the cloud",
+    ("docs/pod.md", "10.164.0.12 ssh-ed25519"): "a line of a file",
+    ("docs/pod.md", "error: hostname"): "the output of a command that needs the cloud",
+    ("docs/preflight.md", "slice   mesh"): "the output of a command that is not run",
+    ("docs/reliability.md", "driver (train.py)"): "a picture",
+    ("docs/serve.md", "messages = ["): "a continued program that needs a model with a chat template",
+    ("docs/serve.md", "task: piqa_local"): "a file for a command that is not run",
+    ("docs/serve.md", "location / {"): "a part of nginx's configuration",
+}
+"""Blocks that are neither a command nor the output of the command before them, and what they are."""
+
+STEPS = "--set optimizer.total_steps=20 --set data.val_batches=2"
+SHORTER: dict[Entry, str] = {
+    ("*", "bash scripts/quickstart.sh"): STEPS,
+    ("README.md", "python device_train.py --config configs/tiny_shakespeare.json --set optimizer.lr=1e-3"): STEPS,
+    ("README.md", "python train.py --processes 2"): STEPS,
+}
+"""Arguments that are appended to commands that would compute for minutes; what the page says about the result holds for
+any number of steps."""
+
+
+def find(table: dict[Entry, str], block: Block) -> Entry | None:
+    """The entry of a block."""
+    return next(
+        (entry for entry in table if entry[0] in ("*", block.page) and block.text.startswith(entry[1])), None
+    )
+
+
+def shorter(block: Block) -> str:
+    """The arguments that are appended to a command."""
+    entry = find(SHORTER, block)
+    return SHORTER[entry] if entry else ""
+
+
+QUICKSTART = ("bash scripts/quickstart.sh",)
+# checkpoints.md names the step 1,000 of runs/mine; this model is small, so the steps take seconds
+MINE = (
+    "python device_train.py --config configs/tiny_shakespeare.json --set checkpoint.model_dir=runs/mine "
+    "--set model.layers=1 --set model.d_model=32 --set model.seq=32 --set data.batch_size=1 --set data.val_batches=1 "
+    "--set checkpoint.ckpt_every=1000",
+)
+BEFORE: dict[str, tuple[str, ...]] = {
+    "docs/checkpoints.md": MINE,
+    "docs/evaluate.md": QUICKSTART,
+    "docs/parallelism.md": QUICKSTART,
+    "docs/runs.md": QUICKSTART,
+    "docs/serve.md": QUICKSTART,
+}
+"""What the reader of a page has run before. The other pages begin in a fresh clone."""

@@ -1,0 +1,75 @@
+"""Every command of README, CONTRIBUTING and docs runs as printed, in the order of its page, and prints what the page
+says; the exceptions stand in `support/doc_table.py` with their reasons."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from support import doc_shell, doc_table
+from support.commands import REPO
+from support.covering import sampled
+from support.doc_blocks import Block, blocks, pages
+from support.doc_output import missing
+
+TIMEOUT_S = 900
+# CPU seconds of each page
+SECONDS = {
+    "README.md": 300,
+    "CONTRIBUTING.md": 1,
+    "docs/checkpoints.md": 30,
+    "docs/evaluate.md": 60,
+    "docs/experts.md": 30,
+    "docs/finetune.md": 90,
+    "docs/library.md": 20,
+    "docs/parallelism.md": 120,
+    "docs/preflight.md": 10,
+    "docs/runs.md": 60,
+    "docs/serve.md": 60,
+}
+
+
+def of(page: str) -> list[Block]:
+    """The blocks that are commands, programs, files, or an output, which belongs to the command before it."""
+    found: list[Block] = []
+    for block in blocks(REPO, REPO / page):
+        if block.kind != "text":
+            found.append(block)
+        elif not doc_table.find(doc_table.TEXT, block):
+            assert found, f"{block}: an output without a command: doc_table.TEXT says what other texts are"
+            found[-1].printed += block.text.splitlines()
+    return found
+
+
+def run_by_tests(page: str) -> list[Block]:
+    before = [Block(page, 0, "command", command) for command in doc_table.BEFORE.get(page, ())]
+    return before + [block for block in of(page) if not doc_table.find(doc_table.NOT_RUN, block)]
+
+
+PAGES = [page.relative_to(REPO).as_posix() for page in pages(REPO)]
+
+
+def cases() -> list:
+    """Each page is a product of its own, because each has its own time."""
+    return list(
+        itertools.chain.from_iterable(
+            sampled([page], seconds=seconds, files=(f"../{page}",)) for page, seconds in SECONDS.items()
+        )
+    )
+
+
+@pytest.mark.parametrize("page", cases())
+def test_a_page(page: str, tmp_path: Path) -> None:
+    checkout = doc_shell.clone(REPO, tmp_path / "clone")
+    doc_shell.run(run_by_tests(page), checkout, tmp_path / "logs", TIMEOUT_S)
+
+
+def test_every_page_with_a_command_is_run() -> None:
+    """A block that is neither run nor listed belongs to a page that SECONDS has."""
+    assert [page for page in PAGES if run_by_tests(page)] == list(SECONDS)
+
+
+@pytest.mark.parametrize("table", ["NOT_RUN", "TEXT", "SHORTER"])
+def test_every_entry_of_the_tables_has_a_block(table: str) -> None:
+    found = [block for page in PAGES for block in blocks(REPO, REPO / page)]
+    entries = getattr(doc_table, table)
+    assert [entry for entry in entries if not any(doc_table.find({entry: ""}, block) for block in found)] == []
