@@ -27,6 +27,8 @@ _CACHE_SETTINGS = {
 }
 # the other processes end this long after one has died or stopped; the default of JAX is 100
 HEARTBEAT_TIMEOUT_S = 20
+INSTALL_LIBTPU = "pip install -e '.[tpu]' in an environment of its own"
+"""What compiling for a TPU that is not attached needs."""
 # time for the other processes to end for the same reason
 LEAVE_S = 5
 # the values of "auto" on a CPU, and elsewhere
@@ -248,6 +250,11 @@ def _count_of_slices() -> int:
     return int(text)
 
 
+def has_libtpu() -> bool:
+    """Whether programs can be compiled for TPUs."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
 def slice_devices(name: str) -> Sequence[jax.Device]:
     """The devices of a TPU slice such as v3-32, or of several slices such as 2xv5e-16, as compilation targets. libtpu
     describes them; no TPU is needed.
@@ -256,8 +263,8 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
         UserError: the type is unknown, or libtpu is not installed.
     """
     count, kind = slices.several(name)
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError("compiling for TPUs needs libtpu: pip install -e '.[tpu]' in an environment of its own")
+    if not has_libtpu():
+        raise UserError(f"compiling for TPUs needs libtpu: {INSTALL_LIBTPU}")
     # otherwise libtpu asks the cloud which TPU this machine has
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # no device is opened, so that no lock is needed

@@ -1,7 +1,7 @@
 """What a program of a config needs on a slice or a GPU that is not attached: whether it fits, exactly; its time, as a
 prediction."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,12 @@ from mesh_transformer import platforms
 from mesh_transformer.config import AXES, Config
 from mesh_transformer.config.mesh import MeshShape, layers_of_a_loop, part_of_a_slice
 from mesh_transformer.errors import UserError
-from mesh_transformer.estimate import overlap, serving
+from mesh_transformer.estimate import closed_form, overlap, serving
 from mesh_transformer.estimate.memory import bytes_per_device, training_parts
 from mesh_transformer.estimate.programs import GIB, Compiled, compile_for
+from mesh_transformer.estimate.search import unmodelled
 from mesh_transformer.estimate.target import Target
-from mesh_transformer.estimate.timeline import Timeline
+from mesh_transformer.estimate.timeline import Part, Timeline
 from mesh_transformer.families.flops import flops_per_token
 from mesh_transformer.models.model import LAYER_LOOP
 from mesh_transformer.models.placement import Placement
@@ -23,6 +24,21 @@ from mesh_transformer.train.step import TrainProgram, lower_step
 STEP_RANGE = (0.9, 1.2)
 """The range of a measured time, in units of the predicted one: the published runs of docs/preflight.md with the same
 kind of attention are inside."""
+FORMULA_MEMORY, FORMULA_TIME = 0.08, 0.15
+"""By how much the closed form differs from compiled programs, at most (tests/estimate/test_closed_form.py)."""
+FORMULA = "formula"
+"""Prediction.estimate of a program that was not compiled."""
+_PARTS_OF_THE_FORMULA: Mapping[str, Part] = {
+    "products": "products",
+    "attention": "attention",
+    "head": "head",
+    "optimizer": "optimizer",
+    "norms and activations": "element-wise",
+    "copies of weights": "element-wise",
+    "sums of gradients": "optimizer",
+}
+# what is called before a program is traced and compiled, with its name and its mesh
+Announce = Callable[[str, MeshShape], None]
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,8 @@ class Prediction:
         mfu: model FLOPs utilization, 0 to 1 (families/flops.py).
         parts: seconds by part of timeline.PARTS.
         set: the arguments that change the given config to this one.
-        estimate: how the time was found: from the compiler's cycles, or by the roofline of each operation.
+        estimate: how the time was found: from the compiler's cycles, or by the roofline of each operation. FORMULA: the
+            program was not compiled, so its memory is an estimate too.
         reason: why it does not fit.
         best: whether it is the fastest that fits on its target.
         notes: what the estimate leaves out.
@@ -74,12 +91,19 @@ class Prediction:
     notes: list[str] = field(default_factory=list)
 
 
-def predict_training(config: Config, target: Target, changes: Sequence[str], folder: Path | None) -> Prediction:
+def predict_training(
+    config: Config,
+    target: Target,
+    changes: Sequence[str],
+    folder: Path | None,
+    announce: Announce = lambda name, mesh: None,
+) -> Prediction:
     """Compile the training step of a config for a target.
 
     Args:
         changes: the --set arguments that make up `config`, to be reported.
         folder: where compiled programs are kept.
+        announce: is called if the target can hold the mesh.
 
     Raises:
         UserError: the compiler for the target is not installed.
@@ -90,6 +114,7 @@ def predict_training(config: Config, target: Target, changes: Sequence[str], fol
         batch = config.microbatch(shape)
     except UserError as error:
         return _impossible(config, target, changes, str(error))
+    announce("train", shape)
     resolved = overlap.resolve(config, target.n_devices, target.accelerator)
     program = TrainProgram(Placement.of(resolved, target.devices()), resolved)
     compiled = compile_for(lower_step(program, accumulation, batch), target, folder)
@@ -104,9 +129,55 @@ def predict_training(config: Config, target: Target, changes: Sequence[str], fol
     )
 
 
+def estimate_training(config: Config, target: Target, changes: Sequence[str]) -> Prediction:
+    """The training step of a config on a target by the closed form: nothing is compiled.
+
+    Raises:
+        UserError: the closed form does not model the mesh or the target.
+    """
+    if others := [*unmodelled(config), *["several slices"] * (target.slices > 1)]:
+        raise UserError(
+            f"{target.name}: the formula does not model {' and '.join(others)}; compiling needs libtpu: {platforms.INSTALL_LIBTPU}"
+        )
+    accumulation = config.optimizer.gradient_accumulation_steps
+    try:
+        shape = _shape(config, target)
+        batch = config.microbatch(shape)
+    except UserError as error:
+        return _impossible(config, target, changes, str(error))
+    accelerator = target.accelerator
+    resolved = overlap.resolve(config, target.n_devices, accelerator)
+    found = closed_form.estimate(resolved, target.n_devices, accelerator)
+    parts: dict[str, float] = {}
+    for name, seconds in found.time.items():
+        part = _PARTS_OF_THE_FORMULA.get(name, "collectives")
+        parts[part] = parts.get(part, 0.0) + seconds
+    fits = found.gib <= accelerator.usable_gib
+    close = abs(found.gib / accelerator.usable_gib - 1) <= FORMULA_MEMORY
+    case = _Case(config, target, list(changes), "train", shape, batch, accumulation)
+    tokens = accumulation * batch * config.seq
+    return Prediction(
+        **case.fields | {"estimate": FORMULA},
+        fits=fits,
+        peak_gib=found.gib,
+        memory_gib=dict(found.memory),
+        **_speed(
+            case, found.seconds, tokens, tokens * flops_per_token(config.model.decoder(), config.seq), FORMULA_TIME
+        ),
+        parts=parts,
+        reason=None if fits else _too_large(found.gib, accelerator.usable_gib),
+        notes=[f"the formula is exact to {FORMULA_MEMORY:.0%}: only the compiler can say whether this fits"] * close,
+    )
+
+
 def predict_serving(
-    config: Config, target: Target, changes: Sequence[str], folder: Path | None, slots: int
-) -> list[Prediction]:
+    config: Config,
+    target: Target,
+    changes: Sequence[str],
+    folder: Path | None,
+    slots: int,
+    announce: Announce = lambda name, mesh: None,
+) -> Iterator[Prediction]:
     """Compile the prefill of the longest chunk of a prompt, and the decoding of a token in each of `slots` sequences.
 
     Both programs are those of device_serve.py for the whole context of the model.
@@ -117,18 +188,20 @@ def predict_serving(
     try:
         shape = _shape(config, target)
     except UserError as error:
-        return [_impossible(config, target, changes, str(error))]
+        yield _impossible(config, target, changes, str(error))
+        return
     placement = Placement.of(config, target.devices()).for_decoding()
-    found = []
-    for program in serving.programs(placement, slots):
+    programs = serving.programs(placement, slots)
+    for name in serving.NAMES:
+        announce(name, shape)
+        program = next(programs)
         compiled = compile_for(program.lowered, target, folder)
         known = {"parameters": bytes_per_device(program.params), "cache": bytes_per_device(program.cache)}
         rest = {"activations": max((compiled.peak_bytes or 0) - sum(known.values()), 0)}
         # a third of training's: the forward pass
         flops = program.tokens * flops_per_token(placement.model.decoder, program.attended) / 3
         case = _Case(config, target, list(changes), program.name, shape, program.rows, 1)
-        found.append(_prediction(case, compiled, known | rest, program.tokens, flops))
-    return found
+        yield _prediction(case, compiled, known | rest, program.tokens, flops)
 
 
 def _shape(config: Config, target: Target) -> MeshShape:
@@ -192,17 +265,29 @@ def _prediction(case: _Case, compiled: Compiled, parts: dict[str, int], tokens: 
     if case.target.slices > 1 and not accelerator.dcn_gb_s:
         notes.append(f"without the time of the network between slices: its rate on {accelerator.name} is not known")
     fits = peak_gib is not None and peak_gib <= accelerator.usable_gib
-    seconds = estimate.seconds
     return Prediction(
         **case.fields,
         fits=fits,
         peak_gib=peak_gib,
         memory_gib={part: size / GIB for part, size in parts.items()},
-        step_s=seconds,
-        step_s_range=[seconds * bound for bound in STEP_RANGE],
-        tokens_per_s=tokens / seconds,
-        mfu=flops / seconds / case.target.n_devices / (1e12 * accelerator.peak_tflops),
+        **_speed(case, estimate.seconds, tokens, flops),
         parts={str(part): spent for part, spent in estimate.parts.items()},
-        reason=None if fits else f"its peak of {peak_gib:.2f} GiB exceeds {accelerator.usable_gib} GiB",
+        reason=None if fits else _too_large(peak_gib, accelerator.usable_gib),
         notes=notes,
     )
+
+
+def _speed(case: _Case, seconds: float, tokens: int, flops: float, error: float = 0.0) -> dict[str, Any]:
+    """The fields that follow from the time of a step or a call, which is known up to a factor 1 + `error`."""
+    low, high = STEP_RANGE
+    target = case.target
+    return {
+        "step_s": seconds,
+        "step_s_range": [seconds * low / (1 + error), seconds * high * (1 + error)],
+        "tokens_per_s": tokens / seconds,
+        "mfu": flops / seconds / target.n_devices / (1e12 * target.accelerator.peak_tflops),
+    }
+
+
+def _too_large(peak_gib: float | None, usable_gib: float) -> str:
+    return f"its peak of {peak_gib:.2f} GiB exceeds {usable_gib} GiB"

@@ -61,10 +61,10 @@ def search(config: Config, n_devices: int, accelerator: Accelerator, count: int 
         UserError: no mesh of these devices divides the sizes of the config, they are several GPUs, or the config has an
             axis that the search does not model.
     """
-    if others := {axis: size for axis, size in config.mesh.given.items() if axis not in SEARCHED and size > 1}:
+    if others := unmodelled(config):
         raise UserError(
-            f"the search does not model {' and '.join(f'mesh.{axis}' for axis in others)}: set "
-            f"{' '.join(f'--set mesh.{axis}=1' for axis in others)}, or leave out --search"
+            f"the search does not model {' and '.join(others)}: set {' '.join(f'--set {axis}=1' for axis in others)}, or "
+            "leave out --search"
         )
     found = candidates(config, n_devices, accelerator)
     if not found:
@@ -81,6 +81,11 @@ def search(config: Config, n_devices: int, accelerator: Accelerator, count: int 
     if not any(_fits(one, accelerator) for one in best):
         best[-1:] = [one for one in near if _fits(one, accelerator)][:1] or best[-1:]
     return Found(tuple(best))
+
+
+def unmodelled(config: Config) -> list[str]:
+    """The axes of the config, such as mesh.pp, whose time the closed form does not give."""
+    return [f"mesh.{axis}" for axis, size in config.mesh.given.items() if axis not in SEARCHED and size > 1]
 
 
 def candidates(

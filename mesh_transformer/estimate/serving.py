@@ -11,6 +11,8 @@ from mesh_transformer.infer.engine import MAX_PREFILL_TOKENS, cache_positions
 from mesh_transformer.infer.programs import MAX_STEPS, ChunkBatch, SlotPrograms
 from mesh_transformer.models.placement import Placement
 
+NAMES = ("prefill", "decode")
+"""The programs, in the order of `programs`."""
 LOOPS = {"jit(draw)": 1, "jit(_generate)": MAX_STEPS}
 """The trips of loops that end with the requests: a call samples so many tokens; a search inside of sampling is one
 step."""
@@ -51,9 +53,9 @@ def programs(placement: Placement, slots: int) -> Iterator[ServingProgram]:
     number = on_device(jnp.int32(0))
     chunks = on_device(ChunkBatch.none(1, size))
     prefill = made.prefill.lower(params, state, chunks, number, length=context, scored=False)
-    yield ServingProgram("prefill", prefill, 1, size, context, params, state.cache)
+    yield ServingProgram(NAMES[0], prefill, 1, size, context, params, state.cache)
     decode = made.generate.lower(params, state, None, number, number, length=context)
-    yield ServingProgram("decode", decode, slots, MAX_STEPS * slots, context, params, state.cache)
+    yield ServingProgram(NAMES[1], decode, slots, MAX_STEPS * slots, context, params, state.cache)
 
 
 def serving_arrays(placement: Placement, slots: int, context: int | None) -> dict[str, int]:

@@ -49,7 +49,8 @@ def _pattern(expected: str) -> tuple[re.Pattern[str], list[float]]:
 def _same(pattern: re.Pattern[str], decimals: Sequence[float], line: str) -> bool:
     found = pattern.search(line)
     return found is not None and all(
-        abs(_number(there) - here) <= TOLERANCE * abs(here) for there, here in zip(found.groups(), decimals, strict=True)
+        abs(_number(there) - here) <= TOLERANCE * abs(here)
+        for there, here in zip(found.groups(), decimals, strict=True)
     )
 
 

@@ -10,6 +10,7 @@ The shell differs from a reader's in few ways, all stated here and in `doc_table
 - some commands are shortened (`doc_table.SHORTER`).
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -25,6 +26,8 @@ from support.doc_table import shorter
 
 PORT = "5000"
 READY_SECONDS = 240
+# what a training prints that finds a finished run in its folder
+NOTHING = "the run is complete"
 _SERVER = "python device_serve.py"
 _FUNCTIONS = f"""
 export PATH="{Path(sys.executable).parent}:$PATH"
@@ -84,10 +87,8 @@ def run(blocks: Sequence[Block], checkout: Path, logs: Path, timeout_s: float) -
     try:
         shell.wait(timeout_s)
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         shell.wait()
     for number, block in enumerate(ran):
         _check(block, logs / f"{number:02}")
@@ -115,6 +116,8 @@ def _check(block: Block, log: Path) -> None:
     code = log.with_suffix(".code")
     assert code.exists(), f"{block}: did not end or was not run\n{output[-4000:]}"
     assert code.read_text() == "0\n", f"{block}: exit code {code.read_text().strip()}\n{output[-4000:]}"
+    nothing = NOTHING in output and not any(NOTHING in line for line in block.printed)
+    assert not nothing, f"{block}: it finds a finished run and does nothing\n{output[-4000:]}"
     absent = missing(block.printed, output)
     assert absent is None, f"{block}: the page has the line\n{absent}\nbut the command printed\n{output[-8000:]}"
 

@@ -70,7 +70,8 @@ NOT_RUN: dict[Entry, str] = {
     ("docs/parallelism.md", "python preflight.py"): LIBTPU,
     ("docs/parallelism.md", "python device_train.py --config configs/6B_finetune_v3-8.json --plan-mesh"): LIBTPU,
     ("docs/parallelism.md", "python benchmarks/parallel.py"): HOURS,
-    ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v"): LIBTPU,
+    ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v3-8"): LIBTPU,
+    ("docs/preflight.md", "python preflight.py --config configs/6B_finetune_v3-8.json --tpu v4-8"): LIBTPU,
     ("docs/preflight.md", "python benchmarks/published.py"): LIBTPU,
     ("docs/runs.md", "tensorboard "): CLIENT,
     ("docs/serve.md", "curl http://127.0.0.1:5000/v1/chat/completions"): CHAT,
@@ -92,13 +93,15 @@ TEXT: dict[Entry, str] = {
     ("docs/pod.md", "error: creating TPU"): "the output of a command that needs the cloud",
     ("docs/pod.md", "10.164.0.12 ssh-ed25519"): "a line of a file",
     ("docs/pod.md", "error: hostname"): "the output of a command that needs the cloud",
-    ("docs/preflight.md", "slice   mesh"): "the output of a command that is not run",
     ("docs/reliability.md", "driver (train.py)"): "a picture",
     ("docs/serve.md", "messages = ["): "a continued program that needs a model with a chat template",
     ("docs/serve.md", "task: piqa_local"): "a file for a command that is not run",
     ("docs/serve.md", "location / {"): "a part of nginx's configuration",
 }
 """Blocks that are neither a command nor the output of the command before them, and what they are."""
+
+AGAIN: dict[Entry, str] = {("docs/finetune.md", "the run is complete"): "a second start of the same command"}
+"""Outputs of the command before them when it is typed again."""
 
 STEPS = "--set optimizer.total_steps=20 --set data.val_batches=2"
 SHORTER: dict[Entry, str] = {
@@ -112,9 +115,7 @@ any number of steps."""
 
 def find(table: dict[Entry, str], block: Block) -> Entry | None:
     """The entry of a block."""
-    return next(
-        (entry for entry in table if entry[0] in ("*", block.page) and block.text.startswith(entry[1])), None
-    )
+    return next((entry for entry in table if entry[0] in ("*", block.page) and block.text.startswith(entry[1])), None)
 
 
 def shorter(block: Block) -> str:
@@ -127,7 +128,7 @@ QUICKSTART = ("bash scripts/quickstart.sh",)
 # checkpoints.md names the step 1,000 of runs/mine; this model is small, so the steps take seconds
 MINE = (
     "python device_train.py --config configs/tiny_shakespeare.json --set checkpoint.model_dir=runs/mine "
-    "--set model.layers=1 --set model.d_model=32 --set model.seq=32 --set data.batch_size=1 --set data.val_batches=1 "
+    "--set model.layers=1 --set model.d_model=64 --set model.seq=32 --set data.batch_size=1 --set data.val_batches=1 "
     "--set checkpoint.ckpt_every=1000",
 )
 BEFORE: dict[str, tuple[str, ...]] = {

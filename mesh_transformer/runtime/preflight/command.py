@@ -7,10 +7,11 @@ from pathlib import Path
 
 import jax
 
-from mesh_transformer import logs
+from mesh_transformer import logs, platforms
 from mesh_transformer.config import Config
+from mesh_transformer.config.mesh import MeshShape
 from mesh_transformer.errors import UserError, plural
-from mesh_transformer.estimate.prediction import Prediction, predict_serving, predict_training
+from mesh_transformer.estimate.prediction import Prediction, estimate_training, predict_serving, predict_training
 from mesh_transformer.estimate.programs import default_folder
 from mesh_transformer.estimate.search import remedies, search
 from mesh_transformer.estimate.target import Target, gpu_target, tpu_target
@@ -46,6 +47,8 @@ class PreflightOptions:
 def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -> int:
     """Run preflight.py. Returns 0 if something fits each target, else 1.
 
+    Without libtpu the training step on a TPU slice is judged by the closed form: nothing is compiled.
+
     Raises:
         UserError: an option or the config cannot be used, or a compiler is not installed.
     """
@@ -56,10 +59,14 @@ def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -
     config = training_config(config_path, overrides, options.tune_model_path)
     targets = [*map(tpu_target, options.tpu), *map(gpu_target, options.gpu)]
     targets = targets or [tpu_target(name) for name in DEFAULT_SLICES]
+    if any(map(_by_formula, targets)):
+        if options.serve:
+            raise UserError(f"--serve compiles the server's programs, which needs libtpu: {platforms.INSTALL_LIBTPU}")
+        log.warning("%s", report.ONLY_FORMULA)
     plan = [(target, _cases(config, target, options)) for target in targets]
     total = sum(len(cases) for _, cases in plan) * (2 if options.serve else 1)
     costs = report.Costs(options.steps or config.optimizer.total_steps, options.price)
-    progress = logs.Progress("compiling", total, unit="program")
+    progress = logs.Progress("estimating" if all(map(_by_formula, targets)) else "compiling", total, unit="program")
     found: list[list[Prediction]] = []
     done = 0
     for target, cases in plan:
@@ -123,13 +130,21 @@ def _predictions(
     cases: Sequence[Case], target: Target, options: PreflightOptions, progress: logs.Progress
 ) -> Iterator[Prediction]:
     folder = default_folder()
-    what = "serving programs" if options.serve else "training step"
+
+    def announce(program: str, mesh: MeshShape) -> None:
+        progress.begin(f"{target.name} {program} on {report.mesh_text(mesh)}")
+
     for config, changes in cases:
-        progress.begin(" ".join([what, "for", target.name, *changes]))
-        if options.serve:
-            yield from predict_serving(config, target, changes, folder, options.slots)
+        if _by_formula(target):
+            yield estimate_training(config, target, changes)
+        elif options.serve:
+            yield from predict_serving(config, target, changes, folder, options.slots, announce)
         else:
-            yield predict_training(config, target, changes, folder)
+            yield predict_training(config, target, changes, folder, announce)
+
+
+def _by_formula(target: Target) -> bool:
+    return target.accelerator.is_tpu and not platforms.has_libtpu()
 
 
 def _remedies(config: Config, target: Target) -> list[str]:

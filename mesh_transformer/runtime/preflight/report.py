@@ -6,8 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mesh_transformer import platforms
 from mesh_transformer.errors import plural
-from mesh_transformer.estimate.prediction import Prediction
+from mesh_transformer.estimate.prediction import FORMULA, FORMULA_MEMORY, FORMULA_TIME, Prediction
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.estimate.timeline import PARTS
 
@@ -25,6 +26,11 @@ _HEAD = (
     "days",
     "cost",
 )
+ONLY_FORMULA = (
+    "formula only: libtpu is not installed, so nothing is compiled for TPUs; memory is exact to about "
+    f"{FORMULA_MEMORY:.0%}, times to {FORMULA_TIME:.0%} of what the compiler gives. For compiled programs: {platforms.INSTALL_LIBTPU}"
+)
+_MARKS = {"roofline": " (roofline)", FORMULA: " (formula)"}
 # parts of the memory and the time, from the table of Okabe and Ito 2008 for all kinds of color vision
 _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
 
@@ -80,7 +86,7 @@ def print_table(found: Sequence[Sequence[Prediction]], targets: Sequence[Target]
         out("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")
     for row in (row for rows in found for row in rows):
         if row.reason:
-            out(f"\n{row.slice} {_mesh(row)}: {row.reason}\n")
+            out(f"\n{row.slice} {mesh_text(row.mesh)}: {row.reason}\n")
         elif row.best or row.program != "train":
             gib, seconds = _unit(_MEMORY_UNITS, [row.memory_gib]), _unit(_TIME_UNITS, [row.parts])
             out(f"\n{row.slice} {row.program}, {gib.name} of a device: {_parts(row.memory_gib, gib, 2)}\n")
@@ -88,8 +94,12 @@ def print_table(found: Sequence[Sequence[Prediction]], targets: Sequence[Target]
         if row.best and row.set:
             out(f"{row.slice}, to use it: {' '.join(f'--set {argument}' for argument in row.set)}\n")
         for note in row.notes:
-            out(f"{row.slice} {row.program}: {note}\n")
-    out("\nMemory is the compiler's own count. Times are predictions (docs/preflight.md).\n")
+            out(f"{row.slice} {row.program}, {mesh_text(row.mesh)}: {note}\n")
+    formula = [row.estimate == FORMULA for rows in found for row in rows]
+    if any(formula):
+        out(f"\n{ONLY_FORMULA[0].upper()}{ONLY_FORMULA[1:]} (docs/preflight.md).\n")
+    if not all(formula):
+        out("\nMemory is the compiler's own count. Times are predictions (docs/preflight.md).\n")
     sys.stdout.flush()
 
 
@@ -99,7 +109,7 @@ def advice(target: Target, rows: Sequence[Prediction], remedies: Sequence[str]) 
     text = f"{target.name}: nothing fits"
     if known:
         nearest = min(known, key=lambda row: row.peak_gib or 0.0)
-        text += f"; the nearest, {_mesh(nearest)}, needs {nearest.peak_gib:.2f} of {nearest.usable_gib} GiB"
+        text += f"; the nearest, {mesh_text(nearest.mesh)}, needs {nearest.peak_gib:.2f} of {nearest.usable_gib} GiB"
     else:
         text += f"; {rows[0].reason}"
     return text + (f". It would fit with {', or '.join(remedies)}" if remedies else "")
@@ -114,7 +124,7 @@ def plot(found: Sequence[Sequence[Prediction]], path: str, title: str) -> None:
     figure.suptitle(title)
     memory, time = figure.subplots(1, 2)
     labels = [
-        f"{row.slice} {row.program}{' *' * row.best}\n{_mesh(row)}, {row.remat}\n"
+        f"{row.slice} {row.program}{' *' * row.best}\n{mesh_text(row.mesh)}, {row.remat}\n"
         f"{row.microbatch} x {plural(row.accumulation, 'microbatch', 'microbatches')}"
         for row in rows
     ]
@@ -122,7 +132,8 @@ def plot(found: Sequence[Sequence[Prediction]], path: str, title: str) -> None:
     unit = _unit(_MEMORY_UNITS, [{"usable": row.usable_gib} for row in rows])
     held = [row.memory_gib for row in rows]
     longest = max(row.usable_gib for row in rows)
-    _bars(memory, "Memory, exact", held, names, unit, longest)
+    source = "by formula" if any(row.estimate == FORMULA for row in rows) else "exact"
+    _bars(memory, f"Memory, {source}", held, names, unit, longest)
     memory.set_xlabel(f"{unit.name} of a device (black line: usable)")
     memory.set_yticks(range(len(labels)), labels)
     for place, row in enumerate(rows):
@@ -164,23 +175,23 @@ def _line(row: Prediction, target: Target, costs: Costs) -> tuple[str, ...]:
     days, money = costs.days(row), costs.money(row, target)
     peak = "?" if row.peak_gib is None else f"{row.peak_gib:.2f}"
     name = row.slice if row.program == "train" else f"{row.slice} {row.program}"
-    shape = (f"{name}{' *' * row.best}", _mesh(row), f"{row.microbatch} x {row.accumulation}", row.remat)
+    shape = (f"{name}{' *' * row.best}", mesh_text(row.mesh), f"{row.microbatch} x {row.accumulation}", row.remat)
     memory = ("yes" if row.fits else "no", f"{peak} of {row.usable_gib}")
     if row.step_s is None or row.step_s_range is None:
         return (*shape, *memory, *[""] * 6)
     low, high = map(_seconds, row.step_s_range)
-    mark = " (roofline)" if row.estimate == "roofline" else ""
-    speed = (f"{_seconds(row.step_s)}{mark}", f"{low} to {high}", f"{row.tokens_per_s:,.0f}", f"{row.mfu:.1%}")
+    speed = (
+        f"{_seconds(row.step_s)}{_MARKS.get(row.estimate, '')}",
+        f"{low} to {high}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.mfu:.1%}",
+    )
     return (*shape, *memory, *speed, "" if days is None else f"{days:.3g}", "" if money is None else f"{money:,.0f}")
 
 
-def _mesh(row: Prediction) -> str:
+def mesh_text(mesh: Mapping[str, int]) -> str:
     """The axes that split something, such as `fsdp 4 tp 2`."""
-    return (
-        " ".join(f"{axis} {size}" for axis, size in row.mesh.items() if size > 1)
-        or "one device" * bool(row.mesh)
-        or "-"
-    )
+    return " ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device" * bool(mesh) or "-"
 
 
 def _seconds(value: float) -> str:

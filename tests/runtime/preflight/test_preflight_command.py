@@ -17,6 +17,7 @@ needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed: nothing was compiled for a TPU (CONTRIBUTING.md says how to make an environment)",
 )
+without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
 Rows = list[dict[str, Any]]
 
 
@@ -36,7 +37,7 @@ def preflight(
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
 
-    def run(*overrides: str, **options: Any) -> tuple[int, Rows]:
+    def run(*overrides: str, config: Path = config, **options: Any) -> tuple[int, Rows]:
         defaults: dict[str, Any] = {"tune_model_path": None, "tpu": [], "gpu": [], "search": False, "serve": False}
         defaults |= {"slots": 8, "compile": 4, "steps": None, "price": None, "json": True, "plot": ""}
         code = command.run(str(config), overrides, PreflightOptions(**{**defaults, **options}))
@@ -71,15 +72,63 @@ def test_bad_config(preflight):
         preflight("mesh.tq=2")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
-def test_without_the_compiler(preflight):
-    with pytest.raises(UserError, match=r"compiling for TPUs needs libtpu: pip install -e '\.\[tpu\]'"):
-        preflight("mesh.tp=8", tpu=["v3-8"])
+@without_libtpu
+def test_by_formula(preflight, repo, messages):
+    """The command of docs/preflight.md, whose compiled program needs 14.57 GiB and 5.87 s."""
+    code, (row,) = preflight(config=repo / "configs/6B_finetune_v3-8.json", tpu=["v3-8"], steps=72, price=1.1)
+    assert code == 0
+    assert (row["slice"], row["estimate"], row["fits"], row["best"]) == ("v3-8", "formula", True, True)
+    assert row["peak_gib"] == pytest.approx(14.57, rel=0.08)
+    assert row["step_s"] == pytest.approx(5.87, rel=0.15)
+    assert row["step_s_range"][0] < 5.28
+    assert row["step_s_range"][1] > 7.04
+    assert sum(row["parts"].values()) == pytest.approx(row["step_s"], rel=1e-3)
+    assert set(row["parts"]) == {"products", "attention", "element-wise", "head", "optimizer", "collectives"}
+    assert sum(row["memory_gib"].values()) == pytest.approx(row["peak_gib"], rel=1e-3)
+    assert row["cost"] == pytest.approx(24 * row["days"] * 4 * 1.1, rel=1e-3)
+    assert "formula only: libtpu is not installed" in messages[-1]
+    assert "pip install -e '.[tpu]'" in messages[-1]
+
+
+@without_libtpu
+def test_search_by_formula(preflight):
+    """Each slice has a best row, whose arguments give the same prediction."""
+    code, rows = preflight(tpu=["v5e-8", "v4-8"], search=True, compile=2)
+    assert code == 0
+    assert [row["slice"] for row in rows] == ["v5e-8"] * 2 + ["v4-8"] * 2
+    best = rows[0]
+    assert best["best"]
+    again, (same,) = preflight(*best["set"], tpu=["v5e-8"])
+    assert again == 0
+    assert {**same, "set": None} == {**best, "set": None}
+
+
+@without_libtpu
+def test_nothing_fits_by_formula(preflight, messages):
+    large = ["model.d_model=16384", "model.n_heads=64", "model.d_head=256", "model.layers=2", "mesh.tp=8"]
+    code, (row,) = preflight(*large, "model.n_vocab=50400", tpu=["v2-8"])
+    assert (code, row["fits"]) == (1, False)
+    assert "exceeds" in row["reason"]
+    assert "It would fit with" in messages[-1]
+
+
+@without_libtpu
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        (["mesh.cp=2"], {"tpu": ["v4-8"]}, "v4-8: the formula does not model mesh.cp; compiling needs libtpu"),
+        (["mesh.dcn=dp"], {"tpu": ["2xv5e-8"]}, "2xv5e-8: the formula does not model several slices"),
+        ([], {"tpu": ["v4-8"], "serve": True}, "--serve compiles the server's programs, which needs libtpu"),
+    ],
+)
+def test_what_the_formula_does_not_model(preflight, overrides, options, message):
+    with pytest.raises(UserError, match=rf"{message}.*pip install -e '\.\[tpu\]'"):
+        preflight(*overrides, **options)
 
 
 @needs_libtpu
 @pytest.mark.tpu
-def test_rows_for_slices(preflight, tmp_path):
+def test_rows_for_slices(preflight, tmp_path, messages):
     """One slice has a row with a time, on the other the mesh is impossible; the second run compiles nothing."""
     arguments = ["mesh.tp=8", "model.n_heads=8", "model.d_head=16"]
     code, (fits, impossible) = preflight(*arguments, tpu=["v3-8", "v4-8"], plot="a.png", steps=1000, price=1.5)
@@ -96,6 +145,8 @@ def test_rows_for_slices(preflight, tmp_path):
     assert not impossible["fits"]
     assert "needs a multiple of 8 devices, found 4" in impossible["reason"]
     assert (tmp_path / "a.png").exists()
+    assert "compiling: v3-8 train on tp 8" in messages[-1]
+    assert "compiling: v4-8" not in messages[-1]
     kept = {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*.json.gz")}
     assert len(kept) == 1
     _, (again,) = preflight(*arguments, tpu=["v3-8"], steps=1000, price=1.5)
@@ -119,13 +170,18 @@ def test_search(preflight):
 
 @needs_libtpu
 @pytest.mark.tpu
-def test_serving(preflight):
+def test_serving(preflight, messages):
     code, (prefill, decode) = preflight("mesh.tp=2", tpu=["v4-8"], serve=True, slots=4)
     assert code == 0
     assert (prefill["program"], decode["program"], decode["sequences"]) == ("prefill", "decode", 4)
     assert (prefill["best"], decode["best"]) == (False, True)
     assert decode["memory_gib"]["cache"] > 0
     assert decode["tokens_per_s"] < prefill["tokens_per_s"]
+    lines = [line for line in messages[-1].splitlines() if "I compiling: v4-8" in line]
+    assert [line.partition(" I ")[2] for line in lines] == [
+        "compiling: v4-8 prefill on dp 2 tp 2",
+        "compiling: v4-8 decode on dp 2 tp 2",
+    ]
 
 
 @needs_libtpu

@@ -64,6 +64,21 @@ def test_a_table_with_days_and_cost(capsys):
     assert "v3-8 dp 8: Ran out of memory" in text
 
 
+def test_a_table_by_formula(capsys):
+    """Each time is marked, and the last line says what to install; beside compiled rows, both lines stand."""
+    formula = dataclasses.replace(FITS, estimate="formula")
+    report.print_table([[formula]], [TARGET], Costs(21600, None))
+    text = capsys.readouterr().out
+    assert "4 s (formula)" in text
+    assert text.splitlines()[-1].startswith("Formula only: libtpu is not installed")
+    assert "pip install -e '.[tpu]'" in text
+    assert "the compiler's own count" not in text
+    report.print_table([[formula], [FITS]], [TARGET, TARGET], Costs(21600, None))
+    text = capsys.readouterr().out
+    assert "Formula only" in text
+    assert "the compiler's own count" in text
+
+
 def test_json_has_the_documented_keys(capsys):
     report.print_json(FITS, TARGET, Costs(21600, None))
     report.print_json(MISS, TARGET, Costs(21600, None))
