@@ -10,6 +10,7 @@ turns have them all. `support/sample.py` gives the changed files and the turn of
 """
 
 import itertools
+import posixpath
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Product:
         cases: the combinations.
         seconds: CPU time of a combination that is compiled anew.
         files: files and folders of mesh_transformer/ that every combination tests, or a function that gives them for
-            the values of one.
+            the values of one. `../README.md` is a file beside that folder.
         strength: what a covering contains. 1: each value of each factor. 2: each pair of values of two factors.
     """
 
@@ -161,7 +162,9 @@ def _touched(product: Product, test: str, changed: Sequence[str]) -> list[Case]:
     return [
         case
         for case in product.cases
-        if any(_is_in(name, f"{PACKAGE}{place}") for name in changed for place in product.tested(case))
+        if any(
+            _is_in(name, posixpath.normpath(f"{PACKAGE}{place}")) for name in changed for place in product.tested(case)
+        )
     ]
 
 

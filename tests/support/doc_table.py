@@ -131,6 +131,17 @@ MINE = (
     "--set model.layers=1 --set model.d_model=64 --set model.seq=32 --set data.batch_size=1 --set data.val_batches=1 "
     "--set checkpoint.ckpt_every=1000",
 )
+WRITTEN = {
+    "docs/finetune.md": ("data/docs_*.tfrecords", "runs/docs/step_100", "runs/docs/loss.png"),
+    "docs/parallelism.md": ("runs/tiny_shakespeare/mesh.png",),
+    "docs/preflight.md": ("preflight.png",),
+    "docs/runs.md": (
+        "runs/traced/profile/plugins/profile/*/perfetto_trace.json.gz",
+        "runs/operations/profile/op_table.tsv",
+    ),
+}
+"""Files that a page says its commands write."""
+
 BEFORE: dict[str, tuple[str, ...]] = {
     "docs/checkpoints.md": MINE,
     "docs/evaluate.md": QUICKSTART,

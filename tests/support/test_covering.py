@@ -215,3 +215,10 @@ def test_a_run_of_changed_files_has_the_tests_that_import_them(tmp_path: Path, s
     (tmp_path / "other.py").write_text("number = 1\n")
     run = subprocess.run([*some_tests, "--changed", "HEAD"], cwd=tmp_path, capture_output=True, text=True)
     assert "1 passed, 80 deselected" in run.stdout
+
+
+def test_a_file_beside_the_package_selects_its_product():
+    page = Product((("README.md",),), 5, ("../README.md",))
+    tests = {page: "tests/a.py", product(): "tests/b.py"}
+    assert choose(tests, ["README.md"], 3).changed == {page: (1, 1)}
+    assert not choose(tests, ["mesh_transformer/README.md"], 3).changed
