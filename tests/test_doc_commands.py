@@ -62,6 +62,7 @@ def cases() -> list:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", cases())
 def test_a_page(page: str, tmp_path: Path) -> None:
     checkout = doc_shell.clone(REPO, tmp_path / "clone")

@@ -131,8 +131,10 @@ def _combinations(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, p
 def _lines(choice: Choice, names: dict[Product, str]) -> Iterator[str]:
     if not choice.cases:
         return
-    for product, (taken, found) in choice.changed.items():
-        yield f"products of variants: {taken} of {found} that test a changed file: {names[product]}"
+    for name in dict.fromkeys(names[product] for product in choice.changed):
+        counts = [count for product, count in choice.changed.items() if names[product] == name]
+        taken, found = (sum(numbers) for numbers in zip(*counts, strict=True))
+        yield f"products of variants: {taken} of {found} that test a changed file: {name}"
     taken, found = (sum(map(len, sizes)) for sizes in (choice.cases.values(), (one.cases for one in choice.cases)))
     yield (
         f"products of variants: {taken} of {found} combinations, for changed files {CHANGED_SECONDS} s of CPU at most; "
