@@ -16,6 +16,7 @@ class ByteTokenizer:
     end_tokens: tuple[int, ...] = (256,)
     fingerprint = former_fingerprint = "bytes"
     chat_template: str | None = None
+    tool_template: str | None = None
     special_names: Mapping[str, str] = {"eos_token": EOT_TEXT}
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:

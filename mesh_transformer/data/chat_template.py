@@ -21,6 +21,14 @@ _ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ")
 Message = Mapping[str, Any]
 
 
+# a tool that the assistant may call: {"type": "function", "function": {"name", "description", "parameters"}}
+Tool = Mapping[str, Any]
+
+
+class ToolsNotUsed(UserError):
+    """A template would leave the tools out of the prompt."""
+
+
 class ChatTemplate:
     """The chat template of a tokenizer. Only one thread at a time may use it.
 
@@ -30,10 +38,13 @@ class ChatTemplate:
     Args:
         source: the template, in Jinja.
         variables: what it may use besides the messages, such as `bos_token`.
+        tool_source: the template for chats with tools. None: the same.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any]):
+    def __init__(self, source: str, variables: Mapping[str, Any], tool_source: str | None = None):
         self._source, self._variables = source, variables
+        self._tool_source = tool_source
+        self._uses_tools: bool | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(
@@ -41,6 +52,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Tool] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a chat, with the names of special tokens. It equals that of transformers' `apply_chat_template`.
@@ -48,18 +60,23 @@ class ChatTemplate:
         Args:
             messages: from the oldest to the newest.
             add_generation_prompt: end with the beginning of the assistant's next message.
+            tools: what the assistant may call.
             variables: further ones, such as `enable_thinking`.
 
         Raises:
+            ToolsNotUsed: there are tools, and the template does not use them.
             UserError: the template refuses the messages, has a fault or exceeds a limit.
         """
-        own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
-        answer = self._ask({"source": self._source, "variables": {**self._variables, **(variables or {}), **own}})
-        if "error" in answer:
-            raise UserError(
-                f"the chat template of this model cannot make a prompt of these messages: {answer['error']}"
-            )
-        return answer["text"]
+        source = self._source
+        if tools is not None:
+            source = source if self._tool_source is None else self._tool_source
+            if self._uses_tools is None:
+                self._uses_tools = "tools" in self._answer({"source": source})["names"]
+            if not self._uses_tools:
+                raise ToolsNotUsed("the chat template of this model does not use tools: leave the field out")
+        own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        given = {"documents": None, **self._variables, **(variables or {}), **own}
+        return self._answer({"source": source, "variables": given})["text"]
 
     def close(self) -> None:
         """End the process. The next text starts another one."""
@@ -69,7 +86,15 @@ class ChatTemplate:
             self._process.communicate()
             self._process = None
 
-    def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        answer = self._ask(request)
+        if "error" in answer:
+            raise UserError(
+                f"the chat template of this model cannot make a prompt of these messages: {answer['error']}"
+            )
+        return answer
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         # without its limits a program from a stranger is not run
         if importlib.util.find_spec("resource") is None:
             return {"error": "this operating system does not limit the memory and time of a template"}

@@ -1,7 +1,8 @@
 """The program that renders chat templates. `chat_template.py` runs it as a process, which has little time and memory.
 
-It reads a JSON object per line, {"source", "variables"}, and answers each with a line, {"text"} or {"error"}. It imports
-nothing of this package, so that it starts in a tenth of a second.
+It reads a JSON object per line, {"source", "variables"}, and answers each with a line, {"text"} or {"error"}. An object
+without "variables" asks for the names that the template reads: {"names"} or {"error"}. It imports nothing of this
+package, so that it starts in a tenth of a second.
 """
 
 import contextlib
@@ -14,12 +15,12 @@ import pkgutil
 import signal
 import sys
 import textwrap  # noqa: F401  (wordwrap)
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
 import jinja2.constants  # noqa: F401  (lipsum)
-from jinja2 import Environment, Template, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -102,22 +103,41 @@ def _compiled(source: str) -> Template:
     return environment().from_string(source)
 
 
-def render(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
+def render(source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
     """{"text"} of a template with these variables, or {"error"}, the reason why there is none."""
-    try:
-        text, length = [], 0
+
+    def text() -> dict[str, Any]:
+        pieces, length = [], 0
         for piece in _compiled(source).generate(variables):
-            text.append(piece)
+            pieces.append(piece)
             length += len(piece)
             if length > TEXT_CHARS:
                 return {"error": f"the text has more than {TEXT_CHARS} characters"}
-        return {"text": "".join(text)}
+        return {"text": "".join(pieces)}
+
+    return _explained(text)
+
+
+def names(source: str) -> dict[str, Any]:
+    """{"names"}, the variables that a template reads and does not set itself, or {"error"}."""
+
+    def read() -> dict[str, Any]:
+        made = environment()
+        return {"names": sorted(meta.find_undeclared_variables(made.parse(source)) - made.globals.keys())}
+
+    return _explained(read)
+
+
+def _explained(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The answer of `work`, or {"error"}: a template can raise any exception."""
+    try:
+        return work()
     except MemoryError:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
     except (OSError, ImportError) as error:
         # not its text, which may have a path of this machine
         return {"error": f"{type(error).__name__}: a template cannot open or import anything"}
-    except Exception as error:  # noqa: BLE001  (a template can raise any exception)
+    except Exception as error:  # noqa: BLE001
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         return {"error": f"{kind}{error}"[:_MESSAGE_CHARS]}
 
@@ -140,11 +160,13 @@ def main() -> None:
     # whatever Python and Jinja open at the first use; the imports above that have no other use are such too
     _import_encodings()
     render("{{ strftime_now('%c %Z') }}{{ raise_exception('') }}", {})
-    for name, most in _LIMITS.items():
-        resource.setrlimit(getattr(resource, name), (most, most))
+    names("{{ a }}")
+    for limit, most in _LIMITS.items():
+        resource.setrlimit(getattr(resource, limit), (most, most))
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, TIME_S)
-        answer = render(**json.loads(line))
+        request = json.loads(line)
+        answer = render(**request) if "variables" in request else names(**request)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

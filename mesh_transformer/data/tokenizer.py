@@ -37,8 +37,8 @@ class Tokenizer(Protocol):
 
     Ids are 0..n_vocab - 1, perhaps with gaps. `bos` begins a text, for some models; `eot` ends a document; each of
     `end_tokens` ends a completion, `eot` too. Tokenizers with the same `fingerprint` give the same ids. `chat_template`
-    is the source of a `ChatTemplate`, if there is one, and `special_names` its variables: `bos_token`, `eos_token` and
-    so on.
+    is the source of a `ChatTemplate`, if there is one, `tool_template` the source for chats with tools, if it is
+    another, and `special_names` their variables: `bos_token`, `eos_token` and so on.
     """
 
     n_vocab: int
@@ -47,6 +47,7 @@ class Tokenizer(Protocol):
     end_tokens: tuple[int, ...]
     fingerprint: str
     chat_template: str | None
+    tool_template: str | None
     special_names: Mapping[str, str]
 
     @property
@@ -93,7 +94,8 @@ class HubTokenizer:
         self.bos, self.eot = tokenizer.bos_token_id, _eot_id(self._backend, tokenizer, name)
         own = [self.eot] if tokenizer.eos_token_id is None else [self.eot, tokenizer.eos_token_id]
         self.end_tokens = tuple(dict.fromkeys([*own, *end_tokens]))
-        self.chat_template = _chat_template(tokenizer, name)
+        self.chat_template = _chat_template(tokenizer, name, "default")
+        self.tool_template = None if self.chat_template is None else _chat_template(tokenizer, name, "tool_use")
         self.special_names = tokenizer.special_tokens_map
         self.fingerprint = fingerprint
 
@@ -311,10 +313,10 @@ def _config(folder: str, name: str, file_name: str) -> dict[str, Any]:
     return found
 
 
-def _chat_template(tokenizer: Any, name: str) -> str | None:
-    """The default chat template. A folder may have several."""
+def _chat_template(tokenizer: Any, name: str, kind: str) -> str | None:
+    """The chat template of this name. A folder may have several; a single one is the default."""
     found = tokenizer.chat_template
-    source = found.get("default") if isinstance(found, dict) else found
+    source = (found if isinstance(found, dict) else {"default": found}).get(kind)
     if source is not None and not (isinstance(source, str) and len(source) <= MAX_TEMPLATE_CHARS):
         raise UserError(f"{name}: its chat template must be a text of at most {MAX_TEMPLATE_CHARS} characters")
     return source

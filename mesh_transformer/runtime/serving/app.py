@@ -88,14 +88,27 @@ def _add_error_handlers(app: FastAPI) -> None:
         return ApiError(400, message, param=place[0] if place else None).response()
 
     @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> Response:
-        # FastAPI raises 400 for a body that is not JSON
-        message = _UNREADABLE if error.status_code == 400 else str(error.detail)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        path, message = short(request.url.path), str(error.detail)
+        if error.status_code == 400:
+            # FastAPI raises it for a body that is not JSON
+            message = _UNREADABLE
+        elif error.status_code == 404:
+            message = f"this server has no {path}; it has {', '.join(_endpoints(app))}"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"{path} does not take {request.method}: use {allowed}"
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(Exception)
     async def bug(_: Request, __: Exception) -> Response:
         return failed("the server failed to answer this request; see its log").response()
+
+
+def _endpoints(app: FastAPI) -> list[str]:
+    """The documented routes, such as POST /v1/completions."""
+    paths = app.openapi()["paths"].items()
+    return [f"{method.upper()} {path}" for path, operations in paths for method in operations]
 
 
 def _fault(fault: dict[str, Any]) -> str:

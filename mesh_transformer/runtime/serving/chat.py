@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from mesh_transformer.config.describe import short
 from mesh_transformer.runtime.serving import generation
-from mesh_transformer.runtime.serving.chat_protocol import REFUSED, ChatRequest, ChatResponse
+from mesh_transformer.runtime.serving.chat_protocol import ChatRequest, ChatResponse
 from mesh_transformer.runtime.serving.generation import Prompt
 from mesh_transformer.runtime.serving.model import Delta, ListedToken, ServedModel
 from mesh_transformer.runtime.serving.protocol import ERRORS
@@ -35,10 +35,14 @@ def _check(body: ChatRequest, model: ServedModel) -> None:
     """Raise ApiError for fields that are not supported or that contradict each other."""
     generation.check(body, model)
     model.check_chat()
-    for name, (reason, neutral) in REFUSED.items():
-        value = getattr(body, name)
-        if value is not None and value not in neutral:
-            raise invalid(f"{name} {short(value)} is not supported: {reason}; leave the field out", name)
+    if body.tool_choice not in (None, "none"):
+        choice = f"tool_choice {short(body.tool_choice)}"
+        if body.tools is None:
+            raise invalid(f"{choice} needs tools: give tools, or leave the field out", "tool_choice")
+        # a text is an answer to auto too
+        if body.tool_choice != "auto":
+            reason = "this server does not write tool calls yet"
+            raise invalid(f"{choice} is not supported: {reason}; use auto or none", "tool_choice")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs need logprobs: set logprobs to true", "top_logprobs")
     for name in ("max_tokens", "max_completion_tokens"):
@@ -49,13 +53,16 @@ def _check(body: ChatRequest, model: ServedModel) -> None:
 async def _prompts(body: ChatRequest, model: ServedModel) -> list[Prompt]:
     """The prompt of the messages. Without max_completion_tokens, the answer may fill the context."""
     text = await model.render(
-        body.messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        tools=body.tools,
+        variables=body.variables,
     )
     # the template has written the start token
     (tokens,) = await model.encode([text], "messages", add_special_tokens=False)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    most = max(1, model.loop.context - len(tokens)) if asked is None else asked
-    model.check_room(tokens, most, "messages")
+    model.check_room(tokens, 1 if asked is None else asked, "messages")
+    most = model.loop.context - len(tokens) if asked is None else asked
     return [Prompt(tokens, most)]
 
 

@@ -55,7 +55,7 @@ async def _prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
         model.check(body.prompt, "prompt")
         prompts = body.prompt
     for prompt in prompts:
-        model.check_room(prompt, body.max_tokens, "prompt")
+        model.check_room(prompt, body.max_tokens, "prompt", by_default="max_tokens" not in body.model_fields_set)
     echoes = await _echoes(body, model, prompts) if body.echo else [None] * len(prompts)
     return [Prompt(prompt, body.max_tokens, echo) for prompt, echo in zip(prompts, echoes, strict=True)]
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
+from mesh_transformer.config.describe import short
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
 from mesh_transformer.runtime.serving.loop import GenerationJob
 from mesh_transformer.runtime.serving.model import ChoiceBuilder, Delta, Echo, ServedModel, follow, sampling_params
@@ -91,9 +92,13 @@ async def respond(
 
 
 def check(body: SampledRequest, model: ServedModel) -> None:
-    """Raise ApiError for fields that contradict each other, or that name what the model does not have."""
+    """Raise ApiError for fields that are not supported, contradict each other, or name what the model does not have."""
     if body.model is not None:
         model.check_name(body.model)
+    for name, (reason, neutral) in body.refused.items():
+        value = getattr(body, name)
+        if value is not None and value not in neutral:
+            raise invalid(f"{name} {short(value)} is not supported: {reason}; leave the field out", name)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options need a stream: set stream to true", "stream_options")
     model.check([[token] for token, _ in body.logit_bias], "logit_bias")

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from mesh_transformer.config.describe import short
-from mesh_transformer.data.chat_template import ChatTemplate, Message
+from mesh_transformer.data.chat_template import ChatTemplate, Message, ToolsNotUsed
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.requests import MAX_STOP_TOKENS, FinishReason, SamplingParams, Token
@@ -41,7 +41,9 @@ class ServedModel:
         self._encoder = copy.deepcopy(tokenizer)
         self._thread, self._chat_thread = ThreadPoolExecutor(1, "tokenizer"), ThreadPoolExecutor(1, "chat template")
         source = tokenizer.chat_template
-        self.chat_template = None if source is None else ChatTemplate(source, tokenizer.special_names)
+        self.chat_template = (
+            None if source is None else ChatTemplate(source, tokenizer.special_names, tokenizer.tool_template)
+        )
         self.token_text = lru_cache(1 << 16)(lambda token: token_text(tokenizer, token))
 
     async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool = True) -> list[list[int]]:
@@ -69,13 +71,13 @@ class ServedModel:
         """The text of a chat, see `ChatTemplate.render`.
 
         Raises:
-            ApiError: 400, the model has no chat template, or the template refuses the messages.
+            ApiError: 400, the model has no chat template, or it refuses the messages or does not use the tools.
         """
         render = partial(self.check_chat().render, messages, **how)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._chat_thread, render)
         except UserError as error:
-            raise invalid(str(error), "messages") from error
+            raise invalid(str(error), "tools" if isinstance(error, ToolsNotUsed) else "messages") from error
 
     def check_chat(self) -> ChatTemplate:
         """The chat template. Raises ApiError 400 if the model has none."""
@@ -104,12 +106,23 @@ class ServedModel:
                         param,
                     )
 
-    def check_room(self, prompt: Sequence[int], max_tokens: int, param: str) -> None:
-        """Raise ApiError 400 if a prompt and its completion are longer than the context."""
-        prompt_tokens, both, context = len(prompt), len(prompt) + max_tokens, self.loop.context
-        if both > context:
-            tokens = f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: the sum is {both}"
-            raise invalid(f"{tokens}, more than the context of {context} tokens", param)
+    def check_room(self, prompt: Sequence[int], max_tokens: int, param: str, *, by_default: bool = False) -> None:
+        """Raise ApiError 400 if a prompt and its completion are longer than the context.
+
+        Args:
+            by_default: the request does not name max_tokens.
+        """
+        has, both, context = f"the prompt has {len(prompt)} tokens", len(prompt) + max_tokens, self.loop.context
+        if both <= context:
+            return
+        if len(prompt) > context:
+            reason = f"{has}, more than the context of {context} tokens: shorten it"
+        elif len(prompt) == context:
+            reason = f"{has} and fills the context of {context} tokens, which leaves no room for an answer: shorten it"
+        else:
+            most = f"max_tokens is {max_tokens}{' by default' if by_default else ''}"
+            reason = f"{has} and {most}: the sum is {both}, more than the context of {context} tokens"
+        raise ApiError(400, reason, param=param, code="context_length_exceeded")
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

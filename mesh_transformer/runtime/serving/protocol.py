@@ -1,13 +1,15 @@
 """The JSON of requests and responses: OpenAI's completions with vLLM's extensions, and the original program's
 /complete.
 
-Unknown fields are ignored, as by OpenAI and vLLM. A null is the same as an absent field. Functions here check lists and
+Unknown fields are ignored, as by OpenAI and vLLM, but those of REFUSED are errors. A null is the same as an absent field. Functions here check lists and
 objects, because pydantic would record an error for each of a million wrong elements.
 """
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, create_model, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from mesh_transformer.config.describe import short
 from mesh_transformer.infer.requests import MAX_STOP_TOKENS, OPTIONS
@@ -21,6 +23,39 @@ INT64 = 2**63
 END_OF_TEXT: list[str | list[int]] = [""]
 Count = Annotated[int, Field(lt=2**31)]
 _KINDS: dict[type, Any] = {int: Count, float: float}
+# fields that would change the answer: the reason of the refusal, and values that ask for nothing
+Refusals = Mapping[str, tuple[str, list[Any]]]
+_FREE = "this server cannot constrain the form of an answer yet, it writes plain text"
+_ALL_TOKENS = "this server cannot exclude tokens by this field; logit_bias can"
+REFUSED: Refusals = {
+    # OpenAI
+    "response_format": (_FREE, [{"type": "text"}]),
+    # vLLM, also of earlier versions
+    "structured_outputs": (_FREE, []),
+    "guided_json": (_FREE, []),
+    "guided_json_object": (_FREE, [False]),
+    "guided_regex": (_FREE, [""]),
+    "guided_choice": (_FREE, [[]]),
+    "guided_grammar": (_FREE, [""]),
+    "guided_decoding_backend": (_FREE, []),
+    "guided_whitespace_pattern": (_FREE, []),
+    "structural_tag": (_FREE, [""]),
+    "allowed_token_ids": (_ALL_TOKENS, [[]]),
+    "bad_words": (_ALL_TOKENS, [[]]),
+    "logits_processors": (_ALL_TOKENS, [[]]),
+    "use_beam_search": ("this server samples", [False]),
+    "thinking_token_budget": ("this server cannot limit the reasoning of a model", [-1]),
+    "truncate_prompt_tokens": ("this server does not shorten a prompt", []),
+    # llama.cpp and programs that embed it
+    "grammar": (_FREE, [""]),
+    "grammar_string": (_FREE, [""]),
+    "json_schema": (_FREE, [""]),
+    # SGLang
+    "regex": (_FREE, [""]),
+    "ebnf": (_FREE, [""]),
+    # Ollama
+    "format": (_FREE, [""]),
+}
 
 
 def _whole(value: Any) -> bool:
@@ -121,6 +156,11 @@ class Body(BaseModel, strict=True, extra="ignore", frozen=True):
         return {name: value for name, value in values.items() if value is not None}
 
 
+def refused_fields(refused: Refusals) -> Any:
+    """Fields for `create_model` that take any value, so that `generation.check` can refuse it."""
+    return dict.fromkeys(refused, (Annotated[Any, SkipJsonSchema()], None))
+
+
 class StreamOptions(Body):
     """Additional contents of a stream."""
 
@@ -128,11 +168,13 @@ class StreamOptions(Body):
 
 
 _SAMPLING: Any = {name: (_KINDS[type(option.default)], option.default) for name, option in OPTIONS.items()}
-_Sampled = create_model("_Sampled", __base__=Body, **_SAMPLING)
+_Sampled = create_model("_Sampled", __base__=Body, **_SAMPLING, **refused_fields(REFUSED))
 
 
 class SampledRequest(_Sampled):
     """The fields of every request that generates text. `SamplingParams` checks the ranges of the sampling options."""
+
+    refused: ClassVar[Refusals] = REFUSED
 
     model: str | None = None
     min_tokens: Count = 0

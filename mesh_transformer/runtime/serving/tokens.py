@@ -43,12 +43,17 @@ async def _tokenize(body: TokenizeRequest, model: ServedModel) -> dict[str, Any]
         model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either a prompt or messages", "prompt")
+    if body.tools is not None and body.messages is None:
+        raise invalid("tools need messages: a prompt has no place for them", "tools")
     text, special = body.prompt, body.add_special_tokens is not False
     if text is None:
         # a chat template writes the start token itself
         special = bool(body.add_special_tokens)
         text = await model.render(
-            body.messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            tools=body.tools,
+            variables=body.chat_template_kwargs,
         )
     (tokens,) = await model.tokens([text], add_special_tokens=special)
     names = list(map(model.tokenizer.token_name, tokens)) if body.return_token_strs else None
