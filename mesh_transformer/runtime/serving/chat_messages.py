@@ -125,7 +125,7 @@ def _function(value: Any, place: str, form: str) -> dict[str, Any]:
         )
     function = value.get("function") if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
         raise ValueError(f"{place} must be an object such as {form}; got {short(value)}")
     return function
 

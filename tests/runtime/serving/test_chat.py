@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from mesh_transformer.data.tokenizer import HubTokenizer, Tokenizer, load_tokenizer
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
-from mesh_transformer.runtime.serving.chat_protocol import REFUSED, ChatEvent, ChatResponse
+from mesh_transformer.runtime.serving.chat_protocol import CHAT_REFUSED, ChatEvent, ChatResponse
 
 VOCAB, CONTEXT = 259, 192
 CHAT = [{"role": "user", "content": "Hi <3"}, {"role": "assistant", "content": "Hé"}, {"role": "user", "content": "2?"}]
@@ -227,8 +227,9 @@ def test_sampling_fields_reach_the_engine(server: Served, monkeypatch: pytest.Mo
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages", "not text ('image_url')"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages", "not text ('a')"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "not text"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages", "message 0 has tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "", "audio": {"id": "1"}}]}, "messages", "message 0 has audio"),
         ({"messages": [{"role": "user", "content": "a" * 300}]}, "messages", "more than the context of 192"),
+        ({"messages": [{"role": "user", "content": "a" * 173}]}, "messages", "has 192 tokens and fills the context"),
         ({"max_tokens": 190}, "messages", "max_tokens is 190"),
         ({"max_tokens": 0}, "max_tokens", "1 or more"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "1 or more"),
@@ -240,7 +241,7 @@ def test_sampling_fields_reach_the_engine(server: Served, monkeypatch: pytest.Mo
         ({"model": "gpt-5"}, "model", "'tiny'"),
         ({"temperature": -1}, "temperature", "0 (greedy) or more"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "no tools; leave the field out"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "does not use tools: leave the field out"),
         ({"response_format": {"type": "json_object"}}, "response_format", "plain text"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "plain text"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "the model's tokenizer"),
@@ -254,12 +255,12 @@ def test_a_wrong_field_is_named_with_what_is_allowed(
     assert words in error["message"]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", CHAT_REFUSED)
 def test_a_field_that_would_change_the_answer_is_refused(server: Served, name: str) -> None:
     error = refusal(server.post({"messages": CHAT, name: {"a": 1}}, PATH), 400)
     assert error["param"] == name
     assert error["message"].startswith(f"{name} ")
-    for neutral in (None, *REFUSED[name][1]):
+    for neutral in (None, *CHAT_REFUSED[name][1]):
         chat(server, max_tokens=1, **{name: neutral})
 
 

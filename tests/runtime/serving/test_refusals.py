@@ -46,6 +46,10 @@ def locked():
             "prompt",
             "1 tokens and max_tokens is 64: the sum is 65, more than the context of 64",
         ),
+        ({"prompt": "a" * 65}, "prompt", "the prompt has 65 tokens, more than the context of 64 tokens: shorten it"),
+        ({"prompt": "a" * 65, "max_tokens": 5}, "prompt", "the prompt has 65 tokens, more than the context of 64"),
+        ({"prompt": "a" * 64}, "prompt", "64 tokens and fills the context of 64 tokens, which leaves no room"),
+        ({"prompt": "a" * 60}, "prompt", "60 tokens and max_tokens is 16 by default: the sum is 76, more than the"),
         ({"prompt": "a" * 60, "max_tokens": 5}, "prompt", "60 tokens and max_tokens is 5: the sum is 65"),
         ({"max_tokens": -1}, "max_tokens", "0 or more"),
         ({"max_tokens": 2.5}, "max_tokens", "integer; got 2.5"),
@@ -223,12 +227,25 @@ def test_the_description_names_no_status_that_is_not_sent(server):
         assert all("422" not in operation["responses"] for operation in path.values())
 
 
+def test_a_prompt_that_is_too_long_has_openais_code(server):
+    for fields in ({"prompt": "a" * 65}, {"prompt": "a" * 60}, {"prompt": "a", "max_tokens": 64}):
+        assert refusal(server.post(fields), 400)["code"] == "context_length_exceeded"
+    assert server.complete("a" * 64, max_tokens=0, echo=True)["choices"]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings", "/chat/completions", "/v1"])
+def test_a_404_names_the_endpoints_that_exist(server, path):
+    message = refusal(server.post({"model": "tiny"}, path), 404)["message"]
+    assert message.startswith(f"this server has no '{path}'; it has ")
+    for endpoint in ("POST /v1/completions", "POST /v1/chat/completions", "POST /complete", "GET /v1/models", "GET /"):
+        assert f" {endpoint}," in message
+
+
 def test_paths_and_methods_that_are_not_there(server):
-    refusal(server.client.get("/v1/nothing"), 404)
     other = server.post({"prompt": "a"}, "/v1/engines/davinci/completions")
     assert refusal(other, 404)["code"] == "model_not_found"
     wrong = server.client.get("/v1/completions")
-    refusal(wrong, 405)
+    assert refusal(wrong, 405)["message"] == "'/v1/completions' does not take GET: use POST"
     assert wrong.headers["allow"] == "POST"
     assert refusal(server.client.get("/v1/models/other"), 404)["code"] == "model_not_found"
 
