@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import h11
-from support.chat_templates import chat_folder
+from support.chat_templates import TOOL_TEMPLATES, chat_folder
 from support.mutations import mutated_bytes, mutated_json
 from support.served import Served, serve
 from support.wire import connect
@@ -24,6 +24,19 @@ _SAMPLED = {
     "stream": False, "user": "me",
 }  # fmt: skip
 _CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [{"type": "text", "text": "Hé"}]}]
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "g",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+}
+_CALLED = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}]},
+    {"role": "tool", "tool_call_id": "1", "content": "c"},
+]  # fmt: skip
 _STREAMED = {**_SAMPLED, "stream": True}
 # a valid body for each route, of some two
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -31,15 +44,16 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 3, **_STREAMED, "stream_options": {"include_usage": True}}),
     ("/v1/chat/completions", {"messages": _CHAT, "max_tokens": 4, "logprobs": True, "top_logprobs": 2, **_SAMPLED}),
     ("/v1/chat/completions", {"messages": _CHAT, "max_completion_tokens": 3, "chat_template_kwargs": {"x": 1}, **_STREAMED}),
+    ("/v1/chat/completions", {"messages": _CALLED, "tools": [_TOOL], "tool_choice": "auto", "reasoning_effort": "low", "max_tokens": 3}),
     ("/complete", {"context": "ab", "top_p": 0.9, "temp": 0.7, "length": 4, "top_k": 5, "stop": ["x"]}),
     ("/tokenize", {"model": "tiny", "prompt": "ab", "add_special_tokens": True, "return_token_strs": True}),
-    ("/tokenize", {"messages": _CHAT, "add_generation_prompt": True, "chat_template_kwargs": {}}),
+    ("/tokenize", {"messages": _CHAT, "add_generation_prompt": True, "tools": [_TOOL], "chat_template_kwargs": {}}),
     ("/detokenize", {"model": "tiny", "tokens": [5, 6, 7]}),
 ]  # fmt: skip
 # what chat requests are refused for, and unknown fields
 DONORS = [
     {
-        "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "documents": [], "echo": True, "suffix": "",
+        "tools": [], "tool_choice": "required", "grammar": "root", "response_format": {"type": "text"}, "documents": [], "echo": True, "suffix": "",
         "best_of": 1,
     },
     *(body for _, body in BODIES),
@@ -128,8 +142,9 @@ def ask(server: Served, raw: bytes) -> str:
 @contextmanager
 def fuzzer(folder: Path) -> Iterator[Attempt]:
     """Sends a request over a socket of its own. The server must answer, and go on."""
-    tokenizer = load_tokenizer(str(chat_folder(folder)))
-    with serve(tokenizer=tokenizer, vocab=tokenizer.n_vocab, slots=8, max_queue=256) as server:
+    tokenizer = load_tokenizer(str(chat_folder(folder, TOOL_TEMPLATES["hermes"])))
+    sizes = {"slots": 8, "max_queue": 256, "context": 1024, "max_prefill_tokens": 256}
+    with serve(tokenizer=tokenizer, vocab=tokenizer.n_vocab, **sizes) as server:
 
         def attempt(random: Random) -> str:
             status = ask(server, mutated_request(random))

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from support.chat_templates import TEMPLATES
+from support.chat_templates import TEMPLATES, TOOL_TEMPLATES
 from support.mutations import mutated_bytes
 
 from fuzz.harness import Attempt
@@ -17,7 +17,10 @@ CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": " What is 2 + 2? <b>&amp;</b> "},
     {"role": "assistant", "content": "4\n"},
     {"role": "user", "content": "日本 😀 {{ messages }}"},
-]
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "call12345", "function": {"name": "f", "arguments": {"a": 1}}}]},
+    {"role": "tool", "content": "c", "tool_call_id": "call12345"},
+]  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "g", "parameters": {"properties": {}}}}]
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 # what a stranger could write: whole tags, and pieces of expressions
 TAGS = [
@@ -47,7 +50,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 def mutated_template(random: Random) -> str:
     """A template whose tags are added, left out, doubled, exchanged or changed, or whose characters are changed."""
-    parts = [part for part in _TAG.split(random.choice(list(TEMPLATES.values()))) if part]
+    parts = [part for part in _TAG.split(random.choice([*TEMPLATES.values(), *TOOL_TEMPLATES.values()])) if part]
     for _ in range(random.choice([1, 1, 1, 2, 3])):
         at = random.randrange(len(parts))
         match random.choice(["add", "add", "add", "leave out", "double", "exchange", "change", "change"]):
@@ -78,9 +81,9 @@ def fuzzer(folder: Path) -> Iterator[Attempt]:
 
         def attempt(random: Random) -> str:
             # another process for each source would take a tenth of a second
-            template._source = mutated_template(random)
-            chat = CHAT[: random.randrange(4)]
-            template.render(chat, add_generation_prompt=random.random() < 0.5)
+            template._source, template._uses_tools = mutated_template(random), None
+            tools = TOOLS if random.random() < 0.5 else None
+            template.render(CHAT[: random.randrange(6)], add_generation_prompt=random.random() < 0.5, tools=tools)
             return "text"
 
         yield attempt

@@ -89,7 +89,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        path, message = short(request.url.path), str(error.detail)
+        path, message = short(request.scope["path"]), str(error.detail)
         if error.status_code == 400:
             # FastAPI raises it for a body that is not JSON
             message = _UNREADABLE
