@@ -275,3 +275,17 @@ def test_nothing_that_constrains_an_answer_is_ignored(server: Served, name: str)
         assert error["message"].startswith(f"{name} ")
         for neutral in (None, *REFUSED[name][1]):
             assert server.post({**asked, "max_tokens": 1, name: neutral}, path).status_code == 200
+
+
+def test_a_tool_may_answer_nothing(server: Served) -> None:
+    for role in ("tool", "function"):
+        said = [{"role": role, "tool_call_id": "1", **content} for content in ({"content": ""}, {"content": None}, {})]
+        with template(server, "{{ messages | length }}{{ messages[0].content is string }}{{ messages[0].content }}|"):
+            first, *others = (tokens(server, [message]) for message in said)
+        assert others == [first] * 2
+
+
+def test_documents_of_a_request_reach_the_template(server: Served) -> None:
+    with template(server, "{{ documents is none }}{{ (documents or [{}])[0].text }}"):
+        found = [tokens(server, [USER], chat_template_kwargs=given) for given in ({}, {"documents": [{"text": "x"}]})]
+    assert list(map(server.model.tokenizer.decode, found)) == ["True", "Falsex"]
