@@ -35,8 +35,8 @@ MAX_BODIES_BYTES, MAX_CLIENT_BODIES_BYTES = 64 << 20, 16 << 20
 SMALL_BODY_BYTES = 4 << 10
 # time for a body to arrive
 MAX_BODY_S = 60.0
-# paths that need no key
-OPEN_PATHS = frozenset({"/", "/health", "/version", "/openapi.json"})
+# paths that need no key, and the start of such paths
+OPEN_PATHS, OPEN_PREFIX = frozenset({"/", "/health", "/version", "/openapi.json"}), "/page/"
 _CORS = {
     "Access-Control-Allow-Origin": "*",
     # the asterisk does not include Authorization
@@ -86,7 +86,7 @@ class AccessMiddleware:
         if scope["method"] == "OPTIONS" and _for_pages(scope["path"]):
             await Response(status_code=204)(scope, receive, send)
             return
-        if scope["path"] not in OPEN_PATHS:
+        if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_PREFIX):
             self._check_key(headers.get("authorization", ""))
         _check_encoding(headers.get("content-encoding", "identity"))
         _check_size(int(headers.get("content-length", "0")))

@@ -1,28 +1,24 @@
 """The ASGI application: the routes, and all errors as OpenAI's error object."""
 
-import base64
-import hashlib
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from mesh_transformer import __version__
 from mesh_transformer.config.describe import short
-from mesh_transformer.runtime.serving import chat, classic, completions, models, tokens
+from mesh_transformer.runtime.serving import chat, classic, completions, models, page, tokens
 from mesh_transformer.runtime.serving.access import AccessMiddleware
 from mesh_transformer.runtime.serving.loop import EngineLoop
 from mesh_transformer.runtime.serving.model import ServedModel
 from mesh_transformer.runtime.serving.protocol import ErrorResponse
 from mesh_transformer.runtime.serving.responses import ApiError, failed, json_response
 
-_PAGE = resources.files("mesh_transformer.runtime.serving") / "page.html"
 _SHOWN_FAULTS, _SHOWN_CHARS = 3, 100
 _UNREADABLE = (
     "the body cannot be read as JSON: it is not UTF-8, is nested too deeply, or has a number with too many digits"
@@ -39,15 +35,13 @@ def make_app(model: ServedModel, keys: Sequence[bytes]) -> ASGIApp:
     for endpoint in (completions, chat, classic, tokens, models):
         # with a default, FastAPI does not document 422; this server sends 400 instead
         app.include_router(endpoint.router(model), responses={"default": {"model": ErrorResponse}})
+    app.include_router(page.router())
     _add_state_routes(app, model.loop)
     _add_error_handlers(app)
     return AccessMiddleware(app, keys, model.timeout_s)
 
 
 def _add_state_routes(app: FastAPI, loop: EngineLoop) -> None:
-    html = _PAGE.read_bytes()
-    page_headers = {"Content-Security-Policy": _policy(html)}
-
     @app.get("/health", responses={503: {"description": "warming up, draining or failed"}})
     async def health() -> Response:
         return json_response({"status": loop.state}, 200 if loop.state == "ok" else 503)
@@ -56,23 +50,9 @@ def _add_state_routes(app: FastAPI, loop: EngineLoop) -> None:
     async def metrics() -> Response:
         return Response(loop.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get("/", response_class=HTMLResponse)
-    async def page() -> Response:
-        return HTMLResponse(html, headers=page_headers)
-
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
-
-
-def _policy(html: bytes) -> str:
-    """The Content-Security-Policy of the page: it may run its script and call this server."""
-    _, _, script = html.partition(b"<script>")
-    digest = hashlib.sha256(script.partition(b"</script>")[0]).digest()
-    return (
-        f"default-src 'none'; script-src 'sha256-{base64.b64encode(digest).decode()}'; style-src 'unsafe-inline'; "
-        "img-src data:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-    )
 
 
 def _add_error_handlers(app: FastAPI) -> None:

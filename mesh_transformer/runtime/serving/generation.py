@@ -17,7 +17,7 @@ from mesh_transformer.config.describe import short
 from mesh_transformer.infer.requests import OPTIONS, SamplingParams
 from mesh_transformer.runtime.serving.loop import GenerationJob
 from mesh_transformer.runtime.serving.model import ChoiceBuilder, Delta, Echo, ServedModel, follow, sampling_params
-from mesh_transformer.runtime.serving.protocol import SampledRequest
+from mesh_transformer.runtime.serving.protocol import SampledRequest, StreamOptions
 from mesh_transformer.runtime.serving.responses import (
     EventStream,
     TimeLimit,
@@ -122,8 +122,8 @@ async def _start(body: SampledRequest, model: ServedModel, form: Form, prompts: 
     ]
     job.start((prompt.tokens, params) for prompt, params in samples)
     head = {"id": f"{form.id_prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    return _Answer(form, job, choices, sum(len(prompt.tokens) for prompt in made), head, with_usage)
+    usage = body.stream_options or StreamOptions()
+    return _Answer(form, job, choices, sum(len(prompt.tokens) for prompt in made), head, usage)
 
 
 def _samples(body: SampledRequest, model: ServedModel, form: Form, max_tokens: int) -> list[SamplingParams]:
@@ -154,7 +154,7 @@ class _Answer:
 
     Args:
         head: the fields that all objects of the response have.
-        with_usage: a stream ends with the usage.
+        usage: which events of a stream have the usage.
     """
 
     form: Form
@@ -162,7 +162,7 @@ class _Answer:
     choices: Sequence[ChoiceBuilder]
     prompt_tokens: int
     head: dict[str, Any]
-    with_usage: bool
+    usage: StreamOptions
 
     async def whole(self) -> dict[str, Any]:
         """The response as one object."""
@@ -175,14 +175,18 @@ class _Answer:
     async def events(self) -> AsyncIterator[str]:
         """The response as server-sent events, without [DONE]."""
         head = {"object": self.form.part_object, **self.head}
-        usage = {"usage": None} if self.with_usage else {}
         begun: set[int] = set()
         async for index, delta in follow(self.job, self.choices):
             for part in self.form.parts(index, delta, first=index not in begun):
-                yield to_event({**head, "choices": [part], **usage})
+                yield to_event({**head, "choices": [part], **self._usage_so_far()})
             begun.add(index)
-        if self.with_usage:
+        if self.usage.include_usage:
             yield to_event({**head, "choices": [], "usage": self._usage()})
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        if not self.usage.include_usage:
+            return {}
+        return {"usage": self._usage() if self.usage.continuous_usage_stats else None}
 
     def _usage(self) -> dict[str, int]:
         prompt, new = self.prompt_tokens, sum(choice.new_tokens for choice in self.choices)

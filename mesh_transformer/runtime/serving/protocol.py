@@ -165,6 +165,8 @@ class StreamOptions(Body):
     """Additional contents of a stream."""
 
     include_usage: bool = False
+    # as in vLLM: every event has the usage so far
+    continuous_usage_stats: bool = False
 
 
 _SAMPLING: Any = {name: (_KINDS[type(option.default)], option.default) for name, option in OPTIONS.items()}

@@ -1,0 +1,92 @@
+// Markdown of a model, which is text from a stranger. It has no HTML of its own: HTML in it is shown as text. What
+// `marked` makes goes through DOMPurify, with few elements and attributes. The page's Content-Security-Policy is the
+// third guard.
+
+import { make } from "./dom.js";
+import { Marked } from "./vendor/marked.esm.js";
+import "./vendor/purify.min.js";
+
+// a longer text, or one that takes longer, is shown as it is
+const MOST_CHARS = 200_000, MOST_MS = 500;
+const ALLOWED = {
+  ALLOWED_TAGS: [
+    "p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "strong", "em", "del", "code", "pre", "blockquote",
+    "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td", "a",
+  ],
+  ALLOWED_ATTR: ["href", "title", "start", "align", "data-language"],
+  ALLOW_DATA_ATTR: false,
+  ALLOW_ARIA_ATTR: false,
+  ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
+  // the rule for addresses would apply to their values
+  ADD_URI_SAFE_ATTR: ["start", "align", "data-language"],
+  RETURN_DOM_FRAGMENT: true,
+};
+const ENTITIES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
+const escaped = text => text.replace(/[&<>"']/g, sign => ENTITIES[sign]);
+
+const marked = new Marked({ gfm: true, breaks: true });
+marked.use({
+  // HTML is no kind of token
+  tokenizer: { html() {}, tag() {} },
+  renderer: {
+    code: ({ text, lang }) => `<pre data-language="${escaped((lang ?? "").split(/\s/)[0].slice(0, 30))}"><code>${escaped(text)}</code></pre>`,
+    checkbox: ({ checked }) => checked ? "☑ " : "☐ ",
+    // an image would be a request: it is shown as a link
+    image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || href)}</a>`,
+  },
+});
+
+// The HTML of each block of a text, or null if the text is shown as it is.
+function blocks(text) {
+  if (text.length > MOST_CHARS) return null;
+  const began = performance.now();
+  try {
+    const html = marked.lexer(text).map(token => marked.parser([token])).filter(html => html);
+    return performance.now() - began > MOST_MS ? null : html;
+  } catch {
+    // such as a stack that overflows
+    return null;
+  }
+}
+
+function clean(html) {
+  const fragment = globalThis.DOMPurify.sanitize(html, ALLOWED);
+  for (const link of fragment.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer nofollow" });
+  for (const code of fragment.querySelectorAll("pre")) {
+    const button = make("button", { type: "button", textContent: "Copy", className: "copy-code" });
+    const bar = make("div", { className: "bar" }, make("span", { textContent: code.dataset.language ?? "" }), button);
+    const box = make("div", { className: "code" }, bar);
+    code.replaceWith(box);
+    box.append(code);
+    code.tabIndex = 0;
+  }
+  return fragment;
+}
+
+// A text that grows, as Markdown in an element. Only blocks that change are made again.
+export class MarkdownView {
+  constructor(element) {
+    this.element = element;
+    this.shown = [];
+    this.plain = false;
+  }
+
+  show(text) {
+    const made = this.plain ? null : blocks(text);
+    if (made === null) return this.showPlain(text);
+    made.forEach((html, i) => {
+      if (html === this.shown[i]) return;
+      const block = make("div", {}, clean(html));
+      if (i < this.shown.length) this.element.children[i].replaceWith(block);
+      else this.element.append(block);
+    });
+    while (this.element.children.length > made.length) this.element.lastChild.remove();
+    this.shown = made;
+  }
+
+  showPlain(text) {
+    if (!this.plain) this.element.replaceChildren(make("p", { className: "plain" }));
+    this.plain = true;
+    this.element.firstChild.textContent = text;
+  }
+}
