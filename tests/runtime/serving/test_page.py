@@ -1,62 +1,21 @@
 """The web page in a real Chromium, against a server with a fake engine."""
 
-import os
+import hashlib
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support import fake_engine
-from support.chat_templates import CHATML, chat_folder
 from support.served import KEY, expected, serve, text_of, wait_until
 
-from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.infer.requests import Token
 from mesh_transformer.runtime.serving.model import ServedModel
 
 playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PROMPT = [*b"Hello"]
-
-if CHROMIUM is None:
-    pytest.skip(
-        "the page is tested in Chromium, which is not on this machine: apt-get install chromium",
-        allow_module_level=True,
-    )
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    quiet += ["--disable-component-update", "--disable-sync"]
-    quiet += ["--no-sandbox"] if os.getuid() == 0 else []
-    with playwright.sync_playwright() as start:
-        browser = start.chromium.launch(executable_path=CHROMIUM, args=quiet)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def open_page(chromium: Any) -> Iterator[Any]:
-    """Opens a server's page, and records all requests and errors of the browser."""
-    contexts = []
-
-    def opened(url: str, **options: Any) -> Any:
-        context = chromium.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.requests, page.faults = [], []
-        page.on("request", lambda request: page.requests.append(request.url))
-        page.on("pageerror", lambda error: page.faults.append(str(error)))
-        page.goto(url)
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
+WEB = Path(__file__).resolve().parents[3] / "mesh_transformer/runtime/serving/web"
 
 
 def completion(page: Any) -> str:
@@ -142,16 +101,93 @@ def ascii_draw(draw: Any) -> Any:
     return drawn
 
 
-def test_the_prompt_survives_a_reload(open_page: Any) -> None:
+def test_prompt_and_settings_survive_the_tab(open_page: Any, new_browser: Any) -> None:
     with serve() as served:
-        page = open_page(served.url)
+        browser = new_browser()
+        page = open_page(served.url, browser)
+        ask(page, max_tokens="7", top_k="3", stop="a\nb")
         page.fill("#prompt", "A long story\nof two lines")
         page.reload()
         assert page.input_value("#prompt") == "A long story\nof two lines"
-        page.goto(f"{served.url}/version")
-        page.goto(served.url)
+        page.close()
+        page = open_page(served.url, browser)
         assert page.input_value("#prompt") == "A long story\nof two lines"
+        assert [page.input_value(f"[name={name}]") for name in ("max_tokens", "top_k", "stop")] == ["7", "3", "a\nb"]
+        page.click("#defaults")
+        assert [page.input_value(f"[name={name}]") for name in ("max_tokens", "top_k", "stop")] == ["64", "0", ""]
         assert open_page(served.url).input_value("#prompt") == "Once upon a time"
+        page.click("#forget-all")
+        page.get_by_role("button", name="Forget all").first.click()
+        for how in (page.reload, lambda: open_page(served.url, browser)):
+            how()
+            assert page.input_value("#prompt") == "Once upon a time"
+        assert page.evaluate("localStorage.length + sessionStorage.length") == 0
+        assert page.faults == []
+
+
+def test_a_browser_that_keeps_nothing_says_so(open_page: Any, new_browser: Any) -> None:
+    """Storage is switched off, or it has data that the page did not write."""
+    with serve() as served:
+        browser = new_browser()
+        browser.add_init_script("Object.defineProperty(window, 'localStorage', { get() { throw new Error('off'); } })")
+        page = open_page(served.url, browser)
+        playwright.expect(page.locator("#kept")).to_contain_text("keeps nothing")
+        ask(page, max_tokens="3")
+        page.click("#go")
+        words_at_the_end(page)
+        assert page.faults == []
+        page = open_page(served.url)
+        for name, value in {"chat": "[null, 3, {}]", "settings": "7", "prompt": "{"}.items():
+            page.evaluate("([name, value]) => localStorage.setItem('mesh-transformer.' + name, value)", [name, value])
+        page.reload()
+        playwright.expect(page.locator("#model")).to_have_text("tiny")
+        assert page.input_value("[name=max_tokens]") == "64"
+        assert page.faults == []
+
+
+def test_the_page_says_that_it_streams(open_page: Any) -> None:
+    with serve(delay=0.05, context=128) as served:
+        page = open_page(served.url)
+        ask(page, max_tokens="100", seed="1")
+        page.click("#go")
+        playwright.expect(page.locator("#status")).to_have_text("streaming")
+        playwright.expect(page.locator("#rate")).to_have_text(re.compile(r"[1-9]\d* tokens, [1-9][\d.]* tokens/s"))
+        words = page.locator("#used-words").inner_text()
+        used = re.fullmatch(r"(\d+) of 128 tokens of the context", words)
+        assert used is not None, words
+        # the letters of the prompt, and more
+        assert 5 < int(used[1]) < 105
+        page.click("#stop")
+        playwright.expect(page.locator("#status")).to_have_text("stopped")
+        ask(page, max_tokens="9")
+        page.click("#go")
+        assert words_at_the_end(page).startswith("9 tokens, ")
+        assert page.locator("#used-words").inner_text() == "14 of 128 tokens of the context"
+        assert page.locator("#rate").inner_text() == ""
+
+
+def test_a_warm_up_is_waited_for(open_page: Any) -> None:
+    """What is sent during a warm-up is answered after it; also if the server starts again behind the page."""
+    with serve(held=True) as served:
+        page = open_page(served.url)
+        playwright.expect(page.locator("#status")).to_contain_text("the server is warming up")
+        ask(page, max_tokens="5")
+        page.click("#go")
+        playwright.expect(page.locator("#status")).to_contain_text("the server is warming up")
+        served.engine.may_warm_up.set()
+        assert words_at_the_end(page).startswith("5 tokens, ")
+        served.loop.state = "warming up"
+        ask(page, max_tokens="6")
+        page.click("#go")
+        playwright.expect(page.locator("#status")).to_contain_text("the server is warming up")
+        served.loop.state = "ok"
+        playwright.expect(page.locator("#status")).to_contain_text("6 tokens, ")
+        served.loop.state = "warming up"
+        page.click("#go")
+        playwright.expect(page.locator("#status")).to_contain_text("the server is warming up")
+        page.click("#stop")
+        playwright.expect(page.locator("#status")).to_have_text("stopped")
+        served.loop.state = "ok"
 
 
 def test_stop_frees_the_slot_and_keeps_the_text(open_page: Any) -> None:
@@ -168,11 +204,55 @@ def test_stop_frees_the_slot_and_keeps_the_text(open_page: Any) -> None:
         assert page.locator("#go").is_enabled()
 
 
-def test_a_key_and_a_refusal_are_told_in_words(open_page: Any) -> None:
+@pytest.mark.parametrize("size", [(1400, 900), (390, 844)])
+def test_an_absent_key_and_a_wrong_one_have_their_own_lines(
+    open_page: Any, new_browser: Any, size: tuple[int, int]
+) -> None:
     with serve(keys=[KEY]) as served:
+        browser = new_browser(viewport={"width": size[0], "height": size[1]})
+        page = open_page(served.url, browser)
+        note = page.locator("#access-note")
+
+        def told(words: str) -> None:
+            playwright.expect(note).to_have_text(words)
+            playwright.expect(note).to_be_in_viewport(ratio=1)
+            playwright.expect(page.locator("#key")).to_be_in_viewport(ratio=1)
+            playwright.expect(page.locator("#key")).to_be_focused()
+
+        told("This server needs an API key. Type it here.")
+        # a request tells it too, from the end of the page
+        page.locator("[name=stop]").scroll_into_view_if_needed()
+        page.locator("[name=seed]").press("Enter")
+        told("This server needs an API key. Type it here.")
+        for wrong in ("sk-wrong", "schlüssel"):
+            page.fill("#key", wrong)
+            page.keyboard.press("Enter")
+            playwright.expect(note).to_contain_text("Check it and type it again.")
+        told("An API key has only letters, digits and signs of ASCII. Check it and type it again.")
+        page.fill("#key", "sk-wrong")
+        page.keyboard.press("Enter")
+        told("The server refused this API key. Check it and type it again.")
+        assert page.evaluate("localStorage.getItem('mesh-transformer.key')") is None
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        playwright.expect(page.locator("#access")).to_be_hidden()
+        playwright.expect(page.locator("#prompt")).to_be_focused()
+        # the key survives the tab, and the page says so
+        page.close()
+        page = open_page(served.url, browser)
+        note = page.locator("#access-note")
+        playwright.expect(page.locator("#model")).to_have_text("tiny")
+        assert page.locator("#access").is_hidden()
+        playwright.expect(page.locator("#kept")).to_contain_text("It keeps the API key too")
+        page.click("#forget-key")
+        assert page.locator("#kept-key").is_hidden()
+        page.click("#go")
+        told("This server needs an API key. Type it here.")
+
+
+def test_a_refusal_is_told_in_words(open_page: Any) -> None:
+    with serve() as served:
         page = open_page(served.url)
-        playwright.expect(page.locator("#status")).to_contain_text("API key")
-        page.fill("[name=key]", KEY)
         ask(page, max_tokens="9999")
         page.click("#go")
         playwright.expect(page.locator("#status")).to_contain_text("9999")
@@ -180,6 +260,9 @@ def test_a_key_and_a_refusal_are_told_in_words(open_page: Any) -> None:
         page.fill("[name=top_p]", "7")
         page.click("#go")
         playwright.expect(page.locator("#status")).to_contain_text("top_p")
+    page.fill("[name=top_p]", "1")
+    page.click("#go")
+    playwright.expect(page.locator("#status")).to_have_text("the server does not answer: does it run?")
 
 
 def test_text_from_the_model_is_text(open_page: Any) -> None:
@@ -264,163 +347,33 @@ def test_it_fits_a_phone_and_goes_by_keyboard(open_page: Any) -> None:
         playwright.expect(page.locator("#tip")).to_be_visible()
 
 
-@pytest.fixture(scope="module")
-def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_tokenizer(str(chat_folder(tmp_path_factory.mktemp("chat"))))
+def test_the_page_asks_nobody_else() -> None:
+    with serve(keys=[KEY]) as served:
+        for path, file in {"/": "page.html", "/page/page.css": "page.css", "/page/vendor/purify.min.js": None}.items():
+            response = served.client.get(path)
+            assert response.status_code == 200
+            policy = response.headers["content-security-policy"]
+            assert "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:;" in policy
+            assert "unsafe" not in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+            assert file is None or response.text == (WEB / file).read_text()
+            again = served.client.get(path, headers={"If-None-Match": response.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        for path in ("/page/", "/page/nothing.js", "/page/vendor/README.md", "/page/%2e%2e/app.py", "/page/vendor"):
+            assert httpx.get(served.url + path).status_code == 404
+    for file in WEB.glob("*.*"):
+        assert "://" not in file.read_text(), file
 
 
-@pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch, chat_tokenizer: Tokenizer) -> list[str]:
-    """The model's answers. It writes the one with the number of messages in the prompt, then its end token."""
-    texts = ["no message", "Four.\nYes <b>four</b>.", "no answer", "The second answer."]
-
-    def draw(tokens: Any, generated: int, params: Any, vocab: int) -> Any:
-        asked = texts[list(tokens).count(1) - 1]
-        ids = [*chat_tokenizer.encode(asked), 2]
-        return Token(ids[generated], -0.1), "stop" if generated + 1 == len(ids) else None
-
-    monkeypatch.setattr(fake_engine, "draw", draw)
-    return texts
-
-
-def messages(page: Any) -> list[str]:
-    return page.locator("#messages p").all_text_contents()
-
-
-def chat_server(tokenizer: Tokenizer, **options: Any) -> Any:
-    return serve(tokenizer=tokenizer, **{"vocab": 259, "context": 512, **options})
-
-
-def test_a_chat(open_page: Any, chat_tokenizer: Tokenizer, answers: list[str]) -> None:
-    with chat_server(chat_tokenizer) as served:
-        page = open_page(served.url)
-        playwright.expect(page.locator("#title")).to_have_text("Chat")
-        assert page.evaluate("document.activeElement.id") == "message"
-        page.keyboard.type("What is <i>2 + 2</i>?")
-        page.keyboard.press("Enter")
-        playwright.expect(page.locator("#status")).to_contain_text("tokens")
-        assert messages(page) == ["What is <i>2 + 2</i>?", answers[1]]
-        assert page.input_value("#message") == ""
-        page.fill("#message", "And now?")
-        page.click("#send")
-        playwright.expect(page.locator("#messages p")).to_have_count(4)
-        playwright.expect(page.locator("#messages p").last).to_have_text(answers[3])
-        page.reload()
-        assert messages(page) == ["What is <i>2 + 2</i>?", answers[1], "And now?", answers[3]]
-        page.click("#new")
-        assert messages(page) == []
-        assert page.locator("#messages :is(i, b)").count() == 0
-        assert all(url.startswith((served.url, "data:")) for url in page.requests), page.requests
-        assert page.faults == []
-
-
-def test_a_chat_has_a_system_message_and_the_sampling_options(
-    open_page: Any, chat_tokenizer: Tokenizer, answers: list[str]
-) -> None:
-    answers[:] = ["", "", "with a system message"]
-    with chat_server(chat_tokenizer) as served:
-        page = open_page(served.url)
-        page.fill("[name=system]", "Be short.")
-        page.fill("[name=max_tokens]", "4")
-        page.fill("#message", "Hi")
-        with page.expect_request("**/v1/chat/completions") as asked:
-            page.click("#send")
-        sent = asked.value.post_data_json
-        assert sent["messages"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
-        assert (sent["max_tokens"], sent["temperature"], sent["model"]) == (4, 0.8, "tiny")
-        playwright.expect(page.locator("#messages p").last).to_have_text("with")
-
-
-def test_stop_keeps_the_part_of_an_answer(open_page: Any, chat_tokenizer: Tokenizer, answers: list[str]) -> None:
-    answers[1] = "a long answer\n" * 30
-    with chat_server(chat_tokenizer, delay=0.05) as served:
-        page = open_page(served.url)
-        page.fill("#message", "Hi")
-        page.keyboard.press("Enter")
-        playwright.expect(page.locator("#messages .assistant p")).to_contain_text("a long")
-        page.click("#halt")
-        playwright.expect(page.locator("#status")).to_have_text("stopped")
-        wait_until(lambda: served.metric("requests_running") == 0)
-        shown = messages(page)[1]
-        assert answers[1].startswith(shown)
-        assert len(shown) < len(answers[1])
-        assert page.locator("#send").is_enabled()
-
-
-def test_a_message_that_the_template_refuses_returns_to_its_field(
-    open_page: Any, tmp_path: Path, answers: list[str]
-) -> None:
-    template = "{% if messages | length > 1 %}{{ raise_exception('One message only') }}{% endif %}" + CHATML
-    with chat_server(load_tokenizer(str(chat_folder(tmp_path, template)))) as served:
-        page = open_page(served.url)
-        for text in ("One", "Two"):
-            playwright.expect(page.locator("#send")).to_be_enabled()
-            page.fill("#message", text)
-            page.click("#send")
-        playwright.expect(page.locator("#status")).to_contain_text("One message only")
-        assert page.locator("#status.bad").count() == 1
-        assert messages(page) == ["One", answers[1]]
-        assert page.input_value("#message") == "Two"
-
-
-def test_a_model_with_a_template_completes_texts_too(
-    open_page: Any, chat_tokenizer: Tokenizer, answers: list[str]
-) -> None:
-    answers[:] = [""] * 3 + ["unused"]
-    with chat_server(chat_tokenizer) as served:
-        page = open_page(served.url)
-        page.click("#other")
-        playwright.expect(page.locator("#title")).to_have_text("Completions")
-        assert page.input_value("[name=max_tokens]") == "64"
-        assert not page.locator("#message").is_visible()
-        page.reload()
-        playwright.expect(page.locator("#other")).to_have_text("Chat")
-        assert page.locator("#prompt").is_visible()
-        page.click("#other")
-        assert page.locator("#message").is_visible()
-    with serve() as plain:
-        page = open_page(plain.url)
-        playwright.expect(page.locator("#model")).to_have_text("tiny")
-        assert page.locator("#other").is_hidden()
-        assert page.locator("#prompt").is_visible()
-
-
-def test_a_key_shows_the_chat(open_page: Any, chat_tokenizer: Tokenizer) -> None:
-    with chat_server(chat_tokenizer, keys=[KEY]) as served:
-        page = open_page(served.url)
-        playwright.expect(page.locator("#status")).to_contain_text("API key")
-        page.fill("[name=key]", KEY)
-        page.keyboard.press("Tab")
-        playwright.expect(page.locator("#message")).to_be_visible()
-        playwright.expect(page.locator("#status")).to_have_text("")
-
-
-def test_a_chat_fits_a_phone(open_page: Any, chat_tokenizer: Tokenizer, answers: list[str]) -> None:
-    with chat_server(chat_tokenizer) as served:
-        page = open_page(served.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
-        page.fill("#message", "x" * 100)
-        page.tap("#send")
-        playwright.expect(page.locator("#messages .assistant p")).to_have_text(answers[1])
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        assert page.locator("#send").bounding_box()["height"] >= 40
-        answers[3] = "line\n" * 60
-        page.fill("#message", "More")
-        page.tap("#send")
-        playwright.expect(page.locator("#status")).to_contain_text("the answer is complete")
-        playwright.expect(page.locator("#messages p")).to_have_count(4)
-        below = page.evaluate(
-            "(log => log.scrollHeight - log.scrollTop - log.clientHeight)(document.querySelector('#messages'))"
-        )
-        assert below < 2
-        assert page.locator("#messages").bounding_box()["height"] < 740
-
-
-def test_the_page_is_one_file_that_asks_nobody_else(repo: Path) -> None:
-    with serve() as served:
-        response = httpx.get(served.url)
-        assert response.headers["content-type"].startswith("text/html")
-        assert "default-src 'none'" in response.headers["content-security-policy"]
-    content = (repo / "mesh_transformer/runtime/serving/page.html").read_text()
-    assert response.text == content
-    assert "http://" not in content
-    assert "https://" not in content
+def test_the_libraries_are_those_of_the_list() -> None:
+    """Every vendored file has its licence, and the checksum and version that the list names."""
+    listed = (WEB / "vendor/README.md").read_text()
+    scripts = sorted((WEB / "vendor").glob("*.js"))
+    assert len(scripts) == 2
+    for script in scripts:
+        (line,) = [line for line in listed.splitlines() if line.startswith(f"| `{script.name}`")]
+        assert hashlib.sha256(script.read_bytes()).hexdigest() in line
+        package, version, licence = re.search(r"\| (\w+) ([\d.]+), .*\(([\w.]+)\) \|", line).groups()
+        assert version in script.read_text()[:400]
+        assert "opyright" in (WEB / "vendor" / licence).read_text()
+        assert licence == f"{package}.LICENSE"

@@ -16,6 +16,8 @@ const log = at("messages"), field = at("message");
 let chat = [];
 // the number of the message that is being edited
 let edited = null;
+// the Markdown of each message of the model, so that it is made once
+const views = new WeakMap();
 
 const isMessage = message => typeof message?.role === "string" && typeof message.content === "string";
 
@@ -55,21 +57,21 @@ function editor(message) {
   return [words, make("div", { className: "acts" }, ...acts)];
 }
 
-function show(message, i) {
+function contentOf(message) {
+  if (message.role !== "assistant") return make("div", { className: "content" }, make("p", { className: "plain", textContent: message.content }));
+  if (!views.has(message)) views.set(message, new MarkdownView());
+  const view = views.get(message);
+  view.show(message.content);
+  return view.element;
+}
+
+function show(message, i, complete = true) {
   const name = (NAMES[message.role] ?? message.role) + (message.dropped ? " (not sent to the model any more)" : "");
   const element = make("article", { className: message.role }, make("h2", { textContent: name }));
   element.classList.toggle("dropped", Boolean(message.dropped));
   element.classList.toggle("editing", i === edited);
-  const content = make("div", { className: "content" });
-  let view = null;
-  if (i === edited) element.append(...editor(message));
-  else {
-    if (message.role === "assistant") (view = new MarkdownView(content)).show(message.content);
-    else content.append(make("p", { className: "plain", textContent: message.content }));
-    element.append(content, actions(message, i));
-  }
+  element.append(...(i === edited ? editor(message) : [contentOf(message), ...(complete ? [actions(message, i)] : [])]));
   log.append(element);
-  return view;
 }
 
 const atEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 40;
@@ -79,7 +81,7 @@ const toEnd = () => { log.scrollTop = log.scrollHeight; };
 function draw() {
   const follow = atEnd(), top = log.scrollTop;
   log.replaceChildren();
-  chat.forEach(show);
+  chat.forEach((message, i) => show(message, i));
   if (follow) toEnd();
   else log.scrollTop = top;
   if (edited !== null) log.querySelector(".editing textarea").focus();
@@ -145,11 +147,11 @@ function answer({ giveBack, again, dropping, before = null }) {
   };
   return run(async () => {
     const made = { role: "assistant", content: "" };
-    let view = null;
+    let begun = false;
     const paint = paced(() => {
       // follow the answer, unless the reader has scrolled up
       const follow = atEnd();
-      view.show(made.content);
+      contentOf(made);
       if (follow) toEnd();
     });
     try {
@@ -157,15 +159,16 @@ function answer({ giveBack, again, dropping, before = null }) {
       const request = { ...body(), messages: withSystem(sent(chat)) };
       for await (const { delta } of choices(PATH, request, ended)) {
         made.content += delta.content ?? "";
-        if (view) paint();
+        if (begun) paint();
         else {
+          begun = true;
           chat.push(made);
-          view = show(made, chat.length - 1);
+          show(made, chat.length - 1, false);
           toEnd();
         }
       }
     } finally {
-      if (!view) giveBack();
+      if (!begun) giveBack();
       save();
       draw();
     }

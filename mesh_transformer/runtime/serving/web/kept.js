@@ -25,7 +25,15 @@ function read(storage, name) {
   }
 }
 
-export const kept = name => attempt(() => read(sessionStorage, name) ?? read(localStorage, name));
+export function kept(name) {
+  return attempt(() => {
+    const own = read(sessionStorage, name);
+    if (own !== null) return own;
+    const newest = read(localStorage, name);
+    if (newest !== null) sessionStorage.setItem(PREFIX + name, JSON.stringify(newest));
+    return newest;
+  });
+}
 
 export function keep(name, value) {
   const text = JSON.stringify(value);

@@ -7,7 +7,7 @@ import { Marked } from "./vendor/marked.esm.js";
 import "./vendor/purify.min.js";
 
 // a longer text, or one that takes longer, is shown as it is
-const MOST_CHARS = 200_000, MOST_MS = 500;
+const MOST_CHARS = 200_000, MOST_MS = 1000;
 const ALLOWED = {
   ALLOWED_TAGS: [
     "p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "strong", "em", "del", "code", "pre", "blockquote",
@@ -36,20 +36,11 @@ marked.use({
   },
 });
 
-// The HTML of each block of a text, or null if the text is shown as it is.
-function blocks(text) {
-  if (text.length > MOST_CHARS) return null;
-  const began = performance.now();
-  try {
-    const html = marked.lexer(text).map(token => marked.parser([token])).filter(html => html);
-    return performance.now() - began > MOST_MS ? null : html;
-  } catch {
-    // such as a stack that overflows
-    return null;
-  }
-}
+// The HTML of each block of a text.
+const blocks = text => marked.lexer(text).map(token => marked.parser([token])).filter(html => html);
 
-function clean(html) {
+// The elements of HTML, without what can run, load or send.
+export function clean(html) {
   const fragment = globalThis.DOMPurify.sanitize(html, ALLOWED);
   for (const link of fragment.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer nofollow" });
   for (const code of fragment.querySelectorAll("pre")) {
@@ -65,15 +56,29 @@ function clean(html) {
 
 // A text that grows, as Markdown in an element. Only blocks that change are made again.
 export class MarkdownView {
-  constructor(element) {
-    this.element = element;
+  constructor() {
+    this.element = make("div", { className: "content" });
+    this.text = "";
+    // the HTML of each block, or null: the text is shown as it is
     this.shown = [];
-    this.plain = false;
   }
 
   show(text) {
-    const made = this.plain ? null : blocks(text);
-    if (made === null) return this.showPlain(text);
+    if (text === this.text) return;
+    this.text = text;
+    const began = performance.now();
+    try {
+      if (this.shown && text.length <= MOST_CHARS) this.showBlocks(blocks(text));
+      else this.showPlain();
+    } catch (error) {
+      // a stack that overflows
+      if (!(error instanceof RangeError)) throw error;
+      this.showPlain();
+    }
+    if (this.shown && performance.now() - began > MOST_MS) this.showPlain();
+  }
+
+  showBlocks(made) {
     made.forEach((html, i) => {
       if (html === this.shown[i]) return;
       const block = make("div", {}, clean(html));
@@ -84,9 +89,9 @@ export class MarkdownView {
     this.shown = made;
   }
 
-  showPlain(text) {
-    if (!this.plain) this.element.replaceChildren(make("p", { className: "plain" }));
-    this.plain = true;
-    this.element.firstChild.textContent = text;
+  showPlain() {
+    if (this.shown) this.element.replaceChildren(make("p", { className: "plain" }));
+    this.shown = null;
+    this.element.firstChild.textContent = this.text;
   }
 }

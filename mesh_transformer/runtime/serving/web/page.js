@@ -31,16 +31,20 @@ function switchMode() {
   say("");
 }
 
+// Until the server says whether the model has chats, the page shows what it showed last.
+const lastMode = () => location.hash.slice(1) || kept("mode");
+
 const submit = () => chatting ? chat.send() : completions.complete();
 
 document.addEventListener("model", ({ detail: found }) => {
   const asked = !at("access").hidden;
   at("model").textContent = found.id;
   accepted();
-  if (found.chat && at("other").hidden) {
-    at("other").hidden = false;
-    view((location.hash.slice(1) || kept("mode")) !== "completions");
-  } else if (asked) at(chatting ? "message" : "prompt").focus();
+  if (found.chat === at("other").hidden) {
+    at("other").hidden = !found.chat;
+    view(found.chat && lastMode() !== "completions");
+  } else if (chatting && !found.chat) view(false);
+  else if (asked) at(chatting ? "message" : "prompt").focus();
 });
 
 function forget() {
@@ -67,6 +71,7 @@ async function start() {
   onRefusal(() => { at("kept").firstElementChild.textContent = "This browser keeps nothing: its storage is full or switched off."; });
   restoreKey();
   for (const part of [settings, completions, chat]) part.restore();
+  if (lastMode() === "chat") view(true);
   let words = "";
   try {
     await ready(message => { words = message; say(message); });
