@@ -139,6 +139,19 @@ def test_a_stream_is_the_same_text_in_pieces(server):
         assert [piece["finish_reason"] for piece in mine] == [None] * (len(mine) - 1) + ["length"]
 
 
+def test_a_stream_can_have_its_usage_so_far_in_each_event(server):
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(server, prompt="abc", seed=1, max_tokens=30, stream_options=usage)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (1, 30)
+    for chunk in chunks:
+        assert chunk["usage"]["prompt_tokens"] == 3
+        assert chunk["usage"]["total_tokens"] == 3 + chunk["usage"]["completion_tokens"]
+    alone = events(server, prompt="a", stream_options={"continuous_usage_stats": True})
+    assert all("usage" not in chunk for chunk in alone)
+
+
 def test_a_stream_without_usage_has_none(server):
     assert all("usage" not in chunk for chunk in events(server, prompt="a"))
 

@@ -58,7 +58,7 @@ def test_models(client):
 def test_errors_are_the_clients_own_kinds(client, server):
     with pytest.raises(openai.BadRequestError, match="more than the context of 64") as caught:
         client.completions.create(model=NAME, prompt="hello", max_tokens=60)
-    assert caught.value.param == "prompt"
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-5", prompt="hello")
     assert missing.value.code == "model_not_found"

@@ -287,7 +287,7 @@ def test_each_key_opens_and_some_paths_need_none(locked):
     for key in (KEY, "another-key"):
         response = locked.post({"prompt": "a"}, headers={"Authorization": f"Bearer {key}"})
         assert response.status_code == 200
-    for path in ("/", "/health", "/version", "/openapi.json"):
+    for path in ("/", "/page/page.js", "/health", "/version", "/openapi.json"):
         assert locked.client.get(path).status_code == 200
     preflight = locked.client.options("/complete")
     assert preflight.status_code == 204
