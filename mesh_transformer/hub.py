@@ -232,9 +232,11 @@ def _explained(path: str) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     """The first cause of an error, on one line."""
+    from huggingface_hub import errors
+
     while error.__cause__ is not None:
         error = error.__cause__
-    if type(error).__name__ == "OfflineModeIsEnabled":
+    if isinstance(error, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said}"[:200]

@@ -125,7 +125,7 @@ def plot(found: Sequence[Sequence[Prediction]], path: str, title: str) -> None:
     memory, time = figure.subplots(1, 2)
     labels = [
         f"{row.slice} {row.program}{' *' * row.best}\n{mesh_text(row.mesh)}, {row.remat}\n"
-        f"{row.microbatch} x {plural(row.accumulation, 'microbatch', 'microbatches')}"
+        f"{plural(row.accumulation, 'microbatch', 'microbatches')} of {row.microbatch}"
         for row in rows
     ]
     names = list(dict.fromkeys(name for row in rows for name in row.memory_gib))
