@@ -108,7 +108,7 @@ class DataConfig(Group):
     val_batch_multiplier: Annotated[Count, Unit("microbatches")] = 1
     """microbatches per validation batch"""
     val_every: Steps = 500
-    """steps between validations and between runs of eval_harness_tasks"""
+    """steps between validations and between runs of eval_harness_tasks; a fine-tuning begins with one of each"""
     eval_harness_tasks: Annotated[tuple[Name, ...], BeforeValidator(_list_to_tuple)] = ()
     """lm-evaluation-harness tasks to run every val_every steps; a task that cannot be loaded stops the run"""
     eval_harness_include: OptionalText = None
