@@ -18,6 +18,8 @@ let chat = [];
 let edited = null;
 // the Markdown of each message of the model, so that it is made once
 const views = new WeakMap();
+// the element of each message, and what it was made from
+const articles = new WeakMap();
 
 const isMessage = message => typeof message?.role === "string" && typeof message.content === "string";
 
@@ -65,25 +67,27 @@ function contentOf(message) {
   return view.element;
 }
 
-function show(message, i, complete = true) {
+function articleOf(message, i, complete = true) {
+  const source = JSON.stringify([message, i === edited, i === chat.length - 1, complete]);
+  if (articles.get(message)?.source === source) return articles.get(message).element;
   const name = (NAMES[message.role] ?? message.role) + (message.dropped ? " (not sent to the model any more)" : "");
   const element = make("article", { className: message.role }, make("h2", { textContent: name }));
   element.classList.toggle("dropped", Boolean(message.dropped));
   element.classList.toggle("editing", i === edited);
   element.append(...(i === edited ? editor(message) : [contentOf(message), ...(complete ? [actions(message, i)] : [])]));
-  log.append(element);
+  articles.set(message, { element, source });
+  return element;
 }
 
 const atEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 40;
 const toEnd = () => { log.scrollTop = log.scrollHeight; };
 
-// Show all messages.
+// Show all messages. An element that stays is not touched: a screen reader would read it again.
 function draw() {
-  const follow = atEnd(), top = log.scrollTop;
-  log.replaceChildren();
-  chat.forEach((message, i) => show(message, i));
+  const follow = atEnd(), elements = chat.map((message, i) => articleOf(message, i));
+  for (const element of [...log.children]) if (!elements.includes(element)) element.remove();
+  elements.forEach((element, i) => { if (log.children[i] !== element) log.insertBefore(element, log.children[i] ?? null); });
   if (follow) toEnd();
-  else log.scrollTop = top;
   if (edited !== null) log.querySelector(".editing textarea").focus();
 }
 
@@ -163,7 +167,7 @@ function answer({ giveBack, again, dropping, before = null }) {
         else {
           begun = true;
           chat.push(made);
-          show(made, chat.length - 1, false);
+          log.append(articleOf(made, chat.length - 1, false));
           toEnd();
         }
       }
