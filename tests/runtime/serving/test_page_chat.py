@@ -166,14 +166,19 @@ def test_a_key_shows_the_chat(open_page: Any, chat_tokenizer: Tokenizer) -> None
 
 
 def test_a_chat_fits_a_phone(open_page: Any, chat_tokenizer: Tokenizer, answers: list[str]) -> None:
-    with chat_server(chat_tokenizer) as served:
+    with chat_server(chat_tokenizer, context=2048) as served:
         page = open_page(served.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
         page.fill("#message", "x" * 100)
+        page.focus("#message")
+        page.keyboard.press("Tab")
+        playwright.expect(page.locator("#send")).to_be_focused()
         page.tap("#send")
         playwright.expect(page.locator("#messages .assistant .content")).to_have_text(answers[1], use_inner_text=True)
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         assert page.locator("#send").bounding_box()["height"] >= 40
-        answers[3] = "line\n" * 60
+        # wide code, a wide table and a long word scroll by themselves, or break
+        wide = f"```\n{'code ' * 40}\n```\n\n|{'head|' * 15}\n|{'-|' * 15}\n\n{'w' * 100}\n\n"
+        answers[3] = wide + "line\n" * 60
         page.fill("#message", "More")
         page.tap("#send")
         playwright.expect(page.locator("#status")).to_contain_text("the answer is complete")
@@ -183,6 +188,9 @@ def test_a_chat_fits_a_phone(open_page: Any, chat_tokenizer: Tokenizer, answers:
         )
         assert below < 2
         assert page.locator("#messages").bounding_box()["height"] < 740
+        assert page.locator("#messages table").count() == 1
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert page.evaluate("(log => log.scrollWidth - log.clientWidth)(document.querySelector('#messages'))") == 0
 
 
 def acts(page: Any, number: int) -> dict[str, Any]:
