@@ -69,7 +69,7 @@ def test_what_outlasts_the_drain_is_cut_off_and_the_exit_code_is_0(tmp_path):
             rest = [line for line in lines if line]
         assert '"code":"draining"' in rest[-2]
         _, errors = finish(child, 0)
-        assert "cancelled 1 unfinished sequences" in errors
+        assert "cancelled 1 unfinished sequence\n" in errors
 
 
 def test_sigterm_waits_for_long_prompts_and_the_queue(tmp_path):
