@@ -171,8 +171,6 @@ def category(types: Sequence[str], message: str) -> ErrorCategory:
     if own := next((_OWN_TYPES[name] for name in types if name in _OWN_TYPES), None):
         return own
     names = set(types)
-    if names & {"JaxRuntimeError", "XlaRuntimeError"}:
-        return "bug" if re.match(r"\W*RESOURCE_EXHAUSTED", message) else "machine"
     machine = names & _MACHINE_TYPES or _SERVICE_STATUS.match(message)
     return "bug" if names & _BUG_TYPES and not machine else "machine"
 
