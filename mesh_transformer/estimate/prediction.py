@@ -2,7 +2,7 @@
 prediction."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +137,15 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
     """
     if others := [*unmodelled(config), *["several slices"] * (target.slices > 1)]:
         raise UserError(
-            f"{target.name}: the formula does not model {' and '.join(others)}; compiling needs libtpu: {platforms.INSTALL_LIBTPU}"
+            f"{target.name}: the formula does not model {' and '.join(others)}; compiling needs libtpu: "
+            f"{platforms.INSTALL_LIBTPU}"
         )
     accumulation = config.optimizer.gradient_accumulation_steps
     try:
         shape = _shape(config, target)
         batch = config.microbatch(shape)
     except UserError as error:
-        return _impossible(config, target, changes, str(error))
+        return replace(_impossible(config, target, changes, str(error)), estimate=FORMULA)
     accelerator = target.accelerator
     resolved = overlap.resolve(config, target.n_devices, accelerator)
     found = closed_form.estimate(resolved, target.n_devices, accelerator)
@@ -156,17 +157,16 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
     close = abs(found.gib / accelerator.usable_gib - 1) <= FORMULA_MEMORY
     case = _Case(config, target, list(changes), "train", shape, batch, accumulation)
     tokens = accumulation * batch * config.seq
+    flops = tokens * flops_per_token(config.model.decoder(), config.seq)
     return Prediction(
         **case.fields | {"estimate": FORMULA},
         fits=fits,
         peak_gib=found.gib,
         memory_gib=dict(found.memory),
-        **_speed(
-            case, found.seconds, tokens, tokens * flops_per_token(config.model.decoder(), config.seq), FORMULA_TIME
-        ),
+        **_speed(case, found.seconds, tokens, flops, FORMULA_TIME),
         parts=parts,
         reason=None if fits else _too_large(found.gib, accelerator.usable_gib),
-        notes=[f"the formula is exact to {FORMULA_MEMORY:.0%}: only the compiler can say whether this fits"] * close,
+        notes=[f"only the compiler can say whether this fits: the formula is exact to {FORMULA_MEMORY:.0%}"] * close,
     )
 
 

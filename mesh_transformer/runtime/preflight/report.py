@@ -28,7 +28,8 @@ _HEAD = (
 )
 ONLY_FORMULA = (
     "formula only: libtpu is not installed, so nothing is compiled for TPUs; memory is exact to about "
-    f"{FORMULA_MEMORY:.0%}, times to {FORMULA_TIME:.0%} of what the compiler gives. For compiled programs: {platforms.INSTALL_LIBTPU}"
+    f"{FORMULA_MEMORY:.0%}, times to {FORMULA_TIME:.0%} of what the compiler gives. For compiled programs: "
+    f"{platforms.INSTALL_LIBTPU}"
 )
 _MARKS = {"roofline": " (roofline)", FORMULA: " (formula)"}
 # parts of the memory and the time, from the table of Okabe and Ito 2008 for all kinds of color vision
