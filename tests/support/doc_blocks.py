@@ -63,7 +63,7 @@ def blocks(root: Path, page: Path) -> list[Block]:
 
 
 def _chunks(lines: list[str]) -> Iterator[tuple[str, int, str, str]]:
-    """The indented and the fenced blocks: the paragraph before, the number of the first line, the language, the text."""
+    """Indented and fenced blocks: the paragraph before, the number of the first line, the language, the text."""
     place, paragraph = 0, ""
     while place < len(lines):
         line, before = lines[place], lines[place - 1] if place else ""
