@@ -28,14 +28,23 @@ FORMULA_MEMORY, FORMULA_TIME = 0.08, 0.15
 """By how much the closed form differs from compiled programs, at most (tests/estimate/test_closed_form.py)."""
 FORMULA = "formula"
 """Prediction.estimate of a program that was not compiled."""
-_PARTS_OF_THE_FORMULA: Mapping[str, Part] = {
-    "products": "products",
-    "attention": "attention",
-    "head": "head",
-    "optimizer": "optimizer",
+# the parts of the closed form, by the names that a compiled program has for them
+_TIME_OF_THE_FORMULA: Mapping[str, Part] = {
     "norms and activations": "element-wise",
     "copies of weights": "element-wise",
     "sums of gradients": "optimizer",
+    "tensor-parallel sums": "collectives",
+    "gathered weights": "collectives",
+    "sums over replicas": "collectives",
+    "exchange of tokens": "collectives",
+}
+_MEMORY_OF_THE_FORMULA = {
+    "optimizer state": "moments",
+    "weights in the compute dtype": "weights",
+    "sums of gradients": "gradients",
+    "kept activations": "activations",
+    "one layer": "activations",
+    "loss": "logits",
 }
 # what is called before a program is traced and compiled, with its name and its mesh
 Announce = Callable[[str, MeshShape], None]
@@ -149,10 +158,6 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
     accelerator = target.accelerator
     resolved = overlap.resolve(config, target.n_devices, accelerator)
     found = closed_form.estimate(resolved, target.n_devices, accelerator)
-    parts: dict[str, float] = {}
-    for name, seconds in found.time.items():
-        part = _PARTS_OF_THE_FORMULA.get(name, "collectives")
-        parts[part] = parts.get(part, 0.0) + seconds
     fits = found.gib <= accelerator.usable_gib
     close = abs(found.gib / accelerator.usable_gib - 1) <= FORMULA_MEMORY
     case = _Case(config, target, list(changes), "train", shape, batch, accumulation)
@@ -162,9 +167,9 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
         **case.fields | {"estimate": FORMULA},
         fits=fits,
         peak_gib=found.gib,
-        memory_gib=dict(found.memory),
+        memory_gib=_renamed(found.memory, _MEMORY_OF_THE_FORMULA),
         **_speed(case, found.seconds, tokens, flops, FORMULA_TIME),
-        parts=parts,
+        parts=_renamed(found.time, _TIME_OF_THE_FORMULA),
         reason=None if fits else _too_large(found.gib, accelerator.usable_gib),
         notes=[f"only the compiler can say whether this fits: the formula is exact to {FORMULA_MEMORY:.0%}"] * close,
     )
@@ -291,3 +296,11 @@ def _speed(case: _Case, seconds: float, tokens: int, flops: float, error: float 
 
 def _too_large(peak_gib: float | None, usable_gib: float) -> str:
     return f"its peak of {peak_gib:.2f} GiB exceeds {usable_gib} GiB"
+
+
+def _renamed(parts: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part, value in parts.items():
+        name = names.get(part, part)
+        found[name] = found.get(name, 0.0) + value
+    return found

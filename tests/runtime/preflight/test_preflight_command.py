@@ -85,6 +85,7 @@ def test_by_formula(preflight, repo, messages):
     assert sum(row["parts"].values()) == pytest.approx(row["step_s"], rel=1e-3)
     assert set(row["parts"]) == {"products", "attention", "element-wise", "head", "optimizer", "collectives"}
     assert sum(row["memory_gib"].values()) == pytest.approx(row["peak_gib"], rel=1e-3)
+    assert set(row["memory_gib"]) == {"parameters", "moments", "weights", "gradients", "activations"}
     assert row["cost"] == pytest.approx(24 * row["days"] * 4 * 1.1, rel=1e-3)
     assert "formula only: libtpu is not installed" in messages[-1]
     assert "pip install -e '.[tpu]'" in messages[-1]
