@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source, name, folder, spec = (args.pop(key) for key in ("input", "name", "output_dir", "tokenizer"))
     # report a missing input before downloading a tokenizer
     files = input_files(source)
-    logs.log.info("reading %d files of %s", len(files), source)
+    logs.log.info("reading %s", source)
     written = prepare(files, name, folder, load_tokenizer(spec), Options(**args))
     null = f"; lines skipped because their text is null: {written.null_lines}" if written.null_lines else ""
     sys.stdout.write(
