@@ -337,7 +337,9 @@ def test_command_line(tmp_path, texts):
         [*command, "--seq", "9999", "--tokenizer", "bytes"], cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[1].startswith("error: in.txt: 1,301 tokens do not fill one sequence of 10,000 (1 document): add")
+    assert done.stderr.splitlines()[1].startswith(
+        "error: in.txt: 1,301 tokens do not fill one sequence of 10,000 (1 document): add"
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", path.name]
 
 
