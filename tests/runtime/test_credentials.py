@@ -55,7 +55,7 @@ def test_every_command_says_so_in_one_line(no_credentials, monkeypatch, capfd, c
     errors = capfd.readouterr().err
     assert ended.value.code == 2, errors
     assert "Traceback" not in errors
-    (line,) = [line for line in errors.splitlines() if "gs://" in line]
+    (line,) = [line for line in errors.splitlines() if "gs://" in line and " I reading gs://" not in line]
     assert line.startswith("error: no access to gs:// paths: File ")
     assert "gcloud auth application-default login" in line
     assert "local" in line
