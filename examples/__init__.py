@@ -9,6 +9,7 @@ import sys
 from types import TracebackType
 
 from mesh_transformer import environment
+from mesh_transformer.errors import UserError
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -18,11 +19,13 @@ os.environ.setdefault("PJRT_NPROC", "32")
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show Ctrl-C and an absent package as one line, also while an example imports jax."""
+    """Show Ctrl-C, an absent package and a wrong Python as one line, also while an example imports jax."""
     if kind is KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return
-    message = environment.not_installed(error) if isinstance(error, ModuleNotFoundError) else None
+    message = str(error) if isinstance(error, UserError) else None
+    if isinstance(error, ModuleNotFoundError):
+        message = environment.not_installed(error)
     if message is None:
         sys.__excepthook__(kind, error, trace)
         return
@@ -31,3 +34,4 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 sys.excepthook = _show
+environment.check_python()

@@ -24,7 +24,9 @@ def check_python() -> None:
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         found = ".".join(map(str, sys.version_info[:3]))
         oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
-        raise UserError(f"this is Python {found} ({sys.executable}), but {oldest} to {newest} is needed: {_way_in()}")
+        raise UserError(
+            f"this is Python {found} ({sys.executable}), but {oldest} to {newest} is needed: {_way_in(wrong_python=True)}"
+        )
 
 
 @contextmanager
@@ -71,11 +73,13 @@ def explained_imports(name: str) -> Iterator[None]:
         sys.exit(2)
 
 
-def _way_in() -> str:
-    """What to do, so that the commands find their packages."""
+def _way_in(*, wrong_python: bool = False) -> str:
+    """What to do, so that the commands find their packages, or a supported Python."""
     venv = os.path.join(CHECKOUT, ".venv")
     activate = os.path.join(venv, *(("Scripts", "activate") if os.name == "nt" else ("bin", "activate")))
     if os.path.exists(activate) and os.path.realpath(sys.prefix) != os.path.realpath(venv):
         shown = os.path.relpath(activate) if os.getcwd() == CHECKOUT else activate
         return f"run {shown if os.name == 'nt' else 'source ' + shown}"
+    if wrong_python:
+        return "install one, and run bash scripts/quickstart.sh"
     return "run pip install -r requirements.txt && pip install -e . --no-deps, or bash scripts/quickstart.sh"
