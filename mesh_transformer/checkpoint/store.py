@@ -5,7 +5,7 @@ Orbax writes the checkpoints and `load.py` reads them.
     {root}/step_1000/state/      the tensors (OCDBT)
     {root}/step_1000/hf/         if the run started from a Hugging Face folder: see origin.py
     {root}/step_1000/manifest/   shapes, dtypes, checksums and the caller's JSON: see native/manifest.py
-    {root}/set_aside/step_1000/  a step that a later save moved away: replaced, damaged, or from an abandoned branch of the run
+    {root}/set_aside/step_1000/  a step that a later save moved away: replaced, damaged, or of an abandoned branch
 
 A step is finished when its folder is renamed from a temporary name (local) or holds `commit_success.txt`
 (`gs://`, where nothing can be renamed). Other files under the root, including steps of the original program

@@ -152,8 +152,9 @@ def write_corpus(
         length = options.seq + 1
         if store.n_tokens * options.n_repack_epochs < length:
             raise UserError(
-                f"{files[0]}{' and others' if len(files) > 1 else ''}: {plural(store.n_tokens, 'token')} do not fill one "
-                f"sequence of {length:,} ({plural(store.n_documents, 'document')}): add text or choose a shorter {seq_option}"
+                f"{files[0]}{' and others' if len(files) > 1 else ''}: {plural(store.n_tokens, 'token')} do not fill "
+                f"one sequence of {length:,} ({plural(store.n_documents, 'document')}): add text or choose a shorter "
+                f"{seq_option}"
             )
         total = store.n_tokens * options.n_repack_epochs // length
         count = write_records(path, _tracked(sequences(store, options), "sequences", total))
