@@ -311,13 +311,7 @@ def reshard(
     source = open_folder(found, config.model)
     prompt_sampler = None
     if prompt is not None:
-        platforms.CompileCache()
-        platforms.open_devices()
-        if jax.device_count() % shards:
-            raise UserError(
-                f"--prompt with {shards} shards needs a multiple of {shards} devices, found {jax.device_count()}: give "
-                f"--shards-out 1, or omit --prompt and test the result with device_sample.py --set mesh.tp=1"
-            )
+        _check_devices(shards)
         prompt_config = config_for(config_path, [*overrides, f"mesh.tp={shards}"], checkpoint)
         prompt_sampler = sampler.Sampler(prompt_config, sampler.SampleRequest(), checkpoint, [prompt])
     if output is not None:
@@ -332,6 +326,17 @@ def reshard(
         )
     if prompt_sampler is not None:
         prompt_sampler.show(checkpoint)
+
+
+def _check_devices(shards: int) -> None:
+    """Check that the devices can share a model in so many shards, to complete a prompt."""
+    platforms.CompileCache()
+    platforms.open_devices()
+    if jax.device_count() % shards:
+        raise UserError(
+            f"--prompt with {shards} shards needs a multiple of {shards} devices, found {jax.device_count()}: give "
+            f"--shards-out 1, or omit --prompt and test the result with device_sample.py --set mesh.tp=1"
+        )
 
 
 def _check_shards(shards_out: int | None, overrides: Sequence[str], format: Format, prompt: str | None) -> None:
