@@ -78,8 +78,8 @@ class Validation:
                 if jax.process_count() == 1 and self._stop():
                     return []
                 results.append(self._program.eval_step(params, self._session.place_eval(tokens)))
-                # keep one batch in flight; the progress bar shows finished batches
-                jax.block_until_ready(results[-2:-1])
+                # keep one batch in flight; the first one is waited for, because other processes may still compile
+                jax.block_until_ready(results[-2:-1] or results)
                 progress.update(i)
         progress.close()
         return jax.device_get(results)
