@@ -22,7 +22,8 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     """Show Ctrl-C, an absent package and a wrong Python as one line, also while an example imports jax."""
     if kind is KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
-        return
+        # the normal exit may crash, because XLA's threads still compute
+        os._exit(130)
     message = str(error) if isinstance(error, UserError) else None
     if isinstance(error, ModuleNotFoundError):
         message = environment.not_installed(error)
@@ -34,4 +35,5 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 sys.excepthook = _show
+environment.handle_interrupts()
 environment.check_python()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -103,7 +104,11 @@ def run(
         mesh: the size of each axis; `arguments` such as tp=2 dp=4 replace it.
     """
     mesh = sizes(arguments) or mesh
-    devices = jax.devices()[: math.prod(mesh.values())]
+    try:
+        devices = jax.devices()[: math.prod(mesh.values())]
+    # without a GPU, JAX raises an AssertionError without a text
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(f"no device of JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} found: unset it; {error}") from error
     say(f"mesh: {' x '.join(f'{axis} {size}' for axis, size in mesh.items())} ({len(devices)} x {devices[0].platform})")
     ours = train(partition(make_mesh(mesh_shape(**mesh), devices)))
     say_parameters(ours.params)
@@ -124,7 +129,7 @@ def main(name: str, train: Callable[[Partition], Run], partition: Callable[..., 
     try:
         sys.exit(run(name.rpartition(".")[2], train, partition, mesh, sys.argv[1:]))
     except UserError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
 
 

@@ -3,7 +3,8 @@
 import os
 import sys
 
-_name = os.path.splitext(os.path.basename(sys.argv[0]))[0]
+# with -m the name of the module is not known yet
+_name = "NAME" if sys.argv[0] == "-m" else os.path.splitext(os.path.basename(sys.argv[0]))[0]
 _checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.stderr.write(f"error: an example is a module: cd {_checkout} && python -m examples.{_name}\n")
 sys.exit(2)

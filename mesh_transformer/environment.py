@@ -3,10 +3,15 @@ versions of Python."""
 
 from __future__ import annotations
 
+import _thread
+import functools
 import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from mesh_transformer.errors import UserError
 
@@ -71,6 +76,42 @@ def explained_imports(name: str) -> Iterator[None]:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
+
+
+def handle_interrupts() -> None:
+    """Let Ctrl-C end the program wherever it is: see `interrupt`, and raise it once more if it came during a callback of
+    the garbage collector, where Python ignores exceptions."""
+    signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = functools.partial(_repeat_interrupt, sys.unraisablehook)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """The handler of Ctrl-C: raises KeyboardInterrupt, but ends the process at once during an import.
+
+    A C extension that is interrupted in its own imports prints the exception and fails with another one.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os.write(sys.stderr.fileno(), b"interrupted\n")
+            os._exit(128 + number)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _repeat_interrupt(otherwise: Callable[[sys.UnraisableHookArgs], object], ignored: sys.UnraisableHookArgs) -> None:
+    if isinstance(ignored.exc_value, KeyboardInterrupt):
+        # after this function, in which Python ignores it too
+        threading.Timer(0.05, _interrupt_main_thread).start()
+    else:
+        otherwise(ignored)
+
+
+def _interrupt_main_thread() -> None:
+    # only a real signal ends a system call; Windows has none
+    if hasattr(signal, "pthread_kill") and (main := threading.main_thread().ident) is not None:
+        signal.pthread_kill(main, signal.SIGINT)
+    else:
+        _thread.interrupt_main()
 
 
 def _way_in(*, wrong_python: bool = False) -> str:

@@ -106,10 +106,31 @@ def test_an_example_that_runs_as_a_script_says_how_to_run_it(repo: Path) -> None
     assert line == f"error: an example is a module: cd {repo} && python -m examples.tensor_parallelism"
 
 
+def test_an_example_without_its_devices_is_one_line(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    line = error_of([sys.executable, "-m", "examples.fsdp"], repo)
+    assert line.startswith("error: no device of JAX_PLATFORMS=tpu found: unset it; Unable to initialize backend 'tpu'")
+
+
 def test_ctrl_c_while_an_example_imports_jax_is_one_line(repo: Path) -> None:
     program = "import examples\nraise KeyboardInterrupt"
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=repo, capture_output=True, text=True, env=dict(os.environ)
     )
     assert ended.stderr == "interrupted\n"
-    assert ended.returncode in (-2, 130)
+    assert ended.returncode == 130
+
+
+def test_ctrl_c_during_an_import_ends_the_process_at_once(repo: Path, tmp_path: Path) -> None:
+    """A C extension would turn it into an ImportError."""
+    (tmp_path / "extension.py").write_text(
+        "import signal\n"
+        "try:\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "except BaseException as error:\n"
+        "    raise ImportError('Encountered an error while initializing the extension.') from error\n"
+    )
+    program = "from mesh_transformer.runtime import cli\ndef main():\n    import extension\ncli.run(main)"
+    environment = {**os.environ, "PYTHONPATH": f"{repo}{os.pathsep}{tmp_path}"}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")

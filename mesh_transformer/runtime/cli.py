@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import _thread
 import argparse
 import atexit
 import dataclasses
-import functools
 import gc
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
@@ -170,7 +167,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     cpu_devices.give_threads()
     # a training run replaces this handler
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    sys.unraisablehook = functools.partial(_repeat_interrupt, sys.unraisablehook)
+    environment.handle_interrupts()
     try:
         environment.check_python()
         with environment.requirements():
@@ -212,23 +209,6 @@ def collect_rarely() -> None:
     gc.set_threshold(_NEW_OBJECTS)
     # registered first, so that it is called after all other functions of this kind
     atexit.register(gc.freeze)
-
-
-def _repeat_interrupt(otherwise: Callable[[sys.UnraisableHookArgs], object], ignored: sys.UnraisableHookArgs) -> None:
-    """Raise a Ctrl-C once more that came during a callback of the garbage collector, where Python ignores exceptions."""
-    if isinstance(ignored.exc_value, KeyboardInterrupt):
-        # after this function, in which Python ignores it too
-        threading.Timer(0.05, _interrupt_main_thread).start()
-    else:
-        otherwise(ignored)
-
-
-def _interrupt_main_thread() -> None:
-    # only a real signal ends a system call; Windows has none
-    if hasattr(signal, "pthread_kill") and (main := threading.main_thread().ident) is not None:
-        signal.pthread_kill(main, signal.SIGINT)
-    else:
-        _thread.interrupt_main()
 
 
 def _silence_deletions() -> None:

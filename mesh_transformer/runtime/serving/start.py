@@ -104,9 +104,8 @@ def run(
     config = config_for(config_path, overrides, options.checkpoint)
     keys = read_keys(options.api_key_file) if options.api_key_file is not None else []
     source = options.checkpoint or config.checkpoint.root
+    platforms.open_devices()
     tokenizer = open_tokenizer(config, source)
-    if open_engine is None:
-        platforms.open_devices()
     listener = bind(options.host, options.port)
     if not keys and not is_loopback(listener):
         warning = "other machines can reach %s, and there is no --api-key-file: anyone can use this server"

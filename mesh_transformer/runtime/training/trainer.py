@@ -13,7 +13,7 @@ from typing import Any, Self
 import jax
 from jax.experimental import multihost_utils
 
-from mesh_transformer import files, logs, platforms
+from mesh_transformer import environment, files, logs, platforms
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import Loader
@@ -106,7 +106,7 @@ class Interrupt(StopSignals):
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and not self.in_loop:
-            raise KeyboardInterrupt
+            environment.interrupt(number, frame)
         super()._receive(number, frame)
 
     def exit_code(self, step: int) -> int | None:
