@@ -20,8 +20,8 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
-        help="tokenizer of the output: a folder, a name on the Hugging Face hub, or `bytes` (default: that of the Hugging "
-        "Face folder that the checkpoint came from, or `bytes` if the run used it)",
+        help="tokenizer of the output: a folder, a name on the Hugging Face hub, or `bytes` (default: the tokenizer of the "
+        "Hugging Face folder that the checkpoint came from, or `bytes` if the run used it)",
     )
     parser.add_argument(
         "--push",

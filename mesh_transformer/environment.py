@@ -79,8 +79,8 @@ def explained_imports(name: str) -> Iterator[None]:
 
 
 def handle_interrupts() -> None:
-    """Let Ctrl-C end the program wherever it is: see `interrupt`, and raise it once more if it came during a callback of
-    the garbage collector, where Python ignores exceptions."""
+    """Let Ctrl-C end the program wherever it is: see `interrupt`. One that comes during a callback of the garbage
+    collector, where Python ignores exceptions, is raised once more."""
     signal.signal(signal.SIGINT, interrupt)
     sys.unraisablehook = functools.partial(_repeat_interrupt, sys.unraisablehook)
 

@@ -84,7 +84,7 @@ def _of_groups() -> Iterator[tuple[str, int]]:
 
 
 def _hierarchies() -> Iterator[tuple[Path, Path, _Files]]:
-    """The mounted hierarchies of control groups that count memory: the folder of the mount, and that of this process."""
+    """The mounted hierarchies of control groups that count memory: the folder of the mount, and of this process."""
     groups = dict(re.findall(r"^\d+:(.*?):(.*)$", _text("proc/self/cgroup"), re.MULTILINE))
     of_memory = next((path for names, path in groups.items() if "memory" in names.split(",")), None)
     for found in _MOUNT.findall(_text("proc/self/mountinfo")):
@@ -104,7 +104,7 @@ def _hierarchies() -> Iterator[tuple[Path, Path, _Files]]:
 
 
 def _freed(group: Path, names: frozenset[str]) -> int:
-    """The bytes in use that the kernel frees when a process needs them, such as those of files that were read."""
+    """The bytes in use that the kernel frees when a process needs them, such as the cache of files that were read."""
     entries = re.findall(r"^(\w+) (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
     return sum(int(value) for name, value in entries if name in names)
 

@@ -55,8 +55,8 @@ def is_name(path: str) -> bool:
 
 
 def as_name(path: str) -> str | None:
-    """The hub's name that a user may mean: `path` is ORG/NAME or ORG/NAME@REVISION and no local folder, or the web address of
-    a model. None for others, and for a path in a local folder that exists."""
+    """The hub's name that a user may mean: `path` is ORG/NAME or ORG/NAME@REVISION and no local folder, or the web
+    address of a model. None for others, and for a path in a local folder that exists."""
     address = _ADDRESS.fullmatch(path)
     if address is not None:
         return f"{PREFIX}{address['name']}" + (f"@{address['revision']}" if address["revision"] else "")

@@ -48,7 +48,7 @@ class _BarFriendly(logging.Formatter):
 class Progress:
     """A bar with rate and ETA on a terminal, or a plain line every few seconds (on standard error).
 
-    The rate is that of the time after the first update, because the time before includes compilation. Without a `total`
+    The rate counts the time after the first update, because the time before includes compilation. Without a `total`
     it shows only the count.
     """
 
@@ -134,7 +134,7 @@ class Progress:
 def step_summary(scalars: Scalars) -> dict[str, str]:
     """What a progress line shows of the metrics of a training step: loss, tokens/s, and the MFU if it is known.
 
-    A record of a validation only, such as that of step 0, shows nothing.
+    A record of a validation only, such as step 0 of a fine-tuning, shows nothing.
     """
     if "train/loss" not in scalars:
         return {}

@@ -179,8 +179,8 @@ def _warn_of_more_ids(fingerprint: str, ids: int, n_vocab: int) -> None:
 
 
 def save_tokenizer(spec: str, folder: str) -> None:
-    """Copy the tokenizer files of a folder or a hub repository to `folder`, or write those of `bytes`; both may be on
-    gs://.
+    """Copy the tokenizer files of a folder or a hub repository to `folder`, or write the files of `bytes`; both may
+    be on gs://.
 
     Raises:
         UserError: there is no such tokenizer.

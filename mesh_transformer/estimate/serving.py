@@ -59,8 +59,8 @@ def programs(placement: Placement, slots: int) -> Iterator[ServingProgram]:
 
 
 def serving_arrays(placement: Placement, slots: int, context: int | None) -> dict[str, int]:
-    """Bytes of the arrays of one device that exist as long as an engine: the parameters, and the state of all slots, most
-    of which is the cache. `context` as in `infer.engine.SlotEngine`."""
+    """Bytes of the arrays of one device that exist as long as an engine: the parameters, and the state of all slots,
+    which is mostly the cache. `context` as in `infer.engine.SlotEngine`."""
     positions = cache_positions(placement.model.decoder.seq, context)
     chunk = min(MAX_PREFILL_TOKENS, positions)
     made = SlotPrograms(placement, slots, positions, longest_chunk=chunk, stacked=True)

@@ -57,8 +57,8 @@ def to_hf(
         config_path: the config file; None: the checkpoint records its model.
         dtype: a key of DTYPES; None: the dtype of the Hugging Face folder that the checkpoint came from, else float16
             as in the original.
-        tokenizer: `bytes`, or a folder or a name on the hub, copied to the output; None: that of the Hugging Face folder
-            that the checkpoint came from, or `bytes` if the run used it.
+        tokenizer: `bytes`, or a folder or a name on the hub, copied to the output; None: the tokenizer of the Hugging
+            Face folder that the checkpoint came from, or `bytes` if the run used it.
         push: a repository on the hub, to which the output is uploaded.
         overwrite: whether to replace an existing output.
         debug: whether to log every tensor.

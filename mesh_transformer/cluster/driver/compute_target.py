@@ -54,7 +54,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("--processes", "run in N processes on this machine", {"type": int, "metavar": "N"}),
     ("--env", "environment variable of the workers; may be repeated",
      {"action": "append", "default": [], "metavar": "NAME=VALUE"}),
-    ("--verbose", "show all lines of the workers, also those of Gloo, XLA and JAX", {"action": "store_true"}),
+    ("--verbose", "show all lines of the workers, also the lines of Gloo, XLA and JAX", {"action": "store_true"}),
     ("--price", "price of a chip-hour; the driver prints the cost of the run", {"type": float, "metavar": "P"}),
 )  # fmt: skip
 # Ray's object store holds only some batches

@@ -108,7 +108,7 @@ class Display:
             log.info(text, start_point["step"], plural(start_point["steps_redone"], "step"))
 
     def _show_metrics(self, metrics: Sequence[Event]) -> None:
-        """Show the newest of the metrics that have arrived together, so that the rate is that of the workers."""
+        """Show the newest of the metrics that have arrived together, so that the rate is the workers' rate."""
         if self._failed_at is not None:
             lasted = time.monotonic() - self._failed_at
             log.info("recovered: step %d, %.1f s after the failure was detected", metrics[0]["step"], lasted)

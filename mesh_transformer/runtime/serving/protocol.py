@@ -1,8 +1,9 @@
 """The JSON of requests and responses: OpenAI's completions with vLLM's extensions, and the original program's
 /complete.
 
-Unknown fields are ignored, as by OpenAI and vLLM, but those of REFUSED are errors. A null is the same as an absent field. Functions here check lists and
-objects, because pydantic would record an error for each of a million wrong elements.
+Unknown fields are ignored, as by OpenAI and vLLM, but the fields of REFUSED are errors. A null is the same as an absent
+field. Functions here check lists and objects, because pydantic would record an error for each of a million wrong
+elements.
 """
 
 from collections.abc import Mapping

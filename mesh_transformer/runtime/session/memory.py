@@ -109,7 +109,7 @@ def _listed(parts: Mapping[str, float]) -> str:
 def find_room(devices: Sequence[jax.Device]) -> Room | None:
     """The memory for the arrays of these devices, which are all of this process. None: it is not known.
 
-    A GPU or a TPU has its own. The devices of a CPU share that of the machine, with those of all processes on it.
+    A GPU or a TPU has its own memory. The CPU devices of all processes of a machine share the machine's memory.
     """
     if devices[0].platform == "cpu":
         host = host_memory.available()

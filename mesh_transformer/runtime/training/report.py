@@ -162,7 +162,7 @@ class MetricsReporter:
 
     @contextlib.contextmanager
     def pause(self, *, compiles: bool = False) -> Iterator[None]:
-        """Exclude a time, such as that of a validation, from the time of the next step.
+        """Exclude a time, such as the time of a validation, from the time of the next step.
 
         Args:
             compiles: it is longer than later ones, because it compiles programs, so the time left does not follow from

@@ -62,8 +62,8 @@ class StartPoint(NamedTuple):
     Args:
         loader_state: the position in the training data. None: its beginning.
         origin: the Hugging Face folder that the run started from, if any.
-        validates: whether the run begins with the validation after `step`: one that a signal interrupted, or that of the
-            parameters which a fine-tuning starts from.
+        validates: whether the run begins with the validation after `step`: a signal interrupted it, or a fine-tuning
+            starts.
     """
 
     state: TrainState

@@ -65,7 +65,7 @@ def test_lines_of_workers(slices: int, shown: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == shown
 
 
-# the output of workers of which others were killed or stopped, as it was
+# the output of workers beside others that were killed or stopped, as it was
 OUTPUT = """\
 [Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1
 01:26:03 I 872,640 parameters

@@ -113,7 +113,7 @@ def tokens(server: Served, messages: list[Any], **fields: Any) -> list[int]:
 
 @pytest.mark.parametrize("number", range(len(BODIES)), ids=lambda number: f"{number} {BODIES[number]['client']}")
 def test_a_body_as_a_client_sends_it(server: Served, theirs: Any, prompts: list[list[int]], number: int) -> None:
-    """The prompt is that of transformers, or the refusal names the field that asks for what is not built."""
+    """The prompt equals the prompt of transformers, or the refusal names the field that asks for what is not built."""
     body = BODIES[number]["body"]
     response = server.post(body, PATH)
     if BODIES[number]["status"] == 400:

@@ -198,7 +198,7 @@ class _Device:
 
 
 def test_the_memory_of_accelerators() -> None:
-    """That of their allocator, else that of the table; every device has its own."""
+    """The memory of their allocator, else of the table; every device has its own."""
     small, large = _Device("NVIDIA L4", {"bytes_limit": 5}), _Device("NVIDIA L4", {"bytes_limit": 7})
     assert memory.find_room([large, small]) == (5, 1, "a device (NVIDIA L4)")
     known = memory.find_room([_Device("NVIDIA H100 80GB HBM3", None)])

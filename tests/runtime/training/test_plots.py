@@ -17,7 +17,7 @@ Draw = Callable[[Callable[[str], None], Mapping[int, dict[str, float]]], Figure]
 
 @pytest.fixture
 def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draw:
-    """Writes metrics into the folder `mine` and plots them. Returns the figure, of which the PNG is written too."""
+    """Writes metrics into the folder `mine` and plots them. Returns the figure, whose PNG is written too."""
     figures: list[Any] = []
     write = plots.write_png
     monkeypatch.setattr(plots, "write_png", lambda figure, path: (figures.append(figure), write(figure, path)))

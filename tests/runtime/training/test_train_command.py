@@ -358,6 +358,13 @@ def test_a_folder_that_is_deleted_during_the_run(trained):
     assert_one_line(errors, "gone was deleted or moved during the run")
 
 
+def assert_interrupted(program):
+    child = subprocess.run(
+        [sys.executable, program], env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, text=True
+    )
+    assert (child.returncode, child.stdout, child.stderr) == (130, "", "interrupted\n")
+
+
 def test_ctrl_c_is_one_line_with_unfinished_objects(tmp_path):
     """Python 3.13's HTTPResponse complains of that when it is deleted."""
     program = tmp_path / "program.py"
@@ -370,10 +377,7 @@ def test_ctrl_c_is_one_line_with_unfinished_objects(tmp_path):
         "    raise KeyboardInterrupt\n"
         "cli.run(main)\n"
     )
-    child = subprocess.run(
-        [sys.executable, program], env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, text=True
-    )
-    assert (child.returncode, child.stdout, child.stderr) == (130, "", "interrupted\n")
+    assert_interrupted(program)
 
 
 def test_a_ctrl_c_that_python_ignores_in_the_garbage_collector_ends_the_command(tmp_path):
@@ -391,10 +395,7 @@ def test_a_ctrl_c_that_python_ignores_in_the_garbage_collector_ends_the_command(
         "    raise SystemExit('the interrupt was lost')\n"
         "cli.run(main)\n"
     )
-    child = subprocess.run(
-        [sys.executable, program], env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, text=True
-    )
-    assert (child.returncode, child.stdout, child.stderr) == (130, "", "interrupted\n")
+    assert_interrupted(program)
 
 
 def test_ctrl_c_before_the_first_step_ends_the_run_at_once(trained, run_here, monkeypatch):
