@@ -51,7 +51,9 @@ def foreign(source: str, public: dict[str, list[str]]) -> Iterator[str]:
 def test_examples_import_public_names_and_are_short(repo: Path, script: dict[str, Any]) -> None:
     public, files = script["names"](), sorted((repo / "examples").glob("*.py"))
     assert len(files) >= 9
-    assert not {file.name: names for file in files if (names := list(foreign(file.read_text(), public)))}
+    # __init__.py prepares the process, and examples.py explains a mistake
+    examples = [file for file in files if file.name not in ("__init__.py", "examples.py")]
+    assert not {file.name: names for file in examples if (names := list(foreign(file.read_text(), public)))}
     long = [file.name for file in files if len(file.read_text().splitlines()) > MOST_LINES]
     assert not set(long) - {"common.py"}
 

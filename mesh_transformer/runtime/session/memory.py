@@ -1,8 +1,10 @@
 """Refuses a model that does not fit the memory of its devices, before the first array is allocated."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +16,10 @@ from mesh_transformer.estimate import closed_form, memory, serving
 from mesh_transformer.logs import log
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.runtime.session.session import Session
-from mesh_transformer.train.step import TrainProgram
+
+# a server imports nothing of the training
+if TYPE_CHECKING:
+    from mesh_transformer.train.step import TrainProgram
 
 GIB = 2**30
 

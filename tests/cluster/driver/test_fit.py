@@ -37,6 +37,7 @@ def arguments(tmp_path, **changes):
         **{"environment": None, "wheelhouse": None, "user": None, "ssh_key": None, "preemptible": False, "price": None},
         "env": [],
         "slices": 1,
+        "verbose": False,
     }
     return argparse.Namespace(**{**given, **changes})
 

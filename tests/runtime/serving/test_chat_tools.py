@@ -123,7 +123,7 @@ def test_a_body_as_a_client_sends_it(server: Served, theirs: Any, prompts: list[
         assert not prompts
         return
     assert response.status_code == 200, response.text
-    assert response.text.endswith("data: [DONE]\n\n") or response.json()["choices"][0]["message"]["content"]
+    assert response.text.endswith("data: [DONE]\n\n") or response.json()["choices"][0]["message"]["content"] is not None
     thinking = {"enable_thinking": True} if "reasoning_effort" in body else {}
     messages = list(map(as_transformers_takes_it, body["messages"]))
     asked = {"tools": body.get("tools"), "add_generation_prompt": True, "return_dict": False, **thinking}

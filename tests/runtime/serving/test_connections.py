@@ -1,5 +1,6 @@
 """Clients that send nothing, send slowly or do not read: they use bounded resources, and other clients are served."""
 
+import resource
 import threading
 import time
 
@@ -135,7 +136,7 @@ def test_more_sockets_than_are_taken(monkeypatch):
 
 def test_connections_leave_room_for_other_files(monkeypatch):
     assert start.connection_limit(72) == 328
-    monkeypatch.setattr(start.resource, "getrlimit", lambda kind: (256, 4096))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 4096))
     assert start.connection_limit(72) == 192
 
 
