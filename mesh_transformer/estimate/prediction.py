@@ -13,7 +13,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import closed_form, overlap, serving
 from mesh_transformer.estimate.memory import bytes_per_device, training_parts
 from mesh_transformer.estimate.programs import GIB, Compiled, compile_for
-from mesh_transformer.estimate.search import unmodelled
+from mesh_transformer.estimate.sizes import unmodelled
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.estimate.timeline import Part, Timeline
 from mesh_transformer.families.flops import flops_per_token

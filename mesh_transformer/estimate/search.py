@@ -16,10 +16,9 @@ from mesh_transformer.config.mesh import MeshShape, parts, training_rules
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import overlap
 from mesh_transformer.estimate.closed_form import Estimate, check_modelled, estimate
+from mesh_transformer.estimate.sizes import MODELLED, unmodelled
 from mesh_transformer.models.model import KEPT
 
-# The axes that the search changes; a config keeps the others.
-SEARCHED = ("dp", "fsdp", "tp")
 # tensor parallelism beyond so many chips sends more than it computes
 TP_CHIPS = 16
 # the values of compute.remat, and the one that needs the least memory
@@ -81,11 +80,6 @@ def search(config: Config, n_devices: int, accelerator: Accelerator, count: int 
     if not any(_fits(one, accelerator) for one in best):
         best[-1:] = [one for one in near if _fits(one, accelerator)][:1] or best[-1:]
     return Found(tuple(best))
-
-
-def unmodelled(config: Config) -> list[str]:
-    """The axes of the config, such as mesh.pp, whose time the closed form does not give."""
-    return [f"mesh.{axis}" for axis, size in config.mesh.given.items() if axis not in SEARCHED and size > 1]
 
 
 def candidates(
@@ -174,7 +168,7 @@ def _changes(
     total = sequences(config, n_devices)
     current = platforms.resolve(config.compute, "tpu" if accelerator.is_tpu else "gpu").remat
     for shape in _meshes(config, n_devices, accelerator):
-        mesh = {("mesh", axis): shape[axis] for axis in SEARCHED if axis in config.mesh.given}
+        mesh = {("mesh", axis): shape[axis] for axis in MODELLED if axis in config.mesh.given}
         replicas = parts(shape, training_rules(config.mesh), "batch")
         own, rest = divmod(total, replicas)
         switches: Sequence[bool] = (False, True) if shape["tp"] > 1 else (config.mesh.shard_activations,)
@@ -195,7 +189,7 @@ def _changes(
 
 def _meshes(config: Config, n_devices: int, accelerator: Accelerator) -> Iterator[MeshShape]:
     """Every shape of the axes that the search changes, beside the config's other axes."""
-    others = {axis: size for axis, size in config.mesh.given.items() if axis not in SEARCHED}
+    others = {axis: size for axis, size in config.mesh.given.items() if axis not in MODELLED}
     if any(size > 1 for size in others.values()):
         return
     devices, rest = divmod(n_devices, math.prod(others.values()))

@@ -25,6 +25,14 @@ T5_BUCKETS = 32
 # the norms of a layer, by its wiring
 NORMS = {"parallel_one_norm": 1, "parallel": 2, "sequential": 2, "sandwich": 4}
 
+# the axes of the mesh that the closed form has; a search changes them, and keeps the others
+MODELLED = ("dp", "fsdp", "tp")
+
+
+def unmodelled(config: Config) -> list[str]:
+    """The axes of the config, such as mesh.pp, whose memory and time the closed form does not give."""
+    return [f"mesh.{axis}" for axis, size in config.mesh.given.items() if axis not in MODELLED and size > 1]
+
 
 class Parameter(NamedTuple):
     """A parameter of the model: names and sizes of its dimensions."""

@@ -11,7 +11,8 @@ from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.closed_form import estimate
-from mesh_transformer.estimate.search import SEARCHED, TOLERANCE, Found, candidates, remedies, search, sequences
+from mesh_transformer.estimate.search import TOLERANCE, Found, candidates, remedies, search, sequences
+from mesh_transformer.estimate.sizes import MODELLED
 
 SMALL = {"model": {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 512, "seq": 64}, "data": {"batch_size": 8}}
 
@@ -31,7 +32,7 @@ def _sequences(config: Config, devices: int) -> int:
 
 def test_candidates_of_8_devices(repo):
     found = candidates(_load(repo), 8, ACCELERATORS["v3"])
-    meshes = {tuple(one.config.check_devices(8)[axis] for axis in SEARCHED) for one in found}
+    meshes = {tuple(one.config.check_devices(8)[axis] for axis in MODELLED) for one in found}
     assert meshes == {(8 // f // t, f, t) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if f * t <= 8}
     assert {one.config.compute.remat for one in found} == {"auto", "save_attn", "save_matmuls", "none"}
     assert {one.config.data.per_replica_batch for one in found} == {1, 2, 4, 8, 16}

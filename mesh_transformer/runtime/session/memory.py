@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer import accelerators, host_memory
 from mesh_transformer.errors import UserError
-from mesh_transformer.estimate import closed_form, memory, serving
+from mesh_transformer.estimate import closed_form, memory, serving, sizes
 from mesh_transformer.logs import log
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.runtime.session.session import Session
@@ -50,7 +50,7 @@ def check_training(session: Session, program: TrainProgram) -> None:
     if 2 * arrays["moments"] > arrays["parameters"]:
         advice += ", or store less for each parameter (optimizer.name=adafactor)"
     room = _check(session, "training", arrays, advice)
-    if room is None or jax.process_index() > 0:
+    if room is None or jax.process_index() > 0 or sizes.unmodelled(session.config):
         return
     resolved = session.config.model_copy(update={"compute": program.model.compute})
     uses = closed_form.step_gib(resolved, len(program.partition.mesh.devices.flat))

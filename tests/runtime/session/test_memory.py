@@ -156,6 +156,18 @@ def test_a_step_that_may_not_fit_is_a_warning(machine, caplog: pytest.LogCapture
     assert "a step may not fit" in record.getMessage()
 
 
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "fsdp": 2, "cp": 2}])
+def test_a_mesh_without_a_formula_has_no_estimate(
+    machine, caplog: pytest.LogCaptureFixture, mesh: dict[str, int]
+) -> None:
+    session = Session.open(parse_config({**TINY, "mesh": mesh}, ["model.layers=4"]))
+    made = TrainProgram(session.placement, session.config)
+    machine(round(8.8 * sum(training_arrays(made).values())) >> 10)
+    caplog.clear()
+    memory.check_training(session, made)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("overrides", "devices", "dtype"),
     [
