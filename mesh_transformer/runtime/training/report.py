@@ -125,7 +125,7 @@ class MetricsReporter:
         self._pending = _Pending(step, None, {**scalars, "train/steps_redone": self._steps_redone})
 
     def add(self, scalars: Scalars) -> None:
-        """Add scalars, such as those of a validation, to the newest step after `settle`, or to the step of `reopen`."""
+        """Add scalars, such as the losses of a validation, to the newest step after `settle`, or to the step of `reopen`."""
         if self._pending is None:
             raise AssertionError("add() before push() and reopen()")
         self._pending.scalars.update(scalars)

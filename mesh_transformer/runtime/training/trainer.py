@@ -92,7 +92,7 @@ class Interrupt(StopSignals):
     JAX chooses the step. In a job of one process, a second Ctrl-C ends it at once, and so does one before the first
     step. `received` can differ between processes, but `exit_code` is the same in all.
 
-    `in_loop` says whether steps are computed, so that there is something to save.
+    `in_loop`: the run computes steps. Before, it has nothing to save.
     """
 
     def __init__(self) -> None:
