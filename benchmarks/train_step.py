@@ -65,8 +65,8 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     import jax
 
     from mesh_transformer import accelerators, platforms
-    from mesh_transformer.families.flops import flops_per_token
     from mesh_transformer.runtime.session.session import count_parameters
+    from mesh_transformer.spec.flops import flops_per_token
 
     config = common.config_of(arguments)
     platforms.CompileCache()

@@ -29,6 +29,7 @@ RANKS = [
         "hub",
         "liveness",
         "slices",
+        "spec",
         "stop_signals",
     },
     {"platforms", "parallel"},

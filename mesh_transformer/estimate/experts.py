@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from mesh_transformer.estimate.collectives import DeviceGroup
 from mesh_transformer.estimate.sizes import StepSizes
-from mesh_transformer.families.spec import Experts
+from mesh_transformer.spec import Experts
 
 # Arrays of rows that live at once in the backward pass: inputs, outputs, and the gradient of either.
 LIVE_ROWS = 3.0

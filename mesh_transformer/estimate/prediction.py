@@ -16,9 +16,9 @@ from mesh_transformer.estimate.programs import GIB, Compiled, compile_for
 from mesh_transformer.estimate.sizes import unmodelled
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.estimate.timeline import Part, Timeline
-from mesh_transformer.families.flops import flops_per_token
 from mesh_transformer.models.model import LAYER_LOOP
 from mesh_transformer.models.placement import Placement
+from mesh_transformer.spec.flops import flops_per_token
 from mesh_transformer.train.step import TrainProgram, lower_step
 
 STEP_RANGE = (0.9, 1.2)
@@ -67,7 +67,7 @@ class Prediction:
         step_s: predicted seconds of a step or a call; None if the program does not fit.
         step_s_range: where a measured time is expected.
         tokens_per_s: of the whole target.
-        mfu: model FLOPs utilization, 0 to 1 (families/flops.py).
+        mfu: model FLOPs utilization, 0 to 1 (spec/flops.py).
         parts: seconds by part of timeline.PARTS.
         set: the arguments that change the given config to this one.
         estimate: how the time was found: from the compiler's cycles, or by the roofline of each operation. FORMULA: the

@@ -15,9 +15,9 @@ from mesh_transformer.accelerators import Accelerator
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshShape, Rules, moment_rules, parts, training_rules
 from mesh_transformer.estimate.collectives import DeviceGroup
-from mesh_transformer.families.spec import Attention, Decoder, Dense, Experts, LatentAttention, Layer, Norm
 from mesh_transformer.ops.attend import causal
 from mesh_transformer.optimizers.base import Axes
+from mesh_transformer.spec import Attention, Decoder, Dense, Experts, LatentAttention, Layer, Norm
 
 FLOAT32_BYTES = 4
 # buckets of distances in T5's relative bias (models/decoder.py)

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.spec import Activation, Decoder, Tensor
 from mesh_transformer.fields import (
     INT32_MAX,
     CountOrZero,
@@ -21,6 +20,7 @@ from mesh_transformer.fields import (
     Tokens,
     size,
 )
+from mesh_transformer.spec import Activation, Decoder, Tensor
 
 # keys of config.json, from transformers or from tools around it, that do not affect the model
 _HARMLESS = re.compile(

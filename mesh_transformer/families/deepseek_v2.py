@@ -6,12 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.attention import LatentAttention, Norm, Rotary
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.experts import SomeDense
 from mesh_transformer.families.rotary import yarn_factor
-from mesh_transformer.families.spec import TRANSPOSED, Dense, Experts, Router, Tensor
 from mesh_transformer.fields import Count, Derived, Dims, Positive, Switch, Unit, size
+from mesh_transformer.spec import TRANSPOSED, Dense, Experts, LatentAttention, Norm, Rotary, Router, Tensor
 
 # config.json: our field, their key
 _RANKS = {

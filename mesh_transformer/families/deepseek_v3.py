@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.deepseek_v2 import DeepSeekLike
-from mesh_transformer.families.spec import Router
 from mesh_transformer.fields import Switch
+from mesh_transformer.spec import Router
 
 _METHOD = "noaux_tc"
 

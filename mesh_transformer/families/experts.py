@@ -7,8 +7,8 @@ from pydantic import model_validator
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.llama import GATED, LlamaLike, gated_rows
-from mesh_transformer.families.spec import TRANSPOSED, Dense, Experts, Router, Tensor
 from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Switch, Unit, size
+from mesh_transformer.spec import TRANSPOSED, Dense, Experts, Router, Tensor
 
 
 class WithExperts(LlamaLike):

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.llama import LlamaLike
-from mesh_transformer.families.spec import Activation, Attention, Decoder, Norm
 from mesh_transformer.fields import Switch
+from mesh_transformer.spec import Activation, Attention, Decoder, Norm
 
 
 class GemmaLike(LlamaLike):

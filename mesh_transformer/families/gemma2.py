@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.gemma import GemmaLike
-from mesh_transformer.families.spec import Attention, Decoder, Layer
 from mesh_transformer.fields import Derived, Dims, Positive, Tokens, size
+from mesh_transformer.spec import Attention, Decoder, Layer
 
 
 class Config(GemmaLike):

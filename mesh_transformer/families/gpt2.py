@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ACTIVATIONS, ActivationName, ConfigJson, ModelConfig
-from mesh_transformer.families.spec import TRANSPOSED, Attention, Decoder, Dense, Layer, Norm, Tensor
 from mesh_transformer.fields import Positive, Switch
+from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Layer, Norm, Tensor
 
 
 class Gpt2Like(ModelConfig):

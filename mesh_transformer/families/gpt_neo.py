@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal, Self
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.gpt2 import Gpt2Like
-from mesh_transformer.families.spec import TRANSPOSED, Attention, Tensor
 from mesh_transformer.fields import MOST_LAYERS, Tokens
+from mesh_transformer.spec import TRANSPOSED, Attention, Tensor
 
 _TYPES = ("global", "local")
 

@@ -6,10 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.attention import Attention, Norm, Rotary
 from mesh_transformer.families.base import ACTIVATIONS, ActivationName, ConfigJson, ModelConfig
-from mesh_transformer.families.spec import TRANSPOSED, Decoder, Dense, Layer, Tensor
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
+from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Layer, Norm, Rotary, Tensor
 
 
 class Config(ModelConfig):

@@ -5,10 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.attention import Attention, Norm, Rotary
 from mesh_transformer.families.base import TANH_GELUS, ConfigJson, ModelConfig
-from mesh_transformer.families.spec import TRANSPOSED, Decoder, Dense, Layer, Split, Tensor
 from mesh_transformer.fields import Derived, Dims, size
+from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Layer, Norm, Rotary, Split, Tensor
 
 
 def _one_norm(value: Any) -> Any:

@@ -9,7 +9,8 @@ from pydantic import model_validator
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.rotary import RotaryConfig
-from mesh_transformer.families.spec import (
+from mesh_transformer.fields import INT32_MAX, MOST_LAYERS, Derived, Heads, Positive, Switch, size
+from mesh_transformer.spec import (
     TRANSPOSED,
     Activation,
     Attention,
@@ -20,7 +21,6 @@ from mesh_transformer.families.spec import (
     Norm,
     Tensor,
 )
-from mesh_transformer.fields import INT32_MAX, MOST_LAYERS, Derived, Heads, Positive, Switch, size
 
 # config.json: our field, their key
 _SIZES = {

@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.experts import WithExperts
-from mesh_transformer.families.spec import Attention, Router
 from mesh_transformer.fields import Positive, Switch
+from mesh_transformer.spec import Attention, Router
 
 
 class Config(WithExperts):

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.experts import SomeDense
-from mesh_transformer.families.spec import Attention, Dense, Experts
 from mesh_transformer.fields import Derived, Dims, size
+from mesh_transformer.spec import Attention, Dense, Experts
 
 
 class QwenExperts(SomeDense):

@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.qwen2 import QwenLike
-from mesh_transformer.families.spec import Attention
 from mesh_transformer.fields import Switch
+from mesh_transformer.spec import Attention
 
 
 class Config(QwenLike):

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.qwen2_moe import QwenExperts
-from mesh_transformer.families.spec import Attention
 from mesh_transformer.fields import Switch
+from mesh_transformer.spec import Attention
 
 
 class Config(QwenExperts):

@@ -7,9 +7,9 @@ from annotated_types import Ge, Le
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.attention import Rotary, Scaling
 from mesh_transformer.families.base import ConfigJson, ModelConfig
 from mesh_transformer.fields import Derived, Positive, Real, Switch, Tokens
+from mesh_transformer.spec import Rotary, Scaling
 
 # of a frequency in the original context: outside of this range, their logarithm may not be finite
 Turns = Annotated[Real, Ge(1e-6), Le(1e6)]

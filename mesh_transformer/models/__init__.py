@@ -1,13 +1,13 @@
 """The model that any family describes, in Haiku: modules, stack of layers, head and placement on a mesh; and a model of
 one's own. docs/library.md describes the names here."""
 
-from mesh_transformer.families.spec import Attention as AttentionSpec
-from mesh_transformer.families.spec import Norm as NormSpec
-from mesh_transformer.families.spec import Router as RouterSpec
 from mesh_transformer.models.attention import SelfAttention
 from mesh_transformer.models.decoder import Embedding
 from mesh_transformer.models.haiku_model import HaikuModel, Stream
 from mesh_transformer.models.modules import Context, Linear, Norm, OutputBias, columns
+from mesh_transformer.spec import Attention as AttentionSpec
+from mesh_transformer.spec import Norm as NormSpec
+from mesh_transformer.spec import Router as RouterSpec
 
 __all__ = [
     "AttentionSpec",

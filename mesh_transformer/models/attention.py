@@ -1,4 +1,4 @@
-"""Attention of a block, as Haiku modules (`families.attention`).
+"""Attention of a block, as Haiku modules (`spec.attention`).
 
 Shapes: B sequences, T positions, H heads, J heads of keys and values, K dims of a head of keys, V of values, R of a
 latent.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from mesh_transformer.families import attention as spec
+from mesh_transformer import spec
 from mesh_transformer.models.modules import Context, Linear, Norm, columns, parameter
 from mesh_transformer.ops.attend.cached import Cached
 from mesh_transformer.ops.rotary import Rotation, rotate

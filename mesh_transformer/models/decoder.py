@@ -1,4 +1,4 @@
-"""The embedding, block and head of all families: Haiku modules that a `families.spec.Decoder` describes.
+"""The embedding, block and head of all families: Haiku modules that a `spec.Decoder` describes.
 
 Shapes: B sequences, T positions, S keys, D residual width, H heads, V vocabulary rows.
 """
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from mesh_transformer.families import spec
+from mesh_transformer import spec
 from mesh_transformer.models.attention import AnyAttention, attention_of
 from mesh_transformer.models.feed_forward import Experts, FeedForward
 from mesh_transformer.models.modules import ZEROS, Context, Linear, Norm, OutputBias, columns, parameter

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer.families import spec
+from mesh_transformer import spec
 from mesh_transformer.models.modules import ZEROS, Linear, Means, columns, parameter
 from mesh_transformer.ops import experts as routed
 from mesh_transformer.ops.linear import matmul

@@ -21,7 +21,6 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import ComputeConfig
-from mesh_transformer.families.spec import Decoder, Layer
 from mesh_transformer.models import decoder as modules
 from mesh_transformer.models.feed_forward import ROUTER
 from mesh_transformer.models.loops import Means, Members, in_runs, scan_layers, unrolled
@@ -38,6 +37,7 @@ from mesh_transformer.parallel.sharding import (
     constrain,
     gather_weights,
 )
+from mesh_transformer.spec import Decoder, Layer
 
 Params = dict[str, Any]
 """{"embed": ..., "blocks": ..., "head": ...}; the arrays of "blocks" have a leading dimension: the layers that have

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mesh_transformer.families import spec
+from mesh_transformer import spec
 from mesh_transformer.ops.attend.causal import Attend
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.ops.linear import add_bias, matmul

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mesh_transformer.families.attention import Rotary, Scaling
+from mesh_transformer.spec import Rotary, Scaling
 
 
 class Rotation(NamedTuple):

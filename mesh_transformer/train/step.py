@@ -16,7 +16,6 @@ from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.spec import Experts
 from mesh_transformer.models.haiku_model import Stream
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.model import KEPT, Params
@@ -26,6 +25,7 @@ from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import use
+from mesh_transformer.spec import Experts
 from mesh_transformer.train import experts, pipeline
 from mesh_transformer.train.optimizer import Optimizer, OptState, learning_rate
 from mesh_transformer.train.replicas import summed_once

@@ -20,7 +20,7 @@ from mesh_transformer.checkpoint.tensors import parameter_shapes
 from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import gpt_neox, gptj
-from mesh_transformer.families.spec import Split
+from mesh_transformer.spec import Split
 
 SIZES: dict[str, Any] = {"layers": 2, "d_model": 30, "n_heads": 3, "d_ff": 14, "n_vocab": 17, "seq": 9}
 MODELS = {

@@ -18,8 +18,8 @@ from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.closed_form import FITTED, LIKE, Estimate, estimate
 from mesh_transformer.estimate.sizes import FLOAT32_BYTES, StepSizes, parameters
-from mesh_transformer.families.flops import flops_per_token
 from mesh_transformer.models.model import KEPT, Model
+from mesh_transformer.spec.flops import flops_per_token
 
 GIB = 2**30
 LLAMA_8B = {

@@ -12,7 +12,7 @@ import pytest
 from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import load_config
 from mesh_transformer.estimate.timeline import Estimate, Timeline
-from mesh_transformer.families.flops import flops_per_token
+from mesh_transformer.spec.flops import flops_per_token
 
 TOKENS = 16 * 2048
 

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer.families.attention import CacheEntry
 from mesh_transformer.ops.attend.cached import SHORTEST_SEGMENT, KVCache, segment_ends
+from mesh_transformer.spec import CacheEntry
 
 LENGTH = 3 * SHORTEST_SEGMENT
 

@@ -10,13 +10,13 @@ import pytest
 from support.builders import token_loss
 
 from mesh_transformer.estimate import collective_bytes
-from mesh_transformer.families.spec import Attention
 from mesh_transformer.models.head import TokenLoss, weighted_loss
 from mesh_transformer.ops.attend.cached import Cached
 from mesh_transformer.ops.attend.causal import Causal
 from mesh_transformer.ops.attend.packed import PackedView
 from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.parallel import Partition, dimension_rules, make_mesh, mesh_shape
+from mesh_transformer.spec import Attention
 from mesh_transformer.train import jit
 
 # Float32 sums of up to a thousand terms in another order: a few units in the last place of the largest value.

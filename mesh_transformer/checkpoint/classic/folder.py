@@ -23,7 +23,7 @@ from mesh_transformer.checkpoint.classic.npz import NpzReader
 from mesh_transformer.checkpoint.tensors import parameter_shapes
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError, plural
-from mesh_transformer.families.spec import Split
+from mesh_transformer.spec import Split
 
 FILES_PER_SHARD = 16
 PREFIX = "causal_transformer_shard/~/"

@@ -14,8 +14,8 @@ from mesh_transformer.checkpoint.classic.npz import Member, NpzReader
 from mesh_transformer.checkpoint.tensors import Counts, Index, TensorInfo, parameter_shapes
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.spec import Split
 from mesh_transformer.logs import log
+from mesh_transformer.spec import Split
 
 OPEN_AT_ONCE = 16
 DIFFERS = "differs between shards, unlike in the original program's files: the sum or mean over the shards is read"

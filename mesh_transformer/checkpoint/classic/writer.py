@@ -14,8 +14,8 @@ from mesh_transformer.checkpoint.classic.npz import NpzWriter
 from mesh_transformer.checkpoint.tensors import TensorSource, prefetch, slots
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.spec import Split
 from mesh_transformer.logs import Transfer
+from mesh_transformer.spec import Split
 
 BLOCK_BYTES = 1 << 20
 # the slots of the original program's optimizer

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face folder of any family with a table of tensors (families/spec.py).
+"""Reads a Hugging Face folder of any family with a table of tensors (spec/decoder.py).
 
 config.json selects the family. The weights are safetensors or .bin files, in one file or in shards with an index.
 """
@@ -24,7 +24,7 @@ from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.families.base import ConfigJson
-from mesh_transformer.families.spec import TRANSPOSED, Tensor
+from mesh_transformer.spec import TRANSPOSED, Tensor
 
 FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
 # the largest matrix to cache; only the last one that was read is cached

@@ -21,9 +21,9 @@ from mesh_transformer.checkpoint.origin import Origin, write_files
 from mesh_transformer.checkpoint.tensors import Index, TensorSource, parameter_shapes, prefetch
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.spec import TRANSPOSED, Tensor
 from mesh_transformer.logs import log
 from mesh_transformer.models.feed_forward import ROUTER
+from mesh_transformer.spec import TRANSPOSED, Tensor
 
 SHARD_BYTES = 5_000_000_000
 # read at a time; two blocks are held

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from mesh_transformer.families.attention import CacheEntry
 from mesh_transformer.ops.attend.causal import attention_logits, causal_mask, fold_heads, parts, unfold_heads
+from mesh_transformer.spec import CacheEntry
 
 # Positions of the first segment.
 SHORTEST_SEGMENT = 256

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from mesh_transformer.families.attention import CacheEntry
 from mesh_transformer.ops.attend.causal import sees
+from mesh_transformer.spec import CacheEntry
 
 
 @jax.tree_util.register_dataclass

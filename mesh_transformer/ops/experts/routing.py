@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from mesh_transformer.families.spec import Router
 from mesh_transformer.parallel.sharding import active
+from mesh_transformer.spec import Router
 
 
 class Routing(NamedTuple):

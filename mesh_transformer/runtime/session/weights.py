@@ -14,11 +14,11 @@ from mesh_transformer.checkpoint.open import find_checkpoint, finished_steps, op
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.spec import Decoder
 from mesh_transformer.models.decoder import EXPERT_MODULES, fusable_modules
 from mesh_transformer.models.model import Params
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.spec import Decoder
 
 
 class Weights(NamedTuple):

@@ -11,9 +11,9 @@ import jax
 
 from mesh_transformer import accelerators
 from mesh_transformer.errors import RunError
-from mesh_transformer.families.flops import flops_per_token
 from mesh_transformer.logs import Progress, Scalars, Sink, log, step_summary
 from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.spec.flops import flops_per_token
 
 _VAL_LOSS = "val/loss_"
 
@@ -24,7 +24,7 @@ class StepWork:
 
     Args:
         tokens: tokens of a step, over the whole mesh.
-        tflop_per_device: model FLOPs of a step (`families.flops`) divided by the number of devices, in units of 10^12.
+        tflop_per_device: model FLOPs of a step (`spec.flops`) divided by the number of devices, in units of 10^12.
         peak_tflops: the peak rate of a device, TFLOP/s; None if it is unknown.
     """
 

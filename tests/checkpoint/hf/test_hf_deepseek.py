@@ -16,7 +16,7 @@ from mesh_transformer.checkpoint.hf.writer import uniform_dtype, write_hf
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.sizes import parameters
 from mesh_transformer.families import FAMILIES
-from mesh_transformer.families.flops import matrix_elements
+from mesh_transformer.spec.flops import matrix_elements
 
 SMALL = FAMILIES["deepseek_v3"](**families.MODELS["deepseek_v3"])
 _YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}

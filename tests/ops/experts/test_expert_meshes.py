@@ -13,11 +13,11 @@ from support.experts import Problem, relative_differences
 
 from mesh_transformer.config import MeshConfig, mesh_shape
 from mesh_transformer.config.mesh import training_rules
-from mesh_transformer.families.spec import Router
 from mesh_transformer.ops.experts import Dispatch, Routing, apply, dispatch, route, statistics
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import Partition, constrain, use
+from mesh_transformer.spec import Router
 
 MESHES = {
     "ep4": {"ep": 4},

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from support.covering import sampled
 
-from mesh_transformer.families.spec import Router
 from mesh_transformer.ops.experts import route, statistics
+from mesh_transformer.spec import Router
 
 EXPERTS = 12
 FILES = ("ops/experts/routing.py",)

@@ -8,12 +8,12 @@ from support.events import read_events
 
 from mesh_transformer import accelerators
 from mesh_transformer.config import load_config
-from mesh_transformer.families.flops import flops_per_token
 from mesh_transformer.logs import Progress, step_summary
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.training import report, trainer
 from mesh_transformer.runtime.training.report import Goodput, MetricsReporter, StepWork
 from mesh_transformer.runtime.training.start import TuningSource
+from mesh_transformer.spec.flops import flops_per_token
 
 NEW = ("train/tflops_per_device", "train/mfu", "train/goodput")
 WORK = StepWork(tokens=1000, tflop_per_device=50.0, peak_tflops=200.0)
@@ -137,7 +137,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_run_writes_the_rates_to_every_sink(folder, monkeypatch):
-    """The MFU of a kind of device that the table is made to know is by the formula of `families.flops`."""
+    """The MFU of a kind of device that the table is made to know is by the formula of `spec.flops`."""
     monkeypatch.chdir(folder)
     peak = accelerators.Accelerator("fake", "cpu", peak_tflops=0.5, memory_gb_s=1, usable_gib=1)
     monkeypatch.setitem(accelerators.ACCELERATORS, "fake", peak)

@@ -16,10 +16,10 @@ from mesh_transformer.accelerators import Accelerator
 from mesh_transformer.config import load_config, parse_config
 from mesh_transformer.estimate.closed_form import GPU_PRODUCT_SHARE, estimate
 from mesh_transformer.families import FAMILIES
-from mesh_transformer.families.flops import flops_per_token, matrix_elements
-from mesh_transformer.families.spec import Experts
 from mesh_transformer.models.model import Model
 from mesh_transformer.ops.attend import causal
+from mesh_transformer.spec import Experts
+from mesh_transformer.spec.flops import flops_per_token, matrix_elements
 
 # three parts of the queries, longer than all windows
 SEQ = 192

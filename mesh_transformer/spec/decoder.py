@@ -1,20 +1,13 @@
-"""A family as plain data, without jax: the parts of its decoder, and the tensors of other programs that hold its
-parameters.
+"""A decoder as plain data, without jax. A family's config returns a `Decoder`, which models/decoder.py builds."""
 
-A family's config returns a `Decoder`, which models/decoder.py builds. A `Tensor` is a row of the table by which foreign
-checkpoints are read and written.
-"""
-
-import enum
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from mesh_transformer.families.attention import Attention, LatentAttention, Norm
 from mesh_transformer.fields import Size
+from mesh_transformer.spec.attention import Attention, LatentAttention, Norm
 
-TRANSPOSED = "f d -> d f"
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 
 
@@ -205,69 +198,3 @@ class Decoder:
             "experts": [] if experts is None else [Size("model.n_experts", experts.count)],
             "vocab": [Size("model.n_vocab", self.n_vocab, "model.vocab_multiple", self.vocab_multiple)],
         }
-
-
-class Split(enum.Enum):
-    """How the arrays of a classic checkpoint's shards make up the whole array."""
-
-    ROWS = "concatenated along the first dimension"
-    COLUMNS = "concatenated along the last dimension"
-    SUM = "summed: a bias that every shard adds before the sum over shards"
-    FIRST = "that of the first shard; the original never uses the others"
-    MEAN = "averaged"
-    UNUSED = "stored by the original but never used; it has the shape of `parameter` but is another array"
-    COUNT = "an int32 scalar, the same in every shard"
-
-
-class Tensor(NamedTuple):
-    """A row of a table: a parameter of this program and the tensor of a foreign format that holds it.
-
-    A row under blocks/ stands for all layers, or for those of `layers`: the parameter has a leading dimension of layers,
-    and the foreign format has one tensor per layer. With {e} in its name, it has one tensor per layer and expert, and
-    the parameter has a dimension of experts after that of layers. The table has no shapes: they follow from the
-    parameters of the model.
-    """
-
-    # path of the parameter below params/
-    parameter: str
-    # name of the foreign tensor, with {} for the number of the layer and {e} for that of the expert
-    foreign: str
-    # einops pattern from the foreign tensor to the parameter, inverted for writing; with `part` the result begins with
-    # the dimension `part`
-    view: str | None = None
-    # index of the parameter in the foreign tensor, if that holds several parameters
-    part: int | None = None
-    # the sizes that `view` needs; "part": the number of parameters in the foreign tensor
-    sizes: Mapping[str, int] = {}
-    # the dimension that is padded in the parameter, and not in the foreign tensor
-    vocab_axis: int | None = None
-    # another parameter, without a foreign tensor: it is read as zeros, and writing adds it to the rows of this one
-    bias: str | None = None
-    # the foreign tensor to read instead, if config.json ties the head
-    tied: str | None = None
-    # a foreign tensor that may be stored too, and is then equal to this one
-    copy: str | None = None
-    # the layers that have the parameter, ascending; None: all
-    layers: tuple[int, ...] | None = None
-    # how classic shards split it
-    split: Split = Split.ROWS
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the parameter has a leading dimension of layers."""
-        return self.parameter.startswith("blocks/")
-
-    @property
-    def stack_rank(self) -> int:
-        """The number of leading dimensions of the parameter that a foreign tensor does not have: layers, experts."""
-        return self.stacked + ("{e}" in self.foreign)
-
-    def layer(self, place: Sequence[int]) -> int:
-        """The layer at an index of these dimensions; 0 if there are none."""
-        if not place:
-            return 0
-        return place[0] if self.layers is None else self.layers[place[0]]
-
-    def name(self, place: Sequence[int]) -> str:
-        """The name of the foreign tensor at an index of these dimensions."""
-        return self.foreign.format(self.layer(place), e=place[-1]) if place else self.foreign

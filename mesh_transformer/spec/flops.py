@@ -8,7 +8,7 @@ the keys in the window. Of routed experts, those that a token chooses count.
 
 import math
 
-from mesh_transformer.families.spec import Decoder, Dense, Experts
+from mesh_transformer.spec.decoder import Decoder, Dense, Experts
 
 
 def flops_per_token(decoder: Decoder, seq: int) -> int:
