@@ -91,8 +91,9 @@ Name = Annotated[str, MinLen(1), BeforeValidator(_text)]
 OptionalText = Annotated[str | None, BeforeValidator(_blank_is_none)]
 
 
-STACKS = ("layers", "unsplit_layers")
-"""The dimensions of parameters that are the layers of a stack: those that mesh.pp splits, and others."""
+STACKS = SHARED, WHOLE = "layers", "whole_layers"
+"""The dimensions of parameters that are the layers of a stack: of the run whose layers the stages of a pipeline share out,
+and of a run that every stage computes whole."""
 
 
 class Size(NamedTuple):

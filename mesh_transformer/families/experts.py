@@ -68,23 +68,19 @@ class WithExperts(LlamaLike):
 
     def ff_tensors(self, block: str) -> list[Tensor]:
         """See `LlamaLike`."""
-        decoder, module = self.decoder(), f"{block}{self.HF_MODULE}"
-        experts, layers = self.experts(), decoder.layers_with(Experts)
-        rows = [Tensor("blocks/ff/router/w", f"{module}.gate.weight", TRANSPOSED, layers=layers)]
+        experts, module = self.experts(), f"{block}{self.HF_MODULE}"
+        rows = [Tensor("blocks/ff/router/w", f"{module}.gate.weight", TRANSPOSED)]
         if experts.router.bias:
-            rows.append(Tensor("blocks/ff/router/bias", f"{module}.gate.e_score_correction_bias", layers=layers))
+            rows.append(Tensor("blocks/ff/router/bias", f"{module}.gate.e_score_correction_bias"))
         rows += [
-            Tensor(f"blocks/ff/experts/{name}", f"{module}.experts.{{e}}.{key}.weight", TRANSPOSED, layers=layers)
+            Tensor(f"blocks/ff/experts/{name}", f"{module}.experts.{{e}}.{key}.weight", TRANSPOSED)
             for name, key in self.HF_MATRICES.items()
         ]
         if experts.shared is not None:
-            rows += gated_rows("ff/shared", f"{module}.{self.HF_SHARED}", layers)
+            rows += gated_rows("ff/shared", f"{module}.{self.HF_SHARED}")
         if experts.shared_gate:
-            rows.append(
-                Tensor("blocks/ff/shared_gate/w", f"{module}.{self.HF_SHARED}_gate.weight", TRANSPOSED, layers=layers)
-            )
-        dense = decoder.layers_with(Dense)
-        return rows + (gated_rows("ff", f"{block}mlp", dense) if dense else [])
+            rows.append(Tensor("blocks/ff/shared_gate/w", f"{module}.{self.HF_SHARED}_gate.weight", TRANSPOSED))
+        return rows + (gated_rows("ff", f"{block}mlp") if any(isinstance(ff, Dense) for ff in self.ffs()) else [])
 
 
 class SomeDense(WithExperts):

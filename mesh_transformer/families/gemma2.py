@@ -7,7 +7,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.gemma import GemmaLike
 from mesh_transformer.fields import Derived, Dims, Positive, Tokens, size
-from mesh_transformer.spec import Attention, Decoder, Layer
+from mesh_transformer.spec import Attends, Attention, Decoder, Layer, Mechanism, sandwich
 
 
 class Config(GemmaLike):
@@ -51,9 +51,9 @@ class Config(GemmaLike):
         """See `LlamaLike`."""
         return replace(super().attention(), scale=self.query_scale_dims**-0.5, softcap=self.attention_softcap)
 
-    def layer(self) -> Layer:
+    def layer(self, attention: Attends, ff: Mechanism) -> Layer:
         """See `LlamaLike`."""
-        return replace(super().layer(), wiring="sandwich")
+        return sandwich(self.norm(), attention, ff)
 
     def windows(self) -> list[int | None]:
         """See `LlamaLike`."""

@@ -1,5 +1,6 @@
 """GPT-2 (Radford et al. 2019), and what GPT-Neo shares with it."""
 
+import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
@@ -7,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ACTIVATIONS, ActivationName, ConfigJson, ModelConfig
 from mesh_transformer.fields import Positive, Switch
-from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Layer, Norm, Tensor
+from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Norm, Tensor, sequential
 
 
 class Gpt2Like(ModelConfig):
@@ -38,13 +39,13 @@ class Gpt2Like(ModelConfig):
         """See `ModelConfig`."""
         norm, attention = Norm(eps=self.norm_eps), self.attention()
         ff = Dense(d_ff=self.d_ff, activation=ACTIVATIONS[self.activation])
-        layer = Layer(attention=attention, ff=ff, norm=norm, wiring="sequential")
+        layer = functools.cache(lambda window: sequential(norm, replace(attention, window=window), ff))
         return Decoder(
             d_model=self.d_model,
             n_vocab=self.n_vocab,
             vocab_multiple=self.vocab_multiple,
             seq=self.seq,
-            layers=tuple(replace(layer, attention=replace(attention, window=window)) for window in self.windows()),
+            layers=tuple(layer(window) for window in self.windows()),
             final_norm=norm,
             learned_positions=True,
             tied=self.tied_head,

@@ -8,7 +8,17 @@ from pydantic import model_validator
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ACTIVATIONS, ActivationName, ConfigJson, ModelConfig
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
-from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Layer, Norm, Rotary, Tensor
+from mesh_transformer.spec import (
+    TRANSPOSED,
+    Attention,
+    Decoder,
+    Dense,
+    Norm,
+    Rotary,
+    Tensor,
+    parallel_norms,
+    sequential,
+)
 
 
 class Config(ModelConfig):
@@ -55,19 +65,16 @@ class Config(ModelConfig):
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""
         norm = Norm(eps=self.norm_eps)
-        layer = Layer(
-            attention=Attention(
-                heads=self.n_heads,
-                kv_heads=self.n_heads,
-                head_dim=self.d_head,
-                rotary=Rotary(dims=self.rotary_dims, style="halves", base=self.rotary_base),
-                bias=self.attention_bias,
-                out_bias=self.attention_bias,
-            ),
-            ff=Dense(d_ff=self.d_ff, activation=ACTIVATIONS[self.activation]),
-            norm=norm,
-            wiring="parallel" if self.parallel_residual else "sequential",
+        attention = Attention(
+            heads=self.n_heads,
+            kv_heads=self.n_heads,
+            head_dim=self.d_head,
+            rotary=Rotary(dims=self.rotary_dims, style="halves", base=self.rotary_base),
+            bias=self.attention_bias,
+            out_bias=self.attention_bias,
         )
+        around = parallel_norms if self.parallel_residual else sequential
+        layer = around(norm, attention, Dense(d_ff=self.d_ff, activation=ACTIVATIONS[self.activation]))
         return Decoder(
             d_model=self.d_model,
             n_vocab=self.n_vocab,

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, model_validator
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import TANH_GELUS, ConfigJson, ModelConfig
 from mesh_transformer.fields import Derived, Dims, size
-from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Layer, Norm, Rotary, Split, Tensor
+from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Norm, Rotary, Split, Tensor, parallel
 
 
 def _one_norm(value: Any) -> Any:
@@ -86,17 +86,13 @@ class Config(ModelConfig):
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""
         rotary = Rotary(dims=self.pe_rotary_dims, style="pairs", precision="float64")
-        layer = Layer(
-            attention=Attention(
-                heads=self.n_heads,
-                kv_heads=self.n_heads,
-                head_dim=self.d_head,
-                rotary=rotary if self.pe == "rotary" else None,
-            ),
-            ff=Dense(d_ff=self.d_ff, activation="gelu_tanh"),
-            norm=NORMS[self.norm],
-            wiring="parallel_one_norm",
+        attention = Attention(
+            heads=self.n_heads,
+            kv_heads=self.n_heads,
+            head_dim=self.d_head,
+            rotary=rotary if self.pe == "rotary" else None,
         )
+        layer = parallel(NORMS[self.norm], attention, Dense(d_ff=self.d_ff, activation="gelu_tanh"))
         return Decoder(
             d_model=self.d_model,
             n_vocab=self.n_vocab,

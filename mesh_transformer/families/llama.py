@@ -1,5 +1,6 @@
 """Llama 1 to 3 (Touvron et al. 2023, Grattafiori et al. 2024), and what its descendants share with it."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -13,13 +14,16 @@ from mesh_transformer.fields import INT32_MAX, MOST_LAYERS, Derived, Heads, Posi
 from mesh_transformer.spec import (
     TRANSPOSED,
     Activation,
+    Attends,
     Attention,
     Decoder,
     Dense,
     Experts,
     Layer,
+    Mechanism,
     Norm,
     Tensor,
+    sequential,
 )
 
 # config.json: our field, their key
@@ -87,9 +91,9 @@ class LlamaLike(RotaryConfig):
         """The feed-forward of the dense layers."""
         return Dense(d_ff=self.d_ff, activation=self.ACTIVATION, gated=True, bias=False)
 
-    def layer(self) -> Layer:
-        """A dense layer without a window."""
-        return Layer(attention=self.attention(), ff=self.ff(), norm=self.norm(), wiring="sequential")
+    def layer(self, attention: Attends, ff: Mechanism) -> Layer:
+        """A layer with these mechanisms."""
+        return sequential(self.norm(), attention, ff)
 
     def windows(self) -> list[int | None]:
         """The window of each layer."""
@@ -101,13 +105,15 @@ class LlamaLike(RotaryConfig):
 
     def decoder(self) -> Decoder:
         """See `ModelConfig`."""
-        layer, of_layers = self.layer(), zip(self.windows(), self.ffs(), strict=True)
+        attention, of_layers = self.attention(), zip(self.windows(), self.ffs(), strict=True)
+        # equal layers are one object
+        layer = functools.cache(lambda window, ff: self.layer(replace(attention, window=window), ff))
         return Decoder(
             d_model=self.d_model,
             n_vocab=self.n_vocab,
             vocab_multiple=self.vocab_multiple,
             seq=self.seq,
-            layers=tuple(replace(layer, attention=replace(layer.attention, window=w), ff=ff) for w, ff in of_layers),
+            layers=tuple(layer(window, ff) for window, ff in of_layers),
             final_norm=self.norm(),
             tied=self.tied_head,
         )
@@ -203,13 +209,9 @@ class LlamaLike(RotaryConfig):
         return rows
 
 
-def gated_rows(ours: str, theirs: str, layers: tuple[int, ...] | None = None) -> list[Tensor]:
-    """The rows of the matrices of a gated feed-forward layer, given the beginning of their names; `layers` as in
-    `Tensor`."""
-    return [
-        Tensor(f"blocks/{ours}/{name}/w", f"{theirs}.{key}.weight", TRANSPOSED, layers=layers)
-        for name, key in GATED.items()
-    ]
+def gated_rows(ours: str, theirs: str) -> list[Tensor]:
+    """The rows of the matrices of a gated feed-forward layer, given the beginning of their names."""
+    return [Tensor(f"blocks/{ours}/{name}/w", f"{theirs}.{key}.weight", TRANSPOSED) for name, key in GATED.items()]
 
 
 class Config(LlamaLike):

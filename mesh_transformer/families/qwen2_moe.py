@@ -93,7 +93,9 @@ class Config(QwenExperts):
 
     def experts(self) -> Experts:
         """See `WithExperts`."""
-        shared = Dense(d_ff=self.shared_d_ff, activation=self.ACTIVATION, gated=True, bias=False)
+        shared = Dense(
+            d_ff=self.shared_d_ff, d_ff_field="shared_d_ff", activation=self.ACTIVATION, gated=True, bias=False
+        )
         return replace(super().experts(), shared=shared, shared_gate=True)
 
     @classmethod

@@ -57,6 +57,8 @@ def frequencies(rotary: Rotary) -> np.ndarray:
     3e-4 of an angle after 6,000 positions.
     """
     exponents = np.arange(0, rotary.dims, 2, dtype=rotary.precision) / np.dtype(rotary.precision).type(rotary.dims)
+    if rotary.base is None:
+        return np.zeros_like(exponents)
     if rotary.precision == "float64":
         return rotary.base**-exponents
     # numpy's power of float32 is up to two ulps off; torch's is nearly always the rounded one
@@ -97,5 +99,6 @@ _SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 def _pair_with_turns(rotary: Rotary, scaling: Scaling, turns: float) -> float:
     """The index of the pair, not a whole number, that makes `turns` turns in the original context."""
+    assert rotary.base is not None
     length = scaling.original_seq / (turns * 2 * math.pi)
     return rotary.dims * math.log(length) / (2 * math.log(rotary.base))

@@ -1,32 +1,62 @@
 """A model as plain data, without jax: its decoder, and the tensors of other programs that hold its parameters."""
 
-from mesh_transformer.spec.attention import (
-    Attention,
-    CacheEntry,
-    LatentAttention,
-    Matrix,
-    Norm,
-    Rotary,
-    Scaling,
+from mesh_transformer.spec.arrays import Array, Arrays, Axes, below, linear, matrix
+from mesh_transformer.spec.attention import Attention, LatentAttention
+from mesh_transformer.spec.decoder import Decoder
+from mesh_transformer.spec.feed_forward import Activation, Dense, Experts, Router
+from mesh_transformer.spec.layer import (
+    Branch,
+    Layer,
+    Part,
+    Reading,
+    parallel,
+    parallel_norms,
+    sandwich,
+    sequential,
 )
-from mesh_transformer.spec.decoder import Activation, Decoder, Dense, Experts, Layer, Router
-from mesh_transformer.spec.tensors import TRANSPOSED, Split, Tensor
+from mesh_transformer.spec.mechanism import Attends, CacheEntry, Mechanism, Numbers
+from mesh_transformer.spec.norm import Norm
+from mesh_transformer.spec.rotary import Rotary, Scaling
+from mesh_transformer.spec.runs import Run, in_run, neighbours, runs_of, shared_run, starts
+from mesh_transformer.spec.tensors import TRANSPOSED, Split, Tensor, by_stack
 
 __all__ = [
     "TRANSPOSED",
     "Activation",
+    "Array",
+    "Arrays",
+    "Attends",
     "Attention",
+    "Axes",
+    "Branch",
     "CacheEntry",
     "Decoder",
     "Dense",
     "Experts",
     "LatentAttention",
     "Layer",
-    "Matrix",
+    "Mechanism",
     "Norm",
+    "Numbers",
+    "Part",
+    "Reading",
     "Rotary",
     "Router",
+    "Run",
     "Scaling",
     "Split",
     "Tensor",
+    "below",
+    "by_stack",
+    "in_run",
+    "linear",
+    "matrix",
+    "neighbours",
+    "parallel",
+    "parallel_norms",
+    "runs_of",
+    "sandwich",
+    "sequential",
+    "shared_run",
+    "starts",
 ]

@@ -1,112 +1,26 @@
 """A decoder as plain data, without jax. A family's config returns a `Decoder`, which models/decoder.py builds."""
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from mesh_transformer.fields import Size
-from mesh_transformer.spec.attention import Attention, LatentAttention, Norm
+from mesh_transformer.fields import SHARED, WHOLE, Size
+from mesh_transformer.spec.arrays import Array, Arrays, below, matrix
+from mesh_transformer.spec.feed_forward import Experts
+from mesh_transformer.spec.layer import Layer
+from mesh_transformer.spec.mechanism import Attends, Mechanism, Numbers
+from mesh_transformer.spec.norm import Norm
+from mesh_transformer.spec.rotary import Rotary
+from mesh_transformer.spec.runs import Run, in_run, runs_of, shared_run, starts
 
-Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dense:
-    """activation(x w_in + b) w_out + b; gated: (activation(x w_gate + b) * (x w_in + b)) w_out + b (Shazeer 2020,
-    arXiv:2002.05202)."""
-
-    d_ff: int
-    activation: Activation
-    gated: bool = False
-    bias: bool = True
-
-    @property
-    def token_width(self) -> int:
-        """The hidden dims that a token goes through."""
-        return self.d_ff
-
-
-@dataclass(frozen=True, kw_only=True)
-class Router:
-    """Which experts a token goes to, and with which weights, in float32.
-
-    A token has a score for each expert: the softmax, or the sigmoid, of x w. It goes to the `chosen` experts with the
-    greatest scores, and their outputs are weighted by these scores; with `normalize`, divided by their sum plus `eps`;
-    then times `scale`. The softmax of the chosen logits (Mixtral) is the normalized softmax of all.
-
-    With `bias`, a bias is added to the scores for the choice only (Wang et al. 2024, arXiv:2408.15664). With `groups`,
-    a token chooses from the experts of the `top_groups` best groups (DeepSeek-V2, arXiv:2405.04434): those with the
-    greatest score, or the greatest sum of their two best scores, as `group_score` says.
-    """
-
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    chosen: int
-    normalize: bool
-    eps: float = 0.0
-    scale: float = 1.0
-    bias: bool = False
-    groups: int = 1
-    top_groups: int = 1
-    group_score: Literal["max", "two_best"] = "max"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """`count` gated feed-forward layers without biases, of which each token goes through those that `router` chooses
-    (Shazeer et al. 2017, arXiv:1701.06538).
-
-    All tokens also go through `shared`; with `shared_gate`, its output is multiplied by sigmoid(x w).
-    """
-
-    count: int
-    d_ff: int
-    activation: Activation
-    router: Router
-    shared: Dense | None = None
-    shared_gate: bool = False
-    # the field of the config that sets d_ff
-    d_ff_field: str = "expert_d_ff"
-
-    @property
-    def gated(self) -> bool:
-        """See `Dense`."""
-        return True
-
-    @property
-    def bias(self) -> bool:
-        """See `Dense`."""
-        return False
-
-    @property
-    def token_width(self) -> int:
-        """The hidden dims that a token goes through: those of the chosen and of the shared experts."""
-        return self.router.chosen * self.d_ff + (self.shared.d_ff if self.shared else 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """Attention and feed-forward around a residual stream x.
-
-    sequential: x += attention(norm(x)); x += ff(ff_norm(x)). parallel: x += attention(norm(x)) + ff(ff_norm(x)).
-    parallel_one_norm: the same with ff(norm(x)). sandwich: x += attention_post_norm(attention(norm(x)));
-    x += ff_post_norm(ff(ff_norm(x))). Experts need sequential or sandwich.
-    """
-
-    attention: Attention | LatentAttention
-    ff: Dense | Experts
-    norm: Norm
-    wiring: Literal["sequential", "parallel", "parallel_one_norm", "sandwich"]
-
-    @property
-    def kind(self) -> "Layer":
-        """The layer without its window. Layers of one kind have parameters of the same shapes."""
-        return replace(self, attention=replace(self.attention, window=None))
+# buckets of distances in T5's relative bias
+T5_BUCKETS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A whole model. The layers may differ in their windows, and some may have experts."""
+    """A whole model. Its layers may differ in their numbers (`Numbers`), and in their kinds."""
 
     d_model: int
     n_vocab: int
@@ -128,73 +42,137 @@ class Decoder:
     # the logits become softcap * tanh(logits / softcap)
     softcap: float | None = None
 
-    def __post_init__(self) -> None:
-        assert len({replace(kind, ff=self.layer.ff) for kind in self.kinds}) == 1
-        kinds = [type(kind.ff) for kind in self.kinds]
-        assert len(kinds) == len(set(kinds))
+    @functools.cached_property
+    def kinds(self) -> dict[Layer, int]:
+        """The kinds of layers, each with the number of its layers."""
+        counts: dict[Layer, int] = {}
+        for run in self.runs:
+            for kind in run.period:
+                counts[kind] = counts.get(kind, 0) + run.repeats
+        return counts
 
     @functools.cached_property
-    def layer(self) -> Layer:
-        """The kind of the first layer. All layers are like it but for their windows and feed-forwards."""
-        return self.layers[0].kind
+    def runs(self) -> tuple[Run[Layer], ...]:
+        """The layers by their kinds, in order: DeepSeek-V3 has (dense) x 3 and (experts) x 58."""
+        # many layers are one object: its kind is made once
+        kinds: dict[int, Layer] = {id(layer): layer.kind for layer in self.layers}
+        # equal kinds become one object, which compares fast
+        same: dict[Layer, Layer] = {}
+        return runs_of([same.setdefault(kind, kind) for kind in (kinds[id(layer)] for layer in self.layers)])
+
+    def shared_run(self, stages: int = 1) -> int | None:
+        """The number of the run whose layers `stages` groups share out: see `spec.shared_run`."""
+        return shared_run(self.runs, stages)
+
+    def mechanisms(self) -> Iterator[Mechanism]:
+        """The mechanisms of all kinds of layers."""
+        for kind in self.kinds:
+            yield from kind.mechanisms
 
     @functools.cached_property
-    def kinds(self) -> tuple[Layer, ...]:
-        """The kinds of layers: one, or one with a dense feed-forward and one with experts."""
-        # many layers are one object: it is compared once
-        distinct = {id(layer): layer for layer in self.layers}.values()
-        return tuple(dict.fromkeys(layer.kind for layer in dict.fromkeys(distinct)))
+    def attentions(self) -> tuple[Attends, ...]:
+        """The different mechanisms that attend, without their numbers."""
+        return tuple(dict.fromkeys(kind.attention for kind in self.kinds))
+
+    @property
+    def kv_heads(self) -> int:
+        """The largest number that divides the heads of keys and values of every layer."""
+        return math.gcd(*(one.keys_and_values[0].heads for one in self.attentions))
 
     @functools.cached_property
     def experts(self) -> Experts | None:
         """The experts of the layers that have them."""
-        return next((kind.ff for kind in self.kinds if isinstance(kind.ff, Experts)), None)
+        return next((one for one in self.mechanisms() if isinstance(one, Experts)), None)
 
     @functools.cached_property
-    def leading(self) -> int:
-        """The dense layers at the beginning of a model whose other layers all have experts; 0 for any other model."""
-        with_experts = self.layers_with(Experts)
-        first = with_experts[0] if with_experts else 0
-        return first if with_experts == tuple(range(first, len(self.layers))) else 0
+    def expert_layers(self) -> int:
+        """The number of layers with experts."""
+        return sum(count for kind, count in self.kinds.items() for one in kind.mechanisms if isinstance(one, Experts))
 
-    def stack_axis(self, layers: Sequence[int]) -> str:
-        """The name of the first dimension of arrays that are stacked over these layers. The stages of a pipeline share
-        out the layers after the `leading` ones."""
-        return "layers" if tuple(layers) == tuple(range(self.leading, len(self.layers))) else "unsplit_layers"
+    @functools.cached_property
+    def numbers(self) -> tuple[Numbers, ...]:
+        """The numbers of each layer."""
+        return tuple(layer.numbers for layer in self.layers)
 
-    def layers_with(self, ff: type[Dense | Experts]) -> tuple[int, ...]:
-        """The layers whose feed-forward is of a type, ascending."""
-        return tuple(number for number, layer in enumerate(self.layers) if isinstance(layer.ff, ff))
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; none if no layer has one."""
-        windows = tuple(layer.attention.window for layer in self.layers)
-        return windows if any(windows) else ()
+    @functools.cached_property
+    def rotaries(self) -> dict[Rotary, tuple[Rotary, ...]]:
+        """The different rotary encodings, by their kind."""
+        found: dict[Rotary, dict[Rotary, None]] = {}
+        for numbers in dict.fromkeys(self.numbers):
+            if numbers.rotary is not None:
+                found.setdefault(numbers.rotary.kind, {})[numbers.rotary] = None
+        return {kind: tuple(some) for kind, some in found.items()}
 
     @property
     def padded_vocab(self) -> int:
         """Rows of the vocabulary tables, with their padding."""
         return -(-self.n_vocab // self.vocab_multiple) * self.vocab_multiple
 
+    @functools.cached_property
+    def stacks(self) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+        """The stacks of each parameter of a layer, such as `attention/q/w`: of each run that has the parameter, the path of
+        its stack below blocks/, and the layers, which are the rows of the stack."""
+        found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        for number, (run, start) in enumerate(zip(self.runs, starts(self.runs), strict=False)):
+            layers: dict[str, list[int]] = {}
+            for layer, kind in enumerate(run.kinds, start):
+                for path in _arrays(kind, self.d_model):
+                    layers.setdefault(path, []).append(layer)
+            for path, some in layers.items():
+                found.setdefault(path, []).append((in_run(path, number, len(self.runs)), tuple(some)))
+        return found
+
+    def arrays(self, stages: int = 1) -> Arrays:
+        """All parameters by their path. The arrays of the layers are stacked by run and module.
+
+        Args:
+            stages: groups of layers that share out a run (`shared_run`).
+        """
+        shared = self.shared_run(stages)
+        blocks: Arrays = {}
+        for number, run in enumerate(self.runs):
+            axis = SHARED if number == shared else WHOLE
+            rows: dict[str, int] = {}
+            for kind in run.period:
+                for path, array in _arrays(kind, self.d_model).items():
+                    rows[path] = rows.get(path, 0) + run.repeats
+                    name = in_run(path, number, len(self.runs))
+                    stacked = (axis, *array.axes), (rows[path], *array.shape)
+                    blocks[name] = array._replace(axes=stacked[0], shape=stacked[1], used=array.used * rows[path])
+        return {**below("embed", self._embedding()), **below("blocks", blocks), **below("head", self._head())}
+
+    def _embedding(self) -> Arrays:
+        arrays = {"tokens/w": Array(("vocab", "embed"), (self.padded_vocab, self.d_model))}
+        if self.embed_bias:
+            arrays["tokens/b"] = Array(("embed",), (self.d_model,))
+        if self.learned_positions:
+            arrays["positions/w"] = Array((None, "embed"), (self.seq, self.d_model))
+        if self.relative_bias:
+            arrays["relative/w"] = Array(("heads", None), (self.attentions[0].heads, T5_BUCKETS))
+        return arrays
+
+    def _head(self) -> Arrays:
+        arrays = below("norm", self.final_norm.arrays("embed", self.d_model))
+        if not self.tied:
+            arrays["logits/w"] = matrix(("embed", "vocab"), (self.d_model, self.padded_vocab), "output")
+            if self.head_bias:
+                arrays["logits/b"] = Array(("vocab",), (self.padded_vocab,))
+        return arrays
+
     @property
     def sizes(self) -> dict[str, list[Size]]:
         """The sizes of the model's named dimensions of parameters and activations, with the fields that set them."""
-        width, experts = [Size("model.d_model", self.d_model)], self.experts
-        hidden = [Size("model.d_ff", kind.ff.d_ff) for kind in self.kinds if isinstance(kind.ff, Dense)]
-        if experts is not None:
-            hidden.append(Size(f"model.{experts.d_ff_field}", experts.d_ff))
-            if experts.shared is not None:
-                hidden.append(Size("model.shared_d_ff", experts.shared.d_ff))
-        layers = Size("model.layers", len(self.layers))
-        if self.leading:
-            layers = Size("the number of layers with experts", len(self.layers) - self.leading)
-        return {
-            "act_embed": width,
-            "layers": [layers],
-            "embed": width,
-            "heads": [Size("model.n_heads", self.layer.attention.heads)],
-            "mlp": hidden,
-            "experts": [] if experts is None else [Size("model.n_experts", experts.count)],
-            "vocab": [Size("model.n_vocab", self.n_vocab, "model.vocab_multiple", self.vocab_multiple)],
-        }
+        vocab = Size("model.n_vocab", self.n_vocab, "model.vocab_multiple", self.vocab_multiple)
+        width = [Size("model.d_model", self.d_model)]
+        sizes = {"act_embed": width, "embed": width, "heads": [], "mlp": [], "experts": [], "vocab": [vocab]}
+        for mechanism in dict.fromkeys(self.mechanisms()):
+            for name, given in mechanism.sizes:
+                if given not in sizes[name]:
+                    sizes[name].append(given)
+        return sizes
+
+
+# all layers of a kind have the same arrays
+@functools.cache
+def _arrays(kind: Layer, width: int) -> Arrays:
+    return kind.arrays(width)

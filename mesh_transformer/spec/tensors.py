@@ -2,8 +2,10 @@
 and written."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+from mesh_transformer.spec.decoder import Decoder
 
 TRANSPOSED = "f d -> d f"
 
@@ -23,8 +25,8 @@ class Split(enum.Enum):
 class Tensor(NamedTuple):
     """A row of a table: a parameter of this program and the tensor of a foreign format that holds it.
 
-    A row under blocks/ stands for all layers, or for those of `layers`: the parameter has a leading dimension of layers,
-    and the foreign format has one tensor per layer. With {e} in its name, it has one tensor per layer and expert, and
+    A row under blocks/ stands for all layers that have the parameter: the parameter has a leading dimension of layers, and
+    the foreign format has one tensor per layer. With {e} in its name, it has one tensor per layer and expert, and
     the parameter has a dimension of experts after that of layers. The table has no shapes: they follow from the
     parameters of the model.
     """
@@ -48,7 +50,7 @@ class Tensor(NamedTuple):
     tied: str | None = None
     # a foreign tensor that may be stored too, and is then equal to this one
     copy: str | None = None
-    # the layers that have the parameter, ascending; None: all
+    # the layers that are the rows of the parameter, ascending (`by_stack`); None: all
     layers: tuple[int, ...] | None = None
     # how classic shards split it
     split: Split = Split.ROWS
@@ -72,3 +74,15 @@ class Tensor(NamedTuple):
     def name(self, place: Sequence[int]) -> str:
         """The name of the foreign tensor at an index of these dimensions."""
         return self.foreign.format(self.layer(place), e=place[-1]) if place else self.foreign
+
+
+def by_stack(rows: Iterable[Tensor], decoder: Decoder) -> list[Tensor]:
+    """The rows with one row for each stack of a parameter of the layers: a decoder has stacks for each of its runs."""
+    found = []
+    for row in rows:
+        if not row.stacked:
+            found.append(row)
+            continue
+        stacks = decoder.stacks[row.parameter.removeprefix("blocks/")]
+        found += [row._replace(parameter=f"blocks/{path}", layers=layers) for path, layers in stacks]
+    return found

@@ -1,0 +1,47 @@
+"""The parameters of a part of a model: names and sizes of their dimensions."""
+
+import math
+from typing import Literal, NamedTuple
+
+Axes = tuple[str | None, ...]
+Role = Literal["input", "inner", "output", "other"]
+
+
+class Array(NamedTuple):
+    """A parameter: names and sizes of its dimensions, and what it does to a token.
+
+    `used` is the number of elements by which each token is multiplied: all of a matrix, none of a bias, a norm or a table,
+    and of the matrices of routed experts only the chosen ones. A matrix has a role. input: it multiplies what the
+    mechanism reads. output: its product is what the mechanism adds. inner: it stands between these. other: a narrow
+    matrix beside them, such as a router.
+    """
+
+    axes: Axes
+    shape: tuple[int, ...]
+    used: int = 0
+    role: Role = "other"
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+Arrays = dict[str, Array]
+"""Parameters by their path below a module, such as `q/w`."""
+
+
+def matrix(axes: Axes, shape: tuple[int, ...], role: Role) -> Array:
+    """A matrix by which every token is multiplied."""
+    return Array(axes, shape, math.prod(shape), role)
+
+
+def linear(axes: tuple[str | None, str | None], d_in: int, d_out: int, role: Role, *, bias: bool = False) -> Arrays:
+    """The arrays of a linear map: `w`, and `b` if it has a bias."""
+    weights: Arrays = {"w": matrix(axes, (d_in, d_out), role)}
+    return {**weights, "b": Array(axes[1:], (d_out,))} if bias else weights
+
+
+def below(name: str, arrays: Arrays) -> Arrays:
+    """The arrays of a module that is called `name` inside of another."""
+    return {f"{name}/{path}": array for path, array in arrays.items()}

@@ -1,0 +1,47 @@
+"""Rotary position encoding as plain data."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """How the frequencies of rotary encoding are lowered for contexts that are longer than `original_seq`.
+
+    linear: all by `factor` (Chen et al. 2023, arXiv:2306.15595). llama3: only the low ones, those with fewer than
+    `low_freq_factor` turns in `original_seq` positions; those with more than `high_freq_factor` turns stay (Llama 3.1).
+    yarn: the same with a ramp from `beta_slow` to `beta_fast` turns, and sines and cosines are multiplied by
+    `attention_factor` (Peng et al. 2023, arXiv:2309.00071).
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_seq: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    # the ends of yarn's ramp are whole numbers of dims
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Rotary position encoding (Su et al. 2021, arXiv:2104.09864) of the first `dims` of each head.
+
+    pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). `precision`
+    is that of position * frequency: float32 in transformers, float64 in the original GPT-J. With an odd number of dims,
+    one dim more is rotated. Without a base all angles are 0: nothing is rotated.
+    """
+
+    dims: int
+    style: Literal["pairs", "halves"]
+    base: float | None = 10000.0
+    precision: Literal["float32", "float64"] = "float32"
+    scaling: Scaling | None = None
+
+    @property
+    def kind(self) -> "Rotary":
+        """The encoding without its numbers, base and scaling: angles of one kind are arrays of one shape."""
+        return Rotary(dims=self.dims, style=self.style, precision=self.precision)
