@@ -53,7 +53,7 @@ def load(source: TensorSource, abstract: Any) -> Any:
 
 
 def load_by_layer(
-    source: TensorSource, abstract: dict[str, Any], members: Mapping[str, Sequence[int]] | None
+    source: TensorSource, abstract: dict[str, Any], rows_by_layer: Sequence[Mapping[str, tuple[str, int]]]
 ) -> Iterator[tuple[str, Any]]:
     """Load the parameters in parts, as `load` does, and read each part when the caller asks for it.
 
@@ -62,7 +62,7 @@ def load_by_layer(
 
     Args:
         abstract: the parameters by stage; the leaves of "blocks" have a leading layer dimension.
-        members: the layers that have each module of "blocks", over which it is stacked; None: all layers have all.
+        rows_by_layer: for each layer, by module: the name of its stack in "blocks", and the row.
 
     Raises:
         UserError, DamagedCheckpoint: as in `load`; a wrong checksum is raised after the last part.
@@ -72,12 +72,17 @@ def load_by_layer(
         for stage in abstract:
             if stage != "blocks":
                 yield stage, reader.load({"params": {stage: abstract[stage]}})["params"][stage]
-        for rows in _rows_by_layer(abstract["blocks"], members):
-            layer = {name: jax.tree.map(_of_one_layer, abstract["blocks"][name]) for name in rows}
-            row_of = {name: jax.tree.map(lambda _, row=row: row, layer[name]) for name, row in rows.items()}
+        for rows in rows_by_layer:
+            layer = {stack: jax.tree.map(_of_one_layer, abstract["blocks"][stack]) for stack, _ in rows.values()}
+            row_of = {stack: jax.tree.map(lambda _, row=row: row, layer[stack]) for stack, row in rows.values()}
             places = manifests.flatten({"params": {"blocks": row_of}})
             # no name for the arrays: it would keep them while the next layer is read
-            yield "blocks", reader.load({"params": {"blocks": layer}}, places)["params"]["blocks"]
+            yield "blocks", _renamed(rows, reader.load({"params": {"blocks": layer}}, places)["params"]["blocks"])
+
+
+def _renamed(rows: Mapping[str, tuple[str, int]], stacks: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of one layer by module, from those by the name of the stack."""
+    return {module: stacks[stack] for module, (stack, _) in rows.items()}
 
 
 def restore(source: NativeSource, abstract: Any, *, part: bool) -> Any:
@@ -223,15 +228,6 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     buffer = np.empty(n_bytes + ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % ALIGNMENT
     return buffer[start : start + n_bytes].view(dtype).reshape(shape)
-
-
-def _rows_by_layer(blocks: dict[str, Any], members: Mapping[str, Sequence[int]] | None) -> list[dict[str, int]]:
-    """Of each layer, the modules that it has, with its index in the stack of the module."""
-    if members is None:
-        count = jax.tree.leaves(blocks)[0].shape[0]
-        members = dict.fromkeys(blocks, range(count))
-    layers = range(1 + max(map(max, members.values())))
-    return [{name: members[name].index(layer) for name in blocks if layer in members[name]} for layer in layers]
 
 
 def _of_one_layer(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -13,13 +13,11 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import jax
 import numpy as np
 
 from mesh_transformer import files
-from mesh_transformer.config import ComputeConfig, ModelConfig
+from mesh_transformer.config import ModelConfig
 from mesh_transformer.errors import UserError
-from mesh_transformer.models.model import Model
 
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 2**48
@@ -148,9 +146,7 @@ def slots(source: TensorSource) -> set[str]:
 @functools.cache
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's parameters by name, without the prefix "params/"."""
-    init = Model(model.decoder(), ComputeConfig(dtype="float32", remat="none")).init
-    leaves = jax.tree.leaves_with_path(jax.eval_shape(init, jax.random.key(0)))
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves}
+    return {path: array.shape for path, array in model.decoder().arrays().items()}
 
 
 def prefetch(items: Iterator[T]) -> Iterator[T]:

@@ -82,7 +82,7 @@ class MeshConfig(Group):
         return values
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def check_multiple(self) -> Self:
         if self.overlap_tp is True and not self.shard_activations:
             raise UserError(
                 "mesh.overlap_tp true needs mesh.shard_activations true: remove mesh.shard_activations, or set "
@@ -141,11 +141,6 @@ def _changed(given: MeshShape) -> dict[str, int | None]:
 AXES = marks(MeshConfig, Axis)
 
 
-def layers_of_a_loop(layers: int, mesh: MeshConfig, shape: MeshShape) -> int:
-    """The layers that a loop of a training step computes: a group of a stage's layers with pp, else all."""
-    return layers // (shape["pp"] * mesh.rounds_of_layers if shape["pp"] > 1 else 1)
-
-
 def mesh_shape(**sizes: int) -> MeshShape:
     """A mesh shape with these sizes; an axis that is not given has size 1.
 
@@ -162,8 +157,9 @@ def named(shape: MeshShape) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "one device"
 
 
-# Parameters: layers, unsplit_layers (a stack with layers that every stage of a pipeline computes), embed, heads, kv_heads, mlp, vocab, experts. Activations: batch, seq, block_seq (the residual stream's
-# sequence between blocks), act_embed; heads, mlp and vocab are shared with the parameters.
+# Parameters: layers, whole_layers (a stack that every stage of a pipeline computes), embed, heads, kv_heads, mlp, vocab,
+# experts. Activations: batch, seq, block_seq (the residual stream's sequence between blocks), act_embed; heads, mlp and
+# vocab are shared with the parameters.
 DIMENSIONS = (
     "batch",
     "seq",
@@ -262,7 +258,7 @@ def check_sizes(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape: Me
             axes = [axis for axis in shape if axis in (rules[name] or ()) and shape[axis] > 1]
             by_what = " x ".join(f"mesh.{axis}" for axis in axes)
             for size in given:
-                _check(size, by_what, parts(shape, rules, name), also)
+                check_multiple(size, by_what, parts(shape, rules, name), also)
 
 
 def part_of_a_slice(mesh: MeshConfig, shape: MeshShape, slices: int) -> MeshShape:
@@ -310,10 +306,10 @@ def check_context(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape: 
         return
     if mesh.context_mode == "zigzag":
         for size in sizes["seq"]:
-            _check(size, "mesh.cp", cp, ", or set mesh.context_mode=ring", times=2)
+            check_multiple(size, "mesh.cp", cp, ", or set mesh.context_mode=ring", times=2)
     if mesh.context_mode == "ulysses":
         for size in sizes["heads"]:
-            _check(size, "mesh.cp x mesh.tp", cp * shape["tp"], ", or set mesh.context_mode=zigzag")
+            check_multiple(size, "mesh.cp x mesh.tp", cp * shape["tp"], ", or set mesh.context_mode=zigzag")
 
 
 def check_pipeline(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape: MeshShape, microbatches: int) -> None:
@@ -328,24 +324,21 @@ def check_pipeline(sizes: Mapping[str, Sequence[Size]], mesh: MeshConfig, shape:
     pp, rounds = shape["pp"], mesh.rounds_of_layers
     if pp == 1:
         return
-    if rounds > 1:
-        for size in sizes["layers"]:
-            _check(size, "mesh.pp", pp, ", or set mesh.schedule=1f1b", times=rounds)
-        if microbatches % pp:
-            raise UserError(
-                f"optimizer.gradient_accumulation_steps {microbatches} is not divisible by mesh.pp {pp}, which "
-                f"mesh.schedule interleaved needs: set it to {-(-microbatches // pp) * pp}, or set mesh.schedule=1f1b"
-            )
+    if rounds > 1 and microbatches % pp:
+        raise UserError(
+            f"optimizer.gradient_accumulation_steps {microbatches} is not divisible by mesh.pp {pp}, which "
+            f"mesh.schedule interleaved needs: set it to {-(-microbatches // pp) * pp}, or set mesh.schedule=1f1b"
+        )
     # each stage computes the loss of a part of the positions that a device has
     shards = parts(shape, training_rules(mesh), "block_seq")
     by_what = " x ".join(
         ["mesh.pp", *(f"mesh.{axis}" for axis in training_rules(mesh)["block_seq"] or () if shape[axis] > 1)]
     )
     for size in sizes["seq"]:
-        _check(size, by_what, pp * shards, "")
+        check_multiple(size, by_what, pp * shards, "")
 
 
-def _check(size: Size, by_what: str, count: int, also: str, times: int = 1) -> None:
+def check_multiple(size: Size, by_what: str, count: int, also: str, times: int = 1) -> None:
     """Refuse a size that `times` x `count` does not divide."""
     whole, by = size.whole, times * count
     if whole % by == 0:

@@ -18,6 +18,7 @@ from mesh_transformer.config.mesh import (
     parts,
     training_rules,
 )
+from mesh_transformer.config.stages import check_stages
 from mesh_transformer.config.variants import Variants
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
@@ -299,11 +300,7 @@ class Config(Group):
 
     def _check_mesh(self, shape: MeshShape) -> None:
         decoder = self.model.decoder()
-        if shape["pp"] > 1 and len(decoder.kinds) > 1 and not decoder.leading:
-            raise UserError(
-                f"mesh.pp {shape['pp']} needs layers of one kind, or dense layers before layers with experts, and this "
-                "model has dense layers after the first layer with experts: set mesh.pp=1"
-            )
+        check_stages(decoder, self.mesh, shape)
         check_sizes(self.sizes, self.mesh, shape)
         check_context(self.sizes, self.mesh, shape)
         check_overlap(self.mesh, shape)

@@ -8,7 +8,8 @@ from typing import Any
 
 from mesh_transformer import platforms
 from mesh_transformer.config import AXES, Config
-from mesh_transformer.config.mesh import MeshShape, layers_of_a_loop, part_of_a_slice
+from mesh_transformer.config.mesh import MeshShape, part_of_a_slice
+from mesh_transformer.config.stages import layer_loop_trips, stages
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import closed_form, overlap, serving
 from mesh_transformer.estimate.memory import bytes_per_device, training_parts
@@ -16,8 +17,8 @@ from mesh_transformer.estimate.programs import GIB, Compiled, compile_for
 from mesh_transformer.estimate.sizes import unmodelled
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.estimate.timeline import Part, Timeline
-from mesh_transformer.models.model import LAYER_LOOP
 from mesh_transformer.models.placement import Placement
+from mesh_transformer.models.stack import LAYER_LOOP
 from mesh_transformer.spec.flops import flops_per_token
 from mesh_transformer.train.step import TrainProgram, lower_step
 
@@ -262,9 +263,8 @@ def _prediction(case: _Case, compiled: Compiled, parts: dict[str, int], tokens: 
     peak_gib = None if compiled.peak_bytes is None else compiled.peak_bytes / GIB
     if compiled.refused is not None:
         return Prediction(**case.fields, fits=False, peak_gib=peak_gib, reason=compiled.refused)
-    layers, mesh = case.config.model.layers, case.config.mesh
-    of_a_loop = layers_of_a_loop(layers, mesh, case.shape) if case.program == "train" else layers
-    loops = {LAYER_LOOP: of_a_loop, **serving.LOOPS}
+    groups = stages(case.config.mesh, case.shape) if case.program == "train" else 1
+    loops = {LAYER_LOOP: layer_loop_trips(case.config.model.decoder(), groups), **serving.LOOPS}
     estimate = Timeline(compiled.hlo, accelerator, loops, case.target.slices).estimate()
     notes = [f"loop counted once: {name}" for name in estimate.unknown_loops]
     if case.target.slices > 1 and not accelerator.dcn_gb_s:

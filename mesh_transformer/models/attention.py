@@ -1,13 +1,10 @@
-"""Attention of a block, as Haiku modules (`spec.attention`).
+"""Attention of a block, as Haiku modules.
 
 Shapes: B sequences, T positions, H heads, J heads of keys and values, K dims of a head of keys, V of values, R of a
 latent.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Protocol
 
 import haiku as hk
 import jax
@@ -37,9 +34,11 @@ class SelfAttention:
                 for name, heads, axis in maps
             ]
             self.out = Linear(a.heads * a.head_dim, d_model, ("heads", "embed"), stddev=out_stddev, name="o")
-            # of q and of k, or none
-            norms = zip("qk", a.norms, strict=False)
-            self.qk_norms = [Norm(norm, f"{name}_norm", axis) for name, (norm, axis, _) in norms]
+            self.keys = self.inputs[1:]
+            self.qk_norms = []
+            if a.qk_norm is not None:
+                axes = ("heads", a.kv_name) if a.qk_norm_whole else (None, None)
+                self.qk_norms = [Norm(a.qk_norm, f"{x}_norm", axis) for x, axis in zip("qk", axes, strict=True)]
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Context) -> jax.Array:
         # the name in profiles
@@ -92,6 +91,7 @@ class LatentAttention:
                 self.q_norm = Norm(a.norm, "q_norm", axis=None)
                 self.q_b = Linear(a.q_rank, queries, (None, "heads"), name="q_b")
             self.inputs = [q, Linear(d_model, latent, ("embed", None), bias=a.bias, name="kv_a")]
+            self.keys = self.inputs[1:]
             self.kv_norm = Norm(a.norm, "kv_norm", axis=None)
             self.kv_b = HeadMatrices(a.kv_rank, a.heads, a.nope_dims + a.v_dims, name="kv_b")
             self.out = Linear(a.heads * a.v_dims, d_model, ("heads", "embed"), stddev=out_stddev, name="o")
@@ -181,23 +181,3 @@ class HeadMatrices(hk.Module):
         super().__init__(name)
         init = hk.initializers.TruncatedNormal(1 / np.sqrt(rank))
         self.w = parameter("w", (heads, rank, width), init, "heads", None, None)
-
-
-class AnyAttention(Protocol):
-    """Attention between its products: those of `inputs`, and a `Context` -> the input of `out`."""
-
-    inputs: list[Linear]
-    out: Linear
-
-    @property
-    def __call__(self) -> Callable[..., jax.Array]:
-        """(B, T, ...) each -> (B, T or 1, H V)."""
-
-
-def attention_of(
-    attention: spec.Attention | spec.LatentAttention, d_model: int, out_stddev: float, name: str
-) -> AnyAttention:
-    """The module of a kind of attention."""
-    if isinstance(attention, spec.LatentAttention):
-        return LatentAttention(attention, d_model, out_stddev, name)
-    return SelfAttention(attention, d_model, out_stddev, name)

@@ -5,7 +5,8 @@ Shapes: B sequences, T positions, S keys, D residual width, H heads, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import haiku as hk
 import jax
@@ -14,9 +15,8 @@ import numpy as np
 from einops import rearrange
 
 from mesh_transformer import spec
-from mesh_transformer.models.attention import AnyAttention, attention_of
-from mesh_transformer.models.feed_forward import Experts, FeedForward
-from mesh_transformer.models.modules import ZEROS, Context, Linear, Norm, OutputBias, columns, parameter
+from mesh_transformer.models.mechanisms import BlockModule, module_of
+from mesh_transformer.models.modules import ZEROS, Context, Linear, Means, Norm, OutputBias, columns, parameter
 from mesh_transformer.ops.attend.causal import soft_capped
 from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.ops.tensor_parallel import row
@@ -35,7 +35,7 @@ def embed(decoder: spec.Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) 
         x_BTD = x_BTD * jnp.asarray(d.embed_scale, x_BTD.dtype)
     if d.learned_positions:
         x_BTD = x_BTD + PositionTable(d.seq, d.d_model, name="positions")(positions_BT)
-    heads = d.layer.attention.heads
+    heads = d.attentions[0].heads
     return x_BTD, RelativeBias(heads, d.seq, name="relative")() if d.relative_bias else None
 
 
@@ -45,52 +45,55 @@ def block(
     """One layer of a kind: (B, T, D) -> (B, T or 1, D), and named means over the tokens (none for a dense layer).
 
     Matrices that multiply the same input are in one call of `column`. `row` sums the products of the tensor-parallel
-    shards. The biases are added after it.
+    shards of all parts of a branch at once. The biases are added after it.
     """
     width, out_stddev = decoder.d_model, 2 / len(decoder.layers) / np.sqrt(decoder.d_model)
-    attention = attention_of(layer.attention, width, out_stddev, name="attention")
-    attention_bias = OutputBias(name="attention_out") if layer.attention.out_bias else _unchanged
-    if isinstance(layer.ff, spec.Experts):
-        experts = Experts(layer.ff, width, out_stddev, name="ff")
-        x_BTD = _attended(layer, attention, attention_bias, x_BTD, ctx)
-        ff_BTD, means = experts(_norm(layer, "ff_norm", x_BTD), ctx.dispatch)
-        return x_BTD + _post_norm(layer, "ff_post_norm", ff_BTD), means
-    ff = FeedForward(layer.ff, width, out_stddev, name="ff")
-    ff_bias = OutputBias(name="ff_out") if layer.ff.bias else _unchanged
-    if layer.wiring in ("sequential", "sandwich"):
-        x_BTD = _attended(layer, attention, attention_bias, x_BTD, ctx)
-        ff_BTD = ff_bias(ff.whole(_norm(layer, "ff_norm", x_BTD)))
-        return x_BTD + _post_norm(layer, "ff_post_norm", ff_BTD), {}
-    also = ff.inputs if layer.wiring == "parallel_one_norm" else []
-    products = ctx.columns(_norm(layer, "norm", x_BTD), [*attention.inputs, *also], attention.inputs[1:])
-    own = len(attention.inputs)
-    mixed, x_BTD = attention(*products[:own], ctx=ctx), ctx.queries(x_BTD)
-    hidden = products[own:] or columns(_norm(layer, "ff_norm", x_BTD), ff.inputs)
-    # one sum over the shards serves both
-    both_BTD = row([mixed, ff(*hidden)], [attention.out.w, ff.out.w])
-    return x_BTD + ff_bias(attention_bias(both_BTD)), {}
+    modules = {one.name: module_of(one, width, out_stddev) for one in layer.mechanisms}
+    means: dict[str, jax.Array] = {}
+    everywhere = ctx._replace(query_index_B=None)
+    for branch in layer.branches:
+        attends = layer.attention in branch.mechanisms
+        x_BTD = _branch(branch, modules, x_BTD, ctx if attends else everywhere, means)
+    return x_BTD, means
 
 
-def _attended(
-    layer: spec.Layer,
-    attention: AnyAttention,
-    bias: Callable[[jax.Array], jax.Array],
-    x_BTD: jax.Array,
-    ctx: Context,
+def _branch(
+    branch: spec.Branch, modules: Mapping[str, BlockModule], x_BTD: jax.Array, ctx: Context, means: Means
 ) -> jax.Array:
-    """The residual stream after attention, where this comes before the feed-forward: (B, T, D) -> (B, T or 1, D)."""
-    products = ctx.columns(_norm(layer, "norm", x_BTD), attention.inputs, attention.inputs[1:])
-    attn_BTD = bias(row([attention(*products, ctx=ctx)], [attention.out.w]))
-    return ctx.queries(x_BTD) + _post_norm(layer, "attention_post_norm", attn_BTD)
+    """x and what a branch adds to it: (B, T, D) -> (B, T or 1, D). Named means are added to `means`."""
+    mixed, matrices, added = [], [], []
+    for reading in branch.readings:
+        parts = [modules[part.mechanism.name] for part in reading.parts]
+        keys = [linear for part in parts for linear in part.keys]
+        z_BTD = x_BTD if keys else ctx.queries(x_BTD)
+        if reading.norm is not None:
+            z_BTD = _norm(reading.norm, reading.name, z_BTD)
+        inputs = [linear for part in parts for linear in part.inputs]
+        products = iter(ctx.columns(z_BTD, inputs, keys) if keys else columns(z_BTD, inputs) if inputs else [])
+        for part in parts:
+            read = [next(products) for _ in part.inputs] or [ctx.queries(z_BTD) if keys else z_BTD]
+            found = part(*read, ctx=ctx)
+            y, own = found if isinstance(found, tuple) else (found, {})
+            means |= own
+            if part.out is None:
+                added.append(y)
+            else:
+                mixed.append(y)
+                matrices.append(part.out.w)
+    outputs = [row(mixed, matrices)] if mixed else []
+    y_BTD = functools.reduce(jnp.add, [*outputs, *added])
+    for mechanism in branch.mechanisms:
+        if mechanism.out_bias:
+            y_BTD = OutputBias(name=f"{mechanism.name}_out")(y_BTD)
+    if branch.post is not None:
+        y_BTD = _norm(branch.post, branch.post_name, y_BTD)
+    if branch.scale != 1:
+        y_BTD = y_BTD * jnp.asarray(branch.scale, y_BTD.dtype)
+    return ctx.queries(x_BTD) + y_BTD
 
 
-def _norm(layer: spec.Layer, name: str, x_BTD: jax.Array) -> jax.Array:
-    return constrain(Norm(layer.norm, name=name)(x_BTD), "batch", "block_seq", "act_embed")
-
-
-def _post_norm(layer: spec.Layer, name: str, x_BTD: jax.Array) -> jax.Array:
-    """A norm before the addition to the residual stream, in a sandwich."""
-    return _norm(layer, name, x_BTD) if layer.wiring == "sandwich" else x_BTD
+def _norm(norm: spec.Norm, name: str, x_BTD: jax.Array) -> jax.Array:
+    return constrain(Norm(norm, name=name)(x_BTD), "batch", "block_seq", "act_embed")
 
 
 def final_norm(decoder: spec.Decoder, x_BTD: jax.Array) -> jax.Array:
@@ -117,18 +120,24 @@ def token_table(decoder: spec.Decoder) -> Embedding:
 
 def fusable_modules(decoder: spec.Decoder) -> Sequence[Sequence[str]]:
     """Groups of modules of a block whose matrices multiply the same activations, so that they can be fused."""
-    attention = [f"attention/{name}" for name in ("q", "k", "v", "q_a", "kv_a")]
-    ff = ["ff/gate", "ff/in"]
-    shared = ["ff/shared/gate", "ff/shared/in"]
-    return [attention + ff] if decoder.layer.wiring == "parallel_one_norm" else [attention, ff, shared]
+    groups: dict[tuple[str, ...], None] = {}
+    for kind in decoder.kinds:
+        for branch in kind.branches:
+            for reading in branch.readings:
+                groups |= dict.fromkeys(_fused(decoder, [part.mechanism for part in reading.parts]))
+    return list(groups)
 
 
-# The modules of a block whose arrays the loops of XLA for CPU read.
-EXPERT_MODULES = ("ff/experts",)
-
-
-def _unchanged(x_BTD: jax.Array) -> jax.Array:
-    return x_BTD
+def _fused(decoder: spec.Decoder, mechanisms: Sequence[spec.Mechanism]) -> Iterator[tuple[str, ...]]:
+    """The modules of the matrices that multiply the input of these mechanisms; `shared` experts are computed apart."""
+    together: list[str] = []
+    apart: list[str] = []
+    for one in mechanisms:
+        for path, array in one.arrays(decoder.d_model).items():
+            if array.role == "input" and len(array.shape) == 2 and path.endswith("/w"):
+                name = f"{one.name}/{path.removesuffix('/w')}"
+                (together if path.count("/") == 1 else apart).append(name)
+    yield from (tuple(names) for names in (together, apart) if names)
 
 
 class Embedding(hk.Module):

@@ -6,7 +6,7 @@ Shapes: B sequences, T positions, D residual width, F feed-forward width, E expe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import haiku as hk
 import jax
@@ -15,14 +15,24 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer import spec
-from mesh_transformer.models.modules import ZEROS, Linear, Means, columns, parameter
+from mesh_transformer.models.modules import ZEROS, Context, Linear, Means, columns, parameter
 from mesh_transformer.ops import experts as routed
 from mesh_transformer.ops.linear import matmul
 from mesh_transformer.ops.tensor_parallel import row
 from mesh_transformer.parallel.sharding import constrain
 
-# The module of a router, whose parameters stay float32 in any compute dtype.
-ROUTER = "ff/router"
+_ROUTER, _EXPERTS = "router", "experts"
+
+
+def is_router(module: str) -> bool:
+    """Whether a module is a router, by its name. The parameters of routers stay float32 in any compute dtype."""
+    return module.rpartition("/")[2] == _ROUTER
+
+
+def is_experts(module: str) -> bool:
+    """Whether a module has the matrices of all experts, by its name. The loops of XLA for CPU read them."""
+    return module.rpartition("/")[2] == _EXPERTS
+
 
 # Without jax.checkpoint the backward pass keeps five tensors of the activation's size.
 _ACTIVATIONS: dict[spec.Activation, Callable[[jax.Array], jax.Array]] = {
@@ -40,15 +50,15 @@ class FeedForward:
     def __init__(self, ff: spec.Dense, d_model: int, out_stddev: float, name: str):
         self.ff, self.name = ff, name
         with hk.name_scope(name):
-            names = ("in", "gate") if ff.gated else ("in",)
-            self.inputs = [Linear(d_model, ff.d_ff, ("embed", "mlp"), bias=ff.bias, name=name) for name in names]
+            self.inputs = [Linear(d_model, ff.d_ff, ("embed", "mlp"), bias=ff.bias, name=name) for name in ff.inputs]
+            self.keys: Sequence[Linear] = ()
             self.out = Linear(ff.d_ff, d_model, ("mlp", "embed"), stddev=out_stddev, name="out")
 
     def whole(self, x_BTD: jax.Array) -> jax.Array:
         """All of it, without the bias of the output: (B, T, D) -> (B, T, D)."""
         return row([self(*columns(x_BTD, self.inputs))], [self.out.w])
 
-    def __call__(self, *products: jax.Array) -> jax.Array:
+    def __call__(self, *products: jax.Array, ctx: Context | None = None) -> jax.Array:
         activation = _ACTIVATIONS[self.ff.activation]
         with jax.named_scope(self.name):
             hidden, *gate = (checkpoint_name(constrain(y, "batch", "seq", "mlp"), "mlp_hidden") for y in products)
@@ -88,22 +98,25 @@ class Experts:
 
     def __init__(self, experts: spec.Experts, d_model: int, out_stddev: float, name: str):
         self.experts, self.name = experts, name
+        self.inputs: Sequence[Linear] = ()
+        self.keys: Sequence[Linear] = ()
+        self.out = None
         with hk.name_scope(name):
-            self.router = Router(experts, name="router")
-            self.matrices = ExpertMatrices(experts, d_model, out_stddev, name="experts")
+            self.router = Router(experts, name=_ROUTER)
+            self.matrices = ExpertMatrices(experts, d_model, out_stddev, name=_EXPERTS)
             self.shared = None
             if experts.shared is not None:
                 self.shared = FeedForward(experts.shared, d_model, out_stddev, name="shared")
             self.shared_gate = Linear(d_model, 1, ("embed", None), name="shared_gate") if experts.shared_gate else None
 
-    def __call__(self, x_BTD: jax.Array, dispatch: routed.Dispatch) -> tuple[jax.Array, Means]:
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Means]:
         # the name in profiles
         with jax.named_scope(self.name):
             logits_BTE, bias_E = self.router(x_BTD)
             routing = routed.route(self.experts.router, logits_BTE, bias_E)
             activation = _ACTIVATIONS[self.experts.activation]
             matrices = self.matrices.gate, self.matrices.into, self.matrices.out
-            y_BTD, dropped = routed.apply(dispatch, x_BTD, routing, *matrices, activation)
+            y_BTD, dropped = routed.apply(ctx.dispatch, x_BTD, routing, *matrices, activation)
         choices = routed.total(jnp.float32(routing.experts_BTk.size))
         means = {**routed.statistics(logits_BTE, routing), "dropped": dropped / choices}
         if self.shared is None:

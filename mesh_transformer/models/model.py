@@ -1,8 +1,7 @@
 """A model of any family: parameters, the names of their dimensions, and the loop over layers.
 
-Embedding, block and head (models/decoder.py) are separate `hk.transform`s. The parameters of a module are stacked over
-the layers that have it, and one compiled block serves all layers of a kind: compile time does not grow with their
-number.
+Embedding, block and head (models/decoder.py) are separate `hk.transform`s. The parameters of a module are stacked by run
+(`spec.Decoder.runs`), and one compiled block serves all layers of a kind: compile time does not grow with their number.
 
 Shapes: B sequences (or cache slots), T positions, S key positions, D residual width, V padded vocabulary rows.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -21,27 +20,32 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import ComputeConfig
+from mesh_transformer.fields import SHARED, WHOLE
 from mesh_transformer.models import decoder as modules
-from mesh_transformer.models.feed_forward import ROUTER
-from mesh_transformer.models.loops import Means, Members, in_runs, scan_layers, unrolled
-from mesh_transformer.models.modules import Context, at_position
+from mesh_transformer.models.feed_forward import is_router
+from mesh_transformer.models.forward import constrain_residual, layers
+from mesh_transformer.models.modules import Context, Means
+from mesh_transformer.models.numbers import LayerNumbers, rotation_of, rotations
+from mesh_transformer.models.stack import Kind, joined_runs, rows_by_run
 from mesh_transformer.ops.attend import context
-from mesh_transformer.ops.attend.cached import Cached, KeyValueView, KVCache, ring_length
-from mesh_transformer.ops.attend.causal import Causal
+from mesh_transformer.ops.attend.cached import KeyValueView, KVCache, ring_length
+from mesh_transformer.ops.attend.causal import Attend, Causal
 from mesh_transformer.ops.attend.packed import PackedView
+from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.ops.linear import PackedBlock
-from mesh_transformer.ops.rotary import Rotation, rotation
+from mesh_transformer.ops.rotary import Rotation
 from mesh_transformer.parallel.sharding import (
     Axes,
     collect_axes,
     constrain,
     gather_weights,
 )
-from mesh_transformer.spec import Decoder, Layer
+from mesh_transformer.spec import CacheEntry, Decoder, Layer, Run, in_run
 
 Params = dict[str, Any]
-"""{"embed": ..., "blocks": ..., "head": ...}; the arrays of "blocks" have a leading dimension: the layers that have
-the module, which are all layers in most models (`Model.members`)."""
+"""{"embed": ..., "blocks": ..., "head": ...}. The arrays of "blocks" have a leading dimension: the layers that have the
+module. In a model with several runs of layers, the names of modules begin with the number of the run
+(`spec.in_run`)."""
 
 # The named activations of a layer that the backward pass keeps, by the value of `compute.remat`.
 KEPT = {
@@ -49,10 +53,6 @@ KEPT = {
     "save_attn": ["block_in", "attn_out"],
     "save_matmuls": ["block_in", "attn_out", "mlp_hidden"],
 }
-# The window of a layer without one, among layers that have windows: more than any position.
-NO_WINDOW = 1 << 30
-# The name of the loop over layers in the op_name of compiled programs and in profiles.
-LAYER_LOOP = "blocks"
 
 
 class _Stages(NamedTuple):
@@ -69,11 +69,13 @@ class _Stages(NamedTuple):
 class Model:
     """`init`, `apply`, and the names of the parameters' dimensions.
 
-    No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them.
+    No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them. `stages` groups of layers, those of a
+    pipeline in all its rounds, share out one run (`Decoder.shared_run`).
     """
 
     decoder: Decoder
     compute: ComputeConfig
+    stages_of_pipeline: int = 1
 
     @functools.cached_property
     def _functions(self) -> _Stages:
@@ -108,28 +110,38 @@ class Model:
             "head": self._own_head(head),
         }
 
-    def _init_blocks(self, key: jax.Array, x_BTD: jax.Array, ctx: Context) -> Params:
-        layers = [layer.kind for layer in self.decoder.layers]
-        keys = jax.random.split(key, len(layers))
+    def _init_blocks(self, key: jax.Array, x_BTD: jax.Array, ctx: Callable[[Layer], Context]) -> Params:
+        runs = self.decoder.runs
+        keys = jax.random.split(key, len(self.decoder.layers))
+        return joined_runs(
+            [self._init_run(run, own, x_BTD, ctx) for run, own in zip(runs, rows_by_run(keys, runs), strict=True)]
+        )
+
+    def _init_run(self, run: Run[Layer], keys: jax.Array, x_BTD: jax.Array, ctx: Callable[[Layer], Context]) -> Params:
         found: dict[str, list[tuple[list[int], Any]]] = {}
-        for kind, transform in self.stages.blocks.items():
-            own = [number for number, other in enumerate(layers) if other == kind]
-            init = jax.vmap(lambda k, transform=transform: transform.init(k, x_BTD, ctx))
-            for module, leaves in init(keys if len(own) == len(layers) else keys[np.array(own)]).items():
+        for kind in dict.fromkeys(run.period):
+            own = [number for number, other in enumerate(run.kinds) if other is kind]
+            init = jax.vmap(lambda k, kind=kind: self.stages.blocks[kind].init(k, x_BTD, ctx(kind)))
+            for module, leaves in init(keys if len(own) == run.layers else keys[np.array(own)]).items():
                 found.setdefault(module, []).append((own, leaves))
         return {module: _in_order(some) for module, some in found.items()}
 
     @functools.cached_property
     def axes(self) -> Params:
         """The dimension names of each parameter: a tree like the parameters' with tuples of names as leaves."""
-        stages = self.stage_axes
-        modules = functools.reduce(lambda a, b: {**a, **b}, stages["blocks"].values())
-        members = self.members or dict.fromkeys(modules, range(len(self.decoder.layers)))
-        stacks = {name: self.decoder.stack_axis(members[name]) for name in modules}
-        blocks = {
-            name: {leaf: (stacks[name], *axes) for leaf, axes in leaves.items()} for name, leaves in modules.items()
-        }
-        return {"embed": stages["embed"], "blocks": blocks, "head": self._own_head(stages["head"])}
+        stages, runs, parts = self.stage_axes, self.decoder.runs, []
+        shared = self.decoder.shared_run(self.stages_of_pipeline)
+        for number, run in enumerate(runs):
+            stack = SHARED if number == shared else WHOLE
+            kinds = [stages["blocks"][kind] for kind in run.period]
+            parts.append(
+                {
+                    module: {leaf: (stack, *axes) for leaf, axes in leaves.items()}
+                    for kind in kinds
+                    for module, leaves in kind.items()
+                }
+            )
+        return {"embed": stages["embed"], "blocks": joined_runs(parts), "head": self._own_head(stages["head"])}
 
     @functools.cached_property
     def stage_axes(self) -> Params:
@@ -139,7 +151,7 @@ class Model:
         return {
             "embed": collect_axes(lambda: functions.embed(tokens, tokens)[0]),
             "blocks": {
-                kind: collect_axes(functools.partial(block, x, ctx)) for kind, block in functions.blocks.items()
+                kind: collect_axes(functools.partial(block, x, ctx(kind))) for kind, block in functions.blocks.items()
             },
             "head": {
                 **collect_axes(lambda: functions.final_norm(x)),
@@ -148,28 +160,34 @@ class Model:
         }
 
     @functools.cached_property
-    def members(self) -> Members | None:
-        """The layers that have each module; None: all layers are of one kind."""
-        kinds = self.stage_axes["blocks"]
-        if len(kinds) == 1:
-            return None
-        layers = [layer.kind for layer in self.decoder.layers]
-        modules = dict.fromkeys(module for kind in kinds.values() for module in kind)
-        return {m: [number for number, kind in enumerate(layers) if m in kinds[kind]] for m in modules}
+    def runs(self) -> tuple[Run[Kind], ...]:
+        """The layers by their kinds. `Kind.layer` is the specification of a layer."""
+        kinds = {kind: Kind(kind, frozenset(modules)) for kind, modules in self.stage_axes["blocks"].items()}
+        return tuple(Run(tuple(kinds[kind] for kind in run.period), run.repeats) for run in self.decoder.runs)
 
-    def _kind(self, block: Params) -> Layer:
-        """The kind of a layer with these modules."""
-        kinds = self.stage_axes["blocks"]
-        return next(kind for kind in kinds if len(kinds) == 1 or kinds[kind].keys() == block.keys())
+    @property
+    def rows_by_layer(self) -> list[dict[str, tuple[str, int]]]:
+        """For each layer, by module: the name of its stack in "blocks", and the row of the layer."""
+        found: list[dict[str, tuple[str, int]]] = []
+        for number, run in enumerate(self.runs):
+            used: dict[str, int] = {}
+            for kind in run.kinds:
+                layer = {}
+                for module in kind.modules or ():
+                    layer[module] = in_run(module, number, len(self.runs)), used.get(module, 0)
+                    used[module] = used.get(module, 0) + 1
+                found.append(layer)
+        return found
 
     def _own_head(self, head: Any) -> Any:
         """The head's parameters without a table that is tied to the embedding."""
         return {module: leaves for module, leaves in head.items() if module != "tokens"}
 
-    def _example(self) -> tuple[jax.Array, jax.Array, Context]:
+    def _example(self) -> tuple[jax.Array, jax.Array, Callable[[Layer], Context]]:
         tokens = jnp.zeros((1, 1), jnp.int32)
         x_BTD = jnp.zeros((1, 1, self.decoder.d_model), jnp.float32)
-        return tokens, x_BTD, Context(Causal(), self.rotation(tokens))
+        angles, first = self.rotations(tokens), LayerNumbers(None, 0)
+        return tokens, x_BTD, lambda kind: self.context(kind, Causal(), angles, first)
 
     def cast(self, params: Params) -> Params:
         """The parameters in the compute dtype. A step casts once, while they are sharded."""
@@ -179,8 +197,8 @@ class Model:
         """The dtype of each parameter for arithmetic in `dtype`: that of a router is float32."""
 
         def dtype_of(path: Any, _: Any) -> jnp.dtype:
-            names = {key.key for key in path if isinstance(key, jax.tree_util.DictKey)}
-            return jnp.dtype(jnp.float32) if ROUTER in names else dtype
+            modules = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+            return jnp.dtype(jnp.float32) if any(map(is_router, modules)) else dtype
 
         return jax.tree_util.tree_map_with_path(dtype_of, params)
 
@@ -192,10 +210,12 @@ class Model:
             return self._mask_padding(x, axes.index("vocab"), 0) if "vocab" in axes else x
 
         counted = jax.tree.map(zero_padding, params, self.axes)
-        if "bias" not in counted["blocks"].get(ROUTER, {}):
-            return counted
-        router = {**counted["blocks"][ROUTER], "bias": jnp.zeros_like(counted["blocks"][ROUTER]["bias"])}
-        return {**counted, "blocks": {**counted["blocks"], ROUTER: router}}
+        blocks = {
+            module: {**leaves, "bias": jnp.zeros_like(leaves["bias"])}
+            for module, leaves in counted["blocks"].items()
+            if is_router(module) and "bias" in leaves
+        }
+        return {**counted, "blocks": {**counted["blocks"], **blocks}}
 
     def new_cache(self, slots: int, length: int, *, longest_chunk: int | None = None, stacked: bool = True) -> KVCache:
         """An empty cache for `slots` sequences of up to `length` positions.
@@ -207,16 +227,20 @@ class Model:
         """
         chunk = length if longest_chunk is None else longest_chunk
         lengths = [ring_length(length, layer.attention.window, chunk) for layer in self.decoder.layers]
-        entries = self.decoder.layer.attention.cache_entries
-        return KVCache.zeros(lengths, slots, entries, self.dtype, stacked=stacked)
+        return KVCache.zeros(lengths, slots, self._cache_entries, self.dtype, stacked=stacked)
+
+    @property
+    def _cache_entries(self) -> list[tuple[CacheEntry, ...]]:
+        return [layer.attention.cache_entries for layer in self.decoder.layers]
 
     def map_cache(self, function: Callable[[Any, Axes], Any], cache: KVCache) -> KVCache:
         """The cache with function(array, names of its dimensions) in place of each array."""
-        return cache.map(self.decoder.layer.attention.cache_entries, function)
+        return cache.map(self._cache_entries, function)
 
     def packed_view(self, ends_BT: jax.Array) -> PackedView:
         """The view that rows of packed trees use in place of a cache; `ends_BT` as in `PackedView`."""
-        return PackedView.of(ends_BT, self.decoder.layer.attention.keys_and_values, self.dtype)
+        entries = [layer.attention.keys_and_values for layer in self.decoder.layers]
+        return PackedView.of(ends_BT, entries, self.dtype)
 
     def apply(
         self,
@@ -264,7 +288,7 @@ class Model:
                 positions_BT = jnp.broadcast_to(positions_BT, tokens_BT.shape)
         keys_BS = None if cache is None or not self.decoder.relative_bias else cache.key_positions(positions_BT)
         x_BTD, bias_BHTS = self.embed(params["embed"], tokens_BT, positions_BT, keys_BS)
-        return self._blocks(params["blocks"], x_BTD, positions_BT, bias_BHTS, cache, query_index_B)
+        return layers(self, params["blocks"], x_BTD, positions_BT, bias_BHTS, cache, query_index_B)
 
     def positions(self, length: int) -> jax.Array:
         """The positions of whole sequences, int32 (1, T), in the order of `Partition.sequence_order`."""
@@ -286,14 +310,33 @@ class Model:
         bias_BHTS = bias and bias(positions_BT, positions_BT if keys_BS is None else keys_BS)
         return x_BTD, bias_BHTS
 
-    def layer(self, params: Params | PackedBlock, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Means]:
-        """One layer, from its own parameters: (B, T, D) -> (B, T or 1, D), and named means."""
+    def layer(
+        self, kind: Layer, params: Params | PackedBlock, x_BTD: jax.Array, ctx: Context
+    ) -> tuple[jax.Array, Means]:
+        """One layer of a kind, from its own parameters: (B, T, D) -> (B, T or 1, D), and named means."""
         if isinstance(params, PackedBlock):
             params = params.unpack()
-        kind = self._kind(params)
         params = gather_weights(params, self.stage_axes["blocks"][kind])
         x_BTD = checkpoint_name(constrain_residual(x_BTD), "block_in")
         return self.stages.blocks[kind].apply(params, None, x_BTD, ctx)
+
+    def context(
+        self,
+        kind: Layer,
+        attend: Attend,
+        angles: Sequence[Rotation],
+        numbers: LayerNumbers,
+        query_index_B: jax.Array | None = None,
+        dispatch: Dispatch | None = None,
+    ) -> Context:
+        """What a layer of a kind reads besides the residual stream.
+
+        Args:
+            angles: the result of `rotations`.
+            numbers: those of the layer.
+        """
+        angles_of_layer = rotation_of(self.decoder, kind.attention.rotary, angles, numbers.rotation)
+        return Context(attend, angles_of_layer, numbers.window, query_index_B, dispatch or Dispatch())
 
     def gathered_head(self, params: Params) -> Params:
         """The head's parameters for `logits`: gathered over fsdp, with the embedding's table if it is tied."""
@@ -320,47 +363,9 @@ class Model:
         rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, dimension)
         return jnp.where(rows < self.decoder.n_vocab, x, value)
 
-    def rotation(self, positions_BT: jax.Array) -> Rotation | None:
-        """The rotary angles of the positions; None for a model without rotary encoding."""
-        rotary = self.decoder.layer.attention.rotary
-        return rotation(rotary, positions_BT, self.decoder.seq) if rotary else None
-
-    def windows(self) -> jax.Array | None:
-        """The window of each layer, int32 (L,); None if no layer has one."""
-        windows = [NO_WINDOW if window is None else window for window in self.decoder.windows]
-        return jnp.asarray(windows, jnp.int32) if windows else None
-
-    def _blocks(
-        self,
-        params: Params,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        bias_BHTS: jax.Array | None,
-        cache: KeyValueView | None,
-        query_index_B: jax.Array | None,
-    ) -> tuple[jax.Array, Any]:
-        angles, windows_L = self.rotation(positions_BT), self.windows()
-
-        def body(carry: Any, layer: Any, query_index_B: jax.Array | None = None) -> tuple[Any, Means]:
-            x_BTD, view = carry
-            block_params, (index, window) = layer
-            attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B)
-            x_BTD, aux = self.layer(block_params, x_BTD, Context(attend, angles, window, query_index_B))
-            return (x_BTD, attend.view), aux
-
-        unroll = self.compute.scan_unroll
-        with jax.named_scope(LAYER_LOOP):
-            if isinstance(params, tuple):
-                x_BTD, cache = unrolled(body, params, windows_L, x_BTD, cache, query_index_B)
-            elif cache is not None and not cache.stacked:
-                windows = self.decoder.windows
-                x_BTD, cache = in_runs(body, params, self.members, windows, x_BTD, cache, unroll)
-            else:
-                own = jnp.arange(len(self.decoder.layers)), windows_L
-                (x_BTD, cache), _ = scan_layers(body, (x_BTD, cache), params, own, self.members, unroll)
-        if query_index_B is not None and x_BTD.shape[1] > 1:
-            x_BTD = at_position(x_BTD, query_index_B)
-        return constrain_residual(x_BTD), cache
+    def rotations(self, positions_BT: jax.Array) -> tuple[Rotation, ...]:
+        """The rotary angles of the positions: see `numbers.rotations`."""
+        return rotations(self.decoder, positions_BT)
 
 
 def _in_order(some: list[tuple[list[int], Any]]) -> Any:
@@ -369,25 +374,3 @@ def _in_order(some: list[tuple[list[int], Any]]) -> Any:
         return some[0][1]
     order = np.argsort([layer for layers, _ in some for layer in layers])
     return jax.tree.map(lambda *stacks: jnp.concatenate(stacks)[order], *(leaves for _, leaves in some))
-
-
-def _bind(
-    view: KeyValueView | None,
-    layer: jax.Array,
-    positions_BT: jax.Array,
-    bias_BHTS: jax.Array | None,
-    query_index_B: jax.Array | None,
-) -> context.Whole | Cached:
-    """The attention of one layer: to the sequence itself, or to the keys and values of a view."""
-    if view is None:
-        return context.attention(bias_BHTS)
-    if query_index_B is None:
-        return Cached(view, layer, positions_BT, positions_BT, bias_BHTS)
-    if bias_BHTS is not None:
-        bias_BHTS = at_position(bias_BHTS.swapaxes(1, 2), query_index_B).swapaxes(1, 2)
-    return Cached(view, layer, positions_BT, at_position(positions_BT, query_index_B), bias_BHTS)
-
-
-def constrain_residual(x_BTD: jax.Array) -> jax.Array:
-    """The sharding of the residual stream between blocks."""
-    return constrain(x_BTD, "batch", "block_seq", "act_embed")

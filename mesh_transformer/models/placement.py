@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshAxes, training_rules, whole_sequence_rules
+from mesh_transformer.config.stages import stages
 from mesh_transformer.models.model import Model, Params
 from mesh_transformer.parallel.mesh import make_hybrid_mesh
 from mesh_transformer.parallel.sharding import Partition, constrain_tree
@@ -31,8 +32,9 @@ class Placement:
         Raises:
             UserError: the devices do not fit the mesh, or belong to several slices and `mesh.dcn` does not fit them.
         """
-        model = Model(config.model.decoder(), platforms.resolve(config.compute, devices[0].platform))
         shape, rules = config.mesh.shape(len(devices)), training_rules(config.mesh)
+        compute = platforms.resolve(config.compute, devices[0].platform)
+        model = Model(config.model.decoder(), compute, stages(config.mesh, shape))
         mode, overlap_tp = config.mesh.context_mode, config.mesh.overlap_tp is True
         mesh = make_hybrid_mesh(config.mesh, shape, platforms.by_slice(devices))
         partition = Partition(mesh, rules, context_mode=mode, overlap_tp=overlap_tp)
@@ -40,8 +42,8 @@ class Placement:
 
     @classmethod
     def _on_partition(cls, model: Model, partition: Partition) -> Placement:
-        kv_heads = model.decoder.layer.attention.kv_heads
-        return cls(model, partition.keep_whole("kv_heads") if kv_heads % partition.size("kv_heads") else partition)
+        divided = model.decoder.kv_heads % partition.size("kv_heads") == 0
+        return cls(model, partition if divided else partition.keep_whole("kv_heads"))
 
     def whole_sequences(self) -> Placement:
         """The same model and mesh, for programs in which each device has all positions of a sequence."""

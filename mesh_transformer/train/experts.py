@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mesh_transformer.config.experts import ExpertsConfig
-from mesh_transformer.models.feed_forward import ROUTER
+from mesh_transformer.models.feed_forward import is_router
 from mesh_transformer.models.model import Params
 from mesh_transformer.models.modules import Means
 from mesh_transformer.train.schedule import Metrics
@@ -50,8 +50,14 @@ def updated_bias(params: Params, means: Means, rate: float) -> Params:
         means: over all microbatches of the step.
     """
     # the trained part of the parameters may have no layers
-    router = params.get("blocks", {}).get(ROUTER, {})
-    if "bias" not in router or rate == 0:
+    blocks = params.get("blocks", {})
+    routers = [module for module in blocks if is_router(module) and "bias" in blocks[module]]
+    if not routers or rate == 0:
         return params
-    change_LE = rate * jnp.sign(1 - load(means))
-    return {**params, "blocks": {**params["blocks"], ROUTER: {**router, "bias": router["bias"] + change_LE}}}
+    changes_LE, updated = rate * jnp.sign(1 - load(means)), dict(blocks)
+    # the runs' stacks one after the other
+    for module in sorted(routers, key=lambda name: int(name.partition("/")[0]) if len(routers) > 1 else 0):
+        bias_LE = blocks[module]["bias"]
+        updated[module] = {**blocks[module], "bias": bias_LE + changes_LE[: len(bias_LE)]}
+        changes_LE = changes_LE[len(bias_LE) :]
+    return {**params, "blocks": updated}

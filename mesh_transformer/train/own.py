@@ -13,9 +13,9 @@ import jax
 
 from mesh_transformer import platforms
 from mesh_transformer.errors import UserError
-from mesh_transformer.models.loops import kinds_of, leading_layers
 from mesh_transformer.models.model import Params
 from mesh_transformer.parallel.sharding import Partition, active, use
+from mesh_transformer.spec import shared_run
 from mesh_transformer.train import pipeline
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule, microbatches, sequential
 
@@ -80,12 +80,13 @@ def _schedule(rounds: int, parts: Parts, params: Params, batch: Any, leading: in
     stages = 1 if partition is None else partition.size("layers")
     if partition is None or stages == 1:
         return sequential
-    if parts.members is None:
-        layers = len(jax.tree.leaves(params["blocks"])[0])
-    else:
-        layers = len(kinds_of(parts.members)) - leading_layers(parts.members)
-    if layers % (stages * rounds):
-        raise UserError(f"{layers} layers are not divisible by {stages} stages x {rounds} rounds of a pipeline")
+    runs = parts.layout(params["blocks"])
+    if shared_run(runs, stages * rounds) is None:
+        each = " + ".join(f"{run.repeats} x {len(run.period)}" for run in runs)
+        raise UserError(
+            f"{each} layers (repeats of a period x its layers): no run of them has repeats that are divisible by {stages} "
+            f"stages x {rounds} rounds of a pipeline"
+        )
     if leading == 2 and rounds > 1 and microbatches(batch) % stages:
         raise UserError(f"{microbatches(batch)} microbatches are not divisible by {stages} stages, as rounds need")
     place, shards = parts.stream_axes.index(parts.shared_out), partition.size(parts.shared_out)

@@ -4,9 +4,9 @@
 between their forward and their backward pass: at most two for each stage, however many microbatches a step has. The
 backward pass computes each layer again, as compute.remat full does.
 
-If the layers are not all of one kind, the stages share out the last ones, which are. Every stage computes the ones before
-them, the leading layers, in each tick, and the first stage uses the result. That takes no more time than if only the
-first stage did: the others would wait for it.
+The stages share out one run of layers (`spec.shared_run`), by its repeats. Every stage computes the runs before and after
+it whole, in each tick: the first stage uses the result of the runs before, the last stage the result of the runs after.
+That takes no more time than if only one stage did: the others would wait for it.
 
 Head and loss (`Parts.loss`) belong to no stage. When the last stage has finished a microbatch, each stage takes an equal
 share of its positions through them (of `Parts.shared_out`), and the gradients of the shares are gathered. The embedding
@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,12 +31,13 @@ from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.models.haiku_model import Stream
-from mesh_transformer.models.loops import kinds_of, layers_between, leading_layers
-from mesh_transformer.models.model import LAYER_LOOP, Params
+from mesh_transformer.models.model import Params
 from mesh_transformer.models.modules import Means
+from mesh_transformer.models.stack import LAYER_LOOP, Block, Kind, Runs, by_run, joined_runs, over_run, rows_by_run
 from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, at, fold, put, unfold
 from mesh_transformer.parallel.sharding import active, constrain, constrain_tree, map_axes
-from mesh_transformer.train.pipeline_forward import Forward, Layers, Losses
+from mesh_transformer.spec import Run, shared_run
+from mesh_transformer.train.pipeline_forward import Forward, Losses, Stack
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule, microbatches
 
 
@@ -52,45 +54,64 @@ def _stages(parts: Parts) -> Stages:
     return Stages(partition, partition.size("layers"), parts.shared_out, place)
 
 
-def _operands(rounds: int, parts: Parts, params: Params) -> tuple[Params, Any, Layers]:
-    """`Forward.tables`, `Forward.leading_own`, and the layers that the stages share out, folded."""
-    tables, members, first = {name: params[name] for name in ("embed", "head")}, parts.members, 0
-    blocks, own = params["blocks"], parts.own
-    if members is None or not (first := leading_layers(members)):
-        return tables, None, fold(Layers(blocks, own), rounds)
-    leading, leading_own = layers_between(blocks, own, members, 0, first)
-    rest = layers_between(blocks, own, members, first, len(kinds_of(members)))
-    return {**tables, "leading": leading}, leading_own, fold(Layers(*rest), rounds)
+class _Operands(NamedTuple):
+    """The runs of a model, and its arrays by how the stages have them: see `Forward`."""
 
+    # the layers of a group of the shared run
+    run: Run[Kind]
+    whole_runs: dict[str, Runs]
+    arrays: tuple[Params, dict[str, Any], Stack]
+    """`Forward.tables`, `Forward.whole_numbers` and `Forward.stack`."""
+    axes: Params
+    """The dimension names of the tables; and as "layer", of one layer of the shared run."""
 
-def _stacked(leading: Params, rest: Params) -> Params:
-    """The arrays of all layers, from those of the leading layers and those of the rest."""
-    both = {
-        name: jax.tree.map(lambda *x: jnp.concatenate(x), leading[name], rest[name]) for name in leading if name in rest
-    }
-    return {**leading, **rest, **both}
+    @classmethod
+    def of(cls, stages: Stages, rounds: int, parts: Parts, params: Params) -> _Operands:
+        runs, groups = parts.layout(params["blocks"]), stages.count * rounds
+        shared = shared_run(runs, groups)
+        assert shared is not None
+        cuts = {"before": slice(shared), "after": slice(shared + 1, None)}
+
+        def whole(of_runs: Sequence[Any]) -> dict[str, Any]:
+            return {name: list(of_runs[cut]) for name, cut in cuts.items()}
+
+        blocks, numbers = by_run(params["blocks"], runs), rows_by_run(parts.numbers, runs)
+        axes = by_run(parts.axes["blocks"], runs)
+        layer = map_axes(lambda names: names[1:], axes[shared])
+        ends = {name: params[name] for name in ("embed", "head")}
+        return cls(
+            runs[shared]._replace(repeats=runs[shared].repeats // groups),
+            whole(runs),
+            ({**ends, **whole(blocks)}, whole(numbers), fold(Stack(blocks[shared], numbers[shared]), rounds)),
+            {**{name: parts.axes[name] for name in ends}, **whole(axes), "layer": layer},
+        )
 
 
 def _gradients(
     rounds: int, parts: Parts, trained: Params, frozen: Params, batch: Any
 ) -> tuple[Params, Metrics, jax.Array]:
     stages, params = _stages(parts), parts.transform(trained, frozen)
-    ticks = Ticks(stages.count, rounds, microbatches(batch))
+    ticks, given = Ticks(stages.count, rounds, microbatches(batch)), _Operands.of(stages, rounds, parts, params)
 
-    def run(tables: Params, leading_own: Any, layers: Layers, batch: Any) -> Any:
-        return _Backward(Forward(parts, stages, ticks, tables, leading_own, layers, batch)).results()
+    def run(tables: Params, whole_numbers: Any, stack: Stack, batch: Any) -> Any:
+        forward = Forward(parts, stages, ticks, given.run, given.whole_runs, tables, whole_numbers, stack, batch)
+        return _Backward(forward, given.axes).results()
 
-    run = stages.run(run, (P(), P(), stages.folded, P()), (P(), stages.folded, P(), P(), P(), stages.folded))
-    summed, blocks, losses, results, squares, means = run(*_operands(rounds, parts, params), batch)
-    blocks = _stacked(summed.pop("leading", {}), unfold(blocks))
+    run = stages.run(run, (P(), P(), stages.folded, P()), (P(), stages.folded, P(), P(), P(), stages.folded, P()))
+    summed, blocks, losses, results, squares, means, whole = run(*given.arrays, batch)
+    blocks = joined_runs([*summed.pop("before"), unfold(blocks), *summed.pop("after")])
     total = parts.constrain({**summed, "blocks": blocks})
-    metrics = jax.vmap(parts.metrics)(losses, results, _by_microbatch(means))
+    metrics = jax.vmap(parts.metrics)(losses, results, _by_microbatch(means, whole))
     return optax.tree.scale(1 / ticks.microbatches, total), jax.tree.map(lambda x: x.mean(0), metrics), squares
 
 
-def _by_microbatch(means: Means) -> Means:
-    """The means of all layers, from (v, L / v, M, ...) to (M, L, ...)."""
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), unfold(means))
+def _by_microbatch(means: Means, whole: dict[str, Means]) -> Means:
+    """The means of all layers, (M, L + N, ...), from those of the shared run, (v, L / v, M, ...), and of the others, each
+    (M, N, ...)."""
+    shared = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), unfold(means))
+    parts = whole["before"], shared, whole["after"]
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: jnp.concatenate([part[name] for part in parts if name in part], axis=1) for name in names}
 
 
 def _loss(rounds: int, parts: Parts, params: Params, batch: Any) -> tuple[jax.Array, Any, Means]:
@@ -104,12 +125,14 @@ def _loss(rounds: int, parts: Parts, params: Params, batch: Any) -> tuple[jax.Ar
     join = functools.partial(rearrange, pattern="m (r b) ... -> (r m b) ...", r=replicas)
     ticks = Ticks(stages.count, rounds, count)
 
-    def run(tables: Params, leading_own: Any, layers: Layers, batch: Any) -> tuple[jax.Array, Any, Means]:
-        return Forward(parts, stages, ticks, tables, leading_own, layers, batch).losses()
+    given = _Operands.of(stages, rounds, parts, params)
 
-    run = stages.run(run, (P(), P(), stages.folded, P()), (P(), P(), stages.folded))
-    losses, results, means = run(*_operands(rounds, parts, params), jax.tree.map(cut, batch))
-    of_layers = jax.tree.map(lambda x: x.mean(0), _by_microbatch(means))
+    def run(tables: Params, whole_numbers: Any, stack: Stack, batch: Any) -> Any:
+        return Forward(parts, stages, ticks, given.run, given.whole_runs, tables, whole_numbers, stack, batch).losses()
+
+    run = stages.run(run, (P(), P(), stages.folded, P()), (P(), P(), stages.folded, P()))
+    losses, results, means, whole = run(*given.arrays, jax.tree.map(cut, batch))
+    of_layers = jax.tree.map(lambda x: x.mean(0), _by_microbatch(means, whole))
     return losses.sum(), jax.tree.map(join, results), of_layers
 
 
@@ -141,11 +164,13 @@ class _Backward:
     """Forward and backward pass on one stage, inside of `Stages.run`."""
 
     forward: Forward
+    axes: Params
+    """`_Operands.axes`."""
 
-    def results(self) -> tuple[Params, Params, jax.Array, Any, jax.Array, Means]:
-        """Sums of gradients: of embedding and head, and of this stage's layers; losses (M,), results of `Parts.loss`
-        (M, B, T, ...), squared norms of the microbatches' gradients (M,), means of this stage's layers (v, C, M,
-        ...)."""
+    def results(self) -> tuple[Params, Params, jax.Array, Any, jax.Array, Means, dict[str, Means]]:
+        """Sums of gradients: of `Forward.tables`, and of this stage's layers; losses (M,), results of `Parts.loss`
+        (M, B, T, ...), squared norms of the microbatches' gradients (M,), means of this stage's layers (v, C, M, ...), and
+        of the runs that every stage computes (M, N, ...)."""
         ticks, carry = self.forward.ticks, self._start()
         ends = ticks.warmup, ticks.forward_ticks, ticks.total
         # the first ticks have no backward pass, the last ones no forward pass
@@ -153,23 +178,25 @@ class _Backward:
             body = functools.partial(self._tick, *passes)
             carry, _ = jax.lax.scan(body, carry, jnp.arange(start, stop))
         sums = carry.sums
-        tables, losses, squares = self.forward.stages.sum((sums.tables, sums.losses.losses_M, sums.squares_M))
-        return tables, sums.blocks, losses, sums.losses.results, squares, sums.losses.by_layer()
+        tables, losses, squares, whole = self.forward.stages.sum(
+            (sums.tables, sums.losses.losses_M, sums.squares_M, sums.losses.whole)
+        )
+        return tables, sums.blocks, losses, sums.losses.results, squares, sums.losses.by_layer(), whole
 
     def _start(self) -> _Carry:
         f = self.forward
         wire = f.wire()
-        inputs = jnp.zeros((f.ticks.rounds, f.ticks.slots, f.group, *wire.shape), wire.dtype)
+        inputs = jnp.zeros((f.ticks.rounds, f.ticks.slots, f.run.layers, *wire.shape), wire.dtype)
         zeros = functools.partial(jax.tree.map, lambda p: jnp.zeros(p.shape, jnp.float32))
-        sums = _Sums(zeros(f.tables), zeros(f.layers.params), jnp.zeros(f.ticks.microbatches), f.no_losses())
+        sums = _Sums(zeros(f.tables), zeros(f.stack.params), jnp.zeros(f.ticks.microbatches), f.no_losses())
         rows = jnp.zeros((f.ticks.slots, *wire.shape)) if f.parts.tied else None
         return _Carry(wire, wire, self._constrain_kept(inputs), rows, sums)
 
     def _tick(self, forward: bool, backward: bool, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
         stages, y_BTD, dy_BTD = self.forward.stages, carry.x_BTD, carry.dx_BTD
         if forward:
-            y_BTD, inputs, means = self.forward.pass_layers(tick, carry.x_BTD)
-            losses = self.forward.note(carry.sums.losses, tick, means)
+            y_BTD, inputs, means, before = self.forward.pass_layers(tick, carry.x_BTD)
+            losses = self.forward.note(carry.sums.losses, tick, means, before)
             carry = carry._replace(kept=self._keep(tick, inputs, carry.kept), sums=carry.sums._replace(losses=losses))
         if forward and backward:
             dy_BTD, carry = self._finish(tick, y_BTD, carry)
@@ -205,6 +232,7 @@ class _Backward:
     def _head(self, item: Item, y_BTD: jax.Array, changing: Any) -> tuple[jax.Array, Any]:
         f, (rows, sums) = self.forward, changing
         batch = f.microbatch(item)
+        y_BTD, after, pull_after = self._leave(item, y_BTD)
         tables = {name: f.tables[name] for name in ("head", *["embed"][: f.parts.tied])}
         loss = jax.value_and_grad(lambda tables, y: f.head(tables, y, batch), (0, 1), has_aux=True)
         (value, results), (gradient, dy_BTD) = loss(tables, f.stages.share_of_last(y_BTD))
@@ -214,17 +242,42 @@ class _Backward:
             rows = put(rows, self._tied_rows(whole["embed"], batch), item.microbatch % f.ticks.slots)
         # the sum over stages counts it once
         square = jnp.where(f.stages.index == 0, optax.tree.norm(whole, squared=True), 0)
-        added = {name: optax.tree.add(sums.tables[name], gradient[name]) for name in gradient}
-        sums = _Sums(
-            self._settled({**sums.tables, **added}),
-            sums.blocks,
-            sums.squares_M.at[item.microbatch].add(square),
-            f.add(sums.losses, item, value, results),
-        )
-        return f.stages.gather(dy_BTD), (rows, sums)
+        dy_BTD, of_after = pull_after(f.stages.gather(dy_BTD))
+        of_after = self._settled(of_after)
+        square += optax.tree.norm(of_after, squared=True)
+        tables = _added(_added(sums.tables, gradient), of_after)
+        losses = f.note_after(f.add(sums.losses, item, value, results), item, after)
+        squares_M = sums.squares_M.at[item.microbatch].add(square)
+        return dy_BTD, (rows, _Sums(self._settled(tables), sums.blocks, squares_M, losses))
+
+    def _leave(
+        self, item: Item, y_BTD: jax.Array
+    ) -> tuple[jax.Array, Means, Callable[[jax.Array], tuple[jax.Array, Params]]]:
+        """`Forward.leave`; and the gradient of y and of the tables, from the gradient of the result."""
+        f, batch = self.forward, self.forward.microbatch(item)
+        if not f.whole_runs["after"]:
+            return y_BTD, {}, lambda dy_BTD: (dy_BTD, {})
+        learned, pull_learned = jax.vjp(lambda params: f.parts.embed(params, batch).learned, f.tables["embed"])
+        stream = f.parts.embed(f.tables["embed"], batch)
+
+        def leave(params: Sequence[Block], y_BTD: jax.Array, learned: Any) -> tuple[tuple[jax.Array, jax.Array], Means]:
+            y_BTD, means = f.pass_whole("after", params, stream._replace(x_BTD=y_BTD, learned=learned))
+            return (y_BTD, f.parts.loss_of_layers(means)), means
+
+        (y_BTD, _), pull, means = jax.vjp(leave, f.tables["after"], y_BTD, learned, has_aux=True)
+        used = item.valid & (f.stages.index == f.stages.last)
+
+        def gradient(dy_BTD: jax.Array) -> tuple[jax.Array, Params]:
+            params, dy_BTD, dlearned = pull((dy_BTD, jnp.ones(())))
+            tables = {"after": params}
+            if learned is not None:
+                (tables["embed"],) = pull_learned(dlearned)
+            return dy_BTD, _masked(used, tables)
+
+        return y_BTD, means, gradient
 
     def _pull_layers(self, tick: jax.Array, dy_BTD: jax.Array, carry: _Carry) -> tuple[jax.Array, _Carry]:
-        """The backward pass of this stage's layers in a tick, and of the embedding with the leading layers: the gradient
+        """The backward pass of this stage's layers in a tick, and of the embedding with the runs before: the gradient
         of the stage's input."""
         f, sums = self.forward, carry.sums
         item, stage = f.ticks.backward(tick, f.stages.index), f.stages.index
@@ -242,26 +295,30 @@ class _Backward:
         )
         first = (stage == 0) & (item.round == 0) & item.valid
         dx_embed, gradients = jnp.where(first, dx_BTD, 0), {}
-        if "leading" in f.tables:
-            dlearned, (gradient, dx_embed) = self._pull_leading(stream, dx_embed, dlearned)
-            gradients["leading"] = _masked(first, gradient)
+        if f.whole_runs["before"]:
+            dlearned, (gradient, dx_embed) = self._pull_before(first, stream, dx_embed, dlearned)
+            gradients["before"] = _masked(first, gradient)
         (gradient,) = pull_embed((dx_embed, dlearned))
         gradients = self._settled({**gradients, "embed": _masked(item.valid, gradient)})
         square += optax.tree.norm(gradients, squared=True)
         if carry.rows is not None:
             square += 2 * (dx_embed.astype(jnp.float32) * at(carry.rows, slot)).sum()
-        tables = {**sums.tables, **{name: optax.tree.add(sums.tables[name], one) for name, one in gradients.items()}}
+        tables = self._settled(_added(sums.tables, gradients))
         squares_M = sums.squares_M.at[item.microbatch].add(square)
-        return dx_BTD, carry._replace(sums=_Sums(self._settled(tables), blocks, squares_M, sums.losses))
+        return dx_BTD, carry._replace(sums=_Sums(tables, blocks, squares_M, sums.losses))
 
-    def _pull_leading(self, stream: Stream, dy_BTD: jax.Array, dlearned: Any) -> tuple[Any, tuple[Params, jax.Array]]:
-        """The leading layers: the gradient of `Stream.learned` with theirs, and those of their parameters and input."""
+    def _pull_before(
+        self, first: jax.Array, stream: Stream, dy_BTD: jax.Array, dlearned: Any
+    ) -> tuple[Any, tuple[Params, jax.Array]]:
+        """The runs before the shared one: the gradient of `Stream.learned` with theirs, and the gradients of their
+        parameters and input. Only the `first` stage has a loss of them."""
 
-        def leading(params: Params, x_BTD: jax.Array, learned: Any) -> jax.Array:
-            return self.forward.pass_leading(params, stream._replace(x_BTD=x_BTD, learned=learned))
+        def before(params: Sequence[Block], x_BTD: jax.Array, learned: Any) -> tuple[jax.Array, jax.Array]:
+            x_BTD, means = self.forward.pass_whole("before", params, stream._replace(x_BTD=x_BTD, learned=learned))
+            return x_BTD, self.forward.parts.loss_of_layers(means)
 
-        _, pull = jax.vjp(leading, self.forward.tables["leading"], stream.x_BTD, stream.learned)
-        gradient, dx_BTD, dl = pull(dy_BTD)
+        _, pull = jax.vjp(before, self.forward.tables["before"], stream.x_BTD, stream.learned)
+        gradient, dx_BTD, dl = pull((dy_BTD, first.astype(jnp.float32)))
         return jax.tree.map(jnp.add, dlearned, dl), (gradient, dx_BTD)
 
     def _pull_group(
@@ -270,38 +327,45 @@ class _Backward:
         """The layers of a group, the last one first: the gradients of its input and of `Stream.learned`, the sum of
         gradients with theirs, and the squared norm of theirs."""
         f = self.forward
-        sums, names = f.parts.sums or f.stages.partition, map_axes(lambda axes: axes[1:], f.axes(f.layers.params))
+        sums = f.parts.sums or f.stages.partition
 
-        def layer(carry: Any, index: jax.Array) -> tuple[Any, None]:
+        def layer(kind: Kind, carry: Any, rows: Block, index: jax.Array) -> tuple[Any, tuple[None, Means]]:
             (dy_BTD, dlearned), total, square = carry
-            one = f.layers.at(item.round, index)
+            params, numbers = f.stack.layer(item.round, rows, index)
 
             def layer(params: Params, x_BTD: jax.Array, learned: Any) -> tuple[jax.Array, jax.Array]:
-                inputs = stream._replace(x_BTD=x_BTD, learned=learned)
-                y_BTD, means = f.layer(one._replace(params=params), inputs)
+                y_BTD, means = f.parts.layer_of(kind)(params, stream._replace(x_BTD=x_BTD, learned=learned), numbers)
                 return y_BTD, f.parts.loss_of_layer(means)
 
-            _, pull = jax.vjp(layer, one.params, inputs[index], stream.learned)
+            _, pull = jax.vjp(layer, params, inputs[index], stream.learned)
             gradient, dx_BTD, dl = pull((dy_BTD, jnp.ones(())))
-            gradient = _masked(item.valid, constrain_tree(gradient, sums, names))
-            total = jax.tree.map(
-                lambda x, one: put(x, at(x, item.round, index) + one, item.round, index), total, gradient
-            )
+            gradient = constrain_tree(gradient, sums, {name: self.axes["layer"][name] for name in gradient})
+            gradient = _masked(item.valid, gradient)
+            new = {
+                name: jax.tree.map(
+                    lambda x, one, row=row: put(x, at(x, item.round, row) + one, item.round, row),
+                    total[name],
+                    gradient[name],
+                )
+                for name, row in rows.items()
+            }
             dlearned = jax.tree.map(jnp.add, dlearned, dl)
-            return ((dx_BTD, dlearned), total, square + optax.tree.norm(gradient, squared=True)), None
+            square += optax.tree.norm(gradient, squared=True)
+            return ((dx_BTD, dlearned), {**total, **new}, square), (None, {})
 
         with jax.named_scope(LAYER_LOOP):
-            carry, unroll = (start, total, jnp.zeros(())), f.parts.unroll
-            (start, total, square), _ = jax.lax.scan(layer, carry, jnp.arange(f.group), reverse=True, unroll=unroll)
+            carry, layers = (start, total, jnp.zeros(())), jnp.arange(f.run.layers)
+            (start, total, square), _ = over_run(
+                f.run, layer, carry, f.rows, layers, unroll=f.parts.unroll, reverse=True
+            )
         return start, total, square
 
     def _settled(self, gradient: Params) -> Params:
         """Gradients of tables in float32, split as the tables are: with ZeRO-1 they are split over dp after the
         loop."""
-        partition, axes = self.forward.stages.partition, self.forward.parts.axes
-        axes = {**axes, "leading": self.forward.axes(gradient.get("leading", {}))}
+        partition = self.forward.stages.partition
         gradient = optax.tree.cast(gradient, jnp.float32)
-        return {name: constrain_tree(tree, partition, axes[name]) for name, tree in gradient.items()}
+        return {name: constrain_tree(tree, partition, self.axes[name]) for name, tree in gradient.items()}
 
     def _tied_rows(self, gradient: Params, batch: Any) -> jax.Array:
         """The embedding of a microbatch by the head's gradient of the table that both share, float32 (B, T, D).
@@ -314,6 +378,11 @@ class _Backward:
 
     def _constrain_kept(self, kept: jax.Array) -> jax.Array:
         return constrain(kept, None, None, None, *self.forward.parts.stream_axes)
+
+
+def _added(total: Params, gradients: Params) -> Params:
+    """The sums with further gradients of some tables."""
+    return {**total, **{name: optax.tree.add(total[name], one) for name, one in gradients.items()}}
 
 
 def _masked(valid: jax.Array, gradient: Params) -> Params:

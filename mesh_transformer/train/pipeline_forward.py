@@ -1,44 +1,54 @@
 """The forward pass of a stage of a pipeline (train/pipeline.py has the schedule).
 
-Shapes: M microbatches, B sequences of one, T positions, D residual width, L layers, v rounds, C layers of a group.
+Shapes: M microbatches, B sequences of one, T positions, D residual width, L layers of the run that the stages share out,
+v rounds, C layers of a group, N layers of the runs that every stage computes whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.errors import UserError
 from mesh_transformer.models.haiku_model import Stream
-from mesh_transformer.models.loops import scan_layers
-from mesh_transformer.models.model import LAYER_LOOP, Params
+from mesh_transformer.models.model import Params
 from mesh_transformer.models.modules import Means
+from mesh_transformer.models.stack import LAYER_LOOP, Block, Kind, Outputs, Runs, join, over_run
 from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, at, put
 from mesh_transformer.parallel.sharding import constrain
-from mesh_transformer.train.schedule import Parts, rematerialize
+from mesh_transformer.spec import Run
+from mesh_transformer.train.schedule import Parts, rematerialized
+
+# the runs that every stage computes whole
+WHOLE_RUNS = ("before", "after")
 
 
-class Layers(NamedTuple):
-    """What differs between layers, each array folded: (v, L / v, ...); on a stage, (v, C, ...)."""
+class Stack(NamedTuple):
+    """The layers that the stages share out, each array folded: (v, L / v, ...); on a stage, (v, C, ...)."""
 
-    params: Params
-    own: Any
+    params: Block
+    numbers: Any
 
-    def at(self, turn: Any, index: Any) -> Layers:
-        """One layer of a round."""
-        return jax.tree.map(lambda x: at(x, turn, index), self)
+    def layer(self, turn: Any, rows: Any, index: Any) -> tuple[Params, Any]:
+        """The parameters of one layer of a round, given its row in the stack of each module, and its numbers."""
+        params = {
+            name: jax.tree.map(lambda x, row=row: at(x, turn, row), self.params[name]) for name, row in rows.items()
+        }
+        return params, jax.tree.map(lambda x: at(x, turn, index), self.numbers)
 
 
 class Losses(NamedTuple):
-    """What `Parts.loss` yields: sums over this stage's shares, and the results of all shares, (M, B, T, ...); and the
-    means of this stage's layers, (M, v, C, ...)."""
+    """What `Parts.loss` yields: sums over this stage's shares, and the results of all shares, (M, B, T, ...); the means of
+    this stage's layers, (M, v, C, ...); and by name the means of the runs that every stage computes, (M, N, ...), which
+    are zeros on a stage that does not use the result."""
 
     losses_M: jax.Array
     results: Any
     means: Means
+    whole: dict[str, Means]
 
     def by_layer(self) -> Means:
         """The means as the stages are joined: (v, C, M, ...)."""
@@ -52,71 +62,65 @@ class Forward:
     parts: Parts
     stages: Stages
     ticks: Ticks
-    # what every stage has: "embed", "head", and if there are any, the "leading" layers
+    # the layers of a group, and by name the runs before and after the shared one
+    run: Run[Kind]
+    whole_runs: dict[str, Runs]
+    # what every stage has: "embed", "head", and by name the layers of `whole_runs`
     tables: Params
-    # what of `Parts.own` the leading layers read
-    leading_own: Any
-    layers: Layers
+    # by name the rows of `Parts.numbers` of the layers of `whole_runs`
+    whole_numbers: dict[str, Any]
+    stack: Stack
     # all microbatches
     batch: Any
-
-    @property
-    def group(self) -> int:
-        """C."""
-        return jax.tree.leaves(self.layers)[0].shape[1]
-
-    def axes(self, blocks: Params) -> Params:
-        """The dimension names of the parameters of some modules of "blocks"."""
-        return {name: self.parts.axes["blocks"][name] for name in blocks}
 
     def microbatch(self, item: Item) -> Any:
         """The microbatch of an item."""
         return jax.tree.map(lambda x: x[item.microbatch], self.batch)
 
-    def layer(self, layer: Layers, stream: Stream) -> tuple[jax.Array, Means]:
-        """One layer."""
-        return self.parts.layer(layer.params, stream, layer.own)
+    @property
+    def rows(self) -> Params:
+        """The rows of a group in the stack of each module."""
+        return {name: jnp.arange(jax.tree.leaves(leaves)[0].shape[1]) for name, leaves in self.stack.params.items()}
 
-    def enter(self, item: Item) -> Stream:
-        """What the layers of the first stage read of a microbatch."""
+    def enter(self, item: Item) -> tuple[Stream, Means]:
+        """What the layers of the first stage read of a microbatch, and the means of the runs before them."""
         stream = self.parts.embed(self.tables["embed"], self.microbatch(item))
-        if "leading" in self.tables:
-            stream = stream._replace(x_BTD=self.pass_leading(self.tables["leading"], stream))
-        return stream
+        x_BTD, means = self.pass_whole("before", self.tables["before"], stream)
+        return stream._replace(x_BTD=x_BTD), means
 
-    def pass_leading(self, params: Params, stream: Stream) -> jax.Array:
-        """The leading layers: (B, T, D) -> (B, T, D).
-
-        Raises:
-            UserError: they have means, which no stage would know.
-        """
-
-        def layer(x_BTD: jax.Array, of_layer: Any) -> tuple[jax.Array, Means]:
-            return self.parts.layer(of_layer[0], stream._replace(x_BTD=x_BTD), of_layer[1])
-
-        layer = rematerialize(layer, ())
+    def pass_whole(self, name: str, params: Sequence[Block], stream: Stream) -> tuple[jax.Array, Means]:
+        """The runs before or after the shared one: (B, T, D) -> (B, T, D), and their means, (N, ...)."""
+        layer, outputs, x_BTD = rematerialized(self.parts, stream, ()), [], stream.x_BTD
         with jax.named_scope(LAYER_LOOP):
-            x_BTD, means = scan_layers(layer, stream.x_BTD, params, self.leading_own, None, self.parts.unroll)
-        if means:
-            raise UserError(
-                f"the layers before those that the stages of a pipeline share out have means: {', '.join(sorted(means))}"
-            )
-        return x_BTD
+            for run, block, rows in zip(self.whole_runs[name], params, self.whole_numbers[name], strict=True):
+                x_BTD, out = over_run(run, layer, x_BTD, block, rows, unroll=self.parts.unroll)
+                outputs.append(out)
+        return x_BTD, join(outputs)[1] if outputs else {}
 
-    def pass_layers(self, tick: jax.Array, received_BTD: jax.Array) -> tuple[jax.Array, jax.Array, Means]:
+    def pass_layers(self, tick: jax.Array, received_BTD: jax.Array) -> tuple[jax.Array, jax.Array, Means, Means]:
         """The layers of this stage in a tick: (B, T, D) -> (B, T, D), the input of each layer, (C, B, T, D), and its
-        means, (C, ...)."""
+        means, (C, ...); and the means of the runs before the shared one."""
         item = self.ticks.forward(tick, self.stages.index)
-        stream = self.enter(item)
+        stream, before = self.enter(item)
         x_BTD = jnp.where((self.stages.index == 0) & (item.round == 0), stream.x_BTD, received_BTD)
 
-        def layer(x_BTD: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Means]]:
-            y_BTD, means = self.layer(self.layers.at(item.round, index), stream._replace(x_BTD=x_BTD))
+        def layer(kind: Kind, x_BTD: jax.Array, rows: Block, index: jax.Array) -> tuple[jax.Array, Outputs]:
+            params, numbers = self.stack.layer(item.round, rows, index)
+            y_BTD, means = self.parts.layer_of(kind)(params, stream._replace(x_BTD=x_BTD), numbers)
             return y_BTD, (x_BTD, means)
 
         with jax.named_scope(LAYER_LOOP):
-            y_BTD, (inputs, means) = jax.lax.scan(layer, x_BTD, jnp.arange(self.group), unroll=self.parts.unroll)
-        return y_BTD, inputs, means
+            y_BTD, (inputs, means) = over_run(
+                self.run, layer, x_BTD, self.rows, jnp.arange(self.run.layers), unroll=self.parts.unroll
+            )
+        return y_BTD, inputs, means, before
+
+    def leave(self, item: Item, y_BTD: jax.Array) -> tuple[jax.Array, Means]:
+        """The runs after the shared one, of a finished microbatch: (B, T, D) -> (B, T, D), and their means."""
+        if not self.whole_runs["after"]:
+            return y_BTD, {}
+        stream = self.parts.embed(self.tables["embed"], self.microbatch(item))
+        return self.pass_whole("after", self.tables["after"], stream._replace(x_BTD=y_BTD))
 
     def head(self, params: Params, y_BTD: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
         """`Parts.loss` of this stage's share."""
@@ -144,24 +148,34 @@ class Forward:
             _, results = self.head(self.tables, self.stages.share(self.wire()), self.one)
             return jax.tree.map(self.stages.gather, results)
 
-        def means() -> Means:
-            return self.pass_layers(jnp.int32(0), self.wire())[2]
+        def means() -> tuple[Means, Means, Means]:
+            _, _, means, before = self.pass_layers(jnp.int32(0), self.wire())
+            _, after = self.leave(self.ticks.forward(0, 0), self.wire())
+            return means, before, after
 
         def zeros(x: Any, *shape: int) -> jax.Array:
             return jnp.zeros((self.ticks.microbatches, *shape, *x.shape), x.dtype)
 
-        by_layer = jax.tree.map(lambda x: zeros(x, self.ticks.rounds), jax.eval_shape(means))
-        return Losses(jnp.zeros(self.ticks.microbatches), jax.tree.map(zeros, jax.eval_shape(results)), by_layer)
+        shapes, *whole = jax.eval_shape(means)
+        by_layer = jax.tree.map(lambda x: zeros(x, self.ticks.rounds), shapes)
+        by_name = {name: jax.tree.map(zeros, one) for name, one in zip(WHOLE_RUNS, whole, strict=True)}
+        return Losses(
+            jnp.zeros(self.ticks.microbatches), jax.tree.map(zeros, jax.eval_shape(results)), by_layer, by_name
+        )
 
-    def note(self, total: Losses, tick: jax.Array, means: Means) -> Losses:
+    def note(self, total: Losses, tick: jax.Array, means: Means, before: Means) -> Losses:
         """The results with the means of the layers that this stage has computed in a tick."""
         item = self.ticks.forward(tick, self.stages.index)
-        place = item.microbatch, item.round
+        first = item.valid & (self.stages.index == 0) & (item.round == 0)
+        whole = {**total.whole, "before": _noted(total.whole["before"], before, first, item.microbatch)}
+        return total._replace(means=_noted(total.means, means, item.valid, item.microbatch, item.round), whole=whole)
 
-        def note(known: jax.Array, new: jax.Array) -> jax.Array:
-            return put(known, jnp.where(item.valid, new, at(known, *place)), *place)
-
-        return total._replace(means=jax.tree.map(note, total.means, means))
+    def note_after(self, total: Losses, item: Item, after: Means) -> Losses:
+        """The results with the means of the runs after the shared one, of a finished microbatch."""
+        valid = item.valid & (self.stages.index == self.stages.last)
+        return total._replace(
+            whole={**total.whole, "after": _noted(total.whole["after"], after, valid, item.microbatch)}
+        )
 
     def add(self, total: Losses, item: Item, loss: jax.Array, results: Any) -> Losses:
         """The results with those of one microbatch, from this stage's share."""
@@ -174,22 +188,30 @@ class Forward:
         losses_M = total.losses_M.at[item.microbatch].add(loss)
         return total._replace(losses_M=losses_M, results=jax.tree.map(add, total.results, results))
 
-    def losses(self) -> tuple[jax.Array, Any, Means]:
-        """The loss of each microbatch, (M,), the results of `Parts.loss`, (M, B, T, ...), and the means of this stage's
-        layers, (v, C, M, ...), without a backward pass."""
+    def losses(self) -> tuple[jax.Array, Any, Means, dict[str, Means]]:
+        """The loss of each microbatch, (M,), the results of `Parts.loss`, (M, B, T, ...), the means of this stage's
+        layers, (v, C, M, ...), and of the runs that every stage computes, (M, N, ...), without a backward pass."""
 
         def finish(item: Item, y_BTD: jax.Array, total: Losses) -> Losses:
+            y_BTD, after = self.leave(item, y_BTD)
             share = self.stages.share_of_last(y_BTD)
+            total = self.note_after(total, item, after)
             return self.add(total, item, *self.head(self.tables, share, self.microbatch(item)))
 
         def step(carry: tuple[jax.Array, Losses], tick: jax.Array) -> tuple[tuple[jax.Array, Losses], None]:
             received, total = carry
-            y_BTD, _, means = self.pass_layers(tick, received)
-            item, total = self.finished(tick), self.note(total, tick, means)
+            y_BTD, _, means, before = self.pass_layers(tick, received)
+            item, total = self.finished(tick), self.note(total, tick, means, before)
             # all stages have the same condition, so that collectives may be inside
             total = jax.lax.cond(item.valid, finish, lambda _, __, total: total, item, y_BTD, total)
             return (self.stages.send(y_BTD, 1), total), None
 
         start = self.wire(), self.no_losses()
         (_, total), _ = jax.lax.scan(step, start, jnp.arange(self.ticks.forward_ticks))
-        return self.stages.sum(total.losses_M), total.results, total.by_layer()
+        losses, whole = self.stages.sum((total.losses_M, total.whole))
+        return losses, total.results, total.by_layer(), whole
+
+
+def _noted(known: Means, new: Means, valid: jax.Array, *place: jax.Array) -> Means:
+    """The means with new ones at a place, if they are valid."""
+    return jax.tree.map(lambda old, one: put(old, jnp.where(valid, one, at(old, *place)), *place), known, new)

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import optax
 
 from mesh_transformer.models.haiku_model import Stream
-from mesh_transformer.models.loops import Means, Members, scan_layers
-from mesh_transformer.models.model import LAYER_LOOP, Params
+from mesh_transformer.models.model import Params
+from mesh_transformer.models.modules import Means
+from mesh_transformer.models.stack import LAYER_LOOP, Block, Kind, Layer, Outputs, Runs, over_layers
 from mesh_transformer.parallel.sharding import Axes, Partition, active, constrain, constrain_tree
+from mesh_transformer.spec import Run
 
 Metrics = dict[str, Any]
 
@@ -38,7 +40,8 @@ class Parts(NamedTuple):
     embed: Callable[[Any, Any], Stream]
     """(parameters of "embed", microbatch) -> what the first layer reads."""
     layer: Callable[[Any, Stream, Any], tuple[jax.Array, Means]]
-    """(parameters of one layer, its input, its part of `own`) -> x for the next layer, named means over its tokens."""
+    """(parameters of one layer, its input, its row of `numbers`) -> x for the next layer, named means over its tokens. A
+    kind in `runs` may have a function of its own instead."""
     loss: Callable[[Params, jax.Array, Any], tuple[jax.Array, Any]]
     """(parameters, x after the last layer, microbatch) -> a float32 scalar, and results for `metrics`: arrays
     (B, T, ...). The scalars of parts of `shared_out` add up to that of all."""
@@ -53,11 +56,12 @@ class Parts(NamedTuple):
     metrics."""
     sums: Partition | None = None
     """The partition of the sum of gradients; None: the active one."""
-    members: Members | None = None
-    """The layers that have each module of "blocks"; None: all layers are alike. The stages of a pipeline share out the last
-    layers that are of one kind: the stack of a module that earlier layers have too is not split over them."""
-    own: Any = None
-    """Arrays (L, ...) without gradients, of which each layer reads its own row; None: none."""
+    runs: Runs | None = None
+    """The layers by their kinds, in order; None: all layers are alike. With several runs, the names of the modules of
+    "blocks" begin with the number of the run (`spec.in_run`). The stages of a pipeline share out one run, and compute the
+    others whole: `shared_run`."""
+    numbers: Any = None
+    """Arrays (L, ...) without gradients. Each layer reads its own row. None: none."""
     kept: Sequence[str] | None = None
     """The names (`jax.ad_checkpoint.checkpoint_name`) of the activations of a layer that the backward pass keeps, beside
     its input; None: all activations. The stages of a pipeline keep the input only."""
@@ -71,9 +75,21 @@ class Parts(NamedTuple):
     """The dimension of `stream_axes` of which each stage of a pipeline takes a part through `loss`. Every array of a
     batch has it at the same place."""
 
+    def layout(self, blocks: Block) -> Runs:
+        """`runs`, given the parameters "blocks"; one run if there are none."""
+        return self.runs or (Run((Kind(None),), len(jax.tree.leaves(blocks)[0])),)
+
+    def layer_of(self, kind: Kind) -> Callable[[Any, Stream, Any], tuple[jax.Array, Means]]:
+        """What computes the layers of a kind."""
+        return kind.layer or self.layer
+
     def loss_of_layer(self, means: Means) -> jax.Array:
         """`layer_loss` of one layer; 0 if there is none."""
         return jnp.zeros(()) if self.layer_loss is None or not means else self.layer_loss(means)
+
+    def loss_of_layers(self, means: Means) -> jax.Array:
+        """The sum of `layer_loss` over layers, given their means, stacked."""
+        return jax.vmap(self.loss_of_layer)(means).sum() if means else jnp.zeros(())
 
     def constrain(self, gradient: Params) -> Params:
         """A gradient of the trained parameters, sharded as the sum of gradients is."""
@@ -100,7 +116,7 @@ def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Any) -> tup
     def loss(trained: Params, batch: Any) -> tuple[jax.Array, Metrics]:
         value, results, means = _loss(parts, parts.transform(trained, frozen), batch)
         metrics = parts.metrics(value, results, means)
-        return value + jax.vmap(parts.loss_of_layer)(means).sum() if means else value, metrics
+        return value + parts.loss_of_layers(means) if means else value, metrics
 
     def microbatch(total: Params, batch: Any) -> tuple[Params, tuple[Metrics, jax.Array]]:
         (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(trained, batch)
@@ -118,16 +134,10 @@ def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Any) -> tup
 
 
 def _loss(parts: Parts, params: Params, batch: Any) -> tuple[jax.Array, Any, Means]:
-    stream = parts.embed(params["embed"], batch)
-
-    def layer(x_BTD: jax.Array, of_layer: Any) -> tuple[jax.Array, Means]:
-        block, own = of_layer
-        return parts.layer(block, stream._replace(x_BTD=x_BTD), own)
-
-    layer = rematerialize(layer, parts.kept)
+    stream, blocks = parts.embed(params["embed"], batch), params["blocks"]
     with jax.named_scope(LAYER_LOOP):
-        blocks, unroll = params["blocks"], parts.unroll
-        x_BTD, means = scan_layers(layer, stream.x_BTD, blocks, parts.own, parts.members, unroll)
+        layer, runs = rematerialized(parts, stream, parts.kept), parts.layout(blocks)
+        x_BTD, (_, means) = over_layers(runs, layer, stream.x_BTD, blocks, parts.numbers, unroll=parts.unroll)
     return *parts.loss(params, constrain(x_BTD, *parts.stream_axes), batch), means
 
 
@@ -135,11 +145,24 @@ sequential = Schedule(_gradients, _loss)
 """One microbatch after the other, each through all layers."""
 
 
-def rematerialize(layer: Callable[..., Any], kept: Sequence[str] | None) -> Callable[..., Any]:
-    """A layer whose backward pass keeps the activations of `Parts.kept` and recomputes the rest.
+def rematerialized(parts: Parts, stream: Stream, kept: Sequence[str] | None) -> Layer:
+    """The layers of a loop over x. Their backward pass keeps the activations `kept` (`Parts.kept`) and recomputes the
+    rest.
 
     Gathered weights are never kept: they would take the memory that fsdp saves.
     """
+
+    def layer(kind: Kind, x_BTD: jax.Array, block: Block, row: Any) -> tuple[jax.Array, Outputs]:
+        def one(x_BTD: jax.Array, of_layer: Any) -> tuple[jax.Array, Means]:
+            return parts.layer_of(kind)(of_layer[0], stream._replace(x_BTD=x_BTD), of_layer[1])
+
+        y_BTD, means = _checkpointed(one, kept)(x_BTD, (block, row))
+        return y_BTD, (None, means)
+
+    return layer
+
+
+def _checkpointed(layer: Callable[..., Any], kept: Sequence[str] | None) -> Callable[..., Any]:
     if kept is not None:
         return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*kept))
     partition = active()

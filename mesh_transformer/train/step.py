@@ -19,13 +19,15 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.models.haiku_model import Stream
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.model import KEPT, Params
-from mesh_transformer.models.modules import Context, Means
+from mesh_transformer.models.modules import Means
+from mesh_transformer.models.numbers import LayerNumbers, layer_numbers
 from mesh_transformer.models.placement import Placement
+from mesh_transformer.models.stack import Kind
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import use
-from mesh_transformer.spec import Experts
+from mesh_transformer.spec import Layer, Run
 from mesh_transformer.train import experts, pipeline
 from mesh_transformer.train.optimizer import Optimizer, OptState, learning_rate
 from mesh_transformer.train.replicas import summed_once
@@ -151,9 +153,8 @@ class TrainProgram:
         self.split, self.transform = split, transform
         self.schedule = schedule or self._schedule()
         self._dispatch = Dispatch(config.experts.exchange, config.experts.capacity_factor)
-        ffs = [layer.ff for layer in self.model.decoder.layers]
-        routers = sum(isinstance(ff, Experts) for ff in ffs)
-        self._router_loss = functools.partial(experts.router_loss, config.experts, routers)
+        layers = self.model.decoder.expert_layers
+        self._router_loss = functools.partial(experts.router_loss, config.experts, layers)
         # those that compute gradients on their own
         self._replicas = Replicas(self.partition).count if config.mesh.sum_gradients == "per_step" else 1
         if self._replicas > 1:
@@ -254,17 +255,22 @@ class TrainProgram:
     def _parts(self, objective: Callable[[TokenLoss], jax.Array], dispatch: Dispatch) -> Parts:
         """The model's functions and data, with this term of each token in the loss."""
         compute = self.model.compute
+        kinds = {
+            kind.layer: Kind(functools.partial(self._layer, dispatch, kind.layer), kind.modules)
+            for run in self.model.runs
+            for kind in run.period
+        }
         return Parts(
             embed=self._embed,
-            layer=functools.partial(self._layer, dispatch),
+            layer=next(iter(kinds.values())).layer,
             loss=functools.partial(self._loss, objective),
             axes=self.axes,
             transform=self.transform,
             layer_loss=self._router_loss,
             metrics=self._metrics,
             sums=self.moments,
-            members=self.model.members,
-            own=self.model.windows(),
+            runs=tuple(Run(tuple(kinds[kind.layer] for kind in run.period), run.repeats) for run in self.model.runs),
+            numbers=layer_numbers(self.model.decoder),
             kept=KEPT.get(compute.remat),
             unroll=compute.scan_unroll,
             tied=self.model.decoder.tied,
@@ -273,13 +279,14 @@ class TrainProgram:
     def _embed(self, params: Params, batch: Batch) -> Stream:
         positions_1T = self.model.positions(batch.tokens.shape[1])
         x_BTD, bias_BHTS = self.model.embed(params, batch.tokens, positions_1T)
-        return Stream(x_BTD, bias_BHTS, self.model.rotation(positions_1T))
+        return Stream(x_BTD, bias_BHTS, self.model.rotations(positions_1T))
 
     def _layer(
-        self, dispatch: Dispatch, params: Params, stream: Stream, window: jax.Array | None
+        self, dispatch: Dispatch, kind: Layer, params: Params, stream: Stream, numbers: LayerNumbers
     ) -> tuple[jax.Array, Means]:
         attend = context.attention(stream.learned)
-        return self.model.layer(params, stream.x_BTD, Context(attend, stream.fixed, window, dispatch=dispatch))
+        ctx = self.model.context(kind, attend, stream.fixed, numbers, dispatch=dispatch)
+        return self.model.layer(kind, params, stream.x_BTD, ctx)
 
     def _for_compute(self, params: Params, axes: Params) -> Params:
         params = self.placement.cast(params, axes)

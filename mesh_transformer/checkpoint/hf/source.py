@@ -24,7 +24,7 @@ from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.families.base import ConfigJson
-from mesh_transformer.spec import TRANSPOSED, Tensor
+from mesh_transformer.spec import TRANSPOSED, Tensor, by_stack
 
 FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
 # the largest matrix to cache; only the last one that was read is cached
@@ -96,7 +96,7 @@ class HFSource:
         self._cached: tuple[FileTensor, np.ndarray] | None = None
         self._lock = threading.Lock()
         self._shapes = parameter_shapes(self.model)
-        self._rows = {f"params/{row.parameter}": row for row in self.model.hf_tensors()}
+        self._rows = {f"params/{row.parameter}": row for row in stacked_rows(self.model)}
         if config.get("tie_word_embeddings") is True:
             for row in self._rows.values():
                 # if the folder has both tensors, transformers does not tie them either
@@ -211,6 +211,11 @@ def _full_names(stored: dict[str, FileTensor], model: ModelConfig) -> dict[str, 
         return stored
     whole = {row.foreign for row in model.hf_tensors()}
     return {name if name in whole else model.HF_PREFIX + name: tensor for name, tensor in stored.items()}
+
+
+def stacked_rows(model: ModelConfig) -> list[Tensor]:
+    """The rows of the Hugging Face format, one for each stack of the model's parameters."""
+    return by_stack(model.hf_tensors(), model.decoder())
 
 
 def import_tensor(row: Tensor, foreign: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -16,13 +16,14 @@ from mesh_transformer.checkpoint.hf.source import (
     foreign_names,
     foreign_shape,
     parse_model,
+    stacked_rows,
 )
 from mesh_transformer.checkpoint.origin import Origin, write_files
 from mesh_transformer.checkpoint.tensors import Index, TensorSource, parameter_shapes, prefetch
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
-from mesh_transformer.models.feed_forward import ROUTER
+from mesh_transformer.models.feed_forward import is_router
 from mesh_transformer.spec import TRANSPOSED, Tensor
 
 SHARD_BYTES = 5_000_000_000
@@ -32,8 +33,6 @@ BLOCK_BYTES = 128 << 20
 CAST_BYTES = 16 << 20
 # tensors in one file: the header of more could exceed what safetensors_file reads
 SHARD_TENSORS = 20_000
-# parameters that no export rounds, as transformers does not: a rounded bias chooses other experts
-_EXACT = {f"params/blocks/{ROUTER}/bias"}
 
 
 class _OutputTensor(NamedTuple):
@@ -170,7 +169,7 @@ def check_source(source: TensorSource, model: ModelConfig) -> None:
         UserError: a parameter is missing or has another shape.
     """
     shapes = parameter_shapes(model)
-    for row in model.hf_tensors():
+    for row in stacked_rows(model):
         found, expected = source.tensors.get(f"params/{row.parameter}"), shapes[row.parameter]
         if found is None or found.shape != expected:
             shape = found.shape if found else "no tensor"
@@ -183,9 +182,15 @@ def stored_dtype(source: TensorSource) -> np.dtype:
 
 
 def uniform_dtype(source: TensorSource) -> np.dtype | None:
-    """The stored dtype of the parameters but those of `_EXACT`; None if their dtypes differ."""
-    dtypes = {info.dtype for name, info in source.tensors.items() if name.startswith("params/") and name not in _EXACT}
+    """The stored dtype of the parameters but the exact ones; None if their dtypes differ."""
+    dtypes = {info.dtype for name, info in source.tensors.items() if name.startswith("params/") and not _exact(name)}
     return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _exact(name: str) -> bool:
+    """Whether no export rounds a parameter, as transformers does not: a rounded bias of a router chooses other experts."""
+    module, _, leaf = name.rpartition("/")
+    return leaf == "bias" and is_router(module)
 
 
 def n_bytes(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> int:
@@ -201,9 +206,9 @@ def _size(planned: _OutputTensor) -> int:
 def _plan(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> list[_OutputTensor]:
     """All tensors to write, in the order of the computation, layer by layer."""
     plan: list[_OutputTensor] = []
-    by_name: dict[str, list[Tensor]] = {}
-    for row in model.hf_tensors():
-        by_name.setdefault(row.foreign, []).append(row)
+    by_name: dict[tuple[str, Any], list[Tensor]] = {}
+    for row in stacked_rows(model):
+        by_name.setdefault((row.foreign, row.layers), []).append(row)
     tensors = [sorted(parts, key=lambda row: row.part or 0) for parts in by_name.values()]
     for _, stage in itertools.groupby(tensors, lambda parts: parts[0].stacked):
         of_stage = []
@@ -211,7 +216,7 @@ def _plan(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> l
             first = parts[0]
             shape, stored = foreign_shape(first, model), source.tensors[f"params/{first.parameter}"].dtype
             rounds = dtype is not None and dtype.itemsize <= stored.itemsize
-            cast = stored if dtype is None or (rounds and f"params/{first.parameter}" in _EXACT) else dtype
+            cast = stored if dtype is None or (rounds and _exact(first.parameter)) else dtype
             for place, name in foreign_names(first, model):
                 of_stage.append(_OutputTensor(name, shape, cast, parts, place))
         plan += sorted(of_stage, key=lambda planned: planned.rows[0].layer(planned.place))

@@ -20,6 +20,7 @@ from mesh_transformer.spec import CacheEntry
 
 # Positions of the first segment.
 SHORTEST_SEGMENT = 256
+Entries = tuple[CacheEntry, ...]
 Segment = tuple[jax.Array, ...]
 """The cache of consecutive positions: one array (L, N, J, S, K) for each `CacheEntry` of the attention."""
 
@@ -46,33 +47,37 @@ class KVCache:
         cls,
         lengths: Sequence[int],
         slots: int,
-        entries: Sequence[CacheEntry],
+        entries: Sequence[Entries],
         dtype: jnp.dtype,
         *,
         stacked: bool = True,
     ) -> KVCache:
-        """An empty cache with `lengths` positions for each layer.
+        """An empty cache: `lengths` positions and `entries` for each layer.
 
-        If `stacked`, the layers of one length share their arrays, else each layer has its own.
+        If `stacked`, the layers of one length and of equal entries share their arrays, else each layer has its own.
         """
 
-        def group(layers: int, length: int) -> tuple[Segment, ...]:
+        def group(layers: int, length: int, entries: Entries) -> tuple[Segment, ...]:
             ends = segment_ends(length)
             sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
             shapes = [[(layers, slots, e.heads, size, e.width) for e in entries] for size in sizes]
             return tuple(tuple(jnp.zeros(shape, dtype) for shape in segment) for segment in shapes)
 
+        layers = list(zip(lengths, entries, strict=True))
         if not stacked:
-            return cls(tuple(group(1, length) for length in lengths), tuple(range(len(lengths))))
-        distinct = list(dict.fromkeys(lengths))
-        groups = tuple(group(lengths.count(length), length) for length in distinct)
-        return cls(groups, tuple(map(distinct.index, lengths)))
+            return cls(tuple(group(1, *one) for one in layers), tuple(range(len(layers))))
+        distinct = list(dict.fromkeys(layers))
+        return cls(tuple(group(layers.count(one), *one) for one in distinct), tuple(map(distinct.index, layers)))
 
-    def map(self, entries: Sequence[CacheEntry], function: Any) -> KVCache:
-        """The cache with function(array, names of its dimensions) in place of each array; `entries` give the names."""
-        names = [(None, None, entry.name, None, None) for entry in entries]
-        groups = tuple(tuple(tuple(map(function, segment, names)) for segment in group) for group in self.groups)
-        return dataclasses.replace(self, groups=groups)
+    def map(self, entries: Sequence[Entries], function: Any) -> KVCache:
+        """The cache with function(array, names of its dimensions) in place of each array; the `entries` of each layer give
+        the names."""
+        of_group = dict(zip(self.group_of, entries, strict=True))
+        groups = []
+        for number, group in enumerate(self.groups):
+            names = [(None, None, entry.name, None, None) for entry in of_group[number]]
+            groups.append(tuple(tuple(map(function, segment, names)) for segment in group))
+        return dataclasses.replace(self, groups=tuple(groups))
 
     def view(self, slots_B: jax.Array | None, length: int, write: Any = True) -> CacheView:
         """A view of some slots (None: all) and of positions 0 .. length - 1.
@@ -119,10 +124,6 @@ class KeyValueView(Protocol):
     """Whether latent attention writes its latents, not keys and values of all heads."""
     triangular: ClassVar[bool]
     """Whether the keys are at the queries' own positions, in the same order, and no query sees a later key."""
-
-    @property
-    def stacked(self) -> bool:
-        """Whether one view serves all layers, each by its index."""
 
     def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> Any:
         """The view with the entries of one layer at these positions, (B, T, J, K) each, stored."""
@@ -259,11 +260,6 @@ class CacheView:
     # int32: the slots to read; None: all, in order
     slots_B: jax.Array | None
     length: int
-
-    @property
-    def stacked(self) -> bool:
-        """See `KeyValueView`."""
-        return len(self.cache.groups) == 1
 
     @property
     def capacity(self) -> int:

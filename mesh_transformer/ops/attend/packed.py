@@ -10,6 +10,7 @@ these are the tokens that see t.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -17,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
+from mesh_transformer.ops.attend.cached import Entries
 from mesh_transformer.ops.attend.causal import sees
-from mesh_transformer.spec import CacheEntry
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["ends_BT", "groups"], meta_fields=["group_of"])
 @dataclasses.dataclass(frozen=True)
 class PackedView:
     """A `cached.KeyValueView` of the rows themselves: it holds no earlier positions, and knows which tokens see
@@ -29,22 +30,27 @@ class PackedView:
 
     latent: ClassVar[bool] = False
     triangular: ClassVar[bool] = True
-    stacked: ClassVar[bool] = True
     ends_BT: jax.Array  # int32: the row's index after the last token that sees this one; more than its own
-    kept: tuple[jax.Array, ...]  # keys and values of the layer that was written last
+    # keys and values of the layer that was written last, for each group of layers with equal entries
+    groups: tuple[tuple[jax.Array, ...], ...]
+    # the group of each layer
+    group_of: tuple[int, ...]
 
     @classmethod
-    def of(cls, ends_BT: jax.Array, entries: Sequence[CacheEntry], dtype: jnp.dtype) -> PackedView:
-        """A view without keys and values yet."""
-        return cls(ends_BT, tuple(jnp.zeros((*ends_BT.shape, e.heads, e.width), dtype) for e in entries))
+    def of(cls, ends_BT: jax.Array, entries: Sequence[Entries], dtype: jnp.dtype) -> PackedView:
+        """A view without keys and values yet, given the entries of each layer."""
+        distinct = list(dict.fromkeys(entries))
+        groups = tuple(tuple(jnp.zeros((*ends_BT.shape, e.heads, e.width), dtype) for e in one) for one in distinct)
+        return cls(ends_BT, groups, tuple(map(distinct.index, entries)))
 
     def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> PackedView:
         """The view with the keys and values of this layer in place of the previous layer's."""
-        return dataclasses.replace(self, kept=new)
+        return dataclasses.replace(self, groups=(new,))
 
     def read(self, layer: jax.Array | int) -> list[tuple[jax.Array, ...]]:
         """The row's own keys and values, in one part."""
-        return [tuple(rearrange(x, "b t h k -> b h t k") for x in self.kept)]
+        (kept,) = self.groups
+        return [tuple(rearrange(x, "b t h k -> b h t k") for x in kept)]
 
     def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:
         """(B, 1, T, T) booleans: the tokens of the row that each token sees.
@@ -61,9 +67,9 @@ class PackedView:
         return positions_BT
 
     def split(self, layers: int) -> tuple[list[PackedView], Sequence[int]]:
-        """See `cached.KeyValueView`: one view for all layers."""
-        return [self], [0] * layers
+        """See `cached.KeyValueView`: a view for each group."""
+        return [dataclasses.replace(self, groups=(one,)) for one in self.groups], self.group_of
 
     def joined(self, views: Sequence[PackedView]) -> PackedView:
         """See `cached.KeyValueView`."""
-        return views[0]
+        return dataclasses.replace(self, groups=tuple(view.groups[0] for view in views))

@@ -14,7 +14,8 @@ from mesh_transformer.checkpoint.open import find_checkpoint, finished_steps, op
 from mesh_transformer.checkpoint.tensors import DamagedCheckpoint, TensorSource
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
-from mesh_transformer.models.decoder import EXPERT_MODULES, fusable_modules
+from mesh_transformer.models.decoder import fusable_modules
+from mesh_transformer.models.feed_forward import is_experts
 from mesh_transformer.models.model import Params
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.runtime.session.session import Session
@@ -93,7 +94,7 @@ def read_params(session: Session, path: str, *, for_decode: bool = False) -> Wei
     abstract = session.whole_sequences.abstract(model.dtype)
     with explain_damage(source):
         if for_decode and jax.default_backend() == "cpu":
-            parts = load_by_layer(source, abstract, model.members)
+            parts = load_by_layer(source, abstract, model.rows_by_layer)
             params = pack_for_cpu_decode(parts, model.decoder)
         else:
             params = load(source, {"params": abstract})["params"]
@@ -115,7 +116,7 @@ def pack_for_cpu_decode(parts: Iterable[tuple[str, Params]], decoder: Decoder) -
     for stage, part in parts:
         if stage == "blocks":
             fuse = fusable_modules(decoder) if len(params["blocks"]) < len(decoder.layers) - 1 else ()
-            params["blocks"] += (jax.block_until_ready(PackedBlock.pack(part, fuse, EXPERT_MODULES)),)
+            params["blocks"] += (jax.block_until_ready(PackedBlock.pack(part, fuse, list(filter(is_experts, part)))),)
         else:
             params[stage] = PackedBlock.pack(part, ()).unpack() if stage == "head" else part
         # free the part before the next one is read

@@ -15,6 +15,7 @@ import jax
 from mesh_transformer import logs, platforms
 from mesh_transformer.config import Config, MeshShape
 from mesh_transformer.config.mesh import named
+from mesh_transformer.config.stages import stages
 from mesh_transformer.errors import plural
 from mesh_transformer.estimate.memory import bytes_per_device
 from mesh_transformer.logs import log
@@ -23,6 +24,7 @@ from mesh_transformer.parallel.holdings import Holding, Spans, holdings, merged,
 from mesh_transformer.runtime.training import run_folder
 from mesh_transformer.runtime.training.config import training_config
 from mesh_transformer.runtime.training.plots import write_png
+from mesh_transformer.spec import starts
 from mesh_transformer.train.step import TrainProgram
 
 PICTURE = "mesh.png"
@@ -79,7 +81,9 @@ class MeshPlan:
         batch = config.microbatch(shape)
         program = TrainProgram(Placement.of(config, devices), config)
         sizes = {name: given[0].whole for name, given in config.sizes.items() if given}
-        sizes |= {"batch": batch, "kv_heads": program.model.decoder.layer.attention.kv_heads}
+        decoder = program.model.decoder
+        shared = decoder.shared_run(stages(config.mesh, shape)) or 0
+        sizes |= {"batch": batch, "kv_heads": decoder.kv_heads, "layers": decoder.runs[shared].layers}
         held = holdings(program.partition, sizes)
         sizes["moments"] = sizes["embed"]
         for one, state in zip(held, holdings(program.moments, {"embed": sizes["embed"]}), strict=True):
@@ -88,8 +92,8 @@ class MeshPlan:
             sizes["computed"] = sizes["layers"]
             for one in held:
                 one.parts["computed"] = _computed(one.parts["layers"], sizes["layers"], rounds)
-        if leading := program.model.decoder.leading:
-            _count_leading(sizes, held, leading)
+        if len(decoder.runs) > 1:
+            _count_whole(sizes, held, starts(decoder.runs)[shared], len(decoder.layers))
         state = program.abstract_state
         slices = {device.id: number for number, some in enumerate(platforms.by_slice(devices)) for device in some}
         return cls(shape, sizes, held, bytes_per_device(state.params), bytes_per_device(state.opt_state), slices)
@@ -156,16 +160,16 @@ def _computed(kept: Spans, layers: int, rounds: int) -> Spans:
     return merged(range(first + span.start // rounds, first + span.stop // rounds) for first in groups for span in kept)
 
 
-def _count_leading(sizes: dict[str, int], held: list[Holding], leading: int) -> None:
-    """Number the layers from the first one of the model on, not from the first one with experts. Every device has the dense
-    ones before it, which the stages do not share out."""
-    sizes["layers"] += leading
+def _count_whole(sizes: dict[str, int], held: list[Holding], first: int, layers: int) -> None:
+    """Number the layers from the first one of the model on, not from the `first` one of the run that the stages share out.
+    Every device has the layers before and after this run."""
+    stop = first + sizes["layers"]
     for one in held:
         for name in one.parts.keys() & {"layers", "computed"}:
-            moved = (range(span.start + leading, span.stop + leading) for span in one.parts[name])
-            one.parts[name] = merged([range(leading), *moved])
-    if "computed" in sizes:
-        sizes["computed"] += leading
+            moved = (range(span.start + first, span.stop + first) for span in one.parts[name])
+            one.parts[name] = merged([span for span in (range(first), *moved, range(stop, layers)) if span])
+    for name in sizes.keys() & {"layers", "computed"}:
+        sizes[name] = layers
 
 
 def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None, slice_name: str = "") -> int:

@@ -1,0 +1,141 @@
+"""All layers of a model, without a cache or with one: for scoring, prefill and decode.
+
+Shapes: B sequences (or cache slots), T positions, S key positions, D residual width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from mesh_transformer.models.modules import at_position
+from mesh_transformer.models.numbers import layer_numbers, static_numbers
+from mesh_transformer.models.stack import LAYER_LOOP, Kind, by_row, over_layers
+from mesh_transformer.ops.attend import context
+from mesh_transformer.ops.attend.cached import Cached, KeyValueView
+from mesh_transformer.parallel.sharding import constrain
+from mesh_transformer.spec import Layer
+
+if TYPE_CHECKING:
+    from mesh_transformer.models.model import Model, Params
+
+
+def layers(
+    model: Model,
+    params: Params,
+    x_BTD: jax.Array,
+    positions_BT: jax.Array,
+    bias_BHTS: jax.Array | None,
+    cache: KeyValueView | None,
+    query_index_B: jax.Array | None,
+) -> tuple[jax.Array, Any]:
+    """The residual stream after the last layer, (B, T, D) or (B, 1, D), and the cache: see `Model.hidden`.
+
+    Args:
+        params: those of "blocks".
+        bias_BHTS: what every layer adds to the logits of its attention; None: nothing.
+    """
+    angles, count = model.rotations(positions_BT), len(model.decoder.layers)
+    views: Sequence[Any] = [None]
+    view_of: Sequence[int] = [0] * count
+    if cache is not None:
+        views, view_of = cache.split(count)
+
+    def layer(kind: Layer, carry: Any, block: Any, row: Any, query_index_B: jax.Array | None = None) -> Any:
+        (x_BTD, view), (index, numbers) = carry, row
+        attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B)
+        ctx = model.context(kind, attend, angles, numbers, query_index_B)
+        x_BTD, means = model.layer(kind, block, x_BTD, ctx)
+        return (x_BTD, attend.view), (None, means)
+
+    with jax.named_scope(LAYER_LOOP):
+        if isinstance(params, tuple):
+            last = None if cache is None else query_index_B
+            x_BTD, views = _one_by_one(model, layer, x_BTD, views, view_of, params, last)
+        else:
+            x_BTD, views = _stacked(model, layer, x_BTD, views, view_of, params)
+    if query_index_B is not None and x_BTD.shape[1] > 1:
+        x_BTD = at_position(x_BTD, query_index_B)
+    return constrain_residual(x_BTD), None if cache is None else cache.joined(views)
+
+
+def _stacked(
+    model: Model,
+    layer: Callable[..., Any],
+    x_BTD: jax.Array,
+    views: Sequence[Any],
+    view_of: Sequence[int],
+    params: Params,
+) -> tuple[jax.Array, Sequence[Any]]:
+    """The loop over stacked layers. If they have several views, the view and the numbers of a layer are part of the
+    program: a ring needs its window as a number."""
+    unroll = model.compute.scan_unroll
+    if len(views) == 1:
+
+        def one(kind: Kind, *args: Any) -> Any:
+            return layer(kind.layer, *args)
+
+        rows = jnp.arange(len(view_of)), layer_numbers(model.decoder)
+        (x_BTD, view), _ = over_layers(model.runs, one, (x_BTD, views[0]), params, rows, unroll=unroll)
+        return x_BTD, [view]
+
+    def keyed(kind: Kind, carry: Any, block: Any, place: jax.Array) -> Any:
+        own, (at, numbers) = kind.layer
+        x_BTD, views = carry
+        (x_BTD, view), outputs = layer(own, (x_BTD, views[at]), block, (place, numbers))
+        return (x_BTD, (*views[:at], view, *views[at + 1 :])), outputs
+
+    keys = list(zip(view_of, static_numbers(model.decoder), strict=True))
+    places = jnp.asarray([view_of[:number].count(at) for number, at in enumerate(view_of)])
+    return by_row(model.runs, keys, keyed, (x_BTD, tuple(views)), params, places, unroll=unroll)
+
+
+def _one_by_one(
+    model: Model,
+    layer: Callable[..., Any],
+    x_BTD: jax.Array,
+    views: Sequence[Any],
+    view_of: Sequence[int],
+    params: tuple[Any, ...],
+    query_index_B: jax.Array | None,
+) -> tuple[jax.Array, Sequence[Any]]:
+    """The layers one after the other, each with its own arrays. The last computes only the queries of
+    `query_index_B`."""
+    views = list(views)
+    # layers of one kind are traced once
+    jitted = {kind: jax.jit(functools.partial(layer, kind)) for kind in model.decoder.kinds}
+    numbers = layer_numbers(model.decoder)
+
+    def one(kind: Kind, x_BTD: jax.Array, block: Any, number: int) -> Any:
+        at, row = view_of[number], (0, jax.tree.map(lambda x: x[number], numbers))
+        query = query_index_B if number == len(params) - 1 else None
+        (x_BTD, views[at]), outputs = jitted[kind.layer]((x_BTD, views[at]), block, row, query)
+        return x_BTD, outputs
+
+    return over_layers(model.runs, one, x_BTD, params, range(len(params)))[0], views
+
+
+def _bind(
+    view: KeyValueView | None,
+    layer: jax.Array,
+    positions_BT: jax.Array,
+    bias_BHTS: jax.Array | None,
+    query_index_B: jax.Array | None,
+) -> context.Whole | Cached:
+    """The attention of one layer: to the sequence itself, or to the keys and values of a view."""
+    if view is None:
+        return context.attention(bias_BHTS)
+    if query_index_B is None:
+        return Cached(view, layer, positions_BT, positions_BT, bias_BHTS)
+    if bias_BHTS is not None:
+        bias_BHTS = at_position(bias_BHTS.swapaxes(1, 2), query_index_B).swapaxes(1, 2)
+    return Cached(view, layer, positions_BT, at_position(positions_BT, query_index_B), bias_BHTS)
+
+
+def constrain_residual(x_BTD: jax.Array) -> jax.Array:
+    """The sharding of the residual stream between blocks."""
+    return constrain(x_BTD, "batch", "block_seq", "act_embed")

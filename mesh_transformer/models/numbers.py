@@ -1,0 +1,71 @@
+"""The numbers in which layers of one kind differ, as data of the loop over layers: windows and rotary encodings.
+
+Shapes: B sequences, T positions, R rotated dims, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mesh_transformer.models.stack import row_of
+from mesh_transformer.ops.rotary import Rotation, rotation
+from mesh_transformer.spec import Decoder, Rotary
+
+# The window of a layer without one, among layers that have windows: more than any position.
+NO_WINDOW = 1 << 30
+
+
+class LayerNumbers(NamedTuple):
+    """The numbers of one layer, as data; or of all layers, each with a leading dimension L."""
+
+    # int32: `Context.window`; None: no layer has one
+    window: Any
+    # int32: which of the rotary encodings of its kind it has; None: the kinds have one each, or none
+    rotation: Any
+
+
+def static_numbers(decoder: Decoder) -> tuple[LayerNumbers, ...]:
+    """The numbers of each layer, as Python numbers; None: no window, no rotation."""
+    found = []
+    for window, rotary in decoder.numbers:
+        found.append(LayerNumbers(window, rotary and decoder.rotaries[rotary.kind].index(rotary)))
+    return tuple(found)
+
+
+def layer_numbers(decoder: Decoder) -> LayerNumbers:
+    """The numbers of all layers, as arrays (L,). Windows or rotations that no layer has, or all layers have alike, are
+    None."""
+    each = static_numbers(decoder)
+    windows = [NO_WINDOW if one.window is None else one.window for one in each]
+    rotations = [one.rotation or 0 for one in each]
+    return LayerNumbers(
+        jnp.asarray(windows, jnp.int32) if any(one.window for one in each) else None,
+        jnp.asarray(rotations, jnp.int32) if any(rotations) else None,
+    )
+
+
+def rotations(decoder: Decoder, positions_BT: jax.Array) -> tuple[Rotation, ...]:
+    """The rotary angles of the positions, for each kind of rotary encoding. Where the layers of a kind have different ones,
+    these are stacked: (number of encodings, B, T, R / 2)."""
+    found = []
+    for several in decoder.rotaries.values():
+        angles = [rotation(one, positions_BT, decoder.seq) for one in several]
+        found.append(angles[0] if len(angles) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *angles))
+    return tuple(found)
+
+
+def rotation_of(decoder: Decoder, kind: Rotary | None, angles: Sequence[Rotation], number: Any) -> Rotation | None:
+    """The angles of one layer, from those of `rotations`.
+
+    Args:
+        kind: of its rotary encoding; None: it has none.
+        number: `LayerNumbers.rotation` of the layer.
+    """
+    if kind is None:
+        return None
+    of_kind: Rotation = angles[list(decoder.rotaries).index(kind)]
+    return row_of(of_kind, number) if len(decoder.rotaries[kind]) > 1 else of_kind

@@ -1,0 +1,169 @@
+"""The loop over layers: for training, scoring, prefill and decode, over stacked layers and over layers one by one.
+
+Layers come in runs (`spec.runs`): a period of kinds that repeats. The parameters of a module are stacked by run, over the
+layers of the run that have the module. One scan computes the repeats of a run. Inside it, layers of one kind that follow
+each other are a scan of their own: a period of six layers that stood in the program one by one would take twice as long
+to compile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mesh_transformer.models.modules import Means
+from mesh_transformer.spec import Run, in_run, neighbours, runs_of, starts
+
+# The name of the loop over layers in the op_name of compiled programs and in profiles.
+LAYER_LOOP = "blocks"
+Block = Mapping[str, Any]
+"""The parameters of one layer, by module; or of several, each array with a leading dimension of layers."""
+
+
+class Kind(NamedTuple):
+    """Layers that have the same modules and that one function computes."""
+
+    layer: Any
+    """What computes one of these layers. In `train.Parts`: a function as `Parts.layer`, or None for `Parts.layer` itself."""
+    modules: frozenset[str] | None = None
+    """The modules of "blocks" that they have; None: all."""
+
+
+Runs = Sequence[Run[Kind]]
+Outputs = tuple[Any, Means]
+"""What a layer returns beside the carry: arrays that every layer has (or None), and the named means of some."""
+Layer = Callable[[Kind, Any, Any, Any], tuple[Any, Outputs]]
+"""Computes a layer: (its kind, carry, its parameters, its row of the arrays by layer) -> carry, outputs."""
+
+
+def by_run(blocks: Block, runs: Sequence[Run[Any]]) -> list[Block]:
+    """The parameters of each run, by the modules' own names."""
+    if len(runs) == 1:
+        return [blocks]
+    found: list[Block] = []
+    for number in range(len(runs)):
+        prefix = in_run("", number, len(runs))
+        found.append({name.removeprefix(prefix): leaves for name, leaves in blocks.items() if name.startswith(prefix)})
+    return found
+
+
+def joined_runs(parts: Sequence[Block]) -> dict[str, Any]:
+    """The inverse of `by_run`."""
+    return {in_run(name, i, len(parts)): leaves for i, part in enumerate(parts) for name, leaves in part.items()}
+
+
+def rows_by_run(rows: Any, runs: Sequence[Run[Any]]) -> list[Any]:
+    """Arrays with a row for each layer, cut into runs."""
+    if len(runs) == 1:
+        return [rows]
+    ends = starts(runs)
+    return [jax.tree.map(lambda x, a=a, b=b: x[a:b], rows) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def over_layers(
+    runs: Runs, layer: Layer, carry: Any, blocks: Block | tuple[Any, ...], rows: Any, *, unroll: int = 1
+) -> tuple[Any, Outputs]:
+    """All layers in order: the last carry, and the outputs of the layers, stacked.
+
+    Args:
+        blocks: the parameters of all layers; or a tuple with those of each layer, which are computed one by one.
+        rows: arrays with a row for each layer, or None; of a tuple, a sequence with a row for each layer.
+        unroll: steps of a loop that are one in the program.
+    """
+    outputs = []
+    if isinstance(blocks, tuple):
+        kinds = (kind for run in runs for kind in run.kinds)
+        for kind, block, row in zip(kinds, blocks, rows, strict=True):
+            carry, out = layer(kind, carry, block, row)
+            outputs.append(jax.tree.map(lambda x: x[None], out))
+    else:
+        for run, params, some in zip(runs, by_run(blocks, runs), rows_by_run(rows, runs), strict=True):
+            carry, out = over_run(run, layer, carry, params, some, unroll=unroll)
+            outputs.append(out)
+    return carry, join(outputs)
+
+
+def over_run(
+    run: Run[Kind], layer: Layer, carry: Any, blocks: Block, rows: Any, *, unroll: int = 1, reverse: bool = False
+) -> tuple[Any, Outputs]:
+    """The layers of a run, the last one first if `reverse`."""
+    together = neighbours(run.period)
+    if len(together) == 1:
+        step = functools.partial(_step, layer, run.period[0])
+        return jax.lax.scan(step, carry, (blocks, rows), unroll=unroll, reverse=reverse)
+    # of each module, the rows by repeat: (repeats, layers of a period that have it, ...)
+    by_repeat = jax.tree.map(lambda x: x.reshape(run.repeats, -1, *x.shape[1:]), (blocks, rows))
+    step = functools.partial(_period, layer, together, reverse)
+    carry, outputs = jax.lax.scan(step, carry, by_repeat, unroll=unroll, reverse=reverse)
+    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+
+
+def _step(layer: Layer, kind: Kind, carry: Any, row: Any) -> tuple[Any, Outputs]:
+    return layer(kind, carry, *row)
+
+
+def _period(
+    layer: Layer, together: Sequence[tuple[Kind, int]], reverse: bool, carry: Any, period: Any
+) -> tuple[Any, Outputs]:
+    """The layers of one period."""
+    (blocks, rows), used, start, parts = period, dict.fromkeys(period[0], 0), 0, []
+    for kind, count in together:
+        some = {}
+        for name in kind.modules or blocks:
+            some[name] = jax.tree.map(lambda x, a=used[name], n=count: x[a : a + n], blocks[name])
+            used[name] += count
+        parts.append((kind, count, (some, jax.tree.map(lambda x, a=start, n=count: x[a : a + n], rows))))
+        start += count
+    outputs = []
+    for kind, count, several in reversed(parts) if reverse else parts:
+        if count == 1:
+            carry, out = layer(kind, carry, *jax.tree.map(lambda x: x[0], several))
+            out = jax.tree.map(lambda x: x[None], out)
+        else:
+            carry, out = jax.lax.scan(functools.partial(_step, layer, kind), carry, several, reverse=reverse)
+        outputs.append(out)
+    return carry, join(outputs[::-1] if reverse else outputs)
+
+
+def join(outputs: Sequence[Outputs]) -> Outputs:
+    """The outputs of consecutive layers as one, each named mean over the layers that have it."""
+    if len(outputs) == 1:
+        return outputs[0]
+    each = jax.tree.map(lambda *x: jnp.concatenate(x), *(each for each, _ in outputs))
+    names = dict.fromkeys(name for _, means in outputs for name in means)
+    return each, {name: jnp.concatenate([means[name] for _, means in outputs if name in means]) for name in names}
+
+
+def by_row(
+    runs: Runs, keys: Sequence[Any], layer: Layer, carry: Any, blocks: Block, rows: Any, *, unroll: int = 1
+) -> Any:
+    """`over_layers` for layers whose keys are part of the program, such as the length of a cache: the last carry.
+
+    Layers of one kind that have different keys are different kinds here: (layer, key) replaces `Kind.layer`. Their loops
+    are shorter than a run, and read single rows of the stacks of the run, so that no stack is cut.
+    """
+    for run, start, stacks in zip(runs, starts(runs), by_run(blocks, runs), strict=False):
+        keyed = [Kind((kind.layer, keys[start + i]), kind.modules) for i, kind in enumerate(run.kinds)]
+        same: dict[Kind, Kind] = {}
+        used = dict.fromkeys(stacks, 0)
+
+        def at_row(kind: Kind, carry: Any, block: Block, row: Any, stacks: Block = stacks) -> tuple[Any, Outputs]:
+            return layer(kind, carry, {name: row_of(stacks[name], at) for name, at in block.items()}, row)
+
+        for part in runs_of([same.setdefault(kind, kind) for kind in keyed]):
+            counts = {name: sum(name in (kind.modules or stacks) for kind in part.kinds) for name in stacks}
+            numbers = {name: jnp.arange(used[name], used[name] + n) for name, n in counts.items() if n}
+            own = jax.tree.map(lambda x, a=start, n=part.layers: x[a : a + n], rows)
+            carry, _ = over_run(part, at_row, carry, numbers, own, unroll=unroll)
+            used = {name: used[name] + n for name, n in counts.items()}
+            start += part.layers
+    return carry
+
+
+def row_of(leaves: Any, row: Any) -> Any:
+    """One row of stacked arrays."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, keepdims=False), leaves)
