@@ -17,7 +17,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import experts
 from mesh_transformer.estimate.collectives import DeviceGroup, collective_seconds
-from mesh_transformer.estimate.sizes import FLOAT32_BYTES, NORMS, StepSizes
+from mesh_transformer.estimate.sizes import FLOAT32_BYTES, LayerSizes, StepSizes
 from mesh_transformer.models.model import KEPT
 
 GIB, MIB = 2**30, 2**20
@@ -169,24 +169,6 @@ class _Rates(NamedTuple):
         return cls(fit.product_share * peak, fit.pass_bytes * cycles, memory, logit, fit.logit_room)
 
 
-class _Wiring(NamedTuple):
-    """Sums over tensor-parallel shards, forward and backward, and whether the backward pass needs the outputs of
-    attention and feed-forward, because a norm follows them."""
-
-    forward: int
-    backward: int
-    needs_attention: bool
-    needs_ff: bool
-
-
-_WIRINGS = {
-    "parallel_one_norm": _Wiring(1, 1, False, False),
-    "parallel": _Wiring(1, 2, False, False),
-    "sequential": _Wiring(2, 2, True, False),
-    "sandwich": _Wiring(2, 2, True, True),
-}
-
-
 class _Recomputed(NamedTuple):
     """What the backward pass of a layer computes again."""
 
@@ -201,19 +183,19 @@ class _Recomputed(NamedTuple):
     sums: int
 
     @classmethod
-    def of(cls, policy: str, wiring: str) -> "_Recomputed":
-        if policy == "none":
+    def of(cls, layer: LayerSizes) -> "_Recomputed":
+        if layer.step.remat == "none":
             return cls(*(False,) * 7, sums=0)
-        kept, wired = KEPT[policy], _WIRINGS[wiring]
+        kept = KEPT[layer.step.remat]
         return cls(
             qkv="qkv" not in kept,
             logits=True,
             mixed="attn_out" not in kept,
-            out=wired.needs_attention,
+            out=layer.needs_output(attention=True),
             hidden="mlp_hidden" not in kept,
-            ff_out=wired.needs_ff,
+            ff_out=layer.needs_output(attention=False),
             norms=True,
-            sums=wired.needs_attention + wired.needs_ff,
+            sums=len(layer.needed),
         )
 
 
@@ -227,13 +209,11 @@ def _memory(step: StepSizes, fused: bool) -> dict[str, float]:
         "optimizer state": step.slot_elements * moment_bytes,
         "weights in the compute dtype": weights if step.item_bytes < FLOAT32_BYTES or per_step else 0.0,
         "sums of gradients": step.sum_elements * FLOAT32_BYTES if step.accumulation > 1 else 0.0,
-        "kept activations": step.split.layers * _kept_bytes(step, fused),
+        "kept activations": sum(layer.count * _kept_bytes(layer, fused) for layer in step.layers),
     }
-    logits = 0.0 if fused else step.largest_logits * FLOAT32_BYTES
-    layer = LIVE_LOGITS * logits + LIVE_HIDDEN * step.hidden + LIVE_ROWS * step.whole_rows
-    layer += experts.LIVE_ROWS * experts.rows_bytes(step)
-    gathered = step.layer_weights if step.split.parts("embed") > 1 and not per_step else 0.0
-    backward = {**always, "gradients": weights, "one layer": layer + gathered}
+    gathers = step.split.parts("embed") > 1 and not per_step
+    live = max(_live_bytes(layer, fused) + (layer.weights if gathers else 0.0) for layer in step.layers)
+    backward = {**always, "gradients": weights, "one layer": live}
     # the loss of a chunk of the positions, with the head's gradient in float32
     chunk = min(step.vocab_logits, MIB * step.logits_mib)
     head = step.elements("head", gathered=True)
@@ -242,29 +222,36 @@ def _memory(step: StepSizes, fused: bool) -> dict[str, float]:
     return {use: n_bytes / GIB for use, n_bytes in largest.items() if n_bytes}
 
 
-def _kept_bytes(step: StepSizes, fused: bool) -> float:
+def _live_bytes(layer: LayerSizes, fused: bool) -> float:
+    """Bytes of the arrays that live at once in the backward pass of a layer."""
+    logits = 0.0 if fused else layer.largest_logits * FLOAT32_BYTES
+    live = LIVE_LOGITS * logits + LIVE_HIDDEN * layer.hidden + LIVE_ROWS * layer.step.whole_rows
+    return live + experts.LIVE_ROWS * experts.rows_bytes(layer)
+
+
+def _kept_bytes(layer: LayerSizes, fused: bool) -> float:
     """Bytes of the activations of a layer that are kept for the backward pass."""
+    step = layer.step
     if step.remat != "none":
-        return sum(step.kept[name] for name in KEPT[step.remat])
-    weights = 0.0 if fused else step.logits * step.item_bytes
-    norms = NORMS[step.split.decoder.layer.wiring] * KEPT_OF_NORM * step.whole_rows
-    hidden = (KEPT_OF_HIDDEN_FSDP if step.split.parts("embed") > 1 else KEPT_OF_HIDDEN) * step.hidden
-    return step.kept["block_in"] + step.kept["qkv"] + step.kept["attn_out"] + hidden + norms + weights
+        return sum(layer.kept[name] for name in KEPT[step.remat])
+    weights = 0.0 if fused else layer.logits * step.item_bytes
+    norms = layer.norms * KEPT_OF_NORM * step.whole_rows
+    hidden = (KEPT_OF_HIDDEN_FSDP if step.split.parts("embed") > 1 else KEPT_OF_HIDDEN) * layer.hidden
+    return layer.kept["block_in"] + layer.kept["qkv"] + layer.kept["attn_out"] + hidden + norms + weights
 
 
 def _time(step: StepSizes, fused_attention: float | None) -> dict[str, float]:
     """Seconds of a step by part."""
     rates = _Rates.of(step.accelerator)
-    again = _Recomputed.of(step.remat, step.split.decoder.layer.wiring)
     copied = step.elements("embed", "blocks", gathered=True) * step.item_bytes
     microbatches = {
-        "products": _products(step, again, rates),
-        "attention": _attention(step, again, rates, fused_attention),
-        "norms and activations": _passes(step, again) / rates.passes,
+        "products": sum(layer.count * _products(layer, rates) for layer in step.layers),
+        "attention": sum(layer.count * _attention(layer, rates, fused_attention) for layer in step.layers),
+        "norms and activations": sum(layer.count * _passes(layer) for layer in step.layers) / rates.passes,
         "head": _head(step, rates),
         "copies of weights": WEIGHT_PASSES * copied / rates.passes,
         "sums of gradients": SUM_TRAFFIC * step.sum_elements / rates.memory if step.accumulation > 1 else 0.0,
-        **_collectives(step, again, rates),
+        **_collectives(step, rates),
     }
     once = {
         "optimizer": UPDATE_TRAFFIC * step.sum_elements / rates.memory,
@@ -276,44 +263,41 @@ def _time(step: StepSizes, fused_attention: float | None) -> dict[str, float]:
     return {part: seconds for part, seconds in parts.items() if seconds}
 
 
-def _products(step: StepSizes, again: _Recomputed, rates: _Rates) -> float:
-    """The matrix products of the layers. The backward pass has two for each of the forward pass."""
-    split = step.split
-    qkv, out = split.attention_widths
-    hidden, ff_out = split.hidden_width, split.ff_width
+def _products(layer: LayerSizes, rates: _Rates) -> float:
+    """The matrix products of a layer. The backward pass has two for each of the forward pass."""
+    step, again = layer.step, _Recomputed.of(layer)
+    (qkv, out), (hidden, ff_out) = layer.mixing, layer.feeding
     recomputed = again.qkv * qkv + again.out * out + again.hidden * hidden + again.ff_out * ff_out
     columns = 3 * (qkv + out + hidden + ff_out) + recomputed
-    return split.layers * 2 * step.rows * split.width * columns / rates.products
+    return 2 * step.rows * step.split.width * columns / rates.products
 
 
-def _attention(step: StepSizes, again: _Recomputed, rates: _Rates, fused: float | None) -> float:
+def _attention(layer: LayerSizes, rates: _Rates, fused: float | None) -> float:
     """The products of queries, keys and values, the softmax, rotary encoding and changes of layout."""
+    step, again = layer.step, _Recomputed.of(layer)
     # the mean of those of queries and keys and those of the softmax and values
-    attention = step.split.decoder.layer.attention
-    product = step.logits * (attention.head_dim + attention.v_dims)
-    heads = HEADS_FORWARD * (1 + again.qkv) + HEADS_BACKWARD
+    product = layer.logits * layer.attention.products_per_key / layer.attention.heads
+    heads = layer.query_bytes + layer.key_bytes + layer.mixed_bytes
+    moved = (HEADS_FORWARD * (1 + again.qkv) + HEADS_BACKWARD) * heads / rates.passes
     if fused is not None:
         # a kernel computes the logits again in its backward pass
-        kernel = (2 * (1 + again.mixed) + 5) * product / (fused * 1e12 * step.accelerator.peak_tflops)
-        return step.split.layers * (kernel + heads * step.heads / rates.passes)
+        return (2 * (1 + again.mixed) + 5) * product / (fused * 1e12 * step.accelerator.peak_tflops) + moved
     products = 6 + again.logits + again.mixed
-    far = max(0.0, 1 - rates.logit_room / (step.largest_logits * FLOAT32_BYTES))
+    far = max(0.0, 1 - rates.logit_room / (layer.largest_logits * FLOAT32_BYTES))
     logit = (1 - far) * rates.logit + far * LOGIT_TRAFFIC / rates.memory
-    softmax = (LOGITS_FORWARD * (1 + again.logits) + LOGITS_BACKWARD) * step.logits * logit
-    return step.split.layers * (products * product / rates.products + heads * step.heads / rates.passes + softmax)
+    softmax = (LOGITS_FORWARD * (1 + again.logits) + LOGITS_BACKWARD) * layer.logits * logit
+    return products * product / rates.products + moved + softmax
 
 
-def _passes(step: StepSizes, again: _Recomputed) -> float:
-    """Bytes of all passes over activations in the layers, but for attention."""
-    layer = step.split.decoder.layer
-    norms = NORMS[layer.wiring] * (NORM_FORWARD * (1 + again.norms) + NORM_BACKWARD)
-    additions = ADDITION * _WIRINGS[layer.wiring].forward
+def _passes(layer: LayerSizes) -> float:
+    """Bytes of all passes over activations in a layer, but for attention."""
+    step, again = layer.step, _Recomputed.of(layer)
+    norms = layer.norms * (NORM_FORWARD * (1 + again.norms) + NORM_BACKWARD)
+    additions = ADDITION * layer.branches
     hidden = HIDDEN_FORWARD * (1 + again.hidden) + HIDDEN_BACKWARD
-    biased = layer.ff.bias * (step.hidden + step.whole_rows) + layer.attention.out_bias * step.whole_rows
-    biased += layer.attention.bias * step.kept["qkv"]
-    kept = sum(step.kept[name] for name in KEPT.get(step.remat, step.kept))
-    one = (norms + additions) * step.residual + hidden * step.hidden + BIAS_GRADIENT * biased + KEEP_AND_LOAD * kept
-    return step.split.layers * one
+    kept = sum(layer.kept[name] for name in KEPT.get(step.remat, layer.kept))
+    passes = (norms + additions) * step.residual + hidden * layer.hidden
+    return passes + BIAS_GRADIENT * layer.biased + KEEP_AND_LOAD * kept
 
 
 def _head(step: StepSizes, rates: _Rates) -> float:
@@ -322,7 +306,25 @@ def _head(step: StepSizes, rates: _Rates) -> float:
     return 6 * step.rows * step.split.width * columns / rates.products + VOCAB_PASSES * step.vocab_logits / rates.passes
 
 
-def _collectives(step: StepSizes, again: _Recomputed, rates: _Rates) -> dict[str, float]:
+def _sums_of_layer(layer: LayerSizes, rates: _Rates) -> float:
+    """The tensor-parallel transfers of a layer."""
+    step, again = layer.step, _Recomputed.of(layer)
+    tensor = step.group(step.split.rules["mlp"])
+    sums = layer.branches + layer.readings + again.sums
+    if step.residual == step.whole_rows:
+        return sums * _transfer(step.accelerator, "all-reduce", step.whole_rows, tensor)
+    kind = "all-reduce" if step.accelerator.name in WITHOUT_REDUCE_SCATTER else "reduce-scatter"
+    gathers = layer.branches * (2 + again.norms)
+    seconds = sums * _transfer(step.accelerator, kind, step.whole_rows, tensor)
+    seconds += gathers * _transfer(step.accelerator, "all-gather", step.whole_rows, tensor)
+    if step.config.mesh.overlap_tp is not True:
+        return seconds
+    # what is longer than the products that hide it, and the cost of the parts
+    part = RING_STEP_S + RING_PASSES * step.whole_rows / tensor.size / rates.passes
+    return max(0.0, seconds - _products(layer, rates)) + (sums + gathers) * (tensor.size - 1) * part
+
+
+def _collectives(step: StepSizes, rates: _Rates) -> dict[str, float]:
     """The transfers of a microbatch, as if nothing ran beside them.
 
     So libtpu schedules those of the train step, with two exceptions that partly cancel: on v5e-16 and larger slices most
@@ -332,30 +334,17 @@ def _collectives(step: StepSizes, again: _Recomputed, rates: _Rates) -> dict[str
     tensor, weights = step.group(rules["mlp"]), step.group(embed)
     replicas = step.group([axis for axis in (*(rules["batch"] or ()), *(rules["seq"] or ())) if axis not in embed])
     seconds = functools.partial(_transfer, step.accelerator)
-    wiring, layers = _WIRINGS[step.split.decoder.layer.wiring], step.split.layers
-    sums = wiring.forward + wiring.backward + again.sums
-    if step.residual == step.whole_rows:
-        layer = sums * seconds("all-reduce", step.whole_rows, tensor)
-    else:
-        kind = "all-reduce" if step.accelerator.name in WITHOUT_REDUCE_SCATTER else "reduce-scatter"
-        gathers = wiring.forward * (2 + again.norms)
-        layer = sums * seconds(kind, step.whole_rows, tensor) + gathers * seconds("all-gather", step.whole_rows, tensor)
-        if step.config.mesh.overlap_tp is True:
-            # what is longer than the products that hide it, and the cost of the parts
-            part = RING_STEP_S + RING_PASSES * step.whole_rows / tensor.size / rates.passes
-            hidden = _products(step, again, rates) / layers
-            layer = max(0.0, layer - hidden) + (sums + gathers) * (tensor.size - 1) * part
     # of the embedding, and of the gradient of the head's input
     ends = 2 * seconds("all-reduce", step.whole_rows, tensor)
-    # a transfer for each matrix
-    kind_of_layer = step.split.decoder.layer
-    matrices = len(kind_of_layer.attention.matrices(step.split.width)) + 2 + kind_of_layer.ff.gated
-    matrix, tables = step.layer_weights / matrices, step.elements("embed", "head", gathered=True) * step.item_bytes
-    moved = layers * matrices * seconds("reduce-scatter", matrix, weights) + seconds("reduce-scatter", tables, weights)
-    if step.config.mesh.gather_weights == "per_layer":
+    tables = step.elements("embed", "head", gathered=True) * step.item_bytes
+    per_layer = step.config.mesh.gather_weights == "per_layer"
+    moved = seconds("reduce-scatter", tables, weights) + per_layer * seconds("all-gather", tables, weights)
+    for layer in step.layers:
+        # a transfer for each matrix
+        matrix, count = layer.weights / layer.matrices, layer.count * layer.matrices
+        moved += count * seconds("reduce-scatter", matrix, weights)
         # no policy keeps gathered weights: the backward pass gathers them again
-        moved += 2 * layers * matrices * seconds("all-gather", matrix, weights)
-        moved += seconds("all-gather", tables, weights)
+        moved += 2 * per_layer * count * seconds("all-gather", matrix, weights)
     kind = "all-reduce" if step.split.moments == rules else "reduce-scatter"
     once = step.config.mesh.sum_gradients == "per_step"
     # the devices that split the experts sum the gradients of all other parameters
@@ -365,9 +354,9 @@ def _collectives(step: StepSizes, again: _Recomputed, rates: _Rates) -> dict[str
     if not once:
         gradient = seconds(kind, (step.all_elements - split) * step.item_bytes, replicas)
         gradient += seconds(kind, split * step.item_bytes, alike)
-    exchange = experts.exchange_seconds(step, again.hidden, seconds)
+    exchange = sum(experts.exchange_seconds(one, _Recomputed.of(one).hidden, seconds) for one in step.layers)
     return {
-        "tensor-parallel sums": layers * layer + ends,
+        "tensor-parallel sums": sum(one.count * _sums_of_layer(one, rates) for one in step.layers) + ends,
         "gathered weights": moved,
         "sums over replicas": gradient,
         "exchange of tokens": exchange,

@@ -7,45 +7,45 @@ No measured step stands behind it: the times are those of the transfers alone, a
 from collections.abc import Callable
 
 from mesh_transformer.estimate.collectives import DeviceGroup
-from mesh_transformer.estimate.sizes import StepSizes
+from mesh_transformer.estimate.sizes import LayerSizes
 from mesh_transformer.spec import Experts
 
 # Arrays of rows that live at once in the backward pass: inputs, outputs, and the gradient of either.
 LIVE_ROWS = 3.0
 
 
-def expert_layers(step: StepSizes) -> float:
-    """The layers with experts that a device computes."""
-    layers = step.split.decoder.layers
-    return sum(isinstance(layer.ff, Experts) for layer in layers) / step.split.parts("layers")
+def experts_of(layer: LayerSizes) -> Experts | None:
+    """The routed experts of a layer."""
+    return next((one for one in layer.kind.mechanisms if isinstance(one, Experts)), None)
 
 
-def rows_bytes(step: StepSizes) -> float:
-    """Bytes of the rows of one layer's choices in a microbatch, as wide as the residual stream; 0 without experts.
+def rows_bytes(layer: LayerSizes) -> float:
+    """Bytes of the rows of a layer's choices in a microbatch, as wide as the residual stream; 0 without experts.
 
     Without a capacity, the buffers of an exchange have room for the choices of all devices of the group.
     """
-    experts, settings = step.split.decoder.experts, step.config.experts
+    experts, step = experts_of(layer), layer.step
     if experts is None:
         return 0.0
-    room = settings.capacity_factor or step.split.parts("experts")
+    room = step.config.experts.capacity_factor or step.split.parts("experts")
     return room * experts.router.chosen * step.whole_rows
 
 
-def exchange_seconds(step: StepSizes, recomputed: bool, seconds: Callable[[str, float, DeviceGroup], float]) -> float:
-    """Seconds of the transfers between the devices that split the experts, in all layers of a microbatch.
+def exchange_seconds(layer: LayerSizes, recomputed: bool, seconds: Callable[[str, float, DeviceGroup], float]) -> float:
+    """Seconds of the transfers between the devices that split the experts, in all layers of a kind, in a microbatch.
 
     Args:
         recomputed: whether the backward pass computes the experts again.
         seconds: of a collective, a number of bytes, and a group.
     """
-    experts, group = step.split.decoder.experts, step.group(step.split.rules["experts"])
-    if experts is None or group.size == 1:
+    step = layer.step
+    group = step.group(step.split.rules["experts"])
+    if experts_of(layer) is None or group.size == 1:
         return 0.0
     passes = 2 + recomputed
     if step.config.experts.exchange == "gather":
         all_rows = group.size * step.whole_rows
         one = seconds("all-gather", all_rows, group) + seconds("reduce-scatter", all_rows, group)
     else:
-        one = 2 * seconds("all-to-all", rows_bytes(step), group)
-    return expert_layers(step) * passes * one
+        one = 2 * seconds("all-to-all", rows_bytes(layer), group)
+    return layer.count * passes * one

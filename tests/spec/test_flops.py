@@ -105,7 +105,7 @@ def test_operations_are_those_of_the_program(family):
 
     # the program leaves out the keys after each part of the queries, and masks those outside of a window
     computed = sum((part.stop - part.start) * part.stop for part in causal.parts(SEQ))
-    attended = sum(min(window or SEQ, SEQ) for window in d.windows or [None] * len(d.layers))
+    attended = sum(min(layer.attention.window or SEQ, SEQ) for layer in d.layers)
     needed = attention * SEQ * attended // (computed * len(d.layers))
     # the backward pass has two products for each one: see the test of the gradient
     expected = 3 * (2 * SEQ * matrix_elements(d) + needed)
@@ -115,7 +115,8 @@ def test_operations_are_those_of_the_program(family):
     device = Accelerator("one", "", peak_tflops=1e-12 / GPU_PRODUCT_SHARE, memory_gb_s=math.inf, usable_gib=1)
     time = estimate(config, 1, device).time
     # the closed form leaves out the router and the gate of the shared experts
-    routers = [layer.ff.count + layer.ff.shared_gate for layer in d.layers if isinstance(layer.ff, Experts)]
+    every = [one for layer in d.layers for one in layer.mechanisms if isinstance(one, Experts)]
+    routers = [one.count + one.shared_gate for one in every]
     assert time["products"] == pytest.approx(3 * (matrices - 2 * SEQ * d.d_model * sum(routers)), rel=1e-9)
     assert time["attention"] == pytest.approx(3 * attention, rel=1e-9)
     assert time["head"] == pytest.approx(3 * head, rel=1e-9)

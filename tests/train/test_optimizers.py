@@ -33,13 +33,13 @@ FACTORED = "optimizer.min_dim_size_to_factor=8"
 AXES = {
     "tables": {"w": ("vocab", "embed"), "b": ("vocab",), "scale": ()},
     "blocks": {"w": ("layers", "embed", "mlp"), "b": ("layers", "mlp"), "scale": ("layers",)},
-    "dense": {"w": ("unsplit_layers", "mlp", "embed"), "b": ("unsplit_layers", "embed")},
+    "dense": {"w": ("whole_layers", "mlp", "embed"), "b": ("whole_layers", "embed")},
     "experts": {
-        "w": ("unsplit_layers", "experts", "embed", "mlp"),
-        "b": ("unsplit_layers", "experts", "mlp"),
-        "bias": ("unsplit_layers", "experts"),
-        "square": ("unsplit_layers", "embed", "embed"),
-        "thin": ("unsplit_layers", "embed", "kv_rank"),
+        "w": ("whole_layers", "experts", "embed", "mlp"),
+        "b": ("whole_layers", "experts", "mlp"),
+        "bias": ("whole_layers", "experts"),
+        "square": ("whole_layers", "embed", "embed"),
+        "thin": ("whole_layers", "embed", "kv_rank"),
     },
 }
 SHAPES = {
@@ -106,14 +106,14 @@ def test_a_slot_has_the_names_of_its_dimensions(name: str) -> None:
     for slot, trees in slots.items():
         for stack, arrays in trees.items():
             for name, axes in arrays.items():
-                lengths = {**sizes, "unsplit_layers": SHAPES[stack]["b"][0]}
+                lengths = {**sizes, "whole_layers": SHAPES[stack]["b"][0]}
                 assert state[slot][stack][name].shape == tuple(lengths[dimension] for dimension in axes), (stack, name)
     if name == "adafactor":
         assert slots["v_row"]["blocks"]["w"] == ("layers", "embed")
         assert slots["v_col"]["blocks"]["w"] == ("layers", "mlp")
         assert slots["v_row"]["tables"]["w"] == ("embed",)
         assert slots["v"]["blocks"] == {"w": ("layers", None), "b": ("layers", "mlp"), "scale": ("layers",)}
-        assert slots["v_row"]["experts"]["w"] == ("unsplit_layers", "experts", "embed")
+        assert slots["v_row"]["experts"]["w"] == ("whole_layers", "experts", "embed")
 
 
 @pytest.mark.parametrize("overrides", [("optimizer.name=lion",), ("optimizer.name=adafactor", FACTORED)])
