@@ -96,10 +96,10 @@ class OwnStep:
     def __init__(self, config: Any):
         import jax
 
-        from mesh_transformer.runtime.session.session import Session
+        from mesh_transformer.runtime.training.session import open_session
         from mesh_transformer.train.step import TrainProgram
 
-        self.session = Session.open(config)
+        self.session = open_session(config)
         self.program = TrainProgram(self.session.placement, config)
         self.state = self.program.init(jax.random.key(0))
         accumulation = config.optimizer.gradient_accumulation_steps

@@ -33,11 +33,11 @@ def main() -> None:
 
 def compile_once(arguments: argparse.Namespace) -> dict[str, float]:
     """Trace, lower and compile the step, without allocating arrays."""
-    from mesh_transformer.runtime.session.session import Session
+    from mesh_transformer.runtime.training.session import open_session
     from mesh_transformer.train.step import TrainProgram, compile_step
 
     config = config_of(arguments)
-    session = Session.open(config)
+    session = open_session(config)
     began = time.perf_counter()
     program = TrainProgram(session.placement, config)
     compile_step(program, config.optimizer.gradient_accumulation_steps, session.microbatch)

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from mesh_transformer import platforms, slices
+from mesh_transformer import slices
+from mesh_transformer.estimate.tpus import slice_devices
 
 TARGET = Path(__file__).resolve().parents[1] / "tests" / "parallel" / "tpu_devices.json"
 # devices of a slice; larger slices repeat the pattern
@@ -28,7 +29,7 @@ def main() -> None:
 
 def describe(name: str) -> dict[str, Any]:
     """The kind of the devices of a slice; for each process its index and its devices, each (id, x, y, z, core)."""
-    devices = platforms.slice_devices(name)
+    devices = slice_devices(name)
     processes = [
         [process, [[one.id, *one.coords, one.core_on_chip] for one in some]]
         for process, some in groupby(devices, key=lambda device: device.process_index)

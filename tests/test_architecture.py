@@ -82,6 +82,15 @@ MAY_IMPORT = {
     "haiku": {"parallel/sharding.py", "models/"},
     "lm_eval": {"runtime/evaluation/"},
 }
+# a folder, and the parts of the package that it does not use
+NEVER_IMPORTS = {
+    **dict.fromkeys(("parallel/", "ops/", "models/", "train/", "infer/", "estimate/"), {"families"}),
+    "runtime/session/": {"estimate"},
+}
+# a folder, and the only parts of the package that it uses
+ONLY_IMPORTS = {"spec/": {"spec", "fields"}}
+# modules of the package that a server loads; families and spec, which grow with the models, are not counted
+SERVER_MODULES = 115
 ONLY_UNIX = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 MAY_SHARD_MAP = {"ops/", "parallel/"}
 # one file of 400 lines is easier to read than two files that call each other
@@ -143,6 +152,15 @@ def rooms(tree: ast.Module, path: str) -> Iterator[str]:
             continue
         if ROOM_RANK.get(other, len(ROOM_RANK)) >= ROOM_RANK[own]:
             yield f"{line}: {'/'.join(own)} imports {'/'.join(other)}, which is not above it in ROOMS"
+
+
+def separate(tree: ast.Module, path: str) -> Iterator[str]:
+    never = {part for folder, parts in NEVER_IMPORTS.items() if path.startswith(folder) for part in parts}
+    only = next((parts for folder, parts in ONLY_IMPORTS.items() if path.startswith(folder)), None)
+    for line, name in imports(tree):
+        package, other, *_ = [*name.split("."), ""]
+        if package == PACKAGE and (other in never or (only is not None and other not in only)):
+            yield f"{line}: {path} must not import {PACKAGE}.{other}"
 
 
 def few_importers(tree: ast.Module, path: str) -> Iterator[str]:
@@ -250,6 +268,7 @@ def short_functions(tree: ast.Module, path: str) -> Iterator[str]:
 CHECKERS: list[Checker] = [
     ranks,
     rooms,
+    separate,
     few_importers,
     few_shard_maps,
     pure,
@@ -357,6 +376,16 @@ VIOLATIONS: list[tuple[Checker, str, str]] = [
     (rooms, "infer/engine.py", "from mesh_transformer.infer.scoring import packing"),
     (rooms, "runtime/serving/app.py", "import mesh_transformer.runtime.evaluation.model"),
     (rooms, "cluster/unheard_of.py", ""),
+    (separate, "runtime/session/session.py", "from mesh_transformer.estimate import overlap"),
+    (separate, "runtime/session/memory.py", "def f():\n    import mesh_transformer.estimate.sizes"),
+    (separate, "runtime/session/engine.py", "from mesh_transformer import estimate"),
+    (separate, "models/decoder.py", "from mesh_transformer.families.base import ModelConfig"),
+    (separate, "ops/rotary.py", "from mesh_transformer.families import rotary"),
+    (separate, "estimate/sizes.py", "from mesh_transformer.families import FAMILIES"),
+    (separate, "train/step.py", "import mesh_transformer.families"),
+    (separate, "infer/scoring/scorer.py", "from mesh_transformer import families"),
+    (separate, "spec/decoder.py", "from mesh_transformer.errors import UserError"),
+    (separate, "spec/tensors.py", "from mesh_transformer.families.base import ConfigJson"),
     (few_importers, "runtime/training/trainer.py", "import ray"),
     (few_importers, "ops/linear.py", "from haiku.initializers import Constant"),
     (few_shard_maps, "train/step.py", "from jax.experimental.shard_map import shard_map"),
@@ -395,6 +424,14 @@ PERMITTED: list[tuple[Checker, str, str]] = [
     (rooms, "checkpoint/store.py", "from mesh_transformer.checkpoint.native.source import NativeSource"),
     (rooms, "cluster/driver/supervise.py", "from mesh_transformer.cluster.host.agent import TakenOver"),
     (rooms, "runtime/__init__.py", ""),
+    (separate, "runtime/training/session.py", "from mesh_transformer.estimate import overlap"),
+    (
+        separate,
+        "spec/decoder.py",
+        "from mesh_transformer.fields import Size\nfrom mesh_transformer.spec import attention",
+    ),
+    (separate, "models/decoder.py", "from mesh_transformer.spec import Decoder"),
+    (separate, "checkpoint/hf/source.py", "from mesh_transformer.families import FAMILIES"),
     (few_importers, "cluster/backends/ray_cluster.py", "import ray"),
     (few_importers, "models/decoder.py", "import haiku as hk"),
     (few_shard_maps, "parallel/pipeline.py", "import jax\njax.shard_map(f)"),
@@ -435,3 +472,15 @@ def test_import_is_light(module: str, banned: list[str]) -> None:
     code = f"import sys, {module}; print([name for name in {banned} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_server_loads_few_modules() -> None:
+    """The modules that `device_serve.py` imports before it starts, in a new process."""
+    code = f"import sys, {PACKAGE}.runtime.serving.start; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    own = [name.split(".") for name in result.stdout.split() if name.split(".")[0] == PACKAGE]
+    parts = {name[1] for name in own if len(name) > 1}
+    assert {"models", "infer", "families"} <= parts
+    assert not parts & {"estimate", "train", "cloud", "cluster"}
+    counted = sorted(".".join(name) for name in own if name[1:2] not in (["families"], ["spec"]))
+    assert len(counted) <= SERVER_MODULES, "\n".join(counted)

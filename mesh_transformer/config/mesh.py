@@ -57,8 +57,8 @@ class MeshConfig(Group):
     """split the sequence dimension of the activations between blocks over tp (sequence parallelism)"""
     overlap_tp: Literal["auto"] | Switch = "auto"
     """send the activations that shard_activations splits in parts around a ring, while other parts are multiplied. true
-    implies shard_activations; auto: with shard_activations on a TPU, what the closed form of preflight estimates faster,
-    else false"""
+    implies shard_activations; auto: a training step with shard_activations on a TPU takes what the closed form of
+    preflight estimates faster; all else takes false"""
     gather_weights: Literal["per_layer", "per_step"] = "per_layer"
     """when fsdp gathers the weights: per layer (least memory) or per step (classic early_collect)"""
     dcn: Literal["dp", "pp"] | None = None

@@ -12,14 +12,16 @@ from mesh_transformer.config.mesh import MeshShape, part_of_a_slice
 from mesh_transformer.config.stages import layer_loop_trips, stages
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import closed_form, overlap, serving
-from mesh_transformer.estimate.memory import bytes_per_device, training_parts
 from mesh_transformer.estimate.programs import GIB, Compiled, compile_for
 from mesh_transformer.estimate.sizes import unmodelled
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.estimate.timeline import Part, Timeline
+from mesh_transformer.estimate.tpus import INSTALL_LIBTPU
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.models.stack import LAYER_LOOP
+from mesh_transformer.parallel.holdings import bytes_per_device
 from mesh_transformer.spec.flops import flops_per_token
+from mesh_transformer.train.memory import training_parts
 from mesh_transformer.train.step import TrainProgram, lower_step
 
 STEP_RANGE = (0.9, 1.2)
@@ -148,7 +150,7 @@ def estimate_training(config: Config, target: Target, changes: Sequence[str]) ->
     if others := [*unmodelled(config), *["several slices"] * (target.slices > 1)]:
         raise UserError(
             f"{target.name}: the formula does not model {' and '.join(others)}; compiling needs libtpu: "
-            f"{platforms.INSTALL_LIBTPU}"
+            f"{INSTALL_LIBTPU}"
         )
     accumulation = config.optimizer.gradient_accumulation_steps
     try:

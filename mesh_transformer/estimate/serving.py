@@ -1,4 +1,4 @@
-"""The programs of the server, lowered for devices that are not attached, and the memory that it needs."""
+"""The programs of the server, lowered for devices that are not attached."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.estimate.memory import bytes_per_device, weights
-from mesh_transformer.infer.engine import MAX_PREFILL_TOKENS, cache_positions
+from mesh_transformer.infer.engine import MAX_PREFILL_TOKENS
 from mesh_transformer.infer.programs import MAX_STEPS, ChunkBatch, SlotPrograms
 from mesh_transformer.models.placement import Placement
 
@@ -56,12 +55,3 @@ def programs(placement: Placement, slots: int) -> Iterator[ServingProgram]:
     yield ServingProgram(NAMES[0], prefill, 1, size, context, params, state.cache)
     decode = made.generate.lower(params, state, None, number, number, length=context)
     yield ServingProgram(NAMES[1], decode, slots, MAX_STEPS * slots, context, params, state.cache)
-
-
-def serving_arrays(placement: Placement, slots: int, context: int | None) -> dict[str, int]:
-    """Bytes of the arrays of one device that exist as long as an engine: the parameters, and the state of all slots,
-    which is mostly the cache. `context` as in `infer.engine.SlotEngine`."""
-    positions = cache_positions(placement.model.decoder.seq, context)
-    chunk = min(MAX_PREFILL_TOKENS, positions)
-    made = SlotPrograms(placement, slots, positions, longest_chunk=chunk, stacked=True)
-    return {**weights(placement), "cache": bytes_per_device(made.abstract)}

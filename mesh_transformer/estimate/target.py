@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import jax
 
-from mesh_transformer import platforms, slices
+from mesh_transformer import slices
 from mesh_transformer.accelerators import ACCELERATORS, Accelerator
 from mesh_transformer.errors import UserError
-from mesh_transformer.estimate import gpus
+from mesh_transformer.estimate import gpus, tpus
 
 GPUS = tuple(name for name, accelerator in ACCELERATORS.items() if not accelerator.is_tpu)
 
@@ -36,7 +36,7 @@ class Target:
         Raises:
             UserError: the compiler for them is not installed.
         """
-        return platforms.slice_devices(self.name) if self.accelerator.is_tpu else gpus.gpu_devices(self.name)
+        return tpus.slice_devices(self.name) if self.accelerator.is_tpu else gpus.gpu_devices(self.name)
 
 
 def tpu_target(name: str) -> Target:

@@ -35,6 +35,13 @@ def cache_positions(longest: int, context: int | None) -> int:
     return next(n for n in ends if n >= min(context or math.inf, ends[-1]))
 
 
+def abstract_slots(placement: Placement, slots: int, context: int | None) -> Any:
+    """The state of all slots of a `SlotEngine` as `jax.ShapeDtypeStruct`, with shardings. Most of it is the cache."""
+    positions = cache_positions(placement.model.decoder.seq, context)
+    chunk = min(MAX_PREFILL_TOKENS, positions)
+    return SlotPrograms(placement, slots, positions, longest_chunk=chunk, stacked=True).abstract
+
+
 class SlotEngine:
     """An implementation of `requests.Engine` that needs few compiled programs.
 

@@ -1,8 +1,9 @@
-"""What each device of a mesh holds: its part of each named dimension."""
+"""What each device of a mesh holds: its part of each named dimension, and its bytes of arrays."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -46,6 +47,11 @@ def holdings(partition: Partition, sizes: Mapping[str, int]) -> list[Holding]:
         Holding(device, dict(zip(mesh.axis_names, place, strict=True)), parts[device])
         for place, device in np.ndenumerate(mesh.devices)
     ]
+
+
+def bytes_per_device(tree: Any) -> int:
+    """The bytes of one device of a tree of `jax.ShapeDtypeStruct` with shardings."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def spans(indices: Iterable[int]) -> Spans:

@@ -15,7 +15,6 @@ from mesh_transformer.config import parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.pipeline import Ticks
-from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.train.step import TrainProgram, all_trained, compile_step, side_by_side
 
 SHAPES = [
@@ -136,17 +135,6 @@ def test_memory_is_flat_in_the_microbatches_and_no_stack_is_gathered() -> None:
     for shape in re.findall(r"all-gather\S* = \w+\[([\d,]+)\]", many.as_text()):
         dimensions = [int(n) for n in shape.split(",")]
         assert not (dimensions[0] == layers and jnp.prod(jnp.asarray(dimensions)) >= layers * 64 * 64), shape
-
-
-@pytest.mark.parametrize(("microbatches", "warns"), [(1, True), (2, False)])
-def test_few_microbatches_are_warned_of(microbatches: int, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
-    changes = ["mesh.pp=2", f"optimizer.gradient_accumulation_steps={microbatches}"]
-    Session.open(parse_config({**TINY, "model": MODEL}, changes)).warn_of_idle_stages()
-    message = (
-        "optimizer.gradient_accumulation_steps 1 is less than mesh.pp 2: a stage waits for 50% of the time; set it to "
-        "8 or more"
-    )
-    assert (message in caplog.text) == warns
 
 
 def test_a_checkpoint_does_not_depend_on_stages_and_rounds(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import pytest
 from support.builders import TINY
 
-from mesh_transformer import platforms
 from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.estimate.hlo import Collective, collectives, overlaps
+from mesh_transformer.estimate.tpus import slice_devices
 from mesh_transformer.infer.programs import SlotPrograms
 from mesh_transformer.models.model import LAYER_LOOP
 from mesh_transformer.models.placement import Placement
@@ -56,7 +56,7 @@ def no_compile_cache() -> Iterator[None]:
 
 
 def _program(config: Config, slice_name: str) -> TrainProgram:
-    return TrainProgram(Placement.of(config, platforms.slice_devices(slice_name)), config)
+    return TrainProgram(Placement.of(config, slice_devices(slice_name)), config)
 
 
 def _compile(config: Config, slice_name: str = SLICE) -> jax.stages.Compiled:
@@ -145,7 +145,7 @@ def test_the_gather_check_can_fail():
 
 @pytest.mark.parametrize("name", MESHES)
 def test_a_serving_program_sums_one_activation_a_layer_and_donates_its_cache(name):
-    devices, slots = platforms.slice_devices(name), 4
+    devices, slots = slice_devices(name), 4
     config = parse_config(SMALL, [f"mesh.tp={len(devices)}"])
     placement = Placement.of(config, devices).for_decoding()
     programs = SlotPrograms(placement, slots, config.seq, longest_chunk=config.seq, stacked=True)

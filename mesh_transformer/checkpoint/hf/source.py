@@ -19,11 +19,12 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint.hf import safetensors_file, torch_file
 from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed
 from mesh_transformer.checkpoint.identity import check_same_architecture, with_model
-from mesh_transformer.checkpoint.tensors import Counts, FileTensor, Index, TensorInfo, parameter_shapes
+from mesh_transformer.checkpoint.tensors import Counts, FileTensor, Index, TensorInfo, TensorSource, parameter_shapes
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.models.feed_forward import is_router
 from mesh_transformer.spec import TRANSPOSED, Tensor, by_stack
 
 FLOATS = tuple(np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
@@ -216,6 +217,18 @@ def _full_names(stored: dict[str, FileTensor], model: ModelConfig) -> dict[str, 
 def stacked_rows(model: ModelConfig) -> list[Tensor]:
     """The rows of the Hugging Face format, one for each stack of the model's parameters."""
     return by_stack(model.hf_tensors(), model.decoder())
+
+
+def uniform_dtype(source: TensorSource) -> np.dtype | None:
+    """The stored dtype of the parameters but the exact ones; None if their dtypes differ."""
+    dtypes = {info.dtype for name, info in source.tensors.items() if name.startswith("params/") and not exact(name)}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def exact(name: str) -> bool:
+    """Whether no export rounds a parameter, as transformers does not: a rounded bias of a router chooses other experts."""
+    module, _, leaf = name.rpartition("/")
+    return leaf == "bias" and is_router(module)
 
 
 def import_tensor(row: Tensor, foreign: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

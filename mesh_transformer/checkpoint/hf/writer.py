@@ -12,18 +12,19 @@ from mesh_transformer import files
 from mesh_transformer.checkpoint.hf.safetensors_file import copy_transposed, encode_header
 from mesh_transformer.checkpoint.hf.source import (
     SAFETENSORS,
+    exact,
     export_tensor,
     foreign_names,
     foreign_shape,
     parse_model,
     stacked_rows,
+    uniform_dtype,
 )
 from mesh_transformer.checkpoint.origin import Origin, write_files
 from mesh_transformer.checkpoint.tensors import Index, TensorSource, parameter_shapes, prefetch
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
 from mesh_transformer.logs import log
-from mesh_transformer.models.feed_forward import is_router
 from mesh_transformer.spec import TRANSPOSED, Tensor
 
 SHARD_BYTES = 5_000_000_000
@@ -181,18 +182,6 @@ def stored_dtype(source: TensorSource) -> np.dtype:
     return uniform_dtype(source) or np.dtype(np.float32)
 
 
-def uniform_dtype(source: TensorSource) -> np.dtype | None:
-    """The stored dtype of the parameters but the exact ones; None if their dtypes differ."""
-    dtypes = {info.dtype for name, info in source.tensors.items() if name.startswith("params/") and not _exact(name)}
-    return dtypes.pop() if len(dtypes) == 1 else None
-
-
-def _exact(name: str) -> bool:
-    """Whether no export rounds a parameter, as transformers does not: a rounded bias of a router chooses other experts."""
-    module, _, leaf = name.rpartition("/")
-    return leaf == "bias" and is_router(module)
-
-
 def n_bytes(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> int:
     """Total size of all tensors in bytes; the arguments are those of `write_hf`."""
     check_source(source, model)
@@ -216,7 +205,7 @@ def _plan(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> l
             first = parts[0]
             shape, stored = foreign_shape(first, model), source.tensors[f"params/{first.parameter}"].dtype
             rounds = dtype is not None and dtype.itemsize <= stored.itemsize
-            cast = stored if dtype is None or (rounds and _exact(first.parameter)) else dtype
+            cast = stored if dtype is None or (rounds and exact(first.parameter)) else dtype
             for place, name in foreign_names(first, model):
                 of_stage.append(_OutputTensor(name, shape, cast, parts, place))
         plan += sorted(of_stage, key=lambda planned: planned.rows[0].layer(planned.place))

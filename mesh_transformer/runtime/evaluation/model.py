@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer import platforms
 from mesh_transformer.checkpoint.native.manifest import describe
+from mesh_transformer.data.text_stream import TextStream
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.engine import SlotEngine
@@ -25,7 +26,6 @@ from mesh_transformer.infer.scoring.scorer import Scorer
 from mesh_transformer.logs import Progress
 from mesh_transformer.models.model import Model, Params
 from mesh_transformer.runtime.sampling.sampler import MAX_SLOTS, CompletionInput, complete
-from mesh_transformer.runtime.sampling.text_stream import TextStream
 from mesh_transformer.runtime.session.session import Session
 
 BATCH_TOKENS = 4096

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from mesh_transformer import logs, platforms
+from mesh_transformer import logs
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshShape
 from mesh_transformer.errors import UserError, plural
@@ -15,6 +15,7 @@ from mesh_transformer.estimate.prediction import Prediction, estimate_training, 
 from mesh_transformer.estimate.programs import default_folder
 from mesh_transformer.estimate.search import remedies, search
 from mesh_transformer.estimate.target import Target, gpu_target, tpu_target
+from mesh_transformer.estimate.tpus import INSTALL_LIBTPU, has_libtpu
 from mesh_transformer.logs import log
 from mesh_transformer.runtime.preflight import report
 from mesh_transformer.runtime.training.config import training_config
@@ -61,7 +62,7 @@ def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -
     targets = targets or [tpu_target(name) for name in DEFAULT_SLICES]
     if any(map(_by_formula, targets)):
         if options.serve:
-            raise UserError(f"--serve compiles the server's programs, which needs libtpu: {platforms.INSTALL_LIBTPU}")
+            raise UserError(f"--serve compiles the server's programs, which needs libtpu: {INSTALL_LIBTPU}")
         log.warning("%s", report.ONLY_FORMULA)
     plan = [(target, _cases(config, target, options)) for target in targets]
     total = sum(len(cases) for _, cases in plan) * (2 if options.serve else 1)
@@ -144,7 +145,7 @@ def _predictions(
 
 
 def _by_formula(target: Target) -> bool:
-    return target.accelerator.is_tpu and not platforms.has_libtpu()
+    return target.accelerator.is_tpu and not has_libtpu()
 
 
 def _remedies(config: Config, target: Target) -> list[str]:

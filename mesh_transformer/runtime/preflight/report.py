@@ -6,11 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mesh_transformer import platforms
 from mesh_transformer.errors import plural
 from mesh_transformer.estimate.prediction import FORMULA, FORMULA_MEMORY, FORMULA_TIME, Prediction
 from mesh_transformer.estimate.target import Target
 from mesh_transformer.estimate.timeline import PARTS
+from mesh_transformer.estimate.tpus import INSTALL_LIBTPU
 
 _HEAD = (
     "slice",
@@ -29,7 +29,7 @@ _HEAD = (
 ONLY_FORMULA = (
     "formula only: libtpu is not installed, so nothing is compiled for TPUs; memory is exact to about "
     f"{FORMULA_MEMORY:.0%}, times to {FORMULA_TIME:.0%} of what the compiler gives. For compiled programs: "
-    f"{platforms.INSTALL_LIBTPU}"
+    f"{INSTALL_LIBTPU}"
 )
 _MARKS = {"roofline": " (roofline)", FORMULA: " (formula)"}
 # parts of the memory and the time, from the table of Okabe and Ito 2008 for all kinds of color vision

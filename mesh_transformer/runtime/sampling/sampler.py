@@ -19,13 +19,13 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer import logs, platforms
 from mesh_transformer.config import Config
+from mesh_transformer.data.text_stream import TextStream
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.errors import UserError
 from mesh_transformer.infer.programs import MAX_STEPS
 from mesh_transformer.infer.requests import Engine, SamplingOptions, SamplingParams, Token
 from mesh_transformer.infer.scheduler import Scheduler
 from mesh_transformer.logs import log
-from mesh_transformer.runtime.sampling.text_stream import TextStream
 from mesh_transformer.runtime.session.engine import open_engine
 from mesh_transformer.runtime.session.tokenizer import open_tokenizer
 from mesh_transformer.runtime.session.weights import config_for

@@ -1,10 +1,8 @@
 """Refuses a model that does not fit the memory of its devices, before the first array is allocated."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,14 +10,10 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer import accelerators, host_memory
 from mesh_transformer.errors import UserError
-from mesh_transformer.estimate import closed_form, memory, serving, sizes
-from mesh_transformer.logs import log
+from mesh_transformer.infer.engine import abstract_slots
 from mesh_transformer.models.placement import Placement
+from mesh_transformer.parallel.holdings import bytes_per_device
 from mesh_transformer.runtime.session.session import Session
-
-# a server imports nothing of the training
-if TYPE_CHECKING:
-    from mesh_transformer.train.step import TrainProgram
 
 GIB = 2**30
 
@@ -37,30 +31,19 @@ class Room(NamedTuple):
     devices: int
     limit: str
 
+    @property
+    def gib(self) -> float:
+        """The memory in GiB."""
+        return self.available / GIB
 
-def check_training(session: Session, program: TrainProgram) -> None:
-    """Refuse a run whose state and gradients do not fit, and warn of one whose estimated step does not. All processes must
-    call this function.
+    def gib_of(self, parts: Mapping[str, float]) -> float:
+        """GiB that the devices need together, given the GiB of each part on one device."""
+        return self.devices * sum(parts.values())
 
-    Raises:
-        UserError: the arrays that must exist do not fit.
-    """
-    arrays = memory.training_arrays(program)
-    advice = "use a smaller model, or split it over more memory (mesh.fsdp)"
-    if 2 * arrays["moments"] > arrays["parameters"]:
-        advice += ", or store less for each parameter (optimizer.name=adafactor)"
-    room = _check(session, "training", arrays, advice)
-    if room is None or jax.process_index() > 0 or sizes.unmodelled(session.config):
-        return
-    resolved = session.config.model_copy(update={"compute": program.model.compute})
-    uses = closed_form.step_gib(resolved, len(program.partition.mesh.devices.flat))
-    needed = room.devices * sum(uses.values())
-    if needed > room.available / GIB:
-        log.warning(
-            "a step may not fit: it needs about %.1f GiB by the closed form of preflight (%s%s), and %s has %.1f GiB left; if "
-            "it does not fit, use a smaller batch with more optimizer.gradient_accumulation_steps, or compute.remat=full",
-            *(needed, _on_each(room.devices), _listed(uses), room.limit, room.available / GIB),
-        )
+    def listed(self, parts: Mapping[str, float]) -> str:
+        """The GiB of each part on one device, such as `on each of 8 devices: parameters 1.0, cache 0.5`."""
+        on_each = f"on each of {self.devices} devices: " if self.devices > 1 else ""
+        return on_each + ", ".join(f"{name} {gib:,.1f}" for name, gib in parts.items())
 
 
 def check_serving(session: Session, placement: Placement, slots: int, context: int | None) -> None:
@@ -70,7 +53,7 @@ def check_serving(session: Session, placement: Placement, slots: int, context: i
         UserError: they do not fit.
     """
     fewer = "compute fewer sequences at a time (--slots, --num-samples), or " if slots > 1 else ""
-    _check(session, "the model", serving.serving_arrays(placement, slots, context), fewer + _advice(session))
+    check(session, "the model", serving_arrays(placement, slots, context), fewer + _advice(session))
 
 
 def check_scoring(session: Session) -> None:
@@ -79,7 +62,17 @@ def check_scoring(session: Session) -> None:
     Raises:
         UserError: they do not fit.
     """
-    _check(session, "the model", memory.weights(session.whole_sequences), _advice(session))
+    check(session, "the model", _weights(session.whole_sequences), _advice(session))
+
+
+def serving_arrays(placement: Placement, slots: int, context: int | None) -> dict[str, int]:
+    """Bytes of the arrays of one device that exist as long as an engine. `context` as in `infer.engine.SlotEngine`."""
+    return {**_weights(placement), "cache": bytes_per_device(abstract_slots(placement, slots, context))}
+
+
+def _weights(placement: Placement) -> dict[str, int]:
+    """Bytes of the parameters of one device in the compute dtype."""
+    return {"parameters": bytes_per_device(placement.abstract(placement.model.dtype))}
 
 
 def _advice(session: Session) -> str:
@@ -87,28 +80,30 @@ def _advice(session: Session) -> str:
     return f"use {half}a smaller model, or more memory over which mesh.tp or mesh.fsdp splits it"
 
 
-def _check(session: Session, what: str, arrays: Mapping[str, int], advice: str) -> Room | None:
-    """Raise UserError if arrays of these bytes on each device do not fit. Returns the memory, if it is known and the check
-    is on."""
+def check(session: Session, what: str, arrays: Mapping[str, int], advice: str) -> Room | None:
+    """Refuse arrays that do not fit. All processes must call this function.
+
+    Args:
+        what: what needs the arrays.
+        arrays: the bytes of each on one device.
+        advice: what to change.
+
+    Returns:
+        The memory. None: it is not known, or the check is off.
+
+    Raises:
+        UserError: they do not fit.
+    """
     if not session.config.compute.memory_check:
         return None
     room = find_room(session.placement.partition.mesh.local_devices)
     if room is not None and room.devices * sum(arrays.values()) > room.available:
         parts = {name: n_bytes / GIB for name, n_bytes in arrays.items()}
         raise UserError(
-            f"{what} does not fit: it needs at least {room.devices * sum(parts.values()):,.1f} GiB "
-            f"({_on_each(room.devices)}{_listed(parts)}), and {room.limit} has {room.available / GIB:,.1f} GiB left: "
-            f"{advice}; or go on with --set compute.memory_check=false"
+            f"{what} does not fit: it needs at least {room.gib_of(parts):,.1f} GiB ({room.listed(parts)}), and "
+            f"{room.limit} has {room.gib:,.1f} GiB left: {advice}; or go on with --set compute.memory_check=false"
         )
     return room
-
-
-def _on_each(devices: int) -> str:
-    return f"on each of {devices} devices: " if devices > 1 else ""
-
-
-def _listed(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {gib:,.1f}" for name, gib in parts.items())
 
 
 def find_room(devices: Sequence[jax.Device]) -> Room | None:

@@ -10,11 +10,9 @@ import numpy as np
 from mesh_transformer.config import Config, MeshShape
 from mesh_transformer.config.mesh import named
 from mesh_transformer.errors import plural
-from mesh_transformer.estimate import overlap
 from mesh_transformer.logs import log
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.parallel.mesh import process_rows
-from mesh_transformer.parallel.pipeline import Ticks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +30,14 @@ class Session:
 
     @classmethod
     def open(cls, config: Config, tokenizer_files: str | None = None) -> Self:
-        """Make the mesh of all devices, and place the model on it.
+        """Make the mesh of all devices, and place the model on it. `mesh.overlap_tp` "auto" is false:
+        `runtime.training.session` decides it.
 
         Raises:
             UserError: the devices do not fit the mesh.
         """
         shape = config.mesh.shape(jax.device_count())
-        resolved = overlap.resolve_for(config, jax.devices())
-        if config.mesh.overlap_tp == "auto" and resolved.mesh.overlap_tp:
-            log.info("mesh.overlap_tp auto is true: the closed form of preflight estimates a shorter step")
-        return cls(config, shape, Placement.of(resolved, jax.devices()), tokenizer_files)
+        return cls(config, shape, Placement.of(config, jax.devices()), tokenizer_files)
 
     @functools.cached_property
     def whole_sequences(self) -> Placement:
@@ -102,20 +98,6 @@ class Session:
     def tokens_per_step(self) -> int:
         """Tokens in one training step, over the whole mesh."""
         return self.sequences_per_step * self.config.seq
-
-    def warn_of_idle_stages(self) -> None:
-        """Log a warning if the stages of mesh.pp wait for most of the time, because a step has few microbatches."""
-        microbatches, stages = self.config.optimizer.gradient_accumulation_steps, self.shape["pp"]
-        ticks = Ticks(stages, self.config.mesh.rounds_of_layers, microbatches)
-        if jax.process_index() == 0 and microbatches < stages:
-            log.warning(
-                "optimizer.gradient_accumulation_steps %d is less than mesh.pp %d: a stage waits for %.0f%% of the time; "
-                "set it to %d or more",
-                microbatches,
-                stages,
-                100 * ticks.bubble,
-                4 * stages,
-            )
 
     def describe(self) -> str:
         """A line with the number of parameters, the devices, the mesh, the dtype and the tokens per step."""

@@ -17,10 +17,10 @@ from mesh_transformer.config import Config, MeshShape
 from mesh_transformer.config.mesh import named
 from mesh_transformer.config.stages import stages
 from mesh_transformer.errors import plural
-from mesh_transformer.estimate.memory import bytes_per_device
+from mesh_transformer.estimate.tpus import slice_devices
 from mesh_transformer.logs import log
 from mesh_transformer.models.placement import Placement
-from mesh_transformer.parallel.holdings import Holding, Spans, holdings, merged, spans
+from mesh_transformer.parallel.holdings import Holding, Spans, bytes_per_device, holdings, merged, spans
 from mesh_transformer.runtime.training import run_folder
 from mesh_transformer.runtime.training.config import training_config
 from mesh_transformer.runtime.training.plots import write_png
@@ -188,7 +188,7 @@ def run(config_path: str, overrides: Sequence[str], tune_model_path: str | None,
     config = training_config(config_path, overrides, tune_model_path)
     if not slice_name:
         platforms.start_devices()
-    plan = MeshPlan.of(config, platforms.slice_devices(slice_name) if slice_name else jax.devices())
+    plan = MeshPlan.of(config, slice_devices(slice_name) if slice_name else jax.devices())
     if slice_name or jax.process_index() == 0:
         folder = config.checkpoint.model_dir
         run_folder.check_writable(folder)

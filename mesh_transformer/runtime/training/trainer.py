@@ -20,17 +20,18 @@ from mesh_transformer.data.loader import Loader
 from mesh_transformer.errors import RunError, UserError, is_disk_full
 from mesh_transformer.logs import Progress, log
 from mesh_transformer.runtime.evaluation.command import RunEvaluation
-from mesh_transformer.runtime.session import memory
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.tokenizer import with_run_tokenizer
 from mesh_transformer.runtime.training import expert_load, run_folder, start
 from mesh_transformer.runtime.training.config import training_config
 from mesh_transformer.runtime.training.feeds import open_train_feed
+from mesh_transformer.runtime.training.memory import check_training
 from mesh_transformer.runtime.training.observer import Observer
 from mesh_transformer.runtime.training.plots import Plot, plot_experts, plot_losses, remove_partial
 from mesh_transformer.runtime.training.profile import StepProfile, write_step_table
 from mesh_transformer.runtime.training.report import Goodput, MetricsReporter, StepWork
 from mesh_transformer.runtime.training.result import TrainingResult
+from mesh_transformer.runtime.training.session import open_session, warn_of_idle_stages
 from mesh_transformer.runtime.training.validation import Validation
 from mesh_transformer.stop_signals import StopSignals
 from mesh_transformer.train import experts
@@ -73,12 +74,12 @@ def train(
     compiled = platforms.CompileCache()
     platforms.start_devices()
     with Interrupt() as interrupt:
-        session = Session.open(*with_run_tokenizer(config, source.tune_model_path))
+        session = open_session(*with_run_tokenizer(config, source.tune_model_path))
         observer = observer or Observer()
         observer.phase("open", 0)
         config.check_devices(jax.device_count())
         program = TrainProgram(session.placement, session.config)
-        memory.check_training(session, program)
+        check_training(session, program)
         with contextlib.closing(open_feed(session)) as feed:
             result = TrainingRun(session, program, source, interrupt, observer, feed, began).train()
     log.info("%s", compiled)
@@ -196,7 +197,7 @@ class TrainingRun:
     def _train(self) -> TrainingResult:
         settings, total = self.config.checkpoint, self.config.optimizer.total_steps
         log.info("%s", self.session.describe())
-        self.session.warn_of_idle_stages()
+        warn_of_idle_stages(self.session)
         self.store = store = CheckpointStore(
             settings.root,
             keep_every=settings.keep_every,

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mesh_transformer import platforms
 from mesh_transformer.config import MeshConfig, mesh_shape
 from mesh_transformer.config.mesh import training_rules
 from mesh_transformer.estimate.hlo import collectives
+from mesh_transformer.estimate.tpus import slice_devices
 from mesh_transformer.ops.experts import Dispatch, Routing, apply
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.sharding import Partition, constrain, use
@@ -36,7 +36,7 @@ def compiled(
     slice_name: str, mesh: dict[str, int], dispatch: Dispatch, tokens: tuple[int, int, int], d: int, e: int, f: int
 ) -> jax.stages.Compiled:
     """The output and all gradients of a layer in bfloat16, for `tokens` (B, T, k)."""
-    devices = platforms.slice_devices(slice_name)[: 8 if mesh else 1]
+    devices = slice_devices(slice_name)[: 8 if mesh else 1]
     rules = training_rules(MeshConfig(shard_activations=True, tp=2))
     partition = Partition(make_mesh(mesh_shape(**mesh), devices), rules)
 

@@ -20,14 +20,14 @@ from mesh_transformer import host_memory, logs, platforms
 from mesh_transformer.config import ComputeConfig, load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import closed_form
-from mesh_transformer.estimate.memory import training_arrays
-from mesh_transformer.estimate.serving import serving_arrays
 from mesh_transformer.infer.engine import SlotEngine
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.runtime import cli
 from mesh_transformer.runtime.evaluation import command as evaluation
 from mesh_transformer.runtime.session import memory
 from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.runtime.training.memory import check_training
+from mesh_transformer.train.memory import training_arrays
 from mesh_transformer.train.step import TrainProgram, compile_step
 
 GO_ON = ("--set", "compute.memory_check=false")
@@ -147,10 +147,10 @@ def test_a_step_that_may_not_fit_is_a_warning(machine, caplog: pytest.LogCapture
     estimate = 8 * sum(closed_form.step_gib(resolved, 8).values()) * 2**30
     assert estimate > 1.2 * least
     machine(round(estimate * 1.01) >> 10)
-    memory.check_training(session, made)
+    check_training(session, made)
     assert not caplog.records
     machine(round(1.1 * least) >> 10)
-    memory.check_training(session, made)
+    check_training(session, made)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "a step may not fit" in record.getMessage()
@@ -164,7 +164,7 @@ def test_a_mesh_without_a_formula_has_no_estimate(
     made = TrainProgram(session.placement, session.config)
     machine(round(8.8 * sum(training_arrays(made).values())) >> 10)
     caplog.clear()
-    memory.check_training(session, made)
+    check_training(session, made)
     assert not caplog.records
 
 
@@ -194,7 +194,7 @@ def test_what_an_engine_allocates() -> None:
     engine = SlotEngine(placement, {"blocks": ()}, slots=3, context=100)
     shards = [shard for x in jax.tree.leaves(engine._slots) for shard in x.addressable_shards]
     held = [shard.data.nbytes for shard in shards if shard.device == jax.devices()[3]]
-    assert serving_arrays(placement, 3, 100)["cache"] == sum(held)
+    assert memory.serving_arrays(placement, 3, 100)["cache"] == sum(held)
 
 
 class _Device:

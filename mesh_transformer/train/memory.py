@@ -1,20 +1,11 @@
 """The memory of one device: the arrays that must exist at once, and the largest parts of a compiled training step."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
 
 import jax
 
-if TYPE_CHECKING:
-    from mesh_transformer.models.placement import Placement
-    from mesh_transformer.train.step import TrainProgram
-
-
-def bytes_per_device(tree: Any) -> int:
-    """The bytes of one device of a tree of `jax.ShapeDtypeStruct` with shardings."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+from mesh_transformer.parallel.holdings import bytes_per_device
+from mesh_transformer.train.step import TrainProgram
 
 
 def training_arrays(program: TrainProgram) -> dict[str, int]:
@@ -32,11 +23,6 @@ def training_arrays(program: TrainProgram) -> dict[str, int]:
         "moments": bytes_per_device(state.opt_state),
         "gradients": bytes_per_device(gradients) * itemsize // 4,
     }
-
-
-def weights(placement: Placement) -> dict[str, int]:
-    """Bytes of the parameters of one device for sampling and scoring, which store them in the compute dtype."""
-    return {"parameters": bytes_per_device(placement.abstract(placement.model.dtype))}
 
 
 def training_parts(program: TrainProgram, accumulation: int, batch: int, peak_bytes: int) -> dict[str, int]:

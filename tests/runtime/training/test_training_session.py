@@ -1,0 +1,70 @@
+"""The session of a training run: the choice of `mesh.overlap_tp` "auto", and the warning of idle stages."""
+
+import logging
+
+import jax
+import pytest
+from support.builders import TINY
+
+from mesh_transformer.accelerators import ACCELERATORS
+from mesh_transformer.config import Config, parse_config
+from mesh_transformer.estimate import overlap
+from mesh_transformer.runtime.session.session import Session
+from mesh_transformer.runtime.training.session import open_session, warn_of_idle_stages
+
+SPLIT = ["mesh.tp=2", "mesh.fsdp=4", "mesh.shard_activations=true"]
+
+
+@pytest.fixture
+def on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rates are those of a TPU, whose closed form estimates rings to be faster."""
+    monkeypatch.setattr(overlap, "of_device", lambda kind: ACCELERATORS["v4"])
+
+    def seconds(config: Config, *_):
+        return _Seconds(1.0 if config.mesh.overlap_tp else 2.0)
+
+    monkeypatch.setattr(overlap, "estimate", seconds)
+
+
+class _Seconds:
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+
+@pytest.mark.usefixtures("on_a_tpu")
+def test_auto_is_decided_in_training_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = parse_config(TINY, SPLIT)
+    assert not Session.open(config).placement.partition.overlap_tp
+    assert not caplog.records
+    training = open_session(config, "tokenizer")
+    assert training.placement.partition.overlap_tp
+    assert (training.config, training.tokenizer_files) == (config, "tokenizer")
+    assert config.mesh.overlap_tp == "auto"
+    assert "mesh.overlap_tp auto is true" in caplog.text
+
+
+@pytest.mark.usefixtures("on_a_tpu")
+@pytest.mark.parametrize("value", [True, False])
+def test_a_given_value_holds_everywhere(value: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = parse_config(TINY, [*SPLIT, f"mesh.overlap_tp={str(value).lower()}"])
+    for session in (Session.open(config), open_session(config)):
+        assert session.placement.partition.overlap_tp is value
+    assert "auto" not in caplog.text
+
+
+def test_auto_is_false_on_these_devices() -> None:
+    assert jax.devices()[0].platform == "cpu"
+    assert not open_session(parse_config(TINY, SPLIT)).placement.partition.overlap_tp
+
+
+@pytest.mark.parametrize(("microbatches", "warns"), [(1, True), (2, False)])
+def test_few_microbatches_are_warned_of(microbatches: int, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    changes = ["mesh.pp=2", "model.layers=2", f"optimizer.gradient_accumulation_steps={microbatches}"]
+    warn_of_idle_stages(open_session(parse_config(TINY, changes)))
+    message = (
+        "optimizer.gradient_accumulation_steps 1 is less than mesh.pp 2: a stage waits for 50% of the time; set it to "
+        "8 or more"
+    )
+    assert (message in caplog.text) == warns
