@@ -1,0 +1,238 @@
+"""Print how large the code is, and compare it with the limits in scripts/budgets.toml.
+
+    python scripts/budgets.py             # the table; exit code 1 if a figure is over its limit
+    python scripts/budgets.py --write     # write the limits to docs/architecture.md
+    python scripts/budgets.py --record    # set each limit to its figure, rounded up, and write the page
+
+A limit rises only in a commit that says why.
+"""
+
+import argparse
+import ast
+import io
+import math
+import sys
+import tokenize
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMITS = ROOT / "scripts" / "budgets.toml"
+PAGE = ROOT / "docs" / "architecture.md"
+PACKAGE = "mesh_transformer"
+# folders of code beside the package; the commands are the files at the top
+OTHERS = ("scripts", "benchmarks", "examples")
+COMMANDS, TOTAL, CORE = "commands", "total", "core"
+CORE_FOLDERS = ("models", "ops", "parallel", "train", "families", "spec", "optimizers")
+# a server's modules of these parts grow with the models, and are not counted
+NOT_COUNTED = ("families", "spec")
+LINES, ANY, FILES = "code lines", "Any per thousand code lines", "files"
+STEP, SERVER = "a traced training step executes", "a server loads"
+# the limit of a figure that --record sets is the next multiple
+ROUNDED = {LINES: 50.0, ANY: 0.5, FILES: 1.0}
+MODEL = {"family": "gptj", "layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 256, "seq": 32, "pe_rotary_dims": 8}
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+Figures = dict[str, dict[str, float]]
+"""Numbers by kind and name."""
+
+
+def code_lines(source: str) -> int:
+    """The lines of a file that are not blank, a comment or a docstring. A docstring may stand below a field."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def uses_of_any(source: str) -> int:
+    """How often a file names the type `Any`, imports aside."""
+    return sum(
+        (isinstance(node, ast.Name) and node.id == "Any") or (isinstance(node, ast.Attribute) and node.attr == "Any")
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """The folder and the text of each file of code, tests aside."""
+    for file in sorted(ROOT.glob("*.py")):
+        yield COMMANDS, file.read_text(encoding="utf-8")
+    for name in (PACKAGE, *OTHERS):
+        for file in sorted((ROOT / name).rglob("*.py")):
+            parts = file.relative_to(ROOT).parts
+            folder = "/".join(parts[:2]) if name == PACKAGE and len(parts) > 2 else name
+            yield folder, file.read_text(encoding="utf-8")
+
+
+def of_the_sources() -> Figures:
+    """Code lines by folder, and `Any` in the core."""
+    lines: dict[str, float] = defaultdict(int)
+    uses: dict[str, float] = defaultdict(int)
+    core = {f"{PACKAGE}/{name}" for name in CORE_FOLDERS}
+    for folder, text in sources():
+        lines[folder] += code_lines(text)
+        if folder in core:
+            uses[folder] += uses_of_any(text)
+    rates = {folder: round(1000 * count / lines[folder], 1) for folder, count in sorted(uses.items())}
+    whole = round(1000 * sum(uses.values()) / sum(lines[folder] for folder in uses), 1)
+    return {LINES: {**dict(sorted(lines.items())), TOTAL: sum(lines.values())}, ANY: {**rates, CORE: whole}}
+
+
+def server_modules() -> list[str]:
+    """The modules of the package that `device_serve.py` imports before it starts. Call it first in a new process."""
+    import mesh_transformer.runtime.serving.start  # noqa: F401
+
+    names = (name.split(".") for name in sys.modules if name.split(".")[0] == PACKAGE)
+    return sorted(".".join(name) for name in names if name[1:2] not in [[part] for part in NOT_COUNTED])
+
+
+def step_files() -> list[str]:
+    """The files of the package whose functions run while the training step of a small GPT-J is traced."""
+    import jax
+
+    from mesh_transformer.config import parse_config
+    from mesh_transformer.models.placement import Placement
+    from mesh_transformer.train.step import TrainProgram, lower_step
+
+    jax.config.update("jax_platforms", "cpu")
+    config = parse_config({"model": MODEL, "data": {"batch_size": 8}})
+    program = TrainProgram(Placement.of(config, jax.devices()[:1]), config)
+    folder = ROOT / PACKAGE
+    found: set[str] = set()
+
+    def enter(frame: FrameType, event: str, _: Any) -> None:
+        # an import inside a function runs the file, but no function of it
+        if event == "call" and frame.f_code.co_name != "<module>":
+            found.add(frame.f_code.co_filename)
+
+    sys.setprofile(enter)
+    try:
+        lower_step(program, config.optimizer.gradient_accumulation_steps, 8)
+    finally:
+        sys.setprofile(None)
+    return sorted(Path(name).relative_to(folder).as_posix() for name in found if Path(name).is_relative_to(folder))
+
+
+def measured() -> Figures:
+    """All figures. Call it in a new process, in which nothing else was imported."""
+    return {**of_the_sources(), FILES: {SERVER: len(server_modules()), STEP: len(step_files())}}
+
+
+def limits() -> Figures:
+    """The recorded limits."""
+    return tomllib.loads(LIMITS.read_text(encoding="utf-8"))
+
+
+def faults(figures: Figures, most: Figures) -> Iterator[str]:
+    """A line for each figure over its limit, for each without one, and for each limit without a figure."""
+    for kind, values in figures.items():
+        for name, value in values.items():
+            limit = most.get(kind, {}).get(name)
+            if limit is None:
+                yield f"{kind}, {name}: {value:,} has no limit; add one to scripts/budgets.toml"
+            elif value > limit:
+                yield (
+                    f"{kind}, {name}: rose to {value:,}, over the limit {limit:,}; lower it, or raise the limit in "
+                    "scripts/budgets.toml in a commit that says why"
+                )
+        for name in most.get(kind, {}).keys() - values.keys():
+            yield f"{kind}, {name}: scripts/budgets.toml has a limit, but there is no such figure; remove the limit"
+
+
+def table(figures: Figures, most: Figures) -> str:
+    """The figures with their limits, as text."""
+    rows = [("what", "of", "now", "limit")]
+    for kind, values in figures.items():
+        for name, value in values.items():
+            limit = most.get(kind, {}).get(name)
+            rows.append((kind, name, f"{value:,}", "-" if limit is None else f"{limit:,}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        f"{kind:<{widths[0]}}  {name:<{widths[1]}}  {now:>{widths[2]}}  {limit:>{widths[3]}}"
+        for kind, name, now, limit in rows
+    )
+
+
+def rounded_up(figures: Figures) -> Figures:
+    """Limits for these figures."""
+    return {
+        kind: {name: ROUNDED[kind] * math.ceil(value / ROUNDED[kind]) for name, value in values.items()}
+        for kind, values in figures.items()
+    }
+
+
+def as_toml(most: Figures) -> str:
+    """The text of scripts/budgets.toml."""
+    text = "# Limits of scripts/budgets.py. A commit that raises one says why.\n"
+    for kind, values in most.items():
+        text += f'\n["{kind}"]\n' + "".join(f'"{name}" = {value:g}\n' for name, value in values.items())
+    return text
+
+
+def render(most: Figures) -> str:
+    """The text of docs/architecture.md with the limits between its marks. The rest is written by hand."""
+    text, begin, end = PAGE.read_text(encoding="utf-8"), "<!-- budgets -->\n", "<!-- end of budgets -->\n"
+    before, _, rest = text.partition(begin)
+    return before + begin + _page(most) + end + rest.partition(end)[2]
+
+
+def _page(most: Mapping[str, Mapping[str, float]]) -> str:
+    rows = [
+        f"| `{name}`{' (the files of the folder itself)' if name == PACKAGE else ''} | {limit:,} | {_rate(most, name)} |"
+        for name, limit in most[LINES].items()
+        if name not in (COMMANDS, TOTAL)
+    ]
+    rows.append(f"| the commands, `*.py` at the top | {most[LINES][COMMANDS]:,} |  |")
+    rows.append(f"| all | {most[LINES][TOTAL]:,} | {most[ANY][CORE]:g} in the folders above |")
+    return (
+        "\n| folder | code lines, at most | `Any` in a thousand of them, at most |\n|---|---|---|\n"
+        + "\n".join(rows)
+        + "\n\n- While the training step of a small GPT-J is traced, functions of at most "
+        f"{most[FILES][STEP]:g} files of the package run.\n"
+        f"- A server loads at most {most[FILES][SERVER]:g} modules of the package, `families` and `spec` aside.\n\n"
+    )
+
+
+def _rate(most: Mapping[str, Mapping[str, float]], folder: str) -> str:
+    rate = most[ANY].get(folder)
+    return "" if rate is None else f"{rate:g}"
+
+
+def main() -> int:
+    """Print, compare or write. Returns 1 if a figure is over its limit or the page has other limits."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="write the limits to docs/architecture.md")
+    parser.add_argument("--record", action="store_true", help="set the limits to the figures, and write the page")
+    arguments = parser.parse_args()
+    # the package beside this file, whichever one is installed
+    sys.path.insert(0, str(ROOT))
+    figures = measured()
+    if arguments.record:
+        LIMITS.write_text(as_toml(rounded_up(figures)), encoding="utf-8")
+    most = limits()
+    if arguments.record or arguments.write:
+        PAGE.write_text(render(most), encoding="utf-8")
+    found = [*faults(figures, most)]
+    if render(most) != PAGE.read_text(encoding="utf-8"):
+        found.append("docs/architecture.md has other limits than scripts/budgets.toml: run scripts/budgets.py --write")
+    sys.stdout.write("\n".join([table(figures, most), *found]) + "\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

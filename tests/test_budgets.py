@@ -1,0 +1,131 @@
+"""The limits of the code's size (scripts/budgets.toml), and the script that compares them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import budgets
+
+SOURCE = '''"""A module."""
+
+from typing import Any  # a comment behind code
+
+# a comment
+
+
+class Thing:
+    """A class.
+
+    With a second line.
+    """
+
+    field: Any = None
+    """A docstring below a field."""
+
+    text = """
+    two lines of a value, and a blank one
+
+    """
+
+    def call(
+        self, given: "dict[str, int]",
+    ) -> "list[int]":
+        return [given[name] for name in sorted(given)]  # another
+
+
+def other(x: typing.Any) -> list[Any]: ...
+'''
+
+
+def test_all_figures_are_within_their_limits(repo: Path) -> None:
+    """In a new process, because the modules of a server are counted."""
+    done = subprocess.run(
+        [sys.executable, "scripts/budgets.py"], cwd=repo, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    server, step = (re.search(rf"{name} +(\d+) +(\d+)$", done.stdout, re.M) for name in (budgets.SERVER, budgets.STEP))
+    assert server is not None
+    assert 80 < int(server[1]) <= int(server[2])
+    assert step is not None
+    assert 10 < int(step[1]) <= int(step[2])
+
+
+def test_what_a_code_line_is() -> None:
+    # the import; class, field, four of the text, four of the method; the function
+    assert budgets.code_lines(SOURCE) == 1 + 1 + 1 + 4 + 4 + 1
+    assert budgets.uses_of_any(SOURCE) == 3
+
+
+def test_the_files_of_a_step_are_those_that_are_entered() -> None:
+    found = budgets.step_files()
+    assert {"train/step.py", "models/decoder.py", "ops/linear.py"} <= set(found)
+    assert not [name for name in found if name.startswith(("checkpoint/", "infer/", "families/llama"))]
+    assert sys.getprofile() is None
+
+
+def test_every_folder_of_code_is_counted(repo: Path) -> None:
+    figures = budgets.of_the_sources()
+    folders = {f"mesh_transformer/{file.parent.name}" for file in repo.glob("mesh_transformer/*/__init__.py")}
+    assert folders <= figures[budgets.LINES].keys()
+    parts = [lines for name, lines in figures[budgets.LINES].items() if name != budgets.TOTAL]
+    assert sum(parts) == figures[budgets.LINES][budgets.TOTAL]
+    assert set(figures[budgets.ANY]) == {f"mesh_transformer/{name}" for name in budgets.CORE_FOLDERS} | {budgets.CORE}
+
+
+LIMITS = {budgets.LINES: {"a": 10, "b": 20}, budgets.ANY: {"a": 1.5}}
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ({budgets.LINES: {"a": 10, "b": 1}, budgets.ANY: {"a": 1.5}}, []),
+        (
+            {budgets.LINES: {"a": 11, "b": 20}},
+            ["code lines, a: rose to 11, over the limit 10", "in a commit that says why"],
+        ),
+        ({budgets.ANY: {"a": 1.6}}, ["Any per thousand code lines, a: rose to 1.6, over the limit 1.5"]),
+        ({budgets.LINES: {"a": 1, "b": 1, "c": 1}}, ["code lines, c: 1 has no limit"]),
+        ({budgets.LINES: {"a": 1}}, ["code lines, b: scripts/budgets.toml has a limit, but there is no such figure"]),
+    ],
+)
+def test_a_rise_is_a_fault(figures: budgets.Figures, expected: list[str]) -> None:
+    found = list(budgets.faults(figures, LIMITS))
+    assert len(found) == min(len(expected), 1)
+    assert all(text in found[0] for text in expected)
+    assert budgets.table(figures, LIMITS).count("\n") == sum(map(len, figures.values()))
+
+
+def test_recorded_limits_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {budgets.LINES: {"a": 101, "b": 50}, budgets.ANY: {"a": 1.1}, budgets.FILES: {"c": 7}}
+    monkeypatch.setattr(budgets, "LIMITS", tmp_path / "budgets.toml")
+    budgets.LIMITS.write_text(budgets.as_toml(budgets.rounded_up(figures)))
+    assert budgets.limits() == {budgets.LINES: {"a": 150, "b": 50}, budgets.ANY: {"a": 1.5}, budgets.FILES: {"c": 7}}
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rise and a page with other limits are errors. --record and --write change files."""
+    page, limits = tmp_path / "page.md", tmp_path / "budgets.toml"
+    page.write_text(budgets.PAGE.read_text())
+    limits.write_text(budgets.LIMITS.read_text())
+    monkeypatch.setattr(budgets, "PAGE", page)
+    monkeypatch.setattr(budgets, "LIMITS", limits)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    figures = budgets.limits()
+    monkeypatch.setattr(budgets, "measured", lambda: figures)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["budgets.py", *arguments])
+        return budgets.main(), capsys.readouterr().out.splitlines()[-1]
+
+    assert run()[0] == 0
+    figures[budgets.LINES]["mesh_transformer/ops"] += 7
+    code, line = run()
+    assert (code, "mesh_transformer/ops: rose to" in line) == (1, True)
+    assert run("--record")[0] == run()[0] == 0
+    limits.write_text(limits.read_text().replace('spec" = ', 'spec" = 1'))
+    code, line = run()
+    assert (code, "run scripts/budgets.py --write" in line) == (1, True)
+    assert run("--write")[0] == run()[0] == 0
