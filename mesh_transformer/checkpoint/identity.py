@@ -71,8 +71,8 @@ def warn_of_longer_context(source: TensorSource, model: ModelConfig) -> None:
     recorded = recorded_model(source.extra.get("config"), source.where)
     if recorded is not None and model.seq > recorded.seq and _is_first_process():
         log.warning(
-            "model.seq is %d, but %s was trained with a context of %d: what the model computes after position %d may be "
-            "useless",
+            "model.seq is %d, but %s was trained with a context of %d: what the model computes after position %d may "
+            "be useless",
             model.seq,
             source.where,
             recorded.seq,
@@ -100,8 +100,8 @@ def check_optimizer(source: TensorSource, optimizer: OptimizerConfig) -> None:
     if found not in (None, optimizer.name):
         raise UserError(
             f"{where} holds the state of optimizer {found}, the config has optimizer.name {optimizer.name}: set "
-            f"optimizer.name={found}, or start from its parameters alone with --tune-model-path {where} --fresh-opt and "
-            f"another checkpoint.model_dir"
+            f"optimizer.name={found}, or start from its parameters alone with --tune-model-path {where} --fresh-opt "
+            f"and another checkpoint.model_dir"
         )
 
 

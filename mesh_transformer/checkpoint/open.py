@@ -74,8 +74,9 @@ def find_checkpoint(path: str, *, weights: bool = True) -> CheckpointFolder:
         raise UserError(f"no {name} in {root or '.'}: it has {listed(steps)}")
     hint = "" if names or files.is_remote(path) else f"; a model on the Hugging Face hub is named {hub.FORM}"
     raise UserError(
-        f"no checkpoint in {path}{files.seen_from(path)}: expected the folder of a run or one of its step_N folders, a classic step_N folder "
-        f"with shard_0 in it, or a Hugging Face folder with config.json and weights; found {listed(names, most=8)}{hint}"
+        f"no checkpoint in {path}{files.seen_from(path)}: expected the folder of a run or one of its step_N folders, a "
+        "classic step_N folder with shard_0 in it, or a Hugging Face folder with config.json and weights; found "
+        f"{listed(names, most=8)}{hint}"
     )
 
 
@@ -115,8 +116,8 @@ def check_only_step(root: str, step: int) -> None:
     others = [name for name in finished_steps(root) if name != f"step_{step}"]
     if others:
         raise UserError(
-            f"{root} holds {listed(others)}: step_{step} of another checkpoint cannot be written to the same folder; choose "
-            "another folder"
+            f"{root} holds {listed(others)}: step_{step} of another checkpoint cannot be written to the same folder; "
+            "choose another folder"
         )
 
 

@@ -76,7 +76,8 @@ def check_free(
     names = files.list_dir(path)
     if names and not replaceable(path):
         raise UserError(
-            f"{path} exists already and is no checkpoint of this format, it holds {listed(names)}: choose another folder"
+            f"{path} exists already and is no checkpoint of this format, it holds {listed(names)}: choose another "
+            "folder"
         )
     if names and not overwrite:
         raise UserError(f"{path} exists already: choose a new folder, or give --overwrite to replace it")

@@ -45,8 +45,8 @@ def save_tree(
     try:
         if not replace and step in store.steps():
             raise UserError(
-                f"{store.folder(step)} exists: save another step, or pass replace=True, which moves the existing step to "
-                f"{files.join(root, 'set_aside')}"
+                f"{store.folder(step)} exists: save another step, or pass replace=True, which moves the existing step "
+                f"to {files.join(root, 'set_aside')}"
             )
         store.save(step, {TOP: tree}, extra or {})
     finally:

@@ -33,29 +33,37 @@ class ErrorKind(enum.Enum):
 
 
 _ADVICE = {
-    ErrorKind.QUOTA: "Request more on https://console.cloud.google.com/iam-admin/quotas (service Cloud TPU API; each zone and each of spot, "
-    "preemptible and on-demand has its own quota), delete TPUs that you do not need (tpu_utils.py list), or use another zone.",
-    ErrorKind.STOCKOUT: "The zone has no free TPU of this type: wait in the queue (--queued), try another zone or type, or try later.",
-    ErrorKind.PERMISSION: "The account of the driver needs the roles roles/tpu.admin and roles/iam.serviceAccountUser in the project "
-    "(docs/pod.md).",
+    ErrorKind.QUOTA:
+        "Request more on https://console.cloud.google.com/iam-admin/quotas (service Cloud TPU API; each zone and each "
+        "of spot, preemptible and on-demand has its own quota), delete TPUs that you do not need (tpu_utils.py list), "
+        "or use another zone.",
+    ErrorKind.STOCKOUT:
+        "The zone has no free TPU of this type: wait in the queue (--queued), try another zone or type, or try later.",
+    ErrorKind.PERMISSION:
+        "The account of the driver needs the roles roles/tpu.admin and roles/iam.serviceAccountUser in the project "
+        "(docs/pod.md).",
     ErrorKind.DISABLED: "Enable it: gcloud services enable tpu.googleapis.com --project PROJECT",
-    ErrorKind.CREDENTIALS: "A Google VM uses its service account; on other machines run: gcloud auth application-default login",
+    ErrorKind.CREDENTIALS:
+        "A Google VM uses its service account; on other machines run: gcloud auth application-default login",
     ErrorKind.NOT_FOUND: "Check the name, --zone and --project: tpu_utils.py list shows the TPUs of a zone.",
-    ErrorKind.BAD_REQUEST: "Compare type, zone and runtime version with https://cloud.google.com/tpu/docs/regions-zones and "
-    "https://cloud.google.com/tpu/docs/runtimes.",
+    ErrorKind.BAD_REQUEST:
+        "Compare type, zone and runtime version with https://cloud.google.com/tpu/docs/regions-zones and "
+        "https://cloud.google.com/tpu/docs/runtimes.",
     ErrorKind.EXISTS: "Use another name, or delete it first: tpu_utils.py delete NAME",
     ErrorKind.UNAVAILABLE: "The service did not answer: try again later.",
     ErrorKind.TIMEOUT: "The operation may continue: check it with tpu_utils.py describe.",
     ErrorKind.UNKNOWN: "Check the state with tpu_utils.py describe.",
 }  # fmt: skip
 _USER_ERRORS = {
-    ErrorKind.QUOTA, ErrorKind.PERMISSION, ErrorKind.DISABLED, ErrorKind.CREDENTIALS, ErrorKind.NOT_FOUND, ErrorKind.BAD_REQUEST, ErrorKind.EXISTS,
+    ErrorKind.QUOTA, ErrorKind.PERMISSION, ErrorKind.DISABLED, ErrorKind.CREDENTIALS, ErrorKind.NOT_FOUND,
+    ErrorKind.BAD_REQUEST, ErrorKind.EXISTS,
 }  # fmt: skip
 _STOCKOUT_WORDS = ("capacity", "stockout", "not enough resources", "resources are insufficient")
 _BY_GRPC_CODE = {
-    1: ErrorKind.UNKNOWN, 2: ErrorKind.UNKNOWN, 3: ErrorKind.BAD_REQUEST, 4: ErrorKind.TIMEOUT, 5: ErrorKind.NOT_FOUND, 6: ErrorKind.EXISTS,
-    7: ErrorKind.PERMISSION, 9: ErrorKind.BAD_REQUEST, 10: ErrorKind.UNAVAILABLE, 11: ErrorKind.BAD_REQUEST, 12: ErrorKind.BAD_REQUEST,
-    13: ErrorKind.UNAVAILABLE, 14: ErrorKind.UNAVAILABLE, 16: ErrorKind.CREDENTIALS,
+    1: ErrorKind.UNKNOWN, 2: ErrorKind.UNKNOWN, 3: ErrorKind.BAD_REQUEST, 4: ErrorKind.TIMEOUT, 5: ErrorKind.NOT_FOUND,
+    6: ErrorKind.EXISTS, 7: ErrorKind.PERMISSION, 9: ErrorKind.BAD_REQUEST, 10: ErrorKind.UNAVAILABLE,
+    11: ErrorKind.BAD_REQUEST, 12: ErrorKind.BAD_REQUEST, 13: ErrorKind.UNAVAILABLE, 14: ErrorKind.UNAVAILABLE,
+    16: ErrorKind.CREDENTIALS,
 }  # fmt: skip
 _RESOURCE_EXHAUSTED = 8
 
@@ -175,7 +183,8 @@ def _on_this_machine(address: str) -> str:
         int(port)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{ADDRESS_VARIABLE}={address}: give ADDRESS:PORT, an address of this machine, or unset it to use Google's API"
+            f"{ADDRESS_VARIABLE}={address}: give ADDRESS:PORT, an address of this machine, or unset it to use Google's "
+            "API"
         ) from error
     return address
 

@@ -86,8 +86,8 @@ def pack(root: str, paths: list[str], max_bytes: int = MAX_BYTES) -> Archive:
     size = sum(os.path.getsize(os.path.join(root, path)) for path in paths)
     if size > max_bytes:
         raise UserError(
-            f"the code below {root} has {size >> 20} MiB, more than the limit of {max_bytes >> 20} MiB: put large data in a bucket "
-            "(gs://)"
+            f"the code below {root} has {size >> 20} MiB, more than the limit of {max_bytes >> 20} MiB: put large data "
+            "in a bucket (gs://)"
         )
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w", dereference=True) as tar:

@@ -54,14 +54,14 @@ class TpuRequest:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UserError(
-                f"{self.name!r} is no valid name of a TPU: use at most 63 lower-case letters, digits and hyphens, with a letter "
-                "at the start and no hyphen at the end"
+                f"{self.name!r} is no valid name of a TPU: use at most 63 lower-case letters, digits and hyphens, with "
+                "a letter at the start and no hyphen at the end"
             )
         for label, value in self.labels.items():
             if not _LABEL.fullmatch(label) or not _LABEL_VALUE.fullmatch(value):
                 raise UserError(
-                    f"label {label}={value}: use at most 63 lower-case letters, digits, hyphens and underscores on each side, "
-                    "with a letter at the start"
+                    f"label {label}={value}: use at most 63 lower-case letters, digits, hyphens and underscores on "
+                    "each side, with a letter at the start"
                 )
         if not self.queued and (self.valid_for_s is not None or self.reservation is not None):
             raise UserError(f"TPU {self.name}: --reservation and --valid-for need a queued request: add --queued")
@@ -69,7 +69,8 @@ class TpuRequest:
             raise UserError(f"TPU {self.name}: reservation {self.reservation} needs --reserved")
         if self.queued and self.tier == "preemptible":
             raise UserError(
-                f"TPU {self.name}: the queue accepts spot TPUs, not preemptible ones: use --spot instead of --preemptible"
+                f"TPU {self.name}: the queue accepts spot TPUs, not preemptible ones: use --spot instead of "
+                "--preemptible"
             )
         # raises for a type that the API does not create
         self.runtime()

@@ -137,8 +137,8 @@ class Tpus:
             ]
         if missing := [worker_id for worker_id, lines in keys.items() if not lines]:
             raise TpuFailed(
-                f"TPU {tpu.name}: workers {missing} published no SSH host key: try again in a minute; if tpu_utils.py did not "
-                "create the TPU, give --known-hosts FILE with lines ADDRESS KEYTYPE KEY (docs/pod.md)",
+                f"TPU {tpu.name}: workers {missing} published no SSH host key: try again in a minute; if tpu_utils.py "
+                "did not create the TPU, give --known-hosts FILE with lines ADDRESS KEYTYPE KEY (docs/pod.md)",
                 ErrorKind.NOT_FOUND,
             )
         return keys
@@ -269,8 +269,8 @@ def _require_same(tpu: Tpu, request: TpuRequest) -> None:
     existing = (tpu.size, tpu.tier, tpu.runtime_version)
     if requested != existing:
         raise UserError(
-            f"TPU {tpu.name} exists as {', '.join(existing)}, not as {', '.join(requested)}: use another name, or delete it "
-            "first"
+            f"TPU {tpu.name} exists as {', '.join(existing)}, not as {', '.join(requested)}: use another name, or "
+            "delete it first"
         )
 
 

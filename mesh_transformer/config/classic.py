@@ -24,7 +24,8 @@ RENAMED: dict[str, tuple[str, str]] = {"cores_per_replica": ("mesh", "tp")} | {
     for group, keys in {
         "model": "layers d_model n_heads d_head n_vocab norm pe pe_rotary_dims seq",
         "mesh": "tpu_size",
-        "optimizer": "gradient_accumulation_steps warmup_steps anneal_steps lr end_lr weight_decay total_steps noise_scale_alpha",
+        "optimizer": "gradient_accumulation_steps warmup_steps anneal_steps lr end_lr weight_decay total_steps "
+        "noise_scale_alpha",
         "data": "per_replica_batch train_set val_set val_batches val_batch_multiplier val_every eval_harness_tasks",
         "checkpoint": "bucket model_dir ckpt_every keep_every",
         "logging": "name wandb_project comment",
@@ -134,7 +135,10 @@ def _position_encoding(model: Values, given: Values) -> Iterator[str]:
         del model["pe_rotary_dims"]
     elif size(dims) and dims > head:
         model["pe_rotary_dims"] = head
-        yield f"pe_rotary_dims {short(dims)} exceeds the {head} dims of a head: the whole head is rotated, as in the original"
+        yield (
+            f"pe_rotary_dims {short(dims)} exceeds the {head} dims of a head: the whole head is rotated, as in the "
+            "original"
+        )
 
 
 def _norm(model: Values, mesh: Values, given: Values) -> Iterator[str]:

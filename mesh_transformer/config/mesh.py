@@ -74,7 +74,8 @@ class MeshConfig(Group):
 
     @classmethod
     def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Split the activations if their communication is to overlap. Sum gradients once a step if they cross slices."""
+        """Split the activations if their communication is to overlap. Sum gradients once a step if they cross
+        slices."""
         if values.get("overlap_tp") is True:
             values = {"shard_activations": True, **values}
         if values.get("dcn") == "dp" and values.get("zero1") is not True:
@@ -90,8 +91,8 @@ class MeshConfig(Group):
             )
         if self.sum_gradients == "per_step" and self.zero1:
             raise UserError(
-                "mesh.sum_gradients per_step needs whole sums of gradients on each replica, and mesh.zero1 splits them: "
-                "set mesh.zero1=false, or mesh.sum_gradients=per_microbatch"
+                "mesh.sum_gradients per_step needs whole sums of gradients on each replica, and mesh.zero1 splits "
+                "them: set mesh.zero1=false, or mesh.sum_gradients=per_microbatch"
             )
         return self
 
@@ -276,8 +277,8 @@ def part_of_a_slice(mesh: MeshConfig, shape: MeshShape, slices: int) -> MeshShap
     if size % slices:
         also = f" and mesh.{other} to a multiple of {slices}" if shape[other] % slices else ""
         raise UserError(
-            f"mesh.{mesh.dcn} {size} is not divisible by the {slices} slices that mesh.dcn {mesh.dcn} splits it over: set "
-            f"mesh.{mesh.dcn} to a multiple of {slices}, or set mesh.dcn={other}{also}"
+            f"mesh.{mesh.dcn} {size} is not divisible by the {slices} slices that mesh.dcn {mesh.dcn} splits it over: "
+            f"set mesh.{mesh.dcn} to a multiple of {slices}, or set mesh.dcn={other}{also}"
         )
     return {**shape, mesh.dcn: size // slices}
 

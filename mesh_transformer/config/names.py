@@ -245,7 +245,10 @@ def _advice(key: str, fields: Fields, group: str | None = None, flat: bool = Fal
     if near is None:
         return ""
     if flat and "." in near and tuple(near.split(" ")[0].split(".")) not in classic.CLASSIC_KEY:
-        return f"did you mean {near}? A flat (classic) file cannot hold it: remove it and pass --set {near}=VALUE, or write the file in groups"
+        return (
+            f"did you mean {near}? A flat (classic) file cannot hold it: remove it and pass --set {near}=VALUE, or "
+            "write the file in groups"
+        )
     return f"did you mean {near}?"
 
 

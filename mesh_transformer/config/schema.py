@@ -71,8 +71,8 @@ class ComputeConfig(Group):
     the positions whose logits fit in it; auto: 128 on CPU, 1024 elsewhere"""
     # not in the repr: eval_harness.py --cache finds the answers of a model by the repr of its fields
     memory_check: Switch = Field(True, repr=False)
-    """refuse a model whose parameters, optimizer state and gradients, or cache, do not fit the memory of a device, before
-    they are allocated; false: go on"""
+    """refuse a model whose parameters, optimizer state and gradients, or cache, do not fit the memory of a device,
+    before they are allocated; false: go on"""
 
 
 class DataConfig(Group):
@@ -294,8 +294,8 @@ class Config(Group):
                 )
         if self.mesh.ep > 1:
             raise UserError(
-                f"mesh.ep {self.mesh.ep} splits experts, and model.family {self.model.family} has none: set mesh.ep=1 and "
-                "use mesh.dp or mesh.fsdp"
+                f"mesh.ep {self.mesh.ep} splits experts, and model.family {self.model.family} has none: set mesh.ep=1 "
+                "and use mesh.dp or mesh.fsdp"
             )
 
     def _check_mesh(self, shape: MeshShape) -> None:

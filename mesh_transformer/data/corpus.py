@@ -146,7 +146,8 @@ def _json_texts(file: IO[bytes], place: str) -> Iterator[str | None]:
             raise UserError(f"{place}, line {number}: longer than {MAX_LINE_BYTES} bytes: split it into documents")
         if _has_too_much_outside(line):
             raise UserError(
-                f"{place}, line {number}: more than {MAX_OUTSIDE_BYTES} bytes outside strings: remove fields other than text"
+                f"{place}, line {number}: more than {MAX_OUTSIDE_BYTES} bytes outside strings: remove fields other "
+                "than text"
             )
         if line.strip():
             yield _json_text(line, f"{place}, line {number}")

@@ -25,8 +25,8 @@ def find_source(source: str) -> str:
         if _is_file(path):
             return path
     raise UserError(
-        f"data set not found, tried {' and '.join(tried)}{seen_from(source)}: give an index file (one record file a line), "
-        f"a .tfrecords file or a .txt file, by its path, its gs:// address or its name under data/"
+        f"data set not found, tried {' and '.join(tried)}{seen_from(source)}: give an index file (one record file a "
+        f"line), a .tfrecords file or a .txt file, by its path, its gs:// address or its name under data/"
     )
 
 

@@ -1,7 +1,7 @@
 """Checks the token IDs in tokenizer files before the tokenizers library reads them.
 
-The library makes an entry for each number below the largest ID when it writes or copies a tokenizer: a file of 250 bytes
-can ask for gigabytes, in a call that no signal ends.
+The library makes an entry for each number below the largest ID when it writes or copies a tokenizer: a file of 250
+bytes can ask for gigabytes, in a call that no signal ends.
 """
 
 import glob
@@ -58,8 +58,8 @@ def _check(entries: Iterable[Entry], n_tokens: int, place: str) -> None:
     for token, id in entries:
         if isinstance(id, int | float) and id > largest:
             raise UserError(
-                f"{place}: the token {token[:100]!r} has the ID {str(id)[:20]}; with {n_tokens} tokens IDs may be at most "
-                f"{largest}: number the tokens from 0 without large gaps"
+                f"{place}: the token {token[:100]!r} has the ID {str(id)[:20]}; with {n_tokens} tokens IDs may be at "
+                f"most {largest}: number the tokens from 0 without large gaps"
             )
 
 

@@ -71,8 +71,8 @@ def _check_writable(source: TensorSource, config: ModelConfig, order: list[Leaf]
     """
     if full and (found := slots(source)) not in (set(), ADAM):
         raise UserError(
-            f"{source.where} holds the state of an optimizer other than Adam ({', '.join(sorted(found))}): a full classic "
-            f"checkpoint needs Adam's moments. To write only the parameters, use slim_model.py"
+            f"{source.where} holds the state of an optimizer other than Adam ({', '.join(sorted(found))}): a full "
+            f"classic checkpoint needs Adam's moments. To write only the parameters, use slim_model.py"
         )
     for leaf in order:
         if leaf.tensor is None:

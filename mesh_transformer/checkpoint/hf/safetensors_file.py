@@ -61,11 +61,13 @@ def read_header(path: str) -> dict[str, FileTensor]:
     length = int.from_bytes(files.read_range(path, 0, 8), "little")
     if size < 8 or length > size - 8:
         raise UserError(
-            f"{path}: its {size} bytes cannot hold a header of {length} bytes: the file is truncated or is not a safetensors file; download it again"
+            f"{path}: its {size} bytes cannot hold a header of {length} bytes: the file is truncated or is not a "
+            "safetensors file; download it again"
         )
     if length > MAX_HEADER_BYTES:
         raise UserError(
-            f"{path}: its header has {length} bytes, at most {MAX_HEADER_BYTES} are read: split the tensors over several files"
+            f"{path}: its header has {length} bytes, at most {MAX_HEADER_BYTES} are read: split the tensors over "
+            "several files"
         )
     header = parse_object(files.read_range(path, 8, length), f"{path}: its header")
     header.pop("__metadata__", None)
@@ -101,7 +103,8 @@ def _check_without_gaps(path: str, tensors: Iterable[FileTensor], start: int, si
         start += math.prod(tensor.shape) * tensor.dtype.itemsize
     if start != size:
         raise UserError(
-            f"{path}: {size} bytes, its tensors end at byte {start}: the file is truncated or damaged; download it again"
+            f"{path}: {size} bytes, its tensors end at byte {start}: the file is truncated or damaged; download it "
+            "again"
         )
 
 

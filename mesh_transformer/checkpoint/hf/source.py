@@ -132,8 +132,8 @@ class HFSource:
             target[...] = stored.read(unpadded)
             if row.copy in self._stored and (self._stored[row.copy].read(unpadded) != target).any():
                 raise UserError(
-                    f"{self.where}: {row.copy} differs from {name}, but config.json ties them: set tie_word_embeddings to "
-                    "false in config.json, as transformers reads such a folder"
+                    f"{self.where}: {row.copy} differs from {name}, but config.json ties them: set tie_word_embeddings "
+                    "to false in config.json, as transformers reads such a folder"
                 )
         elif row.view == TRANSPOSED:
             self._transpose(target, stored, *unpadded)
@@ -191,7 +191,8 @@ class HFSource:
         for name in self._stored:
             if name not in expected and name not in unused:
                 raise UserError(
-                    f"{self.where}: {name} is not a tensor of {self.model.HF_ARCHITECTURE} with {self.model.layers} layers"
+                    f"{self.where}: {name} is not a tensor of {self.model.HF_ARCHITECTURE} with {self.model.layers} "
+                    "layers"
                 )
 
     def _infos(self) -> Iterator[tuple[str, TensorInfo]]:

@@ -124,7 +124,8 @@ def _file_tensor(path: str, records: dict[str, archive.Entry], name: str, tensor
     )
     if not in_order or tensor.offset + size > storage.elements:
         raise UserError(
-            f"{path}: {name}: its elements are not contiguous in C order, or are outside its storage: save it with .contiguous()"
+            f"{path}: {name}: its elements are not contiguous in C order, or are outside its storage: save it with "
+            ".contiguous()"
         )
     start = record.start + tensor.offset * storage.dtype.itemsize
     return FileTensor(path, name, tensor.shape, storage.dtype, start)

@@ -123,8 +123,8 @@ def check_fits(manifest: Manifest, abstract: Any, *, part: bool, where: str, any
     """
     if wrong := differences(manifest, abstract, part=part, any_float=any_float):
         raise UserError(
-            f"{where} does not match this config:\n  {wrong}\nset the groups model and optimizer as at the start of the "
-            "run, or choose another checkpoint.model_dir"
+            f"{where} does not match this config:\n  {wrong}\nset the groups model and optimizer as at the start of "
+            "the run, or choose another checkpoint.model_dir"
         )
 
 

@@ -211,8 +211,8 @@ def _connect(address: str) -> None:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RayError, ValueError) as error:
         raise UserError(
-            f"no Ray cluster answers at {address}: {_first_line(error)}. If the cluster needs a token, set RAY_AUTH_MODE=token "
-            "and RAY_AUTH_TOKEN_PATH"
+            f"no Ray cluster answers at {address}: {_first_line(error)}. If the cluster needs a token, set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
         ) from error
 
 
@@ -244,8 +244,8 @@ def _nodes_by_host(nodes: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]
                 labeled[int(label)] = node
     if repeated and not numbered:
         raise UserError(
-            f"several hosts of the Ray cluster have the labels {LABEL}={sorted(repeated)}: number the hosts of all slices, slice "
-            f"by slice, with ray start --resources='{{\"{RESOURCE}0\": 1}}', as docs/driver.md shows"
+            f"several hosts of the Ray cluster have the labels {LABEL}={sorted(repeated)}: number the hosts of all "
+            f"slices, slice by slice, with ray start --resources='{{\"{RESOURCE}0\": 1}}', as docs/driver.md shows"
         )
     return numbered or labeled
 

@@ -100,8 +100,9 @@ def as_version(config: Config, version: int) -> Config:
         core_batch = each // cores if each % cores == 0 else 1
         if each * microbatches % (cores * core_batch):
             raise UserError(
-                f"--version 2 gives each of the {cores} cores (mesh.tp) whole sequences, but {each} (data.per_replica_batch) x "
-                f"{microbatches} (optimizer.gradient_accumulation_steps) sequences do not divide by {cores}: change one of them"
+                f"--version 2 gives each of the {cores} cores (mesh.tp) whole sequences, but {each} "
+                f"(data.per_replica_batch) x {microbatches} (optimizer.gradient_accumulation_steps) sequences do not "
+                f"divide by {cores}: change one of them"
             )
         raw["data"]["per_replica_batch"] = core_batch
         raw["optimizer"]["gradient_accumulation_steps"] = each * microbatches // (cores * core_batch)
@@ -125,8 +126,8 @@ def delete_old_run(config: Config, *, yes: bool, before: Callable[[], None] = la
     foreign = [name for name in names if not _RUN_FILES.fullmatch(name)]
     if foreign:
         raise UserError(
-            f"--new deletes the folder of a run, but {root} has other files too ({', '.join(foreign[:5])}): choose another "
-            f"checkpoint.model_dir, or move these files away"
+            f"--new deletes the folder of a run, but {root} has other files too ({', '.join(foreign[:5])}): choose "
+            f"another checkpoint.model_dir, or move these files away"
         )
     steps = sum(name.startswith("step_") for name in names)
     if not yes:

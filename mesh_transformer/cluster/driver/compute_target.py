@@ -43,7 +43,8 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("--tpu", "run on this TPU; it is created if it does not exist", {"metavar": "NAME"}),
     ("--tpu_region --tpu-region", "zone of the TPU, such as europe-west4-a", {"metavar": "ZONE"}),
     ("--tpu-type", "type of each slice, such as v4-32 (default: v3-N, N being mesh.tpu_size)", {"metavar": "T"}),
-    ("--slices", "number of slices of this type; with --tpu they are the nodes of one queued resource (default: %(default)s)",
+    ("--slices",
+     "number of slices of this type; with --tpu they are the nodes of one queued resource (default: %(default)s)",
      {"type": int, "metavar": "N", "default": 1}),
     ("--environment", "existing Python environment on the hosts (default: install a new one)", {"metavar": "DIR"}),
     ("--wheelhouse", "install the hosts' packages from the wheels in DIR, without internet", {"metavar": "DIR"}),
@@ -75,8 +76,8 @@ class ComputeTarget:
         tpu: name of a TPU.
         zone: zone of the TPU.
         tpu_type: such as v4-32; None: v3 with mesh.tpu_size cores, or with 8, as in the original program.
-        slices: number of TPU slices. With `tpu`, one queued resource has them all; the tier of `preemptible` is then spot.
-            Otherwise the hosts or processes are numbered slice by slice.
+        slices: number of TPU slices. With `tpu`, one queued resource has them all; the tier of `preemptible` is then
+            spot. Otherwise the hosts or processes are numbered slice by slice.
         environment: folder of an existing Python environment on the TPU's hosts.
         wheelhouse: folder on this machine with the packages for a new environment on the hosts.
         user, ssh_key: login on the hosts; None: this user, and `cloud.hosts.KEY_FILES`.
@@ -112,7 +113,8 @@ class ComputeTarget:
             "--tpu, --ray-address and --processes contradict each other: give one of them":
                 on_tpu + (self.ray_address is not None) + (self.processes is not None) > 1,
             "--tpu needs the zone of the TPU: --tpu_region ZONE, such as europe-west4-a": on_tpu and self.zone is None,
-            "--environment and --wheelhouse are for the hosts of --tpu": not on_tpu and (installs or self.environment is not None),
+            "--environment and --wheelhouse are for the hosts of --tpu":
+                not on_tpu and (installs or self.environment is not None),
             "--environment names an existing environment, --wheelhouse installs a new one: give one of them":
                 installs and self.environment is not None,
             f"--wheelhouse {self.wheelhouse}: no folder with wheels; docs/pod.md says how to make one":
@@ -121,7 +123,8 @@ class ComputeTarget:
             f"--slices {self.slices}: must be 1 or more": self.slices < 1,
             "--slices needs --tpu, --ray-address or --processes": self.in_this_process and self.slices != 1,
             f"--price {self.price}: must be 0 or more": self.price is not None and self.price < 0,
-            "--env needs --tpu, --ray-address or --processes: without them, set the variable in the shell": self.in_this_process and self.variables,
+            "--env needs --tpu, --ray-address or --processes: without them, set the variable in the shell":
+                self.in_this_process and self.variables,
         }  # fmt: skip
         for message, wrong in faults.items():
             if wrong:
@@ -187,7 +190,8 @@ class ComputeTarget:
         """
         if self.slices > 1 and config.mesh.dcn is None:
             raise UserError(
-                f"--slices {self.slices} needs mesh.dcn, the axis of the mesh that crosses slices (docs/parallelism.md): set it"
+                f"--slices {self.slices} needs mesh.dcn, the axis of the mesh that crosses slices "
+                "(docs/parallelism.md): set it"
             )
         name = run_name(config)
         if self.processes is not None:

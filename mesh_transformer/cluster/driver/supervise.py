@@ -258,8 +258,8 @@ class Supervisor:
         if self._crashes_in_row > allowed:
             tail = "" if verdict.worker_id is None else self._statuses[verdict.worker_id].tail
             raise RunError(
-                f"{self._crashes_in_row} crashes without a newer checkpoint in between (cluster.max_crashes {allowed}); "
-                f"the last one: {who}{verdict.reason}\n{tail[-4000:]}"
+                f"{self._crashes_in_row} crashes without a newer checkpoint in between (cluster.max_crashes "
+                f"{allowed}); the last one: {who}{verdict.reason}\n{tail[-4000:]}"
             )
         pause_s = min(MAX_BACKOFF_S, 2.0 ** (self._crashes_in_row - 1))
         text = "crash %d of %d without a newer checkpoint: restarting in %.0f s"

@@ -60,8 +60,8 @@ def open_file(name: str, flags: int) -> int:
 
 def _unsafe(path: str, why: str) -> UserError:
     return UserError(
-        f"{path} {why}, so another user may control the locks of your runs: remove it, or set TMPDIR to a folder of your "
-        "own"
+        f"{path} {why}, so another user may control the locks of your runs: remove it, or set TMPDIR to a folder of "
+        "your own"
     )
 
 
