@@ -15,8 +15,8 @@ def main() -> int:
         nargs="?",
         const="",
         metavar="SLICE",
-        help="do not train: print which host and device holds what, and write mesh.png into model_dir. With the type of "
-        "a TPU slice, such as v3-32: for this slice, which need not be attached (docs/parallelism.md)",
+        help="do not train: print which host and device holds what, and write mesh.png into model_dir. With the type "
+        "of a TPU slice, such as v3-32: for this slice, which need not be attached (docs/parallelism.md)",
     )
     options = cli.parse_tuned(parser)
     cli.starting()

@@ -12,8 +12,8 @@ def main() -> None:
         dest="folder",
         type=cli.checkpoint_path,
         metavar="DIR",
-        help="folder with config.json and model.safetensors or pytorch_model.bin, in one file or in shards with an index; "
-        "local or gs://; or a model on the Hugging Face hub, hf://ORG/NAME or hf://ORG/NAME@REVISION",
+        help="folder with config.json and model.safetensors or pytorch_model.bin, in one file or in shards with an "
+        "index; local or gs://; or a model on the Hugging Face hub, hf://ORG/NAME or hf://ORG/NAME@REVISION",
     )
     cli.add_step_output(parser, "--output-path", "native", required=True)
     parser.add_argument("--shards", type=int, metavar="K", help="shards of a classic checkpoint (default: 1)")

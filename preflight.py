@@ -12,8 +12,8 @@ def main() -> int:
         action="append",
         default=[],
         metavar="SLICE",
-        help="type of a TPU slice, such as v3-32, or of several, such as 2xv5e-16; may be repeated (default: v3-8, v4-8, "
-        "v5e-8 and v6e-8)",
+        help="type of a TPU slice, such as v3-32, or of several, such as 2xv5e-16; may be repeated (default: v3-8, "
+        "v4-8, v5e-8 and v6e-8)",
     )
     parser.add_argument(
         "--gpu", action="append", default=[], metavar="NAME", help="one GPU: a100, h100 or h200; may be repeated"
@@ -28,7 +28,8 @@ def main() -> int:
         type=int,
         default=4,
         metavar="N",
-        help="with --search: programs to compile for each slice; the others are judged by a formula (default: %(default)s)",
+        help="with --search: programs to compile for each slice; the others are judged by a formula (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--serve", action="store_true", help="the programs of device_serve.py instead of the training step"

@@ -14,7 +14,8 @@ def main() -> None:
         "--shards-out",
         type=int,
         metavar="K",
-        help="shards of a classic output; with --prompt, also the number of devices that split the model (default: mesh.tp)",
+        help="shards of a classic output; with --prompt, also the number of devices that split the model (default: "
+        "mesh.tp)",
     )
     cli.add_step_output(parser, "--out", "classic")
     parser.add_argument(

@@ -28,8 +28,8 @@ with environment.explained_imports(__name__):
     from mesh_transformer.errors import UserError, plural
 
 __all__ = [
-    "Access", "Host", "HostsFailed", "HostsRefused", "ErrorKind", "Outcome", "TpuPhase", "Pod", "TpuRequest", "Tpu", "TpuFailed",
-    "TpuRefused", "Tpus", "pod_of", "public_keys",
+    "Access", "Host", "HostsFailed", "HostsRefused", "ErrorKind", "Outcome", "TpuPhase", "Pod", "TpuRequest", "Tpu",
+    "TpuFailed", "TpuRefused", "Tpus", "pod_of", "public_keys",
 ]  # fmt: skip
 
 
@@ -185,25 +185,29 @@ _CREATE: list[Option] = [
     ("--queued", "request a queued resource: wait in Google's queue for capacity", _SWITCH),
     ("--slices", "with --queued: number of slices of this type, as --node-count of gcloud (default: %(default)s)",
      {"type": int, "metavar": "N", "default": 1}),
-    ("--valid-for", "with --queued: cancel the request after S seconds in the queue", {"type": int, "dest": "valid_for_s", "metavar": "S"}),
+    ("--valid-for", "with --queued: cancel the request after S seconds in the queue",
+     {"type": int, "dest": "valid_for_s", "metavar": "S"}),
     ("--reservation", "with --queued --reserved: the reservation, projects/P/locations/Z/reservations/R", {}),
     ("--again", "create the TPU again if it is lost, and retry while the zone has no capacity", _SWITCH),
     ("--timeout", "seconds to wait until the TPU is ready (default: a day)", {**_SECONDS, "default": DAY_S}),
     ("--runtime-version", "software version of the hosts (default: the one for JAX on this type)", {}),
     ("--network", "network of the hosts (default: the project's)", {}),
     ("--subnetwork", "subnetwork of the hosts (default: the network's)", {}),
-    ("--internal-only", "give the hosts no external addresses", {"action": "store_false", "dest": "external_addresses"}),
+    ("--internal-only", "give the hosts no external addresses",
+     {"action": "store_false", "dest": "external_addresses"}),
     ("--service-account", "service account of the hosts", {"metavar": "EMAIL"}),
     ("--label", "label of the TPU; may be repeated",
      {"type": _pair, "action": "append", "default": [], "dest": "labels", "metavar": "NAME=VALUE"}),
-    ("--tag", "network tag of the hosts, for firewall rules; may be repeated", {"action": "append", "default": [], "dest": "tags", "metavar": "TAG"}),
+    ("--tag", "network tag of the hosts, for firewall rules; may be repeated",
+     {"action": "append", "default": [], "dest": "tags", "metavar": "TAG"}),
 ]  # fmt: skip
 _WORKER: dict[str, Any] = {"type": int, "metavar": "N"}
 _COMMANDS: list[tuple[Callable[..., None], str, list[Option]]] = [
     (_create, "create a TPU, or use an existing one, and wait until it is ready", [*_LOGIN, *_CREATE]),
     (_list, "list all TPUs of the zone, including queued ones", []),
     (_describe, "print the state, type, hosts and age of a TPU", []),
-    (_ssh, "open a shell on one host", [*_HOSTS, ("--worker", "worker id of the host (default: %(default)s)", {**_WORKER, "default": 0})]),
+    (_ssh, "open a shell on one host",
+     [*_HOSTS, ("--worker", "worker id of the host (default: %(default)s)", {**_WORKER, "default": 0})]),
     (_run, "run a command on all hosts at the same time: ... -- PROGRAM ARGUMENTS, or ... -- 'LINE FOR A SHELL'", [
         *_HOSTS,
         ("--worker", "worker id of a host; may be repeated (default: all hosts)", {**_WORKER, "action": "append"}),

@@ -24,7 +24,8 @@ def main() -> int:
         type=int,
         choices=[1, 2],
         default=1,
-        help="how the mesh.tp cores of a replica share the model: 1, tensor parallelism; 2, as with mesh.fsdp (default: 1)",
+        help="how the mesh.tp cores of a replica share the model: 1, tensor parallelism; 2, as with mesh.fsdp "
+        "(default: 1)",
     )
     cli.add_tuning(parser)
     return commands.train(cli.parse_tuned(parser))

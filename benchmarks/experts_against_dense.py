@@ -1,5 +1,5 @@
-"""A model with experts beside a dense one with as many active parameters, on tiny Shakespeare: the same tokens, steps and
-learning rates. Both train on fsdp 2 x pp 2 x tp 2, which are eight virtual CPU devices.
+"""A model with experts beside a dense one with as many active parameters, on tiny Shakespeare: the same tokens, steps
+and learning rates. Both train on fsdp 2 x pp 2 x tp 2, which are eight virtual CPU devices.
 
 python benchmarks/experts_against_dense.py [--seeds N] [--steps N] [--pictures FOLDER]
 """

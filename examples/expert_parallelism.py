@@ -4,8 +4,8 @@
 
 The feed-forward layer is 8 experts, and a router sends each token to 2 of them. The rules split "experts" over the mesh
 axis ep, and "batch" over dp and ep. Each device sends its tokens to the devices of their experts, which is an
-all-to-all, and gets the results back. The balance loss keeps the router from sending all tokens to few experts. It needs
-the load of the experts over the whole batch: what each device sees is not enough.
+all-to-all, and gets the results back. The balance loss keeps the router from sending all tokens to few experts. It
+needs the load of the experts over the whole batch: what each device sees is not enough.
 """
 
 from typing import Any

@@ -30,7 +30,8 @@ def check_python() -> None:
         found = ".".join(map(str, sys.version_info[:3]))
         oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
         raise UserError(
-            f"this is Python {found} ({sys.executable}), but {oldest} to {newest} is needed: {_way_in(wrong_python=True)}"
+            f"this is Python {found} ({sys.executable}), but {oldest} to {newest} is needed: "
+            f"{_way_in(wrong_python=True)}"
         )
 
 

@@ -41,7 +41,8 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def out_of_memory(error: BaseException | None) -> RunError | None:
-    """What to tell the user of an allocation that failed, on a device or on the host; None: the error is another one."""
+    """What to tell the user of an allocation that failed, on a device or on the host; None: the error is another
+    one."""
     text = str(error)
     of_device = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
     exhausted = "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
@@ -50,8 +51,8 @@ def out_of_memory(error: BaseException | None) -> RunError | None:
     reason = text.partition("\n")[0] or type(error).__name__
     return RunError(
         f"out of memory ({reason:.300}): in training, lower the batch, raise "
-        "optimizer.gradient_accumulation_steps or use compute.remat=full; in sampling and serving, compute fewer sequences "
-        "at a time (--num-samples, --slots); or use a smaller model or more devices"
+        "optimizer.gradient_accumulation_steps or use compute.remat=full; in sampling and serving, compute fewer "
+        "sequences at a time (--num-samples, --slots); or use a smaller model or more devices"
     )
 
 

@@ -301,8 +301,8 @@ def _credentials_explained() -> Iterator[None]:
     except (DefaultCredentialsError, RefreshError) as error:
         said = str(error).partition("\n")[0].partition(" To set up Application Default Credentials")[0]
         raise CredentialsError(
-            f"no access to gs:// paths: {said.strip().rstrip('.')[:300]}. Run: gcloud auth application-default login; or use "
-            f"local paths (for a run: --set checkpoint.bucket=)"
+            f"no access to gs:// paths: {said.strip().rstrip('.')[:300]}. Run: gcloud auth application-default login; "
+            f"or use local paths (for a run: --set checkpoint.bucket=)"
         ) from error
 
 

@@ -34,8 +34,8 @@ class HostMemory(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """The files of a control group: its limits and its use in bytes, and the entries of memory.stat that the kernel frees
-    on demand."""
+    """The files of a control group: its limits and its use in bytes, and the entries of memory.stat that the kernel
+    frees on demand."""
 
     limits: tuple[str, ...]
     use: str
@@ -71,8 +71,8 @@ def _of_machine() -> int | None:
 
 
 def _of_groups() -> Iterator[tuple[str, int]]:
-    """The control groups of this process that have a limit: its own and those around it. Their folder, and the bytes that
-    are left."""
+    """The control groups of this process that have a limit: its own and those around it. Their folder, and the bytes
+    that are left."""
     for mount, inside, files in _hierarchies():
         for folder in (inside, *inside.parents):
             if not folder.is_relative_to(mount):

@@ -98,8 +98,8 @@ def model_folder(path: str, *, weights: bool = True) -> str:
         if any(name.endswith(os.path.splitext(patterns[0])[1]) for name in os.listdir(folder)):
             return folder
     raise UserError(
-        f"{path} has no weights in {folder}: expected {_SAFETENSORS[0]} or {_BIN[0]}, or shards of them with an index; without "
-        "a network they must be there already"
+        f"{path} has no weights in {folder}: expected {_SAFETENSORS[0]} or {_BIN[0]}, or shards of them with an index; "
+        "without a network they must be there already"
     )
 
 
@@ -146,8 +146,8 @@ def check_push(path: str) -> None:
 def push(folder: str, path: str) -> str:
     """Upload a local folder to the main branch of the repository `path`; return its address.
 
-    A new repository is private. Weights of the repository that are not in the folder are deleted, because a reader might
-    take them for the model's.
+    A new repository is private. Weights of the repository that are not in the folder are deleted, because a reader
+    might take them for the model's.
 
     Raises:
         UserError: the account may not write there, or the hub cannot be reached.
@@ -217,7 +217,8 @@ def _explained(path: str) -> Iterator[None]:
         raise UserError(f"{path}: the repository has no such branch, tag or commit") from error
     except errors.RepositoryNotFoundError as error:
         raise UserError(
-            f"{path}: no such repository on the Hugging Face hub, or a private one: check the name, or run the command {token}"
+            f"{path}: no such repository on the Hugging Face hub, or a private one: check the name, or run the command "
+            f"{token}"
         ) from error
     except errors.LocalTokenNotFoundError as error:
         raise UserError(f"{path}: no token of the Hugging Face hub: run hf auth login, or set HF_TOKEN") from error

@@ -222,8 +222,8 @@ def compiler_options(devices: Sequence[jax.Device]) -> dict[str, bool] | None:
 def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """The devices of each slice, by the number of the slice.
 
-    Without TPUs a job has as many slices as MEGASCALE_NUM_SLICES says, which the workers of several slices have in their
-    environment: consecutive processes are a slice.
+    Without TPUs a job has as many slices as MEGASCALE_NUM_SLICES says, which the workers of several slices have in
+    their environment: consecutive processes are a slice.
 
     Raises:
         UserError: MEGASCALE_NUM_SLICES is not a number.

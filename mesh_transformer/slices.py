@@ -14,7 +14,8 @@ MAX_SLICES = 256
 # in every slice of several hosts
 CHIPS_PER_HOST = 4
 _PLANE = {
-    1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16", 512: "16x32", 1024: "32x32",
+    1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16", 512: "16x32",
+    1024: "32x32",
 }  # fmt: skip
 _SPACE = {
     4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8",
@@ -128,8 +129,8 @@ class SliceType:
         """
         if self.generation.runtime_version is None:
             raise UserError(
-                f"{self.name}: the Cloud TPU API creates TPUs up to v6e; create a {self.generation.name} slice with Google "
-                "Kubernetes Engine or Compute Engine, and use a Ray cluster on it (docs/pod.md)"
+                f"{self.name}: the Cloud TPU API creates TPUs up to v6e; create a {self.generation.name} slice with "
+                "Google Kubernetes Engine or Compute Engine, and use a Ray cluster on it (docs/pod.md)"
             )
         return self.generation.runtime_version
 
@@ -183,8 +184,8 @@ def check_count(kind: SliceType, count: int) -> None:
         raise UserError(f"--slices {count}: must be 1 or more")
     if count > 1 and not kind.generation.multislice:
         raise UserError(
-            f"{counted(kind.name, count)}: one program runs on several slices of v4 or later only: give another type, such as "
-            "v4-16"
+            f"{counted(kind.name, count)}: one program runs on several slices of v4 or later only: give another type, "
+            "such as v4-16"
         )
 
 

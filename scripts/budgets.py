@@ -192,8 +192,9 @@ def render(most: Figures) -> str:
 
 
 def _page(most: Mapping[str, Mapping[str, float]]) -> str:
+    about = {PACKAGE: " (the files of the folder itself)"}
     rows = [
-        f"| `{name}`{' (the files of the folder itself)' if name == PACKAGE else ''} | {limit:,} | {_rate(most, name)} |"
+        f"| `{name}`{about.get(name, '')} | {limit:,} | {_rate(most, name)} |"
         for name, limit in most[LINES].items()
         if name not in (COMMANDS, TOTAL)
     ]

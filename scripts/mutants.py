@@ -4,8 +4,8 @@
     python scripts/mutants.py              all mutants of the table below, and 8 drawn ones
     python scripts/mutants.py ring pipe    the ones whose file has one of these texts in its path
 
-Each mutant runs `pytest --changed HEAD -x` in a copy of HEAD, without JAX's cache of programs. A mutant that survives is
-either equal in all numbers or a missing test. The last line is JSON. Exit code 1: a mutant survived.
+Each mutant runs `pytest --changed HEAD -x` in a copy of HEAD, without JAX's cache of programs. A mutant that survives
+is either equal in all numbers or a missing test. The last line is JSON. Exit code 1: a mutant survived.
 """
 
 import argparse

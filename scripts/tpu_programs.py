@@ -1,4 +1,5 @@
-"""Write tests/estimate/programs/*.hlo.gz: training steps of GPT-J-6B as libtpu compiles them, without what no test reads.
+"""Write tests/estimate/programs/*.hlo.gz: training steps of GPT-J-6B as libtpu compiles them, without what no test
+reads.
 
 It needs jax[tpu], but no TPU. Run it after a change of the training step or of libtpu that changes their time, and
 update the expected figures in tests/estimate/test_recorded.py.

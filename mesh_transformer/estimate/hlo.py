@@ -250,8 +250,8 @@ class Module:
                 yield from self.inside(one)
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often the body of a `while` runs: what the compiler knows, else the bound in its condition; None: the text
-        does not tell it."""
+        """How often the body of a `while` runs: what the compiler knows, else the bound in its condition; None: the
+        text does not tell it."""
         if known := _TRIPS.search(loop.rest):
             return int(known[1])
         condition = self.computations.get(loop.attribute("condition") or "", [])

@@ -62,8 +62,8 @@ def search(config: Config, n_devices: int, accelerator: Accelerator, count: int 
     """
     if others := unmodelled(config):
         raise UserError(
-            f"the search does not model {' and '.join(others)}: set {' '.join(f'--set {axis}=1' for axis in others)}, or "
-            "leave out --search"
+            f"the search does not model {' and '.join(others)}: set {' '.join(f'--set {axis}=1' for axis in others)}, "
+            "or leave out --search"
         )
     found = candidates(config, n_devices, accelerator)
     if not found:

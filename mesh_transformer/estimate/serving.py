@@ -36,8 +36,8 @@ class ServingProgram(NamedTuple):
 
 
 def programs(placement: Placement, slots: int) -> Iterator[ServingProgram]:
-    """prefill: the last chunk of a prompt that fills the context. decode: MAX_STEPS tokens of each of `slots` sequences,
-    near the end of the context."""
+    """prefill: the last chunk of a prompt that fills the context. decode: MAX_STEPS tokens of each of `slots`
+    sequences, near the end of the context."""
     model = placement.model
     context = model.decoder.seq
     size = min(MAX_PREFILL_TOKENS, context)

@@ -25,11 +25,13 @@ from mesh_transformer.spec import Activation, Decoder, Tensor
 # keys of config.json, from transformers or from tools around it, that do not affect the model
 _HARMLESS = re.compile(
     r"_.* | .*_token_id | .*drop(out)?(_prob)? | summary_.* | .*_version | architectures | (torch_)?dtype | use_cache"
-    r"| initializer_range | id2label | label2id | problem_type | task_specific_params | finetuning_task | tokenizer(_class)?"
-    r"| prefix | output_.* | return_dict(_in_generate)? | torchscript | is_decoder | chunk_size_feed_forward"
-    r"| gradient_checkpointing | custom_pipelines | max_(new_tokens|length) | min_length | do_sample | temperature"
+    r"| initializer_range | id2label | label2id | problem_type | task_specific_params | finetuning_task"
+    r"| tokenizer(_class)? | prefix | output_.* | return_dict(_in_generate)? | torchscript | is_decoder"
+    r"| chunk_size_feed_forward | gradient_checkpointing | custom_pipelines | max_(new_tokens|length) | min_length"
+    r"| do_sample | temperature"
     r"| (top|typical)_[kp] | num_beams | num_beam_groups | num_return_sequences | .*_penalty | .*no_repeat_ngram_size"
-    r"| rotary | scale_attn_weights | n_ctx | jax | compat | badwordsids | newlinemode | antemplate | formatoptns | welcome",
+    r"| rotary | scale_attn_weights | n_ctx | jax | compat | badwordsids | newlinemode | antemplate | formatoptns"
+    r"| welcome",
     re.VERBOSE,
 )
 
@@ -38,7 +40,8 @@ MOST_ROTARY_DIMS = 1 << 16
 
 TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 ActivationName = Literal["gelu", "gelu_tanh", "gelu_fast", "gelu_pytorch_tanh", "relu"]
-"""The activation of feed-forward layers without a gate. Some names mean one function: an export has its origin's name."""
+"""The activation of feed-forward layers without a gate. Some names mean one function: an export has its origin's
+name."""
 # what each name computes
 ACTIVATIONS: dict[ActivationName, Activation] = {
     "gelu": "gelu",
@@ -194,8 +197,8 @@ class ModelConfig(Group):
         rows = Size("n_vocab", self.n_vocab, "vocab_multiple", self.vocab_multiple).whole
         if rows > INT32_MAX:
             raise UserError(
-                f"model.n_vocab {self.n_vocab}, rounded up to a multiple of model.vocab_multiple {self.vocab_multiple}, is "
-                f"{rows}: at most {INT32_MAX} rows are possible; lower one of them"
+                f"model.n_vocab {self.n_vocab}, rounded up to a multiple of model.vocab_multiple "
+                f"{self.vocab_multiple}, is {rows}: at most {INT32_MAX} rows are possible; lower one of them"
             )
         return self
 
@@ -227,8 +230,8 @@ class ModelConfig(Group):
         raise NotImplementedError
 
     def refuse_hf(self, reasons: list[str], instead: str, *, any_d_head: bool = False) -> None:
-        """Refuse the Hugging Face format for these reasons, or for a d_head that is not d_model / n_heads, unless it has
-        `any_d_head`.
+        """Refuse the Hugging Face format for these reasons, or for a d_head that is not d_model / n_heads, unless it
+        has `any_d_head`.
 
         Raises:
             UserError: there is a reason; `instead` names the formats that can hold the model.

@@ -78,8 +78,8 @@ class DeepSeekLike(SomeDense):
     def _check_latent_attention(self) -> Self:
         if self.n_kv_heads != self.n_heads:
             raise UserError(
-                f"model.n_kv_heads {self.n_kv_heads} is not model.n_heads {self.n_heads}: each head of latent attention "
-                "has its own keys and values; remove model.n_kv_heads"
+                f"model.n_kv_heads {self.n_kv_heads} is not model.n_heads {self.n_heads}: each head of latent "
+                "attention has its own keys and values; remove model.n_kv_heads"
             )
         if self.d_head != self.nope_dims + self.rotary_dims:
             raise UserError(
@@ -97,18 +97,18 @@ class DeepSeekLike(SomeDense):
         of_group, chosen = self.n_experts // groups, self.experts_per_token
         if self.n_experts % groups or top > groups:
             raise UserError(
-                f"model.router_groups {groups} must divide model.n_experts {self.n_experts}, and model.router_top_groups "
-                f"{top} must not exceed it"
+                f"model.router_groups {groups} must divide model.n_experts {self.n_experts}, and "
+                f"model.router_top_groups {top} must not exceed it"
             )
         if chosen > top * of_group:
             raise UserError(
-                f"model.experts_per_token {chosen} exceeds the {top * of_group} experts of model.router_top_groups {top} "
-                f"groups: lower it to {top * of_group} or less, or raise model.router_top_groups"
+                f"model.experts_per_token {chosen} exceeds the {top * of_group} experts of model.router_top_groups "
+                f"{top} groups: lower it to {top * of_group} or less, or raise model.router_top_groups"
             )
         if self.router().group_score == "two_best" and groups > 1 and of_group < 2:
             raise UserError(
-                f"model.router_groups {groups} must be at most {self.n_experts // 2}: the score of a group is the sum of "
-                "its two best"
+                f"model.router_groups {groups} must be at most {self.n_experts // 2}: the score of a group is the sum "
+                "of its two best"
             )
         return self
 

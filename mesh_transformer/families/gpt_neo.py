@@ -43,8 +43,8 @@ class Config(Gpt2Like):
         known = [way for way in ("odd", "none", "all") if _kinds(way, layers) == found]
         if not known:
             raise UserError(
-                f"attention_types is {types!r:.100}: only global, local, or global and local in turn, for {layers} layers, "
-                "is supported"
+                f"attention_types is {types!r:.100}: only global, local, or global and local in turn, for {layers} "
+                "layers, is supported"
             )
         return cls(
             layers=layers,
@@ -92,8 +92,8 @@ def _kinds(way: str, layers: int) -> list[str]:
 
 
 def _expanded(types: Any, layers: int) -> list[str]:
-    """The list of `attention_layers` that `attention_types`, [[[kind, ...], times], ...], stands for; empty if it is not
-    for this number of layers."""
+    """The list of `attention_layers` that `attention_types`, [[[kind, ...], times], ...], stands for; empty if it is
+    not for this number of layers."""
     try:
         # a list repeated more often than there are layers may not fit in memory
         fits = all(0 < times <= layers for _, times in types)

@@ -33,8 +33,8 @@ class Config(ModelConfig):
     family: Literal["gpt_neox"] = "gpt_neox"
     """model family: a file in mesh_transformer/families"""
     rotary_dims: Annotated[Dims, Derived("d_head / 4, even")] = 0
-    """number of leading dims of each head that rotary encoding rotates, at most d_head; of an odd number, one dim more is
-    rotated, as in transformers"""
+    """number of leading dims of each head that rotary encoding rotates, at most d_head; of an odd number, one dim more
+    is rotated, as in transformers"""
     rotary_base: Positive = 10000.0
     """base of the rotary frequencies"""
     parallel_residual: Switch = True

@@ -180,7 +180,8 @@ class Config(ModelConfig):
         if self.n_heads * self.d_head != self.d_model or self.d_ff != 4 * self.d_model:
             raise UserError(
                 f"the classic format cannot hold this model: it needs model.d_head = d_model / n_heads "
-                f"({self.d_model} / {self.n_heads}, given {self.d_head}) and model.d_ff = 4 * d_model (given {self.d_ff})"
+                f"({self.d_model} / {self.n_heads}, given {self.d_head}) and model.d_ff = 4 * d_model (given "
+                f"{self.d_ff})"
             )
         embed, head, block = "embedding_shard/~/linear/", "projection_shard/~/", "layer_{}/~/"
         rows = [

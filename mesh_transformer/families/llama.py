@@ -75,7 +75,8 @@ class LlamaLike(RotaryConfig):
     def _check_heads(self) -> Self:
         if self.n_heads % self.n_kv_heads:
             raise UserError(
-                f"model.n_heads {self.n_heads} is not divisible by model.n_kv_heads {self.n_kv_heads}: change one of them"
+                f"model.n_heads {self.n_heads} is not divisible by model.n_kv_heads {self.n_kv_heads}: change one of "
+                "them"
             )
         return self
 

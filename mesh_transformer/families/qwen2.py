@@ -61,8 +61,8 @@ class QwenLike(LlamaLike):
         ]
         if types is not None and types != expected:
             raise UserError(
-                f"layer_types is {types!r:.100}: only full attention in the first max_window_layers layers and a sliding "
-                "window in the others is supported"
+                f"layer_types is {types!r:.100}: only full attention in the first max_window_layers layers and a "
+                "sliding window in the others is supported"
             )
         return fields
 

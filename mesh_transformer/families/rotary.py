@@ -64,7 +64,8 @@ class RotaryConfig(ModelConfig):
             if given and name not in (*needed, *optional):
                 raise UserError(
                     f"model.rotary_{name} has no effect with model.rotary_scaling {self.rotary_scaling}: remove it, or "
-                    f"set model.rotary_scaling to {' or '.join(kind for kind, fields in _FIELDS.items() if name in sum(fields, ()))}"
+                    "set model.rotary_scaling to "
+                    f"{' or '.join(kind for kind, fields in _FIELDS.items() if name in sum(fields, ()))}"
                 )
             if not given and name in needed:
                 raise UserError(f"model.rotary_scaling {self.rotary_scaling} needs model.rotary_{name}: set it")

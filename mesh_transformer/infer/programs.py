@@ -1,7 +1,7 @@
 """The state of all slots on the device, and the jitted programs that update it.
 
-Shapes: N slots, B slots of a call, S positions of a slot, P positions of a prompt chunk, I steps of a call, V vocabulary
-rows, D residual width, E stop tokens, C alternatives.
+Shapes: N slots, B slots of a call, S positions of a slot, P positions of a prompt chunk, I steps of a call, V
+vocabulary rows, D residual width, E stop tokens, C alternatives.
 """
 
 from __future__ import annotations

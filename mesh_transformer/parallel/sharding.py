@@ -87,8 +87,8 @@ class Partition:
         for name, axes in self.rules.items():
             if not (axes is None or (isinstance(axes, tuple) and set(axes) <= set(self.mesh.axis_names))):
                 raise UserError(
-                    f"the rule of dimension {name} is {axes!r}: give None, or a tuple of the axes of the mesh, which are "
-                    f"{', '.join(self.mesh.axis_names)}"
+                    f"the rule of dimension {name} is {axes!r}: give None, or a tuple of the axes of the mesh, which "
+                    f"are {', '.join(self.mesh.axis_names)}"
                 )
 
     def spec(self, axes: Axes) -> PartitionSpec:

@@ -43,8 +43,8 @@ def metrics(means: Means) -> Metrics:
 
 
 def updated_bias(params: Params, means: Means, rate: float) -> Params:
-    """The parameters after the step of the biases: + rate for an expert with less than the mean load, - rate for one with
-    more (Wang et al. 2024, arXiv:2408.15664). The same if `params` has no biases of routers.
+    """The parameters after the step of the biases: + rate for an expert with less than the mean load, - rate for one
+    with more (Wang et al. 2024, arXiv:2408.15664). The same if `params` has no biases of routers.
 
     Args:
         means: over all microbatches of the step.

@@ -164,7 +164,8 @@ _attend.defvjp(_forward, _backward)
 def fold_heads(x_BTHK: jax.Array, shared: int) -> jax.Array:
     """Heads (J G) with G = `shared` to rows: (B, T, J G, K) -> (B, G T, J, K).
 
-    Devices may split the heads that share one head of keys: they then split G, which must be the outer part of the rows.
+    Devices may split the heads that share one head of keys: they then split G, which must be the outer part of the
+    rows.
     """
     return x_BTHK if shared == 1 else rearrange(x_BTHK, "b t (j g) k -> b (g t) j k", g=shared)
 

@@ -4,8 +4,8 @@
 
 - ring: keys and values go around a ring of the devices; each visit adds to the softmax (Liu et al. 2023,
   arXiv:2310.01889). A device has consecutive positions, so that half of the blocks are masked.
-- zigzag: the same, and a device has an early and a late chunk of the sequence (`Partition.sequence_order`): every device
-  computes two unmasked blocks in each visit.
+- zigzag: the same, and a device has an early and a late chunk of the sequence (`Partition.sequence_order`): every
+  device computes two unmasked blocks in each visit.
 - gather: each device gathers all keys and values.
 - ulysses: the heads are split instead of the positions (Jacobs et al. 2023, arXiv:2309.14509).
 

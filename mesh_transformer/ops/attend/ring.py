@@ -54,7 +54,8 @@ class Plan:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, ring), tree)
 
     def sum_by_position(self, x_NBTJK: jax.Array) -> jax.Array:
-        """The sum over devices of arrays of all positions. Each device sends to every other the positions of that one."""
+        """The sum over devices of arrays of all positions. Each device sends to every other the positions of that
+        one."""
         free = P.UNCONSTRAINED
         split = NamedSharding(self.mesh, P(None, free, self.axis, free, free))
         return jax.lax.with_sharding_constraint(x_NBTJK, split).sum(0)
@@ -316,9 +317,9 @@ def _visit(
 ) -> tuple[list[Any], list[Any]]:
     """Add the keys of `device` (None: the own) to the states of the queries and to the gradients of these keys.
 
-    With zigzag, the late queries see all early keys of any device. Of an earlier device, the early queries see the early
-    keys; of a later one, the late queries see the late keys. Both are one block, whose inputs are selected, so that all
-    devices compute the same.
+    With zigzag, the late queries see all early keys of any device. Of an earlier device, the early queries see the
+    early keys; of a later one, the late queries see the late keys. Both are one block, whose inputs are selected, so
+    that all devices compute the same.
     """
     own = jax.lax.axis_index(plan.axis)
     keys = [_placed(plan, own if device is None else device, number, sent) for number, sent in enumerate(keys)]

@@ -24,9 +24,9 @@ from mesh_transformer.parallel.sharding import Partition, active
 class Dispatch:
     """How the choices reach the experts.
 
-    exchange: where devices split the experts: tokens: each choice goes to the device of its expert and back; gather: each
-    device gets all tokens of its group. capacity_factor: of a device's tokens, an expert computes at most this multiple
-    of the choices that an expert has on average; the others are dropped. None: all are computed.
+    exchange: where devices split the experts: tokens: each choice goes to the device of its expert and back; gather:
+    each device gets all tokens of its group. capacity_factor: of a device's tokens, an expert computes at most this
+    multiple of the choices that an expert has on average; the others are dropped. None: all are computed.
     """
 
     exchange: Literal["tokens", "gather"] = "tokens"
@@ -126,8 +126,8 @@ class Group:
     def map(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, of three arrays of all tokens and the three matrices of `Weights`, of the arrays of one device.
 
-        What several devices have gets a dimension of these devices, which they split. So the sum of the devices' outputs,
-        and of gradients, is made outside, where the partitioner can join it with a split that follows.
+        What several devices have gets a dimension of these devices, which they split. So the sum of the devices'
+        outputs, and of gradients, is made outside, where the partitioner can join it with a split that follows.
         """
         mesh = self.partition.current_mesh
         tokens = P(self.gathers, self.mlp, self.batch, self.seq)

@@ -30,7 +30,8 @@ Carry = TypeVar("Carry")
 
 
 def block_rows(n: int, groups: int) -> int:
-    """R for `n` rows. The last block of a group is half empty on average: R is a quarter of the mean rows of a group."""
+    """R for `n` rows. The last block of a group is half empty on average: R is a quarter of the mean rows of a
+    group."""
     if n <= _FEW * groups:
         return min(n, _FEW)
     return min(n, max(_LEAST, min(n // groups // 4, _MOST)))
@@ -39,8 +40,8 @@ def block_rows(n: int, groups: int) -> int:
 def gradient_rows(n: int, groups: int, *, least: int = _GRADIENT_LEAST) -> tuple[int, int]:
     """The rows of the first block of a group, and of the others, for the gradient of a matrix.
 
-    Each block but the first costs a sum. The first has about the mean rows of a group, and at least those of the others.
-    Where a few groups have most rows, the first blocks of the other groups double the rows that are multiplied.
+    Each block but the first costs a sum. The first has about the mean rows of a group, and at least those of the
+    others. Where a few groups have most rows, the first blocks of the other groups double the rows that are multiplied.
     """
     rows = min(n, max(least, block_rows(n, groups)))
     return rows * max(1, n // groups // max(rows, 1)), rows
