@@ -19,8 +19,8 @@ T = TypeVar("T")
 # a search for garbage after so many new objects; the default of CPython 3.11 is 700
 _NEW_OBJECTS = 5000
 ANY_FORMAT = (
-    "the checkpoint: the folder of a run (its newest step) or of a step_N, in native or classic format, or a Hugging Face "
-    "folder; local or gs://; or a model on the Hugging Face hub, hf://ORG/NAME or hf://ORG/NAME@REVISION"
+    "the checkpoint: the folder of a run (its newest step) or of a step_N, in native or classic format, or a Hugging "
+    "Face folder; local or gs://; or a model on the Hugging Face hub, hf://ORG/NAME or hf://ORG/NAME@REVISION"
 )
 
 
@@ -96,8 +96,8 @@ def add_tuning(parser: argparse.ArgumentParser) -> None:
     """Add --tune-model-path and --fresh-opt."""
     add_model_path(
         parser,
-        "start at step 0 from the weights of this checkpoint: native, classic or a Hugging Face folder; local, gs:// or "
-        "hf://ORG/NAME[@REVISION]",
+        "start at step 0 from the weights of this checkpoint: native, classic or a Hugging Face folder; local, gs:// "
+        "or hf://ORG/NAME[@REVISION]",
     )
     parser.add_argument(
         "--fresh-opt",
@@ -130,8 +130,8 @@ def add_step_output(parser: argparse.ArgumentParser, flag: str, format: str, *, 
         flag,
         dest="output",
         metavar="DIR",
-        help="output folder, local or gs://. native: the parent of the new step_N folder; classic: the step folder itself, "
-        "such as gptj/step_383500",
+        help="output folder, local or gs://. native: the parent of the new step_N folder; classic: the step folder "
+        "itself, such as gptj/step_383500",
         required=required,
     )
     parser.add_argument(

@@ -220,8 +220,8 @@ def _end_of_text(tokenizer: str, model: ModelConfig) -> int:
     loaded = load_tokenizer(tokenizer)
     if loaded.eot >= model.n_vocab:
         raise UserError(
-            f"--tokenizer {tokenizer} ends a text with the token {loaded.eot}, but model.n_vocab is {model.n_vocab}: choose "
-            f"the model's tokenizer"
+            f"--tokenizer {tokenizer} ends a text with the token {loaded.eot}, but model.n_vocab is {model.n_vocab}: "
+            f"choose the model's tokenizer"
         )
     warn_of_more_ids(loaded, model.n_vocab)
     return loaded.eot
@@ -251,7 +251,8 @@ def slim(
     logs.set_up()
     if checkpoint is not None and hub.is_name(checkpoint):
         raise UserError(
-            f"{checkpoint} is no folder beside which a slim checkpoint can be written: use from_hf_weights.py --format classic"
+            f"{checkpoint} is no folder beside which a slim checkpoint can be written: use from_hf_weights.py --format "
+            "classic"
         )
     config = config_for(config_path, overrides, checkpoint)
     root, named = split_step(checkpoint or config.checkpoint.root)

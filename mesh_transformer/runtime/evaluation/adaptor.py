@@ -104,12 +104,13 @@ class HarnessLM(TemplateLM):
         """A query, cut on the left so that all tokens but the last fit the model's context."""
         if not continuation:
             raise UserError(
-                f"a continuation adds no token to its context, {self._tokenizer.decode(context[-8:])!r}: leave the task out"
+                f"a continuation adds no token to its context, {self._tokenizer.decode(context[-8:])!r}: leave the "
+                "task out"
             )
         if len(continuation) > self.max_length:
             raise UserError(
-                f"a continuation has {len(continuation)} tokens, but model.seq is {self.max_length}: leave the task out, or "
-                f"change its output_type to loglikelihood_rolling"
+                f"a continuation has {len(continuation)} tokens, but model.seq is {self.max_length}: leave the task "
+                f"out, or change its output_type to loglikelihood_rolling"
             )
         both = (context + continuation)[-(self.max_length + 1) :]
         self.model.check(both)

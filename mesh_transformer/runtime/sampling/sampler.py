@@ -172,8 +172,8 @@ class Sampler:
         prompts: texts, or lists of token IDs. None: read prompts from standard input, one per line.
 
     Raises:
-        UserError: the devices do not fit the mesh, a prompt does not fit the model, standard input has no prompt, or there
-            is no tokenizer.
+        UserError: the devices do not fit the mesh, a prompt does not fit the model, standard input has no prompt, or
+            there is no tokenizer.
     """
 
     def __init__(
@@ -191,7 +191,8 @@ class Sampler:
             self._tokenizer = open_tokenizer(config, checkpoint)
         self._prompts = None if prompts is None else list(map(self._fit, prompts))
         self._lines = _lines() if prompts is None else iter(())
-        # the wait for a person is after the weights are loaded; other input begins before, because it may have no prompt
+        # the wait for a person is after the weights are loaded; other input begins before, because it may have no
+        # prompt
         if prompts is None and not sys.stdin.isatty():
             self._lines = itertools.chain(list(itertools.islice(self._lines, 1)), self._lines)
 

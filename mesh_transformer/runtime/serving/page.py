@@ -13,8 +13,8 @@ from starlette.responses import HTMLResponse, Response
 _WEB = resources.files("mesh_transformer.runtime.serving") / "web"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
-    # A model's answer is text from a stranger. `markdown.js` makes it harmless; these rules hold if it fails: no script,
-    # style or image from elsewhere or in the page, and no HTML from a text that DOMPurify has not cleaned.
+    # A model's answer is text from a stranger. `markdown.js` makes it harmless; these rules hold if it fails: no
+    # script, style or image from elsewhere or in the page, and no HTML from a text that DOMPurify has not cleaned.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
         "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "

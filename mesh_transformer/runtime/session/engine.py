@@ -29,8 +29,8 @@ def open_engine(config: Config, checkpoint: str, *, slots: int, context: int | N
         context: positions per slot. None: the context of the model.
 
     Raises:
-        UserError: the devices do not fit the mesh, or the checkpoint does not fit the config; or parameters and cache do
-            not fit the memory.
+        UserError: the devices do not fit the mesh, or the checkpoint does not fit the config; or parameters and cache
+            do not fit the memory.
     """
     session = Session.open(config)
     placement = session.whole_sequences.for_decoding()

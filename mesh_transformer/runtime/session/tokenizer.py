@@ -27,8 +27,8 @@ def open_tokenizer(config: Config, checkpoint: str) -> Tokenizer:
     model.
 
     Raises:
-        UserError: there is no checkpoint, or its tokenizer cannot be read; or it came from a Hugging Face folder without
-            a tokenizer.
+        UserError: there is no checkpoint, or its tokenizer cannot be read; or it came from a Hugging Face folder
+            without a tokenizer.
     """
     tokenizer = load_tokenizer(config.data.tokenizer or tokenizer_of(checkpoint).spec)
     if jax.process_index() == 0:

@@ -79,7 +79,8 @@ def start_checkpoint(root: str, tune_model_path: str | None) -> str | None:
 
 
 def read_params(session: Session, path: str, *, for_decode: bool = False) -> Weights:
-    """Load the parameters of the checkpoint at `path`, without the optimizer state, as `Session.whole_sequences` has them.
+    """Load the parameters of the checkpoint at `path`, without the optimizer state, as `Session.whole_sequences` has
+    them.
 
     A context longer than the checkpoint's is a warning.
 

@@ -11,8 +11,8 @@ from mesh_transformer.train.step import TrainProgram
 
 
 def check_training(session: Session, program: TrainProgram) -> None:
-    """Refuse a run whose state and gradients do not fit, and warn of one whose estimated step does not. All processes must
-    call this function.
+    """Refuse a run whose state and gradients do not fit, and warn of one whose estimated step does not. All processes
+    must call this function.
 
     Raises:
         UserError: the arrays that must exist do not fit.
@@ -29,8 +29,8 @@ def check_training(session: Session, program: TrainProgram) -> None:
     needed = room.gib_of(uses)
     if needed > room.gib:
         log.warning(
-            "a step may not fit: it needs about %.1f GiB by the closed form of preflight (%s), and %s has %.1f GiB left; "
-            "if it does not fit, use a smaller batch with more optimizer.gradient_accumulation_steps, or "
+            "a step may not fit: it needs about %.1f GiB by the closed form of preflight (%s), and %s has %.1f GiB "
+            "left; if it does not fit, use a smaller batch with more optimizer.gradient_accumulation_steps, or "
             "compute.remat=full",
             *(needed, room.listed(uses), room.limit, room.gib),
         )

@@ -309,8 +309,8 @@ def _draw_device(axes: Any, plan: MeshPlan, one: Holding, at: tuple[float, float
 
 
 def _color(plan: MeshPlan, place: Mapping[str, int]) -> tuple[float, float, float]:
-    """A hue for each place on all axes but the innermost one, which is the lightness. So the devices of a group of tensor
-    parallelism are shades of one color."""
+    """A hue for each place on all axes but the innermost one, which is the lightness. So the devices of a group of
+    tensor parallelism are shades of one color."""
     outer, inner = (plan.axes[:-1], plan.axes[-1]) if len(plan.axes) > 1 else (plan.axes, None)
     hue, groups = 0, 1
     for axis in outer:

@@ -34,8 +34,8 @@ class Plot:
     Args:
         what: names the plot in a warning.
         draw: draws it to a file.
-        every_s: least seconds before the first drawing and between two. Drawing also takes at most a twentieth of the time
-            of the run.
+        every_s: least seconds before the first drawing and between two. Drawing also takes at most a twentieth of the
+            time of the run.
     """
 
     def __init__(self, what: str, draw: Callable[[], None], every_s: float):
@@ -60,8 +60,8 @@ class Plot:
 
 
 def plot_losses(folder: str) -> None:
-    """Plot the training and validation losses in `folder`/metrics.jsonl to `folder`/loss.png, and beside them the balance
-    loss of routed experts, if the metrics have it.
+    """Plot the training and validation losses in `folder`/metrics.jsonl to `folder`/loss.png, and beside them the
+    balance loss of routed experts, if the metrics have it.
 
     The scale is for the losses after the first steps. If they were far higher before, the legend says how high.
     """
@@ -82,8 +82,8 @@ def plot_losses(folder: str) -> None:
 
 
 def plot_experts(folder: str) -> None:
-    """Plot the newest load in `folder`/experts.jsonl, of its first validation set, and the largest and the smallest load
-    of each step in `folder`/metrics.jsonl to `folder`/experts.png. Without a load, it plots nothing."""
+    """Plot the newest load in `folder`/experts.jsonl, of its first validation set, and the largest and the smallest
+    load of each step in `folder`/metrics.jsonl to `folder`/experts.png. Without a load, it plots nothing."""
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
 
@@ -153,8 +153,8 @@ def _training(axes: Any, training: Points, others: Mapping[str, Points]) -> None
 
 
 def _shown_range(training: Points, others: Points) -> tuple[tuple[float, float], str] | None:
-    """The limits of a scale for the losses after the first steps of the training, and for all `others`, with a text about
-    what lies above. None: the scale of all points is good."""
+    """The limits of a scale for the losses after the first steps of the training, and for all `others`, with a text
+    about what lies above. None: the scale of all points is good."""
     if len(training) < _FEW:
         return None
     first, last = training[0][0], training[-1][0]
@@ -169,8 +169,8 @@ def _shown_range(training: Points, others: Points) -> tuple[tuple[float, float],
 
 
 def write_png(figure: Any, path: str, dpi: int = _DPI) -> None:
-    """Write a PNG, so that the file is always a whole picture. It is drawn in memory, which takes most of the time: a kill
-    rarely leaves an unfinished file."""
+    """Write a PNG, so that the file is always a whole picture. It is drawn in memory, which takes most of the time: a
+    kill rarely leaves an unfinished file."""
     png = io.BytesIO()
     figure.savefig(png, dpi=dpi, format="png")
     files.replace(path, png.getvalue())

@@ -1,5 +1,5 @@
-"""Where the time of a step goes: a trace of a few steps, for TensorBoard's profile plugin and Perfetto, and the table of
-the compiled step's operations."""
+"""Where the time of a step goes: a trace of a few steps, for TensorBoard's profile plugin and Perfetto, and the table
+of the compiled step's operations."""
 
 import contextlib
 import os

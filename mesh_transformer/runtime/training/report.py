@@ -120,12 +120,13 @@ class MetricsReporter:
         self._pending = _Pending(step, metrics)
 
     def reopen(self, step: int, scalars: Scalars) -> None:
-        """Begin with a step that an earlier process has written with these scalars, so that `add` completes them. Step 0
-        has none."""
+        """Begin with a step that an earlier process has written with these scalars, so that `add` completes them. Step
+        0 has none."""
         self._pending = _Pending(step, None, {**scalars, "train/steps_redone": self._steps_redone})
 
     def add(self, scalars: Scalars) -> None:
-        """Add scalars, such as the losses of a validation, to the newest step after `settle`, or to the step of `reopen`."""
+        """Add scalars, such as the losses of a validation, to the newest step after `settle`, or to the step of
+        `reopen`."""
         if self._pending is None:
             raise AssertionError("add() before push() and reopen()")
         self._pending.scalars.update(scalars)
@@ -200,8 +201,8 @@ class MetricsReporter:
             return
         self._emit(pending)
         raise RunError(
-            f"{what}: not finite. The newest checkpoint is from before this step. Lower optimizer.lr, or skip such steps "
-            f"with --set optimizer.nonfinite=skip, and run the command again to resume from that checkpoint"
+            f"{what}: not finite. The newest checkpoint is from before this step. Lower optimizer.lr, or skip such "
+            f"steps with --set optimizer.nonfinite=skip, and run the command again to resume from that checkpoint"
         )
 
     def _emit(self, pending: _Pending) -> None:

@@ -83,8 +83,8 @@ class RunLock:
             if time.monotonic() - began > (REMOTE_WAIT_S if remote else WAIT_S):
                 raise UserError(
                     f"checkpoint.model_dir {self._folder} is in use: process {holder.get('pid', '?')} on host "
-                    f"{holder.get('host', '?')} has used it since {holder.get('since', '?')}. Wait for this process or stop "
-                    f"it, or use another folder: --set checkpoint.model_dir=DIR"
+                    f"{holder.get('host', '?')} has used it since {holder.get('since', '?')}. Wait for this process or "
+                    f"stop it, or use another folder: --set checkpoint.model_dir=DIR"
                 )
             with liveness.service_call():
                 time.sleep(0.1)
@@ -148,9 +148,9 @@ def check_shared(root: str) -> None:
     if not np.all(seen):
         blind = np.flatnonzero(~np.asarray(seen)).tolist()
         raise UserError(
-            f"checkpoint.model_dir {root} is not shared by all hosts: processes {blind} do not see a file that process 0 "
-            f"writes there (this is {socket.gethostname()}). Use a bucket (--set checkpoint.bucket=NAME), or a folder that "
-            f"all hosts mount"
+            f"checkpoint.model_dir {root} is not shared by all hosts: processes {blind} do not see a file that process "
+            f"0 writes there (this is {socket.gethostname()}). Use a bucket (--set checkpoint.bucket=NAME), or a "
+            f"folder that all hosts mount"
         )
 
 
@@ -207,8 +207,8 @@ def _id_in_bucket(root: str) -> str:
         return _id_in(path)
     except ClientError as error:
         raise UserError(
-            f"checkpoint.bucket: {root} is not writable ({error.message}): use another bucket, or give the account of this "
-            f"machine the permission to read and write it"
+            f"checkpoint.bucket: {root} is not writable ({error.message}): use another bucket, or give the account of "
+            f"this machine the permission to read and write it"
         ) from error
 
 

@@ -125,8 +125,8 @@ def _resume(session: Session, checkpoint: Checkpoint, logged: LoggedProgress) ->
 
 
 def _changes(extra: dict[str, Any], session: Session) -> list[str]:
-    """The options that differ from the config in the checkpoint, such as `optimizer.lr 0.01 -> 0.02`, and the axes of the
-    mesh of all devices, which the config may leave open."""
+    """The options that differ from the config in the checkpoint, such as `optimizer.lr 0.01 -> 0.02`, and the axes of
+    the mesh of all devices, which the config may leave open."""
     recorded, mesh = extra.get("config"), extra.get("mesh")
     before, now = moved(recorded if isinstance(recorded, dict) else {}), session.config.model_dump(mode="json")
     if isinstance(before.get("mesh"), dict) and isinstance(mesh, dict):
@@ -148,8 +148,9 @@ def _counters(recorded: Any) -> Counters:
     except TypeError:
         pass
     raise UserError(
-        f"the checkpoint has the counters {str(recorded)[:200]}: expected whole numbers for {', '.join(Counters._fields)}. "
-        f"To use its parameters, start a run with --tune-model-path and another checkpoint.model_dir"
+        f"the checkpoint has the counters {str(recorded)[:200]}: expected whole numbers for "
+        f"{', '.join(Counters._fields)}. To use its parameters, start a run with --tune-model-path and another "
+        "checkpoint.model_dir"
     )
 
 

@@ -178,8 +178,8 @@ class TrainingRun:
             steps = CheckpointStore(self.config.checkpoint.root, read_only=True).steps()
             last = f"the newest complete checkpoint is step_{steps[-1]}" if steps else "there is no checkpoint yet"
             raise RunError(
-                f"{self.folder}: the disk is full, or the quota is used up; {last}. Free some space and run the same command "
-                f"again: it resumes from there"
+                f"{self.folder}: the disk is full, or the quota is used up; {last}. Free some space and run the same "
+                f"command again: it resumes from there"
             ) from error
 
     def _stop_requested(self) -> bool:
@@ -190,8 +190,8 @@ class TrainingRun:
         local = not files.is_remote(self.config.checkpoint.root)
         if local and self.lock is not None and not self.lock.still_in_place():
             raise RunError(
-                f"{self.folder} was deleted or moved during the run, with its checkpoints and metrics: restore it and run the "
-                f"same command again to resume. Without it, the command starts a new run"
+                f"{self.folder} was deleted or moved during the run, with its checkpoints and metrics: restore it and "
+                f"run the same command again to resume. Without it, the command starts a new run"
             )
 
     def _train(self) -> TrainingResult:
@@ -339,7 +339,8 @@ class TrainingRun:
         return {name: value for name, value in found.items() if name != "step" and value is not None}
 
     def _publish(self, *, last: bool) -> None:
-        """Draw the plots, if the last ones are old enough. Copy the plots and the metrics of a run in a bucket there."""
+        """Draw the plots, if the last ones are old enough. Copy the plots and the metrics of a run in a bucket
+        there."""
         if not self.is_first or not os.path.exists(os.path.join(self.folder, run_folder.METRICS)):
             return
         if self.config.logging.plot:

@@ -21,7 +21,8 @@ class Validated(NamedTuple):
     """The results of a validation.
 
     Args:
-        scalars: {"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": fraction of correct predictions}.
+        scalars: {"val/loss_<set>": nats per token without z-loss, "val/accuracy_<set>": fraction of correct
+            predictions}.
         load: of each set, the mean over its batches. Empty for a model without routed experts.
         finished: whether all sets were computed, before a signal asked the run to stop.
     """
