@@ -139,7 +139,8 @@ GPTJ_6B = json.loads(
     "scale_attn_weights": true, "summary_activation": null, "summary_first_dropout": 0.1,
     "summary_proj_to_labels": true, "summary_type": "cls_index", "summary_use_proj": true, "task_specific_params":
     {"text-generation": {"do_sample": true, "max_length": 50, "temperature": 1.0}}, "tie_word_embeddings": false,
-    "tokenizer_class": "GPT2Tokenizer", "transformers_version": "4.18.0.dev0", "use_cache": true, "vocab_size": 50400}"""
+    "tokenizer_class": "GPT2Tokenizer", "transformers_version": "4.18.0.dev0", "use_cache": true,
+    "vocab_size": 50400}"""
 )
 PYTHIA = json.loads(
     """{"architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",

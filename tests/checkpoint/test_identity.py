@@ -81,7 +81,8 @@ def test_rotary_dims_are_compared_only_for_rotary_models(pe: str) -> None:
 
 
 OTHERS = {
-    "layers": 2, "d_model": 32, "n_heads": 4, "d_head": 16, "d_ff": 128, "n_vocab": 511, "pe": "t5", "pe_rotary_dims": 2,
+    "layers": 2, "d_model": 32, "n_heads": 4, "d_head": 16, "d_ff": 128, "n_vocab": 511, "pe": "t5",
+    "pe_rotary_dims": 2,
     "norm": "rmsnorm",
 }  # fmt: skip
 
@@ -180,7 +181,8 @@ def test_a_checkpoint_without_a_model_gives_one_warning(written: Path, caplog: p
         open_source(str(written / "native"), MODEL)
     (warning,) = caplog.messages
     assert warning == (
-        f"{folder}/step_7 does not record its model: n_heads, pe_rotary_dims and norm are not checked against the config"
+        f"{folder}/step_7 does not record its model: n_heads, pe_rotary_dims and norm are not checked against the "
+        "config"
     )
 
 

@@ -144,7 +144,9 @@ def peak_mib():
 
 sharding = NamedSharding(jax.make_mesh((8,), ("tp",)), P(None, None, "tp"))
 source = NativeSource(folder)
-wanted = {name: jax.ShapeDtypeStruct(info.shape, np.float32, sharding=sharding) for name, info in source.tensors.items()}
+wanted = {
+    name: jax.ShapeDtypeStruct(info.shape, np.float32, sharding=sharding) for name, info in source.tensors.items()
+}
 small, *names = sorted(wanted)
 
 def read(names):

@@ -25,7 +25,8 @@ from mesh_transformer.cloud.launch import (
 
 REPO = Path(__file__).parents[2]
 HOSTILE = [
-    "two words", "it's", 'say "x"', "a; touch hacked", "$(touch hacked)", "`touch hacked`", "a\ntouch hacked\n", "a & touch hacked",
+    "two words", "it's", 'say "x"', "a; touch hacked", "$(touch hacked)", "`touch hacked`", "a\ntouch hacked\n",
+    "a & touch hacked",
     "> hacked", "*", "~", "$HOME", "", "-n", "\\", "#",
 ]  # fmt: skip
 RAY = """#!/usr/bin/env bash

@@ -34,7 +34,8 @@ def test_one_queued_resource(api: TpuApi, tpus: Tpus) -> None:
     assert set(api.nodes) == {f"{PARENT}/nodes/a-0", f"{PARENT}/nodes/a-1"}
     assert (made.phase, made.state, made.size) == (TpuPhase.READY, "queue ACTIVE, READY", "2xv4-16")
     assert [str(host) for host in made.hosts()] == [
-        "w0 of slice 0 (127.0.1.1)", "w1 of slice 0 (127.0.1.2)", "w2 of slice 1 (127.0.1.3)", "w3 of slice 1 (127.0.1.4)",
+        "w0 of slice 0 (127.0.1.1)", "w1 of slice 0 (127.0.1.2)", "w2 of slice 1 (127.0.1.3)",
+        "w3 of slice 1 (127.0.1.4)",
     ]  # fmt: skip
     assert [host.address for host in made.hosts(external=True)] == [f"203.0.113.{i}" for i in (1, 2, 3, 4)]
     api.host_keys = {f"127.0.1.{i}": f"ssh-ed25519 KEY{i}" for i in (1, 2, 3, 4)}

@@ -60,7 +60,8 @@ def test_life_of_a_tpu(api: TpuApi, tmp_path: Path) -> None:
         (
             [],
             2,
-            "error: the following arguments are required: {create,list,describe,ssh,run,delete}; see tpu_utils.py --help",
+            "error: the following arguments are required: {create,list,describe,ssh,run,delete}; see tpu_utils.py "
+            "--help",
         ),
     ],
 )
@@ -99,5 +100,7 @@ def test_interrupted_while_waiting(api: TpuApi, tmp_path: Path) -> None:
     assert "interrupted: the request continues. `python tpu_utils.py delete a" in output
     assert "Traceback" not in errors
     api.capacity["v3-8"] = 1
-    assert "a: ready" in commands.run("tpu_utils.py", *arguments, cwd=tmp_path, HOME=str(tmp_path), **api.environment())[0]  # fmt: skip
+    assert (
+        "a: ready" in commands.run("tpu_utils.py", *arguments, cwd=tmp_path, HOME=str(tmp_path), **api.environment())[0]
+    )
     assert api.calls.count("CreateQueuedResource") == 1

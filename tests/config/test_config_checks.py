@@ -139,13 +139,16 @@ def test_the_advice_for_a_wrong_number_of_devices_works(
 @pytest.mark.parametrize(
     ("sizes", "mesh", "message"),
     [
-        ({}, {"tp": 2_000_000_000}, "model.n_heads 8 is not divisible by mesh.tp 2000000000: set it to 2000000000, or mesh.tp to 8"),
-        ({}, {"fsdp": 2**31 - 1}, "model.d_model 64 is not divisible by mesh.fsdp 2147483647: set it to 2147483647, or mesh.fsdp to 64"),
+        ({}, {"tp": 2_000_000_000},
+         "model.n_heads 8 is not divisible by mesh.tp 2000000000: set it to 2000000000, or mesh.tp to 8"),
+        ({}, {"fsdp": 2**31 - 1},
+         "model.d_model 64 is not divisible by mesh.fsdp 2147483647: set it to 2147483647, or mesh.fsdp to 64"),
         # a prime, whose divisors are the furthest apart
         (
             {"n_heads": 2**31 - 1, "d_head": 2},
             {"tp": 2_000_000_000},
-            "model.n_heads 2147483647 is not divisible by mesh.tp 2000000000: set it to 2000000000 or 4000000000, or mesh.tp to 1",
+            "model.n_heads 2147483647 is not divisible by mesh.tp 2000000000: set it to 2000000000 or 4000000000, or "
+            "mesh.tp to 1",
         ),
     ],
 )  # fmt: skip
@@ -254,7 +257,8 @@ def test_the_name_selects_the_fields(name: str) -> None:
         ({}, ["optimizer.name=adafactor", "optimizer.beta1=0.5"], ["did you mean optimizer.b1?"]),
         ({"model": {**MODEL, "family": "gpt_neox", "window": 7}}, [], ["gpt_neo, mistral, qwen2", "not of gpt_neox"]),
         ({"model": {**MODEL, "family": "llama", "rotary_scaling": "yarn"}}, [], ["yarn needs model.rotary_factor"]),
-        ({"model": {**MODEL, "family": "llama", "rotary_factor": 2.0}}, [], ["no effect with model.rotary_scaling none"]),
+        ({"model": {**MODEL, "family": "llama", "rotary_factor": 2.0}}, [],
+         ["no effect with model.rotary_scaling none"]),
         ({"model": {**MODEL, "family": "llama", "n_kv_heads": 3}}, [], ["not divisible by model.n_kv_heads 3"]),
         ({"model": {**MODEL, "family": "qwen2", "window": 3}}, [], ["model.window needs model.full_layers"]),
     ],

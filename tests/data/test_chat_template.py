@@ -183,7 +183,8 @@ def test_the_places_of_a_template(folder: Path, tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "one of two"}]
     for files, wanted in [
         ({}, CHATML),
-        ({"chat_template__jinja": None, "tokenizer_config__json": {**config, "chat_template": "in the config"}}, "in the config"),
+        ({"chat_template__jinja": None, "tokenizer_config__json": {**config, "chat_template": "in the config"}},
+         "in the config"),
         ({"chat_template__jinja": None, "tokenizer_config__json": {**config, "chat_template": several}}, "one of two"),
         ({"chat_template__jinja": None}, None),
     ]:  # fmt: skip
@@ -210,9 +211,11 @@ def test_a_refusal_of_a_template_is_told(render: Any, source: str, words: str) -
 
 
 REACHES = [
-    "''.__class__", "''['__class__']", "''|attr('__class__')", "messages.__class__.__mro__", "raise_exception.__globals__",
+    "''.__class__", "''['__class__']", "''|attr('__class__')", "messages.__class__.__mro__",
+    "raise_exception.__globals__",
     "namespace.__init__", "strftime_now.__globals__", "dict.__class__", "self.__init__.__globals__", "cycler.__init__",
-    "joiner.__init__.__globals__", "lipsum.__globals__", "''.join.__self__", "(messages|map).gi_frame", "range.__class__",
+    "joiner.__init__.__globals__", "lipsum.__globals__", "''.join.__self__", "(messages|map).gi_frame",
+    "range.__class__",
     "'{0.__class__}'.format(1)", "'{x.__class__}'.format_map({'x': 1})", "(''|string).format.__globals__",
 ]  # fmt: skip
 
@@ -231,8 +234,18 @@ def test_the_sandbox_hides_what_belongs_to_python(render: Any, reach: str) -> No
     assert not shows_an_object(render, reach)
 
 
-ROOTS = ["''", "1", "[]", "{}", "messages", "messages[0]", "self", "dict", "namespace()", "cycler(1)", "joiner()", "range(2)", "''.join", "(messages | map(attribute='role'))", "strftime_now"]  # fmt: skip
-NAMES = sorted({name for kind in (object, type, str, dict, type(lambda: 0), type(i for i in ()), BaseException) for name in dir(kind) if name.startswith(("_", "gi_", "mro"))})  # fmt: skip
+ROOTS = [
+    "''", "1", "[]", "{}", "messages", "messages[0]", "self", "dict", "namespace()", "cycler(1)", "joiner()",
+    "range(2)", "''.join", "(messages | map(attribute='role'))", "strftime_now",
+]  # fmt: skip
+NAMES = sorted(
+    {
+        name
+        for kind in (object, type, str, dict, type(lambda: 0), type(i for i in ()), BaseException)
+        for name in dir(kind)
+        if name.startswith(("_", "gi_", "mro"))
+    }
+)
 STEPS = st.builds(
     str.format,
     st.sampled_from([".{0}", "['{0}']", "|attr('{0}')", "|map(attribute='{0}')|list"]),

@@ -137,9 +137,9 @@ def _mfu(repo: Any, name: str, devices: int, *overrides: str, **options: float) 
 
 
 def test_published_runs(repo):
-    """The original's GPT-J-6B; Levanter's 6.7B and 13B on a v3-256; MaxText's 16B on a v5e-256, 6 sequences a chip, with
-    a kernel of attention whose share of the peak is assumed. Levanter does not publish its batch: 4 sequences a core.
-    The programs differ, so this is a check of the scale."""
+    """The original's GPT-J-6B; Levanter's 6.7B and 13B on a v3-256; MaxText's 16B on a v5e-256, 6 sequences a chip,
+    with a kernel of attention whose share of the peak is assumed. Levanter does not publish its batch: 4 sequences a
+    core. The programs differ, so this is a check of the scale."""
     assert 16 * 2048 / _estimate(repo, "v3", 8).seconds == pytest.approx(5000, rel=0.15)
     assert _estimate(repo, "v3", 32, *_batch(8, 1)).seconds == pytest.approx(3.373, rel=0.15)
     sharded = "mesh.tp=1", "mesh.fsdp=256"

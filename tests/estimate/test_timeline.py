@@ -91,7 +91,8 @@ ENTRY %main (p: f32[262144]) -> f32[262144] {{
   %token = token[] after-all()
   %recv = (f32[262144]{{0}}, u32[], token[]) recv(%token), {ends}
   %send = (f32[262144]{{0}}, u32[], token[]) send(%p, %token), {ends}
-  %work = f32[262144]{{0}} add(%p, %p), metadata={{op_name="jvp(head)/add"}}, backend_config={{"estimated_cycles":"900"}}
+  %work = f32[262144]{{0}} add(%p, %p), metadata={{op_name="jvp(head)/add"}}, \
+backend_config={{"estimated_cycles":"900"}}
   %sent = token[] send-done(%send)
   %received = (f32[262144]{{0}}, token[]) recv-done(%recv)
   ROOT %sum = f32[262144]{{0}} get-tuple-element(%received), index=0

@@ -34,17 +34,21 @@ _TOOL = {
 }
 _CALLED = [
     {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}]},
+    {"role": "assistant", "content": None, "reasoning": "hm",
+     "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}]},
     {"role": "tool", "tool_call_id": "1", "content": "c"},
 ]  # fmt: skip
 _STREAMED = {**_SAMPLED, "stream": True}
 # a valid body for each route, of some two
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "ab", "max_tokens": 4, "logprobs": 2, "echo": True, "best_of": 2, **_SAMPLED}),
-    ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 3, **_STREAMED, "stream_options": {"include_usage": True}}),
+    ("/v1/completions",
+     {"prompt": [[5, 6], [7]], "max_tokens": 3, **_STREAMED, "stream_options": {"include_usage": True}}),
     ("/v1/chat/completions", {"messages": _CHAT, "max_tokens": 4, "logprobs": True, "top_logprobs": 2, **_SAMPLED}),
-    ("/v1/chat/completions", {"messages": _CHAT, "max_completion_tokens": 3, "chat_template_kwargs": {"x": 1}, **_STREAMED}),
-    ("/v1/chat/completions", {"messages": _CALLED, "tools": [_TOOL], "tool_choice": "auto", "reasoning_effort": "low", "max_tokens": 3}),
+    ("/v1/chat/completions",
+     {"messages": _CHAT, "max_completion_tokens": 3, "chat_template_kwargs": {"x": 1}, **_STREAMED}),
+    ("/v1/chat/completions",
+     {"messages": _CALLED, "tools": [_TOOL], "tool_choice": "auto", "reasoning_effort": "low", "max_tokens": 3}),
     ("/complete", {"context": "ab", "top_p": 0.9, "temp": 0.7, "length": 4, "top_k": 5, "stop": ["x"]}),
     ("/tokenize", {"model": "tiny", "prompt": "ab", "add_special_tokens": True, "return_token_strs": True}),
     ("/tokenize", {"messages": _CHAT, "add_generation_prompt": True, "tools": [_TOOL], "chat_template_kwargs": {}}),
@@ -53,7 +57,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 # what chat requests are refused for, and unknown fields
 DONORS = [
     {
-        "tools": [], "tool_choice": "required", "grammar": "root", "response_format": {"type": "text"}, "documents": [], "echo": True, "suffix": "",
+        "tools": [], "tool_choice": "required", "grammar": "root", "response_format": {"type": "text"}, "documents": [],
+        "echo": True, "suffix": "",
         "best_of": 1,
     },
     *(body for _, body in BODIES),

@@ -17,7 +17,8 @@ CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": " What is 2 + 2? <b>&amp;</b> "},
     {"role": "assistant", "content": "4\n"},
     {"role": "user", "content": "日本 😀 {{ messages }}"},
-    {"role": "assistant", "content": "", "tool_calls": [{"id": "call12345", "function": {"name": "f", "arguments": {"a": 1}}}]},
+    {"role": "assistant", "content": "",
+     "tool_calls": [{"id": "call12345", "function": {"name": "f", "arguments": {"a": 1}}}]},
     {"role": "tool", "content": "c", "tool_call_id": "call12345"},
 ]  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "g", "parameters": {"properties": {}}}}]

@@ -190,17 +190,20 @@ def test_a_padded_chunk_counts_with_its_padding() -> None:
 # a prompt at a time; docs/families.md has them
 RELEASED: dict[str, tuple[dict[str, Any], int, int]] = {
     "Mistral-7B-v0.1": (
-        {"family": "mistral", "layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "seq": 32768, "window": 4096},
+        {"family": "mistral", "layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "seq": 32768,
+         "window": 4096},
         32 * 32768 * 4096,
         32 * 4607 * 4096,
     ),
     "Gemma 2 2B": (
-        {"family": "gemma2", "layers": 26, "d_model": 2304, "n_heads": 8, "n_kv_heads": 4, "d_head": 256, "seq": 8192, "window": 4096},
+        {"family": "gemma2", "layers": 26, "d_model": 2304, "n_heads": 8, "n_kv_heads": 4, "d_head": 256, "seq": 8192,
+         "window": 4096},
         26 * 8192 * 4096,
         13 * (8192 + 4607) * 4096,
     ),
     "Gemma 2 9B": (
-        {"family": "gemma2", "layers": 42, "d_model": 3584, "n_heads": 16, "n_kv_heads": 8, "d_head": 256, "seq": 8192, "window": 4096},
+        {"family": "gemma2", "layers": 42, "d_model": 3584, "n_heads": 16, "n_kv_heads": 8, "d_head": 256, "seq": 8192,
+         "window": 4096},
         42 * 8192 * 8192,
         21 * (8192 + 4607) * 8192,
     ),

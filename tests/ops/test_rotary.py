@@ -58,7 +58,8 @@ PUBLISHED = [
     Published("Ministral 8B, Mistral Small 24B", (128,), 1e8, most_pairs=3),
     Published("Yarn-Llama-2 64k", (128,), 1e4, _yarn(16.0, 4096)),
     Published("Yarn-Llama-2 128k", (128,), 1e4, _yarn(32.0, 4096)),
-    Published("DeepSeek-V2, V3", (64,), 1e4, _yarn(40.0, 4096, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)),
+    Published("DeepSeek-V2, V3", (64,), 1e4,
+              _yarn(40.0, 4096, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)),
 ]  # fmt: skip
 CASES = [(one, dims) for one in PUBLISHED for dims in one.dims]
 

@@ -31,7 +31,8 @@ LAUNCH = """
     tpus = Tpus("europe-west4-a", timing=Timing(pause_s=0.05, longest_pause_s=0.5))
     small = ("--object-store-memory=100000000",)
     plan = LaunchOptions(
-        ExistingEnvironment(sys.prefix), Access("", user="root", key_file=key, connect_timeout_s=5), ("--num-cpus=1", *small),
+        ExistingEnvironment(sys.prefix), Access("", user="root", key_file=key, connect_timeout_s=5),
+        ("--num-cpus=1", *small),
         tpu_timeout_s=60, ssh_timeout_s=30,
     )
     request = TpuRequest("pod", parse("v3-32"), tier="spot", queued=True)
@@ -99,7 +100,8 @@ def test_commands_on_the_hosts(hosts: PodOfHosts, api: TpuApi, tmp_path: Path) -
     assert "w1 (10.77.0.12): exit code 4" in errors
     assert "w2" not in errors
     process = commands.start(
-        "tpu_utils.py", "ssh", "tool", *ZONE, *login, "--worker", "2", cwd=tmp_path, HOME=str(tmp_path), **api.environment(),
+        "tpu_utils.py", "ssh", "tool", *ZONE, *login, "--worker", "2", cwd=tmp_path, HOME=str(tmp_path),
+        **api.environment(),
     )  # fmt: skip
     # standard input is empty, so the shell ends at once
     assert "pod-w2" not in commands.finish(process)[0]

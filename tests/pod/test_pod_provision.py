@@ -76,7 +76,8 @@ class Driver:
     def start(self) -> str:
         return self.python(
             "import logging; logging.basicConfig(level='INFO'); from mesh_transformer.cloud import head;"
-            f"print(head.start({str(self.folder)!r}, {DRIVER!r}, arguments=('--object-store-memory=100000000',)).address)"
+            f"print(head.start({str(self.folder)!r}, {DRIVER!r}, "
+            "arguments=('--object-store-memory=100000000',)).address)"
         )
 
     def nodes(self) -> dict[str, dict[str, float]]:
@@ -199,7 +200,12 @@ def test_ray_outlives_the_connection_and_restarts(
     assert pids(pod) == raylets
     assert output_of(pod, "ps -o ppid= -p $(cut -d' ' -f1 .mesh_transformer/ray.pid) | tr -d ' '") == ["1"] * 4
     pod.run("pkill -KILL -x raylet", [2])
-    wait_for(lambda: (pids_2 := pod.run("pgrep -x raylet || true", [2])[0].output.strip()) not in ("", raylets[2]) and bool(pids_2))  # fmt: skip
+    wait_for(
+        lambda: (
+            (pids_2 := pod.run("pgrep -x raylet || true", [2])[0].output.strip()) not in ("", raylets[2])
+            and bool(pids_2)
+        )
+    )
     wait_for(lambda: "10.77.0.13" in driver.nodes())
     assert pids(pod)[0] == raylets[0]
 
@@ -221,12 +227,17 @@ def test_head_is_found_again_and_stopped(
         "import subprocess; print(subprocess.check_output(['pgrep', '-x', 'gcs_server'], text=True))"
     )
     assert driver.start() == f"{DRIVER}:6379"
-    assert before == driver.python("import subprocess; print(subprocess.check_output(['pgrep', '-x', 'gcs_server'], text=True))")  # fmt: skip
+    assert before == driver.python(
+        "import subprocess; print(subprocess.check_output(['pgrep', '-x', 'gcs_server'], text=True))"
+    )
     stop_ray(pod, provisioned)
     assert output_of(pod, "pgrep -f '[r]aylet|[r]ay::|[p]od_ray.sh' | wc -l") == ["0"] * 4
     stop_ray(pod, provisioned)
     driver.python(f"from mesh_transformer.cloud import head; head.stop({str(driver.folder)!r})")
-    left = driver.python("import subprocess; print(subprocess.run(['pgrep', '-a', 'gcs_server|raylet'], text=True, capture_output=True).stdout)")  # fmt: skip
+    left = driver.python(
+        "import subprocess; print(subprocess.run(['pgrep', '-a', 'gcs_server|raylet'], text=True, "
+        "capture_output=True).stdout)"
+    )
     assert left == ""
 
 

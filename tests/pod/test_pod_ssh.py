@@ -85,7 +85,7 @@ def test_unknown_and_changed_host_keys_are_rejected(pod: Pod, access: Access, tm
 
 
 def test_the_systems_ssh_has_the_same_rules(pod: Pod, access: Access, tmp_path: Path) -> None:
-    done = subprocess.run([*command_line(pod.hosts[1], access), "hostname"], capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run([*command_line(pod.hosts[1], access), "hostname"], capture_output=True, text=True, check=True)
     assert done.stdout == "pod-w1\n"
     empty = tmp_path / "known"
     empty.write_text("")

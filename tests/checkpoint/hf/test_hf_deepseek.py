@@ -98,8 +98,8 @@ def read(tmp_path, values: dict[str, Any]) -> Any:
     ("values", "total", "active", "cache"), [(LITE, 15.7, 2.4, 31_104), (V3, 671.0, 37, 70_272)], ids=["lite", "v3"]
 )
 def test_released_models_have_their_sizes(tmp_path, values, total, active, cache) -> None:
-    """Total and active parameters, in 1e9 (arXiv:2405.04434, 2412.19437; the active ones are published with two digits),
-    and bytes of a position of the cache in bfloat16: 512 + 64 numbers a layer."""
+    """Total and active parameters, in 1e9 (arXiv:2405.04434, 2412.19437; the active ones are published with two
+    digits), and bytes of a position of the cache in bfloat16: 512 + 64 numbers a layer."""
     model = read(tmp_path, values)
     decoder = model.decoder()
     assert read(tmp_path, {"model_type": values["model_type"], **model.to_hf()}) == model

@@ -76,7 +76,8 @@ E1125 01:26:32.309256   19889 coordination_service.cc:1549] [927085264571945752]
 following tasks are unhealthy (stopped sending heartbeats):
 1
 The tasks have crashed. Check the task logs for an earlier error [type.googleapis.com/tensorflow='']
-F1125 01:26:32.310015   19900 client.h:80] Terminating process because the JAX distributed service detected fatal errors.
+F1125 01:26:32.310015   19900 client.h:80] Terminating process because the JAX distributed service detected fatal \
+errors.
 
 RPC: /xla.coordination.CoordinationService/PollForError [type.googleapis.com/tensorflow='']
 *** Check failure stack trace: ***

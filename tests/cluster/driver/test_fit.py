@@ -86,7 +86,8 @@ def test_without_libtpu_a_line_says_so(caplog):
     [
         ("raise SystemExit('error: no such option')", r"preflight\.py failed: error: no such option"),
         (
-            "import sys; print('{\"reason\": \"refused\"}'); sys.stderr.write('12:00 W v3-8: nothing fits; x'); sys.exit(1)",
+            "import sys; print('{\"reason\": \"refused\"}'); sys.stderr.write('12:00 W v3-8: nothing fits; x'); "
+            "sys.exit(1)",
             r"the run does not fit v3-8: nothing fits; x \(--no-preflight runs it anyway\)",
         ),
     ],

@@ -239,7 +239,10 @@ def test_a_user_error_ends_the_run_at_once(kind, error):
     def life(seconds):
         if seconds < 5:
             return running(1)
-        return [running(1)[0], Status(1, "ended", exit_code=1, error=WorkerError(kind, "the reason", "Traceback: the reason"))]  # fmt: skip
+        return [
+            running(1)[0],
+            Status(1, "ended", exit_code=1, error=WorkerError(kind, "the reason", "Traceback: the reason")),
+        ]
 
     driver, fake = supervisor([life] * 3)
     with pytest.raises(error, match="the reason"):

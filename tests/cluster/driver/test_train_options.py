@@ -184,7 +184,11 @@ def test_names_of_runs_are_unique(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = run_name(config(checkpoint={"model_dir": "runs/a"}))
     assert here == run_name(config(checkpoint={"model_dir": str(tmp_path / "runs/a")}))
-    names = {here, run_name(config(checkpoint={"model_dir": "other/a"})), run_name(config(checkpoint={"model_dir": "runs/a b/"}))}  # fmt: skip
+    names = {
+        here,
+        run_name(config(checkpoint={"model_dir": "other/a"})),
+        run_name(config(checkpoint={"model_dir": "runs/a b/"})),
+    }
     assert len(names) == 3
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-") for name in names)
 

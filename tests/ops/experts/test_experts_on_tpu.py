@@ -75,8 +75,8 @@ def test_the_gradients_of_one_layer_of_olmoe_cost_what_the_choices_need() -> Non
 @pytest.mark.parametrize(
     ("exchange", "kinds"),
     [
-        # rows go to the experts and back, and so do their gradients; before them the numbers of rows. The sums over tp of
-        # the outputs and of the gradients of the tokens are split over it.
+        # rows go to the experts and back, and so do their gradients; before them the numbers of rows. The sums over tp
+        # of the outputs and of the gradients of the tokens are split over it.
         ("tokens", {"all-to-all": 5, "reduce-scatter": 2}),
         # the same sums, first over ep and then over tp
         ("gather", {"all-to-all": 0, "reduce-scatter": 4}),

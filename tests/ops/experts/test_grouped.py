@@ -13,8 +13,8 @@ KERNELS = {"cpu": row_loop.KERNEL, "gpu": row_blocks.KERNEL, "tpu": megablox.ker
 ROWS, D, F = 300, 20, 12
 # of the matrices that the same rows are multiplied with
 WIDTHS = 12, 8
-# the last group is not the last row, or has fewer rows than a block; groups of one block and of many, of blocks that are
-# not full; empty groups
+# the last group is not the last row, or has fewer rows than a block; groups of one block and of many, of blocks that
+# are not full; empty groups
 SIZES = {"uneven": (0, 130, 17, 0, 1, 64, 0), "all": (64, 32, 16, 128, 0, 55, 5), "one": (0, 0, 300, 0, 0, 0, 0)}
 
 
