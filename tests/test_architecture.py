@@ -323,7 +323,8 @@ def test_imports_have_no_cycle() -> None:
 
 
 def test_tests_mirror_the_package() -> None:
-    """A folder of tests has the name of the folder that it tests; shared code is in `support`. `fuzz` tests all readers."""
+    """A folder of tests has the name of the folder that it tests; shared code is in `support`. `fuzz` tests all
+    readers."""
     tests = ROOT / "tests"
     folders = {file.parent.relative_to(tests) for file in tests.rglob("test_*.py")}
     others = {Path("support"), Path("pod"), Path("fuzz")}

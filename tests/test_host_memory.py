@@ -27,8 +27,8 @@ OTHERS = """31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Writes the files of a machine, and the limits of its control groups: their folders below /sys/fs/cgroup, each with
-    the values of its files."""
+    """Writes the files of a machine, and the limits of its control groups: their folders below /sys/fs/cgroup, each
+    with the values of its files."""
 
     def machine(groups: str, mounts: str, **folders: dict[str, object]) -> None:
         for name, text in {"meminfo": MEMINFO, "self/cgroup": groups, "self/mountinfo": OTHERS + mounts}.items():

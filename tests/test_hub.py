@@ -115,7 +115,8 @@ def test_without_network(hub_server, monkeypatch):
         with pytest.raises(UserError) as caught:
             hub.model_folder(f"hf://{name}")
         assert str(caught.value) == (
-            f"hf://{name} is not in this machine's cache, and the Hugging Face hub cannot be reached (HF_HUB_OFFLINE is set)"
+            f"hf://{name} is not in this machine's cache, and the Hugging Face hub cannot be reached (HF_HUB_OFFLINE "
+            "is set)"
         )
     assert not hub_server.requests
 

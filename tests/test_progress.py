@@ -92,7 +92,8 @@ def test_the_next_unit_is_a_plain_line(caplog):
 
 
 def _terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """Standard error is a terminal of 80 columns from now on. No fixture: pytest replaces it for each phase of a test."""
+    """Standard error is a terminal of 80 columns from now on. No fixture: pytest replaces it for each phase of a
+    test."""
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", screen)

@@ -318,7 +318,9 @@ def test_a_config_that_differs_from_the_checkpoint(run: Run, tmp_path: Path) -> 
     save(tmp_path / "hf", "gptj", torch.float32)
     (tmp_path / "text.txt").write_text("abc " * 1000)
     for model, reason in {
-        '{"family": "gptj", "layers": 3, "d_model": 48, "n_heads": 2, "n_vocab": 131}': "model.n_heads: the config has 2",
+        '{"family": "gptj", "layers": 3, "d_model": 48, "n_heads": 2, "n_vocab": 131}': (
+            "model.n_heads: the config has 2"
+        ),
         '{"layers": 3}': "required and not given: model.d_model",
     }.items():
         (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model": json.loads(model)}))

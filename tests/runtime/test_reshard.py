@@ -39,7 +39,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ({"shards_out": 0}, [], "--shards-out 0: must be 1 or more"),
         ({"shards_out": -2}, [], "--shards-out -2: must be 1 or more"),
-        ({"shards_out": 3}, [], "out: 3 shards do not divide model.n_heads 4 and model.n_vocab 260: possible are 1, 2, 4"),
+        ({"shards_out": 3}, [],
+         "out: 3 shards do not divide model.n_heads 4 and model.n_vocab 260: possible are 1, 2, 4"),
         ({}, ["model.n_vocab=261", "model.n_heads=2"], "out: 2 shards do not divide .* possible are 1$"),
         ({"shards_out": 1}, ["mesh.tp=1"], "set the same value"),
         ({"shards_out": 1}, ["data.seed=1", " cores_per_replica = 2"], "set the same value"),

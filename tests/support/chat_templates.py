@@ -15,7 +15,8 @@ TEMPLATES = {
     "chatml": CHATML,
     "header": """{{- bos_token }}
 {%- set ns = namespace(system='You help.', first=true) %}
-{%- if messages[0].role == 'system' %}{% set ns.system = messages[0]['content'] | trim %}{% set messages = messages[1:] %}{% endif %}
+{%- if messages[0].role == 'system' %}{% set ns.system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}{% endif %}
 {{- '<|start|>system<|stop|>\\n\\n' ~ ns.system ~ '<|eot|>' }}
 {%- for message in messages %}
     {%- if loop.index0 is even and message.role != 'user' %}{% continue %}{% endif %}
@@ -63,11 +64,13 @@ TOOL_TEMPLATES = {
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
     {%- elif message.role == 'assistant' %}
         {{- '<|im_start|>assistant' }}
-        {%- if message.reasoning_content is string %}{{ '\\n<think>' + message.reasoning_content + '</think>' }}{% endif %}
+        {%- if message.reasoning_content is string %}{{ '\\n<think>' + message.reasoning_content + '</think>' }}
+        {%- endif %}
         {%- if message.content %}{{ '\\n' + message.content }}{% endif %}
         {%- for call in message.tool_calls %}
             {%- if call.function is defined %}{% set call = call.function %}{% endif %}
-            {{- '\\n<tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": ' ~ (call.arguments | tojson) ~ '}\\n</tool_call>' }}
+            {{- '\\n<tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": ' ~ (call.arguments | tojson)
+                ~ '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == 'tool' %}
@@ -132,28 +135,36 @@ TOOL_TEMPLATES = {
             {%- endfor %}
             {{- '[/AVAILABLE_TOOLS]' }}
         {%- endif %}
-        {{- '[INST] ' + (system + '\\n\\n' if loop.last and system is defined else '') + message['content'] + '[/INST]' }}
+        {{- '[INST] ' + (system + '\\n\\n' if loop.last and system is defined else '') + message['content']
+            + '[/INST]' }}
     {%- elif message['tool_calls'] is defined and message.tool_calls is not none %}
         {{- '[TOOL_CALLS] [' }}
         {%- for call in message.tool_calls %}
             {%- set out = call.function | tojson %}
-            {%- if not call.id is defined or call.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}
-            {{- out[:-1] + ', "id": "' + call.id + '"}' }}{% if not loop.last %}{{ ', ' }}{% else %}{{ ']' + eos_token }}{% endif %}
+            {%- if not call.id is defined or call.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}
+            {%- endif %}
+            {{- out[:-1] + ', "id": "' + call.id + '"}' }}{% if not loop.last %}{{ ', ' }}
+            {%- else %}{{ ']' + eos_token }}{% endif %}
         {%- endfor %}
     {%- elif message['role'] == 'assistant' %}{{ ' ' + message['content'] | trim + eos_token }}
     {%- elif message['role'] == 'tool' %}
-        {{- '[TOOL_RESULTS] {"content": ' + message.content | string + ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content | string + ', "call_id": "' + message.tool_call_id
+            + '"}[/TOOL_RESULTS]' }}
     {%- else %}{{ raise_exception('an unknown role') }}{% endif %}
 {%- endfor %}""",
     # gpt-oss: the effort is a line of the system message; tools as text; thoughts of the last message
-    "harmony": """{%- macro listed(tools) %}{% for tool in tools %}{{ '// ' + (tool.function.description or '') + '\\ntype ' + tool.function.name }}
-        {%- for name, of in (tool.function.parameters or {}).properties | default({}) | items %}{{ ' ' + name + ': ' + of.type | string }}{% endfor %}{{ '\\n' }}{% endfor %}{% endmacro %}
-{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort if reasoning_effort is defined else 'medium') + '<|end|>' }}
+    "harmony": """{%- macro listed(tools) %}{% for tool in tools %}{{ '// ' + (tool.function.description or '')
+            + '\\ntype ' + tool.function.name }}
+        {%- for name, of in (tool.function.parameters or {}).properties | default({}) | items %}
+            {{- ' ' + name + ': ' + of.type | string }}{% endfor %}{{ '\\n' }}{% endfor %}{% endmacro %}
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort if reasoning_effort is defined else 'medium')
+    + '<|end|>' }}
 {%- if tools %}{{ '<|start|>developer<|message|>' + listed(tools) + '<|end|>' }}{% endif %}
 {%- for message in messages %}
     {%- if message.role == 'assistant' and message.tool_calls is defined %}
         {%- if message.thinking %}{{ '<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}
-        {%- for call in message.tool_calls %}{{ '<|call|>' + call.function.name + (call.function.arguments | tojson) }}{% endfor %}
+        {%- for call in message.tool_calls %}{{ '<|call|>' + call.function.name + (call.function.arguments | tojson) }}
+        {%- endfor %}
     {%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}""",

@@ -23,7 +23,8 @@ CONFIG: dict[str, Any] = {
         "gradient_accumulation_steps": 2,
     },
     "data": {
-        "train_set": "text.txt", "val_set": {"held": "text.txt"}, "tokenizer": "bytes", "batch_size": 8, "shuffle": True,
+        "train_set": "text.txt", "val_set": {"held": "text.txt"}, "tokenizer": "bytes", "batch_size": 8,
+        "shuffle": True,
         "val_every": 5, "val_batches": 2,
     },
     "checkpoint": {"model_dir": "run", "ckpt_every": 5, "keep_every": 5},

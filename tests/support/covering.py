@@ -112,8 +112,9 @@ def choose(tests: Mapping[Product, str], changed: Iterable[str], turn: int) -> C
     """The combinations that a run tests.
 
     Combinations that test a changed file come first, up to CHANGED_SECONDS: whole products that fit their share of this
-    time, then coverings of the other products, then more of these. The turn's share of the coverings follows, then shares of later turns in what is left of
-    CHANGED_SECONDS. Any 2 TURNS - 1 turns in a row have a covering of each product.
+    time, then coverings of the other products, then more of these. The turn's share of the coverings follows, then
+    shares of later turns in what is left of CHANGED_SECONDS. Any 2 TURNS - 1 turns in a row have a covering of each
+    product.
 
     Args:
         tests: the file of tests of each product, relative to the root.

@@ -42,8 +42,9 @@ def small_program(
 
 
 def trained(run: TrainProgram, seed: int = 1) -> Any:
-    """Train on the tokens: STEPS steps, or FEW_STEPS of a model with experts. Returns the initial parameters, Adam's first moment after one step, which is the gradient
-    times a number, the metrics of all steps, and the validation's."""
+    """Train on the tokens: STEPS steps, or FEW_STEPS of a model with experts. Returns the initial parameters, Adam's
+    first moment after one step, which is the gradient times a number, the metrics of all steps, and the
+    validation's."""
     state = run.init(jax.random.key(seed))
     params = jax.device_get(state.params)
     gradient, steps = None, []

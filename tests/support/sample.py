@@ -1,7 +1,7 @@
 """The plugin that leaves combinations out of a default run, by the change and the commit (`support/covering.py`).
 
-`python -m pytest --changed REV` runs only what the files that were changed since REV select: their combinations, and the
-files of tests that import them.
+`python -m pytest --changed REV` runs only what the files that were changed since REV select: their combinations, and
+the files of tests that import them.
 """
 
 import ast

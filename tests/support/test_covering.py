@@ -180,7 +180,9 @@ TEST = """
 import pytest
 from support.covering import CHANGED_SECONDS, sampled
 
-@pytest.mark.parametrize(("number", "letter"), sampled(range(40), "ab", seconds=CHANGED_SECONDS / 3, files=("ops/attend/ring.py",)))
+@pytest.mark.parametrize(
+    ("number", "letter"), sampled(range(40), "ab", seconds=CHANGED_SECONDS / 3, files=("ops/attend/ring.py",))
+)
 def test_some(number, letter):
     pass
 """

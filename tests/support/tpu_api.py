@@ -2,7 +2,8 @@
 
 It implements nodes and queued resources with their states, long-running operations, ALREADY_EXISTS and NOT_FOUND, quota
 errors with details, stockouts as failed operations with a message only, guest attributes, and queued resources that are
-suspended when they lose their node; also queued resources of several nodes. It does not implement authentication, pages of lists, and updates.
+suspended when they lose their node; also queued resources of several nodes. It does not implement authentication, pages
+of lists, and updates.
 
     with TpuApi() as api:
         api.environment()                          # variables that select this server in tpu_utils.py and train.py
@@ -37,7 +38,8 @@ NODE = cloud_tpu.Node.State
 QUEUED = cloud_tpu.QueuedResourceState.State
 OPERATION_CALLS = ("GetOperation",)
 CALLS = (
-    "CreateNode", "GetNode", "ListNodes", "DeleteNode", "CreateQueuedResource", "GetQueuedResource", "ListQueuedResources",
+    "CreateNode", "GetNode", "ListNodes", "DeleteNode", "CreateQueuedResource", "GetQueuedResource",
+    "ListQueuedResources",
     "DeleteQueuedResource", "GetGuestAttributes",
 )  # fmt: skip
 

@@ -79,7 +79,8 @@ def theirs(name: str, config: Any) -> optax.GradientTransformation:
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"), [("lion", {"weight_decay": 0.3}), ("adafactor", {"weight_decay": 0, "min_dim_size_to_factor": 4})]
+    ("name", "fields"),
+    [("lion", {"weight_decay": 0.3}), ("adafactor", {"weight_decay": 0, "min_dim_size_to_factor": 4})]
 )  # fmt: skip
 def test_updates_equal_those_of_optax_layer_by_layer(name: str, fields: dict[str, Any]) -> None:
     config = OPTIMIZERS[name](name=name, warmup_steps=2, lr=1e-2, **fields)
@@ -217,7 +218,9 @@ def test_lion_has_no_full_classic_form(tmp_path: Path) -> None:
     model = model_config()
     whole = RandomSource(model, full=True)
     names = [name for name in whole.tensors if not name.startswith("nu/")]
-    source = ArraySource({name: whole.read(name, (slice(None),) * len(whole.tensors[name].shape)) for name in names}, Counts(3, 3, 3))  # fmt: skip
+    source = ArraySource(
+        {name: whole.read(name, (slice(None),) * len(whole.tensors[name].shape)) for name in names}, Counts(3, 3, 3)
+    )
     for full in (None, True):
         with pytest.raises(UserError, match=r"an optimizer other than Adam \(mu\).*slim_model.py"):
             write_classic(source, model, str(tmp_path / "full"), 1, full=full)

@@ -25,8 +25,8 @@ CLOSE = 1e-5
 
 
 def _parts(*, tied: bool, shared_out: str, leading: bool = False) -> Parts:
-    """Tied: the head reads the embedding's table. Else every layer reads a bias of the embedding. Leading: one more layer
-    stands before the others, with one more matrix."""
+    """Tied: the head reads the embedding's table. Else every layer reads a bias of the embedding. Leading: one more
+    layer stands before the others, with one more matrix."""
 
     def embed(params: Any, batch: Any) -> Stream:
         waves = jnp.cos(jnp.arange(POSITIONS, dtype=jnp.float32))[None, :, None]
@@ -136,8 +136,8 @@ def test_stages_of_plain_functions_equal_one_device(tied: bool, shared_out: str,
         ),
         (
             lambda: _computed(_on(pp=4, dp=2), _parts(tied=True, shared_out="batch"), 1),
-            "4 stages share out the dimension batch of a batch for the loss, and 2 devices of each split it: dimension 1 of "
-            "an array (4, 4, 8) is not divisible by 8",
+            "4 stages share out the dimension batch of a batch for the loss, and 2 devices of each split it: dimension "
+            "1 of an array (4, 4, 8) is not divisible by 8",
         ),
     ],
 )

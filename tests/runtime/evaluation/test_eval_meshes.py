@@ -24,7 +24,8 @@ MESHES = {
 }
 MODEL = {"layers": 2, "d_model": 64, "n_heads": 8, "n_vocab": 257, "seq": 64, "pe_rotary_dims": 4}
 PAIRS = harness_requests(
-    *((f"{i} bottles of beer on the wall, {i}", answer) for i in range(20) for answer in (" bottles", " cans of it", ".")),
+    *((f"{i} bottles of beer on the wall, {i}", answer)
+      for i in range(20) for answer in (" bottles", " cans of it", ".")),
     ("", "Once"), ("many words, " * 20, "the last"),
 )  # fmt: skip
 ROLLED = harness_requests(("some text, longer than the context of the model. " * 4,))

@@ -209,7 +209,8 @@ def test_too_many_new_tokens_are_refused(our_model):
 
 def test_a_task_may_set_every_sampling_option(our_model):
     options = {
-        "temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": 0.25,
+        "temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
         "frequency_penalty": -2.0, "no_repeat_ngram_size": 3,
     }  # fmt: skip
     given = {"until": [], "do_sample": True, "max_gen_toks": 2, **options}

@@ -122,8 +122,8 @@ def test_the_parameters_are_named_even_if_they_round_to_zero(capsys):
 
 @pytest.mark.parametrize("rows", [[[TINY]], [[MISS]], [[FITS, MISS], [TINY] * 8]], ids=["one", "no time", "many"])
 def test_nothing_in_the_picture_covers_anything_else(rows, tmp_path, monkeypatch):
-    """Titles, legends, labels of ticks and bars of a panel have room: the legend is below the title, and the longest bar
-    ends inside the frame."""
+    """Titles, legends, labels of ticks and bars of a panel have room: the legend is below the title, and the longest
+    bar ends inside the frame."""
     drawn, write = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *to, **how: (drawn.append(figure), write(figure, *to, **how)))
     report.plot(rows, str(tmp_path / "a.png"), "tiny.json: gptj, 4 layers of width 128; sequences of 128 tokens")

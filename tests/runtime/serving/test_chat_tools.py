@@ -43,14 +43,18 @@ HISTORIES = {
     "null": ({"role": "assistant", "content": None, "tool_calls": [called()]}, {"content": ""}),
     "absent": ({"role": "assistant", "tool_calls": [called()]}, {"content": ""}),
     "text": ({"role": "assistant", "content": "I look.", "tool_calls": [called()]}, {}),
-    "parts": ({"role": "assistant", "content": [{"type": "text", "text": "I"}, {"type": "text", "text": "look"}], "tool_calls": [called()]}, {"content": "I\nlook"}),
+    "parts": ({"role": "assistant", "content": [{"type": "text", "text": "I"}, {"type": "text", "text": "look"}],
+               "tool_calls": [called()]}, {"content": "I\nlook"}),
     "an object": ({"role": "assistant", "content": "", "tool_calls": [called(ARGUMENTS)]}, {}),
     "no arguments": ({"role": "assistant", "content": "", "tool_calls": [called("")]}, {"tool_calls": [called({})]}),
-    "not JSON": ({"role": "assistant", "content": "", "tool_calls": [called('{"place": "O')]}, {"tool_calls": [called({})]}),
+    "not JSON": ({"role": "assistant", "content": "", "tool_calls": [called('{"place": "O')]},
+                 {"tool_calls": [called({})]}),
     "a list": ({"role": "assistant", "content": "", "tool_calls": [called("[1]")]}, {"tool_calls": [called({})]}),
-    "no call": ({"role": "assistant", "content": "Hi", "tool_calls": [], "function_call": None, "audio": None}, {"tool_calls": None}),
+    "no call": ({"role": "assistant", "content": "Hi", "tool_calls": [], "function_call": None, "audio": None},
+                {"tool_calls": None}),
     "thoughts": ({"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [called()]}, {"content": ""}),
-    "other thoughts": ({"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": [called()]}, {"content": ""}),
+    "other thoughts": ({"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": [called()]},
+                       {"content": ""}),
 }  # fmt: skip
 
 
@@ -86,7 +90,8 @@ def prompts(server: Served, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     seen: list[list[int]] = []
     insert = server.engine.insert
     monkeypatch.setattr(
-        server.engine, "insert", lambda slot, prompt, *given, **how: seen.append(list(prompt)) or insert(slot, prompt, *given, **how)
+        server.engine, "insert",
+        lambda slot, prompt, *given, **how: seen.append(list(prompt)) or insert(slot, prompt, *given, **how)
     )  # fmt: skip
     return seen
 
@@ -233,14 +238,18 @@ def nested(depth: int) -> Any:
         ({"tool_choice": 3, "tools": [NOW]}, "tool_choice", "use auto or none"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "'minimal'"),
         ({"reasoning_effort": 3}, "reasoning_effort", "got 3"),
-        ({"chat_template_kwargs": {"tools": [NOW]}}, "chat_template_kwargs", "has tools: this is a field of the request"),
+        ({"chat_template_kwargs": {"tools": [NOW]}}, "chat_template_kwargs",
+         "has tools: this is a field of the request"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "has messages"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [called()]}]}, "messages", "its role is 'user'"),
-        ({"messages": [{"role": "assistant", "tool_calls": {"a": 1}}]}, "messages", "a list of at most 1000 tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": {"a": 1}}]}, "messages",
+         "a list of at most 1000 tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [called()] * 1001}]}, "messages", "at most 1000 tool_calls"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages", "tool call 0 of message 0 must"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages",
+         "tool call 0 of message 0 must"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "messages", "the type 'custom'"),
-        ({"messages": [{"role": "assistant", "tool_calls": [called(json.dumps(nested(60)))]}]}, "messages", "too deeply"),
+        ({"messages": [{"role": "assistant", "tool_calls": [called(json.dumps(nested(60)))]}]}, "messages",
+         "too deeply"),
         ({"messages": [{"role": "assistant", "function_call": {"name": "a"}}]}, "messages", "tool_calls replaced it"),
         ({"messages": [{"role": "system", "content": None}]}, "messages", "must have a content"),
     ],

@@ -19,7 +19,8 @@ def test_no_request_makes_the_server_fail(tmp_path):
     with serve(tokenizer=tokenizer, vocab=tokenizer.n_vocab, slots=8, max_queue=256) as server:
         command = [
             sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run",
-            f"{server.url}/openapi.json", "--checks", CHECKS, "--max-examples", "25", "--workers", "2", "--seed", "1", "--phases", "examples,coverage,fuzzing",
+            f"{server.url}/openapi.json", "--checks", CHECKS, "--max-examples", "25", "--workers", "2", "--seed", "1",
+            "--phases", "examples,coverage,fuzzing",
         ]  # fmt: skip
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -432,9 +432,12 @@ def hostile(port: int) -> str:
 
 <img src="http://127.0.0.1:PORT/a.png" onerror="window.hit = 2"> <img src=x onerror=window.hit=3>
 
-![a](http://127.0.0.1:PORT/b.png "t") ![a](javascript:window.hit=4) ![x" onerror="window.hit=5](http://127.0.0.1:PORT/c.png" onerror="window.hit=5)
+![a](http://127.0.0.1:PORT/b.png "t") ![a](javascript:window.hit=4) ![x" \
+onerror="window.hit=5](http://127.0.0.1:PORT/c.png" onerror="window.hit=5)
 
-[a](javascript:window.hit=6) [b](JaVaScRiPt&colon;window.hit=7) [c](&#106;avascript:window.hit=8) [d](data:text/html,<script>window.hit=9</script>) [e](vbscript:a) [f](\tjavascript:window.hit=10) [g](//127.0.0.1:PORT/g) [h](/metrics) [i](<javascript:window.hit=11>) <javascript:window.hit=12>
+[a](javascript:window.hit=6) [b](JaVaScRiPt&colon;window.hit=7) [c](&#106;avascript:window.hit=8) \
+[d](data:text/html,<script>window.hit=9</script>) [e](vbscript:a) [f](\tjavascript:window.hit=10) \
+[g](//127.0.0.1:PORT/g) [h](/metrics) [i](<javascript:window.hit=11>) <javascript:window.hit=12>
 
 [ref] and ![ref]
 
@@ -446,8 +449,10 @@ def hostile(port: int) -> str:
 <iframe src="http://127.0.0.1:PORT/f"></iframe><iframe srcdoc="<script>parent.hit=18</script>"></iframe>
 <style>@import url(http://127.0.0.1:PORT/s.css); body { display: none }</style>
 <link rel="stylesheet" href="http://127.0.0.1:PORT/l.css"><link rel="preconnect" href="http://127.0.0.1:PORT">
-<form action="http://127.0.0.1:PORT/post"><input name="key" autofocus onfocus="window.hit=19"><button>Send</button></form>
-<object data="http://127.0.0.1:PORT/o"></object><embed src="http://127.0.0.1:PORT/e"><video src="http://127.0.0.1:PORT/v" autoplay></video>
+<form action="http://127.0.0.1:PORT/post"><input name="key" autofocus \
+onfocus="window.hit=19"><button>Send</button></form>
+<object data="http://127.0.0.1:PORT/o"></object><embed src="http://127.0.0.1:PORT/e"><video \
+src="http://127.0.0.1:PORT/v" autoplay></video>
 <base href="http://127.0.0.1:PORT/"><meta http-equiv="refresh" content="0; url=http://127.0.0.1:PORT/m">
 <details open ontoggle="window.hit=20"><p style="position: fixed; inset: 0; background: url(http://127.0.0.1:PORT/b)">a</p>
 
@@ -466,8 +471,8 @@ def hostile(port: int) -> str:
 
 
 UNSAFE = """() => [...document.querySelectorAll("#messages .content *")].filter(element =>
-    !"p br hr h1 h2 h3 strong em del code pre blockquote ul ol li table thead tbody tr th td a div span button".split(" ")
-        .includes(element.localName)
+    !"p br hr h1 h2 h3 strong em del code pre blockquote ul ol li table thead tbody tr th td a div span button"
+        .split(" ").includes(element.localName)
     || [...element.attributes].some(({ name, value }) => /^on|style|src|id$|^name|ping|download/.test(name)
         || (name === "href" && !/^(https?|mailto):/.test(value)))
 ).map(element => element.outerHTML)"""

@@ -59,7 +59,8 @@ def test_a_run_in_a_bucket_is_resumed_on_a_fresh_machine(tmp_path, bucket):
     assert len(json.loads(output)["tokens"]) == 3
     # Without the bucket, the same paths are local and empty.
     _, errors = run(
-        "device_sample.py", "--config", "config.json", "--prompt", "7 b", "--set", "checkpoint.bucket=", cwd=second, code=2,
+        "device_sample.py", "--config", "config.json", "--prompt", "7 b", "--set", "checkpoint.bucket=", cwd=second,
+        code=2,
         **environment,
     )  # fmt: skip
     assert "no checkpoint in run" in errors

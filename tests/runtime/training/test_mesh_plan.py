@@ -92,8 +92,8 @@ def test_what_says_the_same_is_left_out() -> None:
 
 
 def test_a_stage_of_several_rounds_computes_other_layers_than_it_keeps() -> None:
-    """With two rounds, the first of two stages has the first and the third quarter of the layers (Narayanan et al. 2021,
-    arXiv:2104.04473, figure 4)."""
+    """With two rounds, the first of two stages has the first and the third quarter of the layers (Narayanan et al.
+    2021, arXiv:2104.04473, figure 4)."""
     layers, pipeline = "model.layers=8", ["mesh.pp=2", "mesh.tp=4"]
     rows = _table(_plan(layers, *pipeline, "mesh.schedule=interleaved", "mesh.rounds=2"))[::4]
     assert [row["layers"] for row in rows] == ["0-3", "4-7"]

@@ -96,7 +96,8 @@ def test_a_resume_logs_changed_options(trained):
     _, errors = run("device_train.py", "--config", "config.json", *sets, cwd=trained)
     (output,) = [line for line in errors.splitlines() if "changed options" in line]
     assert output.endswith(
-        'resuming with changed options: compute.remat "auto" -> "full", optimizer.lr 0.01 -> 0.02, data.val_every 5 -> 6'
+        'resuming with changed options: compute.remat "auto" -> "full", optimizer.lr 0.01 -> 0.02, data.val_every 5 -> '
+        "6"
     )
 
 
@@ -453,11 +454,14 @@ def test_classic_spelling_trains(tmp_path):
     """A flat config of a fork from 2021, with smaller sizes. Its W&B project needs no account."""
     write_run(tmp_path)
     classic = {
-        "layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 257, "norm": "layernorm", "pe": "rotary", "pe_rotary_dims": 64,
-        "d_head": 4, "seq": 32, "cores_per_replica": 4, "per_replica_batch": 1, "gradient_accumulation_steps": 2, "warmup_steps": 2,
+        "layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 257, "norm": "layernorm", "pe": "rotary",
+        "pe_rotary_dims": 64,
+        "d_head": 4, "seq": 32, "cores_per_replica": 4, "per_replica_batch": 1, "gradient_accumulation_steps": 2,
+        "warmup_steps": 2,
         "anneal_steps": 10, "lr": 1e-3, "end_lr": 1e-4, "weight_decay": 0.1, "total_steps": 4, "tpu_size": 256,
         "model_dir": "classic", "train_set": "text.txt", "val_set": {"held": "text.txt"}, "val_batches": 1,
-        "val_every": 99999999999, "ckpt_every": 3, "keep_every": 3, "eval_harness_tasks": {}, "step_shift": 3, "name": "old", "wandb_project": "mesh", "comment": "",
+        "val_every": 99999999999, "ckpt_every": 3, "keep_every": 3, "eval_harness_tasks": {}, "step_shift": 3,
+        "name": "old", "wandb_project": "mesh", "comment": "",
     }  # fmt: skip
     (tmp_path / "classic.json").write_text(json.dumps(classic))
     _, errors = run(
