@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import textwrap
 from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import pairwise
@@ -14,6 +15,7 @@ from mesh_transformer.config.mesh import DIMENSIONS, SWITCHES, MeshConfig, train
 from mesh_transformer.config.schema import GROUPS, VARIANTS, Config
 from mesh_transformer.fields import Group
 
+COLUMNS = 120
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 # a family that has all dimensions
 MODEL = {
@@ -69,7 +71,8 @@ def _table(name: str) -> str:
         for field in GROUPS[name].model_fields
         if field != variants.tag and len(variants.having(field)) == len(classes)
     ]
-    tag = f"- `{name}.{variants.tag}` selects the class: {', '.join(classes)}; default {next(iter(classes))}\n\n"
+    chosen_by = f"- `{name}.{variants.tag}` selects the class: {', '.join(classes)}; default {next(iter(classes))}"
+    tag = f"{_filled(chosen_by, '  ')}\n\n"
     text = f"\n### {name}\n\n{about}\n\n{tag}{_rows(name, next(iter(classes.values())), common)}"
     rows: dict[str, dict[str, str]] = {}
     for chosen, group in classes.items():
@@ -78,7 +81,7 @@ def _table(name: str) -> str:
         rows[chosen] = {field: _row(name, group, field) for field in own}
         if same := _shared(chosen, rows):
             nearest, fields = same
-            text += f"As in {nearest}: {', '.join(f'`{field}`' for field in fields)}.\n\n"
+            text += _filled(f"As in {nearest}: {', '.join(f'`{field}`' for field in fields)}.") + "\n\n"
             own = [field for field in own if field not in fields]
         if own:
             text += _rows(name, group, own)
@@ -94,6 +97,11 @@ def _shared(chosen: str, rows: Mapping[str, Mapping[str, str]]) -> tuple[str, li
     }
     nearest = max(same, key=lambda earlier: len(same[earlier]), default=None)
     return (nearest, same[nearest]) if nearest and len(same[nearest]) > 2 else None
+
+
+def _filled(text: str, indent: str = "") -> str:
+    """A paragraph or an item of a list, whose lines end at COLUMNS."""
+    return textwrap.fill(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _first_line(group: type[Group]) -> str:

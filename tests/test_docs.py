@@ -38,6 +38,46 @@ def test_every_link_leads_somewhere(repo: Path) -> None:
     assert not broken
 
 
+# a line that is one link, one picture or one tag of HTML cannot be broken
+WHOLE = re.compile(r"(- )?!?\[[^\]]*\]\([^)]*\)[.:]?|<[^>]*>")
+COLUMNS = 120
+
+
+def long_lines(text: str) -> list[int]:
+    """The numbers of the lines of prose that end after COLUMNS. Tables, blocks of code, and links on their own do not
+    count."""
+    found, fenced = [], False
+    for number, line in enumerate(text.splitlines(), 1):
+        fenced ^= line.lstrip().startswith("```")
+        code = fenced or line.startswith("    ") or line.lstrip().startswith("|")
+        if len(line) > COLUMNS and not code and not WHOLE.fullmatch(line.strip()):
+            found.append(number)
+    return found
+
+
+def test_lines_of_prose_end_at_120_columns(repo: Path) -> None:
+    pages = [page for page in (*repo.glob("*.md"), *repo.glob("[a-z]*/**/*.md")) if "vendor" not in page.parts]
+    assert len(pages) > 20
+    assert not {str(page): lines for page in pages if (lines := long_lines(page.read_text()))}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a" * 120, []),
+        ("a" * 121, [1]),
+        ("- " + "a " * 60, [1]),
+        (f"[{'a' * 80}](page.md) and [{'b' * 80}](page.md)", [1]),
+        (f"![{'a ' * 60}](picture.png)\n<img src=x alt='{'a ' * 60}'>", []),
+        ("| " + "a " * 60 + " |\n    python " + "a " * 60, []),
+        ("```\n" + "a " * 61 + "\n```\n" + "a " * 61, [4]),
+    ],
+    ids=["120", "121", "item", "two links", "picture", "table and command", "fence"],
+)
+def test_a_long_line_is_found(text: str, expected: list[int]) -> None:
+    assert long_lines(text) == expected
+
+
 @pytest.mark.parametrize("target", ["other.md", "#no-heading", "page.md#no-heading"])
 def test_a_broken_link_is_found(tmp_path: Path, target: str) -> None:
     page = tmp_path / "page.md"
