@@ -249,7 +249,7 @@ class DeepSeekLike(SomeDense):
         return rows
 
 
-class Config(DeepSeekLike):
+class DeepSeekV2Config(DeepSeekLike):
     """DeepSeek-V2: latent attention, and experts that are chosen by their softmax, after some dense layers."""
 
     HF_MODEL_TYPE: ClassVar = "deepseek_v2"

@@ -13,7 +13,7 @@ from mesh_transformer.spec import Router
 _METHOD = "noaux_tc"
 
 
-class Config(DeepSeekLike):
+class DeepSeekV3Config(DeepSeekLike):
     """DeepSeek-V3: latent attention, and experts that are chosen by sigmoid and bias, after some dense layers."""
 
     HF_MODEL_TYPE: ClassVar = "deepseek_v3"

@@ -45,7 +45,7 @@ class GemmaLike(LlamaLike):
         return {**super().to_hf(), "attention_bias": self.attention_bias}
 
 
-class Config(GemmaLike):
+class GemmaConfig(GemmaLike):
     """Gemma: Llama with scaled and tied embeddings, norms whose scale is 1 + w, and a tanh gelu."""
 
     HF_MODEL_TYPE: ClassVar = "gemma"

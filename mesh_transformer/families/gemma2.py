@@ -10,7 +10,7 @@ from mesh_transformer.fields import Derived, Dims, Positive, Tokens, size
 from mesh_transformer.spec import Attends, Attention, Decoder, Layer, Mechanism, sandwich
 
 
-class Config(GemmaLike):
+class Gemma2Config(GemmaLike):
     """Gemma 2: Gemma with a second norm for each sublayer, capped logits, and a window in every other layer."""
 
     HF_MODEL_TYPE: ClassVar = "gemma2"

@@ -94,7 +94,7 @@ class Gpt2Like(ModelConfig):
         return rows if self.tied_head else [*rows, Tensor("head/logits/w", head, TRANSPOSED, vocab_axis=1)]
 
 
-class Config(Gpt2Like):
+class Gpt2Config(Gpt2Like):
     """GPT-2: learned positions, layer norms, biases, and a tied head."""
 
     HF_MODEL_TYPE: ClassVar = "gpt2"

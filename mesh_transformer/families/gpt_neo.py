@@ -12,7 +12,7 @@ from mesh_transformer.spec import TRANSPOSED, Attention, Tensor
 _TYPES = ("global", "local")
 
 
-class Config(Gpt2Like):
+class GptNeoConfig(Gpt2Like):
     """GPT-Neo: GPT-2 with a window in every second layer, no scale of queries and keys, and no biases on them."""
 
     HF_MODEL_TYPE: ClassVar = "gpt_neo"

@@ -21,7 +21,7 @@ from mesh_transformer.spec import (
 )
 
 
-class Config(ModelConfig):
+class GptNeoXConfig(ModelConfig):
     """GPT-NeoX: rotary on the first dims of each head, biases, and a separate norm for the feed-forward layer."""
 
     HF_MODEL_TYPE: ClassVar = "gpt_neox"

@@ -35,7 +35,7 @@ MOST_ANGLES = 1 << 25
 HF_EPSILON = 1e-5
 
 
-class Config(ModelConfig):
+class GptJConfig(ModelConfig):
     """GPT-J: attention and feed-forward in parallel after one norm; an untied head with a bias."""
 
     HF_MODEL_TYPE: ClassVar = "gptj"

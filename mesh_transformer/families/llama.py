@@ -215,7 +215,7 @@ def gated_rows(ours: str, theirs: str) -> list[Tensor]:
     return [Tensor(f"blocks/{ours}/{name}/w", f"{theirs}.{key}.weight", TRANSPOSED) for name, key in GATED.items()]
 
 
-class Config(LlamaLike):
+class LlamaConfig(LlamaLike):
     """Llama: root mean square norms, rotary encoding, shared keys and values, and a gated feed-forward layer."""
 
     HF_MODEL_TYPE: ClassVar = "llama"

@@ -7,7 +7,7 @@ from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import Tokens
 
 
-class Config(LlamaLike):
+class MistralConfig(LlamaLike):
     """Mistral: Llama with a sliding window in every layer."""
 
     HF_MODEL_TYPE: ClassVar = "mistral"

@@ -2,11 +2,11 @@
 
 from typing import ClassVar, Literal
 
-from mesh_transformer.families import mistral
 from mesh_transformer.families.experts import WithExperts
+from mesh_transformer.families.mistral import MistralConfig
 
 
-class Config(WithExperts, mistral.Config):
+class MixtralConfig(WithExperts, MistralConfig):
     """Mixtral: Mistral with experts in every layer, weighted by the softmax of the chosen experts' logits."""
 
     HF_MODEL_TYPE: ClassVar = "mixtral"
@@ -16,7 +16,7 @@ class Config(WithExperts, mistral.Config):
     HF_MATRICES: ClassVar = {"gate": "w1", "in": "w3", "out": "w2"}
     HF_ROTARY_BASE: ClassVar = 1e6
     HF_DEFAULTS: ClassVar = {
-        **mistral.Config.HF_DEFAULTS,
+        **MistralConfig.HF_DEFAULTS,
         "sliding_window": None,
         "rms_norm_eps": 1e-5,
         "num_experts": 8,

@@ -9,7 +9,7 @@ from mesh_transformer.fields import Positive, Switch
 from mesh_transformer.spec import Attention, Router
 
 
-class Config(WithExperts):
+class OlmoeConfig(WithExperts):
     """OLMoE: Llama with experts in every layer, and norms of q and k over all heads."""
 
     HF_MODEL_TYPE: ClassVar = "olmoe"

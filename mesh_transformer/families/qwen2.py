@@ -76,7 +76,7 @@ class QwenLike(LlamaLike):
         }
 
 
-class Config(QwenLike):
+class Qwen2Config(QwenLike):
     """Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window from a layer on."""
 
     HF_MODEL_TYPE: ClassVar = "qwen2"

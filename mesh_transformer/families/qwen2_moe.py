@@ -58,7 +58,7 @@ class QwenExperts(SomeDense):
         }
 
 
-class Config(QwenExperts):
+class Qwen2MoeConfig(QwenExperts):
     """Qwen2-MoE: Llama with biases on q, k and v, experts, and a gated expert that all tokens share."""
 
     HF_MODEL_TYPE: ClassVar = "qwen2_moe"

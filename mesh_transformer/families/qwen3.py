@@ -9,7 +9,7 @@ from mesh_transformer.fields import Switch
 from mesh_transformer.spec import Attention
 
 
-class Config(QwenLike):
+class Qwen3Config(QwenLike):
     """Qwen3: Llama with a norm of each head of q and k, and a sliding window from a layer on."""
 
     HF_MODEL_TYPE: ClassVar = "qwen3"

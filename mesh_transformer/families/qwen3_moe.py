@@ -10,7 +10,7 @@ from mesh_transformer.fields import Switch
 from mesh_transformer.spec import Attention
 
 
-class Config(QwenExperts):
+class Qwen3MoeConfig(QwenExperts):
     """Qwen3-MoE: Llama with a norm of each head of q and k, and experts."""
 
     HF_MODEL_TYPE: ClassVar = "qwen3_moe"

@@ -24,12 +24,12 @@ from mesh_transformer.spec import Split
 
 SIZES: dict[str, Any] = {"layers": 2, "d_model": 30, "n_heads": 3, "d_ff": 14, "n_vocab": 17, "seq": 9}
 MODELS = {
-    "gptj": gptj.Config(**SIZES),
-    "gpt_neox": gpt_neox.Config(**SIZES),
-    "gpt_neox, few": gpt_neox.Config(**SIZES, attention_bias=False, tied_head=True),
+    "gptj": gptj.GptJConfig(**SIZES),
+    "gpt_neox": gpt_neox.GptNeoXConfig(**SIZES),
+    "gpt_neox, few": gpt_neox.GptNeoXConfig(**SIZES, attention_bias=False, tied_head=True),
 }
 CLASSIC = [
-    gptj.Config(**{**SIZES, "d_ff": 120, "pe": pe, "norm": norm})
+    gptj.GptJConfig(**{**SIZES, "d_ff": 120, "pe": pe, "norm": norm})
     for pe, norm in (("rotary", "layernorm"), ("fixed", "layernorm-nobias"), ("t5", "scalenorm-bias"))
 ]
 
@@ -153,10 +153,10 @@ NEOX_20B = {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "hidden
 
 
 def test_released_configs_are_read(tmp_path) -> None:
-    assert read(tmp_path, GPTJ_6B) == gptj.Config(
+    assert read(tmp_path, GPTJ_6B) == gptj.GptJConfig(
         layers=28, d_model=4096, n_heads=16, n_vocab=50400, seq=2048, pe_rotary_dims=64
     )
-    pythia = gpt_neox.Config(layers=6, d_model=512, n_heads=8, n_vocab=50304, rotary_dims=16)
+    pythia = gpt_neox.GptNeoXConfig(layers=6, d_model=512, n_heads=8, n_vocab=50304, rotary_dims=16)
     assert read(tmp_path, PYTHIA) == pythia
     assert read(tmp_path, {**PYTHIA, **NEOX_20B}) == pythia.model_copy(update={"activation": "gelu_fast"})
 
@@ -201,7 +201,7 @@ def test_rotary_keys_of_all_versions_are_equivalent(tmp_path) -> None:
     ],
 )
 def test_gpt_neox_round_trip(tmp_path, values) -> None:
-    model = gpt_neox.Config(**{**SIZES, **values})
+    model = gpt_neox.GptNeoXConfig(**{**SIZES, **values})
     found = read(tmp_path, {"model_type": "gpt_neox", **model.to_hf()})
     assert found == model
     from transformers import AutoConfig

@@ -185,5 +185,5 @@ def test_only_the_routers_products_are_exact_on_a_tpu():
 
 
 def test_derived_sizes():
-    config = gptj.Config(layers=1, d_model=96, n_heads=4, n_vocab=50257)
+    config = gptj.GptJConfig(layers=1, d_model=96, n_heads=4, n_vocab=50257)
     assert (config.d_head, config.d_ff, config.decoder().padded_vocab) == (24, 384, 50304)

@@ -80,8 +80,8 @@ def theirs(published: Published, dims: int) -> np.ndarray:
 def test_frequencies_are_those_of_transformers(published, dims) -> None:
     """At most one ulp, in few pairs."""
     keys = ConfigJson({"rope_theta": published.base, "rope_scaling": published.scaling or None})
-    model = llama.Config(
-        **llama.Config.rotary_from_hf(keys),
+    model = llama.LlamaConfig(
+        **llama.LlamaConfig.rotary_from_hf(keys),
         family="llama",
         layers=1,
         d_model=dims,

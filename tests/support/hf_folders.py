@@ -35,7 +35,7 @@ class MemorySource(ArraySource):
 
 def model_config(**values: Any) -> ModelConfig:
     """A small model of odd sizes."""
-    return gptj.Config(**{**ODD, **values})
+    return gptj.GptJConfig(**{**ODD, **values})
 
 
 def random_params(model: ModelConfig, seed: int = 0) -> Params:

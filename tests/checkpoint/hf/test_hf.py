@@ -317,7 +317,7 @@ def test_a_tied_head_is_the_embedding_matrix(tmp_path, tied) -> None:
 
 
 def test_a_stored_copy_of_a_tied_head_is_ignored(tmp_path) -> None:
-    model = gpt_neox.Config(layers=1, d_model=16, n_heads=2, n_vocab=17, seq=9, tied_head=True)
+    model = gpt_neox.GptNeoXConfig(layers=1, d_model=16, n_heads=2, n_vocab=17, seq=9, tied_head=True)
     params = hf.random_params(model)
     write_hf(hf.MemorySource(params), model, str(tmp_path))
     path = tmp_path / "model.safetensors"

@@ -19,7 +19,7 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.families import mixtral, olmoe, qwen2_moe, qwen3_moe
 
 # layers 0 and 2 are dense, 1 and 3 have 6 experts of 64 x 40
-ALTERNATING = qwen2_moe.Config(**families.MODELS["qwen2_moe"])
+ALTERNATING = qwen2_moe.Qwen2MoeConfig(**families.MODELS["qwen2_moe"])
 GATE = "params/blocks/ff/experts/gate"
 EXPERT_BYTES = 64 * 40 * 4
 
@@ -151,7 +151,7 @@ RELEASED: dict[str, tuple[dict[str, Any], Any]] = {
             "tie_word_embeddings": False,
             "vocab_size": 32000,
         },
-        mixtral.Config(
+        mixtral.MixtralConfig(
             layers=32,
             d_model=4096,
             n_heads=32,
@@ -185,7 +185,7 @@ RELEASED: dict[str, tuple[dict[str, Any], Any]] = {
             "tie_word_embeddings": False,
             "vocab_size": 50304,
         },
-        olmoe.Config(
+        olmoe.OlmoeConfig(
             layers=16,
             d_model=2048,
             n_heads=16,
@@ -221,7 +221,7 @@ RELEASED: dict[str, tuple[dict[str, Any], Any]] = {
             "use_sliding_window": False,
             "vocab_size": 151936,
         },
-        qwen2_moe.Config(
+        qwen2_moe.Qwen2MoeConfig(
             layers=24,
             d_model=2048,
             n_heads=16,
@@ -262,7 +262,7 @@ RELEASED: dict[str, tuple[dict[str, Any], Any]] = {
             "use_sliding_window": False,
             "vocab_size": 151936,
         },
-        qwen3_moe.Config(
+        qwen3_moe.Qwen3MoeConfig(
             layers=48,
             d_model=2048,
             n_heads=32,
