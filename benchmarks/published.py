@@ -172,7 +172,7 @@ def kernel_seconds(config: Config, target: Target, share: float) -> float:
     """Seconds of a step in a fused kernel of causal attention that reaches this share of the peak, on one device. The
     forward pass is computed twice, as with compute.remat full."""
     sequences = config.microbatch(config.check_devices(target.n_devices)) / target.n_devices
-    attention, seq = config.model.decoder().layer.attention, config.seq
+    attention, seq = config.model.decoder().attentions[0], config.seq
     pairs = seq * seq / 2 * (1 + BLOCK / seq)
     product = 2 * sequences * attention.heads * attention.head_dim * pairs
     flops = config.model.layers * (2 * FORWARD + BACKWARD) * product * config.optimizer.gradient_accumulation_steps

@@ -92,8 +92,8 @@ OptionalText = Annotated[str | None, BeforeValidator(_blank_is_none)]
 
 
 STACKS = SHARED, WHOLE = "layers", "whole_layers"
-"""The dimensions of parameters that are the layers of a stack: of the run whose layers the stages of a pipeline share out,
-and of a run that every stage computes whole."""
+"""The dimensions of parameters that are the layers of a stack: of the run whose layers the stages of a pipeline share
+out, and of a run that every stage computes whole."""
 
 
 class Size(NamedTuple):

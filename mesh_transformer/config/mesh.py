@@ -158,9 +158,9 @@ def named(shape: MeshShape) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "one device"
 
 
-# Parameters: layers, whole_layers (a stack that every stage of a pipeline computes), embed, heads, kv_heads, mlp, vocab,
-# experts. Activations: batch, seq, block_seq (the residual stream's sequence between blocks), act_embed; heads, mlp and
-# vocab are shared with the parameters.
+# Parameters: layers, whole_layers (a stack that every stage of a pipeline computes), embed, heads, kv_heads, mlp,
+# vocab, experts. Activations: batch, seq, block_seq (the residual stream's sequence between blocks), act_embed; heads,
+# mlp and vocab are shared with the parameters.
 DIMENSIONS = (
     "batch",
     "seq",

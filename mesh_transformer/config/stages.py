@@ -7,7 +7,8 @@ from mesh_transformer.spec import Decoder
 
 
 def stages(mesh: MeshConfig, shape: MeshShape) -> int:
-    """The groups of consecutive layers into which a pipeline cuts a run: of all stages, in all rounds; 1 without one."""
+    """The groups of consecutive layers into which a pipeline cuts a run: of all stages, in all rounds; 1 without
+    one."""
     return shape["pp"] * mesh.rounds_of_layers if shape["pp"] > 1 else 1
 
 
@@ -34,6 +35,6 @@ def check_stages(decoder: Decoder, mesh: MeshConfig, shape: MeshShape) -> None:
     each = [f"{run.repeats} x {len(run.period)}" for run in runs]
     product = f"mesh.pp {pp} x mesh.rounds {rounds}" if rounds > 1 else f"mesh.pp {pp}"
     raise UserError(
-        f"{product} divides no run of layers: the layers are {listed(each)} (repeats x layers of a period), and stages share "
-        f"out the repeats of one run: set mesh.pp to {listed(list(map(str, fit)))}"
+        f"{product} divides no run of layers: the layers are {listed(each)} (repeats x layers of a period), and stages "
+        f"share out the repeats of one run: set mesh.pp to {listed(list(map(str, fit)))}"
     )

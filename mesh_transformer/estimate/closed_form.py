@@ -73,19 +73,20 @@ WEIGHT_PASSES = 2.0
 SUM_TRAFFIC, UPDATE_TRAFFIC = 15.5, 50.0
 
 # Arrays that live at once in the backward pass of a layer, as multiples of the float32 logits of one part of the
-# queries, of the feed-forward layer's hidden values, and of an activation as wide as the residual stream: from the peaks
-# of a 13B model on v3-256 and of a 16B model on v5e-256, both fsdp 256.
+# queries, of the feed-forward layer's hidden values, and of an activation as wide as the residual stream: from the
+# peaks of a 13B model on v3-256 and of a 16B model on v5e-256, both fsdp 256.
 LIVE_LOGITS, LIVE_HIDDEN, LIVE_ROWS = 6.0, 1.5, 2.6
 # the same in the loss, of the float32 logits of one chunk
 LIVE_VOCAB_LOGITS = 2.5
-# What is kept without recomputation: of a norm, as a multiple of its output (three arrays in float32, and the output); of
-# the hidden values, where fsdp splits the weights, which recomputes nothing but gathers, and elsewhere.
+# What is kept without recomputation: of a norm, as a multiple of its output (three arrays in float32, and the output);
+# of the hidden values, where fsdp splits the weights, which recomputes nothing but gathers, and elsewhere.
 KEPT_OF_NORM = 7.0
 KEPT_OF_HIDDEN_FSDP, KEPT_OF_HIDDEN = 6.0, 2.0
 
 # What a product in parts costs more than one product, for each permutation of the ring of ops/collective_matmul.py:
-# seconds, and passes over the part that is sent. From steps of GPT-J-6B with mesh.overlap_tp on v4-8 (tp 4) and on v5e-8
-# (tp 8, microbatches of one and of four sequences): smaller products, copies of the hidden values, biases on their own.
+# seconds, and passes over the part that is sent. From steps of GPT-J-6B with mesh.overlap_tp on v4-8 (tp 4) and on
+# v5e-8 (tp 8, microbatches of one and of four sequences): smaller products, copies of the hidden values, biases on
+# their own.
 RING_STEP_S, RING_PASSES = 6e-6, 2.5
 
 # Chips for which libtpu sums and slices, where others have a reduce-scatter of activations.
@@ -327,8 +328,8 @@ def _sums_of_layer(layer: LayerSizes, rates: _Rates) -> float:
 def _collectives(step: StepSizes, rates: _Rates) -> dict[str, float]:
     """The transfers of a microbatch, as if nothing ran beside them.
 
-    So libtpu schedules those of the train step, with two exceptions that partly cancel: on v5e-16 and larger slices most
-    gathers of weights run beside products, and the gradients are summed over all devices instead of scattered.
+    So libtpu schedules those of the train step, with two exceptions that partly cancel: on v5e-16 and larger slices
+    most gathers of weights run beside products, and the gradients are summed over all devices instead of scattered.
     """
     rules, embed = step.split.rules, step.split.rules["embed"] or ()
     tensor, weights = step.group(rules["mlp"]), step.group(embed)

@@ -1,7 +1,7 @@
 """The arrays of a training step on one device, from the specification of a decoder: no array is traced.
 
-`Decoder.arrays` lists the parameters. Each dimension has a name, and the rules of the mesh (config/mesh.py) say into how
-many parts it is split, so that a new mesh axis needs no change here. A new mechanism needs none either.
+`Decoder.arrays` lists the parameters. Each dimension has a name, and the rules of the mesh (config/mesh.py) say into
+how many parts it is split, so that a new mesh axis needs no change here. A new mechanism needs none either.
 """
 
 import functools
@@ -66,8 +66,8 @@ class Split:
         return self.elements(axes, shape) * self.parts("embed" if "embed" in axes else None)
 
     def products(self, array: Array) -> float:
-        """Elements of a matrix of one layer by which a device multiplies each of its tokens. The devices that split experts
-        exchange tokens, so each computes as many as it has."""
+        """Elements of a matrix of one layer by which a device multiplies each of its tokens. The devices that split
+        experts exchange tokens, so each computes as many as it has."""
         return array.used / math.prod(self.parts(name) for name in array.axes if name not in ("embed", "experts"))
 
     @functools.cached_property
@@ -202,8 +202,8 @@ class LayerSizes:
 
     @functools.cached_property
     def mixing(self) -> tuple[float, float]:
-        """Elements of the matrices of attention by which a device multiplies a token, over D: of all but the last, and of
-        the last."""
+        """Elements of the matrices of attention by which a device multiplies a token, over D: of all but the last, and
+        of the last."""
         return self._columns([self.attention])
 
     @functools.cached_property
@@ -314,7 +314,8 @@ class LayerSizes:
         return sum(len(branch.readings) for branch in self.kind.branches)
 
     def needs_output(self, attention: bool) -> bool:
-        """Whether the backward pass needs the output of attention, or of the other mechanisms, because a norm follows."""
+        """Whether the backward pass needs the output of attention, or of the other mechanisms, because a norm
+        follows."""
         return any(attention == (self.attention in branch.mechanisms) for branch in self.needed)
 
     @property

@@ -21,8 +21,8 @@ from mesh_transformer.parallel.sharding import constrain
 
 
 class SelfAttention:
-    """Self-attention (`spec.Attention`) between its products. Those of `inputs`, q (B, T or 1, H K), k and v (B, T, J K)
-    -> the input of `out`, (B, T or 1, H K)."""
+    """Self-attention (`spec.Attention`) between its products. Those of `inputs`, q (B, T or 1, H K), k and v (B, T, J
+    K) -> the input of `out`, (B, T or 1, H K)."""
 
     def __init__(self, attention: spec.Attention, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name
@@ -69,8 +69,8 @@ class SelfAttention:
 
 
 class LatentAttention:
-    """Multi-head latent attention (`spec.LatentAttention`) between its products. Those of `inputs`, q (B, T or 1, H K) or
-    its latent, and the latent of keys and values with the rotated key (B, T, R + rotary dims) -> the input of `out`,
+    """Multi-head latent attention (`spec.LatentAttention`) between its products. Those of `inputs`, q (B, T or 1, H K)
+    or its latent, and the latent of keys and values with the rotated key (B, T, R + rotary dims) -> the input of `out`,
     (B, T or 1, H V).
 
     Whole sequences attend to keys and values of all heads, which are made from the latents. The cache holds the latents

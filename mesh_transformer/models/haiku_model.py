@@ -35,8 +35,8 @@ class Stream(NamedTuple):
 class HaikuModel:
     """The parameters of a model, and the functions `embed`, `layer` and `loss` of `train.Parts`.
 
-    All parameters have dimension names (`with_axes`). Those of the layers are stacked, so that one compiled layer serves
-    all. Each function gathers the weights that fsdp splits just before their use.
+    All parameters have dimension names (`with_axes`). Those of the layers are stacked, so that one compiled layer
+    serves all. Each function gathers the weights that fsdp splits just before their use.
     """
 
     embedding: Callable[[Any], jax.Array]

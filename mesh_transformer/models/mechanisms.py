@@ -12,8 +12,8 @@ from mesh_transformer.models.modules import Linear
 
 
 class BlockModule(Protocol):
-    """A mechanism between its products. A branch multiplies by the matrices `inputs` and `out` together with other parts,
-    and adds the biases of outputs."""
+    """A mechanism between its products. A branch multiplies by the matrices `inputs` and `out` together with other
+    parts, and adds the biases of outputs."""
 
     @property
     def inputs(self) -> Sequence[Linear]:
@@ -29,8 +29,8 @@ class BlockModule(Protocol):
 
     @property
     def __call__(self) -> Callable[..., Any]:
-        """The products of `inputs`, (B, T or 1, ...), or the input (B, T or 1, D); and `ctx`, a `Context` -> the input of
-        `out`, or the output (B, T or 1, D); with named means over the tokens, if it has any: a pair."""
+        """The products of `inputs`, (B, T or 1, ...), or the input (B, T or 1, D); and `ctx`, a `Context` -> the input
+        of `out`, or the output (B, T or 1, D); with named means over the tokens, if it has any: a pair."""
 
 
 MODULES: dict[type[spec.Mechanism], Callable[[Any, int, float, str], BlockModule]] = {

@@ -1,7 +1,8 @@
 """A model of any family: parameters, the names of their dimensions, and the loop over layers.
 
-Embedding, block and head (models/decoder.py) are separate `hk.transform`s. The parameters of a module are stacked by run
-(`spec.Decoder.runs`), and one compiled block serves all layers of a kind: compile time does not grow with their number.
+Embedding, block and head (models/decoder.py) are separate `hk.transform`s. The parameters of a module are stacked by
+run (`spec.Decoder.runs`), and one compiled block serves all layers of a kind: compile time does not grow with their
+number.
 
 Shapes: B sequences (or cache slots), T positions, S key positions, D residual width, V padded vocabulary rows.
 """
@@ -69,8 +70,8 @@ class _Stages(NamedTuple):
 class Model:
     """`init`, `apply`, and the names of the parameters' dimensions.
 
-    No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them. `stages` groups of layers, those of a
-    pipeline in all its rounds, share out one run (`Decoder.shared_run`).
+    No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them. `stages` groups of layers, those of
+    a pipeline in all its rounds, share out one run (`Decoder.shared_run`).
     """
 
     decoder: Decoder

@@ -49,8 +49,8 @@ def layer_numbers(decoder: Decoder) -> LayerNumbers:
 
 
 def rotations(decoder: Decoder, positions_BT: jax.Array) -> tuple[Rotation, ...]:
-    """The rotary angles of the positions, for each kind of rotary encoding. Where the layers of a kind have different ones,
-    these are stacked: (number of encodings, B, T, R / 2)."""
+    """The rotary angles of the positions, for each kind of rotary encoding. Where the layers of a kind have different
+    ones, these are stacked: (number of encodings, B, T, R / 2)."""
     found = []
     for several in decoder.rotaries.values():
         angles = [rotation(one, positions_BT, decoder.seq) for one in several]

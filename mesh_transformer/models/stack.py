@@ -1,9 +1,9 @@
 """The loop over layers: for training, scoring, prefill and decode, over stacked layers and over layers one by one.
 
-Layers come in runs (`spec.runs`): a period of kinds that repeats. The parameters of a module are stacked by run, over the
-layers of the run that have the module. One scan computes the repeats of a run. Inside it, layers of one kind that follow
-each other are a scan of their own: a period of six layers that stood in the program one by one would take twice as long
-to compile.
+Layers come in runs (`spec.runs`): a period of kinds that repeats. The parameters of a module are stacked by run, over
+the layers of the run that have the module. One scan computes the repeats of a run. Inside it, layers of one kind that
+follow each other are a scan of their own: a period of six layers that stood in the program one by one would take twice
+as long to compile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Kind(NamedTuple):
     """Layers that have the same modules and that one function computes."""
 
     layer: Any
-    """What computes one of these layers. In `train.Parts`: a function as `Parts.layer`, or None for `Parts.layer` itself."""
+    """What computes one of these layers. In `train.Parts`: a function as `Parts.layer`, or None for `Parts.layer`
+    itself."""
     modules: frozenset[str] | None = None
     """The modules of "blocks" that they have; None: all."""
 
@@ -143,8 +144,8 @@ def by_row(
 ) -> Any:
     """`over_layers` for layers whose keys are part of the program, such as the length of a cache: the last carry.
 
-    Layers of one kind that have different keys are different kinds here: (layer, key) replaces `Kind.layer`. Their loops
-    are shorter than a run, and read single rows of the stacks of the run, so that no stack is cut.
+    Layers of one kind that have different keys are different kinds here: (layer, key) replaces `Kind.layer`. Their
+    loops are shorter than a run, and read single rows of the stacks of the run, so that no stack is cut.
     """
     for run, start, stacks in zip(runs, starts(runs), by_run(blocks, runs), strict=False):
         keyed = [Kind((kind.layer, keys[start + i]), kind.modules) for i, kind in enumerate(run.kinds)]

@@ -13,8 +13,9 @@ class Attention(Attends):
     """Attention with `kv_heads` keys and values: heads / kv_heads queries share one (Ainslie et al. 2023,
     arXiv:2305.13245).
 
-    `bias` is on q, k and v, `out_bias` on the output. `qk_norm` normalizes each head of q and k before the rotation; with
-    `qk_norm_whole`, all heads of q together, and all of k. Then q, k and v are limited to values from -clip to clip.
+    `bias` is on q, k and v, `out_bias` on the output. `qk_norm` normalizes each head of q and k before the rotation;
+    with `qk_norm_whole`, all heads of q together, and all of k. Then q, k and v are limited to values from -clip to
+    clip.
     """
 
     kv_heads: int

@@ -110,8 +110,8 @@ class Decoder:
 
     @functools.cached_property
     def stacks(self) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-        """The stacks of each parameter of a layer, such as `attention/q/w`: of each run that has the parameter, the path of
-        its stack below blocks/, and the layers, which are the rows of the stack."""
+        """The stacks of each parameter of a layer, such as `attention/q/w`: of each run that has the parameter, the
+        path of its stack below blocks/, and the layers, which are the rows of the stack."""
         found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         for number, (run, start) in enumerate(zip(self.runs, starts(self.runs), strict=False)):
             layers: dict[str, list[int]] = {}

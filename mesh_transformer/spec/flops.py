@@ -2,8 +2,8 @@
 
 Chowdhery et al. 2022, arXiv:2204.02311, appendix B: a token takes 6 operations for each element of a matrix (forward
 and backward pass) and 6 L T H (K + V) for the products of queries with keys of K dims and of the softmax with values of
-V dims, which are not halved for causality. What the backward pass recomputes does not count. A layer with a window counts
-the keys in the window. Of routed experts, only the chosen ones count.
+V dims, which are not halved for causality. What the backward pass recomputes does not count. A layer with a window
+counts the keys in the window. Of routed experts, only the chosen ones count.
 """
 
 from mesh_transformer.spec.decoder import Decoder

@@ -1,5 +1,5 @@
-"""The tensors of other programs that hold a model's parameters, as rows of a table by which foreign checkpoints are read
-and written."""
+"""The tensors of other programs that hold a model's parameters, as rows of a table by which foreign checkpoints are
+read and written."""
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +25,8 @@ class Split(enum.Enum):
 class Tensor(NamedTuple):
     """A row of a table: a parameter of this program and the tensor of a foreign format that holds it.
 
-    A row under blocks/ stands for all layers that have the parameter: the parameter has a leading dimension of layers, and
-    the foreign format has one tensor per layer. With {e} in its name, it has one tensor per layer and expert, and
+    A row under blocks/ stands for all layers that have the parameter: the parameter has a leading dimension of layers,
+    and the foreign format has one tensor per layer. With {e} in its name, it has one tensor per layer and expert, and
     the parameter has a dimension of experts after that of layers. The table has no shapes: they follow from the
     parameters of the model.
     """

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from mesh_transformer import platforms
-from mesh_transformer.errors import UserError
+from mesh_transformer.errors import UserError, listed
 from mesh_transformer.models.model import Params
 from mesh_transformer.parallel.sharding import Partition, active, use
 from mesh_transformer.spec import shared_run
@@ -82,10 +82,10 @@ def _schedule(rounds: int, parts: Parts, params: Params, batch: Any, leading: in
         return sequential
     runs = parts.layout(params["blocks"])
     if shared_run(runs, stages * rounds) is None:
-        each = " + ".join(f"{run.repeats} x {len(run.period)}" for run in runs)
+        each = listed([f"{run.repeats} x {len(run.period)}" for run in runs])
         raise UserError(
-            f"{each} layers (repeats of a period x its layers): no run of them has repeats that are divisible by {stages} "
-            f"stages x {rounds} rounds of a pipeline"
+            f"the layers are {each} (repeats of a period x its layers): {stages} stages x {rounds} rounds of a "
+            "pipeline divide none"
         )
     if leading == 2 and rounds > 1 and microbatches(batch) % stages:
         raise UserError(f"{microbatches(batch)} microbatches are not divisible by {stages} stages, as rounds need")
@@ -94,7 +94,7 @@ def _schedule(rounds: int, parts: Parts, params: Params, batch: Any, leading: in
         at = leading - 1 + place
         if x.ndim <= at or x.shape[at] % (stages * shards):
             raise UserError(
-                f"{stages} stages share out the dimension {parts.shared_out} of a batch for the loss, and {shards} devices "
-                f"of each split it: dimension {at} of an array {x.shape} is not divisible by {stages * shards}"
+                f"{stages} stages share out the dimension {parts.shared_out} of a batch for the loss, and {shards} "
+                f"devices of each split it: dimension {at} of an array {x.shape} is not divisible by {stages * shards}"
             )
     return pipeline.schedule(rounds)

@@ -4,13 +4,13 @@
 between their forward and their backward pass: at most two for each stage, however many microbatches a step has. The
 backward pass computes each layer again, as compute.remat full does.
 
-The stages share out one run of layers (`spec.shared_run`), by its repeats. Every stage computes the runs before and after
-it whole, in each tick: the first stage uses the result of the runs before, the last stage the result of the runs after.
-That takes no more time than if only one stage did: the others would wait for it.
+The stages share out one run of layers (`spec.shared_run`), by its repeats. Every stage computes the runs before and
+after it whole, in each tick: the first stage uses the result of the runs before, the last stage the result of the runs
+after. That takes no more time than if only one stage did: the others would wait for it.
 
-Head and loss (`Parts.loss`) belong to no stage. When the last stage has finished a microbatch, each stage takes an equal
-share of its positions through them (of `Parts.shared_out`), and the gradients of the shares are gathered. The embedding
-is looked up by all stages, and used by the first.
+Head and loss (`Parts.loss`) belong to no stage. When the last stage has finished a microbatch, each stage takes an
+equal share of its positions through them (of `Parts.shared_out`), and the gradients of the shares are gathered. The
+embedding is looked up by all stages, and used by the first.
 
 Shapes: M microbatches, B sequences of one, T positions, D residual width, L layers, v rounds, C layers of a group, s
 slots for kept inputs.
@@ -106,8 +106,8 @@ def _gradients(
 
 
 def _by_microbatch(means: Means, whole: dict[str, Means]) -> Means:
-    """The means of all layers, (M, L + N, ...), from those of the shared run, (v, L / v, M, ...), and of the others, each
-    (M, N, ...)."""
+    """The means of all layers, (M, L + N, ...), from those of the shared run, (v, L / v, M, ...), and of the others,
+    each (M, N, ...)."""
     shared = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), unfold(means))
     parts = whole["before"], shared, whole["after"]
     names = dict.fromkeys(name for part in parts for name in part)
@@ -168,8 +168,8 @@ class _Backward:
     """`_Operands.axes`."""
 
     def results(self) -> tuple[Params, Params, jax.Array, Any, jax.Array, Means, dict[str, Means]]:
-        """Sums of gradients: of `Forward.tables`, and of this stage's layers; losses (M,), results of `Parts.loss`
-        (M, B, T, ...), squared norms of the microbatches' gradients (M,), means of this stage's layers (v, C, M, ...), and
+        """Sums of gradients: of `Forward.tables`, and of this stage's layers; losses (M,), results of `Parts.loss` (M,
+        B, T, ...), squared norms of the microbatches' gradients (M,), means of this stage's layers (v, C, M, ...), and
         of the runs that every stage computes (M, N, ...)."""
         ticks, carry = self.forward.ticks, self._start()
         ends = ticks.warmup, ticks.forward_ticks, ticks.total

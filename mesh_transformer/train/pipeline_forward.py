@@ -1,7 +1,7 @@
 """The forward pass of a stage of a pipeline (train/pipeline.py has the schedule).
 
-Shapes: M microbatches, B sequences of one, T positions, D residual width, L layers of the run that the stages share out,
-v rounds, C layers of a group, N layers of the runs that every stage computes whole.
+Shapes: M microbatches, B sequences of one, T positions, D residual width, L layers of the run that the stages share
+out, v rounds, C layers of a group, N layers of the runs that every stage computes whole.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Stack(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What `Parts.loss` yields: sums over this stage's shares, and the results of all shares, (M, B, T, ...); the means of
-    this stage's layers, (M, v, C, ...); and by name the means of the runs that every stage computes, (M, N, ...), which
-    are zeros on a stage that does not use the result."""
+    """What `Parts.loss` yields: sums over this stage's shares, and the results of all shares, (M, B, T, ...); the means
+    of this stage's layers, (M, v, C, ...); and by name the means of the runs that every stage computes, (M, N, ...),
+    which are zeros on a stage that does not use the result."""
 
     losses_M: jax.Array
     results: Any

@@ -40,8 +40,8 @@ class Parts(NamedTuple):
     embed: Callable[[Any, Any], Stream]
     """(parameters of "embed", microbatch) -> what the first layer reads."""
     layer: Callable[[Any, Stream, Any], tuple[jax.Array, Means]]
-    """(parameters of one layer, its input, its row of `numbers`) -> x for the next layer, named means over its tokens. A
-    kind in `runs` may have a function of its own instead."""
+    """(parameters of one layer, its input, its row of `numbers`) -> x for the next layer, named means over its tokens.
+    A kind in `runs` may have a function of its own instead."""
     loss: Callable[[Params, jax.Array, Any], tuple[jax.Array, Any]]
     """(parameters, x after the last layer, microbatch) -> a float32 scalar, and results for `metrics`: arrays
     (B, T, ...). The scalars of parts of `shared_out` add up to that of all."""
@@ -58,13 +58,13 @@ class Parts(NamedTuple):
     """The partition of the sum of gradients; None: the active one."""
     runs: Runs | None = None
     """The layers by their kinds, in order; None: all layers are alike. With several runs, the names of the modules of
-    "blocks" begin with the number of the run (`spec.in_run`). The stages of a pipeline share out one run, and compute the
-    others whole: `shared_run`."""
+    "blocks" begin with the number of the run (`spec.in_run`). The stages of a pipeline share out one run, and compute
+    the others whole: `shared_run`."""
     numbers: Any = None
     """Arrays (L, ...) without gradients. Each layer reads its own row. None: none."""
     kept: Sequence[str] | None = None
-    """The names (`jax.ad_checkpoint.checkpoint_name`) of the activations of a layer that the backward pass keeps, beside
-    its input; None: all activations. The stages of a pipeline keep the input only."""
+    """The names (`jax.ad_checkpoint.checkpoint_name`) of the activations of a layer that the backward pass keeps,
+    beside its input; None: all activations. The stages of a pipeline keep the input only."""
     unroll: int = 1
     """Layers in one pass of the loop."""
     tied: bool = False

@@ -314,8 +314,8 @@ class TrainProgram:
         return optimizer.z_loss * jnp.square(log_z)
 
     def _metrics(self, loss: jax.Array, per_token: TokenLoss, means: Means) -> Metrics:
-        """The metrics of a microbatch, and the means of its layers. The last token's loss includes the mean z-loss of its
-        sequence."""
+        """The metrics of a microbatch, and the means of its layers. The last token's loss includes the mean z-loss of
+        its sequence."""
         last_loss = self._last(per_token.nll) + self._z_loss(per_token).mean(-1)
         return {"scalars": {"train/loss": loss, "train/last_loss": last_loss.mean()}, "means": means}
 

@@ -25,8 +25,8 @@ def check(model: dict[str, Any], **groups: dict[str, Any]) -> None:
         (MODELS["mixtral"], {"experts": {"exchange": "ring"}}, ["experts.exchange = 'ring'", "tokens, gather"]),
         (MODELS["mixtral"], {"experts": {"bias_rate": 0.5}}, ["experts.bias_rate 0.5", "mixtral have no biases"]),
         # three layers, of which the first is dense
-        (V3, {"mesh": {"pp": 4}}, ["the number of layers with experts 2", "mesh.pp 4", "mesh.pp to 2"]),
-        ({**V3, "dense_layers": [1]}, {"mesh": {"pp": 2}}, ["mesh.pp 2", "after the first layer with experts"]),
+        (V3, {"mesh": {"pp": 4}}, ["mesh.pp 4 divides no run of layers", "set mesh.pp to 1, 2"]),
+        ({**V3, "dense_layers": [1]}, {"mesh": {"pp": 2}}, ["mesh.pp 2", "1 x 1, 1 x 1, 1 x 1", "set mesh.pp to 1"]),
     ],
 )
 def test_what_is_refused(model: dict[str, Any], groups: dict[str, Any], parts: list[str]) -> None:

@@ -17,7 +17,7 @@ from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.closed_form import FITTED, LIKE, Estimate, estimate
-from mesh_transformer.estimate.sizes import FLOAT32_BYTES, StepSizes, parameters
+from mesh_transformer.estimate.sizes import FLOAT32_BYTES, StepSizes
 from mesh_transformer.models.model import KEPT, Model
 from mesh_transformer.spec.flops import flops_per_token
 
@@ -157,7 +157,7 @@ def test_the_parameters_are_those_of_the_model(name):
     shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
     axes = jax.tree.leaves(model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     expected = Counter((names, leaf.shape) for names, leaf in zip(axes, shapes, strict=True))
-    assert Counter((one.axes, one.shape) for one in parameters(decoder)) == expected
+    assert Counter((one.axes, one.shape) for one in decoder.arrays().values()) == expected
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,11 @@ def test_the_state_is_that_of_the_program(overrides):
 def test_every_policy_names_activations_of_known_size(repo):
     config = _config(repo)
     sizes = StepSizes.of(config, config.check_devices(8), ACCELERATORS["v3"])
-    assert {name for names in KEPT.values() for name in names} <= set(sizes.kept)
+    (layer,) = sizes.layers
+    assert {name for names in KEPT.values() for name in names} <= set(layer.kept)
     tokens = 2048
-    assert sizes.kept["block_in"] == tokens * 4096 * 2
-    assert sizes.kept["mlp_hidden"] == tokens * 16384 // 8 * 2
+    assert layer.kept["block_in"] == tokens * 4096 * 2
+    assert layer.kept["mlp_hidden"] == tokens * 16384 // 8 * 2
 
 
 def test_what_is_kept_is_not_computed_again(repo):
@@ -205,8 +206,8 @@ def test_the_products_are_those_of_the_operations(repo):
     found = estimate(config, 8, accelerator)
     elements = sum(
         math.prod(one.shape)
-        for one in parameters(config.model.decoder())
-        if one.stage == "blocks" and len(one.shape) == 3
+        for path, one in config.model.decoder().arrays().items()
+        if path.startswith("blocks/") and len(one.shape) == 3
     )
     rate = FITTED["v3"].product_share * 1e12 * accelerator.peak_tflops
     assert found.time["products"] == pytest.approx(6 * elements * 16 * 2048 / 8 / rate)

@@ -203,7 +203,9 @@ def test_parameters_packed_for_cpus_give_the_same_tokens(dtype: str) -> None:
     run = program(TINY, "mesh.tp=1", "model.seq=64", dtype=dtype)
     params = run.model.cast(run.init(jax.random.key(3)).params)
     arrays = {name: np.asarray(leaf) for name, leaf in flatten({"params": params}).items()}
-    parts = load_by_layer(ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.members)
+    parts = load_by_layer(
+        ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.rows_by_layer
+    )
     packed = pack_for_cpu_decode(parts, run.model.decoder)
     (expected,), (found,) = (
         complete(engine_of(run, given, slots=slots), [(prompt_of(1, 21), SAMPLED)])

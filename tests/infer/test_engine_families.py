@@ -89,7 +89,9 @@ def packed_for_cpu(family: str) -> None:
     """Parameters in the layout for decoding on CPU."""
     run, params, _ = tiny(family)
     arrays = {name: np.asarray(leaf) for name, leaf in flatten({"params": params}).items()}
-    parts = load_by_layer(ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.members)
+    parts = load_by_layer(
+        ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.rows_by_layer
+    )
     packed = pack_for_cpu_decode(parts, run.model.decoder)
     (found,) = complete(engine_of(run, packed, slots=1), [(PROMPT, CASES["all filters"])])
     assert found.ids == by_definition(family, "all filters")

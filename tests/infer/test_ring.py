@@ -63,7 +63,9 @@ def packed_for_cpu(family: str) -> SlotEngine:
     """Layers one after the other, each with its own cache."""
     run = tiny(family)
     arrays = {name: np.asarray(leaf) for name, leaf in flatten({"params": weights(family)}).items()}
-    parts = load_by_layer(ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.members)
+    parts = load_by_layer(
+        ArraySource(arrays, Counts(0)), run.placement.abstract(run.model.dtype), run.model.rows_by_layer
+    )
     packed = pack_for_cpu_decode(parts, run.model.decoder)
     return engine_of(run, packed, slots=2, max_prefill_tokens=CHUNK)
 
@@ -122,7 +124,7 @@ def test_window_plus_chunk_minus_one_positions_are_needed_and_enough(family: str
     differences = []
     for given in (size, size - 1):
         lengths = [SEQ if layer.attention.window is None else given for layer in layers]
-        cache = KVCache.zeros(lengths, 2, layers[0].attention.cache_entries, run.model.dtype)
+        cache = KVCache.zeros(lengths, 2, [layer.attention.cache_entries for layer in layers], run.model.dtype)
         differences.append(np.abs(logits_in_chunks(run, params, cache, tokens, chunk) - expected).max())
     assert differences[0] < TOLERANCE
     assert differences[1] > 1e-3
@@ -231,8 +233,8 @@ def test_the_bytes_of_released_models(name: str) -> None:
 @pytest.mark.parametrize("family", KINDS)
 def test_the_cache_has_the_bytes_of_its_rings(family: str) -> None:
     run = tiny(family)
-    entry = run.model.decoder.layer.attention
+    (entry, _) = run.model.decoder.layers[0].attention.keys_and_values
     size = WINDOWS[family] + CHUNK - 1
     positions = sum(SEQ if layer.attention.window is None else size for layer in run.model.decoder.layers)
-    bytes_of_position = 2 * entry.kv_heads * entry.head_dim * 4
+    bytes_of_position = 2 * entry.heads * entry.width * 4
     assert ring_engine(family).cache_bytes == 2 * positions * bytes_of_position

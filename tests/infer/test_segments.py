@@ -13,8 +13,8 @@ LENGTH = 3 * SHORTEST_SEGMENT
 @pytest.mark.parametrize("first", [0, SHORTEST_SEGMENT - 3, 2 * SHORTEST_SEGMENT - 1])
 def test_a_chunk_is_read_where_it_was_written(first: int) -> None:
     """The second sequence begins one position later. All other positions stay zero."""
-    entries = [CacheEntry(None, 2, 3), CacheEntry(None, 2, 5)]
-    cache = KVCache.zeros([LENGTH, LENGTH], 2, entries, jnp.float32)
+    entries = CacheEntry(None, 2, 3), CacheEntry(None, 2, 5)
+    cache = KVCache.zeros([LENGTH, LENGTH], 2, [entries, entries], jnp.float32)
     positions = np.asarray([[first], [first + 1]]) + np.arange(7, dtype=np.int32)
     random = np.random.default_rng(first)
     new = [random.normal(size=(2, 7, entry.heads, entry.width)).astype(np.float32) for entry in entries]

@@ -13,8 +13,8 @@ from support.covering import sampled
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.hlo import collectives
 from mesh_transformer.families import FAMILIES, gptj
-from mesh_transformer.models.loops import layer_runs
 from mesh_transformer.parallel.sharding import collect_axes, map_axes, use, with_axes
+from mesh_transformer.spec import runs_of, starts
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (1, 8, 41)).astype(np.int32)
 NORMS = ["layernorm", "layernorm-nobias", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias"]
@@ -60,9 +60,9 @@ def test_a_cached_program_with_rings_does_not_grow_with_the_number_of_layers():
     ],
 )
 def test_layers_that_repeat_are_one_run(kinds, expected):
-    runs = layer_runs(kinds)
-    assert [(("".join(run.turn)) * run.repeats, "".join(run.turn)) for run in runs] == expected
-    assert [run.start for run in runs] == [sum(len(whole) for whole, _ in expected[:i]) for i in range(len(runs))]
+    runs = runs_of(kinds)
+    assert [(("".join(run.period)) * run.repeats, "".join(run.period)) for run in runs] == expected
+    assert starts(runs) == [sum(len(whole) for whole, _ in expected[:i]) for i in range(len(runs) + 1)]
 
 
 # tokens of a chunk; attention of the long one makes keys of all heads from the cached latents

@@ -1,5 +1,6 @@
 """Gradients and losses of a model that is given as plain functions, in stages and on one device."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.models import Stream
+from mesh_transformer.models.stack import Kind
 from mesh_transformer.parallel import Partition, dimension_rules, make_mesh, mesh_shape
+from mesh_transformer.spec import Run
 from mesh_transformer.train import Optimizer, Parts, gradients, jit, loss
 
 MICROBATCHES, ROWS, POSITIONS, VOCABULARY, WIDTH, LAYERS = 4, 4, 8, 16, 8, 4
@@ -46,29 +49,39 @@ def _parts(*, tied: bool, shared_out: str, leading: bool = False) -> Parts:
     def metrics(value: jax.Array, results: Any, means: Any) -> dict[str, jax.Array]:
         return {"loss": value, "largest": results["nll"].max()}
 
-    own, axes, members = jnp.linspace(0.5, 1.0, LAYERS + leading), AXES, None
+    numbers, axes, runs = jnp.linspace(0.5, 1.0, LAYERS + leading), AXES, None
     if leading:
-        names = ("unsplit_layers", "embed", None)
-        axes, members = {**AXES, "blocks": {"w": names, "first": names}}, {"w": range(LAYERS + 1), "first": [0]}
-    return Parts(embed, layer, head, axes, metrics=metrics, own=own, tied=tied, shared_out=shared_out, members=members)
+        names = ("whole_layers", "embed", None)
+        axes = {**AXES, "blocks": {"0/w": names, "0/first": names, "1/w": AXES["blocks"]["w"]}}
+        runs = Run((Kind(None, frozenset({"w", "first"})),), 1), Run((Kind(None, frozenset({"w"})),), LAYERS)
+    return Parts(
+        embed, layer, head, axes, metrics=metrics, numbers=numbers, tied=tied, shared_out=shared_out, runs=runs
+    )
 
 
 def _with_means(parts: Parts) -> Parts:
-    """The same with a mean of each layer."""
+    """The same with a mean and a loss of each layer."""
 
-    def layer(params: Any, stream: Stream, own: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return parts.layer(params, stream, own)[0], {"load": jnp.zeros(())}
+    def layer(params: Any, stream: Stream, numbers: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        x_BTD, _ = parts.layer(params, stream, numbers)
+        return x_BTD, {"load": jnp.square(x_BTD).mean()}
 
-    return parts._replace(layer=layer)
+    def metrics(value: jax.Array, results: Any, means: Any) -> dict[str, jax.Array]:
+        return {"loss": value, "load": means["load"]}
+
+    return parts._replace(layer=layer, layer_loss=lambda means: means["load"], metrics=metrics)
 
 
 def _params(leading: bool) -> Any:
     random = np.random.default_rng(0)
     shapes = {
         "embed": {"table": (VOCABULARY, WIDTH), "bias": (WIDTH,)},
-        "blocks": {"w": (LAYERS + leading, WIDTH, WIDTH), **({"first": (1, WIDTH, WIDTH)} if leading else {})},
+        "blocks": {"w": (LAYERS, WIDTH, WIDTH)},
         "head": {"scale": (WIDTH,)},
     }
+    if leading:
+        one = {"0/w": (1, WIDTH, WIDTH), "0/first": (1, WIDTH, WIDTH)}
+        shapes["blocks"] = {**one, "1/w": (LAYERS, WIDTH, WIDTH)}
     draw: Callable[[Any], Any] = lambda shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
     return jax.tree.map(draw, shapes, is_leaf=lambda node: isinstance(node, tuple))
 
@@ -83,10 +96,13 @@ def _on(**axes: int) -> Partition:
     return Partition(make_mesh(mesh_shape(**axes), devices), dimension_rules())
 
 
-def _computed(partition: Partition, parts: Parts, rounds: int) -> Any:
+def _computed(partition: Partition, parts: Parts, rounds: int, last: bool = False) -> Any:
     one = jax.tree.map(lambda x: x[0], _batch())
     both = lambda p: (gradients(parts, p, _batch(), rounds=rounds), loss(parts, p, one, rounds=rounds))  # noqa: E731
-    return jax.device_get(jit(partition, both)(_params(parts.members is not None)))
+    params = _params(parts.runs is not None)
+    if last:
+        params["blocks"]["2/w"] = params["blocks"]["0/w"] / 2
+    return jax.device_get(jit(partition, both)(params))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +129,20 @@ def test_stages_of_plain_functions_equal_one_device(tied: bool, shared_out: str,
         close(squares, one_squares)
 
 
+def test_layers_that_every_stage_computes_have_losses_and_means() -> None:
+    """One layer before the shared run, and one after it."""
+    parts = _with_means(_parts(tied=True, shared_out="batch", leading=True))
+    before, shared = parts.runs or ()
+    axes = {**parts.axes, "blocks": {**parts.axes["blocks"], "2/w": ("whole_layers", "embed", None)}}
+    numbers = jnp.linspace(0.5, 1.0, LAYERS + 2)
+    parts = parts._replace(runs=(before, shared, shared._replace(repeats=1)), axes=axes, numbers=numbers)
+    # the last run has the kind of the shared one: `spec.runs_of` would not cut there
+    ours, one = (_computed(partition, parts, 1, last=True) for partition in (_on(pp=2, fsdp=2), _on(dp=1)))
+    assert ours[0][1]["load"].shape == (LAYERS + 2,)
+    close = functools.partial(np.testing.assert_allclose, rtol=CLOSE, atol=CLOSE)
+    jax.tree.map(close, ours, one)
+
+
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
@@ -128,11 +158,7 @@ def test_stages_of_plain_functions_equal_one_device(tied: bool, shared_out: str,
         (lambda: Optimizer.named("adam", AXES, lr=-1), "optimizer adam: lr -1: Input should be"),
         (
             lambda: _computed(_on(pp=8), _parts(tied=True, shared_out="block_seq"), 1),
-            "4 layers are not divisible by 8 stages x 1 rounds of a pipeline",
-        ),
-        (
-            lambda: _computed(_on(pp=2), _with_means(_parts(tied=True, shared_out="batch", leading=True)), 1),
-            "the layers before those that the stages of a pipeline share out have means: load",
+            "the layers are 4 x 1 (repeats of a period x its layers): 8 stages x 1 rounds of a pipeline divide none",
         ),
         (
             lambda: _computed(_on(pp=4, dp=2), _parts(tied=True, shared_out="batch"), 1),

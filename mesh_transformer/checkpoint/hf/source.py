@@ -227,7 +227,8 @@ def uniform_dtype(source: TensorSource) -> np.dtype | None:
 
 
 def exact(name: str) -> bool:
-    """Whether no export rounds a parameter, as transformers does not: a rounded bias of a router chooses other experts."""
+    """Whether no export rounds a parameter, as transformers does not: a rounded bias of a router chooses other
+    experts."""
     module, _, leaf = name.rpartition("/")
     return leaf == "bias" and is_router(module)
 

@@ -1,7 +1,7 @@
 """The cache of the keys and values (or other entries) of each position, and attention to it.
 
-Shapes: N slots of a cache, B slots of one call, T query positions, S positions of a segment, H heads, J heads of keys and
-values, K dims of a head, L layers.
+Shapes: N slots of a cache, B slots of one call, T query positions, S positions of a segment, H heads, J heads of keys
+and values, K dims of a head, L layers.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class KVCache:
         return cls(tuple(group(layers.count(one), *one) for one in distinct), tuple(map(distinct.index, layers)))
 
     def map(self, entries: Sequence[Entries], function: Any) -> KVCache:
-        """The cache with function(array, names of its dimensions) in place of each array; the `entries` of each layer give
-        the names."""
+        """The cache with function(array, names of its dimensions) in place of each array; the `entries` of each layer
+        give the names."""
         of_group = dict(zip(self.group_of, entries, strict=True))
         groups = []
         for number, group in enumerate(self.groups):

@@ -161,8 +161,8 @@ def _computed(kept: Spans, layers: int, rounds: int) -> Spans:
 
 
 def _count_whole(sizes: dict[str, int], held: list[Holding], first: int, layers: int) -> None:
-    """Number the layers from the first one of the model on, not from the `first` one of the run that the stages share out.
-    Every device has the layers before and after this run."""
+    """Number the layers from the first one of the model on, not from the `first` one of the run that the stages share
+    out. Every device has the layers before and after this run."""
     stop = first + sizes["layers"]
     for one in held:
         for name in one.parts.keys() & {"layers", "computed"}:

@@ -101,7 +101,8 @@ def meshes_of(family: str) -> list[str]:
 
 
 def losses(family: str, mesh: str) -> list[float]:
-    """The losses of the first steps of a run with four layers or more, two microbatches and a batch of 8, in float32."""
+    """The losses of the first steps of a run with four layers or more, two microbatches and a batch of 8, in
+    float32."""
     devices, axes = MESHES[mesh]
     dense = MODELS[family].get("dense_layers", []) if family.startswith("deepseek") else []
     # four layers after the dense ones

@@ -1,6 +1,7 @@
 """Writes the files of this folder, with the program of the commit that README.md names. In a checkout of it:
 
-    PYTHONPATH=$PWD:TESTS XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m golden.one_stack.make [checkpoints] [losses]
+    export XLA_FLAGS=--xla_force_host_platform_device_count=8
+    PYTHONPATH=$PWD:TESTS python -m golden.one_stack.make [checkpoints] [losses]
 
 TESTS is the folder `tests` of this version. Without arguments all files are written.
 """
