@@ -201,7 +201,7 @@ class _Reader:
             else:
                 stored = self._source.read_stored(name, index)
                 if count:
-                    self._sums[name] += self._source.manifest.checksum(stored, [start for start, _ in stored_bounds])
+                    self._sums[name] += self._source.checksum(name, stored, [start for start, _ in stored_bounds])
             target = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(block, bounds, strict=True))
             out[target] = stored if row is None else stored[0]
         return out

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -20,8 +21,10 @@ import tensorstore as ts
 from mesh_transformer import files
 from mesh_transformer.checkpoint.native import manifest as manifests
 from mesh_transformer.checkpoint.native.manifest import Manifest, TensorSpec
+from mesh_transformer.checkpoint.native.stacks import find_rows
 from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint, Index, TensorInfo
 from mesh_transformer.errors import UserError
+from mesh_transformer.spec import Decoder
 
 COMMIT_MARKER = "commit_success.txt"
 # prefix of the names of an optimizer's slots and counts, as in `train.step.TrainState`
@@ -52,22 +55,30 @@ class NativeSource:
     """One native step folder, local or `gs://`, as a `TensorSource`.
 
     The first `read` of a tensor reads all of it and compares its checksum; later calls read only the chunks they need.
+    `manifest` lists the tensors that `decoder` has. In a file of an earlier version they may be rows of stored tensors.
     """
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, decoder: Decoder | None = None):
         """Open the folder and read its manifest.
+
+        Args:
+            decoder: the model to read; None: the tensors have the names under which they are stored.
 
         Raises:
             DamagedCheckpoint: the manifest is damaged.
             UserError: the folder does not exist.
         """
-        self.where, self.manifest = folder, read_manifest(folder)
+        self.where, self._file = folder, read_manifest(folder)
+        found = find_rows(self._file.tensors, decoder)
+        self.manifest = self._file._replace(tensors={name: spec for name, (_, spec) in found.items()})
         self.extra = self.manifest.extra
+        # by the name in `manifest`
+        self._rows = {name: rows for name, (rows, _) in found.items()}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         self._base = ocdbt(files.join(folder, "state"))
         # the name in the manifest by the name of a `TensorSource`
-        self._stored = {name: stored for stored in self.manifest.tensors if (name := _tensor_name(stored))}
-        specs = {name: self.manifest.tensors[stored] for name, stored in self._stored.items()}
+        self._listed = {name: listed for listed in self.manifest.tensors if (name := _tensor_name(listed))}
+        specs = {name: self.manifest.tensors[listed] for name, listed in self._listed.items()}
         self.tensors = {name: TensorInfo(spec.shape, np.dtype(spec.dtype)) for name, spec in specs.items()}
         self._open_arrays: dict[str, Any] = {}
         self._verified: set[str] = set()
@@ -91,7 +102,7 @@ class NativeSource:
         Raises:
             DamagedCheckpoint: the bytes are missing or damaged.
         """
-        stored = self._stored[name]
+        stored, index = self._place(name, index)
         return self._read(stored, index, verify=stored not in self._verified)
 
     def read_stored(self, name: str, index: Index) -> np.ndarray:
@@ -103,15 +114,38 @@ class NativeSource:
         Raises:
             DamagedCheckpoint: the bytes are missing or unreadable.
         """
-        return self._read(self._stored.get(name, name), index, verify=False)
+        return self._read(*self._place(name, index), verify=False)
+
+    def checksum(self, name: str, part: np.ndarray, start: Sequence[int]) -> int:
+        """What the part of a tensor that begins at `start` adds to the checksum in `verify`."""
+        first = self._rows[self._listed.get(name, name)].first
+        return self._file.checksum(part, [start[0] + first, *start[1:]] if first else start)
 
     def verify(self, sums: Mapping[str, int]) -> None:
         """Compare the checksums of tensors that were read, by their names in `tensors` or in the manifest.
 
+        A stored tensor that was read in part is read again, as a whole.
+
         Raises:
             DamagedCheckpoint: a checksum is wrong.
         """
-        manifests.verify(self.manifest, {self._stored.get(name, name): value for name, value in sums.items()})
+        read = {self._listed.get(name, name): value for name, value in sums.items()}
+        totals: dict[str, int] = defaultdict(int)
+        for name, value in read.items():
+            totals[self._rows[name].stored] += value
+        for stored in sorted({rows.stored for name, rows in self._rows.items() if name not in read} & totals.keys()):
+            self._read(stored, (slice(None),) * len(self._file.tensors[stored].shape), verify=True)
+            del totals[stored]
+        manifests.verify(self._file, {stored: value % 2**32 for stored, value in totals.items()})
+
+    def _place(self, name: str, index: Index) -> tuple[str, Index]:
+        """The stored tensor that has a slice, and the slice in it."""
+        listed = self._listed.get(name, name)
+        stored, first = self._rows[listed]
+        if not first and self.manifest.tensors[listed].shape == self._file.tensors[stored].shape:
+            return stored, index
+        start, stop, _ = index[0].indices(self.manifest.tensors[listed].shape[0])
+        return stored, (slice(first + start, first + stop), *index[1:])
 
     def _read(self, stored: str, index: Index, *, verify: bool) -> np.ndarray:
         array, checksum = self._array(stored), 0
@@ -119,18 +153,18 @@ class NativeSource:
         out = np.empty([len(part) for part in ranges], array.dtype.numpy_dtype)
         for block, values in self._read_blocks(stored, array, list(map(range, array.shape)) if verify else ranges):
             if verify:
-                checksum += self.manifest.checksum(values, [part.start for part in block])
+                checksum += self._file.checksum(values, [part.start for part in block])
             _copy_overlap(out, ranges, block, values)
-        if verify and checksum % 2**32 != self.manifest.tensors[stored].checksum:
+        if verify and checksum % 2**32 != self._file.tensors[stored].checksum:
             raise DamagedCheckpoint(f"{self.where}: wrong checksum of {stored}")
         if verify:
             self._verified.add(stored)
         return out
 
     def _count(self, name: str) -> int | None:
-        if name not in self.manifest.tensors:
+        if name not in self._file.tensors:
             return None
-        spec = self.manifest.tensors[name]
+        spec = self._file.tensors[name]
         if spec.shape or not np.issubdtype(np.dtype(spec.dtype), np.integer):
             raise DamagedCheckpoint(f"{self.where}: {name}: expected a whole number, found {spec}")
         count = int(self._read(name, (), verify=True))
@@ -157,7 +191,7 @@ class NativeSource:
                     raise DamagedCheckpoint("the folder `state` does not hold it")
                 spec = {"driver": "zarr", "kvstore": {**self._base, "path": f"{self._keys[stored]}/"}}
                 array = ts.open(spec, open=True, context=self._context).result()
-                _check(array, self.manifest.tensors[stored])
+                _check(array, self._file.tensors[stored])
                 self._open_arrays[stored] = array
             return self._open_arrays[stored]
 

@@ -1,0 +1,147 @@
+"""Checkpoints of the version with one stack for each parameter: tests/golden/one_stack/README.md.
+
+They are read by the names of this version, resumed, sampled and converted.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from golden import one_stack
+from support import families
+from support.builders import program
+from support.covering import sampled
+from support.engines import complete, engine_of
+from support.hf_folders import transformers_logits
+
+from mesh_transformer.checkpoint.hf.writer import write_hf
+from mesh_transformer.checkpoint.load import load, load_by_layer
+from mesh_transformer.checkpoint.native.manifest import flatten
+from mesh_transformer.checkpoint.native.writer import write_native
+from mesh_transformer.checkpoint.open import open_source
+from mesh_transformer.checkpoint.store import Checkpoint, CheckpointStore
+from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.runtime.session.weights import pack_for_cpu_decode
+from mesh_transformer.spec import Decoder
+
+READERS = ("checkpoint/native", "checkpoint/store.py", "checkpoint/load.py", "spec/decoder.py")
+# 5 layers, dense and with experts in turn; and two dense layers before two with experts
+MIXED = ["qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+
+
+def files(family: str, optimizer: str = "adam") -> list[str]:
+    return [*READERS, *families.files_of(family), f"optimizers/{optimizer}.py"]
+
+
+def restored(run: Any, folder: Path) -> Checkpoint:
+    store = CheckpointStore(str(folder), read_only=True, model=run.config.model, optimizer=run.config.optimizer)
+    found = store.restore(run.abstract_state)
+    assert found is not None
+    return found
+
+
+def in_one_stack(arrays: dict[str, Any], names: list[str], decoder: Decoder) -> dict[str, np.ndarray]:
+    """The arrays by their earlier names, each with the rows of all layers in ascending order."""
+    found = {}
+    for name in names:
+        prefix, stacked, inside = name.partition("/blocks/")
+        stacks = decoder.stacks.get(inside, []) if stacked else []
+        if not stacks:
+            found[name] = np.asarray(arrays[name])
+            continue
+        rows = {
+            layer: row
+            for path, layers in stacks
+            for layer, row in zip(layers, np.asarray(arrays[f"{prefix}/blocks/{path}"]), strict=True)
+        }
+        found[name] = np.stack([rows[layer] for layer in sorted(rows)])
+    return found
+
+
+def hashes(arrays: dict[str, np.ndarray]) -> dict[str, str]:
+    return {name: hashlib.sha256(array.tobytes()).hexdigest()[:16] for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "optimizer"), sampled(one_stack.MODELS, one_stack.OPTIMIZERS, seconds=1, files=files)
+)
+def test_every_array_is_read(tmp_path: Path, family: str, optimizer: str) -> None:
+    """Each row of each array, through all readers, and from a copy in the format of this version."""
+    expected = one_stack.unpack(family, optimizer, tmp_path)
+    run, names = program(expected["config"]), list(expected["arrays"])
+    decoder = run.model.decoder
+    state = restored(run, tmp_path).state
+    arrays = flatten(state)
+    assert hashes(in_one_stack(arrays, names, decoder)) == expected["arrays"]
+    step = str(tmp_path / "step_2")
+    source = open_source(step, run.config.model)
+    assert source.counts == Counts(2, 2, 2)
+    slots = {slot: state.opt_state[slot] for slot in run.config.optimizer.slots}
+    tree = flatten({"params": state.params, **slots})
+    assert source.tensors.keys() == tree.keys()
+    copy = write_native(source, str(tmp_path / "copy"))
+    for opened in (source, open_source(copy, run.config.model)):
+        for name, array in tree.items():
+            np.testing.assert_array_equal(opened.read(name, (slice(None),) * array.ndim), array, err_msg=name)
+    again = flatten(restored(run, tmp_path / "copy").state)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(again[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "optimizer"),
+    sampled(
+        one_stack.MODELS,
+        one_stack.OPTIMIZERS,
+        seconds=5,
+        files=lambda family, optimizer: [*files(family, optimizer), "train/step.py"],
+    ),
+)
+def test_a_run_resumes(tmp_path: Path, family: str, optimizer: str) -> None:
+    expected = one_stack.unpack(family, optimizer, tmp_path)
+    run, found = program(expected["config"]), []
+    state = restored(run, tmp_path).state
+    for batch in np.array(expected["tokens"], np.int32):
+        state, metrics = run.train_step(state, batch)
+        found.append([float(metrics["train/loss"]), float(metrics["train/grad_norm"])])
+    # float32 sums in another order, on another processor
+    np.testing.assert_allclose(found, expected["steps"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "family", sampled(one_stack.MODELS, seconds=8, files=lambda family: [*files(family), "runtime/session/weights.py"])
+)
+def test_a_checkpoint_is_sampled(tmp_path: Path, family: str) -> None:
+    """With stacked parameters on two devices, and with packed layers as on a CPU."""
+    expected = one_stack.unpack(family, "adam", tmp_path)
+    source = open_source(str(tmp_path / "step_2"), program(expected["config"]).config.model)
+    request = (expected["prompt"], SamplingParams(max_tokens=8, temperature=0))
+    for fsdp in (2, 1):
+        run = program(expected["config"], f"mesh.fsdp={fsdp}", devices=fsdp)
+        abstract = run.placement.abstract(run.model.dtype)
+        if fsdp == 1:
+            params = pack_for_cpu_decode(load_by_layer(source, abstract, run.model.rows_by_layer), run.model.decoder)
+        else:
+            params = load(source, {"params": abstract})["params"]
+            logits = np.asarray(jax.jit(run.model.apply)(params, np.array([expected["prompt"]]))[0])[0, -1]
+            # float32 sums in another order
+            found = logits[: len(expected["logits"])]
+            np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=1e-5)
+        (made,) = complete(engine_of(run, params, slots=1), [request])
+        assert made.ids == expected["greedy"]
+
+
+@pytest.mark.parametrize(
+    "family", sampled(MIXED, seconds=6, files=lambda family: [*files(family), "checkpoint/hf/writer.py"])
+)
+def test_a_checkpoint_is_converted(tmp_path: Path, family: str) -> None:
+    """transformers computes the logits of the earlier version."""
+    expected = one_stack.unpack(family, "adam", tmp_path)
+    model = program(expected["config"]).config.model
+    write_hf(open_source(str(tmp_path), model), model, str(tmp_path / "hf"))
+    logits = transformers_logits(tmp_path / "hf", np.array([expected["prompt"]]))[0, -1]
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
