@@ -4,6 +4,7 @@ They are read by the names of this version, resumed, sampled and converted.
 """
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,19 @@ def test_a_checkpoint_is_converted(tmp_path: Path, family: str) -> None:
     write_hf(open_source(str(tmp_path), model), model, str(tmp_path / "hf"))
     logits = transformers_logits(tmp_path / "hf", np.array([expected["prompt"]]))[0, -1]
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    sampled(
+        one_stack.MODELS,
+        one_stack.MESHES,
+        seconds=8,
+        files=lambda family, mesh: [*files(family), "models/stack.py", "train/pipeline.py"],
+    ),
+)
+def test_losses_of_a_run(family: str, mesh: str) -> None:
+    """float32 sums in another order, on another processor. A mesh that the earlier version refused is not recorded."""
+    recorded = json.loads((one_stack.HERE / "losses.json").read_text())[family]
+    expected = recorded.get(mesh, recorded["one device"])
+    np.testing.assert_allclose(one_stack.losses(family, mesh), expected, rtol=2e-6, atol=0)
