@@ -7,26 +7,53 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.models.modules import at_position
+from mesh_transformer.config import ComputeConfig
+from mesh_transformer.models.modules import Context, Means, at_position
 from mesh_transformer.models.numbers import layer_numbers, static_numbers
-from mesh_transformer.models.stack import LAYER_LOOP, Kind, by_row, over_layers
+from mesh_transformer.models.stack import LAYER_LOOP, Block, Kind, by_row, over_layers
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.cached import Cached, KeyValueView
+from mesh_transformer.ops.rotary import Rotation
 from mesh_transformer.parallel.sharding import constrain
-from mesh_transformer.spec import Layer
+from mesh_transformer.spec import Decoder, Layer, Run
 
-if TYPE_CHECKING:
-    from mesh_transformer.models.model import Model, Params
+
+class LayeredModel(Protocol):
+    """What the loop reads of `models.model.Model`, where these are described."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """The specification."""
+
+    @property
+    def compute(self) -> ComputeConfig:
+        """The settings of the arithmetic."""
+
+    @property
+    def runs(self) -> Sequence[Run[Kind]]:
+        """The layers by their kinds."""
+
+    @property
+    def rotations(self) -> Callable[[jax.Array], Sequence[Rotation]]:
+        """The rotary angles of positions."""
+
+    @property
+    def context(self) -> Callable[..., Context]:
+        """What a layer reads besides the residual stream."""
+
+    @property
+    def layer(self) -> Callable[..., tuple[jax.Array, Means]]:
+        """One layer of a kind."""
 
 
 def layers(
-    model: Model,
-    params: Params,
+    model: LayeredModel,
+    params: Block | tuple[Any, ...],
     x_BTD: jax.Array,
     positions_BT: jax.Array,
     bias_BHTS: jax.Array | None,
@@ -64,12 +91,12 @@ def layers(
 
 
 def _stacked(
-    model: Model,
+    model: LayeredModel,
     layer: Callable[..., Any],
     x_BTD: jax.Array,
     views: Sequence[Any],
     view_of: Sequence[int],
-    params: Params,
+    params: Block,
 ) -> tuple[jax.Array, Sequence[Any]]:
     """The loop over stacked layers. If they have several views, the view and the numbers of a layer are part of the
     program: a ring needs its window as a number."""
@@ -95,7 +122,7 @@ def _stacked(
 
 
 def _one_by_one(
-    model: Model,
+    model: LayeredModel,
     layer: Callable[..., Any],
     x_BTD: jax.Array,
     views: Sequence[Any],

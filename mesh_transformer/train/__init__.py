@@ -1,7 +1,9 @@
 """The training step: optimizer, gradients, statistics. Pure. docs/library.md describes the names here."""
 
+from mesh_transformer.models.stack import Kind
+from mesh_transformer.spec import Run
 from mesh_transformer.train.optimizer import Optimizer
 from mesh_transformer.train.own import gradients, jit, loss
 from mesh_transformer.train.schedule import Parts
 
-__all__ = ["Optimizer", "Parts", "gradients", "jit", "loss"]
+__all__ = ["Kind", "Optimizer", "Parts", "Run", "gradients", "jit", "loss"]

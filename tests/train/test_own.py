@@ -12,10 +12,8 @@ import pytest
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.models import Stream
-from mesh_transformer.models.stack import Kind
 from mesh_transformer.parallel import Partition, dimension_rules, make_mesh, mesh_shape
-from mesh_transformer.spec import Run
-from mesh_transformer.train import Optimizer, Parts, gradients, jit, loss
+from mesh_transformer.train import Kind, Optimizer, Parts, Run, gradients, jit, loss
 
 MICROBATCHES, ROWS, POSITIONS, VOCABULARY, WIDTH, LAYERS = 4, 4, 8, 16, 8, 4
 AXES = {

@@ -163,8 +163,8 @@ def test_the_biases_of_routers_stay_float32(tmp_path) -> None:
     params = hf.random_params(SMALL)
     write_hf(hf.MemorySource(params), SMALL, str(tmp_path), dtype=np.dtype(ml_dtypes.bfloat16))
     source = HFSource(str(tmp_path))
-    found = source.read("params/blocks/ff/router/bias", (hf.ALL, hf.ALL))
-    np.testing.assert_array_equal(found, params["blocks"]["ff/router"]["bias"])
+    found = source.read("params/blocks/1/ff/router/bias", (hf.ALL, hf.ALL))
+    np.testing.assert_array_equal(found, params["blocks"]["1/ff/router"]["bias"])
     assert uniform_dtype(source) == ml_dtypes.bfloat16
 
 
