@@ -1,0 +1,147 @@
+"""The arrays that mechanisms, layers and decoders declare, against the models; and layers cut into runs."""
+
+import jax
+import pytest
+from support.builders import TINY, float32_model
+from support.families import MODELS
+
+from mesh_transformer.checkpoint.native.manifest import flatten
+from mesh_transformer.config import ComputeConfig, parse_config
+from mesh_transformer.models.model import Model
+from mesh_transformer.models.stack import by_run
+from mesh_transformer.spec import Decoder, Run, in_run, neighbours, runs_of, shared_run, starts
+
+CLASSIC = {
+    "gptj": {},
+    "gptj learned positions": {"pe": "fixed"},
+    "gptj t5": {"pe": "t5", "norm": "scalenorm-bias"},
+    "gptj rmsnorm": {"norm": "rmsnorm"},
+}
+ALL = {**{name: {**TINY["model"], **changes} for name, changes in CLASSIC.items()}, **MODELS}
+
+
+def decoder_of(name: str) -> Decoder:
+    """The decoder of a tiny model."""
+    return parse_config({"model": ALL[name]}).model.decoder()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_arrays_are_the_parameters_of_the_model(name: str) -> None:
+    config = parse_config({"model": ALL[name]}).model
+    shapes = jax.eval_shape(float32_model(config).init, jax.random.key(0))
+    found = {path: array.shape for path, array in config.decoder().arrays().items()}
+    assert found == {path: leaf.shape for path, leaf in flatten(shapes).items()}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("name", ALL)
+def test_arrays_have_the_dimension_names_of_the_model(name: str, stages: int) -> None:
+    decoder = decoder_of(name)
+    model = Model(decoder, ComputeConfig(dtype="float32", remat="none"), stages)
+    arrays = decoder.arrays(stages)
+    named = jax.tree.leaves_with_path(model.axes, is_leaf=lambda axes: isinstance(axes, tuple))
+    axes = {jax.tree_util.keystr(path, simple=True, separator="/"): names for path, names in named}
+    assert {path: array.axes for path, array in arrays.items()} == axes
+    for path, array in arrays.items():
+        assert len(array.axes) == len(array.shape), path
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_only_matrices_multiply_tokens(name: str) -> None:
+    decoder = decoder_of(name)
+    for path, array in decoder.arrays().items():
+        table = path.startswith("embed/")
+        # a stack of vectors has two dimensions
+        is_matrix = len(array.shape) - path.startswith("blocks/") > 1 and not table
+        assert (array.used > 0) == is_matrix, path
+        assert array.used <= array.size, path
+        if not is_matrix:
+            assert array.role == "other", path
+        if array.used not in (0, array.size):
+            assert "experts" in array.axes, path
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_branch_reads_and_adds(name: str) -> None:
+    decoder = decoder_of(name)
+    for kind in decoder.kinds:
+        for mechanism in kind.mechanisms:
+            roles = {array.role for array in mechanism.arrays(decoder.d_model).values()}
+            assert {"input", "output"} <= roles, (name, mechanism)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("", []),
+        ("d", [("d", 1)]),
+        ("d" * 26, [("d", 26)]),
+        # DeepSeek-V3
+        ("d" * 3 + "e" * 58, [("d", 3), ("e", 58)]),
+        # JAXformer
+        ("ddddde" * 8, [("ddddde", 8)]),
+        ("dedee", [("de", 2), ("e", 1)]),
+        ("dede", [("de", 2)]),
+        ("edd", [("e", 1), ("d", 2)]),
+        ("abc", [("a", 1), ("b", 1), ("c", 1)]),
+        # a period is as short as possible
+        ("abababab", [("ab", 4)]),
+    ],
+)
+def test_runs_of(kinds: str, expected: list[tuple[str, int]]) -> None:
+    runs = runs_of(kinds)
+    assert [("".join(run.period), run.repeats) for run in runs] == expected
+    assert "".join(kind for run in runs for kind in run.kinds) == kinds
+    assert starts(runs)[-1] == len(kinds) == sum(run.layers for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "stages", "expected"),
+    [
+        ("", 2, None),
+        ("dddd", 1, 0),
+        ("dddd", 4, 0),
+        ("dddd", 3, None),
+        # the longest run
+        ("d" * 3 + "e" * 58, 2, 1),
+        # the longest that the number of stages divides
+        ("d" * 3 + "e" * 58, 3, 0),
+        ("d" * 3 + "e" * 58, 4, None),
+        # repeats are shared out, not layers
+        ("ddddde" * 8, 8, 0),
+        ("ddddde" * 8, 6, None),
+        # of equally long runs the last
+        ("ddee", 2, 1),
+    ],
+)
+def test_shared_run(kinds: str, stages: int, expected: int | None) -> None:
+    assert shared_run(runs_of(kinds), stages) == expected
+
+
+def test_neighbours_are_equal_layers_that_follow_each_other() -> None:
+    assert neighbours("ddddde") == [("d", 5), ("e", 1)]
+    assert neighbours("ded") == [("d", 1), ("e", 1), ("d", 1)]
+    assert neighbours("") == []
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_stacks_are_the_rows_of_the_runs(name: str) -> None:
+    decoder = decoder_of(name)
+    arrays = decoder.arrays()
+    found = {path: len(layers) for stacks in decoder.stacks.values() for path, layers in stacks}
+    blocks = {path.removeprefix("blocks/"): array for path, array in arrays.items() if path.startswith("blocks/")}
+    assert found == {path: array.shape[0] for path, array in blocks.items()}
+    for parameter, stacks in decoder.stacks.items():
+        rows = [layer for _, layers in stacks for layer in layers]
+        has = [parameter in layer.kind.arrays(decoder.d_model) for layer in decoder.layers]
+        assert rows == [layer for layer, one in enumerate(has) if one]
+
+
+def test_names_in_runs() -> None:
+    runs = (Run(("d",), 1), Run(("e",), 2))
+    assert in_run("ff/in", 0, 1) == "ff/in"
+    assert by_run({"0/ff/in": {"w": 1}, "1/ff/in": {"w": 2}}, runs) == [{"ff/in": {"w": 1}}, {"ff/in": {"w": 2}}]
+    # the eleventh run is not a part of the second
+    many = [Run((str(number),), 1) for number in range(11)]
+    blocks = {in_run("ff/in", number, 11): {"w": number} for number in range(11)}
+    assert by_run(blocks, many)[1] == {"ff/in": {"w": 1}}
