@@ -1,0 +1,412 @@
+"""A family, a mechanism, an optimizer and a model of unlike layers are one file and one line each.
+
+The files are written into a temporary folder, and imported; the lines are entries of the tables. What trains, is stored
+and is served is compared with a function of the parameters that is written here.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.array_source import ArraySource
+from support.builders import program
+from support.engines import complete, engine_of
+
+from mesh_transformer import spec
+from mesh_transformer.accelerators import ACCELERATORS
+from mesh_transformer.checkpoint.hf.source import HFSource, read_model
+from mesh_transformer.checkpoint.hf.writer import write_hf
+from mesh_transformer.checkpoint.native.manifest import flatten
+from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.checkpoint.tensors import Counts
+from mesh_transformer.config import Config, names
+from mesh_transformer.config.schema import GROUPS, VARIANTS
+from mesh_transformer.config.variants import Variants
+from mesh_transformer.estimate.closed_form import estimate
+from mesh_transformer.families import FAMILIES
+from mesh_transformer.infer.requests import SamplingParams
+from mesh_transformer.models import feed_forward
+from mesh_transformer.models.mechanisms import MODULES
+from mesh_transformer.ops import rotary
+from mesh_transformer.optimizers import OPTIMIZERS
+from mesh_transformer.train.step import TrainProgram
+
+FILES = {
+    # norms after the branches only, and the branches are scaled
+    "added_family": '''
+"""A family with another wiring."""
+from typing import ClassVar, Literal
+from mesh_transformer.families.llama import LlamaLike
+from mesh_transformer.fields import Positive
+from mesh_transformer.spec import Branch, Layer, Part
+
+
+class AddedConfig(LlamaLike):
+    """x += branch_scale * norm(mechanism(x))."""
+
+    HF_MODEL_TYPE: ClassVar = "added"
+    HF_ARCHITECTURE: ClassVar = "AddedForCausalLM"
+    HF_DEFAULTS: ClassVar = {}
+
+    family: Literal["added"] = "added"
+    """model family"""
+    branch_scale: Positive = 0.5
+    """what multiplies each branch"""
+
+    def layer(self, *mechanisms):
+        norm, scale = self.norm(), self.branch_scale
+        branches = [Branch(parts=(Part(mechanism=one),), post=norm, scale=scale) for one in mechanisms]
+        return Layer(branches=tuple(branches))
+
+    @classmethod
+    def fields_from_hf(cls, keys):
+        return {**super().fields_from_hf(keys), "branch_scale": keys.number("branch_scale", default=0.5)}
+
+    def to_hf(self):
+        return {**super().to_hf(), "branch_scale": self.branch_scale}
+
+    def norms_to_hf(self):
+        return {"attention_post_norm": "post_attention_layernorm", "ff_post_norm": "post_feedforward_layernorm"}
+''',
+    # the mixed values are multiplied by sigmoid(x w_gate)
+    "added_mechanism": '''
+"""A mechanism."""
+from dataclasses import dataclass
+import haiku as hk
+import jax
+from mesh_transformer.models.attention import SelfAttention
+from mesh_transformer.models.modules import Linear
+from mesh_transformer.spec import Attention, below, linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedAttention(Attention):
+    def arrays(self, width):
+        gate = linear(("embed", "heads"), width, self.heads * self.head_dim, "input")
+        return super().arrays(width) | below("gate", gate)
+
+
+class GatedSelfAttention(SelfAttention):
+    def __init__(self, attention, d_model, out_stddev, name):
+        self.attention, self.name, self.qk_norms = attention, name, []
+        wide, narrow = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+        maps = ("q", wide, "heads"), ("k", narrow, "kv_heads"), ("v", narrow, "kv_heads"), ("gate", wide, "heads")
+        with hk.name_scope(name):
+            self.inputs = [Linear(d_model, width, ("embed", axis), name=name) for name, width, axis in maps]
+            self.out = Linear(wide, d_model, ("heads", "embed"), stddev=out_stddev, name="o")
+            self.keys = self.inputs[1:3]
+
+    def __call__(self, q, k, v, gate, ctx):
+        return super().__call__(q, k, v, ctx) * jax.nn.sigmoid(gate)
+''',
+    "added_optimizer": '''
+"""An optimizer: gradient descent with momentum."""
+from typing import Literal
+from mesh_transformer.fields import Fraction
+from mesh_transformer.optimizers.base import OptimizerConfig, like_parameter
+
+
+class Config(OptimizerConfig):
+    """Momentum."""
+
+    name: Literal["momentum"] = "momentum"
+    """the optimizer"""
+    decay: Fraction = 0.9
+    """decay of the sum of gradients"""
+
+    @property
+    def slots(self):
+        return {"trace": like_parameter}
+
+    def direction(self, axes):
+        from typing import NamedTuple
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        class State(NamedTuple):
+            count: jax.Array
+            trace: dict
+
+        def init(params):
+            return State(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+        def update(gradients, state, params=None):
+            trace = jax.tree.map(lambda g, t: g + self.decay * t, gradients, state.trace)
+            return trace, State(state.count + 1, trace)
+
+        return optax.GradientTransformation(init, update)
+''',
+    # two times (plain, gated), and a plain layer; the first layer has no rotation
+    "added_period": '''
+"""A model of unlike layers."""
+from dataclasses import replace
+from typing import ClassVar, Literal
+from added_mechanism import GatedAttention
+from mesh_transformer.families.llama import LlamaLike
+from mesh_transformer.spec import Branch, Decoder, Dense, Layer, Part
+
+
+class PeriodConfig(LlamaLike):
+    """Plain layers, and layers with a gate and three parallel parts, in turn."""
+
+    HF_MODEL_TYPE: ClassVar = "period"
+
+    family: Literal["period"] = "period"
+    """model family"""
+
+    def decoder(self):
+        attention, norm, ff = self.attention(), self.norm(), self.ff()
+        unrotated = replace(attention, rotary=replace(attention.rotary, base=None))
+        windowed = replace(attention, window=3)
+        gated = GatedAttention(**vars(attention))
+        wide = Part(mechanism=Dense(name="wide", d_ff=self.d_ff, activation="relu", bias=True), norm=norm)
+        three = Branch(pre=norm, parts=(Part(mechanism=gated), Part(mechanism=ff), wide))
+        first, plain, last, odd = (
+            self.layer(unrotated, ff), self.layer(attention, ff), self.layer(windowed, ff), Layer(branches=(three,))
+        )
+        return Decoder(
+            d_model=self.d_model, n_vocab=self.n_vocab, vocab_multiple=self.vocab_multiple, seq=self.seq,
+            layers=(first, odd, plain, odd, last), final_norm=norm, tied=self.tied_head,
+        )
+''',
+}
+SIZES = {"d_model": 16, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32, "n_vocab": 32, "vocab_multiple": 32, "seq": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "added": {"layers": 2, "branch_scale": 0.5},
+    "period": {"layers": 5, "tied_head": True},
+}
+# the first update has the peak
+OPTIMIZER = {
+    "name": "momentum",
+    "decay": 0.9,
+    "lr": 0.1,
+    "end_lr": 0.1,
+    "warmup_steps": 0,
+    "total_steps": 4,
+    "weight_decay": 0.0,
+    "clip_norm": 1e9,
+    "z_loss": 0.0,
+    "gradient_accumulation_steps": 2,
+}
+MESHES = {"dp x tp": (4, ["mesh.dp=2", "mesh.tp=2"]), "pp": (2, ["mesh.pp=2"])}
+# microbatches, sequences, positions
+TOKENS = np.random.default_rng(0).integers(0, 32, (2, 2, 4, 9)).astype(np.int32)
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _added(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The files, and one line for each."""
+    folder = tmp_path_factory.mktemp("added")
+    for name, text in FILES.items():
+        (folder / f"{name}.py").write_text(text.lstrip())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        family, mechanism, optimizer, period = (importlib.import_module(name) for name in FILES)
+        patch.setitem(FAMILIES, "added", family.AddedConfig)
+        patch.setitem(FAMILIES, "period", period.PeriodConfig)
+        patch.setitem(MODULES, mechanism.GatedAttention, mechanism.GatedSelfAttention)
+        patch.setitem(OPTIMIZERS, "momentum", optimizer.Config)
+        # the validator and the names of fields were made from the tables as they were at import
+        for group, made in VARIANTS.items():
+            merged = Variants(made.tag, made.classes).merged
+            patch.setitem(GROUPS, group, merged)
+            patch.setitem(names.FIELDS, group, tuple(merged.model_fields))
+        Config.model_rebuild(force=True)
+        yield
+    Config.model_rebuild(force=True)
+    for name in FILES:
+        del sys.modules[name]
+
+
+@functools.cache
+def run_of(family: str, mesh: str) -> TrainProgram:
+    """The program of a model on a mesh: its step is compiled once for all tests."""
+    devices, changes = MESHES[mesh]
+    raw = {"model": {"family": family, **SIZES, **MODELS[family]}, "optimizer": OPTIMIZER, "data": {"batch_size": 4}}
+    return program(raw, *changes, devices=devices, remat="full")
+
+
+@functools.cache
+def initial(family: str) -> Any:
+    """The parameters of the first step, in numpy. Biases and norms are random too."""
+    random = np.random.default_rng(1)
+    params = jax.eval_shape(run_of(family, "dp x tp").model.init, jax.random.key(0))
+    return jax.tree.map(lambda x: 0.3 * random.standard_normal(x.shape, np.float32) + (x.ndim < 3), params)
+
+
+def begun(family: str, mesh: str) -> Any:
+    """The state before the first step."""
+    run = run_of(family, mesh)
+    state = run.init(jax.random.key(0))
+    return state._replace(params=jax.device_put(initial(family), run.state_shardings.params))
+
+
+@functools.cache
+def expected(family: str) -> tuple[list[float], Any]:
+    """The losses of two steps, and the parameters after them, by the functions below and plain momentum."""
+    params, losses = jax.tree.map(jnp.asarray, initial(family)), []
+    trace = jax.tree.map(jnp.zeros_like, params)
+    step = jax.jit(jax.value_and_grad(functools.partial(plain_loss, PLAIN[family])))
+    for tokens in TOKENS:
+        loss, gradient = step(params, jnp.asarray(tokens.reshape(-1, tokens.shape[-1])))
+        trace = jax.tree.map(lambda g, t: g + 0.9 * t, gradient, trace)
+        params = jax.tree.map(lambda p, t: p - 0.1 * t, params, trace)
+        losses.append(float(loss))
+    return losses, jax.tree.map(np.asarray, params)
+
+
+def plain_loss(logits_of: Any, params: Any, tokens: jax.Array) -> jax.Array:
+    """The mean cross-entropy of (B, T + 1) tokens."""
+    logits = jax.nn.log_softmax(logits_of(params, tokens[:, :-1]))
+    return -jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1).mean()
+
+
+def rms(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """The norm of every layer."""
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale[None, None]
+
+
+def attention(row: Any, x: jax.Array, *, base: float | None = 10000.0, window: int = 8) -> jax.Array:
+    """Four heads of queries and two of keys and values, of four dims each, before the output's matrix."""
+    b, t, _ = x.shape
+    q, k, v = (jnp.reshape(x @ row(f"attention/{name}"), (b, t, -1, 4)) for name in "qkv")
+    if base is not None:
+        angle = np.arange(t)[:, None] * base ** (-np.arange(2) / 2)[None]
+        cos, sin = (np.tile(f(angle), 2).astype(np.float32)[None, :, None] for f in (np.cos, np.sin))
+        q, k = (y * cos + jnp.concatenate([-y[..., 2:], y[..., :2]], -1) * sin for y in (q, k))
+    k, v = (jnp.repeat(y, 2, axis=2) for y in (k, v))
+    distance = np.arange(t)[:, None] - np.arange(t)[None]
+    seen = ((distance >= 0) & (distance < window))[None, None]
+    weights = jax.nn.softmax(jnp.where(seen, jnp.einsum("bthk,bshk->bhts", q, k) / 2, -1e30))
+    return jnp.einsum("bhts,bshk->bthk", weights, v).reshape(b, t, -1)
+
+
+def gated_ff(row: Any, x: jax.Array) -> jax.Array:
+    """A feed-forward with a gate."""
+    return (jax.nn.silu(x @ row("ff/gate")) * (x @ row("ff/in"))) @ row("ff/out")
+
+
+def added_logits(params: Any, tokens: jax.Array) -> jax.Array:
+    """The family with norms after the branches."""
+    x = params["embed"]["tokens"]["w"][tokens]
+    for layer in range(2):
+
+        def row(name: str, leaf: str = "w", layer: int = layer) -> jax.Array:
+            return params["blocks"][name][leaf][layer]
+
+        x += 0.5 * rms(attention(row, x) @ row("attention/o"), row("attention_post_norm", "scale"))
+        x += 0.5 * rms(gated_ff(row, x), row("ff_post_norm", "scale"))
+    return rms(x, params["head"]["norm"]["scale"]) @ params["head"]["logits"]["w"]
+
+
+def period_logits(params: Any, tokens: jax.Array) -> jax.Array:
+    """The model of unlike layers: run 0 is two times (plain, gated), run 1 is a plain layer."""
+    table = params["embed"]["tokens"]["w"]
+    x = table[tokens]
+    # run, place in it, place among the layers of its kind
+    for layer, (run, place, of_kind) in enumerate([(0, 0, 0), (0, 1, 0), (0, 2, 1), (0, 3, 1), (1, 0, 0)]):
+        gated = layer in (1, 3)
+        only = ("attention/gate", "wide", "wide_out") if gated else ("ff_norm",)
+
+        def row(
+            name: str, leaf: str = "w", run: int = run, i: int = place, j: int = of_kind, own: Any = only
+        ) -> jax.Array:
+            return params["blocks"][f"{run}/{name}"][leaf][j if name.startswith(own) else i]
+
+        y = rms(x, row("norm", "scale"))
+        if gated:
+            z = rms(x, row("wide_norm", "scale"))
+            hidden = jax.nn.relu(z @ row("wide/in") + row("wide/in", "b")[None, None])
+            mixed = attention(row, y) * jax.nn.sigmoid(y @ row("attention/gate"))
+            wide = hidden @ row("wide/out") + row("wide_out", "b")[None, None]
+            x += mixed @ row("attention/o") + gated_ff(row, y) + wide
+        else:
+            base, window = None if layer == 0 else 10000.0, 3 if layer == 4 else 8
+            x += attention(row, y, base=base, window=window) @ row("attention/o")
+            x += gated_ff(row, rms(x, row("ff_norm", "scale")))
+    return rms(x, params["head"]["norm"]["scale"]) @ table.T
+
+
+PLAIN = {"added": added_logits, "period": period_logits}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", MODELS)
+def test_two_steps_equal_a_plain_function(family: str, mesh: str) -> None:
+    run, state, losses = run_of(family, mesh), begun(family, mesh), []
+    for tokens in TOKENS:
+        state, metrics = run.train_step(state, tokens)
+        losses.append(float(metrics["train/loss"]))
+    own_losses, own_params = expected(family)
+    np.testing.assert_allclose(losses, own_losses, **CLOSE)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **CLOSE), jax.device_get(state.params), own_params)
+
+
+@pytest.mark.parametrize(("saved_on", "resumed_on"), [("dp x tp", "pp"), ("pp", "dp x tp")])
+@pytest.mark.parametrize("family", MODELS)
+def test_a_run_resumes_on_another_mesh(family: str, saved_on: str, resumed_on: str, tmp_path: Path) -> None:
+    state, _ = run_of(family, saved_on).train_step(begun(family, saved_on), TOKENS[0])
+    store = CheckpointStore(str(tmp_path))
+    store.save(1, state, {})
+    run = run_of(family, resumed_on)
+    found = store.restore(run.abstract_state)
+    store.close()
+    assert found is not None
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.state), jax.device_get(state))
+    resumed, metrics = run.train_step(found.state, TOKENS[1])
+    own_losses, own_params = expected(family)
+    np.testing.assert_allclose(float(metrics["train/loss"]), own_losses[1], **CLOSE)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **CLOSE), jax.device_get(resumed.params), own_params)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_an_engine_serves_the_most_likely_tokens(family: str) -> None:
+    run = run_of(family, "dp x tp")
+    params = jax.device_put(initial(family), run.state_shardings.params)
+    prompts = [[3, 1, 4], [15]]
+    greedy = SamplingParams(max_tokens=4, temperature=0)
+    found = complete(engine_of(run, params, slots=2), [(prompt, greedy) for prompt in prompts])
+    for prompt, completion in zip(prompts, found, strict=True):
+        text = jnp.asarray([[*prompt, *completion.ids]])
+        likely = PLAIN[family](jax.tree.map(jnp.asarray, initial(family)), text).argmax(-1)[0]
+        assert len(completion.ids) == 4
+        assert completion.ids == likely[len(prompt) - 1 : -1].tolist()
+
+
+def test_the_family_is_exported_and_read_back(tmp_path: Path) -> None:
+    model = run_of("added", "dp x tp").config.model
+    stored = {f"params/{path}": value for path, value in flatten(initial("added")).items()}
+    write_hf(ArraySource(stored, Counts(0)), model, str(tmp_path / "hf"))
+    assert read_model(str(tmp_path / "hf")).architecture() == model.architecture()
+    source = HFSource(str(tmp_path / "hf"), model)
+    for name, value in stored.items():
+        found = source.read(name, (slice(None),) * value.ndim)
+        np.testing.assert_array_equal(found, value, err_msg=name)
+    assert len(source.tensors) == len(stored)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", MODELS)
+def test_the_closed_form_counts_it(family: str, mesh: str) -> None:
+    run = run_of(family, mesh)
+    stages = run.model.stages_of_pipeline
+    shapes = {path: leaf.shape for path, leaf in flatten(jax.eval_shape(run.model.init, jax.random.key(0))).items()}
+    assert {path: array.shape for path, array in run.model.decoder.arrays(stages).items()} == shapes
+    found = estimate(run.config, MESHES[mesh][0], ACCELERATORS["v4"])
+    assert found.gib > 0
+    assert found.seconds > 0
+
+
+def test_tables_have_the_values_of_their_literals() -> None:
+    scaling = get_type_hints(spec.Scaling)["kind"]
+    assert rotary._SCALED.keys() == set(get_args(scaling))
+    assert feed_forward._ACTIVATIONS.keys() == set(get_args(spec.Activation))
