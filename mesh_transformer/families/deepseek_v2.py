@@ -6,20 +6,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.experts import SomeDense
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
 from mesh_transformer.families.rotary import yarn_factor
 from mesh_transformer.fields import Count, Derived, Dims, Positive, Switch, Unit, size
 from mesh_transformer.spec import TRANSPOSED, Dense, Experts, LatentAttention, Norm, Rotary, Router, Tensor
 
-# config.json: our field, their key
-_RANKS = {
-    "q_rank": "q_lora_rank",
-    "kv_rank": "kv_lora_rank",
-    "nope_dims": "qk_nope_head_dim",
-    "rotary_dims": "qk_rope_head_dim",
-    "v_dims": "v_head_dim",
-}
 _MSCALES = {"rotary_mscale": "mscale", "rotary_mscale_all_dims": "mscale_all_dim"}
 # theirs, whatever rms_norm_eps is
 _LATENT_EPS = 1e-6
@@ -29,33 +21,36 @@ class DeepSeekLike(SomeDense):
     """Latent attention, dense first layers, and experts with some that all tokens share."""
 
     ROTARY_FIELD: ClassVar = "rotary_dims"
-    HF_COUNT: ClassVar = "n_routed_experts"
     HF_SHARED: ClassVar = "shared_experts"
-    # their scoring_func, which transformers takes for granted
-    HF_SCORES: ClassVar[str]
+    HF_ROWS: ClassVar = {**SomeDense.HF_ROWS, "n_experts": Hf("n_routed_experts", "num_local_experts")}
+    HF_FIXED: ClassVar = {**SomeDense.HF_FIXED, "moe_layer_freq": Only(1, written=False)}
+    HF_IGNORED: ClassVar[tuple[str, ...]] = (
+        *SomeDense.HF_IGNORED,
+        *("qk_head_dim", "auto_map", "ep_size", "pretraining_tp", "aux_loss_alpha", "seq_aux"),
+    )
 
     d_head: Annotated[Dims, Derived("nope_dims + rotary_dims")] = 0
     """width of a head of queries and keys"""
-    q_rank: Dims | None = None
+    q_rank: Annotated[Dims | None, Hf("q_lora_rank")] = None
     """width of the latent from which the queries are made; absent: they are made from the residual stream"""
-    kv_rank: Dims
+    kv_rank: Annotated[Dims, Hf("kv_lora_rank")]
     """width of the latent from which keys and values are made, and which the cache holds"""
-    nope_dims: Dims
+    nope_dims: Annotated[Dims, Hf("qk_nope_head_dim")]
     """dims of a head of queries and keys that are not rotated"""
-    rotary_dims: Dims
+    rotary_dims: Annotated[Dims, Hf("qk_rope_head_dim")]
     """dims of a head of queries and keys that are rotated; keys share them between heads"""
-    v_dims: Dims
+    v_dims: Annotated[Dims, Hf("v_head_dim")]
     """width of a head of values"""
-    attention_bias: Switch = False
+    attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on the matrices that make the latents, and on the output of the attention"""
     shared_d_ff: Annotated[Dims, Derived("expert_d_ff")] = 0
     """hidden width of the experts that all tokens go through, together, besides those that the router chooses;
     divisible by mesh.tp"""
-    router_scale: Positive = 1.0
+    router_scale: Annotated[Positive, Hf("routed_scaling_factor")] = 1.0
     """the weights of a token's experts are multiplied by this number"""
-    router_groups: Annotated[Count, Unit("groups")] = 1
+    router_groups: Annotated[Count, Unit("groups"), Hf("n_group")] = 1
     """groups of experts; divides n_experts"""
-    router_top_groups: Annotated[Count, Unit("groups")] = 1
+    router_top_groups: Annotated[Count, Unit("groups"), Hf("topk_group")] = 1
     """groups with the best scores, from which a token's experts are chosen"""
     rotary_mscale: Positive | None = None
     """yarn: with rotary_mscale_all_dims, sines and cosines are multiplied by (0.1 rotary_mscale ln(rotary_factor) + 1)
@@ -165,40 +160,20 @@ class DeepSeekLike(SomeDense):
 
     @classmethod
     def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """See `LlamaLike`."""
+        """See `HfKeys`."""
         fields, defaults = super().fields_from_hf(keys), cls.HF_DEFAULTS
-        ranks = {field: keys.size(key, default=defaults[key], null=field == "q_rank") for field, key in _RANKS.items()}
         dense = keys.size(
             "first_k_dense_replace", default=defaults["first_k_dense_replace"], least=0, most=fields["layers"]
         )
-        cls._check_fixed(keys)
-        width = keys.size("moe_intermediate_size", default=defaults["moe_intermediate_size"])
+        if (value := keys.take("rope_interleave", default=True)) not in (True,):
+            raise UserError(f"rope_interleave is {value!r:.60}: only True is supported")
         return {
             **fields,
-            **ranks,
             # their head_dim is the rotary dims
-            "d_head": ranks["nope_dims"] + ranks["rotary_dims"],
-            "attention_bias": keys.flag("attention_bias", default=False),
+            "d_head": fields["nope_dims"] + fields["rotary_dims"],
             "dense_layers": tuple(range(dense)),
-            "expert_d_ff": width,
-            "shared_d_ff": width * keys.size("n_shared_experts", default=defaults["n_shared_experts"]),
-            "router_scale": keys.number("routed_scaling_factor", default=defaults["routed_scaling_factor"]),
-            "router_groups": keys.size("n_group", default=defaults["n_group"]) or 1,
-            "router_top_groups": keys.size("topk_group", default=defaults["topk_group"]) or 1,
+            "shared_d_ff": fields["expert_d_ff"] * keys.size("n_shared_experts", default=defaults["n_shared_experts"]),
         }
-
-    @classmethod
-    def _check_fixed(cls, keys: ConfigJson) -> None:
-        """Take the keys of which only one value is supported, and those that do not affect the model."""
-        for name, allowed in {
-            "scoring_func": (cls.HF_SCORES,),
-            "moe_layer_freq": (1,),
-            "rope_interleave": (True,),
-        }.items():
-            if (value := keys.take(name, default=allowed[0])) not in allowed:
-                raise UserError(f"{name} is {value!r:.60}: only {allowed[0]} is supported")
-        for name in ("qk_head_dim", "auto_map", "ep_size", "pretraining_tp", "aux_loss_alpha", "seq_aux"):
-            keys.take(name, default=None)
 
     def to_hf(self) -> dict[str, Any]:
         """See `ModelConfig`."""
@@ -212,17 +187,9 @@ class DeepSeekLike(SomeDense):
         self.refuse_hf(reasons, "native", any_d_head=True)
         return {
             **super().to_hf(),
-            **{key: getattr(self, field) for field, key in _RANKS.items()},
             "head_dim": self.rotary_dims,
-            "attention_bias": self.attention_bias,
             "first_k_dense_replace": len(self.dense_layers),
-            "moe_intermediate_size": self.expert_d_ff,
             "n_shared_experts": self.shared_d_ff // self.expert_d_ff,
-            "routed_scaling_factor": self.router_scale,
-            "n_group": self.router_groups,
-            "topk_group": self.router_top_groups,
-            "scoring_func": self.HF_SCORES,
-            "norm_topk_prob": self.router_normalize,
         }
 
     def rotary_to_hf(self) -> dict[str, Any]:
@@ -256,7 +223,10 @@ class DeepSeekV2Config(DeepSeekLike):
     HF_ARCHITECTURE: ClassVar = "DeepseekV2ForCausalLM"
     HF_HEADS_DIVIDE_WIDTH: ClassVar = True
     HF_END_OF_TEXT: ClassVar = 100001
-    HF_SCORES: ClassVar = "softmax"
+    HF_ROWS: ClassVar = {**DeepSeekLike.HF_ROWS, "router_normalize": None}
+    # transformers takes it for granted
+    HF_FIXED: ClassVar = {**DeepSeekLike.HF_FIXED, "scoring_func": Only("softmax")}
+    HF_WRITTEN: ClassVar = {**DeepSeekLike.HF_WRITTEN, "norm_topk_prob": False}
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 32,
         "hidden_size": 4096,
@@ -269,7 +239,7 @@ class DeepSeekV2Config(DeepSeekLike):
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
-        "num_experts": 64,
+        "n_routed_experts": 64,
         "num_experts_per_tok": None,
         "first_k_dense_replace": 0,
         "moe_intermediate_size": 1407,

@@ -2,15 +2,12 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.deepseek_v2 import DeepSeekLike
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
 from mesh_transformer.fields import Switch
 from mesh_transformer.spec import Router
-
-_METHOD = "noaux_tc"
 
 
 class DeepSeekV3Config(DeepSeekLike):
@@ -19,7 +16,13 @@ class DeepSeekV3Config(DeepSeekLike):
     HF_MODEL_TYPE: ClassVar = "deepseek_v3"
     HF_ARCHITECTURE: ClassVar = "DeepseekV3ForCausalLM"
     HF_END_OF_TEXT: ClassVar = 1
-    HF_SCORES: ClassVar = "sigmoid"
+    # transformers takes them for granted
+    HF_FIXED: ClassVar = {
+        **DeepSeekLike.HF_FIXED,
+        "scoring_func": Only("sigmoid"),
+        "topk_method": Only("noaux_tc"),
+    }
+    HF_WRITTEN: ClassVar = {**DeepSeekLike.HF_WRITTEN, "rope_interleave": True, "num_nextn_predict_layers": 0}
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 61,
         "hidden_size": 7168,
@@ -33,7 +36,7 @@ class DeepSeekV3Config(DeepSeekLike):
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
-        "num_experts": 256,
+        "n_routed_experts": 256,
         "num_experts_per_tok": 8,
         "first_k_dense_replace": 3,
         "moe_intermediate_size": 2048,
@@ -45,7 +48,7 @@ class DeepSeekV3Config(DeepSeekLike):
 
     family: Literal["deepseek_v3"] = "deepseek_v3"
     """model family: a file in mesh_transformer/families"""
-    router_normalize: Switch = True
+    router_normalize: Annotated[Switch, Hf("norm_topk_prob")] = True
     """the weights of a token's experts are divided by their sum"""
 
     def router(self) -> Router:
@@ -54,16 +57,10 @@ class DeepSeekV3Config(DeepSeekLike):
 
     @classmethod
     def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """See `LlamaLike`."""
-        if (method := keys.take("topk_method", default=_METHOD)) != _METHOD:
-            raise UserError(f"topk_method is {method!r:.60}: only {_METHOD} is supported")
+        """See `HfKeys`."""
         # the layers that predict later tokens are not read
         keys.take("num_nextn_predict_layers", "num_mtp_layers", default=None)
-        return {**super().fields_from_hf(keys), "router_normalize": keys.flag("norm_topk_prob", default=True)}
-
-    def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
-        return {**super().to_hf(), "topk_method": _METHOD, "rope_interleave": True, "num_nextn_predict_layers": 0}
+        return super().fields_from_hf(keys)
 
     def hf_unused(self, stored: Collection[str]) -> set[str]:
         """See `ModelConfig`. The layer after the last predicts a later token."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.llama import GATED, LlamaLike, gated_rows
 from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Switch, Unit, size
 from mesh_transformer.spec import TRANSPOSED, Dense, Experts, Router, Tensor
@@ -14,17 +14,17 @@ from mesh_transformer.spec import TRANSPOSED, Dense, Experts, Router, Tensor
 class WithExperts(LlamaLike):
     """All layers have experts of width d_ff, without shared ones."""
 
-    # the key of the number of experts that is written; both are read
-    HF_COUNT: ClassVar = "num_experts"
+    # training alone uses them
+    HF_IGNORED: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef", "router_jitter_noise")
     # the module of a layer that holds router and experts, the matrices of an expert (ours and theirs), and the module
     # of the experts that all tokens share
     HF_MODULE: ClassVar = "mlp"
     HF_MATRICES: ClassVar = GATED
     HF_SHARED: ClassVar = "shared_expert"
 
-    n_experts: Annotated[Count, Unit("experts")]
+    n_experts: Annotated[Count, Unit("experts"), Hf("num_experts", "num_local_experts")]
     """experts of a layer; divisible by mesh.ep"""
-    experts_per_token: Annotated[Count, Unit("experts")]
+    experts_per_token: Annotated[Count, Unit("experts"), Hf("num_experts_per_tok")]
     """experts that each token goes through"""
 
     @model_validator(mode="after")
@@ -50,22 +50,6 @@ class WithExperts(LlamaLike):
         """See `LlamaLike`."""
         return [self.experts()] * self.layers
 
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """See `LlamaLike`."""
-        # training alone uses them
-        for name in ("router_aux_loss_coef", "router_jitter_noise"):
-            keys.take(name, default=None)
-        return {
-            **super().fields_from_hf(keys),
-            "n_experts": keys.size(cls.HF_COUNT, "num_local_experts", default=cls.HF_DEFAULTS["num_experts"]),
-            "experts_per_token": keys.size("num_experts_per_tok", default=cls.HF_DEFAULTS["num_experts_per_tok"]),
-        }
-
-    def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
-        return {**super().to_hf(), self.HF_COUNT: self.n_experts, "num_experts_per_tok": self.experts_per_token}
-
     def ff_tensors(self, block: str) -> list[Tensor]:
         """See `LlamaLike`."""
         experts, module = self.experts(), f"{block}{self.HF_MODULE}"
@@ -86,11 +70,11 @@ class WithExperts(LlamaLike):
 class SomeDense(WithExperts):
     """Some layers have a dense feed-forward layer of width d_ff, the others have experts of another width."""
 
-    expert_d_ff: Annotated[Dims, Derived("d_ff")] = 0
+    expert_d_ff: Annotated[Dims, Derived("d_ff"), Hf("moe_intermediate_size")] = 0
     """hidden width of an expert; divisible by mesh.tp"""
     dense_layers: LayerNumbers = ()
     """layers, numbered from 0, that have a dense feed-forward layer of width d_ff instead of experts"""
-    router_normalize: Switch = False
+    router_normalize: Annotated[Switch, Hf("norm_topk_prob")] = False
     """the weights of a token's experts are divided by their sum"""
 
     @classmethod

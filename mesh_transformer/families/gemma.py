@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import Switch
 from mesh_transformer.spec import Activation, Attention, Decoder, Norm
@@ -15,10 +15,12 @@ class GemmaLike(LlamaLike):
 
     ACTIVATION: ClassVar[Activation] = "gelu_tanh"
     HF_END_OF_TEXT: ClassVar = 1
+    # the memory of transformers' cache
+    HF_IGNORED: ClassVar[tuple[str, ...]] = ("cache_implementation",)
 
-    tied_head: Switch = True
+    tied_head: Annotated[Switch, Hf("tie_word_embeddings")] = True
     """the head uses the token embeddings as its weights"""
-    attention_bias: Switch = False
+    attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on q, k, v and the output of the attention"""
 
     def norm(self) -> Norm:
@@ -33,17 +35,6 @@ class GemmaLike(LlamaLike):
         """See `ModelConfig`."""
         return replace(super().decoder(), embed_scale=math.sqrt(self.d_model))
 
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """See `LlamaLike`."""
-        # the memory of transformers' cache
-        keys.take("cache_implementation", default=None)
-        return {**super().fields_from_hf(keys), "attention_bias": keys.flag("attention_bias", default=False)}
-
-    def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
-        return {**super().to_hf(), "attention_bias": self.attention_bias}
-
 
 class GemmaConfig(GemmaLike):
     """Gemma: Llama with scaled and tied embeddings, norms whose scale is 1 + w, and a tanh gelu."""
@@ -51,7 +42,9 @@ class GemmaConfig(GemmaLike):
     HF_MODEL_TYPE: ClassVar = "gemma"
     HF_ARCHITECTURE: ClassVar = "GemmaForCausalLM"
     # transformers takes gelu for its tanh form here, as the first files say gelu
-    HF_ACTIVATIONS: ClassVar = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")
+    HF_FIXED: ClassVar = {"hidden_act": Only("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")}
+    # an older name of hidden_act, which transformers 5 ignores
+    HF_IGNORED: ClassVar = (*GemmaLike.HF_IGNORED, "hidden_activation")
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 28,
         "hidden_size": 3072,
@@ -65,10 +58,3 @@ class GemmaConfig(GemmaLike):
 
     family: Literal["gemma"] = "gemma"
     """model family: a file in mesh_transformer/families"""
-
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """See `LlamaLike`."""
-        # an older name of hidden_act, which transformers 5 ignores
-        keys.take("hidden_activation", default=None)
-        return super().fields_from_hf(keys)

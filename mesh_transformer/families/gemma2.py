@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.gemma import GemmaLike
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
 from mesh_transformer.fields import Derived, Dims, Positive, Tokens, size
 from mesh_transformer.spec import Attends, Attention, Decoder, Layer, Mechanism, sandwich
 
@@ -16,7 +16,10 @@ class Gemma2Config(GemmaLike):
     HF_MODEL_TYPE: ClassVar = "gemma2"
     HF_ARCHITECTURE: ClassVar = "Gemma2ForCausalLM"
     HF_HEADS_DIVIDE_WIDTH: ClassVar = True
-    HF_ACTIVATIONS: ClassVar = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+    HF_FIXED: ClassVar = {"hidden_activation": Only("gelu_pytorch_tanh", "gelu_new", "gelu_fast")}
+    # transformers ignores it
+    HF_IGNORED: ClassVar = (*GemmaLike.HF_IGNORED, "hidden_act")
+    HF_WRITTEN: ClassVar = {**GemmaLike.HF_WRITTEN, "hidden_act": "gelu_pytorch_tanh"}
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 26,
         "hidden_size": 2304,
@@ -26,17 +29,21 @@ class Gemma2Config(GemmaLike):
         "intermediate_size": 9216,
         "vocab_size": 256000,
         "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
     }
 
     family: Literal["gemma2"] = "gemma2"
     """model family: a file in mesh_transformer/families"""
-    window: Tokens | None = None
+    window: Annotated[Tokens | None, Hf("sliding_window")] = None
     """number of tokens that a query sees in the first, third ... layer, the last of them its own; absent: all"""
-    query_scale_dims: Annotated[Dims, Derived("d_head")] = 0
+    query_scale_dims: Annotated[Dims, Derived("d_head"), Hf("query_pre_attn_scalar")] = 0
     """the products of queries and keys are divided by the square root of this number (their query_pre_attn_scalar)"""
-    attention_softcap: Positive | None = None
+    attention_softcap: Annotated[Positive | None, Hf("attn_logit_softcapping")] = None
     """cap of the scaled products of queries and keys; absent: none"""
-    softcap: Positive | None = None
+    softcap: Annotated[Positive | None, Hf("final_logit_softcapping")] = None
     """cap of the logits; absent: none"""
 
     @classmethod
@@ -65,37 +72,12 @@ class Gemma2Config(GemmaLike):
 
     @classmethod
     def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """See `LlamaLike`."""
-        activation = keys.take("hidden_activation", default=cls.HF_ACTIVATIONS[0])
-        if activation not in cls.HF_ACTIVATIONS:
-            raise UserError(
-                f"hidden_activation is {activation!r:.60}: only {', '.join(cls.HF_ACTIVATIONS)} is supported"
-            )
-        # transformers ignores it
-        keys.take("hidden_act", default=None)
+        """See `HfKeys`."""
         fields = super().fields_from_hf(keys)
         types = keys.take("layer_types", default=None)
         if types is not None and types != [_TYPES[i % 2] for i in range(fields["layers"])]:
             raise UserError(f"layer_types is {types!r:.100}: only {' and '.join(_TYPES)} in turn are supported")
-        return {
-            **fields,
-            "window": keys.size("sliding_window", default=4096, null=True),
-            "query_scale_dims": keys.size("query_pre_attn_scalar", default=256),
-            "attention_softcap": keys.number("attn_logit_softcapping", default=50.0, null=True),
-            "softcap": keys.number("final_logit_softcapping", default=30.0, null=True),
-        }
-
-    def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
-        keys = super().to_hf()
-        return {
-            **keys,
-            "hidden_activation": keys.pop("hidden_act"),
-            "sliding_window": self.window,
-            "query_pre_attn_scalar": self.query_scale_dims,
-            "attn_logit_softcapping": self.attention_softcap,
-            "final_logit_softcapping": self.softcap,
-        }
+        return fields
 
     def norms_to_hf(self) -> dict[str, str]:
         """See `LlamaLike`."""

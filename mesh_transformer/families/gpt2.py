@@ -3,12 +3,22 @@
 import functools
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ACTIVATIONS, ActivationName, ConfigJson, ModelConfig
+from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName, ModelConfig
+from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.fields import Positive, Switch
 from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Norm, Tensor, sequential
+
+# the keys of the original GPT-2, and newer names
+GPT2_ROWS = {
+    "layers": Hf("n_layer", "num_hidden_layers"),
+    "d_model": Hf("n_embd", "hidden_size"),
+    "n_heads": Hf("n_head", "num_attention_heads"),
+    "d_ff": Hf("n_inner"),
+    "seq": Hf("n_positions", "max_position_embeddings"),
+}
+GPT2_DROPOUTS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 class Gpt2Like(ModelConfig):
@@ -17,12 +27,12 @@ class Gpt2Like(ModelConfig):
     HF_PREFIX: ClassVar = "transformer."
     HF_END_OF_TEXT: ClassVar = 50256
 
-    norm_eps: Positive = 1e-5
+    norm_eps: Annotated[Positive, Hf("layer_norm_epsilon")] = 1e-5
     """epsilon that each norm adds to the variance"""
-    activation: ActivationName = "gelu_tanh"
+    activation: Annotated[ActivationName, Hf("activation_function", words=HF_ACTIVATIONS)] = "gelu_tanh"
     """activation of the feed-forward layer: the exact gelu, its approximation by tanh, or relu. gelu_fast and
     gelu_pytorch_tanh are further names of gelu_tanh, which exports keep"""
-    tied_head: Switch = True
+    tied_head: Annotated[Switch, Hf("tie_word_embeddings")] = True
     """the head uses the token embeddings as its weights"""
 
     def attention(self) -> Attention:
@@ -51,26 +61,10 @@ class Gpt2Like(ModelConfig):
             tied=self.tied_head,
         )
 
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """The fields that both families have under one key."""
-        activation = keys.take("activation_function", default="gelu_new")
-        return {
-            "n_vocab": keys.size("vocab_size", default=50257),
-            "norm_eps": keys.number("layer_norm_epsilon", default=1e-5),
-            "activation": cls.activation_from_hf(activation, "activation_function"),
-            "tied_head": keys.flag("tie_word_embeddings", default=True),
-        }
-
     def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
+        """See `HfKeys`."""
         self.refuse_hf([], instead="native")
-        return {
-            "vocab_size": self.n_vocab,
-            "layer_norm_epsilon": self.norm_eps,
-            "activation_function": self.activation_to_hf(self.activation),
-            "tie_word_embeddings": self.tied_head,
-        }
+        return super().to_hf()
 
     def rows(self, attention: Iterable[Tensor], view: str | None) -> list[Tensor]:
         """The rows of `hf_tensors`; those of the attention are given, and `view` is that of the other matrices."""
@@ -100,37 +94,17 @@ class Gpt2Config(Gpt2Like):
     HF_MODEL_TYPE: ClassVar = "gpt2"
     HF_ARCHITECTURE: ClassVar = "GPT2LMHeadModel"
     HF_BUFFERS: ClassVar = r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"
+    HF_DEFAULTS: ClassVar = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    HF_ROWS: ClassVar = GPT2_ROWS
+    HF_FIXED: ClassVar = {"scale_attn_weights": Only(True, written=False)}
+    HF_WRITTEN: ClassVar = GPT2_DROPOUTS
 
     family: Literal["gpt2"] = "gpt2"
     """model family: a file in mesh_transformer/families"""
 
-    @classmethod
-    def from_hf(cls, keys: ConfigJson) -> Self:
-        """See `ModelConfig`."""
-        if not keys.flag("scale_attn_weights", default=True):
-            raise UserError("scale_attn_weights is false: only true is supported")
-        return cls(
-            layers=keys.size("n_layer", "num_hidden_layers", default=12),
-            d_model=keys.size("n_embd", "hidden_size", default=768),
-            n_heads=keys.size("n_head", "num_attention_heads", default=12),
-            d_ff=keys.size("n_inner", default=None),
-            seq=keys.size("n_positions", "max_position_embeddings", default=1024),
-            **cls.fields_from_hf(keys),
-        )
-
     def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
-        return {
-            **super().to_hf(),
-            "n_layer": self.layers,
-            "n_embd": self.d_model,
-            "n_head": self.n_heads,
-            "n_inner": None if self.d_ff == 4 * self.d_model else self.d_ff,
-            "n_positions": self.seq,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        }
+        """See `HfKeys`."""
+        return {**super().to_hf(), "n_inner": None if self.d_ff == 4 * self.d_model else self.d_ff}
 
     def hf_tensors(self) -> list[Tensor]:
         """See `ModelConfig`. The matrices are stored (in, out); q, k and v are columns of one matrix."""

@@ -1,11 +1,11 @@
 """GPT-Neo (Black et al. 2021): GPT-2 with sliding windows and products that are not scaled."""
 
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.gpt2 import Gpt2Like
+from mesh_transformer.families.hf_keys import ConfigJson, Hf
 from mesh_transformer.fields import MOST_LAYERS, Tokens
 from mesh_transformer.spec import TRANSPOSED, Attention, Tensor
 
@@ -18,10 +18,16 @@ class GptNeoConfig(Gpt2Like):
     HF_MODEL_TYPE: ClassVar = "gpt_neo"
     HF_ARCHITECTURE: ClassVar = "GPTNeoForCausalLM"
     HF_BUFFERS: ClassVar = r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)"
+    HF_DEFAULTS: ClassVar = {"num_layers": 24, "hidden_size": 2048, "num_heads": 16, "vocab_size": 50257}
+    HF_ROWS: ClassVar = {
+        "layers": Hf("num_layers", "num_hidden_layers", most=MOST_LAYERS),
+        "n_heads": Hf("num_heads", "num_attention_heads"),
+    }
+    HF_WRITTEN: ClassVar = {"attention_dropout": 0.0, "resid_dropout": 0.0, "embed_dropout": 0.0}
 
     family: Literal["gpt_neo"] = "gpt_neo"
     """model family: a file in mesh_transformer/families"""
-    window: Tokens = 256
+    window: Annotated[Tokens, Hf("window_size")] = 256
     """number of tokens that a query sees in layers with a window, the last of them its own"""
     local_layers: Literal["odd", "none", "all"] = "odd"
     """layers with a window: the second, fourth ... layer, none or all"""
@@ -35,9 +41,10 @@ class GptNeoConfig(Gpt2Like):
         return [self.window if kind == "local" else None for kind in _kinds(self.local_layers, self.layers)]
 
     @classmethod
-    def from_hf(cls, keys: ConfigJson) -> Self:
-        """See `ModelConfig`."""
-        layers = keys.size("num_layers", "num_hidden_layers", default=24, most=MOST_LAYERS)
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `HfKeys`."""
+        fields = super().fields_from_hf(keys)
+        layers = fields["layers"]
         types = keys.take("attention_types", default=[[list(_TYPES), layers // 2]])
         found = keys.take("attention_layers", default=None) or _expanded(types, layers)
         known = [way for way in ("odd", "none", "all") if _kinds(way, layers) == found]
@@ -46,33 +53,16 @@ class GptNeoConfig(Gpt2Like):
                 f"attention_types is {types!r:.100}: only global, local, or global and local in turn, for {layers} "
                 "layers, is supported"
             )
-        return cls(
-            layers=layers,
-            d_model=keys.size("hidden_size", default=2048),
-            n_heads=keys.size("num_heads", "num_attention_heads", default=16),
-            d_ff=keys.size("intermediate_size", default=None),
-            seq=keys.size("max_position_embeddings", default=2048),
-            window=keys.size("window_size", default=256),
-            local_layers=known[0],
-            **cls.fields_from_hf(keys),
-        )
+        return {**fields, "local_layers": known[0]}
 
     def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
+        """See `HfKeys`."""
         kinds = _kinds(self.local_layers, self.layers)
         return {
             **super().to_hf(),
-            "num_layers": self.layers,
-            "hidden_size": self.d_model,
-            "num_heads": self.n_heads,
             "intermediate_size": None if self.d_ff == 4 * self.d_model else self.d_ff,
-            "max_position_embeddings": self.seq,
-            "window_size": self.window,
             "attention_types": [[kinds, 1]],
             "attention_layers": kinds,
-            "attention_dropout": 0.0,
-            "resid_dropout": 0.0,
-            "embed_dropout": 0.0,
         }
 
     def hf_tensors(self) -> list[Tensor]:

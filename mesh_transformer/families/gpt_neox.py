@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ACTIVATIONS, ActivationName, ConfigJson, ModelConfig
+from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName, ModelConfig
+from mesh_transformer.families.hf_keys import ConfigJson, Hf
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
 from mesh_transformer.spec import (
     TRANSPOSED,
@@ -29,6 +30,14 @@ class GptNeoXConfig(ModelConfig):
     HF_BUFFERS: ClassVar = r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
     HF_PREFIX: ClassVar = "gpt_neox."
     HF_END_OF_TEXT: ClassVar = 0
+    HF_DEFAULTS: ClassVar = {
+        "num_hidden_layers": 44,
+        "hidden_size": 6144,
+        "num_attention_heads": 64,
+        "intermediate_size": 24576,
+        "vocab_size": 50432,
+    }
+    HF_WRITTEN: ClassVar = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
     family: Literal["gpt_neox"] = "gpt_neox"
     """model family: a file in mesh_transformer/families"""
@@ -37,16 +46,16 @@ class GptNeoXConfig(ModelConfig):
     is rotated, as in transformers"""
     rotary_base: Positive = 10000.0
     """base of the rotary frequencies"""
-    parallel_residual: Switch = True
+    parallel_residual: Annotated[Switch, Hf("use_parallel_residual")] = True
     """attention and feed-forward read the same residual stream; false: the feed-forward follows the attention"""
-    norm_eps: Positive = 1e-5
+    norm_eps: Annotated[Positive, Hf("layer_norm_eps")] = 1e-5
     """epsilon that each norm adds to the variance"""
-    activation: ActivationName = "gelu"
+    activation: Annotated[ActivationName, Hf("hidden_act", words=HF_ACTIVATIONS)] = "gelu"
     """activation of the feed-forward layer: the exact gelu, its approximation by tanh, or relu. gelu_fast and
     gelu_pytorch_tanh are further names of gelu_tanh, which exports keep"""
-    attention_bias: Switch = True
+    attention_bias: Annotated[Switch, Hf("attention_bias")] = True
     """biases on q, k, v and the output of the attention"""
-    tied_head: Switch = False
+    tied_head: Annotated[Switch, Hf("tie_word_embeddings")] = False
     """the head uses the token embeddings as its weights"""
 
     @classmethod
@@ -86,11 +95,9 @@ class GptNeoXConfig(ModelConfig):
         )
 
     @classmethod
-    def from_hf(cls, keys: ConfigJson) -> Self:
-        """See `ModelConfig`. The keys of rotary encoding are those of transformers 5 or of earlier versions."""
-        d_model = keys.size("hidden_size", default=6144)
-        n_heads = keys.size("num_attention_heads", default=64)
-        activation = keys.take("hidden_act", default="gelu")
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `HfKeys`. The keys of rotary encoding are those of transformers 5 or of earlier versions."""
+        fields = super().fields_from_hf(keys)
         rotary = {
             "partial_rotary_factor": keys.take("rotary_pct", "partial_rotary_factor", default=0.25),
             "rope_theta": keys.take("rotary_emb_base", "rope_theta", default=10000.0),
@@ -103,41 +110,21 @@ class GptNeoXConfig(ModelConfig):
         if kind != "default":
             raise UserError(f"rope_type is {kind!r:.60}: only default, without scaling, is supported")
         part = rope.number("partial_rotary_factor", default=0.25, most=1)
-        return cls(
-            layers=keys.size("num_hidden_layers", default=44),
-            d_model=d_model,
-            n_heads=n_heads,
-            d_ff=keys.size("intermediate_size", default=24576),
-            n_vocab=keys.size("vocab_size", default=50432),
-            seq=keys.size("max_position_embeddings", default=2048),
-            rotary_dims=int(d_model // n_heads * part),
-            rotary_base=rope.number("rope_theta", default=10000.0),
-            parallel_residual=keys.flag("use_parallel_residual", default=True),
-            norm_eps=keys.number("layer_norm_eps", default=1e-5),
-            activation=cls.activation_from_hf(activation, "hidden_act"),
-            attention_bias=keys.flag("attention_bias", default=True),
-            tied_head=keys.flag("tie_word_embeddings", default=False),
-        )
+        return {
+            **fields,
+            "rotary_dims": int(fields["d_model"] // fields["n_heads"] * part),
+            "rotary_base": rope.number("rope_theta", default=10000.0),
+        }
 
     def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
+        """See `HfKeys`."""
         self.refuse_hf([], instead="native")
         part = self.rotary_dims / self.d_head
         # transformers rounds down: a rounding error would cost one dim
         if int(self.d_head * part) < self.rotary_dims:
             part = math.nextafter(part, 1)
         return {
-            "vocab_size": self.n_vocab,
-            "max_position_embeddings": self.seq,
-            "hidden_size": self.d_model,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.n_heads,
-            "intermediate_size": self.d_ff,
-            "hidden_act": self.activation_to_hf(self.activation),
-            "layer_norm_eps": self.norm_eps,
-            "use_parallel_residual": self.parallel_residual,
-            "attention_bias": self.attention_bias,
-            "tie_word_embeddings": self.tied_head,
+            **super().to_hf(),
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": self.rotary_base,
@@ -146,8 +133,6 @@ class GptNeoXConfig(ModelConfig):
             # the same, for transformers before 5
             "rotary_pct": part,
             "rotary_emb_base": self.rotary_base,
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
         }
 
     def hf_tensors(self) -> list[Tensor]:

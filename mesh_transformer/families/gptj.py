@@ -5,7 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import TANH_GELUS, ConfigJson, ModelConfig
+from mesh_transformer.families.base import ModelConfig
+from mesh_transformer.families.gpt2 import GPT2_DROPOUTS, GPT2_ROWS
+from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.fields import Derived, Dims, size
 from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Norm, Rotary, Split, Tensor, parallel
 
@@ -31,9 +33,6 @@ NORMS = {
 # numbers in a table of angles, in float64: sines and cosines are computed before the first step
 MOST_ANGLES = 1 << 25
 
-# three names of one formula in transformers
-HF_EPSILON = 1e-5
-
 
 class GptJConfig(ModelConfig):
     """GPT-J: attention and feed-forward in parallel after one norm; an untied head with a bias."""
@@ -45,12 +44,22 @@ class GptJConfig(ModelConfig):
     HF_PREFIX: ClassVar = "transformer."
     # that of GPT-2's tokenizer
     HF_END_OF_TEXT: ClassVar = 50256
+    HF_DEFAULTS: ClassVar = {"n_layer": 28, "n_embd": 4096, "n_head": 16, "vocab_size": 50400, "rotary_dim": 64}
+    HF_ROWS: ClassVar = GPT2_ROWS
+    HF_FIXED: ClassVar = {
+        # three names of one formula in transformers
+        "activation_function": Only("gelu_new", "gelu_fast", "gelu_pytorch_tanh", what="the tanh gelu"),
+        "layer_norm_epsilon": Only(1e-5),
+    }
+    # hf_tensors() names the tensor that a tied head shares
+    HF_IGNORED: ClassVar = ("tie_word_embeddings",)
+    HF_WRITTEN: ClassVar = {**GPT2_DROPOUTS, "tie_word_embeddings": False}
 
     family: Literal["gptj"] = "gptj"
     """model family: a file in mesh_transformer/families"""
     pe: Literal["rotary", "fixed", "t5"] = "rotary"
     """position encoding: rotary (GPT-J), fixed (a learned table) or t5 (relative bias)"""
-    pe_rotary_dims: Annotated[Dims, Derived("d_head")] = 0
+    pe_rotary_dims: Annotated[Dims, Derived("d_head"), Hf("rotary_dim", why=", as transformers requires one")] = 0
     """number of leading dims of each head that rotary encoding rotates; even, at most d_head (GPT-J-6B: 64 of 256)"""
     norm: Annotated[
         Literal["layernorm", "layernorm-nobias", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias"],
@@ -106,52 +115,15 @@ class GptJConfig(ModelConfig):
             head_bias=True,
         )
 
-    @classmethod
-    def from_hf(cls, keys: ConfigJson) -> Self:
-        """See `ModelConfig`."""
-        # hf_tensors() names the tensor that a tied head shares
-        keys.take("tie_word_embeddings", default=False)
-        activation = keys.take("activation_function", default=TANH_GELUS[0])
-        if activation not in TANH_GELUS:
-            raise UserError(
-                f"activation_function is {activation!r:.60}: only the tanh gelu is supported ({', '.join(TANH_GELUS)})"
-            )
-        epsilon = keys.take("layer_norm_epsilon", default=HF_EPSILON)
-        if epsilon != HF_EPSILON:
-            raise UserError(f"layer_norm_epsilon is {epsilon!r:.60}: only {HF_EPSILON} is supported")
-        return cls(
-            layers=keys.size("n_layer", "num_hidden_layers", default=28),
-            d_model=keys.size("n_embd", "hidden_size", default=4096),
-            n_heads=keys.size("n_head", "num_attention_heads", default=16),
-            d_ff=keys.size("n_inner", default=None),
-            n_vocab=keys.size("vocab_size", default=50400),
-            seq=keys.size("n_positions", "max_position_embeddings", default=2048),
-            pe_rotary_dims=keys.size("rotary_dim", default=64, why=", as transformers requires one"),
-        )
-
     def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
+        """See `HfKeys`."""
         reasons = []
         if self.pe != "rotary":
             reasons.append(f"model.pe is {self.pe}, but GPTJForCausalLM supports only rotary")
         if self.norm != "layernorm":
             reasons.append(f"model.norm is {self.norm}, but GPTJForCausalLM supports only layernorm")
         self.refuse_hf(reasons, instead="native or classic")
-        return {
-            "vocab_size": self.n_vocab,
-            "n_positions": self.seq,
-            "n_embd": self.d_model,
-            "n_layer": self.layers,
-            "n_head": self.n_heads,
-            "rotary_dim": self.pe_rotary_dims,
-            "n_inner": None if self.d_ff == 4 * self.d_model else self.d_ff,
-            "activation_function": TANH_GELUS[0],
-            "layer_norm_epsilon": HF_EPSILON,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "tie_word_embeddings": False,
-        }
+        return {**super().to_hf(), "n_inner": None if self.d_ff == 4 * self.d_model else self.d_ff}
 
     def hf_tensors(self) -> list[Tensor]:
         """See `ModelConfig`. The rotary pairs are the same, (0, 1), (2, 3), ...; transformers has no bias on the

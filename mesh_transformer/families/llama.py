@@ -1,16 +1,15 @@
 """Llama 1 to 3 (Touvron et al. 2023, Grattafiori et al. 2024), and what its descendants share with it."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.rotary import RotaryConfig
-from mesh_transformer.fields import INT32_MAX, MOST_LAYERS, Derived, Heads, Positive, Switch, size
+from mesh_transformer.fields import MOST_LAYERS, Derived, Heads, Positive, Switch, size
 from mesh_transformer.spec import (
     TRANSPOSED,
     Activation,
@@ -26,17 +25,6 @@ from mesh_transformer.spec import (
     sequential,
 )
 
-# config.json: our field, their key
-_SIZES = {
-    "layers": "num_hidden_layers",
-    "d_model": "hidden_size",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "d_head": "head_dim",
-    "d_ff": "intermediate_size",
-    "n_vocab": "vocab_size",
-    "seq": "max_position_embeddings",
-}
 # the matrices of a gated feed-forward layer, ours and theirs
 GATED = {"gate": "gate_proj", "in": "up_proj", "out": "down_proj"}
 
@@ -46,21 +34,22 @@ class LlamaLike(RotaryConfig):
 
     # whether the config class of transformers refuses a hidden_size that num_attention_heads does not divide
     HF_HEADS_DIVIDE_WIDTH: ClassVar = False
-    # what transformers takes for keys that a config.json leaves out
-    HF_DEFAULTS: ClassVar[dict[str, Any]]
     HF_BUFFERS: ClassVar = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     HF_PREFIX: ClassVar = "model."
     HF_END_OF_TEXT: ClassVar = 2
-    # the value of the key for the activation that this program writes, and the other values that mean the same
-    HF_ACTIVATIONS: ClassVar[Sequence[str]] = ("silu", "swish")
+    # a decoder lists its layers
+    HF_ROWS: ClassVar = {"layers": Hf("num_hidden_layers", most=MOST_LAYERS), "d_head": Hf("head_dim", null=True)}
+    # two names of one function
+    HF_FIXED: ClassVar = {"hidden_act": Only("silu", "swish")}
+    HF_WRITTEN: ClassVar = {"attention_dropout": 0.0}
     ACTIVATION: ClassVar[Activation] = "silu"
 
-    n_kv_heads: Annotated[Heads, Derived("n_heads")] = 0
+    n_kv_heads: Annotated[Heads, Derived("n_heads"), Hf("num_key_value_heads", null=True)] = 0
     """heads of keys and values, each shared by n_heads / n_kv_heads query heads; mesh.tp splits them if it divides
     their number, else each device holds all of them"""
-    norm_eps: Positive = 1e-6
+    norm_eps: Annotated[Positive, Hf("rms_norm_eps")] = 1e-6
     """epsilon that each norm adds to the mean square"""
-    tied_head: Switch = False
+    tied_head: Annotated[Switch, Hf("tie_word_embeddings")] = False
     """the head uses the token embeddings as its weights"""
 
     @classmethod
@@ -119,52 +108,12 @@ class LlamaLike(RotaryConfig):
             tied=self.tied_head,
         )
 
-    @classmethod
-    def from_hf(cls, keys: ConfigJson) -> Self:
-        """See `ModelConfig`."""
-        return cls(**cls.fields_from_hf(keys))
-
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """The fields that a config.json gives. A family adds its own.
-
-        Raises:
-            UserError: as in `from_hf`.
-        """
-        defaults = cls.HF_DEFAULTS
-        # null: derived, as in transformers
-        fields = {
-            field: keys.size(
-                key,
-                default=defaults.get(key),
-                null=field in ("n_kv_heads", "d_head"),
-                most=MOST_LAYERS if field == "layers" else INT32_MAX,
-            )
-            for field, key in _SIZES.items()
-        }
-        activation = keys.take("hidden_act", default=cls.HF_ACTIVATIONS[0])
-        if activation not in cls.HF_ACTIVATIONS:
-            raise UserError(f"hidden_act is {activation!r:.60}: only {', '.join(cls.HF_ACTIVATIONS)} is supported")
-        return {
-            **fields,
-            **cls.rotary_from_hf(keys),
-            "norm_eps": keys.number("rms_norm_eps", default=defaults.get("rms_norm_eps", 1e-6)),
-            "tied_head": keys.flag("tie_word_embeddings", default=cls.model_fields["tied_head"].default),
-        }
-
     def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
+        """See `HfKeys`."""
         if self.HF_HEADS_DIVIDE_WIDTH and self.d_model % self.n_heads:
             reason = f"{self.HF_ARCHITECTURE} requires that model.n_heads divides model.d_model"
             self.refuse_hf([reason], "native", any_d_head=True)
-        return {
-            **{key: getattr(self, field) for field, key in _SIZES.items()},
-            **self.rotary_to_hf(),
-            "hidden_act": self.HF_ACTIVATIONS[0],
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tied_head,
-            "attention_dropout": 0.0,
-        }
+        return super().to_hf()
 
     def norms_to_hf(self) -> dict[str, str]:
         """The names of a layer's norms, ours and theirs."""
@@ -221,6 +170,8 @@ class LlamaConfig(LlamaLike):
     HF_MODEL_TYPE: ClassVar = "llama"
     HF_ARCHITECTURE: ClassVar = "LlamaForCausalLM"
     HF_HEADS_DIVIDE_WIDTH: ClassVar = True
+    # transformers ignores it
+    HF_IGNORED: ClassVar = ("pretraining_tp",)
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 32,
         "hidden_size": 4096,
@@ -232,9 +183,9 @@ class LlamaConfig(LlamaLike):
 
     family: Literal["llama"] = "llama"
     """model family: a file in mesh_transformer/families"""
-    attention_bias: Switch = False
+    attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on q, k, v and the output of the attention"""
-    ff_bias: Switch = False
+    ff_bias: Annotated[Switch, Hf("mlp_bias")] = False
     """biases on the matrices of the feed-forward layer"""
 
     def attention(self) -> Attention:
@@ -244,18 +195,3 @@ class LlamaConfig(LlamaLike):
     def ff(self) -> Dense:
         """See `LlamaLike`."""
         return replace(super().ff(), bias=self.ff_bias)
-
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """See `LlamaLike`."""
-        # transformers ignores it
-        keys.take("pretraining_tp", default=1)
-        return {
-            **super().fields_from_hf(keys),
-            "attention_bias": keys.flag("attention_bias", default=False),
-            "ff_bias": keys.flag("mlp_bias", default=False),
-        }
-
-    def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
-        return {**super().to_hf(), "attention_bias": self.attention_bias, "mlp_bias": self.ff_bias}

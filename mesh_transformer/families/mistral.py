@@ -1,8 +1,8 @@
 """Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with a sliding window."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import Tokens
 
@@ -25,19 +25,9 @@ class MistralConfig(LlamaLike):
 
     family: Literal["mistral"] = "mistral"
     """model family: a file in mesh_transformer/families"""
-    window: Tokens | None = None
+    window: Annotated[Tokens | None, Hf("sliding_window")] = None
     """number of tokens that a query sees, the last of them its own; absent: all before it"""
 
     def windows(self) -> list[int | None]:
         """See `LlamaLike`."""
         return [self.window] * self.layers
-
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """See `LlamaLike`."""
-        window = keys.size("sliding_window", default=cls.HF_DEFAULTS["sliding_window"], null=True)
-        return {**super().fields_from_hf(keys), "window": window}
-
-    def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
-        return {**super().to_hf(), "sliding_window": self.window}

@@ -3,6 +3,7 @@
 from typing import ClassVar, Literal
 
 from mesh_transformer.families.experts import WithExperts
+from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.mistral import MistralConfig
 
 
@@ -11,15 +12,15 @@ class MixtralConfig(WithExperts, MistralConfig):
 
     HF_MODEL_TYPE: ClassVar = "mixtral"
     HF_ARCHITECTURE: ClassVar = "MixtralForCausalLM"
-    HF_COUNT: ClassVar = "num_local_experts"
     HF_MODULE: ClassVar = "block_sparse_moe"
     HF_MATRICES: ClassVar = {"gate": "w1", "in": "w3", "out": "w2"}
-    HF_ROTARY_BASE: ClassVar = 1e6
+    HF_ROWS: ClassVar = {**MistralConfig.HF_ROWS, "n_experts": Hf("num_local_experts")}
     HF_DEFAULTS: ClassVar = {
         **MistralConfig.HF_DEFAULTS,
         "sliding_window": None,
         "rms_norm_eps": 1e-5,
-        "num_experts": 8,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
         "num_experts_per_tok": 2,
     }
 

@@ -1,10 +1,10 @@
 """OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): many small experts, and norms of whole q and k."""
 
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.experts import WithExperts
+from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.fields import Positive, Switch
 from mesh_transformer.spec import Attention, Router
 
@@ -29,11 +29,11 @@ class OlmoeConfig(WithExperts):
 
     family: Literal["olmoe"] = "olmoe"
     """model family: a file in mesh_transformer/families"""
-    router_normalize: Switch = False
+    router_normalize: Annotated[Switch, Hf("norm_topk_prob")] = False
     """the weights of a token's experts are divided by their sum"""
-    attention_bias: Switch = False
+    attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on q, k, v and the output of the attention"""
-    clip_qkv: Positive | None = None
+    clip_qkv: Annotated[Positive | None, Hf("clip_qkv")] = None
     """largest absolute value of q, k and v, which are cut there; absent: no limit"""
 
     def router(self) -> Router:
@@ -51,22 +51,7 @@ class OlmoeConfig(WithExperts):
             clip=self.clip_qkv,
         )
 
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """See `LlamaLike`."""
-        return {
-            **super().fields_from_hf(keys),
-            "router_normalize": keys.flag("norm_topk_prob", default=False),
-            "attention_bias": keys.flag("attention_bias", default=False),
-            "clip_qkv": keys.number("clip_qkv", default=None),
-        }
-
     def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
+        """See `HfKeys`."""
         self.refuse_hf([], instead="native")
-        return {
-            **super().to_hf(),
-            "norm_topk_prob": self.router_normalize,
-            "attention_bias": self.attention_bias,
-            "clip_qkv": self.clip_qkv,
-        }
+        return super().to_hf()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.hf_keys import ConfigJson
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import CountOrZero, Tokens, Unit
 from mesh_transformer.spec import Attention

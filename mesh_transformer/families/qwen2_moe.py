@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ConfigJson
 from mesh_transformer.families.experts import SomeDense
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
 from mesh_transformer.fields import Derived, Dims, size
 from mesh_transformer.spec import Attention, Dense, Experts
 
@@ -14,6 +14,9 @@ class QwenExperts(SomeDense):
     """The keys of config.json that both Qwen families with experts have."""
 
     HF_END_OF_TEXT: ClassVar = 151643
+    # without windows, the last two have no effect
+    HF_IGNORED: ClassVar = (*SomeDense.HF_IGNORED, "sliding_window", "max_window_layers")
+    HF_WRITTEN: ClassVar = {**SomeDense.HF_WRITTEN, "use_sliding_window": False, "decoder_sparse_step": 1}
     HF_DEFAULTS: ClassVar = {
         "num_hidden_layers": 24,
         "hidden_size": 2048,
@@ -30,31 +33,19 @@ class QwenExperts(SomeDense):
         types = keys.take("layer_types", default=None) or []
         if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
             raise UserError(f"layer_types is {types!r:.60}: only full_attention is supported in this family")
-        # without windows they have no effect
-        for name in ("sliding_window", "max_window_layers"):
-            keys.take(name, default=None)
         step = keys.size("decoder_sparse_step", default=1)
         only = keys.take("mlp_only_layers", default=None) or []
         if not isinstance(only, list) or any(type(layer) is not int for layer in only):
             raise UserError(f"mlp_only_layers is {only!r:.60}: expected a list of layers")
         listed = set(only)
         dense = [layer for layer in range(fields["layers"]) if layer in listed or (layer + 1) % step]
-        return {
-            **fields,
-            "dense_layers": dense,
-            "expert_d_ff": keys.size("moe_intermediate_size", default=cls.HF_DEFAULTS["moe_intermediate_size"]),
-            "router_normalize": keys.flag("norm_topk_prob", default=False),
-        }
+        return {**fields, "dense_layers": dense}
 
     def to_hf(self) -> dict[str, Any]:
         """See `ModelConfig`."""
         return {
             **super().to_hf(),
-            "use_sliding_window": False,
-            "decoder_sparse_step": 1,
             "mlp_only_layers": list(self.dense_layers),
-            "moe_intermediate_size": self.expert_d_ff,
-            "norm_topk_prob": self.router_normalize,
         }
 
 
@@ -63,6 +54,7 @@ class Qwen2MoeConfig(QwenExperts):
 
     HF_MODEL_TYPE: ClassVar = "qwen2_moe"
     HF_ARCHITECTURE: ClassVar = "Qwen2MoeForCausalLM"
+    HF_FIXED: ClassVar = {**QwenExperts.HF_FIXED, "qkv_bias": Only(True, written=False)}
     HF_DEFAULTS: ClassVar = {
         **QwenExperts.HF_DEFAULTS,
         "num_attention_heads": 16,
@@ -71,11 +63,12 @@ class Qwen2MoeConfig(QwenExperts):
         "moe_intermediate_size": 1408,
         "num_experts": 60,
         "num_experts_per_tok": 4,
+        "shared_expert_intermediate_size": 5632,
     }
 
     family: Literal["qwen2_moe"] = "qwen2_moe"
     """model family: a file in mesh_transformer/families"""
-    shared_d_ff: Annotated[Dims, Derived("d_ff")] = 0
+    shared_d_ff: Annotated[Dims, Derived("d_ff"), Hf("shared_expert_intermediate_size")] = 0
     """hidden width of the expert that all tokens go through, besides those that the router chooses; divisible by
     mesh.tp"""
 
@@ -97,17 +90,3 @@ class Qwen2MoeConfig(QwenExperts):
             d_ff=self.shared_d_ff, d_ff_field="shared_d_ff", activation=self.ACTIVATION, gated=True, bias=False
         )
         return replace(super().experts(), shared=shared, shared_gate=True)
-
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """See `LlamaLike`."""
-        if not keys.flag("qkv_bias", default=True):
-            raise UserError("qkv_bias is false: only true is supported")
-        return {
-            **super().fields_from_hf(keys),
-            "shared_d_ff": keys.size("shared_expert_intermediate_size", default=5632),
-        }
-
-    def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
-        return {**super().to_hf(), "shared_expert_intermediate_size": self.shared_d_ff}

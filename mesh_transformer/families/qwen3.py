@@ -1,9 +1,9 @@
 """Qwen3 (Yang et al. 2025, arXiv:2505.09388): Qwen2 with norms of q and k instead of biases."""
 
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.hf_keys import Hf
 from mesh_transformer.families.qwen2 import QwenLike
 from mesh_transformer.fields import Switch
 from mesh_transformer.spec import Attention
@@ -18,19 +18,10 @@ class Qwen3Config(QwenLike):
 
     family: Literal["qwen3"] = "qwen3"
     """model family: a file in mesh_transformer/families"""
-    attention_bias: Switch = False
+    attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on q, k, v and the output of the attention"""
 
     def attention(self) -> Attention:
         """See `LlamaLike`."""
         bias = self.attention_bias
         return replace(super().attention(), bias=bias, out_bias=bias, qk_norm=self.norm())
-
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """See `LlamaLike`."""
-        return {**super().fields_from_hf(keys), "attention_bias": keys.flag("attention_bias", default=False)}
-
-    def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
-        return {**super().to_hf(), "attention_bias": self.attention_bias}

@@ -1,10 +1,9 @@
 """Qwen3 with experts (Yang et al. 2025, arXiv:2505.09388): Qwen3-30B-A3B, Qwen3-235B-A22B."""
 
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.hf_keys import Hf, Only
 from mesh_transformer.families.qwen2_moe import QwenExperts
 from mesh_transformer.fields import Switch
 from mesh_transformer.spec import Attention
@@ -15,6 +14,8 @@ class Qwen3MoeConfig(QwenExperts):
 
     HF_MODEL_TYPE: ClassVar = "qwen3_moe"
     HF_ARCHITECTURE: ClassVar = "Qwen3MoeForCausalLM"
+    # of Qwen3-Coder; transformers ignores it
+    HF_FIXED: ClassVar = {**QwenExperts.HF_FIXED, "use_qk_norm": Only(True, written=False)}
     HF_DEFAULTS: ClassVar = {
         **QwenExperts.HF_DEFAULTS,
         "num_attention_heads": 32,
@@ -27,22 +28,10 @@ class Qwen3MoeConfig(QwenExperts):
 
     family: Literal["qwen3_moe"] = "qwen3_moe"
     """model family: a file in mesh_transformer/families"""
-    attention_bias: Switch = False
+    attention_bias: Annotated[Switch, Hf("attention_bias")] = False
     """biases on q, k, v and the output of the attention"""
 
     def attention(self) -> Attention:
         """See `LlamaLike`."""
         bias = self.attention_bias
         return replace(super().attention(), bias=bias, out_bias=bias, qk_norm=self.norm())
-
-    @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
-        """See `LlamaLike`."""
-        # of Qwen3-Coder; transformers ignores it
-        if not keys.flag("use_qk_norm", default=True):
-            raise UserError("use_qk_norm is false: only true is supported")
-        return {**super().fields_from_hf(keys), "attention_bias": keys.flag("attention_bias", default=False)}
-
-    def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
-        return {**super().to_hf(), "attention_bias": self.attention_bias}

@@ -7,7 +7,8 @@ from annotated_types import Ge, Le
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.base import ConfigJson, ModelConfig
+from mesh_transformer.families.base import ModelConfig
+from mesh_transformer.families.hf_keys import ConfigJson
 from mesh_transformer.fields import Derived, Positive, Real, Switch, Tokens
 from mesh_transformer.spec import Rotary, Scaling
 
@@ -29,9 +30,6 @@ class RotaryConfig(ModelConfig):
 
     # the field of the rotated dims of a head
     ROTARY_FIELD: ClassVar = "d_head"
-
-    # what transformers takes if config.json has none
-    HF_ROTARY_BASE: ClassVar = 10000.0
 
     rotary_base: Positive = 10000.0
     """base of the rotary frequencies"""
@@ -116,6 +114,15 @@ class RotaryConfig(ModelConfig):
         return {}
 
     @classmethod
+    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+        """See `HfKeys`."""
+        return {**super().fields_from_hf(keys), **cls.rotary_from_hf(keys)}
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `HfKeys`."""
+        return {**super().to_hf(), **self.rotary_to_hf()}
+
+    @classmethod
     def rotary_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
         """The rotary fields in the keys of transformers 5 (`rope_parameters`) or of earlier versions.
 
@@ -136,7 +143,7 @@ class RotaryConfig(ModelConfig):
         if rope.take("partial_rotary_factor", default=1.0) != 1:
             raise UserError("partial_rotary_factor is not 1: this family rotates whole heads")
         fields: dict[str, Any] = {
-            "rotary_base": rope.number("rope_theta", default=cls.HF_ROTARY_BASE),
+            "rotary_base": rope.number("rope_theta", default=cls.HF_DEFAULTS.get("rope_theta", 10000.0)),
             "rotary_scaling": scaling,
         }
         mscale, all_dims = (rope.number(name, default=None, zero=True) for name in ("mscale", "mscale_all_dim"))

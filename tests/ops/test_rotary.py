@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.families import llama
-from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.hf_keys import ConfigJson
 from mesh_transformer.ops.rotary import frequencies
 
 

@@ -23,7 +23,7 @@ from mesh_transformer.checkpoint.tensors import Counts, FileTensor, Index, Tenso
 from mesh_transformer.config import ModelConfig, strict_json
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES
-from mesh_transformer.families.base import ConfigJson
+from mesh_transformer.families.hf_keys import ConfigJson
 from mesh_transformer.models.feed_forward import is_router
 from mesh_transformer.spec import TRANSPOSED, Tensor, by_stack
 

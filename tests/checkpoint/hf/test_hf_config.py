@@ -57,19 +57,6 @@ def test_the_end_of_text_token(values, end_of_text, expected) -> None:
     assert found["eos_token_id"] == found["bos_token_id"] == expected
 
 
-def test_missing_keys_have_the_defaults_of_transformers(tmp_path) -> None:
-    from transformers import GPTJConfig
-
-    found, expected = read(tmp_path, {"model_type": "gptj"}), GPTJConfig()
-    assert (found.layers, found.d_model, found.n_heads) == (
-        expected.n_layer,
-        expected.n_embd,
-        expected.n_head,
-    )
-    assert (found.n_vocab, found.seq) == (expected.vocab_size, expected.n_positions)
-    assert (found.pe_rotary_dims, found.d_ff) == (expected.rotary_dim, 4 * expected.n_embd)
-
-
 def test_aliases_are_read(tmp_path) -> None:
     aliases = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "rotary_dim": 8}
     found = read(tmp_path, {"model_type": "gptj", **aliases, "max_position_embeddings": 9})

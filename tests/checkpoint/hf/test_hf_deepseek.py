@@ -107,15 +107,6 @@ def test_released_models_have_their_sizes(tmp_path, values, total, active, cache
     assert 2 * len(decoder.layers) * sum(entry.heads * entry.width for entry in entries) == cache
 
 
-@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3"])
-def test_missing_keys_have_the_defaults_of_transformers(tmp_path, name) -> None:
-    import transformers
-
-    given = {"num_experts_per_tok": 6}
-    written = json.loads(getattr(transformers, f"{name}Config")(**given).to_json_string(use_diff=False))
-    assert read(tmp_path, {"model_type": written["model_type"], **given}) == read(tmp_path, written)
-
-
 def test_the_layer_that_predicts_a_later_token_is_not_read(tmp_path) -> None:
     write_hf(hf.MemorySource(hf.random_params(SMALL)), SMALL, str(tmp_path))
     expected, path = hf.read_all(HFSource(str(tmp_path))), tmp_path / "model.safetensors"

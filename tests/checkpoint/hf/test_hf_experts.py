@@ -306,15 +306,6 @@ def test_parameters_of_a_released_model_are_counted() -> None:
     assert round(count / 1e9, 1) == 6.9
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"])
-def test_missing_keys_have_the_defaults_of_transformers(tmp_path, name) -> None:
-    import transformers
-
-    config = getattr(transformers, f"{name}Config")(architectures=["x"])
-    written = json.loads(config.to_json_string(use_diff=False))
-    assert read(tmp_path, {"model_type": written["model_type"]}) == read(tmp_path, written)
-
-
 @pytest.mark.parametrize(
     ("values", "dense"),
     [
