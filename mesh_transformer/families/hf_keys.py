@@ -13,11 +13,13 @@ from mesh_transformer.fields import INT32_MAX, Derived, Group, marks
 # keys of config.json, from transformers or from tools around it, that do not affect the model
 _HARMLESS = re.compile(
     r"_.* | .*_token_id | .*drop(out)?(_prob)? | summary_.* | .*_version | architectures | (torch_)?dtype | use_cache"
-    r"| initializer_range | id2label | label2id | problem_type | task_specific_params | finetuning_task | tokenizer(_class)?"
-    r"| prefix | output_.* | return_dict(_in_generate)? | torchscript | is_decoder | chunk_size_feed_forward"
-    r"| gradient_checkpointing | custom_pipelines | max_(new_tokens|length) | min_length | do_sample | temperature"
+    r"| initializer_range | id2label | label2id | problem_type | task_specific_params | finetuning_task"
+    r"| tokenizer(_class)? | prefix | output_.* | return_dict(_in_generate)? | torchscript | is_decoder"
+    r"| chunk_size_feed_forward | gradient_checkpointing | custom_pipelines | max_(new_tokens|length) | min_length"
+    r"| do_sample | temperature"
     r"| (top|typical)_[kp] | num_beams | num_beam_groups | num_return_sequences | .*_penalty | .*no_repeat_ngram_size"
-    r"| rotary | scale_attn_weights | n_ctx | jax | compat | badwordsids | newlinemode | antemplate | formatoptns | welcome",
+    r"| rotary | scale_attn_weights | n_ctx | jax | compat | badwordsids | newlinemode | antemplate | formatoptns"
+    r"| welcome",
     re.VERBOSE,
 )
 
