@@ -25,8 +25,8 @@ from mesh_transformer.estimate.prediction import Prediction, predict_training
 from mesh_transformer.estimate.programs import compile_for, default_folder
 from mesh_transformer.estimate.target import Target, tpu_target
 from mesh_transformer.estimate.timeline import Timeline
-from mesh_transformer.models.model import LAYER_LOOP
 from mesh_transformer.models.placement import Placement
+from mesh_transformer.models.stack import LAYER_LOOP
 from mesh_transformer.ops.attend.causal import ATTEND
 from mesh_transformer.runtime import cli
 from mesh_transformer.train.step import TrainProgram, lower_step

@@ -13,8 +13,8 @@ from common import emit, parser, say
 from mesh_transformer.config import load_config
 from mesh_transformer.estimate.hlo import Collective, collectives
 from mesh_transformer.estimate.target import tpu_target
-from mesh_transformer.models.model import LAYER_LOOP
 from mesh_transformer.models.placement import Placement
+from mesh_transformer.models.stack import LAYER_LOOP
 from mesh_transformer.runtime import cli
 from mesh_transformer.train.step import TrainProgram, compile_step
 

@@ -12,8 +12,8 @@ from mesh_transformer.config import load_config
 from mesh_transformer.estimate import overlap
 from mesh_transformer.estimate.hlo import overlaps
 from mesh_transformer.estimate.target import tpu_target
-from mesh_transformer.models.model import LAYER_LOOP
 from mesh_transformer.models.placement import Placement
+from mesh_transformer.models.stack import LAYER_LOOP
 from mesh_transformer.train.step import TrainProgram, compile_step
 
 # smaller arrays are sums of vectors

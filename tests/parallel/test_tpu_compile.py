@@ -22,8 +22,8 @@ from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.estimate.hlo import Collective, collectives, overlaps
 from mesh_transformer.estimate.tpus import slice_devices
 from mesh_transformer.infer.programs import SlotPrograms
-from mesh_transformer.models.model import LAYER_LOOP
 from mesh_transformer.models.placement import Placement
+from mesh_transformer.models.stack import LAYER_LOOP
 from mesh_transformer.train.step import TrainProgram, compile_step, peak_bytes
 
 pytest.importorskip(

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config.experts import ExpertsConfig
-from mesh_transformer.models.feed_forward import ROUTER
 from mesh_transformer.train import experts
+
+ROUTER = "ff/router"
 
 # of two layers: the share of the choices that each of four experts has
 SHARES = np.asarray([[0.5, 0.25, 0.125, 0.125], [0.1, 0.2, 0.3, 0.4]], np.float32)
