@@ -23,7 +23,7 @@ queries = st.lists(st.one_of(question, query.map(lambda one: [one])), min_size=1
 
 def masks(batch: Batch) -> np.ndarray:
     """The attention mask (B, T, T) of a batch."""
-    view = PackedView(jnp.asarray(batch.ends_BT), kept=())
+    view = PackedView(jnp.asarray(batch.ends_BT), groups=(), group_of=())
     return np.asarray(view.mask(jnp.asarray(batch.positions_BT), None))[:, 0]
 
 
