@@ -63,7 +63,7 @@ def layers(
     """The residual stream after the last layer, (B, T, D) or (B, 1, D), and the cache: see `Model.hidden`.
 
     Args:
-        params: those of "blocks".
+        params: the parameters "blocks".
         bias_BHTS: what every layer adds to the logits of its attention; None: nothing.
     """
     angles, count = model.rotations(positions_BT), len(model.decoder.layers)

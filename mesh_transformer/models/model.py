@@ -70,8 +70,8 @@ class _Stages(NamedTuple):
 class Model:
     """`init`, `apply`, and the names of the parameters' dimensions.
 
-    No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them. `stages` groups of layers, those of
-    a pipeline in all its rounds, share out one run (`Decoder.shared_run`).
+    No field of `compute` is "auto": `mesh_transformer.platforms` has resolved them. The groups of layers of a pipeline,
+    in all rounds of all stages, are `stages_of_pipeline`. They share out one run (`Decoder.shared_run`).
     """
 
     decoder: Decoder
@@ -334,7 +334,7 @@ class Model:
 
         Args:
             angles: the result of `rotations`.
-            numbers: those of the layer.
+            numbers: the numbers of the layer.
         """
         angles_of_layer = rotation_of(self.decoder, kind.attention.rotary, angles, numbers.rotation)
         return Context(attend, angles_of_layer, numbers.window, query_index_B, dispatch or Dispatch())
