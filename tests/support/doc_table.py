@@ -82,7 +82,7 @@ NOT_RUN: dict[Entry, str] = {
 """Blocks that are not run, and the reason."""
 
 TEXT: dict[Entry, str] = {
-    ("docs/architecture.md", "accelerators, config, families"): "the order of the layers",
+    ("docs/architecture.md", "accelerators, config, spec, families"): "the order of the layers",
     ("docs/checkpoints.md", "runs/mine/"): "a tree of files",
     ("docs/checkpoints.md", "gptj/"): "a tree of files",
     ("docs/checkpoints.md", "gptj_hf/"): "a tree of files",
