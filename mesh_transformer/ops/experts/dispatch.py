@@ -13,9 +13,8 @@ from einops import rearrange
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.ops.experts.exchange import exchanged
 from mesh_transformer.ops.experts.grouped import platform
-from mesh_transformer.ops.experts.layer import Activation, Choices, Weights, on_device
+from mesh_transformer.ops.experts.layer import Activation, Choices, Weights, exchanged, on_device
 from mesh_transformer.ops.experts.routing import Routing, total
 from mesh_transformer.parallel.sharding import Partition, active
 

@@ -1,7 +1,7 @@
 """The computation of routed experts: gated feed-forward layers, of which each token goes through the chosen ones.
 
 Shapes: B sequences, T positions, N tokens, k choices of a token, D width, E experts, F width of an expert, M rows, C
-rows of each expert.
+rows of each expert, n devices that split the experts, e = E / n experts of a device.
 """
 
 from __future__ import annotations
@@ -76,14 +76,65 @@ def on_device(
         rows = Rows.of(queues.order_kN, experts_kN.size, full=True)
         y_MD = grouped(spread(x_ND, rows), queues, weights, activation, all_rows=all_experts)
         return combine(y_MD, weights_Nk.T, rows), jnp.zeros((), jnp.int32)
-    rows = capacity_rows(queues, experts_kN, capacity)
+    rows = _capacity_rows(queues, experts_kN, capacity)
     x_ECD = rearrange(spread(x_ND, rows), "(e c) d -> e c d", e=count)
-    y_ECD = weights.apply(x_ECD, batched_matmul, activation)
+    y_ECD = weights.apply(x_ECD, _batched_matmul, activation)
     dropped = jnp.maximum(queues.sizes_E - capacity, 0).sum()
     return combine(rearrange(y_ECD, "e c d -> (e c) d"), weights_Nk.T, rows), dropped
 
 
-def of_rows(x_MD: jax.Array, experts_M: jax.Array, weights: Weights, activation: Activation) -> jax.Array:
+def exchanged(
+    x_ND: jax.Array,
+    choices: Choices,
+    weights: Weights,
+    activation: Activation,
+    capacity: int | None,
+    axes: tuple[str, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """As `on_device`, on the devices of a `shard_map` that split the experts over the mesh axes `axes`: `weights` has
+    the e experts of the device, and `choices` are among all E. Each choice goes to the device of its expert, and its
+    output comes back, by two all-to-alls."""
+    devices, own = jax.lax.axis_size(axes), len(weights.gate_EDF)
+    experts_kN = choices.experts_Nk.T
+    queues = Queues.of(experts_kN, devices * own)
+    if capacity is None:
+        return _exchanged_all(x_ND, choices, queues, weights, activation, axes), jnp.zeros((), jnp.int32)
+    rows = _capacity_rows(queues, experts_kN, capacity)
+    sent = rearrange(spread(x_ND, rows), "(n e c) d -> n e c d", n=devices, e=own)
+    x_ECD = rearrange(_swap(sent, axes), "n e c d -> e (n c) d")
+    y_ECD = weights.apply(x_ECD, _batched_matmul, activation)
+    back = _swap(rearrange(y_ECD, "e (n c) d -> n e c d", n=devices), axes)
+    y_ND = combine(rearrange(back, "n e c d -> (n e c) d"), choices.weights_Nk.T, rows)
+    return y_ND, jnp.maximum(queues.sizes_E - capacity, 0).sum()
+
+
+def _exchanged_all(
+    x_ND: jax.Array, choices: Choices, queues: Queues, weights: Weights, activation: Activation, axes: tuple[str, ...]
+) -> jax.Array:
+    """The outputs of all choices. A device may get all choices of each other device: M = N k."""
+    size, own = choices.experts_Nk.size, len(weights.gate_EDF)
+    counts_ne = queues.sizes_E.reshape(-1, own)
+    ends_n = jnp.cumsum(counts_ne.sum(1))
+    device_kN = choices.experts_Nk.T // own
+    place_kN = queues.order_kN - (ends_n - counts_ne.sum(1))[device_kN]
+    rows = Rows.of(device_kN * size + place_kN, len(counts_ne) * size)
+    sent = rearrange(spread(x_ND, rows), "(n m) d -> n m d", m=size)
+    # each device sends the rows of expert 0 first: the number of a row's expert is that of experts that end before it
+    ends_ne = jnp.cumsum(_swap(counts_ne, axes), axis=1)
+    places_nme = jax.lax.broadcasted_iota(jnp.int32, (len(ends_ne), size, own), 1)
+    experts_nm = (places_nme >= ends_ne[:, None]).sum(2, dtype=jnp.int32)
+    x_MD = rearrange(_swap(sent, axes), "n m d -> (n m) d")
+    y_MD = _of_rows(x_MD, experts_nm.reshape(-1), weights, activation)
+    back = _swap(rearrange(y_MD, "(n m) d -> n m d", m=size), axes)
+    return combine(rearrange(back, "n m d -> (n m) d"), choices.weights_Nk.T, rows)
+
+
+def _swap(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """(n, ...) -> (n, ...): from device j, what it has for this device."""
+    return jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
+
+
+def _of_rows(x_MD: jax.Array, experts_M: jax.Array, weights: Weights, activation: Activation) -> jax.Array:
     """The output of each row's expert, 0 for a row whose number is beyond them: (M, D) -> (M, D)."""
     queues = Queues.of(experts_M[None], len(weights.gate_EDF))
     rows = Rows.of(queues.order_kN, len(x_MD), full=True)
@@ -99,13 +150,13 @@ def grouped(x_MD: jax.Array, queues: Queues, weights: Weights, activation: Activ
     return weights.apply(x_MD, matmul, activation)
 
 
-def capacity_rows(queues: Queues, experts_kN: jax.Array, capacity: int) -> Rows:
+def _capacity_rows(queues: Queues, experts_kN: jax.Array, capacity: int) -> Rows:
     """A buffer (E C) with the first `capacity` choices of each expert."""
     size = len(queues.sizes_E) * capacity
     fits = (queues.place_kN < capacity) & (experts_kN < len(queues.sizes_E))
     return Rows.of(jnp.where(fits, experts_kN * capacity + queues.place_kN, size), size)
 
 
-def batched_matmul(x_ECD: jax.Array, w_EDF: Arrays) -> Arrays:
+def _batched_matmul(x_ECD: jax.Array, w_EDF: Arrays) -> Arrays:
     """The products of each expert's rows: (E, C, D), (E, D, F) each -> (E, C, F) each, of x's dtype."""
     return tuple(jnp.einsum("ecd,edf->ecf", x_ECD, w, preferred_element_type=x_ECD.dtype) for w in w_EDF)
