@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer.checkpoint.tensors import MAX_DIMENSIONS, MAX_ELEMENTS, DamagedCheckpoint
 from mesh_transformer.errors import UserError, listed
+from mesh_transformer.spec import Decoder
 
 DTYPES = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -229,3 +230,45 @@ def _weighted_sum(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
     for dimension, factors in enumerate(weights):
         total *= jax.lax.broadcast_in_dim(factors, x.shape, [dimension])
     return jnp.sum(total, dtype=jnp.uint32)
+
+
+class StoredRows(NamedTuple):
+    """Where the rows of a tensor are: in a stored tensor, from its row `first` on."""
+
+    stored: str
+    first: int = 0
+
+
+def find_rows(tensors: Mapping[str, TensorSpec], decoder: Decoder | None) -> dict[str, tuple[StoredRows, TensorSpec]]:
+    """The tensors that a file offers, by name: the stored ones, with each earlier stack cut for the decoder's runs.
+
+    Earlier versions had one stack for each parameter, over all layers that have it: `params/blocks/attention/q/w`. A
+    model with several runs of layers has one for each run: `params/blocks/0/attention/q/w`,
+    `params/blocks/1/attention/q/w`. These are consecutive rows of the earlier stack.
+
+    The spec of a part has the checksum of the whole stack. A stack that does not have the decoder's layers stays whole.
+
+    Args:
+        decoder: the model to read; None: all tensors as they are stored.
+    """
+    return {
+        name: (rows, spec) for stored, whole in tensors.items() for name, rows, spec in _parts(stored, whole, decoder)
+    }
+
+
+def _parts(stored: str, spec: TensorSpec, decoder: Decoder | None) -> list[tuple[str, StoredRows, TensorSpec]]:
+    prefix, found, inside = stored.partition("/blocks/")
+    whole = [(stored, StoredRows(stored), spec)]
+    # a stack of one run begins with its number
+    if decoder is None or not found or inside.partition("/")[0].isdecimal():
+        return whole
+    stacks = decoder.stacks.get(inside, [])
+    if spec.shape[:1] != (sum(len(layers) for _, layers in stacks),):
+        return whole
+    parts, first = [], 0
+    for path, layers in stacks:
+        parts.append(
+            (f"{prefix}/blocks/{path}", StoredRows(stored, first), spec._replace(shape=(len(layers), *spec.shape[1:])))
+        )
+        first += len(layers)
+    return parts

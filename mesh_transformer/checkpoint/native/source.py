@@ -20,8 +20,7 @@ import tensorstore as ts
 
 from mesh_transformer import files
 from mesh_transformer.checkpoint.native import manifest as manifests
-from mesh_transformer.checkpoint.native.manifest import Manifest, TensorSpec
-from mesh_transformer.checkpoint.native.stacks import find_rows
+from mesh_transformer.checkpoint.native.manifest import Manifest, TensorSpec, find_rows
 from mesh_transformer.checkpoint.tensors import Counts, DamagedCheckpoint, Index, TensorInfo
 from mesh_transformer.errors import UserError
 from mesh_transformer.spec import Decoder
