@@ -31,7 +31,6 @@ from mesh_transformer.models.stack import Kind, joined_runs, rows_by_run
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.cached import KeyValueView, KVCache, ring_length
 from mesh_transformer.ops.attend.causal import Attend, Causal
-from mesh_transformer.ops.attend.packed import PackedView
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.ops.rotary import Rotation
@@ -237,11 +236,6 @@ class Model:
     def map_cache(self, function: Callable[[Any, Axes], Any], cache: KVCache) -> KVCache:
         """The cache with function(array, names of its dimensions) in place of each array."""
         return cache.map(self._cache_entries, function)
-
-    def packed_view(self, ends_BT: jax.Array) -> PackedView:
-        """The view that rows of packed trees use in place of a cache; `ends_BT` as in `PackedView`."""
-        entries = [layer.attention.keys_and_values for layer in self.decoder.layers]
-        return PackedView.of(ends_BT, entries, self.dtype)
 
     def apply(
         self,

@@ -17,6 +17,7 @@ from mesh_transformer.infer.scoring.packing import Batch, BatchPlan
 from mesh_transformer.models.head import Normalizer, VocabTiles
 from mesh_transformer.models.model import Params
 from mesh_transformer.models.placement import Placement
+from mesh_transformer.ops.attend.packed import PackedView
 from mesh_transformer.parallel.sharding import use
 
 Result = tuple[int, float, bool]
@@ -68,7 +69,8 @@ class Scorer:
     ) -> jax.Array:
         """The residual stream after the last block, for all tokens of a batch."""
         model = self.model
-        view = model.packed_view(ends_BT)
+        entries = [layer.attention.keys_and_values for layer in model.decoder.layers]
+        view = PackedView.of(ends_BT, entries, model.dtype)
         with use(self.partition):
             x_BTD, _ = model.hidden(params, tokens_BT, view, positions_BT=positions_BT)
         return rearrange(x_BTD, "b t d -> (b t) d")
