@@ -10,6 +10,7 @@ from pydantic import model_validator
 
 from mesh_transformer.errors import UserError, listed
 from mesh_transformer.fields import STACKS, Count, Derived, Devices, Group, Size, Switch, Unit, marks
+from mesh_transformer.spec import Decoder
 
 MeshShape = dict[str, int]
 """The size of each mesh axis, in the order of AXES."""
@@ -100,6 +101,11 @@ class MeshConfig(Group):
     def rounds_of_layers(self) -> int:
         """The groups of consecutive layers in each stage of pp."""
         return self.rounds if self.schedule == "interleaved" else 1
+
+    def stages(self, shape: MeshShape) -> int:
+        """The groups of consecutive layers into which a pipeline cuts a run: of all stages, in all rounds; 1 without
+        one."""
+        return shape["pp"] * self.rounds_of_layers if shape["pp"] > 1 else 1
 
     @property
     def given(self) -> MeshShape:
@@ -358,3 +364,25 @@ def _divisors(value: int) -> Iterator[int]:
     for small in range(1, math.isqrt(value) + 1):
         if value % small == 0:
             yield from (small, value // small)
+
+
+def check_stages(decoder: Decoder, mesh: MeshConfig, shape: MeshShape) -> None:
+    """Refuse stages that share out no run of layers.
+
+    Raises:
+        UserError: names the runs, and the sizes of mesh.pp that fit.
+    """
+    pp, rounds, runs = shape["pp"], mesh.rounds_of_layers, decoder.runs
+    if decoder.shared_run(mesh.stages(shape)) is not None:
+        return
+    if len(runs) == 1 and len(runs[0].period) == 1:
+        also = ", or set mesh.schedule=1f1b" if rounds > 1 else ""
+        check_multiple(Size("model.layers", runs[0].layers), "mesh.pp", pp, also, times=rounds)
+    longest = max(run.repeats for run in runs)
+    fit = [n for n in range(1, longest + 1) if n == 1 or decoder.shared_run(n * rounds) is not None]
+    each = [f"{run.repeats} x {len(run.period)}" for run in runs]
+    product = f"mesh.pp {pp} x mesh.rounds {rounds}" if rounds > 1 else f"mesh.pp {pp}"
+    raise UserError(
+        f"{product} divides no run of layers: the layers are {listed(each)} (repeats x layers of a period), and stages "
+        f"share out the repeats of one run: set mesh.pp to {listed(list(map(str, fit)))}"
+    )

@@ -14,11 +14,11 @@ from mesh_transformer.config.mesh import (
     check_overlap,
     check_pipeline,
     check_sizes,
+    check_stages,
     mesh_shape,
     parts,
     training_rules,
 )
-from mesh_transformer.config.stages import check_stages
 from mesh_transformer.config.variants import Variants
 from mesh_transformer.errors import UserError
 from mesh_transformer.families import FAMILIES

@@ -9,7 +9,6 @@ from typing import Any
 from mesh_transformer import platforms
 from mesh_transformer.config import AXES, Config
 from mesh_transformer.config.mesh import MeshShape, part_of_a_slice
-from mesh_transformer.config.stages import layer_loop_trips, stages
 from mesh_transformer.errors import UserError
 from mesh_transformer.estimate import closed_form, overlap, serving
 from mesh_transformer.estimate.programs import GIB, Compiled, compile_for
@@ -265,8 +264,8 @@ def _prediction(case: _Case, compiled: Compiled, parts: dict[str, int], tokens: 
     peak_gib = None if compiled.peak_bytes is None else compiled.peak_bytes / GIB
     if compiled.refused is not None:
         return Prediction(**case.fields, fits=False, peak_gib=peak_gib, reason=compiled.refused)
-    groups = stages(case.config.mesh, case.shape) if case.program == "train" else 1
-    loops = {LAYER_LOOP: layer_loop_trips(case.config.model.decoder(), groups), **serving.LOOPS}
+    groups = case.config.mesh.stages(case.shape) if case.program == "train" else 1
+    loops = {LAYER_LOOP: case.config.model.decoder().loop_trips(groups), **serving.LOOPS}
     estimate = Timeline(compiled.hlo, accelerator, loops, case.target.slices).estimate()
     notes = [f"loop counted once: {name}" for name in estimate.unknown_loops]
     if case.target.slices > 1 and not accelerator.dcn_gb_s:

@@ -13,7 +13,6 @@ from mesh_transformer import platforms
 from mesh_transformer.accelerators import Accelerator
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshShape, Rules, moment_rules, parts, training_rules
-from mesh_transformer.config.stages import stages
 from mesh_transformer.estimate.collectives import DeviceGroup
 from mesh_transformer.ops.attend import causal
 from mesh_transformer.spec import Array, Arrays, Attends, Axes, Branch, Decoder, Layer, Mechanism
@@ -40,7 +39,7 @@ class Split:
     moments: Rules
     # dimensions that no axis splits, whatever the rules say
     whole: frozenset[str]
-    # the groups of layers that share out a run: `config.stages.stages`
+    # the groups of layers that share out a run: `MeshConfig.stages`
     groups: int
 
     @classmethod
@@ -49,7 +48,7 @@ class Split:
         decoder, rules = config.model.decoder(), training_rules(config.mesh)
         divided = decoder.kv_heads % parts(shape, rules, "kv_heads") == 0
         whole = frozenset() if divided else frozenset({"kv_heads"})
-        return cls(decoder, shape, rules, moment_rules(config.mesh), whole, stages(config.mesh, shape))
+        return cls(decoder, shape, rules, moment_rules(config.mesh), whole, config.mesh.stages(shape))
 
     def parts(self, name: str | None, rules: Rules | None = None) -> int:
         """Devices that split a named dimension."""

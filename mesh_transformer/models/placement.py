@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshAxes, training_rules, whole_sequence_rules
-from mesh_transformer.config.stages import stages
 from mesh_transformer.models.model import Model, Params
 from mesh_transformer.parallel.mesh import make_hybrid_mesh
 from mesh_transformer.parallel.sharding import Partition, constrain_tree
@@ -34,7 +33,7 @@ class Placement:
         """
         shape, rules = config.mesh.shape(len(devices)), training_rules(config.mesh)
         compute = platforms.resolve(config.compute, devices[0].platform)
-        model = Model(config.model.decoder(), compute, stages(config.mesh, shape))
+        model = Model(config.model.decoder(), compute, config.mesh.stages(shape))
         mode, overlap_tp = config.mesh.context_mode, config.mesh.overlap_tp is True
         mesh = make_hybrid_mesh(config.mesh, shape, platforms.by_slice(devices))
         partition = Partition(mesh, rules, context_mode=mode, overlap_tp=overlap_tp)

@@ -64,6 +64,11 @@ class Decoder:
         """The number of the run whose layers `stages` groups share out: see `spec.shared_run`."""
         return shared_run(self.runs, stages)
 
+    def loop_trips(self, stages: int = 1) -> int:
+        """The trips of the loop over the repeats of the shared run, or of a stage's group of them."""
+        run = self.shared_run(stages)
+        return 0 if run is None else self.runs[run].repeats // stages
+
     def mechanisms(self) -> Iterator[Mechanism]:
         """The mechanisms of all kinds of layers."""
         for kind in self.kinds:

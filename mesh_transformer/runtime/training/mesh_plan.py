@@ -15,7 +15,6 @@ import jax
 from mesh_transformer import logs, platforms
 from mesh_transformer.config import Config, MeshShape
 from mesh_transformer.config.mesh import named
-from mesh_transformer.config.stages import stages
 from mesh_transformer.errors import plural
 from mesh_transformer.estimate.tpus import slice_devices
 from mesh_transformer.logs import log
@@ -82,7 +81,7 @@ class MeshPlan:
         program = TrainProgram(Placement.of(config, devices), config)
         sizes = {name: given[0].whole for name, given in config.sizes.items() if given}
         decoder = program.model.decoder
-        shared = decoder.shared_run(stages(config.mesh, shape)) or 0
+        shared = decoder.shared_run(config.mesh.stages(shape)) or 0
         sizes |= {"batch": batch, "kv_heads": decoder.kv_heads, "layers": decoder.runs[shared].layers}
         held = holdings(program.partition, sizes)
         sizes["moments"] = sizes["embed"]

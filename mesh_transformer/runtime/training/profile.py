@@ -13,7 +13,6 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer import accelerators
 from mesh_transformer.config import Config
-from mesh_transformer.config.stages import layer_loop_trips, stages
 from mesh_transformer.estimate.op_table import write_op_table
 from mesh_transformer.logs import log
 from mesh_transformer.models.stack import LAYER_LOOP
@@ -112,7 +111,7 @@ def write_step_table(program: TrainProgram) -> None:
     path = Path(settings.model_dir, run_folder.PROFILE, OP_TABLE)
     path.parent.mkdir(parents=True, exist_ok=True)
     accelerator = accelerators.of_device(mesh.devices.flat[0].device_kind)
-    trips = layer_loop_trips(program.model.decoder, stages(config.mesh, dict(mesh.shape)))
+    trips = program.model.decoder.loop_trips(config.mesh.stages(dict(mesh.shape)))
     write_op_table(path, compiled.as_text() or "", accelerator, {LAYER_LOOP: trips})
     run_folder.publish_profile(settings.root, settings.model_dir)
     log.info("operations of the training step written to %s", path)
