@@ -6,16 +6,21 @@ rate is absolute, as for the other optimizers (and in Zhai et al. 2021, arXiv:21
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Lt
 
 from mesh_transformer.fields import STACKS, Dims, Positive
-from mesh_transformer.optimizers.base import Axes, OptimizerConfig, Slot
+from mesh_transformer.optimizers.base import OptimizerConfig, Slot
+from mesh_transformer.spec import Axes, AxesTree
 
 if TYPE_CHECKING:
+    import jax
     import optax
+
+    Arrays = tuple[jax.Array, ...]
 
 
 class Config(OptimizerConfig):
@@ -52,7 +57,7 @@ class Config(OptimizerConfig):
         dropped = order[-1] if slot == "v_row" else order[-2]
         return (*layers, *own[:dropped], *own[dropped + 1 :])
 
-    def direction(self, axes: Any) -> optax.GradientTransformation:
+    def direction(self, axes: AxesTree) -> optax.GradientTransformation:
         """The gradient divided by the root of the second moment, then clipped. Each layer of a stack is a matrix of its
         own."""
         import jax
@@ -64,9 +69,9 @@ class Config(OptimizerConfig):
         )
         clip = optax.clip_by_block_rms(self.clipping_threshold)
 
-        def by_layer(function: Any, results: int, *trees: Any) -> Any:
+        def by_layer(function: Callable[..., Arrays], results: int, *trees: optax.Params) -> tuple[optax.Params, ...]:
             # each array over its own layers: stacks of several kinds of layers differ in length
-            def whole(array: Any, names: Axes, *others: Any) -> Any:
+            def whole(array: jax.Array, names: Axes, *others: jax.Array) -> Arrays:
                 mapped = function
                 for _ in _stacks(names):
                     mapped = jax.vmap(mapped)
@@ -75,12 +80,16 @@ class Config(OptimizerConfig):
             found = jax.tree.map(whole, trees[0], axes, *trees[1:])
             return jax.tree.transpose(jax.tree.structure(trees[0]), jax.tree.structure((0,) * results), found)
 
-        def init(params: Any) -> Any:
+        def init(params: optax.Params) -> FactoredState:
             slots = by_layer(lambda param: tuple(rms.init(param)[1:]), 3, params)
             return FactoredState(rms.init({}).count, *slots)
 
-        def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
-            def layer(gradient: Any, v_row: Any, v_col: Any, v: Any, param: Any) -> Any:
+        def update(
+            gradients: optax.Updates, state: FactoredState, params: optax.Params
+        ) -> tuple[optax.Updates, FactoredState]:
+            def layer(
+                gradient: jax.Array, v_row: jax.Array, v_col: jax.Array, v: jax.Array, param: jax.Array
+            ) -> Arrays:
                 direction, new = rms.update(gradient, FactoredState(state.count, v_row, v_col, v), param)
                 return clip.update(direction, optax.EmptyState())[0], *new[1:]
 

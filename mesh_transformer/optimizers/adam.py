@@ -3,10 +3,11 @@ arXiv:1711.05101)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from mesh_transformer.fields import Fraction, Positive
 from mesh_transformer.optimizers.base import MomentsDtype, OptimizerConfig, Slot, like_parameter, stored_as
+from mesh_transformer.spec import AxesTree
 
 if TYPE_CHECKING:
     import optax
@@ -31,7 +32,7 @@ class Config(OptimizerConfig):
         """The two moments."""
         return {"mu": like_parameter, "nu": like_parameter}
 
-    def direction(self, axes: Any) -> optax.GradientTransformation:
+    def direction(self, axes: AxesTree) -> optax.GradientTransformation:
         """The first moment divided by the root of the second."""
         import optax
 

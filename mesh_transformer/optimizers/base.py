@@ -5,17 +5,17 @@ It imports jax only in functions, because a driver without jax reads configs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Le
 
 from mesh_transformer.fields import Count, Group, NonNegative, Positive, Steps, Unit
+from mesh_transformer.spec import Axes, AxesTree
 
 if TYPE_CHECKING:
     import optax
 
-Axes = tuple[str | None, ...]
 Slot = Callable[[Axes, tuple[int, ...]], Axes]
 """Returns the dimension names of a slot, from the dimension names and the shape of the parameter."""
 MomentsDtype = Literal["float32", "bfloat16"]
@@ -58,7 +58,7 @@ class OptimizerConfig(Group):
         """The arrays of optimizer state for each parameter, by their names in the state and in files."""
         raise NotImplementedError
 
-    def direction(self, axes: Any) -> optax.GradientTransformation:
+    def direction(self, axes: AxesTree) -> optax.GradientTransformation:
         """The transformation of a gradient into a direction, without global-norm clipping, weight decay and learning
         rate.
 
@@ -72,17 +72,21 @@ def like_parameter(axes: Axes, shape: tuple[int, ...]) -> Axes:
     return axes
 
 
-def stored_as(dtype: MomentsDtype, direction: optax.GradientTransformation, slots: Any) -> optax.GradientTransformation:
+def stored_as(
+    dtype: MomentsDtype, direction: optax.GradientTransformation, slots: Iterable[str]
+) -> optax.GradientTransformation:
     """A direction whose slots are stored in `dtype` between steps and are float32 during a step."""
     import optax
 
     if dtype == "float32":
         return direction
 
-    def cast(state: Any, to: str) -> Any:
+    def cast(state: optax.OptState, to: str) -> optax.OptState:
         return state._replace(**{slot: optax.tree.cast(getattr(state, slot), to) for slot in slots})
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        gradients: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         updates, state = direction.update(gradients, cast(state, "float32"), params)
         return updates, cast(state, dtype)
 

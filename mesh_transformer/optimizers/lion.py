@@ -6,10 +6,11 @@ times larger.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from mesh_transformer.fields import Fraction
 from mesh_transformer.optimizers.base import MomentsDtype, OptimizerConfig, Slot, like_parameter, stored_as
+from mesh_transformer.spec import AxesTree
 
 if TYPE_CHECKING:
     import optax
@@ -32,7 +33,7 @@ class Config(OptimizerConfig):
         """The moment."""
         return {"mu": like_parameter}
 
-    def direction(self, axes: Any) -> optax.GradientTransformation:
+    def direction(self, axes: AxesTree) -> optax.GradientTransformation:
         """The sign of the average of moment and gradient."""
         import optax
 

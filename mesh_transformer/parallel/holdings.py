@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -49,7 +49,7 @@ def holdings(partition: Partition, sizes: Mapping[str, int]) -> list[Holding]:
     ]
 
 
-def bytes_per_device(tree: Any) -> int:
+def bytes_per_device(tree: object) -> int:
     """The bytes of one device of a tree of `jax.ShapeDtypeStruct` with shardings."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 

@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -74,7 +73,7 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
 def process_rows(sharding: NamedSharding, batch: int, process: int) -> tuple[int, ...]:
     """The rows of a (batch, ...) array that the devices of a process hold, ascending. Other processes may hold them
     too."""
-    index: Mapping[Any, Any] = sharding.devices_indices_map((batch, 1))
+    index: Mapping[jax.Device, tuple[slice, ...]] = sharding.devices_indices_map((batch, 1))
     spans = {rows.indices(batch) for device, (rows, _) in index.items() if device.process_index == process}
     return tuple(sorted(row for span in spans for row in range(*span)))
 

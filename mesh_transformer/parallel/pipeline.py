@@ -14,22 +14,24 @@ Shapes: B sequences of a microbatch, T positions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.parallel.sharding import Partition
+from mesh_transformer.parallel.sharding import Function, Partition, Specs, Tree
+
+Index = jax.Array | int
+"""A number that the program computes, or one that is known before."""
 
 
 class Item(NamedTuple):
     """What a stage computes in a tick: int32 scalars, and whether there is anything to compute."""
 
-    microbatch: Any
-    round: Any
-    valid: Any
+    microbatch: jax.Array
+    round: jax.Array
+    valid: jax.Array
 
 
 class Ticks(NamedTuple):
@@ -43,11 +45,11 @@ class Ticks(NamedTuple):
     rounds: int
     microbatches: int
 
-    def forward(self, tick: Any, stage: Any) -> Item:
+    def forward(self, tick: Index, stage: Index) -> Item:
         """What a stage computes forward in a tick."""
         return self._item(tick - stage, backward=False)
 
-    def backward(self, tick: Any, stage: Any) -> Item:
+    def backward(self, tick: Index, stage: Index) -> Item:
         """What a stage computes backward in a tick."""
         return self._item(tick - self.warmup - (self.stages - 1 - stage), backward=True)
 
@@ -83,7 +85,7 @@ class Ticks(NamedTuple):
             return self.microbatches
         return -(-self.microbatches // self.stages) * self.stages * self.rounds
 
-    def _item(self, number: Any, backward: bool) -> Item:
+    def _item(self, number: Index, backward: bool) -> Item:
         in_time = (number >= 0) & (number < self._items)
         several, rest = jnp.divmod(jnp.clip(number, 0, self._items - 1), self.stages * self.rounds)
         turn, first = jnp.divmod(rest, self.stages)
@@ -126,7 +128,7 @@ class Stages:
         """The last stage."""
         return self.count - 1
 
-    def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def run(self, function: Function, in_specs: Specs, out_specs: Specs) -> Function:
         """`function` on each stage; the partitioner splits over the other axes.
 
         Without `check_vma`: with it, the gradient of everything that the stages share would be summed over them in each
@@ -145,7 +147,7 @@ class Stages:
         """The array of the stage that is `by` stages before this one, in a ring."""
         return jax.lax.ppermute(x, self.axis, [(i, (i + by) % self.count) for i in range(self.count)])
 
-    def sum(self, tree: Any) -> Any:
+    def sum(self, tree: Tree) -> Tree:
         """The sum over all stages, float32."""
         return jax.lax.psum(tree, self.axis)
 
@@ -183,24 +185,24 @@ class Stages:
         return x.reshape(*x.shape[: self.place], -1, *x.shape[self.place + 2 :])
 
 
-def fold(stack: Any, rounds: int) -> Any:
+def fold(stack: Tree, rounds: int) -> Tree:
     """Arrays of all layers by round: (L, ...) -> (v, L / v, ...). The stages split the second dimension."""
     return jax.tree.map(lambda x: x.reshape(rounds, -1, *x.shape[1:]), stack)
 
 
-def unfold(stack: Any) -> Any:
+def unfold(stack: Tree) -> Tree:
     """The inverse of `fold`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stack)
 
 
-def at(x: jax.Array, *indices: Any) -> jax.Array:
+def at(x: jax.Array, *indices: Index) -> jax.Array:
     """x[indices], without a gather that the partitioner would have to split."""
     for index in indices:
         x = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
     return x
 
 
-def put(x: jax.Array, value: jax.Array, *indices: Any) -> jax.Array:
+def put(x: jax.Array, value: jax.Array, *indices: Index) -> jax.Array:
     """x with `value` at x[indices], in place."""
     start = (*indices, *[0] * value.ndim)
     return jax.lax.dynamic_update_slice(x, value.reshape((1,) * len(indices) + value.shape), start)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.parallel.sharding import Partition
+from mesh_transformer.parallel.sharding import Function, Partition, Specs, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Replicas:
         """The split of an array over the replicas in one dimension."""
         return P(*[None] * dimension, self.axes)
 
-    def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def run(self, function: Function, in_specs: Specs, out_specs: Specs) -> Function:
         """`function` on each replica; the partitioner splits over the other axes, and sends nothing between replicas.
 
         Without `check_vma`: with it, the gradient of the weights would be summed over the replicas where the weights
@@ -48,6 +46,6 @@ class Replicas:
             check_vma=False,
         )
 
-    def mean(self, tree: Any) -> Any:
+    def mean(self, tree: Tree) -> Tree:
         """The mean over all replicas, float32."""
         return jax.lax.pmean(tree, self.axes)

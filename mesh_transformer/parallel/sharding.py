@@ -11,38 +11,53 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import haiku as hk
 import jax
 import numpy as np
+from haiku.initializers import Initializer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from mesh_transformer.config.mesh import MeshAxes, MeshConfig, Rules, moment_rules
 from mesh_transformer.errors import UserError
+from mesh_transformer.spec import Axes, AxesTree
 
-Axes = tuple[str | None, ...]
+Params = dict[str, Any]
+"""{"embed": ..., "blocks": ..., "head": ...}: the parameters of a model, or their gradients, dtypes or dimension names.
+Below a stage, they are by Haiku module and name."""
+Block = dict[str, Any]
+"""The parameters of one layer, by module; or of several layers, each array with a leading dimension: the layers that
+have the module. In a model with several runs of layers, the names of the modules of all layers begin with the number of
+the run (`spec.in_run`)."""
+Specs = PartitionSpec | Sequence["Specs"] | Mapping[str, "Specs"]
+"""How a tree of arrays is split: one PartitionSpec may stand for a whole branch of the tree."""
+# a function of trees of arrays returns a tree like the one that it is given
+Tree = TypeVar("Tree")
+# `jax.shard_map` keeps the signature of a function
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class WithAxes:
     """An initializer with the dimension names of its parameter."""
 
-    def __init__(self, init: hk.initializers.Initializer, axes: Axes):
+    def __init__(self, init: Initializer, axes: Axes):
         self.init, self.axes = init, axes
 
-    def __call__(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         if len(shape) != len(self.axes):
             raise UserError(f"a parameter of shape {tuple(shape)} cannot have dimensions {self.axes}")
         return self.init(shape, dtype)
 
 
-def with_axes(init: hk.initializers.Initializer, *axes: str | None) -> WithAxes:
+def with_axes(init: Initializer, *axes: str | None) -> WithAxes:
     """Name the dimensions of the parameter that `init` makes."""
     return WithAxes(init, axes)
 
 
-def collect_axes(function: Callable[[], Any]) -> dict[str, dict[str, Axes]]:
+def collect_axes(function: Callable[[], object]) -> dict[str, dict[str, Axes]]:
     """The dimension names of every parameter that a function of Haiku modules creates, without computing them.
 
     Returns a tree with the structure of the parameters and tuples of names as leaves.
@@ -52,13 +67,15 @@ def collect_axes(function: Callable[[], Any]) -> dict[str, dict[str, Axes]]:
     """
     axes: dict[str, dict[str, Axes]] = {}
 
-    def creator(make: Any, shape: Any, dtype: Any, initialize: Any, context: Any) -> Any:
+    def creator(
+        make: Callable[..., jax.Array], shape: Sequence[int], dtype: DTypeLike, initialize: Initializer, context: Any
+    ) -> jax.Array:
         if not isinstance(initialize, WithAxes):
             raise UserError(f"parameter {context.full_name} has no dimension names: wrap its initializer in with_axes")
         axes.setdefault(context.module_name or "~", {})[context.name] = initialize.axes
         return make(shape, dtype, initialize)
 
-    def named() -> Any:
+    def named() -> object:
         with hk.custom_creator(creator, state=False):
             return function()
 
@@ -129,11 +146,11 @@ class Partition:
         """The sharding of an array with dimensions `axes`."""
         return NamedSharding(self.current_mesh, self.spec(axes))
 
-    def shardings(self, axes_tree: Any) -> Any:
+    def shardings(self, axes_tree: AxesTree) -> Any:
         """The shardings of a tree of dimension names."""
         return map_axes(lambda axes: self.sharding(*axes), axes_tree)
 
-    def abstract(self, tree: Any, axes_tree: Any) -> Any:
+    def abstract(self, tree: Tree, axes_tree: AxesTree) -> Tree:
         """The shapes and dtypes of a tree of arrays, with the shardings of their dimension names."""
         return jax.tree.map(
             lambda x, split: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), tree, self.shardings(axes_tree)
@@ -209,12 +226,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition.sharding(*axes))
 
 
-def constrain_tree(tree: Any, partition: Partition, axes_tree: Any) -> Any:
+def constrain_tree(tree: Tree, partition: Partition, axes_tree: AxesTree) -> Tree:
     """Constrain the shardings of a tree of parameters, gradients or moments."""
     return jax.lax.with_sharding_constraint(tree, partition.shardings(axes_tree))
 
 
-def gather_weights(params: Any, axes_tree: Any) -> Any:
+def gather_weights(params: Tree, axes_tree: AxesTree) -> Tree:
     """Gather the parameters that fsdp splits, just before their use; they stay split over tp.
 
     The backward pass sums and scatters their gradients at once. It constrains them to the gathered layout and then to
@@ -227,10 +244,10 @@ def gather_weights(params: Any, axes_tree: Any) -> Any:
         return params
     whole, split = partition.with_rules(embed=None).shardings(axes_tree), partition.shardings(axes_tree)
 
-    def forward(params: Any) -> Any:
+    def forward(params: Tree) -> Tree:
         return jax.lax.with_sharding_constraint(params, whole)
 
-    def backward(_: None, gradients: Any) -> tuple[Any]:
+    def backward(_: None, gradients: Tree) -> tuple[Tree]:
         summed = jax.lax.with_sharding_constraint(gradients, whole)
         return (jax.lax.with_sharding_constraint(summed, split),)
 
@@ -240,6 +257,6 @@ def gather_weights(params: Any, axes_tree: Any) -> Any:
     return gather(params)
 
 
-def map_axes(function: Callable[[Axes], Any], axes_tree: Any) -> Any:
+def map_axes(function: Callable[[Axes], object], axes_tree: AxesTree) -> Any:
     """`jax.tree.map` over a tree whose leaves are tuples of dimension names."""
     return jax.tree.map(function, axes_tree, is_leaf=lambda node: isinstance(node, tuple))

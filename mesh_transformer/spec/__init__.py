@@ -1,6 +1,6 @@
 """A model as plain data, without jax: its decoder, and the tensors of other programs that hold its parameters."""
 
-from mesh_transformer.spec.arrays import Array, Arrays, Axes, below, linear, matrix
+from mesh_transformer.spec.arrays import Array, Arrays, Axes, AxesTree, below, linear, matrix
 from mesh_transformer.spec.attention import Attention, LatentAttention
 from mesh_transformer.spec.decoder import Decoder
 from mesh_transformer.spec.feed_forward import Activation, Dense, Experts, Router
@@ -28,6 +28,7 @@ __all__ = [
     "Attends",
     "Attention",
     "Axes",
+    "AxesTree",
     "Branch",
     "CacheEntry",
     "Decoder",

@@ -1,9 +1,13 @@
 """The parameters of a part of a model: names and sizes of their dimensions."""
 
 import math
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 Axes = tuple[str | None, ...]
+"""The names of the dimensions of an array; None: a dimension that nothing splits."""
+AxesTree = Axes | Mapping[str, "AxesTree"]
+"""The dimension names of all arrays of a tree."""
 Role = Literal["input", "inner", "output", "other"]
 
 
