@@ -18,9 +18,9 @@ from mesh_transformer.infer.requests import (
     SamplingParams,
     Token,
 )
-from mesh_transformer.models.model import Params
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend.cached import ring_length, segment_ends
+from mesh_transformer.parallel.sharding import Params
 
 # positions; a smaller chunk takes nearly as long, because all weights are read anyway
 MIN_CHUNK = 128

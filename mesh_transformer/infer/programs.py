@@ -14,11 +14,10 @@ import numpy as np
 
 from mesh_transformer.infer.requests import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, OPTIONS
 from mesh_transformer.infer.sampling import OptionVectors, PenaltyInputs, most_likely, penalise, sample
-from mesh_transformer.models.model import Params
 from mesh_transformer.models.modules import at_position
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend.cached import KVCache
-from mesh_transformer.parallel.sharding import constrain, use
+from mesh_transformer.parallel.sharding import Params, constrain, use
 
 # steps in one call of `generate`
 MAX_STEPS = 16

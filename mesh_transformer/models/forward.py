@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,17 @@ import jax.numpy as jnp
 from mesh_transformer.config import ComputeConfig
 from mesh_transformer.models.modules import Context, Means, at_position
 from mesh_transformer.models.numbers import layer_numbers, static_numbers
-from mesh_transformer.models.stack import LAYER_LOOP, Block, Kind, by_row, over_layers
+from mesh_transformer.models.stack import LAYER_LOOP, Blocks, Kind, Outputs, Rows, by_row, over_layers
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.attend.cached import Cached, KeyValueView
 from mesh_transformer.ops.rotary import Rotation
-from mesh_transformer.parallel.sharding import constrain
+from mesh_transformer.parallel.sharding import Block, constrain
 from mesh_transformer.spec import Decoder, Layer, Run
+
+Views = Sequence[KeyValueView | None]
+"""The caches of groups of layers; None: no cache."""
+_Carry = tuple[jax.Array, KeyValueView | None]
+"""What a layer passes on to the next: the residual stream, and the view that it has written."""
 
 
 class LayeredModel(Protocol):
@@ -53,13 +58,13 @@ class LayeredModel(Protocol):
 
 def layers(
     model: LayeredModel,
-    params: Block | tuple[Any, ...],
+    params: Blocks,
     x_BTD: jax.Array,
     positions_BT: jax.Array,
     bias_BHTS: jax.Array | None,
     cache: KeyValueView | None,
     query_index_B: jax.Array | None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, KeyValueView | None]:
     """The residual stream after the last layer, (B, T, D) or (B, 1, D), and the cache: see `Model.hidden`.
 
     Args:
@@ -67,12 +72,14 @@ def layers(
         bias_BHTS: what every layer adds to the logits of its attention; None: nothing.
     """
     angles, count = model.rotations(positions_BT), len(model.decoder.layers)
-    views: Sequence[Any] = [None]
+    views: Views = [None]
     view_of: Sequence[int] = [0] * count
     if cache is not None:
         views, view_of = cache.split(count)
 
-    def layer(kind: Layer, carry: Any, block: Any, row: Any, query_index_B: jax.Array | None = None) -> Any:
+    def layer(
+        kind: Layer, carry: _Carry, block: Block, row: Rows, query_index_B: jax.Array | None = None
+    ) -> tuple[_Carry, Outputs]:
         (x_BTD, view), (index, numbers) = carry, row
         attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B)
         ctx = model.context(kind, attend, angles, numbers, query_index_B)
@@ -92,25 +99,27 @@ def layers(
 
 def _stacked(
     model: LayeredModel,
-    layer: Callable[..., Any],
+    layer: Callable[..., tuple[_Carry, Outputs]],
     x_BTD: jax.Array,
-    views: Sequence[Any],
+    views: Views,
     view_of: Sequence[int],
     params: Block,
-) -> tuple[jax.Array, Sequence[Any]]:
+) -> tuple[jax.Array, Views]:
     """The loop over stacked layers. If they have several views, the view and the numbers of a layer are part of the
     program: a ring needs its window as a number."""
     unroll = model.compute.scan_unroll
     if len(views) == 1:
 
-        def one(kind: Kind, *args: Any) -> Any:
-            return layer(kind.layer, *args)
+        def one(kind: Kind, carry: _Carry, block: Block, row: Rows) -> tuple[_Carry, Outputs]:
+            return layer(kind.layer, carry, block, row)
 
         rows = jnp.arange(len(view_of)), layer_numbers(model.decoder)
         (x_BTD, view), _ = over_layers(model.runs, one, (x_BTD, views[0]), params, rows, unroll=unroll)
         return x_BTD, [view]
 
-    def keyed(kind: Kind, carry: Any, block: Any, place: jax.Array) -> Any:
+    def keyed(
+        kind: Kind, carry: tuple[jax.Array, Views], block: Block, place: jax.Array
+    ) -> tuple[tuple[jax.Array, Views], Outputs]:
         own, (at, numbers) = kind.layer
         x_BTD, views = carry
         (x_BTD, view), outputs = layer(own, (x_BTD, views[at]), block, (place, numbers))
@@ -118,18 +127,19 @@ def _stacked(
 
     keys = list(zip(view_of, static_numbers(model.decoder), strict=True))
     places = jnp.asarray([view_of[:number].count(at) for number, at in enumerate(view_of)])
-    return by_row(model.runs, keys, keyed, (x_BTD, tuple(views)), params, places, unroll=unroll)
+    start: tuple[jax.Array, Views] = x_BTD, tuple(views)
+    return by_row(model.runs, keys, keyed, start, params, places, unroll=unroll)
 
 
 def _one_by_one(
     model: LayeredModel,
-    layer: Callable[..., Any],
+    layer: Callable[..., tuple[_Carry, Outputs]],
     x_BTD: jax.Array,
-    views: Sequence[Any],
+    views: Views,
     view_of: Sequence[int],
-    params: tuple[Any, ...],
+    params: tuple[Block, ...],
     query_index_B: jax.Array | None,
-) -> tuple[jax.Array, Sequence[Any]]:
+) -> tuple[jax.Array, Views]:
     """The layers one after the other, each with its own arrays. The last computes only the queries of
     `query_index_B`."""
     views = list(views)
@@ -137,7 +147,7 @@ def _one_by_one(
     jitted = {kind: jax.jit(functools.partial(layer, kind)) for kind in model.decoder.kinds}
     numbers = layer_numbers(model.decoder)
 
-    def one(kind: Kind, x_BTD: jax.Array, block: Any, number: int) -> Any:
+    def one(kind: Kind, x_BTD: jax.Array, block: Block, number: int) -> tuple[jax.Array, Outputs]:
         at, row = view_of[number], (0, jax.tree.map(lambda x: x[number], numbers))
         query = query_index_B if number == len(params) - 1 else None
         (x_BTD, views[at]), outputs = jitted[kind.layer]((x_BTD, views[at]), block, row, query)

@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from mesh_transformer.models.modules import Means
-from mesh_transformer.parallel.sharding import collect_axes, gather_weights, map_axes, use
+from mesh_transformer.parallel.sharding import AxesTree, Block, Params, collect_axes, gather_weights, map_axes, use
+
+Batch = Any
+"""A microbatch: an array or a tree of arrays, whose first dimension is B. Those of a step have another, A, before."""
+Results = Any
+"""What a loss yields for the metrics: arrays (B, T, ...), or None."""
+Shared = Any
+"""A tree of arrays that all layers read; None: none."""
 
 
 class Stream(NamedTuple):
@@ -24,10 +31,10 @@ class Stream(NamedTuple):
 
     x_BTD: jax.Array
     """The output of the layer before."""
-    learned: Any = None
+    learned: Shared = None
     """Arrays for every layer that depend on the parameters of the embedding, and have a gradient; None: none. In a
     pipeline, the squared norms of the microbatches leave out the products between stages of this gradient."""
-    fixed: Any = None
+    fixed: Shared = None
     """Arrays for every layer that depend on the batch only, such as the angles of rotary encoding; None: none."""
 
 
@@ -39,18 +46,18 @@ class HaikuModel:
     serves all. Each function gathers the weights that fsdp splits just before their use.
     """
 
-    embedding: Callable[[Any], jax.Array]
+    embedding: Callable[[Batch], jax.Array]
     """Microbatch -> x."""
-    block: Callable[[jax.Array], Any]
+    block: Callable[[jax.Array], jax.Array | tuple[jax.Array, Means]]
     """One layer: x -> x, or x and named means over its tokens for `Parts.layer_loss` and `Parts.metrics`."""
-    head: Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+    head: Callable[[jax.Array, Batch], tuple[jax.Array, Results]]
     """(x, microbatch) -> a float32 scalar, a sum over rows or positions; and results for the metrics, or None."""
     layers: int
     """L."""
-    example: Any
+    example: Batch
     """A microbatch: arrays or `jax.ShapeDtypeStruct`. Only shapes and dtypes are read."""
 
-    def init(self, key: jax.Array) -> dict[str, Any]:
+    def init(self, key: jax.Array) -> Params:
         """{"embed": ..., "blocks": ..., "head": ...}; the arrays of "blocks" have a leading dimension L."""
         embed_key, block_key, head_key = jax.random.split(key, 3)
         with use(None):
@@ -62,26 +69,26 @@ class HaikuModel:
             }
 
     @functools.cached_property
-    def axes(self) -> dict[str, Any]:
+    def axes(self) -> Params:
         """The dimension names of each parameter: a tree like that of `init` with tuples of names as leaves."""
         blocks = map_axes(lambda axes: ("layers", *axes), self._stage_axes["block"])
         return {"embed": self._stage_axes["embed"], "blocks": blocks, "head": self._stage_axes["head"]}
 
-    def embed(self, params: Any, batch: Any) -> Stream:
+    def embed(self, params: Params, batch: Batch) -> Stream:
         """`Parts.embed`."""
         return Stream(self._embed.apply(gather_weights(params, self._stage_axes["embed"]), None, batch))
 
-    def layer(self, params: Any, stream: Stream, own: None = None) -> tuple[jax.Array, Means]:
+    def layer(self, params: Block, stream: Stream, own: None = None) -> tuple[jax.Array, Means]:
         """`Parts.layer`."""
         found = self._block.apply(gather_weights(params, self._stage_axes["block"]), None, stream.x_BTD)
         return found if isinstance(found, tuple) else (found, {})
 
-    def loss(self, params: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
+    def loss(self, params: Params, x: jax.Array, batch: Batch) -> tuple[jax.Array, Results]:
         """`Parts.loss`, from the parameters of the whole model."""
         return self._head.apply(gather_weights(params["head"], self._stage_axes["head"]), None, x, batch)
 
     @functools.cached_property
-    def _stage_axes(self) -> dict[str, Any]:
+    def _stage_axes(self) -> dict[str, AxesTree]:
         with use(None):
             batch, x = self._examples()
             return {
@@ -90,23 +97,23 @@ class HaikuModel:
                 "head": collect_axes(lambda: self.head(x, batch)),
             }
 
-    def _examples(self) -> tuple[Any, jax.Array]:
+    def _examples(self) -> tuple[Batch, jax.Array]:
         """A microbatch and x, of zeros."""
 
-        def x(key: jax.Array, batch: Any) -> jax.Array:
+        def x(key: jax.Array, batch: Batch) -> jax.Array:
             return self._embed.apply(self._embed.init(key, batch), None, batch)
 
         shapes = self.example, jax.eval_shape(x, jax.random.key(0), self.example)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     @functools.cached_property
-    def _embed(self) -> Any:
+    def _embed(self) -> hk.Transformed:
         return hk.transform(self.embedding)
 
     @functools.cached_property
-    def _block(self) -> Any:
+    def _block(self) -> hk.Transformed:
         return hk.transform(self.block)
 
     @functools.cached_property
-    def _head(self) -> Any:
+    def _head(self) -> hk.Transformed:
         return hk.transform(self.head)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from mesh_transformer.models.model import Model, Params
-from mesh_transformer.parallel.sharding import Axes, Partition
+from mesh_transformer.models.model import Model
+from mesh_transformer.parallel.sharding import Axes, Params, Partition
 
 # The least number of columns that a tile has in each shard.
 LEAST_COLUMNS = 1024
@@ -149,6 +149,10 @@ class TokenLoss(NamedTuple):
     correct: jax.Array
 
 
+Objective = Callable[[TokenLoss], jax.Array]
+"""The losses of tokens -> the term of each in the sum."""
+
+
 class Normalizer(NamedTuple):
     """The softmax's normalizer of each position, summed tile by tile relative to the largest logit so far.
 
@@ -181,9 +185,9 @@ class Normalizer(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def weighted_loss(
     head: VocabTiles,
-    objective: Callable[[TokenLoss], jax.Array],
+    objective: Objective,
     chunks: int,
-    params: Any,
+    params: Params,
     x_BTD: jax.Array,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
@@ -216,16 +220,17 @@ def weighted_loss(
 
 def _weighted_loss_forward(
     head: VocabTiles,
-    objective: Any,
+    objective: Objective,
     chunks: int,
-    params: Any,
+    params: Params,
     x_BTD: jax.Array,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
-) -> tuple[tuple[jax.Array, TokenLoss], tuple[Any, jax.Array]]:
-    def part(total: Any, xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+) -> tuple[tuple[jax.Array, TokenLoss], tuple[Params, jax.Array]]:
+    def part(total: Params, xs: tuple[jax.Array, ...]) -> tuple[Params, tuple[jax.Array, TokenLoss, jax.Array]]:
         x_BtD, targets_Bt, weights_Bt = xs
         per_token, normalizer, kept = _scan_losses(head, params, x_BtD, targets_Bt, keep=True)
+        assert kept is not None
         value, loss_derivatives = _objective_gradient(objective, per_token, weights_Bt)
         total, dx_BtD = _scan_gradients(head, params, x_BtD, targets_Bt, normalizer, kept, loss_derivatives, total)
         return total, (value, per_token, dx_BtD)
@@ -242,8 +247,12 @@ def _weighted_loss_forward(
 
 
 def _weighted_loss_backward(
-    head: VocabTiles, objective: Any, chunks: int, gradients: tuple[Any, jax.Array], cotangents: Any
-) -> tuple[Any, jax.Array, None, None]:
+    head: VocabTiles,
+    objective: Objective,
+    chunks: int,
+    gradients: tuple[Params, jax.Array],
+    cotangents: tuple[jax.Array, TokenLoss],
+) -> tuple[Params, jax.Array, None, None]:
     params, dx_BTD = jax.tree.map(lambda g: g * cotangents[0].astype(g.dtype), gradients)
     return params, dx_BTD, None, None
 
@@ -255,12 +264,14 @@ _Kept = tuple[jax.Array, jax.Array]
 
 
 def _scan_losses(
-    head: VocabTiles, params: Any, x_BtD: jax.Array, targets_Bt: jax.Array, *, keep: bool
+    head: VocabTiles, params: Params, x_BtD: jax.Array, targets_Bt: jax.Array, *, keep: bool
 ) -> tuple[TokenLoss, Normalizer, _Kept | None]:
     """The losses of a part of the positions; their normalizer; with `keep`, the exponentials that the gradients
     need."""
 
-    def step(carry: Any, number: jax.Array) -> tuple[Any, Any]:
+    def step(
+        carry: tuple[Normalizer, jax.Array], number: jax.Array
+    ) -> tuple[tuple[Normalizer, jax.Array], _Kept | None]:
         normalizer, target_Bt = carry
         logits_BtC = head.logits(head.tile(params, number), number, x_BtD)
         normalizer, exps_BtC = normalizer.add(logits_BtC)
@@ -276,18 +287,18 @@ def _scan_losses(
 
 def _scan_gradients(
     head: VocabTiles,
-    params: Any,
+    params: Params,
     x_BtD: jax.Array,
     targets_Bt: jax.Array,
     normalizer: Normalizer,
-    kept: _Kept | None,
+    kept: _Kept,
     loss_derivatives: tuple[jax.Array, jax.Array],
-    total: Any,
-) -> tuple[Any, jax.Array]:
+    total: Params,
+) -> tuple[Params, jax.Array]:
     """`total` plus the gradients of the parameters, and the gradient of `x_BtD`."""
     softmax_Bt, target_Bt = loss_derivatives
 
-    def step(carry: Any, tile: Any) -> tuple[Any, None]:
+    def step(carry: tuple[Params, jax.Array], tile: tuple[jax.Array, _Kept]) -> tuple[tuple[Params, jax.Array], None]:
         total, dx_BtD = carry
         number, (exps_BtC, largest_Bt) = tile
         scale_Bt = softmax_Bt * jnp.exp(largest_Bt - normalizer.largest) / normalizer.total
@@ -303,7 +314,7 @@ def _scan_gradients(
 
 
 def _objective_gradient(
-    objective: Callable[[TokenLoss], jax.Array], per_token: TokenLoss, weights_Bt: jax.Array
+    objective: Objective, per_token: TokenLoss, weights_Bt: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """A part's share of the sum; and a, b such that its derivative by the logits is a softmax - b onehot(target).
 

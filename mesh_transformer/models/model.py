@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import haiku as hk
 import jax
@@ -34,19 +34,10 @@ from mesh_transformer.ops.attend.causal import Attend, Causal
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.ops.linear import PackedBlock
 from mesh_transformer.ops.rotary import Rotation
-from mesh_transformer.parallel.sharding import (
-    Axes,
-    collect_axes,
-    constrain,
-    gather_weights,
-)
+from mesh_transformer.parallel.sharding import Axes, Block, Params, collect_axes, constrain, gather_weights
 from mesh_transformer.spec import CacheEntry, Decoder, Layer, Run, in_run
 
-Params = dict[str, Any]
-"""{"embed": ..., "blocks": ..., "head": ...}. The arrays of "blocks" have a leading dimension: the layers that have the
-module. In a model with several runs of layers, the names of modules begin with the number of the run
-(`spec.in_run`)."""
-
+_Stage = TypeVar("_Stage")
 # The named activations of a layer that the backward pass keeps, by the value of `compute.remat`.
 KEPT = {
     "full": ["block_in"],
@@ -55,14 +46,13 @@ KEPT = {
 }
 
 
-class _Stages(NamedTuple):
+class _Stages(NamedTuple, Generic[_Stage]):
     """The functions that make the Haiku modules, or their `hk.transform`s."""
 
-    embed: Any
-    # by kind of layer
-    blocks: Any
-    final_norm: Any
-    unembed: Any
+    embed: _Stage
+    blocks: dict[Layer, _Stage]
+    final_norm: _Stage
+    unembed: _Stage
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,7 +68,7 @@ class Model:
     stages_of_pipeline: int = 1
 
     @functools.cached_property
-    def _functions(self) -> _Stages:
+    def _functions(self) -> _Stages[Callable[..., Any]]:
         of = functools.partial
         return _Stages(
             of(modules.embed, self.decoder),
@@ -88,7 +78,7 @@ class Model:
         )
 
     @functools.cached_property
-    def stages(self) -> _Stages:
+    def stages(self) -> _Stages[hk.Transformed]:
         """The `hk.transform` of each stage."""
         one, own = hk.transform, self._functions
         blocks = {kind: one(block) for kind, block in own.blocks.items()}
@@ -103,26 +93,27 @@ class Model:
         """Float32 parameters. The values depend only on the key, not on the mesh."""
         embed_key, block_key, head_key = jax.random.split(key, 3)
         tokens, x, ctx = self._example()
-        head = {**self.stages.final_norm.init(head_key, x), **self.stages.unembed.init(head_key, x)}
+        head: Params = {**self.stages.final_norm.init(head_key, x), **self.stages.unembed.init(head_key, x)}
         return {
             "embed": self.stages.embed.init(embed_key, tokens, tokens),
             "blocks": self._init_blocks(block_key, x, ctx),
             "head": self._own_head(head),
         }
 
-    def _init_blocks(self, key: jax.Array, x_BTD: jax.Array, ctx: Callable[[Layer], Context]) -> Params:
+    def _init_blocks(self, key: jax.Array, x_BTD: jax.Array, ctx: Callable[[Layer], Context]) -> Block:
         runs = self.decoder.runs
         keys = jax.random.split(key, len(self.decoder.layers))
         return joined_runs(
             [self._init_run(run, own, x_BTD, ctx) for run, own in zip(runs, rows_by_run(keys, runs), strict=True)]
         )
 
-    def _init_run(self, run: Run[Layer], keys: jax.Array, x_BTD: jax.Array, ctx: Callable[[Layer], Context]) -> Params:
-        found: dict[str, list[tuple[list[int], Any]]] = {}
+    def _init_run(self, run: Run[Layer], keys: jax.Array, x_BTD: jax.Array, ctx: Callable[[Layer], Context]) -> Block:
+        found: dict[str, list[tuple[list[int], Params]]] = {}
         for kind in dict.fromkeys(run.period):
             own = [number for number, other in enumerate(run.kinds) if other is kind]
             init = jax.vmap(lambda k, kind=kind: self.stages.blocks[kind].init(k, x_BTD, ctx(kind)))
-            for module, leaves in init(keys if len(own) == run.layers else keys[np.array(own)]).items():
+            stacked: Block = init(keys if len(own) == run.layers else keys[np.array(own)])
+            for module, leaves in stacked.items():
                 found.setdefault(module, []).append((own, leaves))
         return {module: _in_order(some) for module, some in found.items()}
 
@@ -179,7 +170,7 @@ class Model:
                 found.append(layer)
         return found
 
-    def _own_head(self, head: Any) -> Any:
+    def _own_head(self, head: Params) -> Params:
         """The head's parameters without a table that is tied to the embedding."""
         return {module: leaves for module, leaves in head.items() if module != "tokens"}
 
@@ -196,7 +187,7 @@ class Model:
     def dtypes(self, params: Params, dtype: jnp.dtype) -> Params:
         """The dtype of each parameter for arithmetic in `dtype`: that of a router is float32."""
 
-        def dtype_of(path: Any, _: Any) -> jnp.dtype:
+        def dtype_of(path: jax.tree_util.KeyPath, _: jax.Array) -> jnp.dtype:
             modules = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
             return jnp.dtype(jnp.float32) if any(map(is_router, modules)) else dtype
 
@@ -233,7 +224,7 @@ class Model:
     def _cache_entries(self) -> list[tuple[CacheEntry, ...]]:
         return [layer.attention.cache_entries for layer in self.decoder.layers]
 
-    def map_cache(self, function: Callable[[Any, Axes], Any], cache: KVCache) -> KVCache:
+    def map_cache(self, function: Callable[[jax.Array, Axes], Any], cache: KVCache) -> KVCache:
         """The cache with function(array, names of its dimensions) in place of each array."""
         return cache.map(self._cache_entries, function)
 
@@ -306,7 +297,7 @@ class Model:
         return x_BTD, bias_BHTS
 
     def layer(
-        self, kind: Layer, params: Params | PackedBlock, x_BTD: jax.Array, ctx: Context
+        self, kind: Layer, params: Block | PackedBlock, x_BTD: jax.Array, ctx: Context
     ) -> tuple[jax.Array, Means]:
         """One layer of a kind, from its own parameters: (B, T, D) -> (B, T or 1, D), and named means."""
         if isinstance(params, PackedBlock):
@@ -363,7 +354,7 @@ class Model:
         return rotations(self.decoder, positions_BT)
 
 
-def _in_order(some: list[tuple[list[int], Any]]) -> Any:
+def _in_order(some: list[tuple[list[int], Params]]) -> Params:
     """The arrays of a module that several kinds of layers have, stacked by layer. Given: their layers, and arrays."""
     if len(some) == 1:
         return some[0][1]

@@ -6,7 +6,7 @@ Shapes: B sequences, T positions, R rotated dims, L layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,16 @@ class LayerNumbers(NamedTuple):
     """The numbers of one layer, as data; or of all layers, each with a leading dimension L."""
 
     # int32: `Context.window`; None: no layer has one
-    window: Any
+    window: jax.Array | int | None
     # int32: which of the rotary encodings of its kind it has; None: the kinds have one each, or none
-    rotation: Any
+    rotation: jax.Array | int | None
 
 
 def static_numbers(decoder: Decoder) -> tuple[LayerNumbers, ...]:
     """The numbers of each layer, as Python numbers; None: no window, no rotation."""
     found = []
     for window, rotary in decoder.numbers:
-        found.append(LayerNumbers(window, rotary and decoder.rotaries[rotary.kind].index(rotary)))
+        found.append(LayerNumbers(window, None if rotary is None else decoder.rotaries[rotary.kind].index(rotary)))
     return tuple(found)
 
 
@@ -58,7 +58,9 @@ def rotations(decoder: Decoder, positions_BT: jax.Array) -> tuple[Rotation, ...]
     return tuple(found)
 
 
-def rotation_of(decoder: Decoder, kind: Rotary | None, angles: Sequence[Rotation], number: Any) -> Rotation | None:
+def rotation_of(
+    decoder: Decoder, kind: Rotary | None, angles: Sequence[Rotation], number: jax.Array | int | None
+) -> Rotation | None:
     """The angles of one layer, from those of `rotations`.
 
     Args:
@@ -68,4 +70,4 @@ def rotation_of(decoder: Decoder, kind: Rotary | None, angles: Sequence[Rotation
     if kind is None:
         return None
     of_kind: Rotation = angles[list(decoder.rotaries).index(kind)]
-    return row_of(of_kind, number) if len(decoder.rotaries[kind]) > 1 else of_kind
+    return of_kind if number is None or len(decoder.rotaries[kind]) == 1 else row_of(of_kind, number)

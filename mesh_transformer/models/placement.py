@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from mesh_transformer import platforms
 from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import MeshAxes, training_rules, whole_sequence_rules
-from mesh_transformer.models.model import Model, Params
+from mesh_transformer.models.model import Model
 from mesh_transformer.parallel.mesh import make_hybrid_mesh
-from mesh_transformer.parallel.sharding import Partition, constrain_tree
+from mesh_transformer.parallel.sharding import Params, Partition, constrain_tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

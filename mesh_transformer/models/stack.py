@@ -9,19 +9,24 @@ as long to compile.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from mesh_transformer.models.modules import Means
+from mesh_transformer.parallel.sharding import Block, Tree
 from mesh_transformer.spec import Run, in_run, neighbours, runs_of, starts
 
 # The name of the loop over layers in the op_name of compiled programs and in profiles.
 LAYER_LOOP = "blocks"
-Block = Mapping[str, Any]
-"""The parameters of one layer, by module; or of several, each array with a leading dimension of layers."""
+Blocks = Block | tuple[Any, ...]
+"""The parameters of all layers: stacked by run; or one by one, each a `Block` or an `ops.linear.PackedBlock`."""
+Rows = Any
+"""Arrays with a row for each layer, or the row of one layer. They have no gradient. None: none."""
+# what one layer passes on to the next
+Carry = TypeVar("Carry")
 
 
 class Kind(NamedTuple):
@@ -37,11 +42,11 @@ class Kind(NamedTuple):
 Runs = Sequence[Run[Kind]]
 Outputs = tuple[Any, Means]
 """What a layer returns beside the carry: arrays that every layer has (or None), and the named means of some."""
-Layer = Callable[[Kind, Any, Any, Any], tuple[Any, Outputs]]
+Layer = Callable[[Kind, Carry, Block, Rows], tuple[Carry, Outputs]]
 """Computes a layer: (its kind, carry, its parameters, its row of the arrays by layer) -> carry, outputs."""
 
 
-def by_run(blocks: Block, runs: Sequence[Run[Any]]) -> list[Block]:
+def by_run(blocks: Block, runs: Runs) -> list[Block]:
     """The parameters of each run, by the modules' own names."""
     if len(runs) == 1:
         return [blocks]
@@ -52,12 +57,12 @@ def by_run(blocks: Block, runs: Sequence[Run[Any]]) -> list[Block]:
     return found
 
 
-def joined_runs(parts: Sequence[Block]) -> dict[str, Any]:
+def joined_runs(parts: Sequence[Block]) -> Block:
     """The inverse of `by_run`."""
     return {in_run(name, i, len(parts)): leaves for i, part in enumerate(parts) for name, leaves in part.items()}
 
 
-def rows_by_run(rows: Any, runs: Sequence[Run[Any]]) -> list[Any]:
+def rows_by_run(rows: Rows, runs: Sequence[Run[Any]]) -> list[Rows]:
     """Arrays with a row for each layer, cut into runs."""
     if len(runs) == 1:
         return [rows]
@@ -66,8 +71,8 @@ def rows_by_run(rows: Any, runs: Sequence[Run[Any]]) -> list[Any]:
 
 
 def over_layers(
-    runs: Runs, layer: Layer, carry: Any, blocks: Block | tuple[Any, ...], rows: Any, *, unroll: int = 1
-) -> tuple[Any, Outputs]:
+    runs: Runs, layer: Layer[Carry], carry: Carry, blocks: Blocks, rows: Rows, *, unroll: int = 1
+) -> tuple[Carry, Outputs]:
     """All layers in order: the last carry, and the outputs of the layers, stacked.
 
     Args:
@@ -89,8 +94,15 @@ def over_layers(
 
 
 def over_run(
-    run: Run[Kind], layer: Layer, carry: Any, blocks: Block, rows: Any, *, unroll: int = 1, reverse: bool = False
-) -> tuple[Any, Outputs]:
+    run: Run[Kind],
+    layer: Layer[Carry],
+    carry: Carry,
+    blocks: Block,
+    rows: Rows,
+    *,
+    unroll: int = 1,
+    reverse: bool = False,
+) -> tuple[Carry, Outputs]:
     """The layers of a run, the last one first if `reverse`."""
     together = neighbours(run.period)
     if len(together) == 1:
@@ -103,13 +115,17 @@ def over_run(
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
 
 
-def _step(layer: Layer, kind: Kind, carry: Any, row: Any) -> tuple[Any, Outputs]:
+def _step(layer: Layer[Carry], kind: Kind, carry: Carry, row: tuple[Block, Rows]) -> tuple[Carry, Outputs]:
     return layer(kind, carry, *row)
 
 
 def _period(
-    layer: Layer, together: Sequence[tuple[Kind, int]], reverse: bool, carry: Any, period: Any
-) -> tuple[Any, Outputs]:
+    layer: Layer[Carry],
+    together: Sequence[tuple[Kind, int]],
+    reverse: bool,
+    carry: Carry,
+    period: tuple[Block, Rows],
+) -> tuple[Carry, Outputs]:
     """The layers of one period."""
     (blocks, rows), used, start, parts = period, dict.fromkeys(period[0], 0), 0, []
     for kind, count in together:
@@ -140,8 +156,15 @@ def join(outputs: Sequence[Outputs]) -> Outputs:
 
 
 def by_row(
-    runs: Runs, keys: Sequence[Any], layer: Layer, carry: Any, blocks: Block, rows: Any, *, unroll: int = 1
-) -> Any:
+    runs: Runs,
+    keys: Sequence[Hashable],
+    layer: Layer[Carry],
+    carry: Carry,
+    blocks: Block,
+    rows: Rows,
+    *,
+    unroll: int = 1,
+) -> Carry:
     """`over_layers` for layers whose keys are part of the program, such as the length of a cache: the last carry.
 
     Layers of one kind that have different keys are different kinds here: (layer, key) replaces `Kind.layer`. Their
@@ -152,7 +175,7 @@ def by_row(
         same: dict[Kind, Kind] = {}
         used = dict.fromkeys(stacks, 0)
 
-        def at_row(kind: Kind, carry: Any, block: Block, row: Any, stacks: Block = stacks) -> tuple[Any, Outputs]:
+        def at_row(kind: Kind, carry: Carry, block: Block, row: Rows, stacks: Block = stacks) -> tuple[Carry, Outputs]:
             return layer(kind, carry, {name: row_of(stacks[name], at) for name, at in block.items()}, row)
 
         for part in runs_of([same.setdefault(kind, kind) for kind in keyed]):
@@ -165,6 +188,6 @@ def by_row(
     return carry
 
 
-def row_of(leaves: Any, row: Any) -> Any:
+def row_of(leaves: Tree, row: jax.Array | int) -> Tree:
     """One row of stacked arrays."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, keepdims=False), leaves)

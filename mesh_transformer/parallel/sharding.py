@@ -26,8 +26,8 @@ from mesh_transformer.errors import UserError
 from mesh_transformer.spec import Axes, AxesTree
 
 Params = dict[str, Any]
-"""{"embed": ..., "blocks": ..., "head": ...}: the parameters of a model, or their gradients, dtypes or dimension names.
-Below a stage, they are by Haiku module and name."""
+"""The parameters of a model, {"embed": ..., "blocks": ..., "head": ...}, or of one of these stages, by Haiku module and
+name. Their gradients, moments, dtypes and dimension names are trees of the same form."""
 Block = dict[str, Any]
 """The parameters of one layer, by module; or of several layers, each array with a leading dimension: the layers that
 have the module. In a model with several runs of layers, the names of the modules of all layers begin with the number of

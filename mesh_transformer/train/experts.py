@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from mesh_transformer.config.experts import ExpertsConfig
 from mesh_transformer.models.feed_forward import is_router
-from mesh_transformer.models.model import Params
 from mesh_transformer.models.modules import Means
+from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.train.schedule import Metrics
 
 # the metric with a number for each layer and expert

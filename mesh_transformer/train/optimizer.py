@@ -12,9 +12,8 @@ from pydantic import ValidationError
 from mesh_transformer.config import OptimizerConfig
 from mesh_transformer.errors import UserError
 from mesh_transformer.fields import STACKS
-from mesh_transformer.models.model import Params
 from mesh_transformer.optimizers import OPTIMIZERS
-from mesh_transformer.parallel.sharding import Partition, map_axes
+from mesh_transformer.parallel.sharding import Params, Partition, map_axes
 
 OptState = dict[str, Any]
 """The optimizer's slots by name, each a tree like the parameters', and two int32 scalars: `count` and `schedule`, the

@@ -13,8 +13,7 @@ import jax
 
 from mesh_transformer import platforms
 from mesh_transformer.errors import UserError, listed
-from mesh_transformer.models.model import Params
-from mesh_transformer.parallel.sharding import Partition, active, use
+from mesh_transformer.parallel.sharding import Params, Partition, active, use
 from mesh_transformer.spec import shared_run
 from mesh_transformer.train import pipeline
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule, microbatches, sequential

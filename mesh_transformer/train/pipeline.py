@@ -31,11 +31,10 @@ from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.models.haiku_model import Stream
-from mesh_transformer.models.model import Params
 from mesh_transformer.models.modules import Means
 from mesh_transformer.models.stack import LAYER_LOOP, Block, Kind, Runs, by_run, joined_runs, over_run, rows_by_run
 from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, at, fold, put, unfold
-from mesh_transformer.parallel.sharding import active, constrain, constrain_tree, map_axes
+from mesh_transformer.parallel.sharding import Params, active, constrain, constrain_tree, map_axes
 from mesh_transformer.spec import Run, shared_run
 from mesh_transformer.train.pipeline_forward import Forward, Losses, Stack
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule, microbatches

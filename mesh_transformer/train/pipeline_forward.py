@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from mesh_transformer.models.haiku_model import Stream
-from mesh_transformer.models.model import Params
 from mesh_transformer.models.modules import Means
 from mesh_transformer.models.stack import LAYER_LOOP, Block, Kind, Outputs, Runs, join, over_run
 from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, at, put
-from mesh_transformer.parallel.sharding import constrain
+from mesh_transformer.parallel.sharding import Params, constrain
 from mesh_transformer.spec import Run
 from mesh_transformer.train.schedule import Parts, rematerialized
 

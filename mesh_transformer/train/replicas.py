@@ -9,9 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.models.model import Params
 from mesh_transformer.parallel.replicas import Replicas
-from mesh_transformer.parallel.sharding import active
+from mesh_transformer.parallel.sharding import Params, active
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule
 
 

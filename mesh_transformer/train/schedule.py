@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from mesh_transformer.models.haiku_model import Stream
-from mesh_transformer.models.model import Params
 from mesh_transformer.models.modules import Means
 from mesh_transformer.models.stack import LAYER_LOOP, Block, Kind, Layer, Outputs, Runs, over_layers
-from mesh_transformer.parallel.sharding import Axes, Partition, active, constrain, constrain_tree
+from mesh_transformer.parallel.sharding import Axes, Params, Partition, active, constrain, constrain_tree
 from mesh_transformer.spec import Run
 
 Metrics = dict[str, Any]

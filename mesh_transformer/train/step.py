@@ -18,7 +18,7 @@ from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.haiku_model import Stream
 from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
-from mesh_transformer.models.model import KEPT, Params
+from mesh_transformer.models.model import KEPT
 from mesh_transformer.models.modules import Means
 from mesh_transformer.models.numbers import LayerNumbers, layer_numbers
 from mesh_transformer.models.placement import Placement
@@ -26,7 +26,7 @@ from mesh_transformer.models.stack import Kind
 from mesh_transformer.ops.attend import context
 from mesh_transformer.ops.experts import Dispatch
 from mesh_transformer.parallel.replicas import Replicas
-from mesh_transformer.parallel.sharding import use
+from mesh_transformer.parallel.sharding import Params, use
 from mesh_transformer.spec import Layer, Run
 from mesh_transformer.train import experts, pipeline
 from mesh_transformer.train.optimizer import Optimizer, OptState, learning_rate

@@ -11,7 +11,7 @@ from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.tensors import Counts, Index
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.families import gptj
-from mesh_transformer.models.model import Params
+from mesh_transformer.parallel.sharding import Params
 from support.array_source import ArraySource
 from support.builders import float32_model
 

@@ -15,10 +15,9 @@ from einops import rearrange
 
 from mesh_transformer.infer.scoring.packing import Batch, BatchPlan
 from mesh_transformer.models.head import Normalizer, VocabTiles
-from mesh_transformer.models.model import Params
 from mesh_transformer.models.placement import Placement
 from mesh_transformer.ops.attend.packed import PackedView
-from mesh_transformer.parallel.sharding import use
+from mesh_transformer.parallel.sharding import Params, use
 
 Result = tuple[int, float, bool]
 """The index of a query, its log-likelihood in nats, and whether each token of its continuation is the most likely one,

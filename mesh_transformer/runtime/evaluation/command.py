@@ -18,7 +18,7 @@ from mesh_transformer.data.tokenizer import load_tokenizer, warn_of_more_ids
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.infer.scoring.packing import TokenCounts
 from mesh_transformer.logs import log
-from mesh_transformer.models.model import Params
+from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.evaluation.model import (
     BATCH_TOKENS,
     AnswerCache,

@@ -24,7 +24,8 @@ from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.infer.scoring.packing import Query, TokenCounts, plan_batches
 from mesh_transformer.infer.scoring.scorer import Scorer
 from mesh_transformer.logs import Progress
-from mesh_transformer.models.model import Model, Params
+from mesh_transformer.models.model import Model
+from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.sampling.sampler import MAX_SLOTS, CompletionInput, complete
 from mesh_transformer.runtime.session.session import Session
 

@@ -16,8 +16,8 @@ from mesh_transformer.config import Config, load_config, parse_config
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.decoder import fusable_modules
 from mesh_transformer.models.feed_forward import is_experts
-from mesh_transformer.models.model import Params
 from mesh_transformer.ops.linear import PackedBlock
+from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.spec import Decoder
 

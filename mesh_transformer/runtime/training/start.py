@@ -24,7 +24,7 @@ from mesh_transformer.config.names import moved
 from mesh_transformer.data.classic_position import classic_position
 from mesh_transformer.errors import UserError, plural
 from mesh_transformer.logs import log
-from mesh_transformer.models.model import Params
+from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.session.weights import load_user_checkpoint, open_checkpoint
 from mesh_transformer.train.optimizer import OptState

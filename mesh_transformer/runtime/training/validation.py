@@ -9,7 +9,7 @@ import numpy as np
 
 from mesh_transformer.data.loader import Batches
 from mesh_transformer.logs import Progress
-from mesh_transformer.models.model import Params
+from mesh_transformer.parallel.sharding import Params
 from mesh_transformer.runtime.session.session import Session
 from mesh_transformer.runtime.training.expert_load import Load
 from mesh_transformer.runtime.training.feeds import open_val_feed
