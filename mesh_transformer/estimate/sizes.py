@@ -6,6 +6,7 @@ how many parts it is split, so that a new mesh axis needs no change here. A new 
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from mesh_transformer.config.mesh import MeshShape, Rules, moment_rules, parts, 
 from mesh_transformer.estimate.collectives import DeviceGroup
 from mesh_transformer.ops.attend import causal
 from mesh_transformer.spec import Array, Arrays, Attends, Axes, Branch, Decoder, Layer, Mechanism
+from mesh_transformer.spec.arrays import Role
 
 FLOAT32_BYTES = 4
 # the axes of the mesh that the closed form has; a search changes them, and keeps the others
@@ -212,7 +214,7 @@ class LayerSizes:
 
     def _columns(self, mechanisms: Sequence[Mechanism]) -> tuple[float, float]:
         """Elements of the inner matrices and of the matrices of outputs, over D."""
-        sums = {"input": 0.0, "inner": 0.0, "output": 0.0, "other": 0.0}
+        sums: dict[Role, float] = defaultdict(float)
         for one in mechanisms:
             for array in one.arrays(self.step.split.width).values():
                 sums[array.role] += self.step.split.products(array) / self.step.split.width

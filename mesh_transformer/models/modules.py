@@ -9,7 +9,8 @@ Shapes: B sequences, T positions, D residual width. Parameters are float32 and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import haiku as hk
@@ -113,6 +114,26 @@ class OutputBias(hk.Module):
         return add_bias(x_BTD, parameter("b", x_BTD.shape[-1:], ZEROS, "embed"))
 
 
+def _rms(x: jax.Array, eps: float) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+
+
+def _layer(x: jax.Array, eps: float) -> jax.Array:
+    return _rms(x - x.mean(-1, keepdims=True), eps)
+
+
+def _length(x: jax.Array, eps: float) -> jax.Array:
+    return x / (jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)) + eps)
+
+
+# of each kind of norm: (float32 x, eps) -> x normalized, and width -> the scale of a fresh model
+_NORMS: dict[str, tuple[Callable[[jax.Array, float], jax.Array], Callable[[int], float]]] = {
+    "layer": (_layer, lambda width: 1.0),
+    "rms": (_rms, lambda width: 1.0),
+    "length": (_length, math.sqrt),
+}
+
+
 class Norm(hk.Module):
     """A normalization (`spec.Norm`): (..., D) -> (..., D) of x's dtype, computed in float32; `axis` names D."""
 
@@ -121,14 +142,8 @@ class Norm(hk.Module):
         self.norm, self.axis = norm, axis
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        width, x32, eps = x.shape[-1], x.astype(jnp.float32), self.norm.eps
-        if self.norm.kind == "length":
-            y = x32 / (jnp.sqrt(jnp.square(x32).sum(-1, keepdims=True)) + eps)
-            start = np.sqrt(width)
-        else:
-            if self.norm.kind == "layer":
-                x32 = x32 - x32.mean(-1, keepdims=True)
-            y, start = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps), 1.0
+        width, (normalized, first_scale) = x.shape[-1], _NORMS[self.norm.kind]
+        y = normalized(x.astype(jnp.float32), self.norm.eps)
         shape: tuple[int, ...] = () if self.norm.one_scale else (width,)
         axes = (self.axis,) * len(shape)
 
@@ -140,7 +155,7 @@ class Norm(hk.Module):
         if self.norm.plus_one:
             y = y * (1 + value_of("scale", ZEROS))
         else:
-            y = y * value_of("scale", hk.initializers.Constant(start))
+            y = y * value_of("scale", hk.initializers.Constant(first_scale(width)))
         if self.norm.offset:
             y = y + value_of("offset", ZEROS)
         return y.astype(x.dtype)

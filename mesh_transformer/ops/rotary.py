@@ -4,6 +4,7 @@ Shapes: B sequences, T positions, H heads, K dims of a head, R rotated dims.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -35,6 +36,21 @@ def rotation(rotary: Rotary, positions_BT: jax.Array, n_positions: int) -> Rotat
     return Rotation(jnp.sin(theta_BTR) * factor, jnp.cos(theta_BTR) * factor)
 
 
+def _pairs(head_BTHR: jax.Array) -> Sequence[jax.Array]:
+    return head_BTHR[..., ::2], head_BTHR[..., 1::2]
+
+
+def _halves(head_BTHR: jax.Array) -> Sequence[jax.Array]:
+    return jnp.split(head_BTHR, 2, axis=-1)
+
+
+# the styles of `Rotary`: a head -> the first and the second dims of all pairs; and the inverse, up to a reshape
+_STYLES: dict[str, tuple[Callable[[jax.Array], Sequence[jax.Array]], Callable[..., jax.Array]]] = {
+    "pairs": (_pairs, jnp.stack),
+    "halves": (_halves, jnp.concatenate),
+}
+
+
 def rotate(x_BTHK: jax.Array, angles: Rotation, style: str) -> jax.Array:
     """Rotate pairs of the first R dims of each head by the angles of their position; see `Rotary`.
 
@@ -42,10 +58,10 @@ def rotate(x_BTHK: jax.Array, angles: Rotation, style: str) -> jax.Array:
     """
     rotary_dims = 2 * angles.sin_BTR.shape[-1]
     head = x_BTHK[..., :rotary_dims].astype(jnp.float32)
-    first, second = jnp.split(head, 2, axis=-1) if style == "halves" else (head[..., ::2], head[..., 1::2])
+    split, join = _STYLES[style]
+    first, second = split(head)
     sin, cos = angles.sin_BTR[:, :, None, :], angles.cos_BTR[:, :, None, :]
     rotated = first * cos - second * sin, second * cos + first * sin
-    join = jnp.concatenate if style == "halves" else jnp.stack
     head = join(rotated, axis=-1).reshape(head.shape)
     return jnp.concatenate([head.astype(x_BTHK.dtype), x_BTHK[..., rotary_dims:]], axis=-1)
 

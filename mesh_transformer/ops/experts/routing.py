@@ -7,6 +7,7 @@ Shapes: B sequences, T positions, E experts, k chosen experts of a token, G grou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -28,10 +29,38 @@ class Routing(NamedTuple):
     probs_BTE: jax.Array
 
 
+Scores = Callable[[jax.Array], jax.Array]
+
+
+def _shares(scores_BTE: jax.Array) -> jax.Array:
+    # no score can be 0 for all experts but by underflow
+    return scores_BTE / (scores_BTE.sum(-1, keepdims=True) + 1e-20)
+
+
+# the scores of `Router`: logits -> scores, and scores -> scores with a sum of 1
+_SCORES: dict[str, tuple[Scores, Scores]] = {
+    "softmax": (jax.nn.softmax, lambda scores_BTE: scores_BTE),
+    "sigmoid": (jax.nn.sigmoid, _shares),
+}
+
+
+def _greatest(scores_BTGE: jax.Array) -> jax.Array:
+    return scores_BTGE.max(-1)
+
+
+def _two_best(scores_BTGE: jax.Array) -> jax.Array:
+    return jax.lax.top_k(scores_BTGE, 2)[0].sum(-1)
+
+
+# the scores of groups: the scores of a group's experts -> its score; and the number that replaces the scores of experts
+# outside of the best groups: 0 in DeepSeek-V2, which has no negative scores, and -inf in V3
+_GROUP_SCORES: dict[str, tuple[Scores, float]] = {"max": (_greatest, 0.0), "two_best": (_two_best, -jnp.inf)}
+
+
 def route(router: Router, logits_BTE: jax.Array, bias_E: jax.Array | None = None) -> Routing:
     """The choices of a router, from logits of float32. No gradient goes through the choice, nor to the bias."""
-    is_softmax = router.scores == "softmax"
-    scores_BTE = jax.nn.softmax(logits_BTE) if is_softmax else jax.nn.sigmoid(logits_BTE)
+    scores_of, probs_of = _SCORES[router.scores]
+    scores_BTE = scores_of(logits_BTE)
     ranked_BTE = jax.lax.stop_gradient(scores_BTE)
     if bias_E is not None:
         ranked_BTE += jax.lax.broadcast_to_rank(jax.lax.stop_gradient(bias_E), 3)
@@ -41,20 +70,16 @@ def route(router: Router, logits_BTE: jax.Array, bias_E: jax.Array | None = None
     weights_BTk = jnp.take_along_axis(scores_BTE, experts_BTk, axis=-1)
     if router.normalize:
         weights_BTk /= weights_BTk.sum(-1, keepdims=True) + router.eps
-    # no score can be 0 for all experts but by underflow
-    probs_BTE = scores_BTE if is_softmax else scores_BTE / (scores_BTE.sum(-1, keepdims=True) + 1e-20)
-    return Routing(weights_BTk * router.scale, experts_BTk, probs_BTE)
+    return Routing(weights_BTk * router.scale, experts_BTk, probs_of(scores_BTE))
 
 
 def _of_best_groups(router: Router, ranked_BTE: jax.Array) -> jax.Array:
-    """The same with low numbers for the experts outside of the best groups: 0 in DeepSeek-V2, which has no negative
-    scores, and -inf in V3."""
+    """The same with low numbers for the experts outside of the best groups."""
     grouped = rearrange(ranked_BTE, "b t (g e) -> b t g e", g=router.groups)
-    by_max = router.group_score == "max"
-    score_BTG = grouped.max(-1) if by_max else jax.lax.top_k(grouped, 2)[0].sum(-1)
-    best = jax.lax.top_k(score_BTG, router.top_groups)[1]
+    score_of, outside = _GROUP_SCORES[router.group_score]
+    best = jax.lax.top_k(score_of(grouped), router.top_groups)[1]
     kept_BTG = jax.nn.one_hot(best, router.groups, dtype=bool).any(-2)
-    return rearrange(jnp.where(kept_BTG[..., None], grouped, 0.0 if by_max else -jnp.inf), "b t g e -> b t (g e)")
+    return rearrange(jnp.where(kept_BTG[..., None], grouped, outside), "b t g e -> b t (g e)")
 
 
 def statistics(logits_BTE: jax.Array, routing: Routing) -> dict[str, jax.Array]:
