@@ -10,6 +10,7 @@ from mesh_transformer.config.schema import (
     ComputeConfig,
     Config,
     DataConfig,
+    ExpertsConfig,
     LoggingConfig,
 )
 from mesh_transformer.families.base import ModelConfig

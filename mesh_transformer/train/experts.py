@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.config.experts import ExpertsConfig
+from mesh_transformer.config import ExpertsConfig
 from mesh_transformer.models.feed_forward import is_router
 from mesh_transformer.models.modules import Means
 from mesh_transformer.parallel.sharding import Params

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mesh_transformer.config.experts import ExpertsConfig
+from mesh_transformer.config import ExpertsConfig
 from mesh_transformer.train import experts
 
 ROUTER = "ff/router"
