@@ -13,8 +13,9 @@ MESHES = {
     "pp2_tp4": ["mesh.pp=2", "mesh.tp=4"],
     "dp2_cp2_tp2_zero1": ["mesh.dp=2", "mesh.cp=2", "mesh.tp=2", "mesh.zero1=true"],
 }
-# qwen2 has fewer heads of keys than tp 4 and 8, and biases; gemma2 norms after its products; all wirings are among
-# them; deepseek_v3 has latents that each device holds for its own positions
+# branches of each form (`spec.sequential`, `sandwich`, `parallel`, `parallel_norms`) are among the families; qwen2 has
+# fewer heads of keys than tp 4 and 8, and biases; gemma2 has norms after its products; deepseek_v3 has latents that
+# each device holds for its own positions
 FAMILIES = ["gptj", "gpt_neox", "qwen2", "qwen3", "gemma2", "deepseek_v3"]
 # one dense layer, and a layer with experts for each stage
 MODELS = {**SMALL, "deepseek_v3": {**SMALL["deepseek_v3"], "layers": 3}}
