@@ -26,6 +26,7 @@ Views = Sequence[KeyValueView | None]
 """The caches of groups of layers; None: no cache."""
 _Carry = tuple[jax.Array, KeyValueView | None]
 """What a layer passes on to the next: the residual stream, and the view that it has written."""
+_Carries = tuple[jax.Array, Views]
 
 
 class LayeredModel(Protocol):
@@ -104,7 +105,7 @@ def _stacked(
     views: Views,
     view_of: Sequence[int],
     params: Block,
-) -> tuple[jax.Array, Views]:
+) -> _Carries:
     """The loop over stacked layers. If they have several views, the view and the numbers of a layer are part of the
     program: a ring needs its window as a number."""
     unroll = model.compute.scan_unroll
@@ -117,9 +118,7 @@ def _stacked(
         (x_BTD, view), _ = over_layers(model.runs, one, (x_BTD, views[0]), params, rows, unroll=unroll)
         return x_BTD, [view]
 
-    def keyed(
-        kind: Kind, carry: tuple[jax.Array, Views], block: Block, place: jax.Array
-    ) -> tuple[tuple[jax.Array, Views], Outputs]:
+    def keyed(kind: Kind, carry: _Carries, block: Block, place: jax.Array) -> tuple[_Carries, Outputs]:
         own, (at, numbers) = kind.layer
         x_BTD, views = carry
         (x_BTD, view), outputs = layer(own, (x_BTD, views[at]), block, (place, numbers))
@@ -127,7 +126,7 @@ def _stacked(
 
     keys = list(zip(view_of, static_numbers(model.decoder), strict=True))
     places = jnp.asarray([view_of[:number].count(at) for number, at in enumerate(view_of)])
-    start: tuple[jax.Array, Views] = x_BTD, tuple(views)
+    start: _Carries = x_BTD, tuple(views)
     return by_row(model.runs, keys, keyed, start, params, places, unroll=unroll)
 
 
@@ -139,7 +138,7 @@ def _one_by_one(
     view_of: Sequence[int],
     params: tuple[Block, ...],
     query_index_B: jax.Array | None,
-) -> tuple[jax.Array, Views]:
+) -> _Carries:
     """The layers one after the other, each with its own arrays. The last computes only the queries of
     `query_index_B`."""
     views = list(views)

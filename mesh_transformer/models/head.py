@@ -151,6 +151,8 @@ class TokenLoss(NamedTuple):
 
 Objective = Callable[[TokenLoss], jax.Array]
 """The losses of tokens -> the term of each in the sum."""
+_Gradients = tuple[Params, jax.Array]
+"""Those of the head's parameters, and of x."""
 
 
 class Normalizer(NamedTuple):
@@ -226,7 +228,7 @@ def _weighted_loss_forward(
     x_BTD: jax.Array,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
-) -> tuple[tuple[jax.Array, TokenLoss], tuple[Params, jax.Array]]:
+) -> tuple[tuple[jax.Array, TokenLoss], _Gradients]:
     def part(total: Params, xs: tuple[jax.Array, ...]) -> tuple[Params, tuple[jax.Array, TokenLoss, jax.Array]]:
         x_BtD, targets_Bt, weights_Bt = xs
         per_token, normalizer, kept = _scan_losses(head, params, x_BtD, targets_Bt, keep=True)
@@ -247,11 +249,7 @@ def _weighted_loss_forward(
 
 
 def _weighted_loss_backward(
-    head: VocabTiles,
-    objective: Objective,
-    chunks: int,
-    gradients: tuple[Params, jax.Array],
-    cotangents: tuple[jax.Array, TokenLoss],
+    head: VocabTiles, objective: Objective, chunks: int, gradients: _Gradients, cotangents: tuple[jax.Array, TokenLoss]
 ) -> tuple[Params, jax.Array, None, None]:
     params, dx_BTD = jax.tree.map(lambda g: g * cotangents[0].astype(g.dtype), gradients)
     return params, dx_BTD, None, None
@@ -261,6 +259,8 @@ weighted_loss.defvjp(_weighted_loss_forward, _weighted_loss_backward)
 
 _Kept = tuple[jax.Array, jax.Array]
 """Of all tiles: exponentials (K, B, t, C), and the logit that was subtracted in them (K, B, t)."""
+_Progress = tuple[Normalizer, jax.Array]
+"""Of the tiles so far: the normalizer, and the logits of the targets (B, t)."""
 
 
 def _scan_losses(
@@ -269,9 +269,7 @@ def _scan_losses(
     """The losses of a part of the positions; their normalizer; with `keep`, the exponentials that the gradients
     need."""
 
-    def step(
-        carry: tuple[Normalizer, jax.Array], number: jax.Array
-    ) -> tuple[tuple[Normalizer, jax.Array], _Kept | None]:
+    def step(carry: _Progress, number: jax.Array) -> tuple[_Progress, _Kept | None]:
         normalizer, target_Bt = carry
         logits_BtC = head.logits(head.tile(params, number), number, x_BtD)
         normalizer, exps_BtC = normalizer.add(logits_BtC)
@@ -294,11 +292,11 @@ def _scan_gradients(
     kept: _Kept,
     loss_derivatives: tuple[jax.Array, jax.Array],
     total: Params,
-) -> tuple[Params, jax.Array]:
+) -> _Gradients:
     """`total` plus the gradients of the parameters, and the gradient of `x_BtD`."""
     softmax_Bt, target_Bt = loss_derivatives
 
-    def step(carry: tuple[Params, jax.Array], tile: tuple[jax.Array, _Kept]) -> tuple[tuple[Params, jax.Array], None]:
+    def step(carry: _Gradients, tile: tuple[jax.Array, _Kept]) -> tuple[_Gradients, None]:
         total, dx_BtD = carry
         number, (exps_BtC, largest_Bt) = tile
         scale_Bt = softmax_Bt * jnp.exp(largest_Bt - normalizer.largest) / normalizer.total

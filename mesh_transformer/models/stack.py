@@ -9,7 +9,7 @@ as long to compile.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -120,11 +120,7 @@ def _step(layer: Layer[Carry], kind: Kind, carry: Carry, row: tuple[Block, Rows]
 
 
 def _period(
-    layer: Layer[Carry],
-    together: Sequence[tuple[Kind, int]],
-    reverse: bool,
-    carry: Carry,
-    period: tuple[Block, Rows],
+    layer: Layer[Carry], together: list[tuple[Kind, int]], reverse: bool, carry: Carry, period: tuple[Block, Rows]
 ) -> tuple[Carry, Outputs]:
     """The layers of one period."""
     (blocks, rows), used, start, parts = period, dict.fromkeys(period[0], 0), 0, []
@@ -156,14 +152,7 @@ def join(outputs: Sequence[Outputs]) -> Outputs:
 
 
 def by_row(
-    runs: Runs,
-    keys: Sequence[Hashable],
-    layer: Layer[Carry],
-    carry: Carry,
-    blocks: Block,
-    rows: Rows,
-    *,
-    unroll: int = 1,
+    runs: Runs, keys: Sequence[object], layer: Layer[Carry], carry: Carry, blocks: Block, rows: Rows, *, unroll: int = 1
 ) -> Carry:
     """`over_layers` for layers whose keys are part of the program, such as the length of a cache: the last carry.
 

@@ -17,10 +17,12 @@ from mesh_transformer.optimizers.base import OptimizerConfig, Slot
 from mesh_transformer.spec import Axes, AxesTree
 
 if TYPE_CHECKING:
-    import jax
     import optax
+    from jax import Array
 
-    Arrays = tuple[jax.Array, ...]
+    from mesh_transformer.optimizers.base import Updated
+
+    Arrays = tuple[Array, ...]
 
 
 class Config(OptimizerConfig):
@@ -71,7 +73,7 @@ class Config(OptimizerConfig):
 
         def by_layer(function: Callable[..., Arrays], results: int, *trees: optax.Params) -> tuple[optax.Params, ...]:
             # each array over its own layers: stacks of several kinds of layers differ in length
-            def whole(array: jax.Array, names: Axes, *others: jax.Array) -> Arrays:
+            def whole(array: Array, names: Axes, *others: Array) -> Arrays:
                 mapped = function
                 for _ in _stacks(names):
                     mapped = jax.vmap(mapped)
@@ -84,12 +86,8 @@ class Config(OptimizerConfig):
             slots = by_layer(lambda param: tuple(rms.init(param)[1:]), 3, params)
             return FactoredState(rms.init({}).count, *slots)
 
-        def update(
-            gradients: optax.Updates, state: FactoredState, params: optax.Params
-        ) -> tuple[optax.Updates, FactoredState]:
-            def layer(
-                gradient: jax.Array, v_row: jax.Array, v_col: jax.Array, v: jax.Array, param: jax.Array
-            ) -> Arrays:
+        def update(gradients: optax.Updates, state: FactoredState, params: optax.Params) -> Updated:
+            def layer(gradient: Array, v_row: Array, v_col: Array, v: Array, param: Array) -> Arrays:
                 direction, new = rms.update(gradient, FactoredState(state.count, v_row, v_col, v), param)
                 return clip.update(direction, optax.EmptyState())[0], *new[1:]
 

@@ -16,6 +16,8 @@ from mesh_transformer.spec import Axes, AxesTree
 if TYPE_CHECKING:
     import optax
 
+    Updated = tuple[optax.Updates, optax.OptState]
+
 Slot = Callable[[Axes, tuple[int, ...]], Axes]
 """Returns the dimension names of a slot, from the dimension names and the shape of the parameter."""
 MomentsDtype = Literal["float32", "bfloat16"]
@@ -84,9 +86,7 @@ def stored_as(
     def cast(state: optax.OptState, to: str) -> optax.OptState:
         return state._replace(**{slot: optax.tree.cast(getattr(state, slot), to) for slot in slots})
 
-    def update(
-        gradients: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update(gradients: optax.Updates, state: optax.OptState, params: optax.Params = None) -> Updated:
         updates, state = direction.update(gradients, cast(state, "float32"), params)
         return updates, cast(state, dtype)
 

@@ -13,6 +13,7 @@ import jax
 
 from mesh_transformer import platforms
 from mesh_transformer.errors import UserError, listed
+from mesh_transformer.models.haiku_model import Batch, Results
 from mesh_transformer.parallel.sharding import Params, Partition, active, use
 from mesh_transformer.spec import shared_run
 from mesh_transformer.train import pipeline
@@ -20,7 +21,7 @@ from mesh_transformer.train.schedule import Metrics, Parts, Schedule, microbatch
 
 
 def gradients(
-    parts: Parts, params: Params, batch: Any, *, frozen: Params | None = None, rounds: int = 1
+    parts: Parts, params: Params, batch: Batch, *, frozen: Params | None = None, rounds: int = 1
 ) -> tuple[Params, Metrics, jax.Array]:
     """The mean gradient of the microbatches of a step, float32; the mean metrics; the squared norm of each microbatch's
     gradient, (A,).
@@ -40,7 +41,7 @@ def gradients(
     return schedule.gradients(parts, params, frozen or {}, batch)
 
 
-def loss(parts: Parts, params: Params, batch: Any, *, rounds: int = 1) -> tuple[jax.Array, Any]:
+def loss(parts: Parts, params: Params, batch: Batch, *, rounds: int = 1) -> tuple[jax.Array, Results]:
     """The results of `Parts.loss` without a gradient.
 
     Args:
@@ -54,7 +55,7 @@ def loss(parts: Parts, params: Params, batch: Any, *, rounds: int = 1) -> tuple[
     return _schedule(rounds, parts, params, batch, 1).loss(parts, params, batch)[:2]
 
 
-def jit(partition: Partition, function: Callable[..., Any], **options: Any) -> Any:
+def jit(partition: Partition, function: Callable[..., object], **options: Any) -> jax.stages.Wrapped:
     """`jax.jit` of a function that is traced for `partition`, with the compiler options that its devices need.
 
     Several CPU devices need one: without it a program can wait for ever.
@@ -64,7 +65,7 @@ def jit(partition: Partition, function: Callable[..., Any], **options: Any) -> A
     """
 
     @functools.wraps(function)
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def traced(*args: object, **kwargs: object) -> object:
         with use(partition):
             return function(*args, **kwargs)
 
@@ -72,7 +73,7 @@ def jit(partition: Partition, function: Callable[..., Any], **options: Any) -> A
     return jax.jit(traced, compiler_options=platforms.compiler_options(devices), **options)
 
 
-def _schedule(rounds: int, parts: Parts, params: Params, batch: Any, leading: int) -> Schedule:
+def _schedule(rounds: int, parts: Parts, params: Params, batch: Batch, leading: int) -> Schedule:
     """The schedule for the active partition. The dimensions of a batch before those of `Parts.stream_axes` are
     `leading` - 1."""
     partition = active()

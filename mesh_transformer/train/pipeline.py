@@ -30,11 +30,11 @@ import optax
 from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.models.haiku_model import Stream
+from mesh_transformer.models.haiku_model import Batch, Results, Shared, Stream
 from mesh_transformer.models.modules import Means
-from mesh_transformer.models.stack import LAYER_LOOP, Block, Kind, Runs, by_run, joined_runs, over_run, rows_by_run
+from mesh_transformer.models.stack import LAYER_LOOP, Kind, Rows, Runs, by_run, joined_runs, over_run, rows_by_run
 from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, at, fold, put, unfold
-from mesh_transformer.parallel.sharding import Params, active, constrain, constrain_tree, map_axes
+from mesh_transformer.parallel.sharding import Block, Params, Tree, active, constrain, constrain_tree, map_axes
 from mesh_transformer.spec import Run, shared_run
 from mesh_transformer.train.pipeline_forward import Forward, Losses, Stack
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule, microbatches
@@ -59,7 +59,7 @@ class _Operands(NamedTuple):
     # the layers of a group of the shared run
     run: Run[Kind]
     whole_runs: dict[str, Runs]
-    arrays: tuple[Params, dict[str, Any], Stack]
+    arrays: tuple[Params, dict[str, Sequence[Rows]], Stack]
     """`Forward.tables`, `Forward.whole_numbers` and `Forward.stack`."""
     axes: Params
     """The dimension names of the tables; and as "layer", of one layer of the shared run."""
@@ -71,7 +71,7 @@ class _Operands(NamedTuple):
         assert shared is not None
         cuts = {"before": slice(shared), "after": slice(shared + 1, None)}
 
-        def whole(of_runs: Sequence[Any]) -> dict[str, Any]:
+        def whole(of_runs: Sequence[Tree]) -> dict[str, Sequence[Tree]]:
             return {name: list(of_runs[cut]) for name, cut in cuts.items()}
 
         blocks, numbers = by_run(params["blocks"], runs), rows_by_run(parts.numbers, runs)
@@ -87,12 +87,12 @@ class _Operands(NamedTuple):
 
 
 def _gradients(
-    rounds: int, parts: Parts, trained: Params, frozen: Params, batch: Any
+    rounds: int, parts: Parts, trained: Params, frozen: Params, batch: Batch
 ) -> tuple[Params, Metrics, jax.Array]:
     stages, params = _stages(parts), parts.transform(trained, frozen)
     ticks, given = Ticks(stages.count, rounds, microbatches(batch)), _Operands.of(stages, rounds, parts, params)
 
-    def run(tables: Params, whole_numbers: Any, stack: Stack, batch: Any) -> Any:
+    def run(tables: Params, whole_numbers: dict[str, Sequence[Rows]], stack: Stack, batch: Batch) -> Any:
         forward = Forward(parts, stages, ticks, given.run, given.whole_runs, tables, whole_numbers, stack, batch)
         return _Backward(forward, given.axes).results()
 
@@ -113,7 +113,7 @@ def _by_microbatch(means: Means, whole: dict[str, Means]) -> Means:
     return {name: jnp.concatenate([part[name] for part in parts if name in part], axis=1) for name in names}
 
 
-def _loss(rounds: int, parts: Parts, params: Params, batch: Any) -> tuple[jax.Array, Any, Means]:
+def _loss(rounds: int, parts: Parts, params: Params, batch: Batch) -> tuple[jax.Array, Results, Means]:
     stages = _stages(parts)
     replicas = stages.partition.size("batch")
     # the stages may share out the rows of a microbatch
@@ -126,7 +126,7 @@ def _loss(rounds: int, parts: Parts, params: Params, batch: Any) -> tuple[jax.Ar
 
     given = _Operands.of(stages, rounds, parts, params)
 
-    def run(tables: Params, whole_numbers: Any, stack: Stack, batch: Any) -> Any:
+    def run(tables: Params, whole_numbers: dict[str, Sequence[Rows]], stack: Stack, batch: Batch) -> Any:
         return Forward(parts, stages, ticks, given.run, given.whole_runs, tables, whole_numbers, stack, batch).losses()
 
     run = stages.run(run, (P(), P(), stages.folded, P()), (P(), P(), stages.folded, P()))
@@ -158,6 +158,14 @@ class _Carry(NamedTuple):
     sums: _Sums
 
 
+_Changing = tuple[jax.Array | None, _Sums]
+"""`rows` and `sums` of a `_Carry`."""
+_Start = tuple[jax.Array, Shared]
+"""The gradients of x and of `Stream.learned`."""
+_Group = tuple[_Start, Block, jax.Array]
+"""What the backward pass of a layer passes on: also the sum of gradients, and the squared norm."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Backward:
     """Forward and backward pass on one stage, inside of `Stages.run`."""
@@ -166,7 +174,7 @@ class _Backward:
     axes: Params
     """`_Operands.axes`."""
 
-    def results(self) -> tuple[Params, Params, jax.Array, Any, jax.Array, Means, dict[str, Means]]:
+    def results(self) -> tuple[Params, Block, jax.Array, Results, jax.Array, Means, dict[str, Means]]:
         """Sums of gradients: of `Forward.tables`, and of this stage's layers; losses (M,), results of `Parts.loss` (M,
         B, T, ...), squared norms of the microbatches' gradients (M,), means of this stage's layers (v, C, M, ...), and
         of the runs that every stage computes (M, N, ...)."""
@@ -217,7 +225,7 @@ class _Backward:
         item = self.forward.finished(tick)
         changing = carry.rows, carry.sums
 
-        def skip(y_BTD: jax.Array, changing: Any) -> tuple[jax.Array, Any]:
+        def skip(y_BTD: jax.Array, changing: _Changing) -> tuple[jax.Array, _Changing]:
             return jnp.zeros_like(y_BTD), changing
 
         if self.forward.ticks.rounds == 1:
@@ -228,7 +236,7 @@ class _Backward:
             dy_BTD, (rows, sums) = jax.lax.cond(item.valid, head, skip, y_BTD, changing)
         return dy_BTD, carry._replace(rows=rows, sums=sums)
 
-    def _head(self, item: Item, y_BTD: jax.Array, changing: Any) -> tuple[jax.Array, Any]:
+    def _head(self, item: Item, y_BTD: jax.Array, changing: _Changing) -> tuple[jax.Array, _Changing]:
         f, (rows, sums) = self.forward, changing
         batch = f.microbatch(item)
         y_BTD, after, pull_after = self._leave(item, y_BTD)
@@ -259,7 +267,9 @@ class _Backward:
         learned, pull_learned = jax.vjp(lambda params: f.parts.embed(params, batch).learned, f.tables["embed"])
         stream = f.parts.embed(f.tables["embed"], batch)
 
-        def leave(params: Sequence[Block], y_BTD: jax.Array, learned: Any) -> tuple[tuple[jax.Array, jax.Array], Means]:
+        def leave(
+            params: Sequence[Block], y_BTD: jax.Array, learned: Shared
+        ) -> tuple[tuple[jax.Array, jax.Array], Means]:
             y_BTD, means = f.pass_whole("after", params, stream._replace(x_BTD=y_BTD, learned=learned))
             return (y_BTD, f.parts.loss_of_layers(means)), means
 
@@ -283,7 +293,7 @@ class _Backward:
         batch, slot = f.microbatch(item), item.microbatch % f.ticks.slots
         last = (stage == f.stages.last) & (item.round == f.ticks.rounds - 1)
 
-        def embed(params: Params) -> tuple[tuple[jax.Array, Any], Stream]:
+        def embed(params: Params) -> tuple[_Start, Stream]:
             stream = f.parts.embed(params, batch)
             return (stream.x_BTD, stream.learned), stream
 
@@ -307,12 +317,12 @@ class _Backward:
         return dx_BTD, carry._replace(sums=_Sums(tables, blocks, squares_M, sums.losses))
 
     def _pull_before(
-        self, first: jax.Array, stream: Stream, dy_BTD: jax.Array, dlearned: Any
-    ) -> tuple[Any, tuple[Params, jax.Array]]:
+        self, first: jax.Array, stream: Stream, dy_BTD: jax.Array, dlearned: Shared
+    ) -> tuple[Shared, tuple[Params, jax.Array]]:
         """The runs before the shared one: the gradient of `Stream.learned` with theirs, and the gradients of their
         parameters and input. Only the `first` stage has a loss of them."""
 
-        def before(params: Sequence[Block], x_BTD: jax.Array, learned: Any) -> tuple[jax.Array, jax.Array]:
+        def before(params: Sequence[Block], x_BTD: jax.Array, learned: Shared) -> tuple[jax.Array, jax.Array]:
             x_BTD, means = self.forward.pass_whole("before", params, stream._replace(x_BTD=x_BTD, learned=learned))
             return x_BTD, self.forward.parts.loss_of_layers(means)
 
@@ -320,19 +330,17 @@ class _Backward:
         gradient, dx_BTD, dl = pull((dy_BTD, first.astype(jnp.float32)))
         return jax.tree.map(jnp.add, dlearned, dl), (gradient, dx_BTD)
 
-    def _pull_group(
-        self, item: Item, start: tuple[jax.Array, Any], stream: Stream, inputs: jax.Array, total: Params
-    ) -> tuple[tuple[jax.Array, Any], Params, jax.Array]:
+    def _pull_group(self, item: Item, start: _Start, stream: Stream, inputs: jax.Array, total: Block) -> _Group:
         """The layers of a group, the last one first: the gradients of its input and of `Stream.learned`, the sum of
         gradients with theirs, and the squared norm of theirs."""
         f = self.forward
         sums = f.parts.sums or f.stages.partition
 
-        def layer(kind: Kind, carry: Any, rows: Block, index: jax.Array) -> tuple[Any, tuple[None, Means]]:
+        def layer(kind: Kind, carry: _Group, rows: Block, index: jax.Array) -> tuple[_Group, tuple[None, Means]]:
             (dy_BTD, dlearned), total, square = carry
             params, numbers = f.stack.layer(item.round, rows, index)
 
-            def layer(params: Params, x_BTD: jax.Array, learned: Any) -> tuple[jax.Array, jax.Array]:
+            def layer(params: Block, x_BTD: jax.Array, learned: Shared) -> tuple[jax.Array, jax.Array]:
                 y_BTD, means = f.parts.layer_of(kind)(params, stream._replace(x_BTD=x_BTD, learned=learned), numbers)
                 return y_BTD, f.parts.loss_of_layer(means)
 
@@ -366,7 +374,7 @@ class _Backward:
         gradient = optax.tree.cast(gradient, jnp.float32)
         return {name: constrain_tree(tree, partition, self.axes[name]) for name, tree in gradient.items()}
 
-    def _tied_rows(self, gradient: Params, batch: Any) -> jax.Array:
+    def _tied_rows(self, gradient: Params, batch: Batch) -> jax.Array:
         """The embedding of a microbatch by the head's gradient of the table that both share, float32 (B, T, D).
 
         The squared norm of the gradient of this table includes the product of the two parts. The embedding is linear in

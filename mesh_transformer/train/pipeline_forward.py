@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from mesh_transformer.models.haiku_model import Stream
+from mesh_transformer.models.haiku_model import Batch, Results, Stream
 from mesh_transformer.models.modules import Means
-from mesh_transformer.models.stack import LAYER_LOOP, Block, Kind, Outputs, Runs, join, over_run
-from mesh_transformer.parallel.pipeline import Item, Stages, Ticks, at, put
-from mesh_transformer.parallel.sharding import Params, constrain
+from mesh_transformer.models.stack import LAYER_LOOP, Kind, Outputs, Rows, Runs, join, over_run
+from mesh_transformer.parallel.pipeline import Index, Item, Stages, Ticks, at, put
+from mesh_transformer.parallel.sharding import Block, Params, constrain
 from mesh_transformer.spec import Run
 from mesh_transformer.train.schedule import Parts, rematerialized
 
@@ -29,9 +29,9 @@ class Stack(NamedTuple):
     """The layers that the stages share out, each array folded: (v, L / v, ...); on a stage, (v, C, ...)."""
 
     params: Block
-    numbers: Any
+    numbers: Rows
 
-    def layer(self, turn: Any, rows: Any, index: Any) -> tuple[Params, Any]:
+    def layer(self, turn: Index, rows: Block, index: Index) -> tuple[Block, Rows]:
         """The parameters of one layer of a round, given its row in the stack of each module, and its numbers."""
         params = {
             name: jax.tree.map(lambda x, row=row: at(x, turn, row), self.params[name]) for name, row in rows.items()
@@ -45,7 +45,7 @@ class Losses(NamedTuple):
     which are zeros on a stage that does not use the result."""
 
     losses_M: jax.Array
-    results: Any
+    results: Results
     means: Means
     whole: dict[str, Means]
 
@@ -67,17 +67,17 @@ class Forward:
     # what every stage has: "embed", "head", and by name the layers of `whole_runs`
     tables: Params
     # by name the rows of `Parts.numbers` of the layers of `whole_runs`
-    whole_numbers: dict[str, Any]
+    whole_numbers: dict[str, Sequence[Rows]]
     stack: Stack
     # all microbatches
-    batch: Any
+    batch: Batch
 
-    def microbatch(self, item: Item) -> Any:
+    def microbatch(self, item: Item) -> Batch:
         """The microbatch of an item."""
         return jax.tree.map(lambda x: x[item.microbatch], self.batch)
 
     @property
-    def rows(self) -> Params:
+    def rows(self) -> Block:
         """The rows of a group in the stack of each module."""
         return {name: jnp.arange(jax.tree.leaves(leaves)[0].shape[1]) for name, leaves in self.stack.params.items()}
 
@@ -121,7 +121,7 @@ class Forward:
         stream = self.parts.embed(self.tables["embed"], self.microbatch(item))
         return self.pass_whole("after", self.tables["after"], stream._replace(x_BTD=y_BTD))
 
-    def head(self, params: Params, y_BTD: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
+    def head(self, params: Params, y_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, Results]:
         """`Parts.loss` of this stage's share."""
         return self.parts.loss(params, y_BTD, jax.tree.map(self.stages.share, batch))
 
@@ -136,14 +136,14 @@ class Forward:
         return constrain(jnp.zeros(x.shape, x.dtype), *self.parts.stream_axes)
 
     @property
-    def one(self) -> Any:
+    def one(self) -> Batch:
         """A microbatch."""
         return jax.tree.map(lambda x: x[0], self.batch)
 
     def no_losses(self) -> Losses:
         """The results before the first microbatch."""
 
-        def results() -> Any:
+        def results() -> Results:
             _, results = self.head(self.tables, self.stages.share(self.wire()), self.one)
             return jax.tree.map(self.stages.gather, results)
 
@@ -152,7 +152,7 @@ class Forward:
             _, after = self.leave(self.ticks.forward(0, 0), self.wire())
             return means, before, after
 
-        def zeros(x: Any, *shape: int) -> jax.Array:
+        def zeros(x: jax.Array, *shape: int) -> jax.Array:
             return jnp.zeros((self.ticks.microbatches, *shape, *x.shape), x.dtype)
 
         shapes, *whole = jax.eval_shape(means)
@@ -176,7 +176,7 @@ class Forward:
             whole={**total.whole, "after": _noted(total.whole["after"], after, valid, item.microbatch)}
         )
 
-    def add(self, total: Losses, item: Item, loss: jax.Array, results: Any) -> Losses:
+    def add(self, total: Losses, item: Item, loss: jax.Array, results: Results) -> Losses:
         """The results with those of one microbatch, from this stage's share."""
         names = (None, "batch", "seq")[: self.stages.place + 2]
 
@@ -187,7 +187,7 @@ class Forward:
         losses_M = total.losses_M.at[item.microbatch].add(loss)
         return total._replace(losses_M=losses_M, results=jax.tree.map(add, total.results, results))
 
-    def losses(self) -> tuple[jax.Array, Any, Means, dict[str, Means]]:
+    def losses(self) -> tuple[jax.Array, Results, Means, dict[str, Means]]:
         """The loss of each microbatch, (M,), the results of `Parts.loss`, (M, B, T, ...), the means of this stage's
         layers, (v, C, M, ...), and of the runs that every stage computes, (M, N, ...), without a backward pass."""
 

@@ -4,11 +4,11 @@ Otherwise the partitioner sums the gradient of each layer over the replicas in e
 """
 
 import functools
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
+from mesh_transformer.models.haiku_model import Batch
 from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import Params, active
 from mesh_transformer.train.schedule import Metrics, Parts, Schedule
@@ -24,14 +24,14 @@ def summed_once(schedule: Schedule) -> Schedule:
 
 
 def _gradients(
-    schedule: Schedule, parts: Parts, trained: Params, frozen: Params, batch: Any
+    schedule: Schedule, parts: Parts, trained: Params, frozen: Params, batch: Batch
 ) -> tuple[Params, Metrics, jax.Array]:
     partition = active()
     if partition is None:
         raise AssertionError("replicas need a partition")
     replicas = Replicas(partition)
 
-    def run(trained: Params, frozen: Params, batch: Any) -> tuple[Params, Metrics, jax.Array]:
+    def run(trained: Params, frozen: Params, batch: Batch) -> tuple[Params, Metrics, jax.Array]:
         gradient, metrics, squares = schedule.gradients(parts, trained, frozen, batch)
         return *replicas.mean((gradient, metrics)), squares
 

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mesh_transformer.models.haiku_model import Stream
+from mesh_transformer.models.haiku_model import Batch, Results, Stream
 from mesh_transformer.models.modules import Means
-from mesh_transformer.models.stack import LAYER_LOOP, Block, Kind, Layer, Outputs, Runs, over_layers
-from mesh_transformer.parallel.sharding import Axes, Params, Partition, active, constrain, constrain_tree
+from mesh_transformer.models.stack import LAYER_LOOP, Kind, Layer, Outputs, Rows, Runs, over_layers
+from mesh_transformer.parallel.sharding import Axes, Block, Params, Partition, Tree, active, constrain, constrain_tree
 from mesh_transformer.spec import Run
 
 Metrics = dict[str, Any]
+"""Numbers of a step by name: scalars, or dictionaries of them."""
 
 
 def side_by_side(trained: Params, frozen: Params) -> Params:
@@ -25,7 +26,7 @@ def side_by_side(trained: Params, frozen: Params) -> Params:
     return {**trained, **frozen}
 
 
-def only_loss(loss: jax.Array, results: Any, means: Means) -> Metrics:
+def only_loss(loss: jax.Array, results: Results, means: Means) -> Metrics:
     """The loss as the only metric."""
     return {"loss": loss}
 
@@ -36,12 +37,12 @@ class Parts(NamedTuple):
     A batch is an array, or a tree of arrays, whose first dimensions are A and B; one microbatch begins with B.
     """
 
-    embed: Callable[[Any, Any], Stream]
+    embed: Callable[[Params, Batch], Stream]
     """(parameters of "embed", microbatch) -> what the first layer reads."""
-    layer: Callable[[Any, Stream, Any], tuple[jax.Array, Means]]
+    layer: Callable[[Block, Stream, Rows], tuple[jax.Array, Means]]
     """(parameters of one layer, its input, its row of `numbers`) -> x for the next layer, named means over its tokens.
     A kind in `runs` may have a function of its own instead."""
-    loss: Callable[[Params, jax.Array, Any], tuple[jax.Array, Any]]
+    loss: Callable[[Params, jax.Array, Batch], tuple[jax.Array, Results]]
     """(parameters, x after the last layer, microbatch) -> a float32 scalar, and results for `metrics`: arrays
     (B, T, ...). The scalars of parts of `shared_out` add up to that of all."""
     axes: Params
@@ -50,7 +51,7 @@ class Parts(NamedTuple):
     """The parameters from the trained and the frozen ones."""
     layer_loss: Callable[[Means], jax.Array] | None = None
     """The named means of one layer -> a float32 scalar, which the gradient includes beside `loss`; None: nothing."""
-    metrics: Callable[[jax.Array, Any, Means], Metrics] = only_loss
+    metrics: Callable[[jax.Array, Results, Means], Metrics] = only_loss
     """The results of `loss` for a whole microbatch, and the means of its layers, (layers that have them, ...) ->
     metrics."""
     sums: Partition | None = None
@@ -59,7 +60,7 @@ class Parts(NamedTuple):
     """The layers by their kinds, in order; None: all layers are alike. With several runs, the names of the modules of
     "blocks" begin with the number of the run (`spec.in_run`). The stages of a pipeline share out one run, and compute
     the others whole: `shared_run`."""
-    numbers: Any = None
+    numbers: Rows = None
     """Arrays (L, ...) without gradients. Each layer reads its own row. None: none."""
     kept: Sequence[str] | None = None
     """The names (`jax.ad_checkpoint.checkpoint_name`) of the activations of a layer that the backward pass keeps,
@@ -78,7 +79,7 @@ class Parts(NamedTuple):
         """`runs`, given the parameters "blocks"; one run if there are none."""
         return self.runs or (Run((Kind(None),), len(jax.tree.leaves(blocks)[0])),)
 
-    def layer_of(self, kind: Kind) -> Callable[[Any, Stream, Any], tuple[jax.Array, Means]]:
+    def layer_of(self, kind: Kind) -> Callable[[Block, Stream, Rows], tuple[jax.Array, Means]]:
         """What computes the layers of a kind."""
         return kind.layer or self.layer
 
@@ -99,25 +100,25 @@ class Parts(NamedTuple):
 class Schedule(NamedTuple):
     """The order in which microbatches and layers are computed."""
 
-    gradients: Callable[[Parts, Params, Params, Any], tuple[Params, Metrics, jax.Array]]
+    gradients: Callable[[Parts, Params, Params, Batch], tuple[Params, Metrics, jax.Array]]
     """(parts, trained parameters, frozen parameters, batch (A, B, ...)) -> the mean gradient in float32, the mean
     metrics, and the squared norm of the gradient of each microbatch, (A,), or of equal parts of each."""
-    loss: Callable[[Parts, Params, Any], tuple[jax.Array, Any, Means]]
+    loss: Callable[[Parts, Params, Batch], tuple[jax.Array, Results, Means]]
     """(parts, parameters, batch (B, ...)) -> the results of `Parts.loss`, and the means of the layers."""
 
 
-def microbatches(batch: Any) -> int:
+def microbatches(batch: Batch) -> int:
     """A."""
     return len(jax.tree.leaves(batch)[0])
 
 
-def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Any) -> tuple[Params, Metrics, jax.Array]:
-    def loss(trained: Params, batch: Any) -> tuple[jax.Array, Metrics]:
+def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Batch) -> tuple[Params, Metrics, jax.Array]:
+    def loss(trained: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         value, results, means = _loss(parts, parts.transform(trained, frozen), batch)
         metrics = parts.metrics(value, results, means)
         return value + parts.loss_of_layers(means) if means else value, metrics
 
-    def microbatch(total: Params, batch: Any) -> tuple[Params, tuple[Metrics, jax.Array]]:
+    def microbatch(total: Params, batch: Batch) -> tuple[Params, tuple[Metrics, jax.Array]]:
         (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(trained, batch)
         gradient = optax.tree.cast(parts.constrain(gradient), jnp.float32)
         square = optax.tree.norm(gradient, squared=True)
@@ -132,7 +133,7 @@ def _gradients(parts: Parts, trained: Params, frozen: Params, batch: Any) -> tup
     return optax.tree.scale(1 / count, total), jax.tree.map(lambda m: m.mean(0), metrics), squares
 
 
-def _loss(parts: Parts, params: Params, batch: Any) -> tuple[jax.Array, Any, Means]:
+def _loss(parts: Parts, params: Params, batch: Batch) -> tuple[jax.Array, Results, Means]:
     stream, blocks = parts.embed(params["embed"], batch), params["blocks"]
     with jax.named_scope(LAYER_LOOP):
         layer, runs = rematerialized(parts, stream, parts.kept), parts.layout(blocks)
@@ -144,15 +145,15 @@ sequential = Schedule(_gradients, _loss)
 """One microbatch after the other, each through all layers."""
 
 
-def rematerialized(parts: Parts, stream: Stream, kept: Sequence[str] | None) -> Layer:
+def rematerialized(parts: Parts, stream: Stream, kept: Sequence[str] | None) -> Layer[jax.Array]:
     """The layers of a loop over x. Their backward pass keeps the activations `kept` (`Parts.kept`) and recomputes the
     rest.
 
     Gathered weights are never kept: they would take the memory that fsdp saves.
     """
 
-    def layer(kind: Kind, x_BTD: jax.Array, block: Block, row: Any) -> tuple[jax.Array, Outputs]:
-        def one(x_BTD: jax.Array, of_layer: Any) -> tuple[jax.Array, Means]:
+    def layer(kind: Kind, x_BTD: jax.Array, block: Block, row: Rows) -> tuple[jax.Array, Outputs]:
+        def one(x_BTD: jax.Array, of_layer: tuple[Block, Rows]) -> tuple[jax.Array, Means]:
             return parts.layer_of(kind)(of_layer[0], stream._replace(x_BTD=x_BTD), of_layer[1])
 
         y_BTD, means = _checkpointed(one, kept)(x_BTD, (block, row))
@@ -161,7 +162,7 @@ def rematerialized(parts: Parts, stream: Stream, kept: Sequence[str] | None) -> 
     return layer
 
 
-def _checkpointed(layer: Callable[..., Any], kept: Sequence[str] | None) -> Callable[..., Any]:
+def _checkpointed(layer: Callable[..., Tree], kept: Sequence[str] | None) -> Callable[..., Tree]:
     if kept is not None:
         return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*kept))
     partition = active()
@@ -170,5 +171,5 @@ def _checkpointed(layer: Callable[..., Any], kept: Sequence[str] | None) -> Call
     return jax.checkpoint(layer, policy=_everything_but_constrained)
 
 
-def _everything_but_constrained(primitive: Any, *_: Any, **__: Any) -> bool:
+def _everything_but_constrained(primitive: Any, *_: object, **__: object) -> bool:
     return primitive.name != "sharding_constraint"

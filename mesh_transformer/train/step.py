@@ -358,8 +358,7 @@ def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
 def lower_step(program: TrainProgram, accumulation: int, batch: int) -> jax.stages.Lowered:
     """The train step for `accumulation` microbatches of `batch` sequences, not compiled yet. Nothing is allocated."""
     tokens = jax.ShapeDtypeStruct((accumulation, batch, program.config.seq + 1), jnp.int32)
-    step: Callable[..., Any] = program.train_step
-    return step.lower(program.abstract_state, tokens)  # type: ignore[attr-defined]
+    return program.train_step.lower(program.abstract_state, tokens)
 
 
 def compile_step(program: TrainProgram, accumulation: int, batch: int) -> jax.stages.Compiled:
