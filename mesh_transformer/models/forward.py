@@ -26,6 +26,7 @@ Views = Sequence[KeyValueView | None]
 """The caches of groups of layers; None: no cache."""
 _Carry = tuple[jax.Array, KeyValueView | None]
 """What a layer passes on to the next: the residual stream, and the view that it has written."""
+_Computed = tuple[_Carry, Outputs]
 _Carries = tuple[jax.Array, Views]
 
 
@@ -78,9 +79,7 @@ def layers(
     if cache is not None:
         views, view_of = cache.split(count)
 
-    def layer(
-        kind: Layer, carry: _Carry, block: Block, row: Rows, query_index_B: jax.Array | None = None
-    ) -> tuple[_Carry, Outputs]:
+    def layer(kind: Layer, carry: _Carry, block: Block, row: Rows, query_index_B: jax.Array | None = None) -> _Computed:
         (x_BTD, view), (index, numbers) = carry, row
         attend = _bind(view, index, positions_BT, bias_BHTS, query_index_B)
         ctx = model.context(kind, attend, angles, numbers, query_index_B)
@@ -100,7 +99,7 @@ def layers(
 
 def _stacked(
     model: LayeredModel,
-    layer: Callable[..., tuple[_Carry, Outputs]],
+    layer: Callable[..., _Computed],
     x_BTD: jax.Array,
     views: Views,
     view_of: Sequence[int],
@@ -111,7 +110,7 @@ def _stacked(
     unroll = model.compute.scan_unroll
     if len(views) == 1:
 
-        def one(kind: Kind, carry: _Carry, block: Block, row: Rows) -> tuple[_Carry, Outputs]:
+        def one(kind: Kind, carry: _Carry, block: Block, row: Rows) -> _Computed:
             return layer(kind.layer, carry, block, row)
 
         rows = jnp.arange(len(view_of)), layer_numbers(model.decoder)
@@ -132,7 +131,7 @@ def _stacked(
 
 def _one_by_one(
     model: LayeredModel,
-    layer: Callable[..., tuple[_Carry, Outputs]],
+    layer: Callable[..., _Computed],
     x_BTD: jax.Array,
     views: Views,
     view_of: Sequence[int],

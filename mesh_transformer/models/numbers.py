@@ -17,15 +17,17 @@ from mesh_transformer.spec import Decoder, Rotary
 
 # The window of a layer without one, among layers that have windows: more than any position.
 NO_WINDOW = 1 << 30
+Number = jax.Array | int | None
+"""Data of the program, or known before; None: there is none."""
 
 
 class LayerNumbers(NamedTuple):
     """The numbers of one layer, as data; or of all layers, each with a leading dimension L."""
 
     # int32: `Context.window`; None: no layer has one
-    window: jax.Array | int | None
+    window: Number
     # int32: which of the rotary encodings of its kind it has; None: the kinds have one each, or none
-    rotation: jax.Array | int | None
+    rotation: Number
 
 
 def static_numbers(decoder: Decoder) -> tuple[LayerNumbers, ...]:
@@ -58,9 +60,7 @@ def rotations(decoder: Decoder, positions_BT: jax.Array) -> tuple[Rotation, ...]
     return tuple(found)
 
 
-def rotation_of(
-    decoder: Decoder, kind: Rotary | None, angles: Sequence[Rotation], number: jax.Array | int | None
-) -> Rotation | None:
+def rotation_of(decoder: Decoder, kind: Rotary | None, angles: Sequence[Rotation], number: Number) -> Rotation | None:
     """The angles of one layer, from those of `rotations`.
 
     Args:

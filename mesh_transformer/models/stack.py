@@ -94,14 +94,7 @@ def over_layers(
 
 
 def over_run(
-    run: Run[Kind],
-    layer: Layer[Carry],
-    carry: Carry,
-    blocks: Block,
-    rows: Rows,
-    *,
-    unroll: int = 1,
-    reverse: bool = False,
+    run: Run[Kind], layer: Layer[Carry], carry: Carry, blocks: Block, rows: Rows, *, unroll: int, reverse: bool = False
 ) -> tuple[Carry, Outputs]:
     """The layers of a run, the last one first if `reverse`."""
     together = neighbours(run.period)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +25,10 @@ from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.ops.linear import weight_gradient
-from mesh_transformer.parallel.sharding import Partition
+from mesh_transformer.parallel.sharding import Partition, Specs, Tree
 
+Arrays = Sequence[jax.Array]
+"""Matrices, or what they are multiplied by."""
 # dimensions on a device: (B, C, T, F)
 POSITIONS = 2
 
@@ -49,7 +50,7 @@ class Group:
         devices = partition.mesh.shape[axes[0]] if axes else 1
         return cls(partition, axes[0], devices) if devices > 1 else None
 
-    def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def map(self, function: Callable[..., Tree], in_specs: Specs, out_specs: Specs) -> Callable[..., Tree]:
         """`function` of the arrays of one device; the partitioner splits all other dimensions."""
         return jax.shard_map(
             functools.partial(function, self),
@@ -108,7 +109,7 @@ class Group:
         return jax.lax.pcast(empty, self.axis, to="varying")
 
 
-def gather_products(group: Group, x: jax.Array, ws: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+def gather_products(group: Group, x: jax.Array, ws: Arrays) -> tuple[list[jax.Array], jax.Array]:
     """On a device, x (B, C, t, D): the products of all positions (B, C, T, D) with each w (D, f), and these
     positions."""
     if not group.partition.overlap_tp:
@@ -123,7 +124,7 @@ def gather_products(group: Group, x: jax.Array, ws: Sequence[jax.Array]) -> tupl
     return ys, whole
 
 
-def scatter_products(group: Group, xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> jax.Array:
+def scatter_products(group: Group, xs: Arrays, ws: Arrays) -> jax.Array:
     """On a device, each x (B, C, T, f): the sum of the products with w (f, D) over all devices, at its own positions
     (B, C, t, D)."""
     if not group.partition.overlap_tp:
@@ -153,30 +154,30 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum("bctd,df->bctf", x, w, preferred_element_type=x.dtype)
 
 
-def _sum_of_products(xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> jax.Array:
+def _sum_of_products(xs: Arrays, ws: Arrays) -> jax.Array:
     first, *others = (_product(x, w) for x, w in zip(xs, ws, strict=True))
     return sum(others, start=first)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gather_matmul(group: Group, x_BTD: jax.Array, ws_DF: Sequence[jax.Array]) -> list[jax.Array]:
+def gather_matmul(group: Group, x_BTD: jax.Array, ws_DF: Arrays) -> Arrays:
     """x w for each w, of x's dtype: (B, T, D), split by T -> (B, T, F) each, split by F."""
 
-    def products(group: Group, x: jax.Array, ws: Sequence[jax.Array]) -> list[jax.Array]:
+    def products(group: Group, x: jax.Array, ws: Arrays) -> list[jax.Array]:
         return gather_products(group, x, ws)[0]
 
     run = group.map(products, (group.positions, P(None, group.axis)), group.columns)
     return [_joined(y) for y in run(group.parts(x_BTD), list(ws_DF))]
 
 
-def _gather_matmul_forward(group: Group, x_BTD: jax.Array, ws_DF: Sequence[jax.Array]) -> tuple[Any, Any]:
+def _gather_matmul_forward(group: Group, x_BTD: jax.Array, ws_DF: Arrays) -> tuple[Arrays, tuple[jax.Array, Arrays]]:
     return gather_matmul(group, x_BTD, ws_DF), (x_BTD, ws_DF)
 
 
-def _gather_matmul_backward(group: Group, saved: Any, dys_BTF: Sequence[jax.Array]) -> tuple[Any, Any]:
+def _gather_matmul_backward(group: Group, saved: tuple[jax.Array, Arrays], dys_BTF: Arrays) -> tuple[jax.Array, Arrays]:
     x_BTD, ws_DF = saved
 
-    def gradients(group: Group, x: jax.Array, ws: Sequence[jax.Array], dys: Sequence[jax.Array]) -> Any:
+    def gradients(group: Group, x: jax.Array, ws: Arrays, dys: Arrays) -> tuple[jax.Array, Arrays]:
         _, whole = gather_products(group, x, [])
         dx = scatter_products(group, dys, [w.T for w in ws])
         return dx, [weight_gradient(whole, dy) for dy in dys]
@@ -191,20 +192,20 @@ gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def matmul_scatter(group: Group, xs_BTF: Sequence[jax.Array], ws_FD: Sequence[jax.Array]) -> jax.Array:
+def matmul_scatter(group: Group, xs_BTF: Arrays, ws_FD: Arrays) -> jax.Array:
     """The sum of the products x w, of x's dtype: (B, T, F) each, split by F -> (B, T, D), split by T."""
     run = group.map(scatter_products, (group.columns, P(group.axis)), group.positions)
     return _joined(run([group.parts(x) for x in xs_BTF], list(ws_FD)))
 
 
-def _matmul_scatter_forward(group: Group, xs_BTF: Sequence[jax.Array], ws_FD: Sequence[jax.Array]) -> tuple[Any, Any]:
+def _matmul_scatter_forward(group: Group, xs_BTF: Arrays, ws_FD: Arrays) -> tuple[jax.Array, tuple[Arrays, Arrays]]:
     return matmul_scatter(group, xs_BTF, ws_FD), (xs_BTF, ws_FD)
 
 
-def _matmul_scatter_backward(group: Group, saved: Any, dy_BTD: jax.Array) -> tuple[Any, Any]:
+def _matmul_scatter_backward(group: Group, saved: tuple[Arrays, Arrays], dy_BTD: jax.Array) -> tuple[Arrays, Arrays]:
     xs_BTF, ws_FD = saved
 
-    def gradients(group: Group, xs: Sequence[jax.Array], ws: Sequence[jax.Array], dy: jax.Array) -> Any:
+    def gradients(group: Group, xs: Arrays, ws: Arrays, dy: jax.Array) -> tuple[Arrays, Arrays]:
         dxs, whole = gather_products(group, dy, [w.T for w in ws])
         return dxs, [weight_gradient(x, whole) for x in xs]
 

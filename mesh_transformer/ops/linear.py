@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from mesh_transformer.parallel.sharding import active
+from mesh_transformer.parallel.sharding import Block, active
 
 # Elements of a matrix that are converted and multiplied at a time.
 BLOCK = 1 << 19
@@ -159,7 +158,7 @@ class PackedBlock:
     Each matrix is transposed. Matrices that multiply the same input are concatenated.
     """
 
-    others: dict[str, dict[str, Any]]
+    others: Block
     # (sum of F, D) for each group: its matrices, transposed, one below the other
     joined: tuple[jax.Array, ...]
     # the Haiku modules of each group, whose "w" are concatenated
@@ -168,9 +167,7 @@ class PackedBlock:
     sizes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def pack(
-        cls, block: dict[str, dict[str, Any]], fuse: Sequence[Sequence[str]], as_bits: Sequence[str] = ()
-    ) -> PackedBlock:
+    def pack(cls, block: Block, fuse: Sequence[Sequence[str]], as_bits: Sequence[str] = ()) -> PackedBlock:
         """Pack `block`, the parameters by module and name. `fuse` lists the groups of modules whose matrices are
         joined, `as_bits` the modules whose arrays stay as they are, those of two bytes as uint16."""
         groups = [present for names in fuse if (present := [name for name in names if name in block])]
@@ -187,7 +184,7 @@ class PackedBlock:
         sizes = tuple(tuple(block[name]["w"].shape[1] for name in names) for names in groups)
         return cls(others, joined, tuple(map(tuple, groups)), sizes)
 
-    def unpack(self) -> dict[str, dict[str, Any]]:
+    def unpack(self) -> Block:
         """The parameters by module and name, for use inside a program."""
         block = {module: dict(leaves) for module, leaves in self.others.items()}
         for w_FD, names, sizes in zip(self.joined, self.names, self.sizes, strict=True):

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
 from mesh_transformer.ops.attend.causal import attention_logits, causal_mask, fold_heads, parts, unfold_heads
-from mesh_transformer.spec import CacheEntry
+from mesh_transformer.spec import Axes, CacheEntry
 
 # Positions of the first segment.
 SHORTEST_SEGMENT = 256
@@ -69,7 +69,7 @@ class KVCache:
         distinct = list(dict.fromkeys(layers))
         return cls(tuple(group(layers.count(one), *one) for one in distinct), tuple(map(distinct.index, layers)))
 
-    def map(self, entries: Sequence[Entries], function: Any) -> KVCache:
+    def map(self, entries: Sequence[Entries], function: Callable[[jax.Array, Axes], Any]) -> KVCache:
         """The cache with function(array, names of its dimensions) in place of each array; the `entries` of each layer
         give the names."""
         of_group = dict(zip(self.group_of, entries, strict=True))
@@ -79,7 +79,7 @@ class KVCache:
             groups.append(tuple(tuple(map(function, segment, names)) for segment in group))
         return dataclasses.replace(self, groups=tuple(groups))
 
-    def view(self, slots_B: jax.Array | None, length: int, write: Any = True) -> CacheView:
+    def view(self, slots_B: jax.Array | None, length: int, write: jax.Array | bool = True) -> CacheView:
         """A view of some slots (None: all) and of positions 0 .. length - 1.
 
         `write`, (B,) booleans or one boolean, says which slots may change.
@@ -125,7 +125,7 @@ class KeyValueView(Protocol):
     triangular: ClassVar[bool]
     """Whether the keys are at the queries' own positions, in the same order, and no query sees a later key."""
 
-    def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> Any:
+    def write(self, layer: jax.Array | int, positions_BT: jax.Array, *new: jax.Array) -> Self:
         """The view with the entries of one layer at these positions, (B, T, J, K) each, stored."""
 
     def read(self, layer: jax.Array | int) -> Sequence[Sequence[jax.Array]]:
@@ -134,10 +134,10 @@ class KeyValueView(Protocol):
     def mask(self, positions_BT: jax.Array, window: jax.Array | int | None) -> jax.Array:
         """(B, 1, T, S) booleans: whether the query at each position sees each key."""
 
-    def split(self, layers: int) -> tuple[list[Any], Sequence[int]]:
+    def split(self, layers: int) -> tuple[list[Self], Sequence[int]]:
         """Views of which each serves one or more layers by their index among these, and the view of each layer."""
 
-    def joined(self, views: Sequence[Any]) -> Any:
+    def joined(self, views: Sequence[Any]) -> Self:
         """The view with the views of `split` replaced."""
 
     def key_positions(self, positions_BT: jax.Array) -> jax.Array:
@@ -152,7 +152,7 @@ class Cached:
 
     def __init__(
         self,
-        view: Any,
+        view: KeyValueView,
         layer: jax.Array | int,
         positions_BT: jax.Array,
         query_positions_BT: jax.Array,

@@ -8,7 +8,7 @@ positions, and H is J.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,10 @@ class Causal:
         return checkpoint_name(mixed, "attn_out")
 
 
+_Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, list[jax.Array]]
+"""Queries, keys, values, bias, and the softmax weights of each part of the queries."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     scale: float,
@@ -98,11 +102,11 @@ def _forward(
     q_BTHK: jax.Array,
     k_BTJK: jax.Array,
     v_BTJK: jax.Array,
-    bias_BHTS: Any,
-    segments_BT: Any,
-    window: Any,
+    bias_BHTS: jax.Array | None,
+    segments_BT: jax.Array | None,
+    window: jax.Array | int | None,
     softcap: float | None = None,
-) -> Any:
+) -> tuple[jax.Array, _Saved]:
     k_BHSK, v_BHSK = (rearrange(x, "b s h k -> b h s k") for x in (k_BTJK, v_BTJK))
     shared = q_BTHK.shape[2] // k_BTJK.shape[2]
     mixed, kept = [], []
@@ -119,7 +123,7 @@ def _forward(
     return jnp.concatenate(mixed, axis=1), (q_BTHK, k_BHSK, v_BHSK, bias_BHTS, kept)
 
 
-def _backward(scale: float, saved: Any, dy_BTHK: jax.Array) -> tuple[Any, ...]:
+def _backward(scale: float, saved: _Saved, dy_BTHK: jax.Array) -> tuple[jax.Array | None, ...]:
     """The gradients of y = w v with w = softmax(l) and l = scale q k + bias.
 
     dv = w^T dy,  dw = dy v^T,  dl = w * (dw - sum over keys of w * dw),
@@ -144,7 +148,7 @@ def _backward(scale: float, saved: Any, dy_BTHK: jax.Array) -> tuple[Any, ...]:
         dv_BHSK.append(part_dv.astype(jnp.float32))
     dk, dv = (functools.reduce(_with_more_keys, some) for some in (dk_BHSK, dv_BHSK))
     dk, dv = (rearrange(x, "b h s k -> b s h k").astype(dy_BTHK.dtype) for x in (dk, dv))
-    if dbias is not None:
+    if bias_BHTS is not None and dbias is not None:
         dbias = dbias.astype(bias_BHTS.dtype)
     return jnp.concatenate(dq, axis=1), dk, dv, dbias, None, None
 

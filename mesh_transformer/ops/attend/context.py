@@ -102,7 +102,7 @@ class SplitPositions:
         mode, mesh = self.partition.context_mode, self.partition.current_mesh
         plan = Plan(mesh, axis, self.partition.size("seq"), mode, scale, softcap)
         window = None if window is None else jnp.asarray(window, jnp.int32)
-        return attend(plan, q_BTHK, k_BTJK, v_BTJV, self.bias_BHTS, self.segments_BT, window)
+        return attend(plan, (q_BTHK, k_BTJK, v_BTJV, self.bias_BHTS, self.segments_BT, window))
 
 
 Whole = Causal | SplitHeads | SplitPositions

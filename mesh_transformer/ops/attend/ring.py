@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,19 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.ops.attend.causal import MASKED, sees, soft_capped
+from mesh_transformer.parallel.sharding import Specs, Tree
+
+# of a chunk of queries: the chunk, and what the visits add up; of a chunk of keys: their gradients, if any
+_Query = TypeVar("_Query")
+_State = TypeVar("_State")
+_Gradient = TypeVar("_Gradient")
+Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
+"""q, k, v: (B, T, H, K), (B, T, J, K), (B, T, J, V), positions in the order of `Partition.sequence_order`.
+
+bias: (1, H, T, T) or None; its rows and columns are in the same order. segments: (B, T) int32 or None: a query sees the
+keys of its own segment only. window: int32 scalar or None, as in `causal.Attend`."""
+_Saved = tuple[Inputs, jax.Array, jax.Array]
+"""The inputs, the output, and the logarithm of the softmax's normalizer, (B, J, G, T) float32."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,18 +50,18 @@ class Plan:
     scale: float
     softcap: float | None
 
-    def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def map(self, function: Callable[..., Tree], in_specs: Specs, out_specs: Specs) -> Callable[..., Tree]:
         """`function` of the arrays of one device; the partitioner splits all other dimensions."""
-        function = functools.partial(function, self)
+        run = functools.partial(function, self)
         return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={self.axis}, check_vma=True
+            run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={self.axis}, check_vma=True
         )
 
     def empty(self, shape: Sequence[int], value: float = 0.0) -> jax.Array:
         """A float32 array that differs between devices later."""
         return jax.lax.pcast(jnp.full(shape, value, jnp.float32), self.axis, to="varying")
 
-    def send(self, tree: Any) -> Any:
+    def send(self, tree: Tree) -> Tree:
         """The arrays of the previous device of the ring."""
         ring = [(i, (i + 1) % self.devices) for i in range(self.devices)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, ring), tree)
@@ -60,7 +73,7 @@ class Plan:
         split = NamedSharding(self.mesh, P(None, free, self.axis, free, free))
         return jax.lax.with_sharding_constraint(x_NBTJK, split).sum(0)
 
-    def chunks(self, x: Any, dimension: int) -> list[Any]:
+    def chunks(self, x: jax.Array | None, dimension: int) -> list[Any]:
         """The chunks of an array of one device, earliest first: with zigzag two, else one."""
         if x is None:
             return [None, None][: self.count]
@@ -135,20 +148,13 @@ class _KeyGradients(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: Any, window: Any) -> jax.Array:
-    """The output of attention, (B, T, H, V) of q's dtype.
-
-    Args:
-        q, k, v: (B, T, H, K), (B, T, J, K), (B, T, J, V); positions in the order of `Partition.sequence_order`.
-        bias: (1, H, T, T) or None; its rows and columns are in the same order.
-        segments: (B, T) int32 or None: a query sees the keys of its own segment only.
-        window: int32 scalar or None, as in `causal.Attend`.
-    """
-    return _forward(plan, q, k, v, bias, segments, window)[0]
+def attend(plan: Plan, given: Inputs) -> jax.Array:
+    """The output of attention, (B, T, H, V) of q's dtype."""
+    return _forward(plan, given)[0]
 
 
 def _specs(plan: Plan) -> tuple[P, ...]:
-    """The splits of q, k, v, the bias, the segments and the window.
+    """The splits of `Inputs`.
 
     With gather the partitioner gathers the keys. An `all_gather` inside the `shard_map` would gather the sequences and
     heads that other axes split too.
@@ -158,31 +164,32 @@ def _specs(plan: Plan) -> tuple[P, ...]:
     return rows, keys, keys, P(None, None, plan.axis), keys, P()
 
 
-def _forward(plan: Plan, *arrays: Any) -> tuple[jax.Array, Any]:
-    run = plan.map(_forward_of_device, _specs(plan), (P(None, plan.axis), P(None, None, None, plan.axis)))
+def _forward(plan: Plan, given: Inputs) -> tuple[jax.Array, _Saved]:
+    run = plan.map(_forward_of_device, (_specs(plan),), (P(None, plan.axis), P(None, None, None, plan.axis)))
     # the policies of compute.remat know what is kept of attention by this name
-    mixed, log_z = (checkpoint_name(x, "attn_out") for x in run(*arrays))
-    return mixed, (*arrays, mixed, log_z)
+    mixed, log_z = (checkpoint_name(x, "attn_out") for x in run(given))
+    return mixed, (given, mixed, log_z)
 
 
-def _backward(plan: Plan, saved: Any, dy_BTHK: jax.Array) -> tuple[Any, ...]:
+def _backward(plan: Plan, saved: _Saved, dy_BTHK: jax.Array) -> tuple[tuple[jax.Array | None, ...]]:
     specs = _specs(plan)
     rows, bias = P(None, plan.axis), specs[3]
     keys = P(plan.axis) if plan.mode == "gather" else rows
-    run = plan.map(_backward_of_device, (*specs, rows, P(None, None, None, plan.axis), rows), (rows, keys, keys, bias))
+    run = plan.map(_backward_of_device, (specs, rows, P(None, None, None, plan.axis), rows), (rows, keys, keys, bias))
     dq, *dkeys, dbias = run(*saved, dy_BTHK)
     if plan.mode == "gather":
         dkeys = [plan.sum_by_position(x) for x in dkeys]
     dk, dv = (x.astype(dy_BTHK.dtype) for x in dkeys)
-    return dq, dk, dv, dbias, None, None
+    return ((dq, dk, dv, dbias, None, None),)
 
 
 attend.defvjp(_forward, _backward)
 
 
-def _forward_of_device(plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: Any, window: Any) -> Any:
+def _forward_of_device(plan: Plan, given: Inputs) -> tuple[jax.Array, jax.Array]:
     """The output (B, C, H, V) and the logarithm of the softmax's normalizer, (B, J, G, C) float32."""
-    queries = _queries(plan, q, k.shape[2], bias, segments)
+    q, k, v, bias, segments, window = given
+    queries = _queries(plan, given)
     start = [
         _Softmax(plan.empty((*_rows(one), v.shape[-1])), plan.empty(_rows(one), -jnp.inf), plan.empty(_rows(one)))
         for one in queries
@@ -196,9 +203,7 @@ def _forward_of_device(plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: 
         numerator = softmax.numerator_BJGCK * rescale[..., None] + mixed
         return _Softmax(numerator, largest, softmax.total_BJGC * rescale + exps.sum(-1)), None
 
-    def visit(state: Any, device: Any, keys: list[_Sent], _: Any) -> Any:
-        return _visit(plan, block, device, queries, keys, state, [None] * len(keys))
-
+    visit = functools.partial(_visit, plan, block, queries)
     state, _ = _all_visits(plan, visit, start, _keys(plan, k, v, segments), [None] * plan.count)
     mixed = [one.numerator_BJGCK / one.total_BJGC[..., None] for one in state]
     log_z = [one.largest_BJGC + jnp.log(one.total_BJGC) for one in state]
@@ -207,20 +212,23 @@ def _forward_of_device(plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: 
 
 
 def _backward_of_device(
-    plan: Plan, q: Any, k: Any, v: Any, bias: Any, segments: Any, window: Any, mixed: Any, log_z: Any, dy: Any
-) -> Any:
+    plan: Plan, given: Inputs, mixed: jax.Array, log_z: jax.Array, dy: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """The gradients of q, k, v and the bias, as in `ops.attend.causal`, with the softmax from its normalizer.
 
     Those of k and v are float32; with gather of all positions, (1, B, T, J, K), and not yet summed over the devices.
     """
-    queries = _queries(plan, q, k.shape[2], bias, segments)
+    q, k, v, bias, segments, window = given
+    queries = _queries(plan, given)
     delta = (dy.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1)
     delta = rearrange(delta, "b t (j g) -> b j g t", j=k.shape[2])
     dys = plan.chunks(rearrange(dy, "b t (j g) k -> b t j g k", j=k.shape[2]), 1)
     kept = zip(dys, plan.chunks(log_z, 3), plan.chunks(delta, 3), strict=True)
     saved = [_Backward(query, *more) for query, more in zip(queries, kept, strict=True)]
 
-    def block(rows: _Backward, key: _Keys, masked: bool, dquery: _QueryGradients, dkey: _KeyGradients) -> Any:
+    def block(
+        rows: _Backward, key: _Keys, masked: bool, dquery: _QueryGradients, dkey: _KeyGradients
+    ) -> tuple[_QueryGradients, _KeyGradients]:
         query = rows.query
         products = _products(plan, query, key)
         logits = _logits(query, key, products, masked, window)
@@ -236,10 +244,7 @@ def _backward_of_device(
         dv = dkey.dv_BSJK + _product("bjgcs,bcjgk->bsjk", weights.astype(q.dtype), rows.dy_BCJGK)
         return _QueryGradients(dq, dbias), _KeyGradients(dk, dv)
 
-    def visit(state: Any, device: Any, keys: list[_Sent], gradients: Any) -> Any:
-        return _visit(plan, block, device, saved, keys, state, gradients)
-
-    keys = _keys(plan, k, v, segments)
+    visit, keys = functools.partial(_visit, plan, block, saved), _keys(plan, k, v, segments)
     start = [
         _QueryGradients(
             plan.empty(one.q_BCJGK.shape), None if one.bias_BJGCT is None else plan.empty(one.bias_BJGCT.shape)
@@ -252,28 +257,31 @@ def _backward_of_device(
     dk, dv = (jnp.concatenate(parts, axis=1) for parts in zip(*dkeys, strict=True))
     dbias = None
     if bias is not None:
-        rows = [rearrange(one.dbias_BJGCT, "b j g c t -> b (j g) c t") for one in dqueries]
+        rows = [
+            rearrange(one.dbias_BJGCT, "b j g c t -> b (j g) c t") for one in dqueries if one.dbias_BJGCT is not None
+        ]
         dbias = jnp.concatenate(rows, axis=2).astype(bias.dtype)
     if plan.mode == "gather":
         dk, dv = dk[None], dv[None]
     return dq.astype(q.dtype), dk, dv, dbias
 
 
-def _queries(plan: Plan, q_BTHK: Any, j: int, bias_BHTS: Any, segments_BT: Any) -> list[_Queries]:
+def _queries(plan: Plan, given: Inputs) -> list[_Queries]:
     """The chunks of a device's queries."""
-    device = jax.lax.axis_index(plan.axis)
-    q = rearrange(q_BTHK, "b t (j g) k -> b t j g k", j=j)
-    if plan.mode == "gather" and segments_BT is not None:
-        segments_BT = jax.lax.dynamic_slice_in_dim(segments_BT, device * q.shape[1], q.shape[1], axis=1)
-    bias = None if bias_BHTS is None else rearrange(bias_BHTS, "b (j g) t s -> b j g t s", j=j)
-    chunks = zip(plan.chunks(q, 1), plan.chunks(segments_BT, 1), plan.chunks(bias, 3), strict=True)
+    q, k, _, bias, segments, _ = given
+    device, j = jax.lax.axis_index(plan.axis), k.shape[2]
+    q = rearrange(q, "b t (j g) k -> b t j g k", j=j)
+    if plan.mode == "gather" and segments is not None:
+        segments = jax.lax.dynamic_slice_in_dim(segments, device * q.shape[1], q.shape[1], axis=1)
+    bias = None if bias is None else rearrange(bias, "b (j g) t s -> b j g t s", j=j)
+    chunks = zip(plan.chunks(q, 1), plan.chunks(segments, 1), plan.chunks(bias, 3), strict=True)
     return [
         _Queries(q, plan.positions(device, number, q.shape[1]), segments, bias)
         for number, (q, segments, bias) in enumerate(chunks)
     ]
 
 
-def _keys(plan: Plan, *arrays: Any) -> list[_Sent]:
+def _keys(plan: Plan, *arrays: jax.Array | None) -> list[_Sent]:
     """The chunks of a device's keys, values and segments."""
     return [_Sent(*chunk) for chunk in zip(*(plan.chunks(x, 1) for x in arrays), strict=True)]
 
@@ -284,7 +292,14 @@ def _rows(query: _Queries) -> tuple[int, ...]:
     return b, j, g, c
 
 
-def _all_visits(plan: Plan, visit: Any, state: Any, keys: list[_Sent], gradients: Any) -> tuple[Any, Any]:
+_Visited = tuple[list[_State], list[_Gradient]]
+_Travel = tuple[list[_State], list[_Sent], list[_Gradient]]
+_Visit = Callable[[list[_State], jax.Array | None, list[_Sent], list[_Gradient]], _Visited[_State, _Gradient]]
+
+
+def _all_visits(
+    plan: Plan, visit: _Visit[_State, _Gradient], state: list[_State], keys: list[_Sent], gradients: list[_Gradient]
+) -> _Visited[_State, _Gradient]:
     """`state` and the gradients of the device's own keys after the keys of all devices were visited.
 
     `visit(state, device, keys, gradients)` adds the keys of `device`, None for the own ones, to the state, and returns
@@ -295,7 +310,7 @@ def _all_visits(plan: Plan, visit: Any, state: Any, keys: list[_Sent], gradients
     if plan.mode == "gather":
         return visit(state, None, keys, gradients)
 
-    def later(carry: Any, step: Any) -> tuple[Any, None]:
+    def later(carry: _Travel[_State, _Gradient], step: jax.Array) -> tuple[_Travel[_State, _Gradient], None]:
         state, keys, gradients = carry
         following, gradients = plan.send(keys), plan.send(gradients)
         state, gradients = visit(state, (own - step) % n, keys, gradients)
@@ -313,8 +328,14 @@ def _all_visits(plan: Plan, visit: Any, state: Any, keys: list[_Sent], gradients
 
 
 def _visit(
-    plan: Plan, block: Any, device: Any, queries: list[Any], keys: list[Any], states: list[Any], gradients: list[Any]
-) -> tuple[list[Any], list[Any]]:
+    plan: Plan,
+    block: Callable[[_Query, _Keys, bool, _State, _Gradient], tuple[_State, _Gradient]],
+    queries: list[_Query],
+    states: list[_State],
+    device: jax.Array | None,
+    sent: list[_Sent],
+    gradients: list[_Gradient],
+) -> _Visited[_State, _Gradient]:
     """Add the keys of `device` (None: the own) to the states of the queries and to the gradients of these keys.
 
     With zigzag, the late queries see all early keys of any device. Of an earlier device, the early queries see the
@@ -322,7 +343,7 @@ def _visit(
     that all devices compute the same.
     """
     own = jax.lax.axis_index(plan.axis)
-    keys = [_placed(plan, own if device is None else device, number, sent) for number, sent in enumerate(keys)]
+    keys = [_placed(plan, own if device is None else device, number, one) for number, one in enumerate(sent)]
     states, gradients = list(states), list(gradients)
 
     def add(row: int, column: int, masked: bool) -> None:
@@ -338,10 +359,10 @@ def _visit(
         return states, gradients
     earlier = device < own
 
-    def pick(pair: Sequence[Any]) -> Any:
+    def pick(pair: Sequence[Tree]) -> Tree:
         return jax.tree.map(functools.partial(jnp.where, earlier), *pair)
 
-    def put(old: Sequence[Any], new: Any) -> list[Any]:
+    def put(old: Sequence[Tree], new: Tree) -> list[Tree]:
         return [pick((new, old[0])), pick((old[1], new))]
 
     state, gradient = block(pick(queries), pick(keys), False, pick(states), pick(gradients))
@@ -381,7 +402,7 @@ def _logits(query: _Queries, key: _Keys, products: jax.Array, masked: bool, wind
     return products
 
 
-def _add_columns(total_BJGCT: Any, column: Any, dlogits_BJGCS: jax.Array) -> Any:
+def _add_columns(total_BJGCT: jax.Array | None, column: jax.Array, dlogits_BJGCS: jax.Array) -> jax.Array | None:
     """The bias's gradient plus the sum over sequences of `dlogits`, whose first column is `column`."""
     if total_BJGCT is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from mesh_transformer.ops.experts.grouped import platform
 from mesh_transformer.ops.experts.layer import Activation, Choices, Weights, exchanged, on_device
 from mesh_transformer.ops.experts.routing import Routing, total
 from mesh_transformer.parallel.sharding import Partition, active
+
+_Sums = tuple[jax.Array, jax.Array]
+"""The outputs of the experts for each token, summed, and the number of choices that were dropped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +59,7 @@ def apply(
     """
     group = Group.of(dispatch)
 
-    def one_device(
-        x_BTD: jax.Array, weights_BTk: jax.Array, experts_BTk: jax.Array, *matrices: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def one_device(x_BTD: jax.Array, weights_BTk: jax.Array, experts_BTk: jax.Array, *matrices: jax.Array) -> _Sums:
         x_ND, weights_Nk, experts_Nk = (rearrange(x, "b t d -> (b t) d") for x in (x_BTD, weights_BTk, experts_BTk))
         capacity = dispatch.capacity(experts_Nk.size, len(gate_EDF))
         choices, weights = Choices(weights_Nk, experts_Nk), Weights(*matrices)
@@ -122,7 +123,7 @@ class Group:
         """The number of a device's first expert, if each has `count`."""
         return jax.lax.axis_index(self.experts) * count if self.experts else jnp.zeros((), jnp.int32)
 
-    def map(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def map(self, function: Callable[..., _Sums]) -> Callable[..., _Sums]:
         """`function`, of three arrays of all tokens and the three matrices of `Weights`, of the arrays of one device.
 
         What several devices have gets a dimension of these devices, which they split. So the sum of the devices'
@@ -133,11 +134,11 @@ class Group:
         columns, rows = P(self.same_weights, self.experts, None, self.mlp), P(self.same_weights, self.experts, self.mlp)
         axes = tuple(dict.fromkeys((*self.gathers, *self.mlp, *self.batch, *self.seq)))
 
-        def one_device(x: jax.Array, weights: jax.Array, experts: jax.Array, *matrices: jax.Array) -> Any:
+        def one_device(x: jax.Array, weights: jax.Array, experts: jax.Array, *matrices: jax.Array) -> _Sums:
             y, dropped = function(x[0, 0], weights[0, 0], experts[0, 0], *(matrix[0] for matrix in matrices))
             return y[None, None], dropped[None]
 
-        def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def run(*arrays: jax.Array) -> _Sums:
             y, dropped = jax.shard_map(
                 one_device,
                 mesh=mesh,
