@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Collection
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.hf_keys import Hf, HfKeys
+from mesh_transformer.families.hf_keys import Hf, HfKeys, JsonObject
 from mesh_transformer.fields import (
     INT32_MAX,
     CountOrZero,
@@ -76,7 +76,7 @@ class ModelConfig(HfKeys):
     """seed of the initial parameters, which do not depend on the mesh"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive d_head and d_ff from d_model and n_heads, if these are valid."""
         d_model, n_heads = size(values.get("d_model")), size(values.get("n_heads"))
         if d_model:
@@ -104,7 +104,7 @@ class ModelConfig(HfKeys):
         """The decoder that the config describes."""
         raise NotImplementedError
 
-    def architecture(self) -> dict[str, Any]:
+    def architecture(self) -> JsonObject:
         """The fields that define the function of a checkpoint's tensors."""
         fields = self.model_dump(mode="json", exclude={"seq", "seed", "vocab_multiple"})
         # two names of one function are no difference

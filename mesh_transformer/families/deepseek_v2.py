@@ -1,13 +1,13 @@
 """DeepSeek-V2 (DeepSeek-AI 2024, arXiv:2405.04434): latent attention, and experts after some dense layers."""
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.experts import SomeDense
-from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.families.rotary import yarn_factor
 from mesh_transformer.fields import Count, Derived, Dims, Positive, Switch, Unit, size
 from mesh_transformer.spec import TRANSPOSED, Dense, Experts, LatentAttention, Norm, Rotary, Router, Tensor
@@ -59,7 +59,7 @@ class DeepSeekLike(SomeDense):
     """yarn: the products of queries and keys are multiplied by (0.1 rotary_mscale_all_dims ln(rotary_factor) + 1)^2"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive d_head and shared_d_ff too."""
         dims = [size(values.get(name)) for name in ("nope_dims", "rotary_dims")]
         if "d_head" not in values and dims[0] and dims[1]:
@@ -149,7 +149,7 @@ class DeepSeekLike(SomeDense):
         return replace(super().experts(), shared=shared)
 
     @classmethod
-    def mscales_from_hf(cls, fields: dict[str, Any], mscale: Any, all_dims: Any) -> dict[str, Any]:
+    def mscales_from_hf(cls, fields: JsonObject, mscale: float | None, all_dims: float | None) -> JsonObject:
         """See `RotaryConfig`."""
         if all_dims and fields["rotary_scaling"] not in ("yarn", "none"):
             raise UserError(f"mscale_all_dim is {all_dims!r:.60}: it is only supported with rope_type yarn")
@@ -159,7 +159,7 @@ class DeepSeekLike(SomeDense):
         return {name: value or None for name, value in zip(_MSCALES, (mscale, all_dims), strict=True)}
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`."""
         fields, defaults = super().fields_from_hf(keys), cls.HF_DEFAULTS
         dense = keys.size(
@@ -175,7 +175,7 @@ class DeepSeekLike(SomeDense):
             "shared_d_ff": fields["expert_d_ff"] * keys.size("n_shared_experts", default=defaults["n_shared_experts"]),
         }
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `ModelConfig`."""
         reasons = []
         if self.dense_layers != tuple(range(len(self.dense_layers))):
@@ -192,7 +192,7 @@ class DeepSeekLike(SomeDense):
             "n_shared_experts": self.shared_d_ff // self.expert_d_ff,
         }
 
-    def rotary_to_hf(self) -> dict[str, Any]:
+    def rotary_to_hf(self) -> JsonObject:
         """See `RotaryConfig`."""
         given = {key: value for field, key in _MSCALES.items() if (value := getattr(self, field)) is not None}
         keys = super().rotary_to_hf()
@@ -253,14 +253,14 @@ class DeepSeekV2Config(DeepSeekLike):
     """model family: a file in mesh_transformer/families"""
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `LlamaLike`."""
         fields, method = super().fields_from_hf(keys), keys.take("topk_method", default="greedy")
         if method not in _METHODS:
             raise UserError(f"topk_method is {method!r:.60}: only {' and '.join(_METHODS)} are supported")
         return fields if method == "group_limited_greedy" else {**fields, "router_groups": 1, "router_top_groups": 1}
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `ModelConfig`."""
         if self.router_normalize:
             reason = f"{self.HF_ARCHITECTURE} computes it without model.router_normalize"

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.deepseek_v2 import DeepSeekLike
-from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.fields import Switch
 from mesh_transformer.spec import Router
 
@@ -56,7 +56,7 @@ class DeepSeekV3Config(DeepSeekLike):
         return replace(super().router(), scores="sigmoid", bias=True, group_score="two_best", eps=1e-20)
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`."""
         # the layers that predict later tokens are not read
         keys.take("num_nextn_predict_layers", "num_mtp_layers", default=None)

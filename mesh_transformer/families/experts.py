@@ -1,11 +1,11 @@
 """Routed experts in place of the feed-forward layer, for families that are like Llama in the rest."""
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.hf_keys import Hf
+from mesh_transformer.families.hf_keys import Hf, JsonObject
 from mesh_transformer.families.llama import GATED, LlamaLike, gated_rows
 from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Switch, Unit, size
 from mesh_transformer.spec import TRANSPOSED, Dense, Experts, Router, Tensor
@@ -78,7 +78,7 @@ class SomeDense(WithExperts):
     """the weights of a token's experts are divided by their sum"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive expert_d_ff too."""
         values = super().derive(values)
         if d_ff := size(values.get("d_ff")):

@@ -1,11 +1,11 @@
 """Gemma 2 (Gemma Team 2024, arXiv:2408.00118): Gemma with norms after each sublayer, capped logits and windows."""
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.gemma import GemmaLike
-from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.fields import Derived, Dims, Positive, Tokens, size
 from mesh_transformer.spec import Attends, Attention, Decoder, Layer, Mechanism, sandwich
 
@@ -47,7 +47,7 @@ class Gemma2Config(GemmaLike):
     """cap of the logits; absent: none"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive query_scale_dims too."""
         values = super().derive(values)
         if d_head := size(values.get("d_head")):
@@ -71,7 +71,7 @@ class Gemma2Config(GemmaLike):
         return replace(super().decoder(), softcap=self.softcap)
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`."""
         fields = super().fields_from_hf(keys)
         types = keys.take("layer_types", default=None)

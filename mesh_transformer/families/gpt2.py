@@ -3,10 +3,10 @@
 import functools
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName, ModelConfig
-from mesh_transformer.families.hf_keys import Hf, Only
+from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
 from mesh_transformer.fields import Positive, Switch
 from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Norm, Tensor, sequential
 
@@ -61,7 +61,7 @@ class Gpt2Like(ModelConfig):
             tied=self.tied_head,
         )
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         self.refuse_hf([], instead="native")
         return super().to_hf()
@@ -102,7 +102,7 @@ class Gpt2Config(Gpt2Like):
     family: Literal["gpt2"] = "gpt2"
     """model family: a file in mesh_transformer/families"""
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         return {**super().to_hf(), "n_inner": None if self.d_ff == 4 * self.d_model else self.d_ff}
 

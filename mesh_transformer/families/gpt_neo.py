@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.gpt2 import Gpt2Like
-from mesh_transformer.families.hf_keys import ConfigJson, Hf
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.fields import MOST_LAYERS, Tokens
 from mesh_transformer.spec import TRANSPOSED, Attention, Tensor
 
@@ -41,7 +41,7 @@ class GptNeoConfig(Gpt2Like):
         return [self.window if kind == "local" else None for kind in _kinds(self.local_layers, self.layers)]
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`."""
         fields = super().fields_from_hf(keys)
         layers = fields["layers"]
@@ -55,7 +55,7 @@ class GptNeoConfig(Gpt2Like):
             )
         return {**fields, "local_layers": known[0]}
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         kinds = _kinds(self.local_layers, self.layers)
         return {

@@ -1,13 +1,13 @@
 """GPT-NeoX (Black et al. 2022), Pythia, and models such as rinna's with a sequential residual."""
 
 import math
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ACTIVATIONS, HF_ACTIVATIONS, ActivationName, ModelConfig
-from mesh_transformer.families.hf_keys import ConfigJson, Hf
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject
 from mesh_transformer.fields import Derived, Dims, Positive, Switch, size
 from mesh_transformer.spec import (
     TRANSPOSED,
@@ -59,7 +59,7 @@ class GptNeoXConfig(ModelConfig):
     """the head uses the token embeddings as its weights"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive rotary_dims too."""
         values = super().derive(values)
         if d_head := size(values.get("d_head")):
@@ -95,7 +95,7 @@ class GptNeoXConfig(ModelConfig):
         )
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`. The keys of rotary encoding are those of transformers 5 or of earlier versions."""
         fields = super().fields_from_hf(keys)
         rotary = {
@@ -116,7 +116,7 @@ class GptNeoXConfig(ModelConfig):
             "rotary_base": rope.number("rope_theta", default=10000.0),
         }
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         self.refuse_hf([], instead="native")
         part = self.rotary_dims / self.d_head

@@ -1,18 +1,18 @@
 """GPT-J (Wang and Komatsuzaki 2021), with the original's options for position encoding and norm."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ModelConfig
 from mesh_transformer.families.gpt2 import GPT2_DROPOUTS, GPT2_ROWS
-from mesh_transformer.families.hf_keys import Hf, Only
+from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
 from mesh_transformer.fields import Derived, Dims, size
 from mesh_transformer.spec import TRANSPOSED, Attention, Decoder, Dense, Norm, Rotary, Split, Tensor, parallel
 
 
-def _one_norm(value: Any) -> Any:
+def _one_norm(value: object) -> object:
     if value == "layernorm-desync":
         raise UserError(
             "each shard of the original had its own norm, and this program has one for all: did you mean layernorm?"
@@ -68,7 +68,7 @@ class GptJConfig(ModelConfig):
     """normalization before each block and before the head"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive pe_rotary_dims too."""
         values = super().derive(values)
         if d_head := size(values.get("d_head")):
@@ -87,7 +87,7 @@ class GptJConfig(ModelConfig):
             )
         return self
 
-    def architecture(self) -> dict[str, Any]:
+    def architecture(self) -> JsonObject:
         """See `ModelConfig`. pe_rotary_dims is left out without rotary encoding."""
         fields = super().architecture()
         return fields if self.pe == "rotary" else {k: v for k, v in fields.items() if k != "pe_rotary_dims"}
@@ -115,7 +115,7 @@ class GptJConfig(ModelConfig):
             head_bias=True,
         )
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         reasons = []
         if self.pe != "rotary":

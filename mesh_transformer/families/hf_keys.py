@@ -23,14 +23,17 @@ _HARMLESS = re.compile(
     re.VERBOSE,
 )
 
+JsonObject = dict[str, Any]
+"""The fields of a config, or the keys of config.json, as a file gives them. Their values are not checked yet."""
+
 
 class ConfigJson:
     """The keys of a config.json. A family takes the keys that it knows; `refuse_rest` checks the others."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: JsonObject) -> None:
         self._left = dict(values)
 
-    def take(self, *names: str, default: Any) -> Any:
+    def take(self, *names: str, default: object) -> Any:
         """The value of the key that has any of these names.
 
         Raises:
@@ -136,7 +139,7 @@ class Hf:
         """
         self.names, self.null, self.most, self.why, self.words = names, null, most, why, words or {}
 
-    def read(self, keys: ConfigJson, field: FieldInfo, defaults: Mapping[str, Any]) -> Any:
+    def read(self, keys: ConfigJson, field: FieldInfo, defaults: JsonObject) -> object:
         """The value of the field.
 
         Raises:
@@ -144,7 +147,7 @@ class Hf:
         """
         kinds = _kinds(field.annotation)
         has_default = not field.is_required() and not any(isinstance(mark, Derived) for mark in field.metadata)
-        default = defaults.get(self.names[0], self.write(field.default) if has_default else None)
+        default: Any = defaults.get(self.names[0], self.write(field.default) if has_default else None)
         null = self.null or NoneType in kinds
         if self.words:
             return self._word(keys.take(*self.names, default=default))
@@ -154,11 +157,11 @@ class Hf:
             return keys.number(*self.names, default=default, null=null)
         return keys.size(*self.names, default=default, null=null, most=self.most, why=self.why)
 
-    def write(self, value: Any) -> Any:
+    def write(self, value: object) -> Any:
         """What config.json has for a value of the field."""
         return self.words[value] if self.words else value
 
-    def _word(self, value: Any) -> Any:
+    def _word(self, value: object) -> object:
         known = {theirs: ours for ours, theirs in self.words.items()}
         if not isinstance(value, str) or value not in known:
             raise UserError(f"{self.names[0]} is {value!r:.60}: only {', '.join(known)} are supported")
@@ -168,7 +171,7 @@ class Hf:
 class Only:
     """The supported values of a key that no field holds. The first is the default of transformers."""
 
-    def __init__(self, *allowed: Any, written: bool = True, what: str = "") -> None:
+    def __init__(self, *allowed: object, written: bool = True, what: str = "") -> None:
         """State the values.
 
         Args:
@@ -196,7 +199,7 @@ class Only:
 class HfKeys(Group):
     """The tables of a family's keys. A class that changes a table of the class that it extends repeats its rows."""
 
-    HF_DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+    HF_DEFAULTS: ClassVar[JsonObject] = {}
     """What transformers takes for keys that a config.json leaves out, if it is not the default of the field."""
     HF_ROWS: ClassVar[Mapping[str, Hf | None]] = {}
     """The rows of inherited fields whose key differs in this family; None: config.json has no such key."""
@@ -204,7 +207,7 @@ class HfKeys(Group):
     """Keys that no field holds, and their supported values."""
     HF_IGNORED: ClassVar[tuple[str, ...]] = ()
     """Keys that do not affect the model, with any value."""
-    HF_WRITTEN: ClassVar[Mapping[str, Any]] = {}
+    HF_WRITTEN: ClassVar[JsonObject] = {}
     """Further keys that are written, with one value for all models."""
 
     @classmethod
@@ -217,7 +220,7 @@ class HfKeys(Group):
         return cls(**cls.fields_from_hf(keys))
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """The fields that a config.json gives. A family adds those that it computes.
 
         Raises:
@@ -230,7 +233,7 @@ class HfKeys(Group):
             keys.take(name, default=None)
         return fields
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """The keys that the family writes to config.json.
 
         Raises:
@@ -246,7 +249,7 @@ class HfKeys(Group):
         return {name: row for name, row in {**marks(cls, Hf), **cls.HF_ROWS}.items() if row is not None}
 
 
-def _kinds(annotation: Any) -> list[Any]:
+def _kinds(annotation: object) -> list[object]:
     """The types that an annotation allows, without their limits."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])

@@ -2,12 +2,12 @@
 
 import functools
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.hf_keys import Hf, Only
+from mesh_transformer.families.hf_keys import Hf, JsonObject, Only
 from mesh_transformer.families.rotary import RotaryConfig
 from mesh_transformer.fields import MOST_LAYERS, Derived, Heads, Positive, Switch, size
 from mesh_transformer.spec import (
@@ -53,7 +53,7 @@ class LlamaLike(RotaryConfig):
     """the head uses the token embeddings as its weights"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive n_kv_heads too."""
         values = super().derive(values)
         if n_heads := size(values.get("n_heads")):
@@ -108,7 +108,7 @@ class LlamaLike(RotaryConfig):
             tied=self.tied_head,
         )
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         if self.HF_HEADS_DIVIDE_WIDTH and self.d_model % self.n_heads:
             reason = f"{self.HF_ARCHITECTURE} requires that model.n_heads divides model.d_model"

@@ -1,10 +1,10 @@
 """OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): many small experts, and norms of whole q and k."""
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.families.experts import WithExperts
-from mesh_transformer.families.hf_keys import Hf
+from mesh_transformer.families.hf_keys import Hf, JsonObject
 from mesh_transformer.fields import Positive, Switch
 from mesh_transformer.spec import Attention, Router
 
@@ -51,7 +51,7 @@ class OlmoeConfig(WithExperts):
             clip=self.clip_qkv,
         )
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         self.refuse_hf([], instead="native")
         return super().to_hf()

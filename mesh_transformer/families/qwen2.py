@@ -1,12 +1,12 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv:2407.10671): Llama with biases on q, k and v."""
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
-from mesh_transformer.families.hf_keys import ConfigJson
+from mesh_transformer.families.hf_keys import ConfigJson, JsonObject
 from mesh_transformer.families.llama import LlamaLike
 from mesh_transformer.fields import CountOrZero, Tokens, Unit
 from mesh_transformer.spec import Attention
@@ -44,7 +44,7 @@ class QwenLike(LlamaLike):
         return [None if i < (self.full_layers or 0) else self.window for i in range(self.layers)]
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `LlamaLike`."""
         fields = super().fields_from_hf(keys)
         window = keys.size("sliding_window", default=4096, null=True)
@@ -66,7 +66,7 @@ class QwenLike(LlamaLike):
             )
         return fields
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `ModelConfig`."""
         return {
             **super().to_hf(),

@@ -1,11 +1,11 @@
 """Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024, arXiv:2407.10671): Qwen2 with experts, and one that all tokens share."""
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.experts import SomeDense
-from mesh_transformer.families.hf_keys import ConfigJson, Hf, Only
+from mesh_transformer.families.hf_keys import ConfigJson, Hf, JsonObject, Only
 from mesh_transformer.fields import Derived, Dims, size
 from mesh_transformer.spec import Attention, Dense, Experts
 
@@ -25,7 +25,7 @@ class QwenExperts(SomeDense):
     }
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `LlamaLike`."""
         fields = super().fields_from_hf(keys)
         if keys.flag("use_sliding_window", default=False):
@@ -41,7 +41,7 @@ class QwenExperts(SomeDense):
         dense = [layer for layer in range(fields["layers"]) if layer in listed or (layer + 1) % step]
         return {**fields, "dense_layers": dense}
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `ModelConfig`."""
         return {
             **super().to_hf(),
@@ -73,7 +73,7 @@ class Qwen2MoeConfig(QwenExperts):
     mesh.tp"""
 
     @classmethod
-    def derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, values: JsonObject) -> JsonObject:
         """Derive shared_d_ff too."""
         values = super().derive(values)
         if d_ff := size(values.get("d_ff")):

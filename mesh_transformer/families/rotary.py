@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.base import ModelConfig
-from mesh_transformer.families.hf_keys import ConfigJson
+from mesh_transformer.families.hf_keys import ConfigJson, JsonObject
 from mesh_transformer.fields import Derived, Positive, Real, Switch, Tokens
 from mesh_transformer.spec import Rotary, Scaling
 
@@ -103,7 +103,7 @@ class RotaryConfig(ModelConfig):
         return yarn_factor(factor)
 
     @classmethod
-    def mscales_from_hf(cls, fields: dict[str, Any], mscale: Any, all_dims: Any) -> dict[str, Any]:
+    def mscales_from_hf(cls, fields: JsonObject, mscale: float | None, all_dims: float | None) -> JsonObject:
         """The fields for yarn's magnitudes in config.json; the other rotary fields are given."""
         if fields["rotary_scaling"] != "yarn" or fields["rotary_attention_factor"] is not None:
             return {}
@@ -114,16 +114,16 @@ class RotaryConfig(ModelConfig):
         return {}
 
     @classmethod
-    def fields_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def fields_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """See `HfKeys`."""
         return {**super().fields_from_hf(keys), **cls.rotary_from_hf(keys)}
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         return {**super().to_hf(), **self.rotary_to_hf()}
 
     @classmethod
-    def rotary_from_hf(cls, keys: ConfigJson) -> dict[str, Any]:
+    def rotary_from_hf(cls, keys: ConfigJson) -> JsonObject:
         """The rotary fields in the keys of transformers 5 (`rope_parameters`) or of earlier versions.
 
         Raises:
@@ -142,7 +142,7 @@ class RotaryConfig(ModelConfig):
             raise UserError(f"rope_type is {kind!r:.60}: only default, linear, llama3 and yarn are supported")
         if rope.take("partial_rotary_factor", default=1.0) != 1:
             raise UserError("partial_rotary_factor is not 1: this family rotates whole heads")
-        fields: dict[str, Any] = {
+        fields: JsonObject = {
             "rotary_base": rope.number("rope_theta", default=cls.HF_DEFAULTS.get("rope_theta", 10000.0)),
             "rotary_scaling": scaling,
         }
@@ -157,10 +157,10 @@ class RotaryConfig(ModelConfig):
             raise UserError(f"rope_parameters: {error}") from error
         return fields
 
-    def rotary_to_hf(self) -> dict[str, Any]:
+    def rotary_to_hf(self) -> JsonObject:
         """The keys of config.json for the rotary fields, for transformers 5 and for earlier versions."""
         kind = "default" if self.rotary_scaling == "none" else self.rotary_scaling
-        values: dict[str, Any] = {"rope_type": kind}
+        values: JsonObject = {"rope_type": kind}
         for name in [name for names in _FIELDS[self.rotary_scaling] for name in names]:
             if (value := self._scaling_field(name)) is not None:
                 values[_HF_NAMES.get(name, name)] = value
