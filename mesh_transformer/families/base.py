@@ -8,18 +8,7 @@ from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
 from mesh_transformer.families.hf_keys import Hf, HfKeys, JsonObject
-from mesh_transformer.fields import (
-    INT32_MAX,
-    CountOrZero,
-    Derived,
-    Dims,
-    Heads,
-    Layers,
-    Rows,
-    Size,
-    Tokens,
-    size,
-)
+from mesh_transformer.fields import INT32_MAX, CountOrZero, Derived, Dims, Heads, Layers, Rows, Size, Tokens, size
 from mesh_transformer.spec import Activation, Decoder, Tensor
 
 # the frequencies of the rotated dims are an array in memory, and a file may give any number

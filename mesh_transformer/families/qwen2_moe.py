@@ -43,10 +43,7 @@ class QwenExperts(SomeDense):
 
     def to_hf(self) -> JsonObject:
         """See `ModelConfig`."""
-        return {
-            **super().to_hf(),
-            "mlp_only_layers": list(self.dense_layers),
-        }
+        return {**super().to_hf(), "mlp_only_layers": list(self.dense_layers)}
 
 
 class Qwen2MoeConfig(QwenExperts):

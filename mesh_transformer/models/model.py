@@ -144,10 +144,7 @@ class Model:
             "blocks": {
                 kind: collect_axes(functools.partial(block, x, ctx(kind))) for kind, block in functions.blocks.items()
             },
-            "head": {
-                **collect_axes(lambda: functions.final_norm(x)),
-                **collect_axes(lambda: functions.unembed(x)),
-            },
+            "head": {**collect_axes(lambda: functions.final_norm(x)), **collect_axes(lambda: functions.unembed(x))},
         }
 
     @functools.cached_property

@@ -17,7 +17,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.config.mesh import moment_rules
 from mesh_transformer.errors import UserError
 from mesh_transformer.models.haiku_model import Stream
-from mesh_transformer.models.head import TokenLoss, VocabTiles, weighted_loss
+from mesh_transformer.models.head import Objective, TokenLoss, VocabTiles, weighted_loss
 from mesh_transformer.models.model import KEPT
 from mesh_transformer.models.modules import Means
 from mesh_transformer.models.numbers import LayerNumbers, layer_numbers
@@ -74,12 +74,7 @@ class NoiseAverages(NamedTuple):
 
 
 def update_noise(
-    averages: NoiseAverages,
-    alpha: float,
-    small: int,
-    small_square: jax.Array,
-    big: int,
-    big_square: jax.Array,
+    averages: NoiseAverages, alpha: float, small: int, small_square: jax.Array, big: int, big_square: jax.Array
 ) -> tuple[NoiseAverages, dict[str, jax.Array]]:
     """Add one step to the averages.
 
@@ -252,7 +247,7 @@ class TrainProgram:
         parts = self._parts(self._objective, self._dispatch)
         return self.schedule.gradients(parts, params, frozen, Batch.of(tokens_ABT, self._replicas))
 
-    def _parts(self, objective: Callable[[TokenLoss], jax.Array], dispatch: Dispatch) -> Parts:
+    def _parts(self, objective: Objective, dispatch: Dispatch) -> Parts:
         """The model's functions and data, with this term of each token in the loss."""
         compute = self.model.compute
         kinds = {
@@ -293,11 +288,7 @@ class TrainProgram:
         return self.placement.gather(params, axes) if self.config.mesh.gather_weights == "per_step" else params
 
     def _loss(
-        self,
-        objective: Callable[[TokenLoss], jax.Array],
-        params: Params,
-        x_BTD: jax.Array,
-        batch: Batch,
+        self, objective: Objective, params: Params, x_BTD: jax.Array, batch: Batch
     ) -> tuple[jax.Array, TokenLoss]:
         """`Parts.loss` with this term of each token."""
         chunks = self.loss_chunks(*x_BTD.shape[:2])

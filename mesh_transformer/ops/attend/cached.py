@@ -44,13 +44,7 @@ class KVCache:
 
     @classmethod
     def zeros(
-        cls,
-        lengths: Sequence[int],
-        slots: int,
-        entries: Sequence[Entries],
-        dtype: jnp.dtype,
-        *,
-        stacked: bool = True,
+        cls, lengths: Sequence[int], slots: int, entries: Sequence[Entries], dtype: jnp.dtype, *, stacked: bool = True
     ) -> KVCache:
         """An empty cache: `lengths` positions and `entries` for each layer.
 
