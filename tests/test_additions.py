@@ -76,30 +76,19 @@ class AddedConfig(LlamaLike):
     "added_mechanism": '''
 """A mechanism."""
 from dataclasses import dataclass
-import haiku as hk
 import jax
 from mesh_transformer.models.attention import SelfAttention
-from mesh_transformer.models.modules import Linear
-from mesh_transformer.spec import Attention, below, linear
+from mesh_transformer.spec import Attention
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedAttention(Attention):
-    def arrays(self, width):
-        gate = linear(("embed", "heads"), width, self.heads * self.head_dim, "input")
-        return super().arrays(width) | below("gate", gate)
+    @property
+    def maps(self):
+        return (*super().maps, ("gate", "heads", self.heads))
 
 
 class GatedSelfAttention(SelfAttention):
-    def __init__(self, attention, d_model, out_stddev, name):
-        self.attention, self.name, self.qk_norms = attention, name, []
-        wide, narrow = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-        maps = ("q", wide, "heads"), ("k", narrow, "kv_heads"), ("v", narrow, "kv_heads"), ("gate", wide, "heads")
-        with hk.name_scope(name):
-            self.inputs = [Linear(d_model, width, ("embed", axis), name=name) for name, width, axis in maps]
-            self.out = Linear(wide, d_model, ("heads", "embed"), stddev=out_stddev, name="o")
-            self.keys = self.inputs[1:3]
-
     def __call__(self, q, k, v, gate, ctx):
         return super().__call__(q, k, v, ctx) * jax.nn.sigmoid(gate)
 ''',

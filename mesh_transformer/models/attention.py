@@ -22,19 +22,19 @@ from mesh_transformer.parallel.sharding import constrain
 
 class SelfAttention:
     """Self-attention (`spec.Attention`) between its products. Those of `inputs`, q (B, T or 1, H K), k and v (B, T, J
-    K) -> the input of `out`, (B, T or 1, H K)."""
+    K) -> the input of `out`, (B, T or 1, H K). A subclass whose `spec.Attention.maps` are more gets their products
+    too."""
 
     def __init__(self, attention: spec.Attention, d_model: int, out_stddev: float, name: str):
         a, self.attention, self.name = attention, attention, name
-        maps = ("q", a.heads, "heads"), ("k", a.kv_heads, a.kv_name), ("v", a.kv_heads, a.kv_name)
         # all modules in one scope: Haiku would number a second scope of the same name
         with hk.name_scope(name):
             self.inputs = [
                 Linear(d_model, heads * a.head_dim, ("embed", axis), bias=a.bias, name=name)
-                for name, heads, axis in maps
+                for name, axis, heads in a.maps
             ]
             self.out = Linear(a.heads * a.head_dim, d_model, ("heads", "embed"), stddev=out_stddev, name="o")
-            self.keys = self.inputs[1:]
+            self.keys = self.inputs[1:3]
             self.qk_norms = []
             if a.qk_norm is not None:
                 axes = ("heads", a.kv_name) if a.qk_norm_whole else (None, None)

@@ -39,13 +39,18 @@ class Attention(Attends):
         entry = CacheEntry(self.kv_name, self.kv_heads, self.head_dim)
         return entry, entry
 
+    @property
+    def maps(self) -> tuple[tuple[str, str, int], ...]:
+        """The maps of x, in the order in which the module gets their products: name, dimension name of the product,
+        and number of heads in it. A subclass may add some after these."""
+        return ("q", "heads", self.heads), ("k", self.kv_name, self.kv_heads), ("v", self.kv_name, self.kv_heads)
+
     def arrays(self, width: int) -> Arrays:
-        """See `Mechanism`: q, k, v, the output o, and the norms of q and k."""
-        maps = ("q", "heads", self.heads), ("k", self.kv_name, self.kv_heads), ("v", self.kv_name, self.kv_heads)
+        """See `Mechanism`: those of `maps`, the output o, and the norms of q and k."""
         arrays: dict[str, Array] = {}
-        for name, axis, heads in maps:
+        for name, axis, heads in self.maps:
             arrays |= below(name, linear(("embed", axis), width, heads * self.head_dim, "input", bias=self.bias))
-            if self.qk_norm is not None and name != "v":
+            if self.qk_norm is not None and name in ("q", "k"):
                 over = (axis, heads * self.head_dim) if self.qk_norm_whole else (None, self.head_dim)
                 arrays |= below(f"{name}_norm", self.qk_norm.arrays(*over))
         return arrays | below("o", linear(("heads", "embed"), self.heads * self.head_dim, width, "output"))
