@@ -1,11 +1,19 @@
 """A family, a mechanism, an optimizer and a model of unlike layers are one file and one line each.
 
-The files are written into a temporary folder, and imported; the lines are entries of the tables. What trains, is stored
+Each test uses four additions, whose files are in support/added:
+
+- added_family: norms after the branches only, and what a branch adds is scaled;
+- added_mechanism: attention whose mixed values are multiplied by a gate;
+- added_optimizer: gradient descent with momentum;
+- added_period: layers of two kinds in turn, one of them with the added mechanism and three parallel parts.
+
+The files are copied into a temporary folder, and imported; the lines are entries of the tables. What trains, is stored
 and is served is compared with a function of the parameters that is written here.
 """
 
 import functools
 import importlib
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,135 +43,8 @@ from mesh_transformer.models.mechanisms import MODULES
 from mesh_transformer.optimizers import OPTIMIZERS
 from mesh_transformer.train.step import TrainProgram
 
-FILES = {
-    # norms after the branches only, and the branches are scaled
-    "added_family": '''
-"""A family with another wiring."""
-from typing import ClassVar, Literal
-from mesh_transformer.families.llama import LlamaLike
-from mesh_transformer.fields import Positive
-from mesh_transformer.spec import Branch, Layer, Part
-
-
-class AddedConfig(LlamaLike):
-    """x += branch_scale * norm(mechanism(x))."""
-
-    HF_MODEL_TYPE: ClassVar = "added"
-    HF_ARCHITECTURE: ClassVar = "AddedForCausalLM"
-    HF_DEFAULTS: ClassVar = {}
-
-    family: Literal["added"] = "added"
-    """model family"""
-    branch_scale: Positive = 0.5
-    """what multiplies each branch"""
-
-    def layer(self, *mechanisms):
-        norm, scale = self.norm(), self.branch_scale
-        branches = [Branch(parts=(Part(mechanism=one),), post=norm, scale=scale) for one in mechanisms]
-        return Layer(branches=tuple(branches))
-
-    @classmethod
-    def fields_from_hf(cls, keys):
-        return {**super().fields_from_hf(keys), "branch_scale": keys.number("branch_scale", default=0.5)}
-
-    def to_hf(self):
-        return {**super().to_hf(), "branch_scale": self.branch_scale}
-
-    def norms_to_hf(self):
-        return {"attention_post_norm": "post_attention_layernorm", "ff_post_norm": "post_feedforward_layernorm"}
-''',
-    # the mixed values are multiplied by sigmoid(x w_gate)
-    "added_mechanism": '''
-"""A mechanism."""
-from dataclasses import dataclass
-import jax
-from mesh_transformer.models.attention import SelfAttention
-from mesh_transformer.spec import Attention
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatedAttention(Attention):
-    @property
-    def maps(self):
-        return (*super().maps, ("gate", "heads", self.heads))
-
-
-class GatedSelfAttention(SelfAttention):
-    def __call__(self, q, k, v, gate, ctx):
-        return super().__call__(q, k, v, ctx) * jax.nn.sigmoid(gate)
-''',
-    "added_optimizer": '''
-"""An optimizer: gradient descent with momentum."""
-from typing import Literal
-from mesh_transformer.fields import Fraction
-from mesh_transformer.optimizers.base import OptimizerConfig, like_parameter
-
-
-class Config(OptimizerConfig):
-    """Momentum."""
-
-    name: Literal["momentum"] = "momentum"
-    """the optimizer"""
-    decay: Fraction = 0.9
-    """decay of the sum of gradients"""
-
-    @property
-    def slots(self):
-        return {"trace": like_parameter}
-
-    def direction(self, axes):
-        from typing import NamedTuple
-        import jax
-        import jax.numpy as jnp
-        import optax
-
-        class State(NamedTuple):
-            count: jax.Array
-            trace: dict
-
-        def init(params):
-            return State(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
-
-        def update(gradients, state, params=None):
-            trace = jax.tree.map(lambda g, t: g + self.decay * t, gradients, state.trace)
-            return trace, State(state.count + 1, trace)
-
-        return optax.GradientTransformation(init, update)
-''',
-    # two times (plain, gated), and a plain layer; the first layer has no rotation
-    "added_period": '''
-"""A model of unlike layers."""
-from dataclasses import replace
-from typing import ClassVar, Literal
-from added_mechanism import GatedAttention
-from mesh_transformer.families.llama import LlamaLike
-from mesh_transformer.spec import Branch, Decoder, Dense, Layer, Part
-
-
-class PeriodConfig(LlamaLike):
-    """Plain layers, and layers with a gate and three parallel parts, in turn."""
-
-    HF_MODEL_TYPE: ClassVar = "period"
-
-    family: Literal["period"] = "period"
-    """model family"""
-
-    def decoder(self):
-        attention, norm, ff = self.attention(), self.norm(), self.ff()
-        unrotated = replace(attention, rotary=replace(attention.rotary, base=None))
-        windowed = replace(attention, window=3)
-        gated = GatedAttention(**vars(attention))
-        wide = Part(mechanism=Dense(name="wide", d_ff=self.d_ff, activation="relu", bias=True), norm=norm)
-        three = Branch(pre=norm, parts=(Part(mechanism=gated), Part(mechanism=ff), wide))
-        first, plain, last, odd = (
-            self.layer(unrotated, ff), self.layer(attention, ff), self.layer(windowed, ff), Layer(branches=(three,))
-        )
-        return Decoder(
-            d_model=self.d_model, n_vocab=self.n_vocab, vocab_multiple=self.vocab_multiple, seq=self.seq,
-            layers=(first, odd, plain, odd, last), final_norm=norm, tied=self.tied_head,
-        )
-''',
-}
+# the files of support/added say what each addition is
+FILES = ("added_family", "added_mechanism", "added_optimizer", "added_period")
 SIZES = {"d_model": 16, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32, "n_vocab": 32, "vocab_multiple": 32, "seq": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "added": {"layers": 2, "branch_scale": 0.5},
@@ -192,8 +73,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 def _added(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The files, and one line for each."""
     folder = tmp_path_factory.mktemp("added")
-    for name, text in FILES.items():
-        (folder / f"{name}.py").write_text(text.lstrip())
+    for name in FILES:
+        shutil.copy(Path(__file__).parent / "support" / "added" / f"{name}.py", folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         family, mechanism, optimizer, period = (importlib.import_module(name) for name in FILES)

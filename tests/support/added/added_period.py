@@ -1,0 +1,33 @@
+"""A model of unlike layers: two times (plain, gated), then a plain layer.
+
+A plain layer is Llama's. A gated layer is one branch of three parts, one of which has its own norm. The first plain
+layer has no rotation, and the last has a window.
+"""
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from added_mechanism import GatedAttention
+
+from mesh_transformer.families.llama import LlamaLike
+from mesh_transformer.spec import Branch, Decoder, Dense, Layer, Part
+
+
+class PeriodConfig(LlamaLike):
+    """Plain layers, and layers with a gate and three parallel parts, in turn."""
+
+    HF_MODEL_TYPE: ClassVar = "period"
+
+    family: Literal["period"] = "period"
+    """model family"""
+
+    def decoder(self) -> Decoder:
+        """See `ModelConfig`."""
+        attention, norm, ff = self.attention(), self.norm(), self.ff()
+        assert attention.rotary is not None
+        unrotated = replace(attention, rotary=replace(attention.rotary, base=None))
+        gate, wide = GatedAttention(**vars(attention)), Dense(name="wide", d_ff=self.d_ff, activation="relu")
+        parts = Part(mechanism=gate), Part(mechanism=ff), Part(mechanism=wide, norm=norm)
+        gated, plain = Layer(branches=(Branch(pre=norm, parts=parts),)), self.layer(attention, ff)
+        first, last = self.layer(unrotated, ff), self.layer(replace(attention, window=3), ff)
+        return replace(super().decoder(), layers=(first, gated, plain, gated, last))
