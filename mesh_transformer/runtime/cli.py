@@ -68,7 +68,8 @@ def parser(description: str, *, needs_config: bool = False) -> argparse.Argument
 
 def fields(kind: type[T], arguments: argparse.Namespace) -> T:
     """An instance of the dataclass `kind`, from the options with the names of its fields."""
-    return kind(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(kind)})  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: getattr(arguments, name) for name in names})
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, flag: str = "--ckpt", *, required: bool = False) -> None:

@@ -214,14 +214,14 @@ store.close()
 )
 def test_two_processes_hold_their_shards_and_one_tensor(tmp_path: Path, writer: str, reader: str) -> None:
     """384 MiB in three tensors on tp8: a process holds its 192 MiB of shards and at most one tensor of 128 MiB."""
-    where = {"cwd": Path(__file__).resolve().parents[2], "text": True}
-    subprocess.run([sys.executable, "-c", writer, str(tmp_path)], check=True, **where)  # type: ignore[call-overload]
+    where: Any = {"cwd": Path(__file__).resolve().parents[2], "text": True}
+    subprocess.run([sys.executable, "-c", writer, str(tmp_path)], check=True, **where)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-c", PROCESS, str(tmp_path / "step_1"), reader, port]
     children = [
-        subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)  # type: ignore[call-overload]
+        subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)
         for n in range(2)
     ]
     try:

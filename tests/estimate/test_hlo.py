@@ -50,14 +50,18 @@ CROSSING = """HloModule step, is_scheduled=true
 ENTRY %main (p: f32[256]) -> f32[256] {
   %p = f32[256]{0} parameter(0)
   %token = token[] after-all()
-  %send = (f32[256]{0}, u32[], token[]) send(%p, %token), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="sum_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %send = (f32[256]{0}, u32[], token[]) send(%p, %token), channel_id=2, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_rendezvous="sum_0",_xla_megascale_target="{1,2}x{0:3}",\
+_xla_megascale_transfer_type="ALL_REDUCE"}
   %update = f32[256]{0} add(%p, %p), backend_config={"estimated_cycles":"20"}
-  %recv = (f32[256]{0}, u32[], token[]) recv(%token), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="sum_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv = (f32[256]{0}, u32[], token[]) recv(%token), channel_id=1, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_rendezvous="sum_0",_xla_megascale_target="{1,2}x{0:3}",\
+_xla_megascale_transfer_type="ALL_REDUCE"}
   %sent = token[] send-done(%send), channel_id=2, is_host_transfer=true
   %received = (f32[256]{0}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
   ROOT %sum = f32[256]{0} get-tuple-element(%received), index=0
 }
-"""  # noqa: E501  (a line of a program)
+"""
 
 
 def test_a_transfer_between_slices_counts_once_with_what_it_yields():

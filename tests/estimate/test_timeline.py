@@ -29,7 +29,8 @@ PROGRAM = """HloModule step, is_scheduled=true
 %body (state: (s32[], bf16[8,8])) -> (s32[], bf16[8,8]) {
   %state.1 = (s32[], bf16[8,8]{1,0}) parameter(0)
   %x = bf16[8,8]{1,0} get-tuple-element(%state.1), index=1
-  %product = bf16[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused, metadata={op_name="jvp(blocks)/while/body/ff/dot"}, backend_config={"estimated_cycles":"1000"}
+  %product = bf16[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused, \
+metadata={op_name="jvp(blocks)/while/body/ff/dot"}, backend_config={"estimated_cycles":"1000"}
   %i = s32[] get-tuple-element(%state.1), index=0
   ROOT %next = (s32[], bf16[8,8]{1,0}) tuple(%i, %product)
 }
@@ -43,7 +44,7 @@ ENTRY %main (q: bf16[4096]) -> bf16[32768] {
   %done = bf16[32768]{0} all-gather-done(%start)
   ROOT %alone = bf16[32768]{0} all-gather(%q), replica_groups=[1,8]<=[8], dimensions={0}
 }
-"""  # noqa: E501  (a line of a program)
+"""
 GATHER = collective_seconds("all-gather", 1 << 16, DeviceGroup(8, 1), V5E)
 
 
@@ -161,10 +162,11 @@ ENTRY %main (q: bf16[32768], r: bf16[4096]) -> bf16[32768] {
   %scattered = bf16[4096]{0} fusion(%q), kind=kCustom, calls=%all-reduce-scatter
   %start = (bf16[4096]{0}, bf16[32768]{0}) fusion(%r), kind=kCustom, calls=%gather-start
   %buffer = bf16[32768]{0} get-tuple-element(%start), index=1
-  %work = bf16[32768]{0} fusion(%q), kind=kOutput, calls=%gather-part, metadata={op_name="jvp(head)/dot"}, backend_config={"estimated_cycles":"900"}
+  %work = bf16[32768]{0} fusion(%q), kind=kOutput, calls=%gather-part, \
+metadata={op_name="jvp(head)/dot"}, backend_config={"estimated_cycles":"900"}
   ROOT %done = bf16[32768]{0} fusion(%buffer), kind=kCustom, calls=%gather-done
 }
-"""  # noqa: E501  (a line of a program)
+"""
 
 
 def test_collectives_that_libtpu_fuses():

@@ -454,7 +454,8 @@ onfocus="window.hit=19"><button>Send</button></form>
 <object data="http://127.0.0.1:PORT/o"></object><embed src="http://127.0.0.1:PORT/e"><video \
 src="http://127.0.0.1:PORT/v" autoplay></video>
 <base href="http://127.0.0.1:PORT/"><meta http-equiv="refresh" content="0; url=http://127.0.0.1:PORT/m">
-<details open ontoggle="window.hit=20"><p style="position: fixed; inset: 0; background: url(http://127.0.0.1:PORT/b)">a</p>
+<details open ontoggle="window.hit=20"><p style="position: fixed; inset: 0; \
+background: url(http://127.0.0.1:PORT/b)">a</p>
 
 ```" onmouseover="window.hit=21"><img/src=x/onerror=window.hit=22>
 </code></pre><script>window.hit = 23</script>
