@@ -42,6 +42,9 @@ def answers(monkeypatch: pytest.MonkeyPatch, chat_tokenizer: Tokenizer) -> list[
 
 
 def messages(page: Any) -> list[str]:
+    """The texts of the messages, as the reader sees them."""
+    # the page hides a restored chat until the server has answered once, and the text of hidden elements has other lines
+    playwright.expect(page.locator("#chat")).to_be_visible()
     return page.locator("#messages .content").all_inner_texts()
 
 
