@@ -70,7 +70,8 @@ def route(router: Router, logits_BTE: jax.Array, bias_E: jax.Array | None = None
     weights_BTk = jnp.take_along_axis(scores_BTE, experts_BTk, axis=-1)
     if router.normalize:
         weights_BTk /= weights_BTk.sum(-1, keepdims=True) + router.eps
-    return Routing(weights_BTk * router.scale, experts_BTk, probs_of(scores_BTE))
+    probs_BTE = probs_of(scores_BTE)
+    return Routing(weights_BTk * router.scale, experts_BTk, probs_BTE)
 
 
 def _of_best_groups(router: Router, ranked_BTE: jax.Array) -> jax.Array:
