@@ -25,13 +25,11 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer.ops.attend.causal import MASKED, sees, soft_capped
 from mesh_transformer.parallel.sharding import Specs, Tree
 
-# of a chunk of queries: the chunk, and what the visits add up; of a chunk of keys: their gradients, if any
-_Query = TypeVar("_Query")
+# what visits add up for the queries, and the gradients of the keys, if any
 _State = TypeVar("_State")
 _Gradient = TypeVar("_Gradient")
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
 """q, k, v: (B, T, H, K), (B, T, J, K), (B, T, J, V), positions in the order of `Partition.sequence_order`.
-
 bias: (1, H, T, T) or None; its rows and columns are in the same order. segments: (B, T) int32 or None: a query sees the
 keys of its own segment only. window: int32 scalar or None, as in `causal.Attend`."""
 _Saved = tuple[Inputs, jax.Array, jax.Array]
@@ -61,6 +59,10 @@ class Plan:
         """A float32 array that differs between devices later."""
         return jax.lax.pcast(jnp.full(shape, value, jnp.float32), self.axis, to="varying")
 
+    def empty_like(self, tree: Tree) -> Tree:
+        """Such arrays, zeros, of the shapes of a tree."""
+        return jax.tree.map(lambda x: self.empty(x.shape), tree)
+
     def send(self, tree: Tree) -> Tree:
         """The arrays of the previous device of the ring."""
         ring = [(i, (i + 1) % self.devices) for i in range(self.devices)]
@@ -75,9 +77,7 @@ class Plan:
 
     def chunks(self, x: jax.Array | None, dimension: int) -> list[Any]:
         """The chunks of an array of one device, earliest first: with zigzag two, else one."""
-        if x is None:
-            return [None, None][: self.count]
-        return jnp.split(x, self.count, axis=dimension)
+        return [None] * self.count if x is None else jnp.split(x, self.count, axis=dimension)
 
     @property
     def count(self) -> int:
@@ -226,9 +226,7 @@ def _backward_of_device(
     kept = zip(dys, plan.chunks(log_z, 3), plan.chunks(delta, 3), strict=True)
     saved = [_Backward(query, *more) for query, more in zip(queries, kept, strict=True)]
 
-    def block(
-        rows: _Backward, key: _Keys, masked: bool, dquery: _QueryGradients, dkey: _KeyGradients
-    ) -> tuple[_QueryGradients, _KeyGradients]:
+    def block(rows: _Backward, key: _Keys, masked: bool, dquery: _QueryGradients, dkey: _KeyGradients) -> Any:
         query = rows.query
         products = _products(plan, query, key)
         logits = _logits(query, key, products, masked, window)
@@ -245,13 +243,8 @@ def _backward_of_device(
         return _QueryGradients(dq, dbias), _KeyGradients(dk, dv)
 
     visit, keys = functools.partial(_visit, plan, block, saved), _keys(plan, k, v, segments)
-    start = [
-        _QueryGradients(
-            plan.empty(one.q_BCJGK.shape), None if one.bias_BJGCT is None else plan.empty(one.bias_BJGCT.shape)
-        )
-        for one in queries
-    ]
-    none = [_KeyGradients(plan.empty(one.k_BSJK.shape), plan.empty(one.v_BSJK.shape)) for one in keys]
+    start = [_QueryGradients(*plan.empty_like((one.q_BCJGK, one.bias_BJGCT))) for one in queries]
+    none = [_KeyGradients(*plan.empty_like((one.k_BSJK, one.v_BSJK))) for one in keys]
     dqueries, dkeys = _all_visits(plan, visit, start, keys, none)
     dq = jnp.concatenate([rearrange(one.dq_BCJGK, "b c j g k -> b c (j g) k") for one in dqueries], axis=1)
     dk, dv = (jnp.concatenate(parts, axis=1) for parts in zip(*dkeys, strict=True))
@@ -292,14 +285,9 @@ def _rows(query: _Queries) -> tuple[int, ...]:
     return b, j, g, c
 
 
-_Visited = tuple[list[_State], list[_Gradient]]
-_Travel = tuple[list[_State], list[_Sent], list[_Gradient]]
-_Visit = Callable[[list[_State], jax.Array | None, list[_Sent], list[_Gradient]], _Visited[_State, _Gradient]]
-
-
 def _all_visits(
-    plan: Plan, visit: _Visit[_State, _Gradient], state: list[_State], keys: list[_Sent], gradients: list[_Gradient]
-) -> _Visited[_State, _Gradient]:
+    plan: Plan, visit: Callable[..., tuple[_State, _Gradient]], state: _State, keys: list[_Sent], gradients: _Gradient
+) -> tuple[_State, _Gradient]:
     """`state` and the gradients of the device's own keys after the keys of all devices were visited.
 
     `visit(state, device, keys, gradients)` adds the keys of `device`, None for the own ones, to the state, and returns
@@ -310,7 +298,7 @@ def _all_visits(
     if plan.mode == "gather":
         return visit(state, None, keys, gradients)
 
-    def later(carry: _Travel[_State, _Gradient], step: jax.Array) -> tuple[_Travel[_State, _Gradient], None]:
+    def later(carry: tuple[_State, list[_Sent], _Gradient], step: jax.Array) -> tuple[Any, None]:
         state, keys, gradients = carry
         following, gradients = plan.send(keys), plan.send(gradients)
         state, gradients = visit(state, (own - step) % n, keys, gradients)
@@ -329,13 +317,13 @@ def _all_visits(
 
 def _visit(
     plan: Plan,
-    block: Callable[[_Query, _Keys, bool, _State, _Gradient], tuple[_State, _Gradient]],
-    queries: list[_Query],
+    block: Callable[[Any, _Keys, bool, _State, _Gradient], tuple[_State, _Gradient]],
+    queries: list[Any],
     states: list[_State],
     device: jax.Array | None,
     sent: list[_Sent],
     gradients: list[_Gradient],
-) -> _Visited[_State, _Gradient]:
+) -> tuple[list[_State], list[_Gradient]]:
     """Add the keys of `device` (None: the own) to the states of the queries and to the gradients of these keys.
 
     With zigzag, the late queries see all early keys of any device. Of an earlier device, the early queries see the
