@@ -2,8 +2,9 @@
 
 Sources: for TPUs Google's page on each generation (cloud.google.com/tpu/docs/v2 ... v6e, tpu7x), and for the usable
 memory the compiler of libtpu 0.0.42, which names it when it refuses a program; the network between slices is the "data
-center network bandwidth" of these pages, which those of v2, v3 and v4 do not give; for GPUs NVIDIA's data sheets (H100
-SXM, H200, A100 SXM 80 GB), bfloat16 without sparsity. A v2, v3 or v7x chip is two JAX devices, which share its links.
+center network bandwidth" of these pages (the pages of v2, v3 and v4 do not give it); for GPUs NVIDIA's data sheets
+(H100 SXM, H200, A100 SXM 80 GB), bfloat16 without sparsity. A v2, v3 or v7x chip is two JAX devices, which share its
+links.
 """
 
 from dataclasses import dataclass

@@ -89,7 +89,7 @@ def check_optimizer(source: TensorSource, optimizer: OptimizerConfig) -> None:
     """Refuse to resume from a checkpoint that lacks the state of the config's optimizer.
 
     Raises:
-        UserError: the checkpoint has no optimizer state, or that of another optimizer.
+        UserError: the checkpoint has no optimizer state, or the state of another optimizer.
     """
     found, where = _optimizer(source), source.where
     if found is None and optimizer.slots:

@@ -131,7 +131,7 @@ def open_source(path: str, model: ModelConfig) -> TensorSource:
 
 
 def open_step(root: str, model: ModelConfig, step: int | None) -> TensorSource:
-    """Open one step, native or classic, of the run in a folder; with `step` None, the same as `open_source`.
+    """Open one step, native or classic, of the run in a folder; None: `open_source`.
 
     Raises:
         UserError: the folder has no such step, or as in `open_source`.

@@ -297,7 +297,7 @@ _previous_unraisable_hook = sys.unraisablehook
 
 
 def _silence_libraries() -> None:
-    """Drop Orbax's log lines for each file, and those of its threads about a failed save, whose error is raised."""
+    """Drop Orbax's log lines for each file, and its threads' log lines about a failed save, whose error is raised."""
     for library in ("absl", "fsspec"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.getLogger("absl").addFilter(_below_error)
@@ -345,7 +345,7 @@ def _barrier(*, key: str, timeout_ms: int) -> None:
 
 
 def _manager(root: str, keep_every: int | None, keep_latest: int) -> ocp.CheckpointManager:
-    """The manager that writes the steps under `root` and deletes those that need not be kept."""
+    """The manager that writes the steps under `root` and deletes the steps that need not be kept."""
     policies: list[Any] = [preservation_policy.LatestN(keep_latest)]
     if keep_every is not None:
         policies.append(preservation_policy.EveryNSteps(keep_every))

@@ -1,10 +1,10 @@
 """The interface to a checkpoint of any format: named whole tensors, read in slices.
 
-Names and shapes are those of this program's parameter tree, with its path joined by "/": `params/blocks/attention/q/w`
-is (layers, d_model, heads * d_head), `params/embed/tokens/w` is (padded_vocab, d_model). An optimizer's slots end in
-the same paths: Adam's moments are `mu/...` and `nu/...`. The reader of a format that stores something else (one array
-per layer, shards, other axes, no padding) converts while it reads. A reader holds the requested slice and at most one
-other tensor.
+Names are the paths of this program's parameter tree, joined by "/", with the shapes of its parameters:
+`params/blocks/attention/q/w` is (layers, d_model, heads * d_head), `params/embed/tokens/w` is (padded_vocab, d_model).
+An optimizer's slots end in these paths: Adam's moments are `mu/...` and `nu/...`. The reader of a format that stores
+something else (one array per layer, shards, other axes, no padding) converts while it reads. A reader holds the
+requested slice and at most one other tensor.
 """
 
 import functools

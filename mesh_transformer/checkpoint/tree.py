@@ -1,6 +1,6 @@
 """Checkpoints of any tree of arrays, saved on one mesh and loaded on another. docs/library.md describes the names here.
 
-The files are those of a run ({root}/step_N, see `store.py`): each process writes its own shards, a step appears
+The files are as in a run ({root}/step_N, see `store.py`): each process writes its own shards, a step appears
 complete or not at all, and each tensor has a checksum. A run's own checkpoints hold other trees and are refused.
 """
 

@@ -190,7 +190,7 @@ def _on_this_machine(address: str) -> str:
 
 
 def project_of(given: str | None) -> str:
-    """The project: `given`, or that of the environment, or that of the default credentials.
+    """The project: `given`, or the project of the environment, or the project of the default credentials.
 
     Raises:
         UserError: no project is set.

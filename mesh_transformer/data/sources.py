@@ -31,7 +31,7 @@ def find_source(source: str) -> str:
 
 
 def is_text(path: str) -> bool:
-    """Whether the name is that of a text file."""
+    """Whether the path names a text file."""
     return path.lower().endswith(".txt")
 
 

@@ -103,7 +103,7 @@ class Group:
         return sum(arrived, start=partial(me))
 
     def room(self, x: jax.Array, width: int) -> jax.Array:
-        """An array for all positions of which a device has (B, C, t, F). It has no values: zeros would cost time."""
+        """An array for all positions, if a device has (B, C, t, F). It has no values: zeros would cost time."""
         b, c, t, _ = x.shape
         empty = jax.lax.empty((b, c, self.devices * t, width), x.dtype)
         return jax.lax.pcast(empty, self.axis, to="varying")

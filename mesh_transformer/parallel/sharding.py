@@ -157,11 +157,11 @@ class Partition:
         )
 
     def with_rules(self, **rules: MeshAxes) -> Partition:
-        """The same mesh with other rules for some names."""
+        """This partition with other rules for some names."""
         return dataclasses.replace(self, rules={**self.rules, **rules})
 
     def keep_whole(self, name: str) -> Partition:
-        """The same without a split of dimension `name`, under any rules: no axis divides its size."""
+        """This partition without a split of dimension `name`, under any rules: no axis divides its size."""
         return dataclasses.replace(self, whole=self.whole | {name})
 
     def size(self, name: str | None) -> int:

@@ -140,7 +140,7 @@ def from_hf(
 ) -> None:
     """Convert a Hugging Face folder, or a model on its hub, to a native or classic step; see `write_step`.
 
-    The model is that of config.json.
+    config.json describes the model.
 
     Raises:
         UserError: an argument or the folder cannot be used; `output` is unchanged.

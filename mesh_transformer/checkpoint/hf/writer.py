@@ -37,8 +37,8 @@ SHARD_TENSORS = 20_000
 
 
 class _OutputTensor(NamedTuple):
-    """A tensor to write: its name, shape and dtype, the rows of the parameters in it, and its index in these: those of
-    the layer and of the expert."""
+    """A tensor to write: its name, shape and dtype, the rows of the parameters in it, and its index in the parameters:
+    the layer and the expert."""
 
     name: str
     shape: tuple[int, ...]
@@ -183,7 +183,7 @@ def stored_dtype(source: TensorSource) -> np.dtype:
 
 
 def n_bytes(source: TensorSource, model: ModelConfig, dtype: np.dtype | None) -> int:
-    """Total size of all tensors in bytes; the arguments are those of `write_hf`."""
+    """Total size of all tensors in bytes, with the arguments of `write_hf`."""
     check_source(source, model)
     return sum(map(_size, _plan(source, model, dtype)))
 

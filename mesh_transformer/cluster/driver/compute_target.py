@@ -84,7 +84,7 @@ class ComputeTarget:
         ray_address: address of a Ray cluster.
         processes: number of processes on this machine.
         price: price of one chip per hour, for the cost line.
-        variables: environment variables of the workers, added to those of their host.
+        variables: environment variables of the workers, added to the variables of their host.
         verbose: as `Display`.
 
     Raises:

@@ -142,7 +142,7 @@ def identify(pid: int) -> Process | None:
 
 
 def kill(processes: Sequence[Process]) -> list[int]:
-    """Send SIGKILL to those of the processes that still run and are workers or agents. Returns their process IDs."""
+    """Send SIGKILL to the processes that still run and are workers or agents. Returns the IDs of these processes."""
     return [process.pid for process in processes if _kill(process.pid, partial(_is_ours, process))]
 
 

@@ -129,7 +129,8 @@ class KeyValueView(Protocol):
         """(B, 1, T, S) booleans: whether the query at each position sees each key."""
 
     def split(self, layers: int) -> tuple[list[Self], Sequence[int]]:
-        """Views of which each serves one or more layers by their index among these, and the view of each layer."""
+        """Views, each of one or several layers, and for each layer the number of its view. A view counts its layers
+        from 0."""
 
     def joined(self, views: Sequence[Any]) -> Self:
         """The view with the views of `split` replaced."""
@@ -139,7 +140,8 @@ class KeyValueView(Protocol):
 
 
 class Cached:
-    """An `Attend` to the keys and values of a view. A call first writes those of `positions_BT` into the view.
+    """An `Attend` to the keys and values of a view. A call first writes the given keys and values, of `positions_BT`,
+    into the view.
 
     The queries are at `query_positions_BT`, all or some of these positions; `bias_BHTS` is for the queries.
     """

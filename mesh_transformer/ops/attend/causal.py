@@ -154,7 +154,7 @@ def _backward(scale: float, saved: _Saved, dy_BTHK: jax.Array) -> tuple[jax.Arra
 
 
 def _with_more_keys(total_BHSK: jax.Array, part_BHSK: jax.Array) -> jax.Array:
-    """The sum of two arrays, of which the second one has more keys.
+    """Add a gradient of the first keys to a gradient of more keys.
 
     Not by an addition in place: inside a `shard_map` the partitioner gathers the heads and sequences for it.
     """

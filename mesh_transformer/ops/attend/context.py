@@ -4,7 +4,7 @@
 
 - ring: keys and values go around a ring of the devices; each visit adds to the softmax (Liu et al. 2023,
   arXiv:2310.01889). A device has consecutive positions, so that half of the blocks are masked.
-- zigzag: the same, and a device has an early and a late chunk of the sequence (`Partition.sequence_order`): every
+- zigzag: as ring, and a device has an early and a late chunk of the sequence (`Partition.sequence_order`): every
   device computes two unmasked blocks in each visit.
 - gather: each device gathers all keys and values.
 - ulysses: the heads are split instead of the positions (Jacobs et al. 2023, arXiv:2309.14509).
@@ -37,8 +37,8 @@ def order(length: int) -> np.ndarray | None:
 
 @dataclasses.dataclass(frozen=True)
 class SplitHeads:
-    """An `Attend` that splits the heads over the devices that elsewhere split the positions, beside those that split
-    heads anyway. The partitioner moves the arrays by all-to-all."""
+    """An `Attend` that splits the heads over the devices that split heads anyway, and over the devices that elsewhere
+    split the positions. The partitioner moves the arrays by all-to-all."""
 
     view: ClassVar = None
     partition: Partition

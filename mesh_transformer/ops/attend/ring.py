@@ -216,7 +216,8 @@ def _backward_of_device(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """The gradients of q, k, v and the bias, as in `ops.attend.causal`, with the softmax from its normalizer.
 
-    Those of k and v are float32; with gather of all positions, (1, B, T, J, K), and not yet summed over the devices.
+    The gradients of k and v are float32; with gather of all positions, (1, B, T, J, K), and not yet summed over the
+    devices.
     """
     q, k, v, bias, segments, window = given
     queries = _queries(plan, given)
@@ -324,11 +325,12 @@ def _visit(
     sent: list[_Sent],
     gradients: list[_Gradient],
 ) -> tuple[list[_State], list[_Gradient]]:
-    """Add the keys of `device` (None: the own) to the states of the queries and to the gradients of these keys.
+    """Fold the keys of one `device` (None: this device) into the running softmax of the queries, and into the gradients
+    of these keys.
 
-    With zigzag, the late queries see all early keys of any device. Of an earlier device, the early queries see the
-    early keys; of a later one, the late queries see the late keys. Both are one block, whose inputs are selected, so
-    that all devices compute the same.
+    With zigzag, the late queries see all early keys of any device. The early queries see the early keys of an earlier
+    device, and the late queries see the late keys of a later device. Both cases are one block, whose inputs are
+    selected, so that all devices compute one program.
     """
     own = jax.lax.axis_index(plan.axis)
     keys = [_placed(plan, own if device is None else device, number, one) for number, one in enumerate(sent)]

@@ -160,8 +160,8 @@ class Group:
         return self._copies(self._split(self._copies(x_BTD, self.mlp)), self.gathers)
 
     def _split(self, x: jax.Array) -> jax.Array:
-        """x, one part for each device that splits the widths, with its tokens split over all others: one sum and split
-        over the devices that split the experts, and then one over those that split the widths."""
+        """x, one part for each device that splits the widths, with its tokens split over all other devices: one sum and
+        split over the devices that split the experts, and then one over the devices that split the widths."""
         spec = P(self.mlp, self.partition.axes("batch"), self.seq)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.partition.current_mesh, spec))
 

@@ -130,7 +130,7 @@ def _exchanged_all(
 
 
 def _swap(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """(n, ...) -> (n, ...): from device j, what it has for this device."""
+    """(n, ...) -> (n, ...): row j goes to device j, and the row that device j sent here replaces it."""
     return jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
 
 

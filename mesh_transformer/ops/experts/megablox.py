@@ -58,14 +58,14 @@ def _loose_promotion() -> Iterator[None]:
 
 
 def _rows(n: int, groups: int) -> int:
-    """Rows of a tile: a quarter of those of a mean group, since on average each group has one more tile than its rows
-    fill."""
+    """The height of a tile: a quarter of the mean group. Each group wastes about one partial tile, so that higher tiles
+    waste more rows."""
     return min(max(_LANES, n // groups // 4 // _LANES * _LANES), _ROWS)
 
 
 def _tile(size: int, most: int) -> int:
-    """The width of tiles of a dimension: all of it, or what adds the least to it, of those that add equally the
-    widest."""
+    """The width of a tile: the whole dimension if it fits, else the width with the least padding, and of equal widths
+    the largest."""
     if size <= most:
         return size
     return min(range(most, most // 2 - 1, -_LANES), key=lambda tile: -(-size // tile) * tile)

@@ -1,6 +1,6 @@
 """`grouped_matmul` on a CPU: a loop over the groups that have rows, and in it a loop over blocks of their rows.
 
-The work is about that of the rows (`gradient_rows` has the exception), and a group without rows costs nothing. The
+The work grows with the rows (`gradient_rows` has the exception), and a group without rows costs nothing. The
 blocks of a group begin at its first row, so that the layout has no padding. A block may go on into the rows of the next
 group: these are computed again later.
 
@@ -38,10 +38,10 @@ def block_rows(n: int, groups: int) -> int:
 
 
 def gradient_rows(n: int, groups: int, *, least: int = _GRADIENT_LEAST) -> tuple[int, int]:
-    """The rows of the first block of a group, and of the others, for the gradient of a matrix.
+    """The rows of the first block of a group, and the rows of each later block, for the gradient of a matrix.
 
-    Each block but the first costs a sum. The first has about the mean rows of a group, and at least those of the
-    others. Where a few groups have most rows, the first blocks of the other groups double the rows that are multiplied.
+    Each block but the first costs a sum. The first has about the mean rows of a group, and at least as many as a later
+    block. Where a few groups have most rows, the first blocks of the other groups double the rows that are multiplied.
     """
     rows = min(n, max(least, block_rows(n, groups)))
     return rows * max(1, n // groups // max(rows, 1)), rows
@@ -56,8 +56,8 @@ def _product_transposed(dy_NF: Arrays, w_EDF: Arrays, sizes_E: jax.Array) -> jax
 
 
 def _products(xs: Arrays, w_EDF: Arrays, sizes_E: jax.Array, widths: Sequence[int], *, contracted: int) -> Arrays:
-    """The joined xs times the joined matrices of their group, of which dimension `contracted` is summed: arrays of
-    `widths`."""
+    """The joined xs times the joined matrices of their group, summed over dimension `contracted` of the matrices:
+    arrays of `widths`."""
     n, dtype = len(xs[0]), xs[0].dtype
     rows = block_rows(n, len(sizes_E))
 

@@ -77,7 +77,7 @@ class AnswerCache:
             raise UserError(f"--cache {path} cannot be used ({error}): give the path of a new file") from error
 
     def use_model(self, params: Params, model: Model, tokenizer: Tokenizer) -> None:
-        """Find and store the answers of this model from now on, also those that earlier versions stored."""
+        """Find and store the answers of this model from now on. Answers that earlier versions stored are found too."""
         identity = [fingerprint(params), repr(model)]
         self._model = _digest([*identity, tokenizer.fingerprint])
         if (
@@ -90,7 +90,7 @@ class AnswerCache:
         self._database.commit()
 
     def find(self, requests: Sequence[Any]) -> dict[int, Answer]:
-        """The cached answers by the index of their request. All processes get the same."""
+        """The cached answers by the index of their request. All processes get the same answers."""
         known = {}
         if self._database is not None:
             query = "SELECT answer FROM answers WHERE model = ? AND request = ?"
@@ -254,7 +254,7 @@ class EvalModel:
 
 
 class DryRunModel:
-    """A substitute for an EvalModel that makes the same checks and computes nothing."""
+    """An EvalModel that checks requests without computing."""
 
     def __init__(self, model: EvalModel):
         self.tokenizer, self.context, self.check = model.tokenizer, model.context, model.check

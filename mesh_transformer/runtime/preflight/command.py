@@ -55,7 +55,7 @@ def run(config_path: str, overrides: Sequence[str], options: PreflightOptions) -
     """
     logs.set_up()
     _check(options)
-    # programs are compiled for devices that are not attached: those of this machine stay free
+    # programs are compiled for devices that are not attached: the devices of this machine stay free
     jax.config.update("jax_platforms", "cpu")
     config = training_config(config_path, overrides, options.tune_model_path)
     targets = [*map(tpu_target, options.tpu), *map(gpu_target, options.gpu)]
@@ -112,7 +112,8 @@ def _check(options: PreflightOptions) -> None:
 
 
 def _cases(config: Config, target: Target, options: PreflightOptions) -> list[Case]:
-    """The given config, or with --search the fastest by the closed form, else those that need the least memory."""
+    """The given config, or with --search the fastest by the closed form; if none fits, the configs that need the least
+    memory."""
     if not options.search:
         return [(config, ())]
     if target.slices > 1:
@@ -154,7 +155,7 @@ def _remedies(config: Config, target: Target) -> list[str]:
 
 
 def _mark_best(rows: Sequence[Prediction]) -> list[Prediction]:
-    # the time of a prompt is not to be compared with that of a token
+    # the time of a prompt does not compare with the time of a token
     fitting = [row for row in rows if row.fits and row.program != "prefill"]
     best = max(fitting, key=lambda row: row.tokens_per_s or 0.0, default=None)
     return [replace(row, best=row is best) for row in rows]

@@ -158,7 +158,7 @@ def sampling_params(*, spelled: Mapping[str, str] = {}, **fields: Any) -> Sampli
     """SamplingParams from the fields of a request.
 
     Args:
-        spelled: the names of fields in the request, where they differ from those of SamplingParams.
+        spelled: the names of fields in the request, where they differ from the names in SamplingParams.
 
     Raises:
         ApiError: 400, a field is out of its range.

@@ -23,7 +23,7 @@ class CheckpointTokenizer(NamedTuple):
 
 
 def open_tokenizer(config: Config, checkpoint: str) -> Tokenizer:
-    """The tokenizer that the config names, else that of the checkpoint, else GPT-2's. Warns if it has more IDs than the
+    """The tokenizer that the config names, else the checkpoint's, else GPT-2's. Warns if it has more IDs than the
     model.
 
     Raises:
@@ -37,11 +37,11 @@ def open_tokenizer(config: Config, checkpoint: str) -> Tokenizer:
 
 
 def tokenizer_of(checkpoint: str) -> CheckpointTokenizer:
-    """The tokenizer that the checkpoint's config names, else that of the Hugging Face folder that the checkpoint is or
-    came from, else the one in the folder of the run.
+    """The tokenizer that the checkpoint's config names, else the tokenizer of the Hugging Face folder that the
+    checkpoint is or came from, else the tokenizer in the folder of the run.
 
-    If the Hugging Face folder has none, the result still names it, so that `load_tokenizer` says what is missing:
-    GPT-2's would be wrong.
+    If the Hugging Face folder has no tokenizer, the result still names the folder, so that `load_tokenizer` says what
+    is missing: GPT-2's tokenizer would be wrong.
 
     Raises:
         UserError: there is no checkpoint, or it cannot be read.

@@ -42,7 +42,7 @@ _COLUMNS = {
     "embed": ("weights", "columns of the weights, of the model's width"),
     "moments": ("state", "columns of the optimizer state, of the model's width"),
 }
-# A column that says the same as another one is left out.
+# A column that would repeat another one is left out.
 _SAME = {"block_seq": "seq", "kv_heads": "heads", "moments": "embed"}
 # More devices than this get a line for each host, and no text in the picture.
 MANY = 64
@@ -112,7 +112,7 @@ class MeshPlan:
 
     @functools.cached_property
     def split(self) -> dict[str, tuple[str, str]]:
-        """The columns of the dimensions of which devices hold different parts."""
+        """One column for each dimension that devices split."""
         columns = {name: _COLUMNS.get(name, (name, name)) for name in (*_COLUMNS, *self.sizes) if name in self.sizes}
         return {name: column for name, column in columns.items() if self._is_split(name) and not self._repeats(name)}
 
@@ -124,7 +124,7 @@ class MeshPlan:
         return other is not None and self._groups(name) == self._groups(other)
 
     def _groups(self, name: str) -> list[int]:
-        """For each device, the first one that holds the same part, as an index of `held`."""
+        """For each device, the first device that holds its part, as an index of `held`."""
         first: dict[Spans, int] = {}
         return [first.setdefault(one.parts[name], index) for index, one in enumerate(self.held)]
 
@@ -242,7 +242,7 @@ def _explained(plan: MeshPlan) -> list[str]:
 
 
 def _row(plan: MeshPlan, group: Sequence[Holding]) -> list[str]:
-    """The cells of devices that share a line: what they hold together."""
+    """The cells of a line for several devices: what they hold together."""
     return [
         _text(spans(one.device.id for one in group)),
         *(_text(spans(one.place[axis] for one in group)) for axis in plan.axes),

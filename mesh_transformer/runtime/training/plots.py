@@ -119,7 +119,7 @@ def remove_partial(folder: str) -> None:
 
 
 def _records(folder: str) -> dict[int, dict[str, Any]]:
-    """The metrics of each step. Those of a repeated step replace those of before."""
+    """The metrics of each step. A repeated step has the metrics of its last repetition."""
     return {record["step"]: record for record in read_json_lines(os.path.join(folder, METRICS))}
 
 

@@ -29,7 +29,7 @@ LOCK = "run.lock"
 _ONLY_HERE = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 # time for the kernel to free the lock of a process of this machine that was killed
 WAIT_S = 3.0
-# the same for a process of another machine: file servers free the locks of a dead machine after about 90 s
+# time for file servers to free the lock of a process of a dead machine: about 90 s
 REMOTE_WAIT_S = 120.0
 
 
@@ -229,7 +229,7 @@ def _remove(folder: str) -> None:
 
 
 def _restore_metrics_from_bucket(remote: str, local: str) -> None:
-    """Replace the local metrics by those in the bucket, unless the local ones continue them."""
+    """Replace the local metrics by the metrics in the bucket, unless the local metrics continue them."""
     if not files.exists(remote):
         return
     with files.open_binary(remote) as source:
