@@ -124,7 +124,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def peak_memory_mib() -> int:
-    """The peak resident set of this process (VmHWM; getrusage would include that of the parent at the fork)."""
+    """The peak resident set of this process (VmHWM; getrusage would include the parent's at the fork)."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) // 1024
 

@@ -36,7 +36,7 @@ def train(changes: list[str], folder: str) -> list[dict[str, float]]:
 def main() -> None:
     made = parser(__doc__, config=None, rounds=None)
     made.add_argument("--seeds", type=int, default=3, help="runs of each model")
-    made.add_argument("--steps", type=int, help="steps of each run (default: those of the config)")
+    made.add_argument("--steps", type=int, help="steps of each run (default: the steps of the config)")
     made.add_argument("--pictures", metavar="FOLDER", help="copy the pictures of the first run with experts there")
     arguments = made.parse_args()
     steps = [f"optimizer.total_steps={arguments.steps}"] if arguments.steps else []

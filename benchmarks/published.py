@@ -154,7 +154,7 @@ def _compared(row: Row, predicted: Prediction, step_s: float) -> dict[str, float
 
 
 def attend_seconds(config: Config, target: Target) -> float:
-    """Predicted seconds of the operations that a fused kernel replaces: those of ops/attend, forward and backward."""
+    """Predicted seconds of the operations that a fused kernel replaces: ops/attend, forward and backward."""
     program = TrainProgram(Placement.of(config, target.devices()), config)
     batch = config.microbatch(config.check_devices(target.n_devices))
     lowered = lower_step(program, config.optimizer.gradient_accumulation_steps, batch)

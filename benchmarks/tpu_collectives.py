@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _count(found: list[Collective]) -> list[dict[str, Any]]:
-    """Collectives by place and kind. Bytes are those of one iteration of the innermost loop."""
+    """Collectives by place and kind. Bytes are of one iteration of the innermost loop."""
     nbytes: dict[tuple[str, str], list[int]] = defaultdict(list)
     for one in found:
         nbytes[_place(one.loops), one.kind].append(one.nbytes)

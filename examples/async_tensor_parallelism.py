@@ -2,7 +2,7 @@
 
     python -m examples.async_tensor_parallelism
 
-Model and training step are those of examples/tensor_parallelism.py. Between the products each device has some of the
+Model and training step are in examples/tensor_parallelism.py. Between the products each device has some of the
 positions ("block_seq", split over tp: Korthikanti et al. 2022, arXiv:2205.05198). `column` needs all positions, and
 `row` leaves each device the sum at its own. With `overlap_tp` both go around a ring of the devices in parts (Wang et
 al. 2023, doi:10.1145/3567955.3567959): the collectives are permutes, and no product waits for all parts.

@@ -71,7 +71,7 @@ def partition(mesh: Mesh) -> Partition:
 
 
 def train(partition: Partition) -> common.Run:
-    """The training step is that of one device."""
+    """The training step equals the step on one device."""
     tokens = common.sequences(STEPS, MICROBATCHES, ROWS, POSITIONS, VOCABULARY)
     model = HaikuModel(embedding, block, head, layers=LAYERS, example=jnp.zeros(tokens.shape[2:], jnp.int32))
     parts = Parts(model.embed, model.layer, model.loss, model.axes, layer_loss=balance)

@@ -144,10 +144,10 @@ def _add_model(grouped: dict[str, dict[str, Any]], find_model: FindModel) -> Non
         # the validation of the whole config reports it
         return
     try:
-        found = find_model(settings) or {}
+        recorded = find_model(settings) or {}
     except UserError as error:
         raise UserError(f"the group model is not given, and {error}") from error
-    grouped["model"] = {**found, **grouped.get("model", {})}
+    grouped["model"] = {**recorded, **grouped.get("model", {})}
 
 
 def _groups(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The estimate of steps that libtpu compiled, recorded by scripts/tpu_programs.py.
 
-The program is GPT-J-6B with 16 microbatches of one sequence of 2,048 tokens. The expected figures are those of an
-estimator that was written for design studies of the same programs, apart from this code.
+The program is GPT-J-6B with 16 microbatches of one sequence of 2,048 tokens. The expected figures are
+from an estimator that was written for design studies of these programs, apart from this code.
 """
 
 import gzip

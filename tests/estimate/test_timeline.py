@@ -128,8 +128,8 @@ def test_without_estimates_of_the_compiler_the_roofline_bounds():
     assert at_least < found.seconds < 4 * at_least
 
 
-# libtpu's forms: a reduce-scatter as a fusion of an all-reduce and a slice; a gather whose start and end are fused, and
-# of which a part runs in the product between them
+# libtpu's forms: a reduce-scatter as a fusion of an all-reduce and a slice; a gather whose start and end are fused;
+# a part of the gather runs in the product between them
 FUSED = """HloModule step, is_scheduled=true
 
 %all-reduce-scatter (a: bf16[32768]) -> bf16[4096] {

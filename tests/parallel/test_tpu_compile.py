@@ -178,7 +178,7 @@ def test_the_6b_fine_tuning_step_fits_a_v3_core():
 
 
 def test_the_compiler_refuses_two_layers_more():
-    """The compiler's limit is that of the table of accelerators, and it counts the same memory as `peak_bytes`."""
+    """The compiler's limit is the limit in the table of accelerators, and it counts memory as `peak_bytes` does."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"exceeds available HBM \(15\.48G\)"):
         _compile(load_config(str(CONFIG), ["model.layers=30"]))
 

@@ -75,7 +75,7 @@ def sampled(*factors: Iterable[Any], seconds: float, files: Any, strength: int =
 
 
 def ordered(cases: Sequence[Case], seed: str, strength: int | None = None) -> Iterator[Case]:
-    """The combinations, those first that contain each value, then those that add each pair of values, and so on.
+    """The combinations in an order: first they contain each value, then each pair of values, and so on.
 
     Greedy: the next one is the first, in an order that the seed shuffles, that adds the most.
 

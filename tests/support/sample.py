@@ -108,7 +108,7 @@ def _imports(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take the lines of a worker of pytest-xdist; all workers have the same."""
+    """Take the lines of one worker of pytest-xdist: the lines of all workers are equal."""
     node.config.stash[_LINES] = getattr(node, "workeroutput", {}).get("sample", [])
 
 

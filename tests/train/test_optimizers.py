@@ -57,7 +57,7 @@ def drawn(seed: int) -> dict[str, Any]:
 
 
 def unstacked(tree: dict[str, Any]) -> dict[str, Any]:
-    """The same with each layer as a tree of its own."""
+    """The tree with each layer as a tree of its own."""
     stacks = {name: arrays for name, arrays in tree.items() if name != "tables"}
     layers = {
         f"{stack}/{layer}": {name: x[layer] for name, x in arrays.items()}

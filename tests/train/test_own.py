@@ -58,7 +58,7 @@ def _parts(*, tied: bool, shared_out: str, leading: bool = False) -> Parts:
 
 
 def _with_means(parts: Parts) -> Parts:
-    """The same with a mean and a loss of each layer."""
+    """The parts with a mean and a loss of each layer."""
 
     def layer(params: Any, stream: Stream, numbers: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         x_BTD, _ = parts.layer(params, stream, numbers)

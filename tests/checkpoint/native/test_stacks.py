@@ -1,5 +1,5 @@
-"""Stacks of an earlier version, read as those of a decoder with several runs of layers. The expected rows are cut by
-hand."""
+"""Stacks of an earlier version are read as the stacks of a decoder with several runs of layers. The expected rows are
+cut by hand."""
 
 import shutil
 from pathlib import Path

@@ -107,7 +107,7 @@ def test_bfloat16(exchange: str) -> None:
 
 
 def test_inside_of_replicas() -> None:
-    """Each replica has a part of the batch. The statistics and the drops are those of all."""
+    """Each replica has a part of the batch. The statistics and the drops are of the whole batch."""
     partition, router = partition_of("dp2_ep4"), Router(chosen=3, normalize=True)
     replicas = Replicas(partition)
     logits = np.random.default_rng(3).normal(size=(8, 6, 8)).astype(np.float32)

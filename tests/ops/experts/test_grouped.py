@@ -66,7 +66,7 @@ def test_no_rows_on_cpu() -> None:
 
 
 def test_packed_matrices_on_cpu() -> None:
-    """Those of two bytes are read as integers. XLA does not convert the matrices of all groups."""
+    """Matrices of two bytes an element are read as integers. XLA does not convert the matrices of all groups."""
     x, w = (jax.random.normal(jax.random.key(0), shape).astype(jnp.bfloat16) for shape in ((8, 64), (7, 64, 32)))
     packed = PackedBlock.pack({"experts": {"in": w}}, (), ["experts"]).unpack()["experts"]["in"]
     sizes = jnp.array([0, 3, 0, 5, 0, 0, 0], jnp.int32)

@@ -17,7 +17,7 @@ SPLIT = ["mesh.tp=2", "mesh.fsdp=4", "mesh.shard_activations=true"]
 
 @pytest.fixture
 def on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rates are those of a TPU, whose closed form estimates rings to be faster."""
+    """With the rates of a TPU, the closed form estimates rings to be faster."""
     monkeypatch.setattr(overlap, "of_device", lambda kind: ACCELERATORS["v4"])
 
     def seconds(config: Config, *_):
