@@ -25,9 +25,12 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer.ops.attend.causal import MASKED, sees, soft_capped
 from mesh_transformer.parallel.sharding import Specs, Tree
 
-# what visits add up for the queries, and the gradients of the keys, if any
+# of chunks of queries: the chunks, and what the visits add up; of chunks of keys: their gradients, if any
+_Query = TypeVar("_Query")
 _State = TypeVar("_State")
 _Gradient = TypeVar("_Gradient")
+_Gradients = tuple["_QueryGradients", "_KeyGradients"]
+_Carry = tuple[_State, "list[_Sent]", _Gradient]
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
 """q, k, v: (B, T, H, K), (B, T, J, K), (B, T, J, V), positions in the order of `Partition.sequence_order`.
 bias: (1, H, T, T) or None; its rows and columns are in the same order. segments: (B, T) int32 or None: a query sees the
@@ -69,8 +72,7 @@ class Plan:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, ring), tree)
 
     def sum_by_position(self, x_NBTJK: jax.Array) -> jax.Array:
-        """The sum over devices of arrays of all positions. Each device sends to every other the positions of that
-        one."""
+        """The sum over devices of arrays of all positions. Each device sends the others their positions."""
         free = P.UNCONSTRAINED
         split = NamedSharding(self.mesh, P(None, free, self.axis, free, free))
         return jax.lax.with_sharding_constraint(x_NBTJK, split).sum(0)
@@ -216,18 +218,16 @@ def _backward_of_device(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """The gradients of q, k, v and the bias, as in `ops.attend.causal`, with the softmax from its normalizer.
 
-    The gradients of k and v are float32; with gather of all positions, (1, B, T, J, K), and not yet summed over the
-    devices.
+    The gradients of k and v are float32; with gather, (1, B, T, J, K), and not yet summed over the devices.
     """
     q, k, v, bias, segments, window = given
-    queries = _queries(plan, given)
-    delta = (dy.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1)
-    delta = rearrange(delta, "b t (j g) -> b j g t", j=k.shape[2])
-    dys = plan.chunks(rearrange(dy, "b t (j g) k -> b t j g k", j=k.shape[2]), 1)
+    queries, j = _queries(plan, given), k.shape[2]
+    delta = rearrange((dy.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1), "b t (j g) -> b j g t", j=j)
+    dys = plan.chunks(rearrange(dy, "b t (j g) k -> b t j g k", j=j), 1)
     kept = zip(dys, plan.chunks(log_z, 3), plan.chunks(delta, 3), strict=True)
     saved = [_Backward(query, *more) for query, more in zip(queries, kept, strict=True)]
 
-    def block(rows: _Backward, key: _Keys, masked: bool, dquery: _QueryGradients, dkey: _KeyGradients) -> Any:
+    def block(rows: _Backward, key: _Keys, masked: bool, dquery: _QueryGradients, dkey: _KeyGradients) -> _Gradients:
         query = rows.query
         products = _products(plan, query, key)
         logits = _logits(query, key, products, masked, window)
@@ -299,7 +299,7 @@ def _all_visits(
     if plan.mode == "gather":
         return visit(state, None, keys, gradients)
 
-    def later(carry: tuple[_State, list[_Sent], _Gradient], step: jax.Array) -> tuple[Any, None]:
+    def later(carry: _Carry[_State, _Gradient], step: jax.Array) -> tuple[_Carry[_State, _Gradient], None]:
         state, keys, gradients = carry
         following, gradients = plan.send(keys), plan.send(gradients)
         state, gradients = visit(state, (own - step) % n, keys, gradients)
@@ -325,8 +325,7 @@ def _visit(
     sent: list[_Sent],
     gradients: list[_Gradient],
 ) -> tuple[list[_State], list[_Gradient]]:
-    """Fold the keys of one `device` (None: this device) into the running softmax of the queries, and into the gradients
-    of these keys.
+    """Add the keys of `device` (None: the own) to the states of the queries and to the gradients of these keys.
 
     With zigzag, the late queries see all early keys of any device. The early queries see the early keys of an earlier
     device, and the late queries see the late keys of a later device. Both cases are one block, whose inputs are
