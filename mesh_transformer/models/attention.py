@@ -13,8 +13,9 @@ import numpy as np
 from einops import rearrange
 
 from mesh_transformer import spec
-from mesh_transformer.models.modules import Context, Linear, Norm, columns, parameter
+from mesh_transformer.models.modules import ZEROS, Context, Linear, Norm, columns, parameter
 from mesh_transformer.ops.attend.cached import Cached
+from mesh_transformer.ops.linear import add_bias
 from mesh_transformer.ops.rotary import Rotation, rotate
 from mesh_transformer.ops.tensor_parallel import column
 from mesh_transformer.parallel.sharding import constrain
@@ -68,10 +69,8 @@ class SelfAttention:
         return constrain(rearrange(y, "b t (h k) -> b t h k", k=self.attention.head_dim), "batch", "seq", axis, None)
 
 
-class LatentAttention:
-    """Multi-head latent attention (`spec.LatentAttention`) between its products. Those of `inputs`, q (B, T or 1, H K)
-    or its latent, and the latent of keys and values with the rotated key (B, T, R + rotary dims) -> the input of `out`,
-    (B, T or 1, H V).
+class FromLatents:
+    """Attention to keys and values that are made of latents (`spec.FromLatents`), given queries and latents.
 
     Whole sequences attend to keys and values of all heads, which are made from the latents. The cache holds the latents
     with the rotated keys. Few queries attend to these as to one head of keys and values that all heads share
@@ -80,36 +79,16 @@ class LatentAttention:
     are made from the cache (`_makes_keys`).
     """
 
-    def __init__(self, attention: spec.LatentAttention, d_model: int, out_stddev: float, name: str):
-        a, self.attention, self.name = attention, attention, name
-        queries, latent = a.heads * a.head_dim, a.kv_rank + a.rotary.dims
-        with hk.name_scope(name):
-            if a.q_rank is None:
-                q = Linear(d_model, queries, ("embed", "heads"), name="q")
-            else:
-                q = Linear(d_model, a.q_rank, ("embed", None), bias=a.bias, name="q_a")
-                self.q_norm = Norm(a.norm, "q_norm", axis=None)
-                self.q_b = Linear(a.q_rank, queries, (None, "heads"), name="q_b")
-            self.inputs = [q, Linear(d_model, latent, ("embed", None), bias=a.bias, name="kv_a")]
-            self.keys = self.inputs[1:]
-            self.kv_norm = Norm(a.norm, "kv_norm", axis=None)
-            self.kv_b = HeadMatrices(a.kv_rank, a.heads, a.nope_dims + a.v_dims, name="kv_b")
-            self.out = Linear(a.heads * a.v_dims, d_model, ("heads", "embed"), stddev=out_stddev, name="o")
+    def __init__(self, attention: spec.FromLatents, d_model: int, out_stddev: float, *, bias: bool = False):
+        a, self.latents = attention, attention
+        self.kv_b = HeadMatrices(a.kv_rank, a.heads, a.nope_dims + a.v_dims, bias=bias, name="kv_b")
+        self.out = Linear(a.heads * a.v_dims, d_model, ("heads", "embed"), stddev=out_stddev, name="o")
 
-    def __call__(self, q: jax.Array, latent: jax.Array, ctx: Context) -> jax.Array:
-        with jax.named_scope(self.name):
-            return self._mixed(q, latent, ctx)
-
-    def _mixed(self, q: jax.Array, latent: jax.Array, ctx: Context) -> jax.Array:
-        a = self.attention
-        if a.q_rank is not None:
-            (q,) = columns(self.q_norm(q), [self.q_b])
-        q_pass, q_rotated = jnp.split(self._heads(q), [a.nope_dims], axis=-1)
-        latent, k_rotated = jnp.split(latent, [a.kv_rank], axis=-1)
-        latent, k_rotated = self.kv_norm(latent), k_rotated[:, :, None]
-        if ctx.rotation:
-            q_rotated = rotate(q_rotated, Rotation(*map(ctx.queries, ctx.rotation)), a.rotary.style)
-            k_rotated = rotate(k_rotated, ctx.rotation, a.rotary.style)
+    def attend(
+        self, ctx: Context, q_pass: jax.Array, q_rotated: jax.Array, latent: jax.Array, k_rotated: jax.Array
+    ) -> jax.Array:
+        """The input of `out`, (B, T or 1, H V), from the two parts of the queries, (B, T or 1, H, K) each, the latents
+        (B, T, R) and the rotated keys (B, T, 1, K)."""
         k_rotated = constrain(k_rotated, "batch", "seq", None, None)
         if isinstance(ctx.attend, Cached) and ctx.attend.view.latent:
             entry = jnp.concatenate([constrain(latent, "batch", "seq", None)[:, :, None], k_rotated], axis=-1)
@@ -122,10 +101,11 @@ class LatentAttention:
         self, ctx: Context, q_pass: jax.Array, q_rotated: jax.Array, latent: jax.Array, k_rotated: jax.Array
     ) -> jax.Array:
         """Attention to keys and values of all heads: (B, T or 1, H, V)."""
-        a = self.attention
         (made,) = column(latent, [rearrange(self.kv_b.w, "h r k -> r (h k)")], ["heads"])
-        k_pass, v = jnp.split(self._heads(made), [a.nope_dims], axis=-1)
-        k_rotated = jnp.broadcast_to(k_rotated, (*k_pass.shape[:-1], a.rotary.dims))
+        if self.kv_b.b is not None:
+            made = add_bias(made, self.kv_b.b)
+        k_pass, v = jnp.split(self._heads(made), [self.latents.nope_dims], axis=-1)
+        k_rotated = jnp.broadcast_to(k_rotated, (*k_pass.shape[:-1], self.latents.rotary_dims))
         q, k = (jnp.concatenate(x, axis=-1) for x in ((q_pass, q_rotated), (k_pass, k_rotated)))
         return ctx.attend(q, k, v, scale=self._scale, window=ctx.window)
 
@@ -142,42 +122,125 @@ class LatentAttention:
         if self._makes_keys(q_pass.shape[1], sum(part.shape[2] for part in held)):
             q = jnp.concatenate([q_pass, q_rotated], axis=-1)
             return attend.attend(q, [self._keys_and_values(part) for part in held], scale=self._scale, window=window)
-        to_k, to_v = jnp.split(self.kv_b.w, [self.attention.nope_dims], axis=-1)
+        to_k, to_v = jnp.split(self.kv_b.w, [self.latents.nope_dims], axis=-1)
+        # without the bias of the keys: it adds one number to all logits of a query, which the softmax does not show
         q = jnp.concatenate([jnp.einsum("bthk,hrk->bthr", q_pass, to_k), q_rotated], axis=-1)
         mixed = attend.attend(q, [(part,) for part in held], scale=self._scale, window=window)
-        return jnp.einsum("bthr,hrv->bthv", mixed[..., : self.attention.kv_rank], to_v)
+        values = jnp.einsum("bthr,hrv->bthv", mixed[..., : self.latents.kv_rank], to_v)
+        bias_HK = self._bias_HK
+        return values if bias_HK is None else values + bias_HK[None, None, :, self.latents.nope_dims :]
 
     def _makes_keys(self, queries: int, positions: int) -> bool:
         """Whether keys and values of all heads need fewer multiplications than attention to the latents does."""
-        a = self.attention
+        a = self.latents
         makes = a.kv_rank * (a.nope_dims + a.v_dims)
         made = positions * makes + queries * positions * (a.head_dim + a.v_dims)
-        return made < queries * makes + queries * positions * 2 * (a.kv_rank + a.rotary.dims)
+        return made < queries * makes + queries * positions * 2 * (a.kv_rank + a.rotary_dims)
 
     def _keys_and_values(self, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Entries of the cache (B, 1, S, R + rotary dims) -> (B, H, S, K) and (B, H, S, V)."""
-        latent, k_rotated = jnp.split(entry, [self.attention.kv_rank], axis=-1)
+        latent, k_rotated = jnp.split(entry, [self.latents.kv_rank], axis=-1)
         made = constrain(jnp.einsum("bsr,hrk->bhsk", latent[:, 0], self.kv_b.w), "batch", "heads", None, None)
-        k_pass, v = jnp.split(made, [self.attention.nope_dims], axis=-1)
+        bias_HK = self._bias_HK
+        if bias_HK is not None:
+            made = made + bias_HK[None, :, None]
+        k_pass, v = jnp.split(made, [self.latents.nope_dims], axis=-1)
         k_rotated = jnp.broadcast_to(k_rotated, (*k_pass.shape[:-1], k_rotated.shape[-1]))
         return jnp.concatenate([k_pass, k_rotated], axis=-1), v
 
     @property
+    def _bias_HK(self) -> jax.Array | None:
+        return None if self.kv_b.b is None else rearrange(self.kv_b.b, "(h k) -> h k", h=self.latents.heads)
+
+    @property
     def _scale(self) -> float:
-        a = self.attention
+        a = self.latents
         return float(1 / np.sqrt(a.head_dim) if a.scale is None else a.scale)
 
     def _heads(self, y: jax.Array) -> jax.Array:
-        return constrain(rearrange(y, "b t (h k) -> b t h k", h=self.attention.heads), "batch", "seq", "heads", None)
+        return constrain(rearrange(y, "b t (h k) -> b t h k", h=self.latents.heads), "batch", "seq", "heads", None)
+
+
+class LatentAttention(FromLatents):
+    """Multi-head latent attention (`spec.LatentAttention`) between its products. Those of `inputs`, q (B, T or 1, H K)
+    or its latent, and the latent of keys and values with the rotated key (B, T, R + rotary dims) -> the input of `out`,
+    (B, T or 1, H V)."""
+
+    def __init__(self, attention: spec.LatentAttention, d_model: int, out_stddev: float, name: str):
+        a, self.attention, self.name = attention, attention, name
+        queries, latent = a.heads * a.head_dim, a.kv_rank + a.rotary_dims
+        with hk.name_scope(name):
+            if a.q_rank is None:
+                q = Linear(d_model, queries, ("embed", "heads"), name="q")
+            else:
+                q = Linear(d_model, a.q_rank, ("embed", None), bias=a.bias, name="q_a")
+                self.q_norm = Norm(a.norm, "q_norm", axis=None)
+                self.q_b = Linear(a.q_rank, queries, (None, "heads"), name="q_b")
+            self.inputs = [q, Linear(d_model, latent, ("embed", None), bias=a.bias, name="kv_a")]
+            self.keys = self.inputs[1:]
+            self.kv_norm = Norm(a.norm, "kv_norm", axis=None)
+            super().__init__(a, d_model, out_stddev)
+
+    def __call__(self, q: jax.Array, latent: jax.Array, ctx: Context) -> jax.Array:
+        with jax.named_scope(self.name):
+            return self._mixed(q, latent, ctx)
+
+    def _mixed(self, q: jax.Array, latent: jax.Array, ctx: Context) -> jax.Array:
+        a = self.attention
+        if a.q_rank is not None:
+            (q,) = columns(self.q_norm(q), [self.q_b])
+        q_pass, q_rotated = jnp.split(self._heads(q), [a.nope_dims], axis=-1)
+        latent, k_rotated = jnp.split(latent, [a.kv_rank], axis=-1)
+        latent, k_rotated = self.kv_norm(latent), k_rotated[:, :, None]
+        if ctx.rotation:
+            q_rotated = rotate(q_rotated, Rotation(*map(ctx.queries, ctx.rotation)), a.rotary.style)
+            k_rotated = rotate(k_rotated, ctx.rotation, a.rotary.style)
+        return self.attend(ctx, q_pass, q_rotated, latent, k_rotated)
+
+
+class JointLatentAttention(FromLatents):
+    """JAXformer's latent attention (`spec.JointLatentAttention`) between its products. Those of `inputs`, the latent of
+    q and that of keys and values, (B, T, R) each -> the input of `out`, (B, T or 1, H V)."""
+
+    def __init__(self, attention: spec.JointLatentAttention, d_model: int, out_stddev: float, name: str):
+        a, self.attention, self.name = attention, attention, name
+        both, ranks = a.q_rank + a.kv_rank, {"q_a": a.q_rank, "kv_a": a.kv_rank}
+        with hk.name_scope(name):
+            self.inputs = [Linear(d_model, rank, ("embed", None), bias=True, name=name) for name, rank in ranks.items()]
+            # the rotated keys are made of both
+            self.keys = self.inputs
+            self.q_b = Linear(a.q_rank, a.heads * a.nope_dims, (None, "heads"), bias=True, name="q_b")
+            if a.rotary:
+                self.q_r = Linear(both, a.rotary.dims, (None, "heads"), bias=True, name="q_r")
+                self.k_r = Linear(both, a.rotary_dims, (None, None), bias=True, name="k_r")
+            super().__init__(a, d_model, out_stddev, bias=True)
+
+    def __call__(self, q_latent: jax.Array, latent: jax.Array, ctx: Context) -> jax.Array:
+        with jax.named_scope(self.name):
+            q_pass = self._heads(*columns(ctx.queries(q_latent), [self.q_b]))
+            q_rotated, k_rotated = q_pass[..., :0], latent[:, :, None, :0]
+            if self.attention.rotary and ctx.rotation:
+                both = jnp.concatenate([latent, q_latent], axis=-1)
+                q_rotated, k_rotated = self._rotated(both, ctx, ctx.rotation, self.attention.rotary.style)
+            return self.attend(ctx, q_pass, q_rotated, latent, k_rotated)
+
+    def _rotated(self, both: jax.Array, ctx: Context, angles: Rotation, style: str) -> tuple[jax.Array, jax.Array]:
+        """The rotated queries and keys, from both latents."""
+        heads = self.attention.heads
+        q = self._heads(*columns(ctx.queries(both), [self.q_r]))
+        (k,) = columns(both, [self.k_r])
+        of_heads = Rotation(*(rearrange(ctx.queries(x), "b t (h r) -> b t h r", h=heads) for x in angles))
+        return rotate(q, of_heads, style), rotate(k[:, :, None], Rotation(*(x[..., ::heads] for x in angles)), style)
 
 
 class HeadMatrices(hk.Module):
-    """A matrix of each head: w (H, R, K), truncated normal with 1 / sqrt(R).
+    """A matrix of each head: w (H, R, K), truncated normal with 1 / sqrt(R); and the biases b (H K) of all heads.
 
     With the heads first, XLA for CPU multiplies each head's latent without a copy of all matrices.
     """
 
-    def __init__(self, rank: int, heads: int, width: int, name: str):
+    def __init__(self, rank: int, heads: int, width: int, *, bias: bool, name: str):
         super().__init__(name)
         init = hk.initializers.TruncatedNormal(1 / np.sqrt(rank))
         self.w = parameter("w", (heads, rank, width), init, "heads", None, None)
+        self.b = parameter("b", (heads * width,), ZEROS, "heads") if bias else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from mesh_transformer import spec
-from mesh_transformer.models.attention import LatentAttention, SelfAttention
+from mesh_transformer.models.attention import JointLatentAttention, LatentAttention, SelfAttention
 from mesh_transformer.models.feed_forward import Experts, FeedForward
 from mesh_transformer.models.modules import Linear
 
@@ -36,6 +36,7 @@ class BlockModule(Protocol):
 MODULES: dict[type[spec.Mechanism], Callable[[Any, int, float, str], BlockModule]] = {
     spec.Attention: SelfAttention,
     spec.LatentAttention: LatentAttention,
+    spec.JointLatentAttention: JointLatentAttention,
     spec.Dense: FeedForward,
     spec.Experts: Experts,
 }

@@ -15,20 +15,22 @@ from mesh_transformer.spec import Rotary, Scaling
 
 
 class Rotation(NamedTuple):
-    """The angles of each position: sines and cosines, float32 (B, T, R / 2). B may be 1."""
+    """The angles of each position: sines and cosines, float32 (B, T, R / 2), or (B, T, H, R / 2) where heads have
+    different ones. B may be 1."""
 
     sin_BTR: jax.Array
     cos_BTR: jax.Array
 
 
 def rotation(rotary: Rotary, positions_BT: jax.Array, n_positions: int) -> Rotation:
-    """The angles position * frequency of int32 positions below `n_positions`.
+    """The angles (position + first) * frequency of int32 positions below `n_positions`.
 
     In float32 they are computed from the positions, as transformers does. In float64, as the original GPT-J has them,
     they are looked up in tables.
     """
+    positions_BT = positions_BT + rotary.first
     if rotary.precision == "float64":
-        theta = np.arange(n_positions, dtype=np.float64)[:, None] * frequencies(rotary)
+        theta = np.arange(n_positions + rotary.first, dtype=np.float64)[:, None] * frequencies(rotary)
         sin, cos = (jnp.asarray(table.astype(np.float32)) for table in (np.sin(theta), np.cos(theta)))
         return Rotation(sin[positions_BT], cos[positions_BT])
     theta_BTR = positions_BT[..., None].astype(jnp.float32) * jnp.asarray(frequencies(rotary))[None, None]
@@ -60,7 +62,7 @@ def rotate(x_BTHK: jax.Array, angles: Rotation, style: str) -> jax.Array:
     head = x_BTHK[..., :rotary_dims].astype(jnp.float32)
     split, join = _STYLES[style]
     first, second = split(head)
-    sin, cos = angles.sin_BTR[:, :, None, :], angles.cos_BTR[:, :, None, :]
+    sin, cos = (x if x.ndim == x_BTHK.ndim else x[:, :, None, :] for x in angles)
     rotated = first * cos - second * sin, second * cos + first * sin
     head = join(rotated, axis=-1).reshape(head.shape)
     return jnp.concatenate([head.astype(x_BTHK.dtype), x_BTHK[..., rotary_dims:]], axis=-1)

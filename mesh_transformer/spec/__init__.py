@@ -1,7 +1,7 @@
 """A model as plain data, without jax: its decoder, and the tensors of other programs that hold its parameters."""
 
 from mesh_transformer.spec.arrays import Array, Arrays, Axes, AxesTree, below, linear, matrix
-from mesh_transformer.spec.attention import Attention, LatentAttention
+from mesh_transformer.spec.attention import Attention, FromLatents, JointLatentAttention, LatentAttention
 from mesh_transformer.spec.decoder import Decoder
 from mesh_transformer.spec.feed_forward import Activation, Dense, Experts, Router
 from mesh_transformer.spec.layer import (
@@ -34,6 +34,8 @@ __all__ = [
     "Decoder",
     "Dense",
     "Experts",
+    "FromLatents",
+    "JointLatentAttention",
     "LatentAttention",
     "Layer",
     "Mechanism",

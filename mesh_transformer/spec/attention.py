@@ -57,32 +57,26 @@ class Attention(Attends):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention(Attends):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+class FromLatents(Attends):
+    """Attention to keys and values that are made of one latent of `kv_rank` dims of each position, for all heads.
 
-    Keys and values of all heads are made from one latent of `kv_rank` dims, which `norm` normalizes. A head of q and k
-    has `nope_dims` dims without rotation and then `rotary.dims` rotated ones, which in k are the same for all heads. A
-    head of values has `v_dims` dims. q is made from a normalized latent of `q_rank` dims, or from x if this is None.
-    `bias` is on the maps from x to the latents, and on the output.
+    A head of q and k has `nope_dims` dims without rotation and then `rotary_dims` rotated ones, which in k are the same
+    for all heads. A head of values has `v_dims` dims. The cache holds the latents and the rotated dims of the keys.
     """
 
-    rotary: Rotary
-    q_rank: int | None
     kv_rank: int
     nope_dims: int
     v_dims: int
-    norm: Norm
-    bias: bool = False
+
+    @property
+    def rotary_dims(self) -> int:
+        """The rotated dims of a head."""
+        raise NotImplementedError
 
     @property
     def head_dim(self) -> int:
         """The width of a head of q and k."""
-        return self.nope_dims + self.rotary.dims
-
-    @property
-    def out_bias(self) -> bool:
-        """See `Mechanism`."""
-        return self.bias
+        return self.nope_dims + self.rotary_dims
 
     @property
     def keys_and_values(self) -> tuple[CacheEntry, CacheEntry]:
@@ -91,12 +85,44 @@ class LatentAttention(Attends):
 
     @property
     def cache_entries(self) -> tuple[CacheEntry, ...]:
-        """See `Attends`: the latent, and the rotated dims of the key, which all heads share."""
-        return (CacheEntry(None, 1, self.kv_rank + self.rotary.dims),)
+        """See `Attends`."""
+        return (CacheEntry(None, 1, self.kv_rank + self.rotary_dims),)
+
+    def _from_latents(self, width: int) -> Arrays:
+        """The maps from the latent to the keys and values of all heads, and the output."""
+        made = (self.heads, self.kv_rank, self.nope_dims + self.v_dims)
+        return {
+            "kv_b/w": matrix(("heads", None, None), made, "inner"),
+            **below("o", linear(("heads", "embed"), self.heads * self.v_dims, width, "output")),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(FromLatents):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+    `norm` normalizes the latent. The rotated key is made of x. q is made of a normalized latent of `q_rank` dims, or of
+    x if this is None. `bias` is on the maps from x to the latents, and on the output.
+    """
+
+    rotary: Rotary
+    q_rank: int | None
+    norm: Norm
+    bias: bool = False
+
+    @property
+    def rotary_dims(self) -> int:
+        """See `FromLatents`."""
+        return self.rotary.dims
+
+    @property
+    def out_bias(self) -> bool:
+        """See `Mechanism`."""
+        return self.bias
 
     def arrays(self, width: int) -> Arrays:
         """See `Mechanism`: the maps to the latents (q_a, kv_a) and from them (q_b, kv_b), and their norms."""
-        queries, latent = self.heads * self.head_dim, self.kv_rank + self.rotary.dims
+        queries, latent = self.heads * self.head_dim, self.kv_rank + self.rotary_dims
         if self.q_rank is None:
             q = below("q", linear(("embed", "heads"), width, queries, "input"))
         else:
@@ -105,11 +131,47 @@ class LatentAttention(Attends):
                 **below("q_norm", self.norm.arrays(None, self.q_rank)),
                 **below("q_b", linear((None, "heads"), self.q_rank, queries, "inner")),
             }
-        made = (self.heads, self.kv_rank, self.nope_dims + self.v_dims)
         return {
             **q,
             **below("kv_a", linear(("embed", None), width, latent, "input", bias=self.bias)),
             **below("kv_norm", self.norm.arrays(None, self.kv_rank)),
-            "kv_b/w": matrix(("heads", None, None), made, "inner"),
-            **below("o", linear(("heads", "embed"), self.heads * self.v_dims, width, "output")),
+            **self._from_latents(width),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointLatentAttention(FromLatents):
+    """The latent attention of JAXformer (Makkar et al. 2025): no norm of a latent, and biases on all maps.
+
+    The rotated dims of q and k are made of both latents together, that of q, of `q_rank` dims, and that of keys and
+    values. `rotary` is that of the queries of all heads together, as if they were one head: a head has
+    rotary.dims / heads of its dims, and k the angles of every heads-th pair. So queries and keys turn at other rates,
+    and attention depends on more than distances. Without `rotary`, no dims are rotated.
+    """
+
+    q_rank: int
+
+    @property
+    def rotary_dims(self) -> int:
+        """See `FromLatents`."""
+        return self.rotary.dims // self.heads if self.rotary else 0
+
+    @property
+    def out_bias(self) -> bool:
+        """See `Mechanism`."""
+        return True
+
+    def arrays(self, width: int) -> Arrays:
+        """See `Mechanism`: the maps to the latents (q_a, kv_a), and from them (q_b, kv_b; q_r, k_r)."""
+        both, made = self.q_rank + self.kv_rank, self.heads * (self.nope_dims + self.v_dims)
+        arrays = {
+            **below("q_a", linear(("embed", None), width, self.q_rank, "input", bias=True)),
+            **below("kv_a", linear(("embed", None), width, self.kv_rank, "input", bias=True)),
+            **below("q_b", linear((None, "heads"), self.q_rank, self.heads * self.nope_dims, "inner", bias=True)),
+            **self._from_latents(width),
+            "kv_b/b": Array(("heads",), (made,)),
+        }
+        if self.rotary:
+            arrays |= below("q_r", linear((None, "heads"), both, self.rotary.dims, "inner", bias=True))
+            arrays |= below("k_r", linear((None, None), both, self.rotary_dims, "inner", bias=True))
+        return arrays

@@ -32,7 +32,7 @@ class Rotary:
 
     pairs: dims (0, 1), (2, 3) ... are rotated together (GPT-J); halves: dims i and i + dims / 2 (GPT-NeoX). `precision`
     is that of position * frequency: float32 in transformers, float64 in the original GPT-J. With an odd number of dims,
-    one dim more is rotated. Without a base all angles are 0: nothing is rotated.
+    one dim more is rotated. Without a base all angles are 0: nothing is rotated. The first token has position `first`.
     """
 
     dims: int
@@ -40,8 +40,10 @@ class Rotary:
     base: float | None = 10000.0
     precision: Literal["float32", "float64"] = "float32"
     scaling: Scaling | None = None
+    first: int = 0
 
     @property
     def kind(self) -> "Rotary":
-        """The encoding without its numbers, base and scaling: angles of one kind are arrays of one shape."""
+        """The encoding without its numbers, base, scaling and first position: angles of one kind are arrays of one
+        shape."""
         return Rotary(dims=self.dims, style=self.style, precision=self.precision)
