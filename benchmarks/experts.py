@@ -124,9 +124,11 @@ def _ways(inputs: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     def ragged_dot(x: Any, scores: Any, *matrices: Any) -> Any:
         queues = Queues.of(numbers[0].T, len(matrices[0]))
         rows = Rows.of(queues.order_kN, numbers.size)
-        y = Weights(*matrices).apply(
-            spread(x[0], rows), lambda x, ws: tuple(jax.lax.ragged_dot(x, w, queues.sizes_E) for w in ws), jax.nn.silu
-        )
+
+        def products(x: Any, ws: Any, _: Any) -> Any:
+            return tuple(jax.lax.ragged_dot(x, w, queues.sizes_E) for w in ws)
+
+        y = Weights(*matrices).apply(spread(x[0], rows), products, jax.nn.silu)
         return combine(y, scores[0].T, rows)[None]
 
     def dense(x: Any, scores: Any, *matrices: Any) -> Any:

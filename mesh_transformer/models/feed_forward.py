@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mesh_transformer import spec
 from mesh_transformer.models.modules import ZEROS, Context, Linear, Means, columns, parameter
 from mesh_transformer.ops import experts as routed
-from mesh_transformer.ops.linear import matmul
+from mesh_transformer.ops.linear import add_bias, matmul
 from mesh_transformer.ops.tensor_parallel import row
 from mesh_transformer.parallel.sharding import constrain
 
@@ -66,15 +66,24 @@ class FeedForward:
 
 
 class ExpertMatrices(hk.Module):
-    """The matrices of all experts: gate and in (E, D, F), out (E, F, D)."""
+    """The parameters of all experts: gate (or None) and in (E, D, F), out (E, F, D), and their biases."""
 
     def __init__(self, experts: spec.Experts, d_model: int, out_stddev: float, name: str):
         super().__init__(name)
         wide, axes = (experts.count, d_model, experts.d_ff), ("experts", "embed", "mlp")
         init = hk.initializers.TruncatedNormal(1 / np.sqrt(d_model))
-        self.gate, self.into = (parameter(name, wide, init, *axes) for name in ("gate", "in"))
+        self.gate = parameter("gate", wide, init, *axes) if experts.gated else None
+        self.into = parameter("in", wide, init, *axes)
         narrow = (experts.count, experts.d_ff, d_model)
         self.out = parameter("out", narrow, hk.initializers.TruncatedNormal(out_stddev), "experts", "mlp", "embed")
+        self.biases = routed.Biases()
+        if experts.bias:
+            hidden = (experts.count, experts.d_ff), ZEROS, "experts", "mlp"
+            self.biases = routed.Biases(
+                parameter("gate_b", *hidden) if experts.gated else None,
+                parameter("in_b", *hidden),
+                parameter("out_b", (experts.count, d_model), ZEROS, "experts", "embed"),
+            )
 
 
 class Router(hk.Module):
@@ -90,7 +99,10 @@ class Router(hk.Module):
         w_DE = parameter("w", (width, count), init, "embed", None)
         bias_E = parameter("bias", (count,), ZEROS, None) if self.experts.router.bias else None
         float32, exact = jnp.dtype(jnp.float32), jax.lax.Precision.HIGHEST
-        return matmul(x_BTD.astype(float32), w_DE, float32, exact), bias_E
+        logits_BTE = matmul(x_BTD.astype(float32), w_DE, float32, exact)
+        if self.experts.router.logit_bias:
+            logits_BTE = add_bias(logits_BTE, parameter("b", (count,), ZEROS, None))
+        return logits_BTE, bias_E
 
 
 class Experts:
@@ -116,7 +128,7 @@ class Experts:
             routing = routed.route(self.experts.router, logits_BTE, bias_E)
             activation = _ACTIVATIONS[self.experts.activation]
             matrices = self.matrices.gate, self.matrices.into, self.matrices.out
-            y_BTD, dropped = routed.apply(ctx.dispatch, x_BTD, routing, *matrices, activation)
+            y_BTD, dropped = routed.apply(ctx.dispatch, x_BTD, routing, *matrices, activation, self.matrices.biases)
         choices = routed.total(jnp.float32(routing.experts_BTk.size))
         means = {**routed.statistics(logits_BTE, routing), "dropped": dropped / choices}
         if self.shared is None:

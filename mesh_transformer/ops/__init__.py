@@ -2,9 +2,20 @@
 
 from mesh_transformer.ops.attend.causal import Attend
 from mesh_transformer.ops.attend.context import attention
-from mesh_transformer.ops.experts import Dispatch, Routing, route
+from mesh_transformer.ops.experts import Biases, Dispatch, Routing, route
 from mesh_transformer.ops.experts import apply as apply_experts
 from mesh_transformer.ops.experts import statistics as router_statistics
 from mesh_transformer.ops.tensor_parallel import column, row
 
-__all__ = ["Attend", "Dispatch", "Routing", "apply_experts", "attention", "column", "route", "router_statistics", "row"]
+__all__ = [
+    "Attend",
+    "Biases",
+    "Dispatch",
+    "Routing",
+    "apply_experts",
+    "attention",
+    "column",
+    "route",
+    "router_statistics",
+    "row",
+]

@@ -169,12 +169,12 @@ class PackedBlock:
     @classmethod
     def pack(cls, block: Block, fuse: Sequence[Sequence[str]], as_bits: Sequence[str] = ()) -> PackedBlock:
         """Pack `block`, the parameters by module and name. `fuse` lists the groups of modules whose matrices are
-        joined, `as_bits` the modules whose arrays stay as they are, those of two bytes as uint16."""
+        joined, `as_bits` the modules whose arrays stay as they are, matrices of two bytes as uint16."""
         groups = [present for names in fuse if (present := [name for name in names if name in block])]
         grouped = {name for names in groups for name in names}
         others = {
             module: {
-                name: _bits(leaf) if module in as_bits else _packed(leaf)
+                name: (_bits(leaf) if leaf.ndim > 2 else leaf) if module in as_bits else _packed(leaf)
                 for name, leaf in leaves.items()
                 if not (module in grouped and name == "w")
             }

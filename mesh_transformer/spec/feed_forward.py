@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mesh_transformer.fields import Size
-from mesh_transformer.spec.arrays import Array, Arrays, below, linear, matrix
+from mesh_transformer.spec.arrays import Array, Arrays, below, linear
 from mesh_transformer.spec.mechanism import Mechanism
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
@@ -50,9 +50,10 @@ class Dense(Mechanism):
 class Router:
     """Which experts a token goes to, and with which weights, in float32.
 
-    A token has a score for each expert: the softmax, or the sigmoid, of x w. It goes to the `chosen` experts with the
-    greatest scores, and their outputs are weighted by these scores; with `normalize`, divided by their sum plus `eps`;
-    then times `scale`. The softmax of the chosen logits (Mixtral) is the normalized softmax of all.
+    A token has a score for each expert: the softmax, or the sigmoid, of x w, or of x w + b with `logit_bias`. It goes
+    to the `chosen` experts with the greatest scores, and their outputs are weighted by these scores; with `normalize`,
+    divided by their sum plus `eps`; then times `scale`. The softmax of the chosen logits (Mixtral) is the normalized
+    softmax of all.
 
     With `bias`, a bias is added to the scores for the choice only (Wang et al. 2024, arXiv:2408.15664). With `groups`,
     a token chooses from the experts of the `top_groups` best groups (DeepSeek-V2, arXiv:2405.04434). The score of a
@@ -65,6 +66,7 @@ class Router:
     eps: float = 0.0
     scale: float = 1.0
     bias: bool = False
+    logit_bias: bool = False
     groups: int = 1
     top_groups: int = 1
     group_score: Literal["max", "two_best"] = "max"
@@ -72,8 +74,8 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Mechanism):
-    """`count` gated feed-forward layers without biases. Each token goes through the experts that `router` chooses
-    (Shazeer et al. 2017, arXiv:1701.06538).
+    """`count` feed-forward layers like `Dense`. Each token goes through the experts that `router` chooses (Shazeer et
+    al. 2017, arXiv:1701.06538).
 
     All tokens also go through `shared`; with `shared_gate`, its output is multiplied by sigmoid(x w).
     """
@@ -83,6 +85,8 @@ class Experts(Mechanism):
     d_ff: int
     activation: Activation
     router: Router
+    gated: bool = True
+    bias: bool = False
     shared: Dense | None = None
     shared_gate: bool = False
     # the field of the config that sets d_ff
@@ -96,14 +100,19 @@ class Experts(Mechanism):
 
     def arrays(self, width: int) -> Arrays:
         """See `Mechanism`: the router, the matrices of all experts, and the shared feed-forward."""
-        router = {"router/w": matrix(("embed", None), (width, self.count), "other")}
+        router = below("router", linear(("embed", None), width, self.count, "other", bias=self.router.logit_bias))
         if self.router.bias:
             router["router/bias"] = Array((None,), (self.count,))
         wide, narrow = (self.count, width, self.d_ff), (self.count, self.d_ff, width)
         used = self.router.chosen * width * self.d_ff
         into = Array(("experts", "embed", "mlp"), wide, used, "input")
         out = Array(("experts", "mlp", "embed"), narrow, used, "output")
-        arrays = {**router, **below("experts", {"gate": into, "in": into, "out": out})}
+        names = ("gate", "in") if self.gated else ("in",)
+        experts = {**dict.fromkeys(names, into), "out": out}
+        if self.bias:
+            experts |= {f"{name}_b": Array(("experts", "mlp"), (self.count, self.d_ff)) for name in names}
+            experts["out_b"] = Array(("experts", "embed"), (self.count, width))
+        arrays = {**router, **below("experts", experts)}
         if self.shared is None:
             return arrays
         arrays |= below("shared", self.shared.arrays(width))

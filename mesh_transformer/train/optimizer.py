@@ -15,6 +15,8 @@ from mesh_transformer.fields import STACKS
 from mesh_transformer.optimizers import OPTIMIZERS
 from mesh_transformer.parallel.sharding import Params, Partition, map_axes
 
+# the dimensions that are many arrays in one: of layers, and of experts
+_STACKED = (*STACKS, "experts")
 OptState = dict[str, Any]
 """The optimizer's slots by name, each a tree like the parameters', and two int32 scalars: `count` and `schedule`, the
 updates that the optimizer's direction and the learning rate's schedule have counted. Skipped steps do not count."""
@@ -34,7 +36,8 @@ def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
 class Optimizer:
     """Clipping by the global norm, the direction of `config`, weight decay of matrices, learning rate.
 
-    `axes` are the dimension names of the trained parameters: they tell a matrix from the stacked biases of all layers.
+    `axes` are the dimension names of the trained parameters: they tell a matrix from the stacked biases of all layers
+    and experts.
     """
 
     def __init__(self, config: OptimizerConfig, axes: Params):
@@ -83,7 +86,7 @@ class Optimizer:
         # optax mixes dtypes and ranks
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             direction, after = self._direction.update(clipped, before, params)
-        matrices = map_axes(lambda axes: len([name for name in axes if name not in STACKS]) > 1, self.axes)
+        matrices = map_axes(lambda axes: len([name for name in axes if name not in _STACKED]) > 1, self.axes)
         decayed = jax.tree.map(lambda u, p, matrix: u + decay * p if matrix else u, direction, params, matrices)
         updates = optax.tree.scale(-learning_rate(self.config, schedule), decayed)
         return updates, {**after._asdict(), "schedule": schedule + 1}

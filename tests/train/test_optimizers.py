@@ -70,7 +70,11 @@ def unstacked(tree: dict[str, Any]) -> dict[str, Any]:
 def theirs(name: str, config: Any) -> optax.GradientTransformation:
     rate = lambda count: learning_rate(config, count)  # noqa: E731
     if name == "lion":
-        matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
+
+        def matrices(params: Any) -> Any:
+            # an array has the biases of all experts
+            return jax.tree.map_with_path(lambda path, p: p.ndim > 1 and path[-1].key != "b", params)
+
         return optax.lion(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=matrices)
     # optax's decay is not multiplied by the learning rate, ours is: compared without any
     return optax.adafactor(

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.ops.experts.grouped import platform
-from mesh_transformer.ops.experts.layer import Activation, Choices, Weights, exchanged, on_device
+from mesh_transformer.ops.experts.layer import NO_BIASES, Activation, Biases, Choices, Weights, exchanged, on_device
 from mesh_transformer.ops.experts.routing import Routing, total
 from mesh_transformer.parallel.sharding import Partition, active
 
@@ -45,12 +45,14 @@ def apply(
     dispatch: Dispatch,
     x_BTD: jax.Array,
     routing: Routing,
-    gate_EDF: jax.Array,
+    gate_EDF: jax.Array | None,
     in_EDF: jax.Array,
     out_EFD: jax.Array,
     activation: Activation,
+    biases: Biases = NO_BIASES,
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum over each token's experts of weight * (activation(x gate) * (x in)) out.
+    """The sum over each token's experts of weight * (activation(x gate) * (x in)) out, or of weight * activation(x in)
+    out without a gate. Each product plus its bias, if there is one.
 
     The active partition may split the batch, the positions, the experts and their widths, but not D.
 
@@ -59,22 +61,22 @@ def apply(
     """
     group = Group.of(dispatch)
 
-    def one_device(x_BTD: jax.Array, weights_BTk: jax.Array, experts_BTk: jax.Array, *matrices: jax.Array) -> _Sums:
+    def one_device(x_BTD: jax.Array, weights_BTk: jax.Array, experts_BTk: jax.Array, weights: Weights) -> _Sums:
         x_ND, weights_Nk, experts_Nk = (rearrange(x, "b t d -> (b t) d") for x in (x_BTD, weights_BTk, experts_BTk))
-        capacity = dispatch.capacity(experts_Nk.size, len(gate_EDF))
-        choices, weights = Choices(weights_Nk, experts_Nk), Weights(*matrices)
-        all_experts = len(weights.gate_EDF) == len(gate_EDF)
+        capacity = dispatch.capacity(experts_Nk.size, len(in_EDF))
+        choices, all_experts = Choices(weights_Nk, experts_Nk), len(weights.in_EDF) == len(in_EDF)
         if group is None:
             y_ND, dropped = on_device(x_ND, choices, weights, activation, capacity, all_experts=True)
         elif group.sends_choices:
             y_ND, dropped = exchanged(x_ND, choices, weights, activation, capacity, group.experts)
         else:
-            own = choices.after(group.first_expert(len(weights.gate_EDF)))
+            own = choices.after(group.first_expert(len(weights.in_EDF)))
             y_ND, dropped = on_device(x_ND, own, weights, activation, capacity, all_experts=all_experts)
         return y_ND.reshape(x_BTD.shape), dropped.astype(jnp.float32)
 
     run = one_device if group is None else group.map(one_device)
-    y_BTD, dropped = run(x_BTD, routing.weights_BTk, routing.experts_BTk, gate_EDF, in_EDF, out_EFD)
+    weights = Weights(gate_EDF, in_EDF, out_EFD, biases)
+    y_BTD, dropped = run(x_BTD, routing.weights_BTk, routing.experts_BTk, weights)
     return y_BTD, total(dropped)
 
 
@@ -124,37 +126,48 @@ class Group:
         return jax.lax.axis_index(self.experts) * count if self.experts else jnp.zeros((), jnp.int32)
 
     def map(self, function: Callable[..., _Sums]) -> Callable[..., _Sums]:
-        """`function`, of three arrays of all tokens and the three matrices of `Weights`, of the arrays of one device.
+        """`function`, of three arrays of all tokens and of `Weights`, of the arrays of one device.
 
         What several devices have gets a dimension of these devices, which they split. So the sum of the devices'
         outputs, and of gradients, is made outside, where the partitioner can join it with a split that follows.
         """
         mesh = self.partition.current_mesh
         tokens = P(self.gathers, self.mlp, self.batch, self.seq)
-        columns, rows = P(self.same_weights, self.experts, None, self.mlp), P(self.same_weights, self.experts, self.mlp)
+        columns, rows = (P(self.same_weights, self.experts, *dims) for dims in ((None, self.mlp), (self.mlp,)))
+        specs = Weights._make((columns, columns, rows, Biases._make((rows, rows, rows))))
         axes = tuple(dict.fromkeys((*self.gathers, *self.mlp, *self.batch, *self.seq)))
 
-        def one_device(x: jax.Array, weights: jax.Array, experts: jax.Array, *matrices: jax.Array) -> _Sums:
-            y, dropped = function(x[0, 0], weights[0, 0], experts[0, 0], *(matrix[0] for matrix in matrices))
+        def one_device(x: jax.Array, weights: jax.Array, experts: jax.Array, parameters: Weights) -> _Sums:
+            own = jax.tree.map(lambda parameter: parameter[0], parameters).with_out_bias(lambda b_E1D: b_E1D[:, 0])
+            y, dropped = function(x[0, 0], weights[0, 0], experts[0, 0], own)
             return y[None, None], dropped[None]
 
-        def run(*arrays: jax.Array) -> _Sums:
+        def run(x: jax.Array, weights: jax.Array, experts: jax.Array, parameters: Weights) -> _Sums:
+            parameters = jax.tree.map(self._copies_of_weight, parameters.with_out_bias(self._rows_of_bias))
+            x, weights, experts = map(self._for_tokens, (x, weights, experts))
             y, dropped = jax.shard_map(
                 one_device,
                 mesh=mesh,
-                in_specs=(tokens, tokens, tokens, columns, columns, rows),
+                in_specs=(tokens, tokens, tokens, specs),
                 out_specs=(tokens, P(axes)),
                 # all axes, as a Pallas kernel needs
                 axis_names=set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes),
                 # the outputs of Pallas kernels do not say over which devices they vary
                 check_vma=platform() != "tpu",
-            )(*map(self._for_tokens, arrays[:3]), *(self._copies(matrix, self.same_weights) for matrix in arrays[3:]))
+            )(x, weights, experts, parameters)
             # of y's dtype: jnp.sum would send float32
             y_BTD = jax.lax.reduce_sum(self._split(jax.lax.reduce_sum(y, axes=(0,))), axes=(0,))
             # the devices that split the widths all count the same
             return y_BTD, dropped.sum() / self._size(self.mlp)
 
         return run
+
+    def _rows_of_bias(self, b_ED: jax.Array) -> jax.Array:
+        """A row for each device that splits the widths. Their outputs are summed: only the first one adds the bias."""
+        return jnp.pad(b_ED[:, None], ((0, 0), (0, self._size(self.mlp) - 1), (0, 0)))
+
+    def _copies_of_weight(self, x: jax.Array) -> jax.Array:
+        return self._copies(x, self.same_weights)
 
     def _for_tokens(self, x_BTD: jax.Array) -> jax.Array:
         return self._copies(self._split(self._copies(x_BTD, self.mlp)), self.gathers)

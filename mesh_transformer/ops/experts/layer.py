@@ -1,4 +1,4 @@
-"""The computation of routed experts: gated feed-forward layers, of which each token goes through the chosen ones.
+"""The computation of routed experts: feed-forward layers, of which each token goes through the chosen ones.
 
 Shapes: B sequences, T positions, N tokens, k choices of a token, D width, E experts, F width of an expert, M rows, C
 rows of each expert, n devices that split the experts, e = E / n experts of a device.
@@ -6,7 +6,9 @@ rows of each expert, n devices that split the experts, e = E / n experts of a de
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,21 +21,43 @@ from mesh_transformer.ops.experts.kernel import Arrays
 from mesh_transformer.ops.experts.rows import Queues, Rows, combine, spread
 
 Activation = Callable[[jax.Array], jax.Array]
-# rows times each of several matrices
-Matmul = Callable[[jax.Array, Arrays], Arrays]
+
+
+class Biases(NamedTuple):
+    """What is added to the products of the experts' matrices; None: nothing."""
+
+    gate_EF: jax.Array | None = None
+    in_EF: jax.Array | None = None
+    out_ED: jax.Array | None = None
+
+
+NO_BIASES = Biases()
+# rows times each of several matrices, each product plus a bias, if there is one
+Affine = Callable[[jax.Array, Arrays, Sequence[jax.Array | None]], Arrays]
 
 
 class Weights(NamedTuple):
-    """The matrices of the experts: activation(x gate) * (x in) times out."""
+    """The parameters of the experts: (activation(x gate) * (x in)) out, or activation(x in) out without a gate; each
+    product plus its bias, if there is one."""
 
-    gate_EDF: jax.Array
+    gate_EDF: jax.Array | None
     in_EDF: jax.Array
     out_EFD: jax.Array
+    biases: Biases = NO_BIASES
 
-    def apply(self, x: jax.Array, matmul: Matmul, activation: Activation) -> jax.Array:
-        """The outputs of rows x, multiplied by `matmul`."""
-        gate, hidden = (checkpoint_name(y, "mlp_hidden") for y in matmul(x, (self.gate_EDF, self.in_EDF)))
-        (y,) = matmul(activation(gate) * hidden, (self.out_EFD,))
+    def with_out_bias(self, function: Callable[[jax.Array], jax.Array]) -> Weights:
+        """The same with function(bias of the outputs), if there is one."""
+        b_ED = self.biases.out_ED
+        return self if b_ED is None else self._replace(biases=self.biases._replace(out_ED=function(b_ED)))
+
+    def apply(self, x: jax.Array, affine: Affine, activation: Activation) -> jax.Array:
+        """The outputs of rows x, whose products are made by `affine`."""
+        if self.gate_EDF is None:
+            hidden = affine(x, (self.in_EDF,), (self.biases.in_EF,))
+        else:
+            hidden = affine(x, (self.gate_EDF, self.in_EDF), (self.biases.gate_EF, self.biases.in_EF))
+        first, *others = (checkpoint_name(y, "mlp_hidden") for y in hidden)
+        (y,) = affine(functools.reduce(operator.mul, others, activation(first)), (self.out_EFD,), (self.biases.out_ED,))
         return y
 
 
@@ -66,7 +90,7 @@ def on_device(
     arXiv:2006.16668). Also returns the number of these, int32.
     """
     weights_Nk, experts_Nk = choices
-    count = len(weights.gate_EDF)
+    count = len(weights.in_EDF)
     if not all_experts:
         known = (experts_Nk >= 0) & (experts_Nk < count)
         experts_Nk = jnp.where(known, experts_Nk, count)
@@ -78,7 +102,7 @@ def on_device(
         return combine(y_MD, weights_Nk.T, rows), jnp.zeros((), jnp.int32)
     rows = _capacity_rows(queues, experts_kN, capacity)
     x_ECD = rearrange(spread(x_ND, rows), "(e c) d -> e c d", e=count)
-    y_ECD = weights.apply(x_ECD, _batched_matmul, activation)
+    y_ECD = weights.apply(x_ECD, _batched_affine, activation)
     dropped = jnp.maximum(queues.sizes_E - capacity, 0).sum()
     return combine(rearrange(y_ECD, "e c d -> (e c) d"), weights_Nk.T, rows), dropped
 
@@ -94,7 +118,7 @@ def exchanged(
     """As `on_device`, on the devices of a `shard_map` that split the experts over the mesh axes `axes`: `weights` has
     the e experts of the device, and `choices` are among all E. Each choice goes to the device of its expert, and its
     output comes back, by two all-to-alls."""
-    devices, own = jax.lax.axis_size(axes), len(weights.gate_EDF)
+    devices, own = jax.lax.axis_size(axes), len(weights.in_EDF)
     experts_kN = choices.experts_Nk.T
     queues = Queues.of(experts_kN, devices * own)
     if capacity is None:
@@ -102,7 +126,7 @@ def exchanged(
     rows = _capacity_rows(queues, experts_kN, capacity)
     sent = rearrange(spread(x_ND, rows), "(n e c) d -> n e c d", n=devices, e=own)
     x_ECD = rearrange(_swap(sent, axes), "n e c d -> e (n c) d")
-    y_ECD = weights.apply(x_ECD, _batched_matmul, activation)
+    y_ECD = weights.apply(x_ECD, _batched_affine, activation)
     back = _swap(rearrange(y_ECD, "e (n c) d -> n e c d", n=devices), axes)
     y_ND = combine(rearrange(back, "n e c d -> (n e c) d"), choices.weights_Nk.T, rows)
     return y_ND, jnp.maximum(queues.sizes_E - capacity, 0).sum()
@@ -112,7 +136,7 @@ def _exchanged_all(
     x_ND: jax.Array, choices: Choices, queues: Queues, weights: Weights, activation: Activation, axes: tuple[str, ...]
 ) -> jax.Array:
     """The outputs of all choices. A device may get all choices of each other device: M = N k."""
-    size, own = choices.experts_Nk.size, len(weights.gate_EDF)
+    size, own = choices.experts_Nk.size, len(weights.in_EDF)
     counts_ne = queues.sizes_E.reshape(-1, own)
     ends_n = jnp.cumsum(counts_ne.sum(1))
     device_kN = choices.experts_Nk.T // own
@@ -136,7 +160,7 @@ def _swap(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def _of_rows(x_MD: jax.Array, experts_M: jax.Array, weights: Weights, activation: Activation) -> jax.Array:
     """The output of each row's expert, 0 for a row whose number is beyond them: (M, D) -> (M, D)."""
-    queues = Queues.of(experts_M[None], len(weights.gate_EDF))
+    queues = Queues.of(experts_M[None], len(weights.in_EDF))
     rows = Rows.of(queues.order_kN, len(x_MD), full=True)
     return spread(grouped(spread(x_MD, rows), queues, weights, activation, all_rows=False), rows.back)
 
@@ -144,10 +168,43 @@ def _of_rows(x_MD: jax.Array, experts_M: jax.Array, weights: Weights, activation
 def grouped(x_MD: jax.Array, queues: Queues, weights: Weights, activation: Activation, *, all_rows: bool) -> jax.Array:
     """The outputs of rows in the order of `queues`; `all_rows` as in `grouped_matmul`."""
 
-    def matmul(x: jax.Array, w: Arrays) -> Arrays:
-        return grouped_matmul(x, w, queues.sizes_E, all_rows=all_rows)
+    def affine(x: jax.Array, w: Arrays, b_EF: Sequence[jax.Array | None]) -> Arrays:
+        ys = grouped_matmul(x, w, queues.sizes_E, all_rows=all_rows)
+        return tuple(y if b is None else _plus_own(y, b, queues.sizes_E) for y, b in zip(ys, b_EF, strict=True))
 
-    return weights.apply(x_MD, matmul, activation)
+    return weights.apply(x_MD, affine, activation)
+
+
+@jax.custom_vjp
+def _plus_own(y_MF: jax.Array, b_EF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """Rows in the order of `grouped_matmul`, each plus the bias of its expert. Rows after the last expert stay.
+
+    The gradient of the biases is a product with a matrix of ones and zeros: a sum by scatter has no fixed order on a
+    GPU.
+    """
+    return y_MF + b_EF.astype(y_MF.dtype).at[_expert_of_row(len(y_MF), sizes_E)].get(mode="fill", fill_value=0)
+
+
+def _plus_own_forward(
+    y_MF: jax.Array, b_EF: jax.Array, sizes_E: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _plus_own(y_MF, b_EF, sizes_E), (b_EF, sizes_E)
+
+
+def _plus_own_backward(saved: tuple[jax.Array, jax.Array], dy_MF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    b_EF, sizes_E = saved
+    own_ME = jax.nn.one_hot(_expert_of_row(len(dy_MF), sizes_E), len(b_EF), dtype=dy_MF.dtype)
+    exact, float32 = jax.lax.Precision.HIGHEST, jnp.float32
+    db_EF = jnp.einsum("me,mf->ef", own_ME, dy_MF, precision=exact, preferred_element_type=float32)
+    return dy_MF, db_EF.astype(b_EF.dtype), None
+
+
+_plus_own.defvjp(_plus_own_forward, _plus_own_backward)
+
+
+def _expert_of_row(rows: int, sizes_E: jax.Array) -> jax.Array:
+    """The expert of each row, (M,) int32; E: none."""
+    return (jnp.arange(rows)[:, None] >= jnp.cumsum(sizes_E)[None]).sum(1, dtype=jnp.int32)
 
 
 def _capacity_rows(queues: Queues, experts_kN: jax.Array, capacity: int) -> Rows:
@@ -157,6 +214,7 @@ def _capacity_rows(queues: Queues, experts_kN: jax.Array, capacity: int) -> Rows
     return Rows.of(jnp.where(fits, experts_kN * capacity + queues.place_kN, size), size)
 
 
-def _batched_matmul(x_ECD: jax.Array, w_EDF: Arrays) -> Arrays:
+def _batched_affine(x_ECD: jax.Array, w_EDF: Arrays, b_EF: Sequence[jax.Array | None]) -> Arrays:
     """The products of each expert's rows: (E, C, D), (E, D, F) each -> (E, C, F) each, of x's dtype."""
-    return tuple(jnp.einsum("ecd,edf->ecf", x_ECD, w, preferred_element_type=x_ECD.dtype) for w in w_EDF)
+    ys = (jnp.einsum("ecd,edf->ecf", x_ECD, w, preferred_element_type=x_ECD.dtype) for w in w_EDF)
+    return tuple(y if b is None else y + b.astype(y.dtype)[:, None] for y, b in zip(ys, b_EF, strict=True))

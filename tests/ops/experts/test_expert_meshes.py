@@ -13,7 +13,7 @@ from support.experts import Problem, relative_differences
 
 from mesh_transformer.config import MeshConfig, mesh_shape
 from mesh_transformer.config.mesh import training_rules
-from mesh_transformer.ops.experts import Dispatch, Routing, apply, dispatch, route, statistics
+from mesh_transformer.ops.experts import Biases, Dispatch, Routing, apply, dispatch, route, statistics
 from mesh_transformer.parallel.mesh import make_mesh
 from mesh_transformer.parallel.replicas import Replicas
 from mesh_transformer.parallel.sharding import Partition, constrain, use
@@ -30,6 +30,7 @@ MESHES = {
 FILES = ("ops/experts",)
 CLOSE = 5e-6
 PROBLEM = Problem.random(8, 6, d=16, f=8, experts=8, chosen=3, empty=(2, 6))
+PROBLEMS = {"plain": PROBLEM, "biases": PROBLEM.with_biases(gated=True), "no gate": PROBLEM.with_biases(gated=False)}
 
 
 def partition_of(mesh: str, **rules: Any) -> Partition:
@@ -39,55 +40,61 @@ def partition_of(mesh: str, **rules: Any) -> Partition:
     return Partition(make_mesh(mesh_shape(**sizes), devices), {**made, **rules})
 
 
-def outputs(partition: Partition | None, dispatch: Dispatch, dtype: Any = jnp.float32) -> tuple[list[Any], float]:
+def outputs(
+    partition: Partition | None, dispatch: Dispatch, dtype: Any = jnp.float32, kind: str = "plain"
+) -> tuple[list[Any], float]:
     """The output and the gradients, and the number of dropped choices."""
-    x, weights, *matrices = PROBLEM.inputs
+    problem = PROBLEMS[kind]
+    x, weights, *parameters = problem.inputs
 
     @jax.jit
     def run(inputs, dy):
-        def layer(x, weights, *matrices):
+        def layer(x, weights, *parameters):
             x = constrain(x, "batch", "block_seq", None)
-            routing = Routing(weights, jnp.asarray(PROBLEM.experts_BTk), weights)
-            y, dropped = apply(dispatch, x, routing, *matrices, jax.nn.silu)
+            routing = Routing(weights, jnp.asarray(problem.experts_BTk), weights)
+            matrices, biases = problem.split(parameters)
+            y, dropped = apply(dispatch, x, routing, *matrices, jax.nn.silu, Biases(*biases))
             return constrain(y, "batch", "block_seq", None), dropped
 
         with use(partition):
             y, pull, dropped = jax.vjp(layer, *inputs, has_aux=True)
             return [y, *pull(dy)], dropped
 
-    inputs = (x.astype(dtype), weights, *(w.astype(dtype) for w in matrices))
-    found, dropped = run(inputs, PROBLEM.dy_BTD.astype(dtype))
+    inputs = (x.astype(dtype), weights, *(w.astype(dtype) for w in parameters))
+    found, dropped = run(inputs, problem.dy_BTD.astype(dtype))
     return [np.asarray(a, np.float64) for a in found], float(dropped)
 
 
 @functools.cache
-def dense() -> list[np.ndarray]:
-    y, gradients = PROBLEM.dense()
+def dense(kind: str = "plain") -> list[np.ndarray]:
+    y, gradients = PROBLEMS[kind].dense()
     return [y, *gradients]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "exchange", "check_vma"),
-    sampled(MESHES, ["tokens", "gather"], [True, False], strength=2, seconds=2, files=FILES),
+    ("mesh", "exchange", "check_vma", "kind"),
+    sampled(MESHES, ["tokens", "gather"], [True, False], PROBLEMS, strength=2, seconds=2, files=FILES),
 )
 def test_devices_compute_what_one_device_computes(
-    mesh: str, exchange: str, check_vma: bool, monkeypatch: pytest.MonkeyPatch
+    mesh: str, exchange: str, check_vma: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not check_vma:
         monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
-    found, dropped = outputs(partition_of(mesh), Dispatch(exchange))
-    assert max(relative_differences(found, dense())) < CLOSE
+    found, dropped = outputs(partition_of(mesh), Dispatch(exchange), kind=kind)
+    assert max(relative_differences(found, dense(kind))) < CLOSE
     assert dropped == 0
 
 
-@pytest.mark.parametrize(("mesh", "exchange"), sampled(MESHES, ["tokens", "gather"], seconds=1, files=FILES))
-def test_a_device_computes_up_to_the_capacity_of_its_tokens(mesh: str, exchange: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "exchange", "kind"), sampled(MESHES, ["tokens", "gather"], PROBLEMS, strength=2, seconds=1, files=FILES)
+)
+def test_a_device_computes_up_to_the_capacity_of_its_tokens(mesh: str, exchange: str, kind: str) -> None:
     sizes = MESHES[mesh]
     splits = {"dp", "fsdp"} | ({"ep"} if exchange == "tokens" else set())
     parts = int(np.prod([size for axis, size in sizes.items() if axis in splits]))
     fits = PROBLEM.kept(1.0, parts, sizes.get("cp", 1))
-    y, gradients = PROBLEM.dense(fits)
-    found, dropped = outputs(partition_of(mesh), Dispatch(exchange, capacity_factor=1.0))
+    y, gradients = PROBLEMS[kind].dense(fits)
+    found, dropped = outputs(partition_of(mesh), Dispatch(exchange, capacity_factor=1.0), kind=kind)
     assert max(relative_differences(found, [y, *gradients])) < CLOSE
     assert dropped == (1 - fits).sum() > 0
 
@@ -98,12 +105,12 @@ def test_devices_that_all_have_the_whole_batch() -> None:
     assert max(relative_differences(found, dense())) < CLOSE
 
 
-@pytest.mark.parametrize("exchange", ["tokens", "gather"])
-def test_bfloat16(exchange: str) -> None:
+@pytest.mark.parametrize(("exchange", "kind"), [("tokens", "plain"), ("gather", "plain"), ("tokens", "biases")])
+def test_bfloat16(exchange: str, kind: str) -> None:
     """On CPU too, where XLA aborts at some sums in bfloat16."""
-    found, _ = outputs(partition_of("fsdp2_ep2_tp2"), Dispatch(exchange), jnp.bfloat16)
+    found, _ = outputs(partition_of("fsdp2_ep2_tp2"), Dispatch(exchange), jnp.bfloat16, kind)
     # bfloat16 has 8 bits, and the values are sums of products of rounded numbers
-    assert max(relative_differences(found, dense())) < 0.05
+    assert max(relative_differences(found, dense(kind))) < 0.05
 
 
 def test_inside_of_replicas() -> None:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from support.experts import Problem, relative_differences
 
-from mesh_transformer.ops.experts import Dispatch, Routing, apply
+from mesh_transformer.ops.experts import Biases, Dispatch, Routing, apply
 
 # float32 sums of at most 24 products
 CLOSE = 2e-6
-PROBLEM = Problem.random(3, 17, d=20, f=12, experts=7, chosen=3, empty=(2, 6))
+PLAIN = Problem.random(3, 17, d=20, f=12, experts=7, chosen=3, empty=(2, 6))
+PROBLEMS = {"plain": PLAIN, "biases": PLAIN.with_biases(gated=True), "no gate": PLAIN.with_biases(gated=False)}
 
 
 def outputs(problem: Problem, dispatch: Dispatch) -> tuple[list[jax.Array], float]:
@@ -19,9 +20,10 @@ def outputs(problem: Problem, dispatch: Dispatch) -> tuple[list[jax.Array], floa
 
     @jax.jit
     def run(inputs, dy):
-        def layer(x, weights, *matrices):
+        def layer(x, weights, *parameters):
             routing = Routing(weights, problem.experts_BTk, weights)
-            return apply(dispatch, x, routing, *matrices, jax.nn.silu)
+            matrices, biases = problem.split(parameters)
+            return apply(dispatch, x, routing, *matrices, jax.nn.silu, Biases(*biases))
 
         y, pull, dropped = jax.vjp(layer, *inputs, has_aux=True)
         return [y, *pull(dy)], dropped
@@ -30,10 +32,11 @@ def outputs(problem: Problem, dispatch: Dispatch) -> tuple[list[jax.Array], floa
     return found, float(dropped)
 
 
-@pytest.mark.parametrize("tokens", [1, 17])
-def test_every_choice_is_computed(tokens: int) -> None:
-    cut = {name: getattr(PROBLEM, name)[:, :tokens] for name in ("x_BTD", "weights_BTk", "experts_BTk", "dy_BTD")}
-    problem = dataclasses.replace(PROBLEM, **cut)
+@pytest.mark.parametrize(("kind", "tokens"), [("plain", 1), ("plain", 17), ("biases", 17), ("no gate", 17)])
+def test_every_choice_is_computed(kind: str, tokens: int) -> None:
+    whole = PROBLEMS[kind]
+    cut = {name: getattr(whole, name)[:, :tokens] for name in ("x_BTD", "weights_BTk", "experts_BTk", "dy_BTD")}
+    problem = dataclasses.replace(whole, **cut)
     found, dropped = outputs(problem, Dispatch())
     y, gradients = problem.dense()
     assert max(relative_differences(found, [y, *gradients])) < CLOSE
@@ -41,11 +44,14 @@ def test_every_choice_is_computed(tokens: int) -> None:
     assert not np.asarray(found[3])[[2, 6]].any()
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.25, 10.0])
-def test_an_expert_computes_up_to_its_capacity(factor: float) -> None:
-    found, dropped = outputs(PROBLEM, Dispatch(capacity_factor=factor))
-    fits = PROBLEM.kept(factor)
-    y, gradients = PROBLEM.dense(fits)
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("plain", 0.5), ("plain", 1.25), ("plain", 10.0), ("biases", 1.25), ("no gate", 1.25)]
+)
+def test_an_expert_computes_up_to_its_capacity(kind: str, factor: float) -> None:
+    problem = PROBLEMS[kind]
+    found, dropped = outputs(problem, Dispatch(capacity_factor=factor))
+    fits = problem.kept(factor)
+    y, gradients = problem.dense(fits)
     assert max(relative_differences(found, [y, *gradients])) < CLOSE
     assert dropped == (1 - fits).sum()
     assert (dropped > 0) == (factor < 10)
