@@ -9,6 +9,7 @@ from mesh_transformer.families import (
     gpt_neo,
     gpt_neox,
     gptj,
+    jaxformer,
     llama,
     mistral,
     mixtral,
@@ -37,4 +38,5 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "qwen3_moe": qwen3_moe.Qwen3MoeConfig,
     "deepseek_v2": deepseek_v2.DeepSeekV2Config,
     "deepseek_v3": deepseek_v3.DeepSeekV3Config,
+    "jaxformer": jaxformer.JaxformerConfig,
 }

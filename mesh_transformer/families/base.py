@@ -32,8 +32,8 @@ HF_ACTIVATIONS: dict[ActivationName, str] = {**{name: name for name in ACTIVATIO
 class ModelConfig(HfKeys):
     """The architecture. Each family extends this group."""
 
-    HF_MODEL_TYPE: ClassVar[str]
-    """`model_type` in config.json."""
+    HF_MODEL_TYPE: ClassVar[str | None] = None
+    """`model_type` in config.json; None: transformers has no such model, and the family needs no other HF_ name."""
     HF_ARCHITECTURE: ClassVar[str]
     """The class in transformers."""
     HF_PREFIX: ClassVar[str]
@@ -98,6 +98,12 @@ class ModelConfig(HfKeys):
         fields = self.model_dump(mode="json", exclude={"seq", "seed", "vocab_multiple"})
         # two names of one function are no difference
         return {**fields, **({"activation": ACTIVATIONS[fields["activation"]]} if "activation" in fields else {})}
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `HfKeys`."""
+        if self.HF_MODEL_TYPE is None:
+            self.refuse_hf([f"transformers has no model of model.family {self.family}"], "native", any_d_head=True)
+        return super().to_hf()
 
     def refuse_hf(self, reasons: list[str], instead: str, *, any_d_head: bool = False) -> None:
         """Refuse the Hugging Face format for these reasons, or for a d_head that is not d_model / n_heads, unless it

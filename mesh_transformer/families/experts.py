@@ -1,26 +1,19 @@
-"""Routed experts in place of the feed-forward layer, for families that are like Llama in the rest."""
+"""Routed experts in place of the feed-forward layer; most families with them are like Llama in the rest."""
 
 from typing import Annotated, ClassVar, Self
 
 from pydantic import model_validator
 
 from mesh_transformer.errors import UserError
+from mesh_transformer.families.base import ModelConfig
 from mesh_transformer.families.hf_keys import Hf, JsonObject
 from mesh_transformer.families.llama import GATED, LlamaLike, gated_rows
 from mesh_transformer.fields import Count, Derived, Dims, LayerNumbers, Switch, Unit, size
 from mesh_transformer.spec import TRANSPOSED, Dense, Experts, Router, Tensor
 
 
-class WithExperts(LlamaLike):
-    """All layers have experts of width d_ff, without shared ones."""
-
-    # training alone uses them
-    HF_IGNORED: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef", "router_jitter_noise")
-    # the module of a layer that holds router and experts, the matrices of an expert (ours and theirs), and the module
-    # of the experts that all tokens share
-    HF_MODULE: ClassVar = "mlp"
-    HF_MATRICES: ClassVar = GATED
-    HF_SHARED: ClassVar = "shared_expert"
+class ExpertCounts(ModelConfig):
+    """How many experts a layer has, and how many of them a token goes through."""
 
     n_experts: Annotated[Count, Unit("experts"), Hf("num_experts", "num_local_experts")]
     """experts of a layer; divisible by mesh.ep"""
@@ -35,6 +28,18 @@ class WithExperts(LlamaLike):
                 "model.experts_per_token"
             )
         return self
+
+
+class WithExperts(ExpertCounts, LlamaLike):
+    """All layers have experts of width d_ff, without shared ones."""
+
+    # training alone uses them
+    HF_IGNORED: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef", "router_jitter_noise")
+    # the module of a layer that holds router and experts, the matrices of an expert (ours and theirs), and the module
+    # of the experts that all tokens share
+    HF_MODULE: ClassVar = "mlp"
+    HF_MATRICES: ClassVar = GATED
+    HF_SHARED: ClassVar = "shared_expert"
 
     def router(self) -> Router:
         """The router of all layers that have experts."""

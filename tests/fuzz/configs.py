@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from support.families import OF_TRANSFORMERS
 from support.hf_models import VARIANTS
 from support.mutations import mutated_json
 
@@ -20,7 +21,8 @@ from mesh_transformer.families import FAMILIES
 
 def documents() -> list[dict[str, Any]]:
     """For each variant of a model in the tests: its keys, and those that this program writes for it."""
-    kinds = {family.HF_ARCHITECTURE.partition("For")[0]: family.HF_MODEL_TYPE for family in FAMILIES.values()}
+    families = [FAMILIES[name] for name in OF_TRANSFORMERS]
+    kinds = {family.HF_ARCHITECTURE.partition("For")[0]: family.HF_MODEL_TYPE for family in families}
     kinds["GPT2"] = "gpt2"
     given = [{"model_type": kinds[name], **keys} for name, keys in VARIANTS.values()]
     return [{**config_json(parse_model(keys, "config.json"), np.dtype(np.float32)), **keys} for keys in given]

@@ -1,4 +1,5 @@
-"""Write original.tar.xz and texts.tar.xz beside this file: `python tests/golden/make.py FOLDER`, see README.md."""
+"""Write original.tar.xz, texts.tar.xz and jaxformer/numbers.npz beside this file: `python tests/golden/make.py FOLDER`,
+see README.md."""
 
 import io
 import lzma
@@ -77,6 +78,16 @@ def texts(data: Path) -> Iterator[tuple[str, bytes]]:
         yield name, b"".join(lines if name.startswith("gpt2") else lines[:EXAMPLES])
 
 
+def jaxformer(golden: Path) -> dict[str, np.ndarray]:
+    """The arrays that a test reads: parameters and logits, and a training without drops."""
+    tiny, whole = (dict(np.load(golden / f"jaxformer/{name}.npz", allow_pickle=False)) for name in ("tiny", "whole"))
+    found = {name: x for name, x in tiny.items() if name.startswith("params/")}
+    found |= {name.removeprefix("whole/"): x for name, x in whole.items() if name.startswith("whole/gradient/")}
+    found |= {name: whole[f"whole/{name}"] for name in ("loss", "cross", "balance", "updates/loss")}
+    updates = np.concatenate([whole[f"whole/x{i}"] for i in range(4)])
+    return {**found, "x": tiny["x"], "logits": tiny["eval/logits"], "updates/x": updates}
+
+
 def write(path: Path, members: Iterator[tuple[str, bytes]]) -> None:
     """Write a .tar.xz that depends on names and contents alone."""
     with lzma.open(path, "wb", filters=FILTERS) as file, tarfile.open(fileobj=file, mode="w") as archive:
@@ -87,9 +98,10 @@ def write(path: Path, members: Iterator[tuple[str, bytes]]) -> None:
 
 
 def main(shared: Path) -> None:
-    """Write both archives from the folder that holds golden/ and data/."""
+    """Write the archives from the folder that holds golden/ and data/."""
     write(HERE / "original.tar.xz", original(shared / "golden"))
     write(HERE / "texts.tar.xz", texts(shared / "data"))
+    np.savez_compressed(HERE / "jaxformer" / "numbers.npz", **jaxformer(shared / "golden"))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from support.families import MODELS
 
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.config import ComputeConfig, parse_config
+from mesh_transformer.fields import STACKS
 from mesh_transformer.models.model import Model
 from mesh_transformer.models.stack import by_run
 from mesh_transformer.spec import Decoder, Run, in_run, neighbours, runs_of, shared_run, starts
@@ -51,8 +52,8 @@ def test_only_matrices_multiply_tokens(name: str) -> None:
     decoder = decoder_of(name)
     for path, array in decoder.arrays().items():
         table = path.startswith("embed/")
-        # a stack of vectors has two dimensions
-        is_matrix = len(array.shape) - path.startswith("blocks/") > 1 and not table
+        # a stack of vectors has two dimensions, of vectors of all experts three
+        is_matrix = len([axis for axis in array.axes if axis not in (*STACKS, "experts")]) > 1 and not table
         assert (array.used > 0) == is_matrix, path
         assert array.used <= array.size, path
         if not is_matrix:

@@ -90,7 +90,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_groups": 3,
         "router_top_groups": 2,
     },
+    # two blocks, each of two layers and one with experts
+    "jaxformer": {
+        "family": "jaxformer",
+        **_SIZES,
+        **_EXPERTS,
+        "layers": 6,
+        "block_layers": 3,
+        "latent_dim": 20,
+        "rotary_dims": 6,
+    },
 }
+# the families that transformers has too
+OF_TRANSFORMERS = [name for name, family in FAMILIES.items() if family.HF_MODEL_TYPE is not None]
 
 
 def files_of(family: str) -> list[str]:

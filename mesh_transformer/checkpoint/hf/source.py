@@ -55,7 +55,7 @@ def parse_model(config: dict[str, Any], where: str) -> ModelConfig:
     Raises:
         UserError: the model is not supported.
     """
-    families = {family.HF_MODEL_TYPE: family for family in FAMILIES.values()}
+    families = {family.HF_MODEL_TYPE: family for family in FAMILIES.values() if family.HF_MODEL_TYPE is not None}
     keys = ConfigJson(config)
     model_type = keys.take("model_type", default=None)
     try:

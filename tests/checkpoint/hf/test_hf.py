@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 from support import hf_folders as hf
 from support.builders import program
-from support.families import MODELS
+from support.families import MODELS, OF_TRANSFORMERS
 
 from mesh_transformer.checkpoint.hf import writer as hf_write
 from mesh_transformer.checkpoint.hf.safetensors_file import read_header
@@ -123,7 +123,7 @@ def test_a_round_trip_keeps_every_bit(tmp_path, dtype) -> None:
     assert index["metadata"]["total_size"] == sum(t.dtype.itemsize * int(np.prod(t.shape)) for t in header.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_TRANSFORMERS)
 def test_the_order_of_a_table_does_not_matter(tmp_path, monkeypatch, family) -> None:
     """The parts of a fused tensor are in the order of `part`, in whatever order the rows of the table stand."""
     sizes = {"d_model": 16, "n_heads": 8, "n_vocab": 24, "seq": 8}

@@ -4,6 +4,7 @@ import json
 from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
+from support.families import OF_TRANSFORMERS
 
 from mesh_transformer.checkpoint.hf.source import parse_model
 from mesh_transformer.errors import UserError
@@ -107,7 +108,7 @@ def test_a_family_may_have_other_keys_than_the_one_that_it_extends() -> None:
             read({"d": 5, key: 5}, Renamed)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_TRANSFORMERS)
 def test_every_key_of_a_table_is_read(family) -> None:
     """A misspelled key of a default would have no effect: an empty list is refused only if the key is read."""
     kind = FAMILIES[family]
@@ -120,7 +121,7 @@ def test_every_key_of_a_table_is_read(family) -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_TRANSFORMERS)
 def test_missing_keys_have_the_defaults_of_transformers(family) -> None:
     import transformers
 

@@ -1,0 +1,89 @@
+"""The family jaxformer against JAXformer's own numbers (tests/golden/README.md): logits, gradients and updates."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from golden.jaxformer import BLOCKS, MODEL, numbers, parameters
+from support.builders import float32_model, program
+
+from mesh_transformer.config import parse_config
+from mesh_transformer.models.model import Model
+
+# of float32 sums in another order
+LOGITS, LOSSES = 1e-5, 1e-6
+# its loss has the sum over layers, ours the mean
+BALANCE = 0.01 * BLOCKS
+TRAINING = {
+    "model": MODEL,
+    "optimizer": {
+        "lr": 6e-3,
+        "end_lr": 6e-4,
+        "warmup_steps": 2,
+        # of 20 steps, with the warm-up
+        "anneal_steps": 18,
+        "total_steps": 20,
+        "weight_decay": 1e-4,
+        "z_loss": 0.0,
+    },
+    "experts": {"balance_loss": BALANCE, "z_loss": 0.0},
+    "data": {"batch_size": 8},
+}
+
+
+@functools.cache
+def model() -> Model:
+    return float32_model(parse_config({"model": MODEL}).model)
+
+
+def tokens_and_targets(x: np.ndarray) -> np.ndarray:
+    """The target of the last token is the first one."""
+    return np.concatenate([x, x[..., :1]], axis=-1).astype(np.int32)
+
+
+def assert_logits_equal(found: jax.Array, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(np.asarray(found)[..., : expected.shape[-1]], expected, rtol=0, atol=LOGITS)
+
+
+def test_logits() -> None:
+    x, expected = (numbers()[name].reshape(8, 16, *rest) for name, *rest in (("x",), ("logits", 61)))
+    found, _ = jax.jit(model().apply)(parameters("params"), x.astype(np.int32))
+    assert_logits_equal(found, expected)
+
+
+def test_logits_with_a_cache() -> None:
+    x, expected = (numbers()[name].reshape(8, 16, *rest) for name, *rest in (("x",), ("logits", 61)))
+    cache = model().new_cache(8, 16)
+    # latents with rotated keys, and latents alone
+    assert [group[0][0].shape for group in cache.groups] == [(4, 8, 1, 16, 12), (2, 8, 1, 16, 8)]
+
+    @jax.jit
+    def step(params: Any, tokens: jax.Array, cache: Any, start: jax.Array) -> Any:
+        logits, view = model().apply(params, tokens, cache.view(None, 16), start)
+        return logits, view.cache
+
+    start = 0
+    for size in (9, *[1] * 7):
+        now = slice(start, start + size)
+        at = jnp.full(8, start, jnp.int32)
+        found, cache = step(parameters("params"), x[:, now].astype(np.int32), cache, at)
+        assert_logits_equal(found, expected[:, now])
+        start += size
+
+
+def test_gradients_and_updates() -> None:
+    run = program(TRAINING)
+    state = run.init(jax.random.key(0))._replace(params=jax.device_put(parameters("params")))
+    for step, (loss, cross, balance) in enumerate(numbers()["updates/loss"]):
+        state, metrics = run.train_step(state, tokens_and_targets(numbers()["updates/x"][step])[None])
+        own = metrics["train/loss"], metrics["experts/balance_loss"]
+        np.testing.assert_allclose(own, (cross, balance / BLOCKS), rtol=LOSSES)
+        np.testing.assert_allclose(own[0] + BALANCE * own[1], loss, rtol=LOSSES)
+        if step == 0:
+            # Adam's first moment is a tenth of the gradient, which is clipped to the norm 1
+            gradient = jax.tree.map(lambda mu, norm=metrics["train/grad_norm"]: 10 * mu * norm, state.opt_state["mu"])
+            expected = parameters("gradient")
+            assert jax.tree.structure(gradient) == jax.tree.structure(expected)
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6), gradient, expected)
