@@ -99,7 +99,7 @@ class ModelConfig(HfKeys):
         # two names of one function are no difference
         return {**fields, **({"activation": ACTIVATIONS[fields["activation"]]} if "activation" in fields else {})}
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> JsonObject:
         """See `HfKeys`."""
         if self.HF_MODEL_TYPE is None:
             self.refuse_hf([f"transformers has no model of model.family {self.family}"], "native", any_d_head=True)
