@@ -15,37 +15,65 @@ from mesh_transformer.estimate.hlo import collectives
 from mesh_transformer.families import FAMILIES, gptj
 from mesh_transformer.parallel.sharding import collect_axes, map_axes, use, with_axes
 from mesh_transformer.spec import runs_of, starts
+from mesh_transformer.train.step import TrainProgram
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (1, 8, 41)).astype(np.int32)
 NORMS = ["layernorm", "layernorm-nobias", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias"]
 ENCODINGS = ["rotary", "fixed", "t5"]
 
 
-def test_the_program_does_not_grow_with_the_number_of_layers():
-    def size(layers: int) -> int:
-        run = program(TINY, f"model.layers={layers}")
-        tokens = jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32)
-        return run.train_step.lower(run.abstract_state, tokens).as_text().count("\n")
+def lines_of_a_step(run: TrainProgram) -> int:
+    """The lines of the program of a training step."""
+    tokens = jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32)
+    return run.train_step.lower(run.abstract_state, tokens).as_text().count("\n")
 
-    assert size(24) == size(2)
+
+def lines_of_decoding(run: TrainProgram, groups: int) -> int:
+    """The lines of the program of a decode step with a cache of so many groups of layers."""
+    model, tokens = run.model, jnp.zeros((2, 1), jnp.int32)
+
+    def step(params, cache, start):
+        logits, view = model.apply(params, tokens, cache.view(None, 64), start)
+        return logits, view.cache
+
+    cache = jax.eval_shape(lambda: model.new_cache(2, 64, longest_chunk=4))
+    assert len(cache.groups) == groups
+    return jax.jit(step).lower(run.abstract_state.params, cache, tokens[:, 0]).as_text().count("\n")
+
+
+def of_period(repeats: int, *overrides: str, devices: int = 1) -> TrainProgram:
+    """A program whose layers are `repeats` times (dense, dense, dense, experts)."""
+    # not two dense layers: loops over two of them and over two repeats would have functions of one shape, which stand
+    # in the program once
+    dense = [layer for layer in range(4 * repeats) if layer % 4 < 3]
+    model = {**families.MODELS["qwen3_moe"], "layers": 4 * repeats, "dense_layers": dense}
+    run = program({**TINY, "model": model}, *overrides, devices=devices, remat="full")
+    assert [(len(one.period), one.repeats) for one in run.model.decoder.runs] == [(4, repeats)]
+    return run
+
+
+def test_the_program_does_not_grow_with_the_number_of_layers():
+    few, many = (lines_of_a_step(program(TINY, f"model.layers={layers}")) for layers in (2, 24))
+    assert many == few
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_program_does_not_grow_with_the_repeats_of_a_period(pp):
+    """Nor with those of a stage: each of two stages has 1, 2 or 4."""
+    sizes = [lines_of_a_step(of_period(repeats, f"mesh.pp={pp}", devices=pp)) for repeats in (2, 4, 8)]
+    assert max(sizes) == min(sizes)
+
+
+def test_a_cached_program_does_not_grow_with_the_repeats_of_a_period():
+    few, many = (lines_of_decoding(of_period(repeats), groups=1) for repeats in (2, 8))
+    assert many == few
 
 
 def test_a_cached_program_with_rings_does_not_grow_with_the_number_of_layers():
     """Layers with and without a ring alternate: a step of the loop computes one of each."""
-
-    def size(layers: int) -> int:
-        run = program({**TINY, "model": {**families.MODELS["gemma2"], "layers": layers}})
-        model, tokens = run.model, jnp.zeros((2, 1), jnp.int32)
-
-        def step(params, cache, start):
-            logits, view = model.apply(params, tokens, cache.view(None, 64), start)
-            return logits, view.cache
-
-        cache = jax.eval_shape(lambda: model.new_cache(2, 64, longest_chunk=4))
-        assert len(cache.groups) == 2
-        return jax.jit(step).lower(run.abstract_state.params, cache, tokens[:, 0]).as_text().count("\n")
-
-    assert size(24) == size(4)
+    models = ({**TINY, "model": {**families.MODELS["gemma2"], "layers": layers}} for layers in (4, 24))
+    few, many = (lines_of_decoding(program(model), groups=2) for model in models)
+    assert many == few
 
 
 @pytest.mark.parametrize(
