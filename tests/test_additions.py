@@ -13,6 +13,7 @@ and is served is compared with a function of the parameters that is written here
 
 import functools
 import importlib
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -36,11 +37,12 @@ from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.config import Config, names
 from mesh_transformer.config.schema import GROUPS, VARIANTS
 from mesh_transformer.config.variants import Variants
-from mesh_transformer.estimate.closed_form import estimate
+from mesh_transformer.estimate.closed_form import GIB, estimate
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.models.mechanisms import MODULES
 from mesh_transformer.optimizers import OPTIMIZERS
+from mesh_transformer.spec.flops import flops_per_token
 from mesh_transformer.train.step import TrainProgram
 
 # the files of support/added say what each addition is
@@ -262,6 +264,12 @@ def test_the_family_is_exported_and_read_back(tmp_path: Path) -> None:
     assert len(source.tensors) == len(stored)
 
 
+def device_bytes(leaves: Any, shardings: Any) -> int:
+    """The bytes of float32 arrays on one device."""
+    each = jax.tree.map(lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)), leaves, shardings)
+    return 4 * sum(jax.tree.leaves(each))
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", MODELS)
 def test_the_closed_form_counts_it(family: str, mesh: str) -> None:
@@ -269,6 +277,19 @@ def test_the_closed_form_counts_it(family: str, mesh: str) -> None:
     stages = run.model.stages_of_pipeline
     shapes = {path: leaf.shape for path, leaf in flatten(jax.eval_shape(run.model.init, jax.random.key(0))).items()}
     assert {path: array.shape for path, array in run.model.decoder.arrays(stages).items()} == shapes
-    found = estimate(run.config, MESHES[mesh][0], ACCELERATORS["v4"])
-    assert found.gib > 0
-    assert found.seconds > 0
+    state, shardings = run.abstract_state, run.state_shardings
+    memory = estimate(run.config, MESHES[mesh][0], ACCELERATORS["v4"]).memory
+    assert memory["parameters"] * GIB == pytest.approx(device_bytes(state.params, shardings.params))
+    slots, of_slots = state.opt_state["trace"], shardings.opt_state["trace"]
+    assert memory["optimizer state"] * GIB == pytest.approx(device_bytes(slots, of_slots))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_its_operations_are_counted(family: str) -> None:
+    decoder, params = run_of(family, "dp x tp").model.decoder, initial(family)
+    # a tied head multiplies too
+    head = SIZES["d_model"] * SIZES["n_vocab"]
+    matrices = sum(leaf["w"].size for leaf in params["blocks"].values() if "w" in leaf) + head
+    # queries with keys, and the softmax with values: four heads of four dims each
+    seen = {"added": [8, 8], "period": [8, 8, 8, 8, 3]}[family]
+    assert flops_per_token(decoder, 8) == 6 * (matrices + sum(seen) * 4 * (4 + 4))
