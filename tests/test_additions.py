@@ -30,13 +30,14 @@ from support.engines import complete, engine_of
 
 from mesh_transformer.accelerators import ACCELERATORS
 from mesh_transformer.checkpoint.hf.source import HFSource, read_model
-from mesh_transformer.checkpoint.hf.writer import write_hf
+from mesh_transformer.checkpoint.hf.writer import config_json, write_hf
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts
 from mesh_transformer.config import Config, names
 from mesh_transformer.config.schema import GROUPS, VARIANTS
 from mesh_transformer.config.variants import Variants
+from mesh_transformer.errors import UserError
 from mesh_transformer.estimate.closed_form import GIB, estimate
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.infer.requests import SamplingParams
@@ -54,18 +55,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "period": {"layers": 5, "tied_head": True},
 }
 # the first update has the peak
-OPTIMIZER = {
-    "name": "momentum",
-    "decay": 0.9,
-    "lr": 0.1,
-    "end_lr": 0.1,
-    "warmup_steps": 0,
-    "total_steps": 4,
-    "weight_decay": 0.0,
-    "clip_norm": 1e9,
-    "z_loss": 0.0,
-    "gradient_accumulation_steps": 2,
-}
+RATE = {"lr": 0.1, "end_lr": 0.1, "warmup_steps": 0, "total_steps": 4}
+PLAIN_GRADIENT = {"weight_decay": 0.0, "clip_norm": 1e9, "z_loss": 0.0, "gradient_accumulation_steps": 2}
+OPTIMIZER = {"name": "momentum", "decay": 0.9, **RATE, **PLAIN_GRADIENT}
 MESHES = {"dp x tp": (4, ["mesh.dp=2", "mesh.tp=2"]), "pp": (2, ["mesh.pp=2"])}
 # microbatches, sequences, positions
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 2, 4, 9)).astype(np.int32)
@@ -268,6 +260,11 @@ def device_bytes(leaves: Any, shardings: Any) -> int:
     """The bytes of float32 arrays on one device."""
     each = jax.tree.map(lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)), leaves, shardings)
     return 4 * sum(jax.tree.leaves(each))
+
+
+def test_a_family_without_a_model_type_is_not_exported() -> None:
+    with pytest.raises(UserError, match="cannot hold model.family period.* use the native format"):
+        config_json(run_of("period", "pp").config.model, np.dtype(np.float32))
 
 
 @pytest.mark.parametrize("mesh", MESHES)

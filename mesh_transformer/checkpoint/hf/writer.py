@@ -105,10 +105,11 @@ def config_json(model: ModelConfig, dtype: np.dtype, end_of_text: int | None = N
     Raises:
         UserError: transformers does not support this model.
     """
+    keys = model.to_hf()
     return {
         "architectures": [model.HF_ARCHITECTURE],
         "model_type": model.HF_MODEL_TYPE,
-        **model.to_hf(),
+        **keys,
         "initializer_range": 0.02,
         "use_cache": True,
         **_end_of_text_ids(model, end_of_text),

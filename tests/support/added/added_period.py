@@ -1,11 +1,11 @@
 """A model of unlike layers: two times (plain, gated), then a plain layer.
 
 A plain layer is Llama's. A gated layer is one branch of three parts, one of which has its own norm. The first plain
-layer has no rotation, and the last has a window.
+layer has no rotation, and the last has a window. transformers does not have this family.
 """
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from added_mechanism import GatedAttention
 
@@ -15,8 +15,6 @@ from mesh_transformer.spec import Branch, Decoder, Dense, Layer, Part
 
 class PeriodConfig(LlamaLike):
     """Plain layers, and layers with a gate and three parallel parts, in turn."""
-
-    HF_MODEL_TYPE: ClassVar = "period"
 
     family: Literal["period"] = "period"
     """model family"""
