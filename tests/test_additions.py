@@ -28,17 +28,17 @@ from support.array_source import ArraySource
 from support.builders import program
 from support.engines import complete, engine_of
 
-from mesh_transformer.accelerators import ACCELERATORS
+from mesh_transformer.accelerators import ACCELERATORS, Accelerator
 from mesh_transformer.checkpoint.hf.source import HFSource, read_model
 from mesh_transformer.checkpoint.hf.writer import config_json, write_hf
 from mesh_transformer.checkpoint.native.manifest import flatten
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.checkpoint.tensors import Counts
-from mesh_transformer.config import Config, names
+from mesh_transformer.config import Config, names, parse_config
 from mesh_transformer.config.schema import GROUPS, VARIANTS
 from mesh_transformer.config.variants import Variants
 from mesh_transformer.errors import UserError
-from mesh_transformer.estimate.closed_form import GIB, estimate
+from mesh_transformer.estimate.closed_form import GIB, GPU_PRODUCT_SHARE, estimate
 from mesh_transformer.families import FAMILIES
 from mesh_transformer.infer.requests import SamplingParams
 from mesh_transformer.models.mechanisms import MODULES
@@ -61,6 +61,8 @@ OPTIMIZER = {"name": "momentum", "decay": 0.9, **RATE, **PLAIN_GRADIENT}
 MESHES = {"dp x tp": (4, ["mesh.dp=2", "mesh.tp=2"]), "pp": (2, ["mesh.pp=2"])}
 # microbatches, sequences, positions
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 2, 4, 9)).astype(np.int32)
+# and a memory that takes no time
+ONE_FLOP_A_SECOND = Accelerator("one", "", peak_tflops=1e-12 / GPU_PRODUCT_SHARE, memory_gb_s=math.inf, usable_gib=1)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -290,3 +292,8 @@ def test_its_operations_are_counted(family: str) -> None:
     # queries with keys, and the softmax with values: four heads of four dims each
     seen = {"added": [8, 8], "period": [8, 8, 8, 8, 3]}[family]
     assert flops_per_token(decoder, 8) == 6 * (matrices + sum(seen) * 4 * (4 + 4))
+    config = parse_config(
+        run_of(family, "dp x tp").config.model_dump(), ["compute.remat=none", "mesh.dp=1", "mesh.tp=1"]
+    )
+    time = estimate(config, 1, ONE_FLOP_A_SECOND).time
+    assert time["products"] == pytest.approx(6 * TOKENS[0, ..., 1:].size * (matrices - head))
